@@ -1,0 +1,64 @@
+"""Every environment variable that slurmrl reads, in one typed table."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from slurmrl.errors import UsageError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    name: str
+    parse: Callable[[str], T]
+    default: T
+    doc: str
+
+    def get(self, environ: Mapping[str, str] | None = None) -> T:
+        """The variable's value, or its default when it is unset or empty."""
+        text = (os.environ if environ is None else environ).get(self.name, "")
+        if not text:
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise UsageError(f"environment variable {self.name}={text!r}: {error}") from error
+
+
+ROOT: Variable[str] = Variable("SLURMRL_ROOT", str, "", "Folder that holds all runs.")
+LINK: Variable[int] = Variable(
+    "SLURM_ARRAY_TASK_ID",
+    int,
+    0,
+    "Index of this link in the chain (Slurm, or our local chain).",
+)
+JOB_ID: Variable[str] = Variable("SLURM_JOB_ID", str, "", "Id of this job (Slurm).")
+ARRAY_JOB_ID: Variable[str] = Variable(
+    "SLURM_ARRAY_JOB_ID", str, "", "Id of the job array (Slurm)."
+)
+RESTART_COUNT: Variable[int] = Variable(
+    "SLURM_RESTART_COUNT", int, 0, "Requeues of this job (Slurm)."
+)
+NODE_ID: Variable[int] = Variable(
+    "SLURM_NODEID", int, 0, "Host index of this task in its job (Slurm)."
+)
+NODE_NAME: Variable[str] = Variable("SLURMD_NODENAME", str, "", "Slurm's name of this host.")
+VISIBLE_DEVICES: Variable[str] = Variable(
+    "CUDA_VISIBLE_DEVICES", str, "", "GPUs that the scheduler gave: indices, UUIDs or MIG ids."
+)
+
+VARIABLES: tuple[Variable[str] | Variable[int], ...] = (
+    ROOT,
+    LINK,
+    JOB_ID,
+    ARRAY_JOB_ID,
+    RESTART_COUNT,
+    NODE_ID,
+    NODE_NAME,
+    VISIBLE_DEVICES,
+)

@@ -1,0 +1,32 @@
+"""Every key of a trial's name store. Keys of one incarnation carry its number."""
+
+from __future__ import annotations
+
+
+def attempt(group: str, task: int, number: int) -> str:
+    """Claim of one start of a task; its value says job, host and process."""
+    return f"attempt/{group}/{task}/{number}"
+
+
+def attempts(group: str, task: int) -> str:
+    return f"attempt/{group}/{task}"
+
+
+def store(incarnation: int) -> str:
+    """Address ``host:port`` of the incarnation's TCPStore."""
+    return f"incarnation/{incarnation}/store"
+
+
+def failure(incarnation: int) -> str:
+    """The first failure of an incarnation, as JSON; later ones lose the exclusive add."""
+    return f"incarnation/{incarnation}/failure"
+
+
+def devices(incarnation: int, group: str, task: int) -> str:
+    """Devices that an agent gave its workers."""
+    return f"incarnation/{incarnation}/devices/{group}/{task}"
+
+
+def status() -> str:
+    """What the master last said about the run, replaced as it goes on."""
+    return "status"

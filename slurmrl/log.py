@@ -1,0 +1,19 @@
+"""Log lines of slurmrl's processes: time, who, level, message; written to standard error."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+def configure(who: str, level: int = logging.INFO) -> None:
+    """Set up the root logger of this process. ``who`` names it: ``trainer/0 rank 3``."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s [{who}] %(levelname)s %(message)s"))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level)
+
+
+def get(name: str) -> logging.Logger:
+    return logging.getLogger(name)

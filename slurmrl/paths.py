@@ -1,0 +1,136 @@
+"""Where everything of a trial lies. No other module joins path names of the run directory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """The run directory ``<root>/<user>/<experiment>/<trial>`` and the names inside it."""
+
+    run: Path
+
+    @staticmethod
+    def of(root: Path, user: str, experiment: str, trial: str) -> RunPaths:
+        return RunPaths(Path(root) / user / experiment / trial)
+
+    @property
+    def trial(self) -> str:
+        return self.run.name
+
+    @property
+    def experiment(self) -> str:
+        return self.run.parent.name
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.run / "config.yaml"
+
+    @property
+    def plan(self) -> Path:
+        return self.run / "plan.json"
+
+    @property
+    def identity(self) -> Path:
+        """The trial's uuid and when it was made; its exclusive creation makes the trial."""
+        return self.run / "trial.json"
+
+    @property
+    def code(self) -> Path:
+        """Snapshot of the code that the run uses."""
+        return self.run / "code"
+
+    @property
+    def history(self) -> Path:
+        return self.run / "history"
+
+    @property
+    def names(self) -> Path:
+        return self.run / "names"
+
+    @property
+    def leases(self) -> Path:
+        return self.run / "leases"
+
+    @property
+    def control(self) -> Path:
+        return self.run / "control"
+
+    @property
+    def samples(self) -> Path:
+        return self.run / "samples"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.run / "checkpoints"
+
+    @property
+    def exports(self) -> Path:
+        return self.run / "export"
+
+    @property
+    def metrics(self) -> Path:
+        return self.run / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.run / "tensorboard"
+
+    @property
+    def events(self) -> Path:
+        return self.run / "events"
+
+    @property
+    def logs(self) -> Path:
+        return self.run / "logs"
+
+    @property
+    def submissions(self) -> Path:
+        return self.run / "submissions"
+
+    def submission(self, number: int) -> Path:
+        return self.submissions / str(number)
+
+    def lease(self, group: str, task: int, attempt: int) -> Path:
+        """Heartbeat file of one attempt of a task's agent."""
+        return self.leases / f"{group}.{task}.{attempt}"
+
+    def master_log(self, incarnation: int) -> Path:
+        """Control log that the master writes and all agents read."""
+        return self.control / f"{incarnation:08d}.master"
+
+    def agent_log(self, incarnation: int, group: str, task: int) -> Path:
+        """Control log that one agent writes and the master reads."""
+        return self.control / f"{incarnation:08d}.{group}.{task}"
+
+    def checkpoint(self, step: int, incarnation: int) -> Path:
+        return self.checkpoints / f"step-{step:08d}.{incarnation}"
+
+    def export(self, step: int) -> Path:
+        return self.exports / f"step-{step:08d}"
+
+    def log(self, group: str, task: int, attempt: int) -> Path:
+        return self.logs / group / f"{task}.{attempt}.log"
+
+    def event_file(self, writer: str) -> Path:
+        return self.events / f"{writer}.jsonl"
+
+    def directories(self) -> tuple[Path, ...]:
+        """All directories that ``submit`` makes."""
+        return (
+            self.run,
+            self.code,
+            self.submissions,
+            self.history,
+            self.names,
+            self.leases,
+            self.control,
+            self.samples,
+            self.checkpoints,
+            self.exports,
+            self.events,
+            self.logs,
+        )
