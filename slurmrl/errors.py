@@ -92,6 +92,13 @@ class WaitTimeoutError(SlurmrlError, TimeoutError):
         return str(self.args[0]) if self.args else ""
 
 
+class SlotTakenError(SlurmrlError, RuntimeError):
+    """Somebody else won the history slot in ``args[0]``; whoever wanted it must read again."""
+
+    def __str__(self) -> str:
+        return f"history slot {self.args[0]} is taken"
+
+
 class StaleIncarnationError(SlurmrlError, RuntimeError):
     """A newer incarnation of the trial has begun: whoever sees this must stop at once."""
 
@@ -106,6 +113,10 @@ class CorruptFileError(SlurmrlError, ValueError):
 
 class CheckpointError(SlurmrlError, RuntimeError):
     """A checkpoint is missing, incomplete or does not fit."""
+
+
+class LayoutError(SlurmrlError, ValueError):
+    """Two layouts do not fit together, or a layout is not whole."""
 
 
 class WorkerDiedError(SlurmrlError, RuntimeError):

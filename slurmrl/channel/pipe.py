@@ -1,0 +1,174 @@
+"""A pipe of messages between a process and its child, over one end of a socket pair.
+
+Nothing blocks unless asked to: what the kernel's buffer does not take is queued, and sent on by
+whatever is called next.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from slurmrl.channel.frame import Message, decode, encode
+
+CHUNK_BYTES = 1 << 16
+FDS_PER_MESSAGE = 1
+
+
+@dataclass
+class Outgoing:
+    """Bytes that wait to be sent, and the descriptor that goes with the first of them."""
+
+    data: memoryview
+    descriptor: int | None = None
+
+    def close(self) -> None:
+        if self.descriptor is not None:
+            os.close(self.descriptor)
+            self.descriptor = None
+
+
+class Connection:
+    """One end of a socket pair; it owns the socket.
+
+    That the peer has gone is no exception: `closed` says so, once all that it sent was received.
+    Bytes that are no frames raise CorruptFileError.
+    """
+
+    def __init__(self, end: socket.socket | int) -> None:
+        self._socket = socket.socket(fileno=end) if isinstance(end, int) else end
+        self._socket.setblocking(False)
+        self._buffer = bytearray()
+        self._inbox: deque[Message] = deque()
+        self._outbox: deque[Outgoing] = deque()
+        self._descriptors: deque[int] = deque()
+        self._eof = False
+        self._deaf = False
+        """The peer does not read any more."""
+
+    @classmethod
+    def from_fd(cls, descriptor: int) -> Connection:
+        """The end that a parent passed as an open descriptor; it is not passed on further."""
+        os.set_inheritable(descriptor, False)
+        return cls(descriptor)
+
+    @classmethod
+    def pair(cls) -> tuple[Connection, Connection]:
+        ours, theirs = socket.socketpair()
+        return cls(ours), cls(theirs)
+
+    def fileno(self) -> int:
+        """Readable when `receive_available` has something to do; -1 after `close`."""
+        return self._socket.fileno()
+
+    @property
+    def closed(self) -> bool:
+        """The peer has gone and all its messages were received, or `close` was called."""
+        return self.fileno() < 0 or (self._eof and not self._inbox)
+
+    # -- sending -----------------------------------------------------------------------------
+
+    def send(self, message: Message) -> None:
+        """Send, or queue what does not fit. Dropped if the peer has gone (see `closed`)."""
+        self._outbox.append(Outgoing(memoryview(encode(message))))
+        self.flush()
+
+    def send_with_fd(self, message: Message, descriptor: int) -> None:
+        """Send a message and a copy of an open descriptor, for the peer's `take_fd`."""
+        self._outbox.append(Outgoing(memoryview(encode(message)), os.dup(descriptor)))
+        self.flush()
+
+    def flush(self) -> bool:
+        """Send on what is queued, as far as it fits; True if nothing is left."""
+        while self._outbox and not self._deaf and self.fileno() >= 0:
+            first = self._outbox[0]
+            try:
+                sent = self._send_some(first)
+            except (BlockingIOError, InterruptedError):
+                return False
+            except (BrokenPipeError, ConnectionResetError):
+                self._deaf = True
+                break
+            first.close()
+            first.data = first.data[sent:]
+            if not first.data:
+                self._outbox.popleft()
+        if self._outbox:
+            self._drop_outbox()
+        return True
+
+    def _send_some(self, first: Outgoing) -> int:
+        if first.descriptor is None:
+            return self._socket.send(first.data, socket.MSG_NOSIGNAL)
+        return socket.send_fds(self._socket, [first.data], [first.descriptor], socket.MSG_NOSIGNAL)
+
+    def _drop_outbox(self) -> None:
+        while self._outbox:
+            self._outbox.popleft().close()
+
+    # -- receiving ---------------------------------------------------------------------------
+
+    def receive_available(self) -> list[Message]:
+        """All messages that are here, without waiting."""
+        self.flush()
+        self._fill()
+        messages = list(self._inbox)
+        self._inbox.clear()
+        return messages
+
+    def receive(self, timeout_s: float | None) -> Message | None:
+        """The next message; None if none came in time or the peer has gone (see `closed`).
+
+        ``timeout_s`` None waits for as long as it takes.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            self.flush()
+            if not self._inbox:
+                self._fill()
+            if self._inbox:
+                return self._inbox.popleft()
+            left_s = None if deadline is None else deadline - time.monotonic()
+            if self.closed or (left_s is not None and left_s <= 0):
+                return None
+            self._wait(left_s)
+
+    def take_fd(self) -> int | None:
+        """The oldest descriptor that came with a message and was not taken yet; it is the
+        caller's then. None if there is none."""
+        return self._descriptors.popleft() if self._descriptors else None
+
+    def close(self) -> None:
+        """Close this end, the peer sees the end of its messages."""
+        self._drop_outbox()
+        self._socket.close()
+        while (descriptor := self.take_fd()) is not None:
+            os.close(descriptor)
+
+    def _wait(self, timeout_s: float | None) -> None:
+        """Until the socket can be read, or written if something is queued."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN | (select.POLLOUT if self._outbox else 0))
+        poller.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1000)
+
+    def _fill(self) -> None:
+        """Take in what the kernel holds."""
+        while self.fileno() >= 0 and not self._eof:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(
+                    self._socket, CHUNK_BYTES, FDS_PER_MESSAGE, socket.MSG_CMSG_CLOEXEC
+                )
+            except (BlockingIOError, InterruptedError):
+                break
+            except ConnectionResetError:
+                data, descriptors = b"", []
+            self._descriptors.extend(descriptors)
+            self._buffer += data
+            self._eof = not data
+        messages, taken = decode(self._buffer, torn=False)
+        del self._buffer[:taken]
+        self._inbox.extend(messages)

@@ -1,0 +1,240 @@
+"""Whole-file operations that never show half a file and never let two writers both win."""
+
+from __future__ import annotations
+
+import errno
+import os
+from contextlib import suppress
+from pathlib import Path
+from stat import S_IMODE
+
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.failures import DEFINITE, explain
+from slurmrl.fsio.primitives import (
+    discard,
+    is_temporary,
+    opened,
+    read_all,
+    temporary_beside,
+    write_new,
+)
+
+DIRECTORY_MODE = 0o700
+RETRY_PAUSES_S = (0.005, 0.02, 0.1, 0.5, 1.0)
+"""Pauses before the retries of something whose outcome is unclear."""
+
+
+def exclusive_create(
+    path: Path, data: bytes, *, durable: bool = True, calls: SystemCalls = REAL
+) -> bool:
+    """Create ``path`` holding ``data``; True if we did, False if somebody else has it.
+
+    The caller makes ``data`` unique with a nonce: after EEXIST, or an error that leaves open
+    whether the link was made, the content of ``path`` alone says who made it (link counts lie
+    under caching). ``durable`` puts content and name on disk before True is returned.
+    Raises EnvironmentFailure.
+    """
+    for pause_s in (*RETRY_PAUSES_S, None):
+        try:
+            _write_and_link(path, data, durable, calls)
+        except OSError as error:
+            found = None if error.errno in DEFINITE else _read_if_there(path, calls)
+            if found is not None and found != data:
+                return False
+            if found is None:
+                _pause_or_raise(error, "create", path, pause_s, calls)
+                continue
+        if durable:
+            _sync_parent(path, calls)
+        return True
+    raise AssertionError("unreachable: the last try returns or raises")
+
+
+def replace(path: Path, data: bytes, *, durable: bool = True, calls: SystemCalls = REAL) -> None:
+    """Put ``data`` in the place of ``path``: readers see the old content or the new one.
+
+    Raises EnvironmentFailure, after which the new content may or may not be there.
+    """
+    for pause_s in (*RETRY_PAUSES_S, None):
+        try:
+            _write_and_rename(path, data, durable, calls)
+        except OSError as error:
+            if error.errno in DEFINITE or _read_if_there(path, calls) != data:
+                _pause_or_raise(error, "replace", path, pause_s, calls)
+                continue
+        if durable:
+            _sync_parent(path, calls)
+        return
+
+
+def read(path: Path, *, calls: SystemCalls = REAL) -> bytes:
+    """The whole content. Raises FileNotFoundError, or EnvironmentFailure for other errors.
+
+    ESTALE (the file was replaced on the server while we held an old handle) is tried again.
+    """
+    for pause_s in (*RETRY_PAUSES_S, None):
+        try:
+            with opened(path, os.O_RDONLY | os.O_NOFOLLOW, calls) as descriptor:
+                return read_all(descriptor, calls)
+        except FileNotFoundError:
+            raise
+        except OSError as error:
+            retry_s = pause_s if error.errno == errno.ESTALE else None
+            _pause_or_raise(error, "read", path, retry_s, calls)
+    raise AssertionError("unreachable: the last try returns or raises")
+
+
+def remove(path: Path, *, calls: SystemCalls = REAL) -> bool:
+    """Remove a file; False if it was not there. Raises EnvironmentFailure."""
+    try:
+        calls.unlink(path)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise explain(error, "remove", path) from error
+    return True
+
+
+def remove_exactly(path: Path, data: bytes, *, calls: SystemCalls = REAL) -> bool:
+    """Remove a file only if it holds ``data``; what somebody else put there stays.
+
+    The file is taken aside before it is judged for good, and put back if it turns out to be
+    another one. Raises EnvironmentFailure.
+    """
+    if _read_if_there(path, calls) != data:
+        return False
+    aside = temporary_beside(path)
+    try:
+        calls.rename(path, aside)
+        ours = read(aside, calls=calls) == data
+        if not ours:
+            with suppress(FileExistsError):
+                calls.link(aside, path)
+        calls.unlink(aside)
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise explain(error, "remove", path) from error
+    return ours
+
+
+def list_names(directory: Path, *, calls: SystemCalls = REAL) -> list[str]:
+    """Sorted names in a directory, temporary files left out.
+
+    Raises FileNotFoundError for a directory that is not there, EnvironmentFailure otherwise.
+    """
+    return sorted(name for name in _listing(directory, calls) if not is_temporary(name))
+
+
+def sync_file(path: Path, *, calls: SystemCalls = REAL) -> None:
+    """Wait until a file's content is on disk. Raises EnvironmentFailure."""
+    try:
+        with opened(path, os.O_RDONLY, calls) as descriptor:
+            calls.fsync(descriptor)
+    except OSError as error:
+        raise explain(error, "sync", path) from error
+
+
+def make_private_directory(path: Path, *, calls: SystemCalls = REAL) -> None:
+    """Make a directory, and its parents where they are missing, with mode 0700 whatever the umask.
+
+    Directories that exist are left as they are. Raises EnvironmentFailure.
+    """
+    try:
+        calls.mkdir(path, DIRECTORY_MODE)
+        if S_IMODE(calls.stat(path).st_mode) != DIRECTORY_MODE:
+            calls.chmod(path, DIRECTORY_MODE)
+    except FileExistsError as error:
+        if not path.is_dir():
+            raise EnvironmentFailure(f"{path} is in the way: not a directory") from error
+    except FileNotFoundError:
+        make_private_directory(path.parent, calls=calls)
+        make_private_directory(path, calls=calls)
+    except OSError as error:
+        raise explain(error, "make directory", path) from error
+
+
+def sweep_temporaries(directory: Path, *, calls: SystemCalls = REAL) -> int:
+    """Remove temporary files that killed writers left; returns how many.
+
+    Safe at any time: a writer that loses its temporary file writes another one. Ages would have
+    to be judged by clocks of other machines.
+    """
+    leftovers = [name for name in _listing(directory, calls) if is_temporary(name)]
+    return sum(remove(directory / name, calls=calls) for name in leftovers)
+
+
+def probe_link(directory: Path, *, calls: SystemCalls = REAL) -> None:
+    """Find out whether link(2) works in a directory. Raises EnvironmentFailure with the reason."""
+    target = temporary_beside(directory / "probe")
+    try:
+        _write_and_link(target, b"probe", False, calls)
+        calls.unlink(target)
+    except OSError as error:
+        reason = explain(error, "make a hard link in", directory)
+        raise EnvironmentFailure(
+            f"{reason}; the run directory must be on a file system with hard links"
+        ) from error
+
+
+def _write_and_link(path: Path, data: bytes, durable: bool, calls: SystemCalls) -> None:
+    temporary = temporary_beside(path)
+    try:
+        write_new(temporary, data, durable, calls)
+        calls.link(temporary, path)
+    finally:
+        discard(temporary, calls)
+
+
+def _write_and_rename(path: Path, data: bytes, durable: bool, calls: SystemCalls) -> None:
+    temporary = temporary_beside(path)
+    try:
+        write_new(temporary, data, durable, calls)
+        calls.rename(temporary, path)
+    except OSError:
+        discard(temporary, calls)
+        raise
+
+
+def _listing(directory: Path, calls: SystemCalls) -> list[str]:
+    try:
+        return list(calls.listdir(directory))
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise explain(error, "list", directory) from error
+
+
+def _read_if_there(path: Path, calls: SystemCalls) -> bytes | None:
+    try:
+        return read(path, calls=calls)
+    except FileNotFoundError:
+        return None
+
+
+def _pause_or_raise(
+    error: OSError, action: str, path: Path, pause_s: float | None, calls: SystemCalls
+) -> None:
+    """Sleep before another try, if one is left and it could end otherwise."""
+    if pause_s is None or error.errno in DEFINITE or not _directory_is_there(path.parent, calls):
+        raise explain(error, action, path) from error
+    calls.sleep(pause_s)
+
+
+def _directory_is_there(directory: Path, calls: SystemCalls) -> bool:
+    try:
+        calls.stat(directory)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
+def _sync_parent(path: Path, calls: SystemCalls) -> None:
+    try:
+        calls.fsync_directory(path.parent)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # file systems without a way to sync a directory
+            raise explain(error, "sync", path.parent) from error

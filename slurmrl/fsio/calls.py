@@ -1,0 +1,77 @@
+"""The file system operations that the protocols use, one thin method each.
+
+Everything on the shared directory goes through a `SystemCalls`, so that tests can put layers
+in its place that record, fail, delay or show a stale view.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+
+class SystemCalls:
+    """The real thing. Errors are the OSErrors of the operating system."""
+
+    def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
+        return os.open(path, flags, mode)
+
+    def close(self, descriptor: int) -> None:
+        os.close(descriptor)
+
+    def read(self, descriptor: int, count: int) -> bytes:
+        return os.read(descriptor, count)
+
+    def pread(self, descriptor: int, count: int, offset: int) -> bytes:
+        return os.pread(descriptor, count, offset)
+
+    def write(self, descriptor: int, data: bytes | memoryview) -> int:
+        return os.write(descriptor, data)
+
+    def pwrite(self, descriptor: int, data: bytes | memoryview, offset: int) -> int:
+        return os.pwrite(descriptor, data, offset)
+
+    def fsync(self, descriptor: int) -> None:
+        os.fsync(descriptor)
+
+    def mode(self, descriptor: int) -> int:
+        """Permission bits of an open file."""
+        return os.fstat(descriptor).st_mode & 0o777
+
+    def chmod(self, target: int | Path, mode: int) -> None:
+        os.chmod(target, mode)
+
+    def stat(self, path: Path) -> os.stat_result:
+        return os.stat(path)
+
+    def link(self, source: Path, target: Path) -> None:
+        os.link(source, target)
+
+    def rename(self, source: Path, target: Path) -> None:
+        os.rename(source, target)
+
+    def unlink(self, path: Path) -> None:
+        os.unlink(path)
+
+    def listdir(self, directory: Path) -> Iterable[str]:
+        return os.listdir(directory)
+
+    def mkdir(self, path: Path, mode: int = 0o700) -> None:
+        os.mkdir(path, mode)
+
+    def fsync_directory(self, directory: Path) -> None:
+        descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def sleep(self, seconds: float) -> None:
+        """Pause before a retry."""
+        time.sleep(seconds)
+
+
+REAL = SystemCalls()
+"""The default everywhere; it holds no state."""

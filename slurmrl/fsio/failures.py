@@ -1,0 +1,36 @@
+"""Which errors of the file system mean what."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from slurmrl.errors import EnvironmentFailure
+
+DEFINITE = frozenset(
+    {
+        errno.ENOSPC,
+        errno.EDQUOT,
+        errno.EROFS,
+        errno.EACCES,
+        errno.EPERM,
+        errno.EMLINK,
+        errno.ENOSYS,
+        errno.EOPNOTSUPP,
+        errno.EXDEV,
+        errno.ENAMETOOLONG,
+        errno.ENOTDIR,
+        errno.ELOOP,
+    }
+)
+"""Errors after which a link or rename has certainly not happened. After any other one (EIO,
+ESTALE, ETIMEDOUT, but also EEXIST and ENOENT: a server repeats a request whose reply was lost)
+it may have, so the outcome has to be looked up."""
+
+
+def explain(error: OSError, action: str, path: Path) -> EnvironmentFailure:
+    """What to raise for an OSError that nobody expects: the action, the path and the reason."""
+    reason = os.strerror(error.errno) if error.errno else str(error)
+    name = errno.errorcode.get(error.errno or 0, "")
+    return EnvironmentFailure(f"cannot {action} {path}: {reason}{f' ({name})' if name else ''}")

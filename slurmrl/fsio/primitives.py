@@ -1,0 +1,74 @@
+"""Whole-file reads and writes on open descriptors, and temporary names."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from slurmrl.fsio.calls import SystemCalls
+
+TEMPORARY_PREFIX = ".tmp."
+FILE_MODE = 0o600
+READ_BYTES = 16384
+_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+
+
+@contextmanager
+def opened(path: Path, flags: int, calls: SystemCalls) -> Iterator[int]:
+    """A descriptor that is closed at the end. Errors of close count: NFS reports writes there."""
+    descriptor = calls.open(path, flags, FILE_MODE)
+    try:
+        yield descriptor
+    except BaseException:
+        with suppress(OSError):
+            calls.close(descriptor)
+        raise
+    calls.close(descriptor)
+
+
+def read_all(descriptor: int, calls: SystemCalls) -> bytes:
+    """From the descriptor's position to the end of the file."""
+    chunks = []
+    while chunk := calls.read(descriptor, READ_BYTES):
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def pwrite_all(descriptor: int, data: bytes, offset: int, calls: SystemCalls) -> None:
+    view = memoryview(data)
+    while view:
+        written = calls.pwrite(descriptor, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def make_private(descriptor: int, calls: SystemCalls) -> None:
+    """A umask can take bits from a new file that its owner needs."""
+    if calls.mode(descriptor) != FILE_MODE:
+        calls.chmod(descriptor, FILE_MODE)
+
+
+def is_temporary(name: str) -> bool:
+    return name.startswith(TEMPORARY_PREFIX)
+
+
+def temporary_beside(path: Path) -> Path:
+    """A new name that nobody else uses, in the directory of ``path``."""
+    return path.parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
+
+
+def write_new(path: Path, data: bytes, durable: bool, calls: SystemCalls) -> None:
+    """Create a file that must not exist, readable by its owner only."""
+    with opened(path, _CREATE, calls) as descriptor:
+        make_private(descriptor, calls)
+        pwrite_all(descriptor, data, 0, calls)
+        if durable:
+            calls.fsync(descriptor)
+
+
+def discard(path: Path, calls: SystemCalls) -> None:
+    """Try to remove a temporary file; one that stays is swept later."""
+    with suppress(OSError):
+        calls.unlink(path)

@@ -1,0 +1,111 @@
+"""What the records of a history mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from slurmrl.errors import CorruptFileError
+from slurmrl.history.record import Kind, Record
+
+
+@dataclass(frozen=True)
+class Commit:
+    """A checkpoint that exists."""
+
+    step: int
+    directory: str
+    """Name of its folder in ``checkpoints/``."""
+    incarnation: int
+    data: dict[str, Any] = field(default_factory=dict)
+    """All that its record says."""
+
+
+@dataclass(frozen=True)
+class Export:
+    """A model in Hugging Face form."""
+
+    step: int
+    directory: str
+    """Name of its folder in ``export/``."""
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class TrialState:
+    incarnation: int = 0
+    """The newest incarnation; 0 before the first."""
+    commits: tuple[Commit, ...] = ()
+    """Those that were not deleted, in the order of their steps."""
+    last_commit: Commit | None = None
+    """The newest of them: where the next incarnation goes on."""
+    end: Record | None = None
+    """The end of the trial, unless it was resumed since."""
+    begins_without_commit: int = 0
+    """Incarnations begun since the last commit or resume."""
+    exports: tuple[Export, ...] = ()
+    """In the order they were made."""
+    begin_data: dict[str, Any] = field(default_factory=dict)
+    """What the newest BEGIN says."""
+    begin_slot: int = -1
+    """Slot of the newest BEGIN."""
+    ended_slot: int = -1
+    """Slot of the newest end, resumed since or not."""
+
+
+def fold(records: Iterable[Record]) -> TrialState:
+    """The state after all records. Raises CorruptFileError where they contradict each other."""
+    fields: dict[str, Any] = {}
+    commits: dict[str, Commit] = {}
+    incarnation = 0
+    for record in records:
+        begins = record.kind is Kind.BEGIN
+        if record.incarnation != incarnation + begins:
+            raise CorruptFileError(f"history slot {record.slot}: incarnation of {record} is wrong")
+        incarnation = record.incarnation
+        _apply(record, fields, commits)
+    return TrialState(
+        incarnation=incarnation,
+        commits=tuple(sorted(commits.values(), key=lambda commit: commit.step)),
+        last_commit=next(reversed(commits.values()), None),
+        **fields,
+    )
+
+
+def _apply(record: Record, fields: dict[str, Any], commits: dict[str, Commit]) -> None:
+    begins = fields.get("begins_without_commit", 0)
+    if record.kind is Kind.BEGIN:
+        fields.update(
+            begins_without_commit=begins + 1, begin_data=record.data, begin_slot=record.slot
+        )
+    elif record.kind is Kind.COMMIT:
+        step, directory = _place(record)
+        commits.pop(directory, None)
+        commits[directory] = Commit(step, directory, record.incarnation, record.data)
+        fields.update(begins_without_commit=0)
+    elif record.kind is Kind.DELETE:
+        commits.pop(_place(record)[1], None)
+    elif record.kind is Kind.EXPORT:
+        export = Export(*_place(record), record.incarnation)
+        fields.update(exports=(*fields.get("exports", ()), export))
+    elif record.kind is Kind.RESUME:
+        fields.update(end=None, begins_without_commit=0)
+    else:
+        fields.update(end=record, ended_slot=record.slot)
+
+
+def _place(record: Record) -> tuple[int, str]:
+    """The step and the directory in a record's data."""
+    step, directory = record.data.get("step"), record.data.get("directory")
+    if type(step) is not int or not isinstance(directory, str) or not _is_name(directory):
+        raise CorruptFileError(
+            f"history slot {record.slot}: '{record.kind}' needs a step and a directory, "
+            f"not {record.data}"
+        )
+    return step, directory
+
+
+def _is_name(directory: str) -> bool:
+    """Whether it names something directly inside a folder, and nothing else."""
+    return directory not in ("", ".", "..") and "/" not in directory

@@ -1,0 +1,118 @@
+"""Appending without harm: by an incarnation, which newer ones fence off, and by commands.
+
+The argument: slots are won one by one, and whoever wants slot n + 1 has read all slots up to n.
+So a record that an incarnation wins stands before any newer BEGIN and any end that it did not see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from slurmrl.errors import (
+    SlotTakenError,
+    StaleIncarnationError,
+    TrialEndedError,
+    UsageError,
+    WaitTimeoutError,
+)
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind, Record
+from slurmrl.history.state import TrialState, fold
+
+TRIES = 100
+"""Slots lost in a row before giving up; each loss is progress of another writer."""
+
+
+class IncarnationWriter:
+    """Appends on behalf of one incarnation, until a newer one has begun or the trial has ended."""
+
+    def __init__(self, history: History, incarnation: int) -> None:
+        self.incarnation = incarnation
+        self._history = history
+
+    def append(self, kind: Kind, data: dict[str, Any]) -> Record:
+        """Raises StaleIncarnationError or TrialEndedError (nothing was appended then, nor will
+        ever be), EnvironmentFailure (then it is open whether the record is there)."""
+        return _win(self._history, kind, data, self._permitted)
+
+    def check(self) -> TrialState:
+        """The state as of now. Raises StaleIncarnationError or TrialEndedError."""
+        state = fold(self._history.read())
+        self._permitted(state)
+        return state
+
+    def _permitted(self, state: TrialState) -> int:
+        if state.incarnation != self.incarnation:
+            raise StaleIncarnationError(
+                f"incarnation {self.incarnation} must stop: {state.incarnation} is the newest"
+            )
+        if state.ended_slot > state.begin_slot:
+            raise TrialEndedError(
+                f"incarnation {self.incarnation} must stop: {_ending(state)} since it began"
+            )
+        return self.incarnation
+
+
+def begin(history: History, data: dict[str, Any]) -> IncarnationWriter:
+    """Begin a new incarnation. Raises TrialEndedError if the trial has ended."""
+
+    def next_incarnation(state: TrialState) -> int:
+        _refuse_ended(state)
+        return state.incarnation + 1
+
+    record = _win(history, Kind.BEGIN, data, next_incarnation)
+    return IncarnationWriter(history, record.incarnation)
+
+
+def end(history: History, kind: Kind, data: dict[str, Any]) -> Record:
+    """End the trial by a command (`IncarnationWriter.append` is for the master).
+
+    Raises TrialEndedError if it has ended already.
+    """
+    if not kind.is_end:
+        raise UsageError(f"'{kind}' does not end a trial")
+
+    def current(state: TrialState) -> int:
+        _refuse_ended(state)
+        return state.incarnation
+
+    return _win(history, kind, data, current)
+
+
+def resume(history: History, data: dict[str, Any]) -> Record:
+    """Lift the end of a trial. Raises UsageError if it has not ended."""
+
+    def current(state: TrialState) -> int:
+        if state.end is None:
+            raise UsageError("the trial has not ended: there is nothing to resume")
+        return state.incarnation
+
+    return _win(history, Kind.RESUME, data, current)
+
+
+def _win(
+    history: History, kind: Kind, data: dict[str, Any], permitted: Callable[[TrialState], int]
+) -> Record:
+    """Append after whatever is there. ``permitted`` judges the state and gives the incarnation."""
+    known = 0
+    for _ in range(TRIES):
+        records = history.read(at_least=known)
+        incarnation = permitted(fold(records))
+        try:
+            return history.append(kind, incarnation, data, after=len(records) - 1)
+        except SlotTakenError as taken:
+            known = taken.args[0] + 1
+    raise WaitTimeoutError(f"lost {TRIES} history slots in a row to other writers")
+
+
+def _refuse_ended(state: TrialState) -> None:
+    if state.end is not None:
+        raise TrialEndedError(f"the trial {_ending(state)}")
+
+
+def _ending(state: TrialState) -> str:
+    if state.end is None:
+        return "has ended and was resumed"
+    reason = state.end.data.get("reason")
+    return f"has ended: {state.end.kind}{f', {reason}' if reason else ''}"

@@ -1,0 +1,115 @@
+"""Leases: a holder's counter moves; an observer judges by its own clock whether it still does.
+
+No clock or file time of another machine is looked at. The observer's clock advances only while
+the directory answers it, so that a stalled file system looks like silence to nobody.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio import atomic
+from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.failures import explain
+from slurmrl.fsio.primitives import make_private, opened, pwrite_all
+
+DIGITS = 20
+GAPS_PER_TTL = 4
+"""The time between two looks counts for at most this part of the TTL: an observer that was itself
+suspended, or hung in a write of its own, has not been watching."""
+
+
+class Lease:
+    """The holder's side: one file that nobody else writes."""
+
+    def __init__(self, path: Path, *, calls: SystemCalls = REAL) -> None:
+        self._path = path
+        self._calls = calls
+        self._counter = 0
+
+    def beat(self) -> None:
+        """Move the counter. Raises EnvironmentFailure: then the holder must start nothing new."""
+        self._counter += 1
+        data = f"{self._counter:0{DIGITS}d}\n".encode()
+        try:
+            with opened(self._path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, self._calls) as file:
+                if self._counter == 1:
+                    make_private(file, self._calls)
+                pwrite_all(file, data, 0, self._calls)
+        except OSError as error:
+            raise explain(error, "beat the lease", self._path) from error
+
+
+def read_counter(path: Path, *, calls: SystemCalls = REAL) -> int | None:
+    """The counter; None where there is none (no file yet, or half of the first write).
+
+    Raises EnvironmentFailure if the directory does not answer or is gone.
+    """
+    try:
+        text = atomic.read(path, calls=calls)
+    except FileNotFoundError:
+        _look_again(path.parent, calls)
+        return None
+    whole = len(text) == DIGITS + 1 and text[:DIGITS].isdigit()
+    return int(text[:DIGITS]) if whole else None
+
+
+def _look_again(directory: Path, calls: SystemCalls) -> None:
+    """List the directory, so that an NFS client does not go on believing that a file is missing."""
+    try:
+        atomic.list_names(directory, calls=calls)
+    except FileNotFoundError as error:
+        raise explain(error, "list", directory) from error
+
+
+@dataclass(frozen=True)
+class LeaseView:
+    alive: bool
+    age_s: float
+    """Seconds for which the counter was seen not to move."""
+    counter: int | None
+
+
+class LeaseObserver:
+    """The observer's side. Look at least four times per TTL; dead needs as many looks."""
+
+    def __init__(
+        self,
+        path: Path,
+        ttl_s: float = 60.0,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        calls: SystemCalls = REAL,
+    ) -> None:
+        self._path = path
+        self._ttl_s = ttl_s
+        self._clock = clock
+        self._calls = calls
+        self._counter: int | None = None
+        self._age_s = 0.0
+        self._looked_at: float | None = None
+        """End of the last look, if that one succeeded."""
+
+    def observe(self) -> LeaseView:
+        """Look once. A look that fails changes nothing but stops the clock until the next one."""
+        before = self._clock()
+        try:
+            counter = read_counter(self._path, calls=self._calls)
+        except EnvironmentFailure:
+            self._looked_at = None
+            return self._view()
+        if counter is not None and counter != self._counter:
+            self._counter = counter
+            self._age_s = 0.0
+        elif self._looked_at is not None:
+            self._age_s += min(before - self._looked_at, self._ttl_s / GAPS_PER_TTL)
+        self._looked_at = self._clock()
+        return self._view()
+
+    def _view(self) -> LeaseView:
+        return LeaseView(self._age_s < self._ttl_s, self._age_s, self._counter)

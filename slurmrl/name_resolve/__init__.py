@@ -1,0 +1,23 @@
+"""Names by which processes of a trial find each other. A new kind of store is one file with a
+`base.NameStore` in it and one line in `STORES`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slurmrl.name_resolve.base import NameStore
+from slurmrl.registry import Registry
+
+STORES = Registry(
+    "name store",
+    {
+        "file": "slurmrl.name_resolve.file:FileNameStore",
+        "memory": "slurmrl.name_resolve.memory:MemoryNameStore",
+    },
+)
+
+
+def make(kind: str, **options: Any) -> NameStore:
+    """A store of a kind in `STORES`; ``options`` are its constructor's."""
+    store: NameStore = STORES.load(kind)(**options)
+    return store

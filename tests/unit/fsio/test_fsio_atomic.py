@@ -1,0 +1,352 @@
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio import atomic
+from slurmrl.fsio.calls import SystemCalls
+from slurmrl.fsio.primitives import TEMPORARY_PREFIX
+
+
+class Scripted(SystemCalls):
+    """Raises an error at chosen calls of one method, before or after doing it."""
+
+    def __init__(self, method: str, error: int, *, times: int = 1, done: bool = False) -> None:
+        self.method, self.error, self.times, self.done = method, error, times, done
+        self.slept: list[float] = []
+
+    def __getattribute__(self, name: str) -> object:
+        real = super().__getattribute__(name)
+        if name != super().__getattribute__("method"):
+            return real
+
+        def faulty(*args: object) -> object:
+            if self.times <= 0:
+                return real(*args)
+            self.times -= 1
+            if self.done:
+                real(*args)
+            raise OSError(self.error, os.strerror(self.error))
+
+        return faulty
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+
+
+@pytest.fixture
+def odd_umask() -> Iterator[None]:
+    before = os.umask(0o277)
+    yield
+    os.umask(before)
+
+
+def temporaries(directory: Path) -> list[str]:
+    return [name for name in os.listdir(directory) if name.startswith(TEMPORARY_PREFIX)]
+
+
+def test_exclusive_create_has_one_winner_and_leaves_no_temporaries(tmp_path: Path) -> None:
+    path = tmp_path / "slot"
+    assert atomic.exclusive_create(path, b"first")
+    assert not atomic.exclusive_create(path, b"second")
+    assert atomic.read(path) == b"first"
+    assert os.listdir(tmp_path) == ["slot"]
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.EEXIST, errno.ETIMEDOUT])
+def test_a_link_whose_reply_was_lost_still_won(tmp_path: Path, error: int) -> None:
+    calls = Scripted("link", error, done=True)
+    assert atomic.exclusive_create(tmp_path / "slot", b"ours", calls=calls)
+    assert atomic.read(tmp_path / "slot") == b"ours"
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ESTALE, errno.ENOENT])
+def test_a_link_that_was_not_made_is_tried_again(tmp_path: Path, error: int) -> None:
+    calls = Scripted("link", error, times=3)
+    assert atomic.exclusive_create(tmp_path / "slot", b"ours", calls=calls)
+    assert len(calls.slept) == 3
+
+
+def test_an_unclear_link_lost_when_the_content_is_another(tmp_path: Path) -> None:
+    (tmp_path / "slot").write_bytes(b"theirs")
+    calls = Scripted("link", errno.EIO)
+    assert not atomic.exclusive_create(tmp_path / "slot", b"ours", calls=calls)
+
+
+def test_an_unclear_link_gives_up_after_bounded_tries(tmp_path: Path) -> None:
+    calls = Scripted("link", errno.EIO, times=1000)
+    with pytest.raises(EnvironmentFailure, match=r"create .*slot.*EIO"):
+        atomic.exclusive_create(tmp_path / "slot", b"ours", calls=calls)
+    assert len(calls.slept) == len(atomic.RETRY_PAUSES_S)
+    assert temporaries(tmp_path) == []
+
+
+@pytest.mark.parametrize("method", ["open", "pwrite", "fsync", "close", "link", "fsync_directory"])
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES])
+def test_definite_errors_are_environment_failures_at_once(
+    tmp_path: Path, method: str, error: int
+) -> None:
+    calls = Scripted(method, error, times=1000)
+    with pytest.raises(EnvironmentFailure, match=str(tmp_path)):
+        atomic.exclusive_create(tmp_path / "slot", b"ours", calls=calls)
+    assert calls.slept == []
+
+
+def test_exclusive_create_in_a_directory_that_is_gone(tmp_path: Path) -> None:
+    calls = Scripted("none", 0)
+    with pytest.raises(EnvironmentFailure, match="No such file"):
+        atomic.exclusive_create(tmp_path / "gone" / "slot", b"x", calls=calls)
+    assert calls.slept == []
+
+
+def test_replace(tmp_path: Path) -> None:
+    atomic.replace(tmp_path / "a", b"1")
+    atomic.replace(tmp_path / "a", b"2", durable=False)
+    assert atomic.read(tmp_path / "a") == b"2"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_replace_survives_an_unclear_rename(tmp_path: Path, done: bool) -> None:
+    calls = Scripted("rename", errno.EIO, times=1 if done else 2, done=done)
+    atomic.replace(tmp_path / "a", b"1", calls=calls)
+    assert atomic.read(tmp_path / "a") == b"1"
+    assert len(calls.slept) == (0 if done else 2)
+
+
+def test_replace_keeps_the_old_content_when_the_disk_is_full(tmp_path: Path) -> None:
+    atomic.replace(tmp_path / "a", b"old")
+    with pytest.raises(EnvironmentFailure, match="No space left"):
+        atomic.replace(tmp_path / "a", b"new", calls=Scripted("pwrite", errno.ENOSPC))
+    assert atomic.read(tmp_path / "a") == b"old"
+    assert temporaries(tmp_path) == []
+
+
+class Sequence(SystemCalls):
+    """Notes what happens to which kind of file."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+
+    def fsync(self, descriptor: int) -> None:
+        self.done.append("fsync file")
+
+    def fsync_directory(self, directory: Path) -> None:
+        self.done.append("fsync directory")
+
+    def link(self, source: Path, target: Path) -> None:
+        self.done.append("link")
+        super().link(source, target)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self.done.append("rename")
+        super().rename(source, target)
+
+
+def test_content_is_on_disk_before_its_name_is(tmp_path: Path) -> None:
+    calls = Sequence()
+    atomic.exclusive_create(tmp_path / "a", b"1", calls=calls)
+    atomic.replace(tmp_path / "a", b"1", calls=calls)
+    names = ["link", "rename"]
+    assert calls.done == [
+        step for name in names for step in ("fsync file", name, "fsync directory")
+    ]
+
+
+def test_read_retries_stale_handles_only(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x" * 40_000)
+    calls = Scripted("read", errno.ESTALE, times=2)
+    assert atomic.read(tmp_path / "a", calls=calls) == b"x" * 40_000
+    assert len(calls.slept) == 2
+    with pytest.raises(EnvironmentFailure, match="ESTALE"):
+        atomic.read(tmp_path / "a", calls=Scripted("open", errno.ESTALE, times=1000))
+    with pytest.raises(EnvironmentFailure, match="EIO"):
+        atomic.read(tmp_path / "a", calls=Scripted("read", errno.EIO))
+    with pytest.raises(FileNotFoundError):
+        atomic.read(tmp_path / "b")
+
+
+def test_read_does_not_follow_links(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"x")
+    (tmp_path / "a").symlink_to(tmp_path / "secret")
+    with pytest.raises(EnvironmentFailure):
+        atomic.read(tmp_path / "a")
+
+
+def test_remove(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    assert atomic.remove(tmp_path / "a")
+    assert not atomic.remove(tmp_path / "a")
+
+
+def test_remove_exactly_spares_what_others_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    atomic.replace(path, b"theirs")
+    assert not atomic.remove_exactly(path, b"ours")
+    assert atomic.remove_exactly(path, b"theirs")
+    assert not atomic.remove_exactly(path, b"theirs")
+    assert os.listdir(tmp_path) == []
+
+
+class ReplacedInBetween(SystemCalls):
+    """Another writer replaces the file between our look and our rename."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def rename(self, source: Path, target: Path) -> None:
+        if source == self.path:
+            atomic.replace(self.path, b"theirs")
+        super().rename(source, target)
+
+
+def test_remove_exactly_puts_back_what_came_in_between(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    atomic.replace(path, b"ours")
+    assert not atomic.remove_exactly(path, b"ours", calls=ReplacedInBetween(path))
+    assert atomic.read(path) == b"theirs"
+    assert temporaries(tmp_path) == []
+
+
+def test_listing_and_sweeping_temporaries(tmp_path: Path) -> None:
+    for name in ("b", "a", f"{TEMPORARY_PREFIX}1", f"{TEMPORARY_PREFIX}2"):
+        (tmp_path / name).touch()
+    assert atomic.list_names(tmp_path) == ["a", "b"]
+    assert atomic.sweep_temporaries(tmp_path) == 2
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+    with pytest.raises(FileNotFoundError):
+        atomic.list_names(tmp_path / "gone")
+
+
+class SweptBefore(SystemCalls):
+    """Somebody sweeps the directory just before the first link or rename."""
+
+    swept = 0
+
+    def _sweep(self, directory: Path) -> None:
+        if not self.swept:
+            self.swept = atomic.sweep_temporaries(directory)
+
+    def link(self, source: Path, target: Path) -> None:
+        self._sweep(target.parent)
+        super().link(source, target)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._sweep(target.parent)
+        super().rename(source, target)
+
+    def sleep(self, seconds: float) -> None:
+        pass
+
+
+def test_writers_survive_a_sweep(tmp_path: Path) -> None:
+    creating, replacing = SweptBefore(), SweptBefore()
+    assert atomic.exclusive_create(tmp_path / "a", b"1", calls=creating)
+    atomic.replace(tmp_path / "a", b"2", calls=replacing)
+    assert (creating.swept, replacing.swept) == (1, 1)
+    assert atomic.read(tmp_path / "a") == b"2"
+
+
+@pytest.mark.usefixtures("odd_umask")
+def test_modes_are_private_whatever_the_umask(tmp_path: Path) -> None:
+    directory = tmp_path / "a" / "b"
+    atomic.make_private_directory(directory)
+    atomic.exclusive_create(directory / "created", b"1")
+    atomic.replace(directory / "replaced", b"1")
+    for path in (directory, directory.parent):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    for path in directory.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_make_private_directory_leaves_existing_ones_alone(tmp_path: Path) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o755)
+    atomic.make_private_directory(shared / "mine")
+    atomic.make_private_directory(shared / "mine")
+    assert stat.S_IMODE(shared.stat().st_mode) == 0o755
+    (shared / "file").touch()
+    with pytest.raises(EnvironmentFailure, match="not a directory"):
+        atomic.make_private_directory(shared / "file")
+
+
+def test_probe_link(tmp_path: Path) -> None:
+    atomic.probe_link(tmp_path)
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(EnvironmentFailure, match="hard link"):
+        atomic.probe_link(tmp_path, calls=Scripted("link", errno.EPERM))
+    assert os.listdir(tmp_path) == []
+
+
+def test_sync_file(tmp_path: Path) -> None:
+    (tmp_path / "a").touch()
+    calls = Sequence()
+    atomic.sync_file(tmp_path / "a", calls=calls)
+    assert calls.done == ["fsync file"]
+
+
+RACE = """
+import os, sys
+from pathlib import Path
+from slurmrl.fsio import atomic
+directory, racers, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+go_read, go_write = os.pipe()
+for racer in range(racers):
+    if os.fork() == 0:
+        os.close(go_write)
+        os.read(go_read, 1)
+        won = []
+        for number in range(rounds):
+            data = f"{racer} {number}".encode()
+            if atomic.exclusive_create(directory / f"slot-{number}", data, durable=False):
+                won.append(str(number))
+        (directory.parent / f"won-{racer}").write_text(" ".join(won))
+        os._exit(0)
+os.close(go_write)
+statuses = [os.wait()[1] for _ in range(racers)]
+sys.exit(any(statuses))
+"""
+
+
+def test_of_many_processes_exactly_one_wins_each_slot(tmp_path: Path) -> None:
+    racers, rounds = 8, 100
+    slots = tmp_path / "slots"
+    slots.mkdir()
+    command = [sys.executable, "-c", RACE, str(slots), str(racers), str(rounds)]
+    subprocess.run(command, check=True, timeout=120)
+    claims = {
+        f"slot-{number}": f"{racer} {number}"
+        for racer in range(racers)
+        for number in (tmp_path / f"won-{racer}").read_text().split()
+    }
+    wins = sum(len((tmp_path / f"won-{racer}").read_text().split()) for racer in range(racers))
+    assert wins == rounds
+    assert claims == {name: (slots / name).read_text() for name in os.listdir(slots)}
+
+
+class Counting(SystemCalls):
+    """Counts the operations."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __getattribute__(self, name: str) -> object:
+        if hasattr(SystemCalls, name) and not name.startswith("_"):
+            self.count += 1
+        return super().__getattribute__(name)
+
+
+def test_reading_takes_four_operations(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"x")
+    calls = Counting()
+    atomic.read(tmp_path / "a", calls=calls)
+    assert calls.count == 4

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from slurmrl.errors import CorruptFileError, EnvironmentFailure, SlotTakenError
+from slurmrl.fsio.calls import SystemCalls
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+
+
+class NoSleep(SystemCalls):
+    def __init__(self) -> None:
+        self.slept = 0.0
+
+    def sleep(self, seconds: float) -> None:
+        self.slept += seconds
+
+
+def test_append_and_read(tmp_path: Path) -> None:
+    history = History(tmp_path, clock=lambda: 5.0)
+    assert history.read() == []
+    first = history.append(Kind.BEGIN, 1, {"job": "7"}, after=-1)
+    second = history.append(Kind.COMMIT, 1, {"step": 1, "directory": "d"}, after=0)
+    assert history.read() == History(tmp_path).read() == [first, second]
+    assert (second.slot, second.time) == (1, 5.0)
+    assert sorted(os.listdir(tmp_path)) == ["00000000", "00000001"]
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
+def test_a_slot_is_won_once(tmp_path: Path) -> None:
+    ours, theirs = History(tmp_path), History(tmp_path)
+    ours.append(Kind.BEGIN, 1, {}, after=-1)
+    with pytest.raises(SlotTakenError) as caught:
+        theirs.append(Kind.BEGIN, 1, {}, after=-1)
+    assert caught.value.args == (0,)
+    assert theirs.read() == ours.read()
+
+
+def test_reads_see_what_others_append(tmp_path: Path) -> None:
+    reader, writer = History(tmp_path), History(tmp_path)
+    for slot in range(5):
+        writer.append(Kind.BEGIN, slot + 1, {}, after=slot - 1)
+        assert [record.slot for record in reader.read()] == list(range(slot + 1))
+
+
+def test_leftovers_and_foreign_files_are_no_records(tmp_path: Path) -> None:
+    History(tmp_path).append(Kind.BEGIN, 1, {}, after=-1)
+    for name in (".tmp.abc", ".nfs0000", "notes", "7", "x0000001"):
+        (tmp_path / name).write_text("{")
+    assert len(History(tmp_path).read()) == 1
+
+
+def test_a_corrupt_slot_is_reported(tmp_path: Path) -> None:
+    History(tmp_path).append(Kind.BEGIN, 1, {}, after=-1)
+    (tmp_path / "00000001").write_bytes(b'{"slot": 1')
+    with pytest.raises(CorruptFileError, match="slot 1"):
+        History(tmp_path).read()
+
+
+def test_a_hole_is_corruption_only_after_a_while(tmp_path: Path) -> None:
+    History(tmp_path).append(Kind.BEGIN, 1, {}, after=-1)
+    (tmp_path / "00000002").write_text("{}")
+    calls = NoSleep()
+    with pytest.raises(CorruptFileError, match="slot 1 is missing, slot 2"):
+        History(tmp_path, calls=calls).read()
+    assert calls.slept > 60
+
+
+class HidesNewFiles(NoSleep):
+    """A cache that has not noticed the newest files for a number of pauses."""
+
+    hidden = 3
+
+    def sleep(self, seconds: float) -> None:
+        self.hidden -= 1
+
+    def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
+        if self.hidden and path.name == "00000001":
+            raise FileNotFoundError(2, "hidden")
+        return super().open(path, flags, mode)
+
+    def listdir(self, directory: Path) -> list[str]:
+        return [name for name in super().listdir(directory) if name != "00000001"]
+
+
+def test_a_slot_that_must_be_there_is_waited_for(tmp_path: Path) -> None:
+    writer = History(tmp_path)
+    writer.append(Kind.BEGIN, 1, {}, after=-1)
+    writer.append(Kind.BEGIN, 2, {}, after=0)
+    history = History(tmp_path, calls=HidesNewFiles())
+    assert len(history.read()) == 1
+    assert len(history.read(at_least=2)) == 2
+
+
+def test_a_missing_directory(tmp_path: Path) -> None:
+    history = History(tmp_path / "gone")
+    assert history.read() == []
+    with pytest.raises(EnvironmentFailure):
+        history.append(Kind.BEGIN, 1, {}, after=-1)

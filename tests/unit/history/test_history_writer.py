@@ -1,0 +1,201 @@
+"""Two writers on one history: whatever the order, an old incarnation never follows a newer one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slurmrl.errors import (
+    SlotTakenError,
+    StaleIncarnationError,
+    TrialEndedError,
+    UsageError,
+)
+from slurmrl.fsio.calls import SystemCalls
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind, Record
+from slurmrl.history.state import fold
+from slurmrl.history.writer import IncarnationWriter, begin, end, resume
+
+STEP = {"step": 1, "directory": "d1"}
+
+
+def kinds(directory: Path) -> list[tuple[Kind, int]]:
+    return [(record.kind, record.incarnation) for record in History(directory).read()]
+
+
+def test_incarnations_count_up(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    assert begin(history, {"job": "a"}).incarnation == 1
+    writer = begin(History(tmp_path), {"job": "b"})
+    assert writer.incarnation == 2
+    assert writer.check().begin_data == {"job": "b"}
+    record = writer.append(Kind.COMMIT, STEP)
+    assert (record.slot, record.incarnation) == (2, 2)
+    assert fold(history.read()).last_commit is not None
+
+
+def test_a_zombie_cannot_append_after_a_newer_begin(tmp_path: Path) -> None:
+    zombie = begin(History(tmp_path), {})
+    zombie.append(Kind.COMMIT, STEP)
+    begin(History(tmp_path), {})
+    before = kinds(tmp_path)
+    for act in (zombie.check, lambda: zombie.append(Kind.COMMIT, {"step": 2, "directory": "d2"})):
+        with pytest.raises(StaleIncarnationError, match="1 must stop: 2"):
+            act()
+    assert kinds(tmp_path) == before
+
+
+class Interrupted(SystemCalls):
+    """Something happens between a writer's check and its link: the writer was paused there."""
+
+    def __init__(self) -> None:
+        self.meanwhile: list[Callable[[], object]] = []
+
+    def link(self, source: Path, target: Path) -> None:
+        while self.meanwhile:
+            self.meanwhile.pop(0)()
+        super().link(source, target)
+
+
+def test_a_zombie_paused_between_its_check_and_its_link_cannot_append(tmp_path: Path) -> None:
+    calls = Interrupted()
+    zombie = begin(History(tmp_path, calls=calls), {})
+    calls.meanwhile.append(lambda: begin(History(tmp_path), {}))
+    with pytest.raises(StaleIncarnationError):
+        zombie.append(Kind.COMMIT, STEP)
+    assert kinds(tmp_path) == [(Kind.BEGIN, 1), (Kind.BEGIN, 2)]
+
+
+def test_a_writer_paused_while_a_command_ended_the_trial_stops(tmp_path: Path) -> None:
+    calls = Interrupted()
+    writer = begin(History(tmp_path, calls=calls), {})
+    calls.meanwhile.append(lambda: end(History(tmp_path), Kind.CANCELLED, {}))
+    with pytest.raises(TrialEndedError, match="cancelled"):
+        writer.append(Kind.COMMIT, STEP)
+    assert kinds(tmp_path) == [(Kind.BEGIN, 1), (Kind.CANCELLED, 1)]
+
+
+def test_a_begin_that_loses_its_slot_takes_the_next(tmp_path: Path) -> None:
+    calls = Interrupted()
+    calls.meanwhile += [lambda: begin(History(tmp_path), {}), lambda: begin(History(tmp_path), {})]
+    assert begin(History(tmp_path, calls=calls), {}).incarnation == 3
+    assert kinds(tmp_path) == [(Kind.BEGIN, 1), (Kind.BEGIN, 2), (Kind.BEGIN, 3)]
+
+
+def test_a_current_writer_goes_on_after_losing_a_slot(tmp_path: Path) -> None:
+    calls = Interrupted()
+    writer = begin(History(tmp_path, calls=calls), {})
+    other = IncarnationWriter(History(tmp_path), 1)
+    calls.meanwhile.append(lambda: other.append(Kind.EXPORT, STEP))
+    assert writer.append(Kind.COMMIT, STEP).slot == 2
+
+
+def test_all_interleavings_of_two_masters_keep_the_order(tmp_path: Path) -> None:
+    """Master 1 commits three times; master 2 begins before, between or after any of its links."""
+    for pause in range(4):
+        directory = tmp_path / str(pause)
+        directory.mkdir()
+        calls = Interrupted()
+        writer = begin(History(directory, calls=calls), {})
+        committed = 0
+        for step in range(3):
+            if step == pause:
+                calls.meanwhile.append(lambda where=directory: begin(History(where), {}))
+            try:
+                writer.append(Kind.COMMIT, {"step": step, "directory": f"d{step}"})
+                committed += 1
+            except StaleIncarnationError:
+                continue
+        assert committed == min(pause, 3)
+        after = [(Kind.BEGIN, 2)] if pause < 3 else []
+        assert kinds(directory) == [(Kind.BEGIN, 1), *[(Kind.COMMIT, 1)] * committed, *after]
+
+
+def test_an_end_stops_everybody_until_a_resume(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    writer = begin(history, {})
+    end(history, Kind.FAILED, {"reason": "no progress"})
+    for act in (
+        writer.check,
+        lambda: writer.append(Kind.COMMIT, STEP),
+        lambda: begin(history, {}),
+        lambda: end(history, Kind.CANCELLED, {}),
+    ):
+        with pytest.raises(TrialEndedError, match="failed, no progress"):
+            act()
+    resume(history, {})
+    with pytest.raises(TrialEndedError, match="resumed"):
+        writer.append(Kind.COMMIT, STEP)
+    assert begin(history, {}).incarnation == 2
+    with pytest.raises(StaleIncarnationError):
+        writer.check()
+
+
+def test_the_masters_own_end(tmp_path: Path) -> None:
+    writer = begin(History(tmp_path), {})
+    writer.append(Kind.FINISHED, {"step": 3})
+    with pytest.raises(TrialEndedError, match="finished"):
+        writer.append(Kind.COMMIT, STEP)
+
+
+def test_commands_that_make_no_sense(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    with pytest.raises(UsageError, match="nothing to resume"):
+        resume(history, {})
+    with pytest.raises(UsageError, match="'commit'"):
+        end(history, Kind.COMMIT, STEP)
+    end(history, Kind.CANCELLED, {})
+    resume(history, {})
+    assert begin(history, {}).incarnation == 1
+
+
+def test_an_incarnation_that_never_began_may_not_append(tmp_path: Path) -> None:
+    with pytest.raises(StaleIncarnationError):
+        IncarnationWriter(History(tmp_path), 1).append(Kind.COMMIT, STEP)
+
+
+class AlwaysLate(History):
+    def append(self, *args: object, **more: object) -> Record:
+        raise SlotTakenError(-1)
+
+
+def test_losing_for_ever_is_bounded(tmp_path: Path) -> None:
+    with pytest.raises(TimeoutError, match="in a row"):
+        begin(AlwaysLate(tmp_path), {})
+
+
+MASTERS = """
+import os, sys
+from pathlib import Path
+from slurmrl.errors import StaleIncarnationError
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.history.writer import begin
+directory, masters, lives = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+for master in range(masters):
+    if os.fork() == 0:
+        for life in range(lives):
+            writer = begin(History(directory), {"master": master})
+            try:
+                for step in range(3):
+                    name = f"{writer.incarnation}.{step}"
+                    writer.append(Kind.COMMIT, {"step": step, "directory": name})
+            except StaleIncarnationError:
+                pass
+        os._exit(0)
+sys.exit(any([os.wait()[1] for _ in range(masters)]))
+"""
+
+
+def test_masters_in_processes_keep_the_order(tmp_path: Path) -> None:
+    masters, lives = 4, 10
+    command = [sys.executable, "-c", MASTERS, str(tmp_path), str(masters), str(lives)]
+    subprocess.run(command, check=True, timeout=120)
+    state = fold(History(tmp_path).read())
+    assert state.incarnation == masters * lives
+    assert state.commits

@@ -1,0 +1,278 @@
+"""What every name store does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmrl.errors import (
+    InvalidNameError,
+    NameExistsError,
+    NameNotFoundError,
+    UnknownNameError,
+    WaitTimeoutError,
+)
+from slurmrl.name_resolve import STORES, make
+from slurmrl.name_resolve.base import NameStore
+from slurmrl.name_resolve.names import decode, encode, normalise
+
+
+@pytest.fixture(params=["file", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> NameStore:
+    return make(request.param, **({"directory": tmp_path} if request.param == "file" else {}))
+
+
+@pytest.fixture
+def later() -> Iterator[Callable[[float, Callable[[], object]], None]]:
+    """Run something in a thread after some seconds."""
+    timers: list[threading.Timer] = []
+
+    def start(seconds: float, action: Callable[[], object]) -> None:
+        timers.append(threading.Timer(seconds, action))
+        timers[-1].start()
+
+    yield start
+    for timer in timers:
+        timer.join()
+
+
+def test_every_kind_is_tested() -> None:
+    assert sorted(STORES) == ["file", "memory"]
+    with pytest.raises(UnknownNameError, match="file"):
+        make("fil")
+
+
+def test_add_and_get(store: NameStore) -> None:
+    store.add("a", "1")
+    assert store.get("a") == "1"
+    with pytest.raises(NameNotFoundError, match="'b'"):
+        store.get("b")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(123, "123"), (None, "None"), ("", ""), ("价\n", "价\n")]
+)
+def test_values_are_stored_as_strings(store: NameStore, value: object, text: str) -> None:
+    store.add("a", value)
+    assert store.get("a") == text
+
+
+def test_exclusive_add(store: NameStore) -> None:
+    store.add("a", "1")
+    with pytest.raises(NameExistsError, match="'a'"):
+        store.add("a", "1")
+    store.add("a", "2", replace=True)
+    store.add("b", "3", replace=True)
+    assert (store.get("a"), store.get("b")) == ("2", "3")
+
+
+def test_delete(store: NameStore) -> None:
+    store.add("a", "1")
+    store.delete("a")
+    with pytest.raises(NameNotFoundError):
+        store.get("a")
+    with pytest.raises(NameNotFoundError):
+        store.delete("a")
+    store.add("a", "2")
+
+
+def test_subtrees(store: NameStore) -> None:
+    for key in ("run/b", "run/a/x", "run", "runner", "run/a", "other"):
+        store.add(key, f"value of {key}")
+    keys = ["run", "run/a", "run/a/x", "run/b"]
+    assert store.find_subtree("run") == store.find_subtree("./run//") == keys
+    assert store.get_subtree("run") == [f"value of {key}" for key in keys]
+    assert store.find_subtree("nothing") == store.get_subtree("nothing") == []
+    assert store.find_subtree("") == store.find_subtree("/") == sorted([*keys, "runner", "other"])
+    store.clear_subtree("run")
+    store.clear_subtree("run")
+    assert store.find_subtree("") == ["other", "runner"]
+
+
+def test_add_subentry(store: NameStore) -> None:
+    keys = {store.add_subentry("root/", str(number)) for number in range(50)}
+    assert len(keys) == 50
+    assert all(key.startswith("root/") and len(key) == len("root/") + 8 for key in keys)
+    assert sorted(map(int, store.get_subtree("root"))) == list(range(50))
+
+
+@pytest.mark.parametrize(
+    ("name", "same"),
+    [("a/", "a"), ("a//b", "a/b"), ("./a", "a"), ("a/./b/", "a/b"), ("/a", "a"), ("//a", "a")],
+)
+def test_names_have_one_form(store: NameStore, name: str, same: str) -> None:
+    store.add(name, "1")
+    assert store.get(same) == store.get(name) == "1"
+    assert store.find_subtree("") == [same]
+    with pytest.raises(NameExistsError):
+        store.add(same, "2")
+
+
+@pytest.mark.parametrize(
+    "name", ["", "/", ".", "..", "../a", "a/..", "a/../../b", "a\nb", "a\x00", "\ud800", None, 3]
+)
+def test_hostile_names_are_refused(store: NameStore, name: str) -> None:
+    for use in (lambda: store.add(name, "1"), lambda: store.get(name), lambda: store.delete(name)):
+        with pytest.raises(InvalidNameError):
+            use()
+
+
+@pytest.mark.parametrize(
+    "name", ["a/" * 100 + "key", "测试/键", " !@#$%^&*()_+-=[]{}|;:'\",.<>?`~", ".a"]
+)
+def test_unusual_names_are_taken(store: NameStore, name: str) -> None:
+    store.add(name, "x" * 10_000)
+    assert store.get(name) == "x" * 10_000
+    assert store.find_subtree("") == [name]
+
+
+def test_limits_have_clear_errors(store: NameStore) -> None:
+    store.add("a" * 255, "1")
+    with pytest.raises(InvalidNameError, match="256 bytes encoded, at most 255"):
+        store.add("a" * 256, "1")
+    with pytest.raises(InvalidNameError, match="at most 255"):
+        store.get("x" * 10_000)
+    store.add("a", "x" * 2**20)
+    with pytest.raises(InvalidNameError, match="1048577 bytes"):
+        store.add("b", "x" * (2**20 + 1))
+    with pytest.raises(InvalidNameError, match="surrogates"):
+        store.add("b", "\ud800")
+
+
+@given(st.text())
+def test_encoding_is_one_to_one(name: str) -> None:
+    try:
+        key = normalise(name)
+    except InvalidNameError:
+        return
+    assert decode(encode(key)) == key == normalise(key)
+    assert "/" not in encode(key)
+    assert not encode(key).startswith(".")
+
+
+def test_wait_returns_at_once_what_is_there(store: NameStore) -> None:
+    store.add("a", "1")
+    assert store.wait("a/", timeout_s=0) == "1"
+
+
+def test_wait_for_a_later_key(store: NameStore, later: Callable[..., None]) -> None:
+    later(0.1, lambda: store.add("a", "1"))
+    assert store.wait("a", timeout_s=60) == "1"
+    later(0.1, lambda: store.add("b", "2"))
+    assert store.wait("b", timeout_s=None, poll_s=0.001) == "2"
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, 0.0, 0.05])
+def test_wait_is_bounded(store: NameStore, timeout_s: float) -> None:
+    with pytest.raises(WaitTimeoutError, match="for key 'a/b'"):
+        store.wait("a/b", timeout_s=timeout_s)
+
+
+def test_a_long_wait_looks_past_caches(store: NameStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    refreshed_at: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(store, "refresh", lambda: refreshed_at.append(now))
+    with pytest.raises(WaitTimeoutError):
+        store.wait("a", timeout_s=10)
+    assert 6 <= len(refreshed_at) <= 10
+    assert now == pytest.approx(10)
+
+
+def test_watch_calls_back_once_after_the_last_name(store: NameStore) -> None:
+    calls: list[int] = []
+    store.add("a", "1")
+    store.add("b", "1")
+    watch = store.watch_names(["a/", "b"], lambda: calls.append(1), poll_s=0.01)
+    store.delete("a")
+    assert not watch.join(0.2)
+    assert calls == []
+    store.delete("b")
+    assert watch.join(60)
+    assert calls == [1]
+
+
+def test_watch_waits_for_names_to_appear(store: NameStore) -> None:
+    calls: list[int] = []
+    watch = store.watch_names("a", lambda: calls.append(1), poll_s=0.01, wait_timeout_s=600)
+    assert not watch.join(0.1)
+    store.add("a", "1")
+    assert not watch.join(0.2)
+    store.delete("a")
+    assert watch.join(60)
+    never = store.watch_names("b", lambda: calls.append(2), poll_s=0.01, wait_timeout_s=0.05)
+    assert never.join(60)
+    assert calls == [1, 2]
+
+
+def test_a_stopped_watch_is_silent(store: NameStore) -> None:
+    calls: list[int] = []
+    store.add("a", "1")
+    watch = store.watch_names("a", lambda: calls.append(1), poll_s=0.01)
+    watch.stop()
+    store.delete("a")
+    assert watch.join(0)
+    assert calls == []
+
+
+def test_reset_deletes_only_own_keys_marked_for_it(store: NameStore) -> None:
+    store.add("gone", "1")
+    store.add("stays", "1", delete_on_exit=False)
+    store.add("given up", "1")
+    store.add("given up", "2", replace=True, delete_on_exit=False)
+    store.reset()
+    assert store.find_subtree("") == ["given up", "stays"]
+    store.add("gone", "2")
+    store.reset()
+    assert store.find_subtree("") == ["given up", "stays"]
+
+
+def test_context_manager_resets(store: NameStore) -> None:
+    with store:
+        store.add("a", "1")
+        subentry = store.add_subentry("b", "1")
+        store.add_subentry("c", "1", delete_on_exit=False)
+    assert store.find_subtree("a") == store.find_subtree(subentry) == []
+    assert len(store.find_subtree("c")) == 1
+
+
+def test_of_concurrent_adds_one_wins(store: NameStore) -> None:
+    def add(number: int) -> int:
+        try:
+            store.add(f"key {number % 5}", str(number))
+        except NameExistsError:
+            return 0
+        return 1
+
+    with ThreadPoolExecutor(16) as pool:
+        assert sum(pool.map(add, range(100))) == 5
+    assert len(store.find_subtree("")) == 5
+
+
+def test_concurrent_adds_and_deletes_do_not_disturb_each_other(store: NameStore) -> None:
+    def cycle(number: int) -> None:
+        for step in range(10):
+            key = f"{number}/{step}"
+            store.add(key, key)
+            assert store.get(key) == key
+            store.add(key, "again", replace=True)
+            assert store.get_subtree(str(number)) == ["again"]
+            store.delete(key)
+            assert store.find_subtree(str(number)) == []
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(cycle, range(8)))
+    assert store.find_subtree("") == []
