@@ -1,0 +1,132 @@
+"""From a file and overrides to a checked configuration, and back to text."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from ruamel.yaml import YAML
+from ruamel.yaml.scalarstring import DoubleQuotedScalarString
+
+from slurmrl.config import overrides as command_line
+from slurmrl.config.problems import problems_from
+from slurmrl.config.schema import Config
+from slurmrl.config.schema.base import IsPath
+from slurmrl.config.schema.model import TRIAL_PREFIX
+from slurmrl.config.source import KeyPath, Source, read
+from slurmrl.errors import ConfigError, Problem
+
+M = TypeVar("M", bound=BaseModel)
+
+HEADER = "# The resolved configuration of this run: every setting, absolute paths.\n"
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Source:
+    """The values of a file with the overrides laid over them. Raises ConfigError where the file
+    cannot be read; what else is wrong waits in ``problems`` for ``parse`` to report it all."""
+    source = read(path)
+    command_line.apply(source, overrides)
+    return source
+
+
+def parse(source: Source) -> Config:
+    """The configuration with absolute paths. Raises ConfigError with all problems at once."""
+    config, problems = validate(Config, source)
+    problems = [*source.problems, *problems]
+    if problems or config is None:
+        raise ConfigError(tuple(problems))
+    return config
+
+
+def validate(
+    schema: type[M], source: Source, prefix: KeyPath = ()
+) -> tuple[M | None, list[Problem]]:
+    """Check the values at ``prefix`` against a schema.
+
+    With problems, the model that the values make without what is wrong comes back too where there
+    is one (its defaults stand in), so that further checks can run and be reported together.
+    """
+    values = source.values
+    for part in prefix:
+        values = values[str(part)]
+    try:
+        return _resolve_paths(schema.model_validate(values), source, prefix), []
+    except ValidationError as error:
+        problems = problems_from(error, source, prefix, schema)
+        rest = copy.deepcopy(values)
+        for details in error.errors():
+            missing = details["type"] == "missing"
+            _remove(rest, details["loc"][:-1] if missing else details["loc"])
+    try:
+        return _resolve_paths(schema.model_validate(rest), source, prefix), problems
+    except ValidationError:
+        return None, problems
+
+
+def load_resolved(path: Path) -> Config:
+    """Read back what ``dump`` wrote."""
+    return parse(load(path))
+
+
+def dump(config: Config) -> str:
+    """The configuration as YAML with every field."""
+    stream = io.StringIO()
+    yaml = YAML(pure=True)
+    yaml.width = 100
+    yaml.dump(_quoted(config.model_dump(mode="json")), stream)
+    return HEADER + stream.getvalue()
+
+
+def _quoted(value: Any) -> Any:
+    """The values with quotes around texts that would not survive without: line breaks of YAML
+    1.1 and control characters."""
+    if isinstance(value, dict):
+        return {_quoted(key): _quoted(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_quoted(item) for item in value]
+    if isinstance(value, str) and not value.isprintable():
+        return DoubleQuotedScalarString(value)
+    return value
+
+
+def _remove(values: Any, location: KeyPath) -> None:
+    """Drop the value at a location, or the list that it stands in."""
+    for part in location[:-1]:
+        below = values.get(part)
+        if not isinstance(below, dict):
+            values.pop(part, None)
+            return
+        values = below
+    if location:
+        values.pop(location[-1], None)
+
+
+def _resolve_paths(model: M, source: Source, prefix: KeyPath) -> M:
+    """The model with every path made absolute."""
+    changes: dict[str, Any] = {}
+    for name, field in type(model).model_fields.items():
+        value = getattr(model, name)
+        here = (*prefix, name)
+        if isinstance(value, BaseModel):
+            changes[name] = _resolve_paths(value, source, here)
+        elif isinstance(value, str) and _is_path(field) and not value.startswith(TRIAL_PREFIX):
+            changes[name] = os.path.abspath(source.folder(here) / Path(value).expanduser())
+    changes = {name: value for name, value in changes.items() if value != getattr(model, name)}
+    return model.model_copy(update=changes) if changes else model
+
+
+def _is_path(field: FieldInfo) -> bool:
+    return any(isinstance(mark, IsPath) for mark in field.metadata) or _holds_path(field.annotation)
+
+
+def _holds_path(annotation: Any) -> bool:
+    marks = getattr(annotation, "__metadata__", ())
+    return any(isinstance(mark, IsPath) for mark in marks) or any(
+        _holds_path(argument) for argument in get_args(annotation)
+    )

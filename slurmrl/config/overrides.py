@@ -1,0 +1,64 @@
+"""``dotted.key=value`` from the command line, laid over the file's values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+from slurmrl.config.source import COMMAND_LINE, Builder, KeyPath, Source, compose, dotted
+from slurmrl.errors import ConfigError, Problem
+
+_KEY: Final = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
+
+
+def apply(source: Source, overrides: Sequence[str]) -> None:
+    """Lay each override over the values; the last one of a key wins. A value is read as YAML, so
+    ``a.b=[1, 2]`` is a list and ``a.b=`` is null; a whole section replaces the file's. What is
+    wrong becomes a problem of the source."""
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        key = key.strip()
+        if not equals or not _KEY.fullmatch(key):
+            source.problems.append(
+                Problem(COMMAND_LINE, "", f"{text!r}: expected dotted.key=value")
+            )
+            continue
+        _set(source, tuple(key.split(".")), value)
+
+
+def _set(source: Source, path: KeyPath, text: str) -> None:
+    try:
+        node = compose(text, COMMAND_LINE)
+    except ConfigError as error:
+        source.problems += [problem._replace(key=dotted(path)) for problem in error.problems]
+        return
+    section = _section(source, path)
+    if section is None:
+        return
+    _forget(source, path)
+    source.marks[path] = COMMAND_LINE
+    value = None if node is None else Builder(source, file=None).value(node, path)
+    section[str(path[-1])] = value
+
+
+def _section(source: Source, path: KeyPath) -> dict[str, Any] | None:
+    """The values of the section that a key stands in; it is made where there is none yet."""
+    section = source.values
+    for length, part in enumerate(path[:-1], start=1):
+        below = section.get(str(part))
+        if below is None:
+            below = section[str(part)] = {}
+            source.marks.setdefault(path[:length], COMMAND_LINE)
+        if not isinstance(below, dict):
+            message = f"{dotted(path[:length])} is a value ({below!r}), nothing stands below it"
+            source.problems.append(Problem(COMMAND_LINE, dotted(path), message))
+            return None
+        section = below
+    return section
+
+
+def _forget(source: Source, path: KeyPath) -> None:
+    """Drop the marks of what is replaced: its lines say nothing about the new value."""
+    for old in [mark for mark in source.marks if mark[: len(path)] == path]:
+        del source.marks[old]

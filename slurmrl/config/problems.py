@@ -1,0 +1,124 @@
+"""What the schemas refuse, said to the user: the value, the rule, and what is allowed."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from slurmrl.config.source import KeyPath, Source, dotted
+from slurmrl.errors import Problem
+from slurmrl.registry import near
+
+RULES = {
+    "greater_than": "must be greater than {gt:g}",
+    "greater_than_equal": "must be at least {ge:g}",
+    "less_than": "must be less than {lt:g}",
+    "less_than_equal": "must be at most {le:g}",
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be a string",
+    "dict_type": "must be a section (key: value)",
+    "model_type": "must be a section (key: value)",
+    "tuple_type": "must be a list: [a, b]",
+    "list_type": "must be a list: [a, b]",
+    "finite_number": "must be a finite number",
+}
+
+
+def problems_from(
+    error: ValidationError, source: Source, prefix: KeyPath, schema: type[BaseModel]
+) -> list[Problem]:
+    """One problem for each thing that ``schema`` refused in the values at ``prefix``."""
+    return [_problem(details, source, prefix, schema) for details in error.errors()]
+
+
+def _problem(
+    details: ErrorDetails, source: Source, prefix: KeyPath, schema: type[BaseModel]
+) -> Problem:
+    location = details["loc"]
+    if details["type"] == "missing":
+        message = _missing(schema, location)
+    elif details["type"] == "extra_forbidden":
+        message = _unknown(schema, location, prefix)
+    else:
+        message = _refused(details)
+    return source.problem((*prefix, *location), message)
+
+
+def _refused(details: ErrorDetails) -> str:
+    value = details["input"]
+    context: Mapping[str, Any] = details.get("ctx", {})
+    kind = details["type"]
+    if kind == "literal_error":
+        choices = re.findall(r"'([^']*)'", context["expected"])
+        return f"{show(value)} is not allowed; {near(str(value), choices)}"
+    if kind == "value_error":
+        rule = str(context["error"])
+    elif kind in RULES:
+        rule = RULES[kind].format(**context)
+    elif kind in ("too_long", "too_short"):
+        rule = "must be a list of another length: " + details["msg"]
+    else:
+        rule = details["msg"][:1].lower() + details["msg"][1:]
+    return rule if isinstance(value, dict | list) else f"{show(value)} is not allowed: {rule}"
+
+
+def show(value: Any) -> str:
+    """A value as YAML has it, cut where it is long."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:76]}…{text[-1]}"
+
+
+def _missing(schema: type[BaseModel], location: KeyPath) -> str:
+    owner = section_at(schema, location[:-1])
+    field = owner.model_fields.get(str(location[-1])) if owner else None
+    text = " ".join((field.description or "").split()) if field else ""
+    return f"is required. {text}".rstrip()
+
+
+def _unknown(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> str:
+    owner = section_at(schema, location[:-1])
+    known = sorted(owner.model_fields) if owner else []
+    name = str(location[-1])
+    if not difflib.get_close_matches(name, known, n=1):
+        elsewhere = [dotted((*prefix, *path)) for path in paths(schema) if path[-1] == name]
+        if elsewhere:
+            return f"unknown key; did you mean {' or '.join(elsewhere[:3])}?"
+    return f"unknown key; {near(name, known)}"
+
+
+def section_at(schema: type[BaseModel], location: KeyPath) -> type[BaseModel] | None:
+    """The section class at a place of the schema; None where a free-form value stands."""
+    section: type[BaseModel] | None = schema
+    for part in location:
+        field = section.model_fields.get(str(part)) if section else None
+        section = section_of(field.annotation) if field else None
+    return section
+
+
+def section_of(annotation: Any) -> type[BaseModel] | None:
+    """The section class in an annotation such as ``Model | None``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in get_args(annotation):
+        section = section_of(argument)
+        if section is not None:
+            return section
+    return None
+
+
+def paths(schema: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
+    """The path of every key of a schema."""
+    for name, field in schema.model_fields.items():
+        yield (*prefix, name)
+        section = section_of(field.annotation)
+        if section is not None:
+            yield from paths(section, (*prefix, name))

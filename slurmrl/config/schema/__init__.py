@@ -1,0 +1,31 @@
+"""What a configuration may hold. Torch-free; field docstrings are the reference's text."""
+
+from __future__ import annotations
+
+from slurmrl.config.schema.base import NonNegativeInt, PathText, PositiveFloat, PositiveInt, Section
+from slurmrl.config.schema.cluster import Cluster, Slurm
+from slurmrl.config.schema.config import Config
+from slurmrl.config.schema.data import Dataset
+from slurmrl.config.schema.frequency import Checkpoint, Evaluation, Logging, Wandb
+from slurmrl.config.schema.model import Model, Optimizer
+from slurmrl.config.schema.rollout import Reward, Rollout
+
+__all__ = [
+    "Checkpoint",
+    "Cluster",
+    "Config",
+    "Dataset",
+    "Evaluation",
+    "Logging",
+    "Model",
+    "NonNegativeInt",
+    "Optimizer",
+    "PathText",
+    "PositiveFloat",
+    "PositiveInt",
+    "Reward",
+    "Rollout",
+    "Section",
+    "Slurm",
+    "Wandb",
+]

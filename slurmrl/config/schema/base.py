@@ -1,0 +1,77 @@
+"""The base of all sections, and the kinds of value that they share.
+
+Values are strict: YAML already says whether something is a number, a string or a boolean, so
+``no`` is never false and ``"3"`` is never three. Only a bare whole number is taken where a string
+is asked for, because ``trial: 1`` and ``time: 30`` are what people write.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Final, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, Strict
+
+T = TypeVar("T")
+
+NAME_PATTERN: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+CONTROL_CHARACTERS: Final = re.compile(r"[\x00-\x1f\x7f]")
+
+
+class Section(BaseModel):
+    """Base of every section: frozen, unknown keys refused, described by field docstrings."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        validate_default=False,
+    )
+
+
+class IsPath:
+    """Marks a field that holds a path: relative ones are resolved against the config's folder."""
+
+
+def _whole_number_as_text(value: Any) -> Any:
+    return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+def _check_name(name: str) -> str:
+    if not NAME_PATTERN.fullmatch(name) or ".." in name:
+        raise ValueError(
+            "a name has 1 to 64 letters, digits, '.', '_' or '-', starts with a letter or a digit, "
+            "and does not hold '..'"
+        )
+    return name
+
+
+def _check_line(text: str) -> str:
+    if CONTROL_CHARACTERS.search(text):
+        raise ValueError("must be one line, without newlines or other control characters")
+    return text
+
+
+def _check_not_empty(text: str) -> str:
+    if not text.strip():
+        raise ValueError("must not be empty")
+    return text
+
+
+Text = Annotated[str, BeforeValidator(_whole_number_as_text)]
+Line = Annotated[Text, AfterValidator(_check_line)]
+Word = Annotated[Line, AfterValidator(_check_not_empty)]
+Name = Annotated[Text, AfterValidator(_check_name)]
+PathText = Annotated[Word, IsPath()]
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+PositiveFraction = Annotated[float, Field(gt=0, le=1)]
+
+Sequence = Annotated[tuple[T, ...], Strict(False)]
+"""A YAML list, kept as a tuple."""

@@ -1,0 +1,102 @@
+"""Where the run's processes are placed, and what the scheduler is asked for."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Final, Literal
+
+from pydantic import AfterValidator, Field
+
+from slurmrl.config.schema.base import (
+    Line,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Sequence,
+    Word,
+)
+
+_TIME: Final = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE")
+_MEMORY: Final = re.compile(r"[1-9]\d*[KMGT]?")
+
+
+def _check_time(text: str) -> str:
+    if not _TIME.fullmatch(text):
+        raise ValueError("must be MINUTES, [HH:]MM:SS, D-HH[:MM[:SS]] or UNLIMITED")
+    return text
+
+
+def _check_memory(text: str) -> str:
+    if not _MEMORY.fullmatch(text):
+        raise ValueError("must be a whole number with K, M, G or T, for example 16G")
+    return text
+
+
+TimeLimit = Annotated[Word, AfterValidator(_check_time)]
+Memory = Annotated[Word, AfterValidator(_check_memory)]
+
+
+class Slurm(Section):
+    """Options of the Slurm jobs. Those that are left out are left to the cluster's defaults."""
+
+    partition: Word | None = None
+    """Partition, or several separated by commas."""
+    account: Word | None = None
+    """Account to charge."""
+    qos: Word | None = None
+    """Quality of service."""
+    time: TimeLimit | None = None
+    """Time limit of one link as Slurm writes it: minutes, `HH:MM:SS` or `D-HH:MM:SS`."""
+    constraint: Word | None = None
+    """Features that hosts must have."""
+    nodelist: Word | None = None
+    """Hosts that must be part of the job."""
+    exclude: Word | None = None
+    """Hosts that must not be part of the job."""
+    reservation: Word | None = None
+    """Reservation to run in."""
+    licenses: Word | None = None
+    """Licences that the job takes."""
+    links: Annotated[int, Field(gt=0, le=1000)] = 8
+    """Length of the chain: how many jobs may succeed each other before the trial needs
+    `slurmrl resume`. They are the elements of one array that run one after the other."""
+    signal_lead_s: PositiveInt = 120
+    """Seconds before the time limit at which the run is told to commit and stop."""
+    extra_lines: Sequence[Line] = ()
+    """Further `#SBATCH` lines, with or without that word in front."""
+    setup: Sequence[Line] = ()
+    """Shell lines at the top of the batch script (`module load …`). They run on its first host;
+    the environment that they leave reaches the workers of all hosts."""
+    container: Word | None = None
+    """Command in front of each worker's command: `apptainer exec --nv image.sif`."""
+    gpu_directive: Literal["gres", "gpus-per-node", "none"] = "gres"
+    """How GPUs are asked for: `--gres=gpu:N`, `--gpus-per-node=N`, or not at all."""
+    gpu_type: Word | None = None
+    """Kind of GPU in that request: `a100`."""
+
+
+class Cluster(Section):
+    """The scheduler, the shape of the groups of workers, and their timeouts."""
+
+    scheduler: Literal["auto", "local", "slurm"] = "auto"
+    """`auto` takes Slurm where sbatch is on the PATH and answers, else this machine."""
+    workers_per_host: PositiveInt | None = None
+    """Worker processes on one host. Default: all of them up to 8, and 8 where there are more; with
+    the local scheduler always all."""
+    gpus_per_worker: Annotated[int, Field(ge=0, le=1)] | None = None
+    """GPUs of one worker, 0 or 1. Default: 1 under Slurm and on a machine with an NVIDIA GPU."""
+    threads_per_worker: PositiveInt = 1
+    """CPU threads that one worker computes with. Part of what makes a run repeatable."""
+    cpus_per_worker: PositiveInt | None = None
+    """CPU cores asked for each worker. Default: `threads_per_worker`."""
+    mem_per_worker: Memory | None = None
+    """Memory asked for each worker as Slurm writes it: `16G`, or whole megabytes."""
+    interface: Word | None = None
+    """Network interface that the workers talk over. Default: the one of the host's own name."""
+    heartbeat_s: PositiveFloat = 2.0
+    """Seconds between two heartbeats of an agent."""
+    lease_ttl_s: PositiveFloat = 60.0
+    """Seconds without a heartbeat after which an agent counts as dead."""
+    start_timeout_s: PositiveFloat = 600.0
+    """Seconds in which all workers of a new incarnation must have come up."""
+    slurm: Slurm = Slurm()

@@ -1,0 +1,74 @@
+"""One model role (actor, critic, ref): its weights, its engine and its optimizer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, Strict, model_validator
+
+from slurmrl.config.schema.base import (
+    Fraction,
+    Line,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PathText,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+TRIAL_PREFIX = "trial:"
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
+class Optimizer(Section):
+    """The optimizer and its schedule. A role that is not trained ignores it."""
+
+    name: Literal["adamw"] = "adamw"
+    """Kind of optimizer."""
+    lr: NonNegativeFloat = 1e-5
+    """Learning rate after warm-up."""
+    betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.95)
+    """Decay rates of the first and second moments."""
+    eps: PositiveFloat = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay per step, times the learning rate."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls from the end of warm-up to the last step of the run."""
+    min_lr_ratio: Fraction = 0.0
+    """Learning rate at the last step, as a share of `lr`."""
+    gradient_clip: PositiveFloat | None = 1.0
+    """Largest norm of the whole gradient; null does not clip."""
+
+
+class Model(Section):
+    """One role. `critic` and `ref` take from the actor what they do not say themselves: the
+    weights (`path` or `architecture`), `tokenizer`, `backend`, `dtype`, `gradient_checkpointing`
+    and `max_tokens_per_microbatch`, but not the optimizer."""
+
+    path: PathText | None = None
+    """Folder in Hugging Face form, or `trial:EXPERIMENT/TRIAL` for that trial's newest export."""
+    architecture: dict[str, Any] | None = None
+    """A new model instead of a path, as in a Hugging Face `config.json`: `model_type`,
+    `hidden_size`, … Its weights are drawn from the run's seed."""
+    tokenizer: PathText | None = None
+    """Folder of the tokenizer. Default: that of `path`."""
+    backend: Line = ""
+    """Engine and layout: `fsdp:d2`. Default of the actor: `fsdp:d1`."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type that the model computes in. Weights of a trained role are kept in float32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    max_tokens_per_microbatch: PositiveInt = 16384
+    """Most tokens on one rank at a time; a longer single sequence gets one of its own."""
+    optimizer: Optimizer = Optimizer()
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Model:
+        if self.path is not None and self.architecture is not None:
+            raise ValueError("path and architecture exclude each other: give one of them")
+        return self

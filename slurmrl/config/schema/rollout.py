@@ -1,0 +1,53 @@
+"""How completions are sampled and judged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import Field, model_validator
+
+from slurmrl.config.schema.base import (
+    Line,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+    Section,
+    Word,
+)
+
+
+class Rollout(Section):
+    """Generation of completions."""
+
+    backend: Line = ""
+    """Engine that generates. Default: the actor's own."""
+    max_new_tokens: PositiveInt = 256
+    """Most tokens of a completion."""
+    min_new_tokens: NonNegativeInt = 0
+    """Tokens before which a completion cannot end."""
+    temperature: PositiveFloat = 1.0
+    """Divides the logits before sampling, and in the losses' log-probabilities."""
+    top_p: PositiveFraction = 1.0
+    """Sample from the smallest set of tokens with at least this probability."""
+    top_k: PositiveInt | None = None
+    """Sample from this many of the most probable tokens; null takes all."""
+    greedy: bool = False
+    """Always take the most probable token."""
+
+    @model_validator(mode="after")
+    def _lengths(self) -> Rollout:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens {self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}"
+            )
+        return self
+
+
+class Reward(Section):
+    """The rule that judges completions."""
+
+    name: Word
+    """Kind of reward: `exact_match`, `math`, … or a `package.module:Class` of your own."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Settings of that kind."""

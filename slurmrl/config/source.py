@@ -1,0 +1,159 @@
+"""A YAML file as plain values, with the line of each key. YAML 1.2: ``1:00:00`` and ``no`` are
+strings, ``3e-4`` is a number."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from slurmrl.errors import ConfigError, Problem
+
+KeyPath: TypeAlias = tuple[str | int, ...]
+
+COMMAND_LINE = "command line"
+
+
+def dotted(path: KeyPath) -> str:
+    return ".".join(str(part) for part in path)
+
+
+@dataclass
+class Source:
+    """Values as written, where each of them stands, and what was wrong with the writing."""
+
+    path: Path
+    values: dict[str, Any] = field(default_factory=dict)
+    marks: dict[KeyPath, str] = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+
+    def where(self, key_path: KeyPath) -> str:
+        """``ppo.yaml:12`` or ``command line``. A key that is not there stands where its nearest
+        section does."""
+        for length in range(len(key_path), 0, -1):
+            mark = self.marks.get(key_path[:length])
+            if mark is not None:
+                return mark
+        return str(self.path)
+
+    def folder(self, key_path: KeyPath) -> Path:
+        """What a relative path at this key is relative to: the file's folder, or the current one
+        for the command line."""
+        return Path.cwd() if self.where(key_path) == COMMAND_LINE else self.path.parent.absolute()
+
+    def problem(self, key_path: KeyPath, message: str) -> Problem:
+        return Problem(self.where(key_path), dotted(key_path), message)
+
+
+def read(path: Path) -> Source:
+    """The file's values. Raises ConfigError where there is no file or it is not YAML."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError((Problem(str(path), "", f"cannot be read: {error.strerror}"),)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            (Problem(str(path), "", f"is not UTF-8 text: {error.reason}"),)
+        ) from error
+    source = Source(path)
+    node = compose(text, str(path))
+    if node is None:
+        raise ConfigError((Problem(str(path), "", "the file is empty"),))
+    if not isinstance(node, MappingNode):
+        raise ConfigError((Problem(f"{path}:1", "", "expected lines of key: value"),))
+    source.values = Builder(source, file=str(path)).mapping(node, ())
+    return source
+
+
+def compose(text: str, name: str) -> Node | None:
+    """The node tree of one YAML document; None for an empty one. Raises ConfigError."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # ruamel warns about re-used anchors; we do not mind
+            return _yaml().compose(text)  # type: ignore[no-any-return]
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = name if mark is None or name == COMMAND_LINE else f"{name}:{mark.line + 1}"
+        column = "" if mark is None else f" at column {mark.column + 1}"
+        parts = [part for part in (error.context, error.problem) if part]
+        message = f"not valid YAML{column}: {', '.join(parts)}"
+        raise ConfigError((Problem(where, "", message),)) from error
+    except YAMLError as error:
+        raise ConfigError((Problem(name, "", f"not valid YAML: {error}"),)) from error
+
+
+def _yaml() -> YAML:
+    return YAML(typ="safe", pure=True)
+
+
+class Builder:
+    """Turns nodes into plain values, and notes marks and problems in a source."""
+
+    def __init__(self, source: Source, file: str | None) -> None:
+        """``file`` names the file for the marks; None marks everything as the command line."""
+        self._source = source
+        self._file = file
+        self._constructor = _yaml().constructor
+        self._open: set[int] = set()
+
+    def value(self, node: Node, path: KeyPath) -> Any:
+        if isinstance(node, ScalarNode):
+            return self._scalar(node, path)
+        if id(node) in self._open:
+            return self._refuse(path, "an alias must not stand inside what it names")
+        self._open.add(id(node))
+        try:
+            if isinstance(node, MappingNode):
+                return self.mapping(node, path)
+            assert isinstance(node, SequenceNode)
+            return self._sequence(node, path)
+        finally:
+            self._open.discard(id(node))
+
+    def mapping(self, node: MappingNode, path: KeyPath) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            if not isinstance(key_node, ScalarNode):
+                self._refuse(path, "a key must be a plain word")
+                continue
+            key = str(key_node.value)
+            here = (*path, key)
+            if key in values:
+                first = self._source.where(here)
+                self._mark(here, key_node)
+                self._refuse(here, f"this key is there twice; first at {first}")
+                continue
+            self._mark(here, key_node)
+            values[key] = self.value(value_node, here)
+        return values
+
+    def _sequence(self, node: SequenceNode, path: KeyPath) -> list[Any]:
+        items = []
+        for index, item in enumerate(node.value):
+            self._mark((*path, index), item)
+            items.append(self.value(item, (*path, index)))
+        return items
+
+    def _scalar(self, node: ScalarNode, path: KeyPath) -> Any:
+        if str(node.tag) == "tag:yaml.org,2002:timestamp":
+            return node.value
+        try:
+            value = self._constructor.construct_object(node)
+        except (YAMLError, ValueError) as error:
+            reason = getattr(error, "problem", None) or error
+            return self._refuse(path, f"{node.value!r} cannot be read: {reason}")
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        return self._refuse(path, f"{node.value!r} is of a kind ({node.tag}) that is not taken")
+
+    def _mark(self, path: KeyPath, node: Node) -> None:
+        where = f"{self._file}:{node.start_mark.line + 1}" if self._file else COMMAND_LINE
+        self._source.marks[path] = where
+
+    def _refuse(self, path: KeyPath, message: str) -> None:
+        self._source.problems.append(self._source.problem(path, message))

@@ -1,0 +1,86 @@
+"""The graph's edges follow from the keys that calls produce and consume."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from slurmrl.errors import UsageError
+from slurmrl.graph.call import Call
+from slurmrl.registry import near
+
+
+class Graph:
+    """A checked graph. Raises UsageError that lists everything wrong with it: names and producers
+    that are there twice, inputs that nobody produces, cycles."""
+
+    def __init__(self, calls: Sequence[Call], dataset_keys: Sequence[str]) -> None:
+        self.calls = tuple(calls)
+        self.dataset_keys = tuple(dataset_keys)
+        problems = [*self._twice_named(), *self._twice_produced()]
+        self.producers: dict[str, Call] = {key: call for call in calls for key in call.outputs}
+        """The call that makes each key; the dataset's keys have none."""
+        problems += self._missing()
+        if problems:
+            raise UsageError("\n".join(problems))
+        self.order: tuple[Call, ...] = self._sort()
+        """All calls, each after those it needs; otherwise as they were given."""
+
+    def parents(self, call: Call) -> tuple[Call, ...]:
+        """The calls that make this call's inputs, as they were given."""
+        needed = {self.producers[key].name for key in call.inputs if key in self.producers}
+        return tuple(other for other in self.calls if other.name in needed)
+
+    def children(self, call: Call) -> tuple[Call, ...]:
+        """The calls that read this call's outputs, as they were given."""
+        made = set(call.outputs)
+        return tuple(other for other in self.calls if made.intersection(other.inputs))
+
+    def _twice_named(self) -> list[str]:
+        names = [call.name for call in self.calls]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        return [f"two calls are named '{name}'" for name in twice]
+
+    def _twice_produced(self) -> list[str]:
+        makers: dict[str, list[str]] = {key: ["the dataset"] for key in self.dataset_keys}
+        for call in self.calls:
+            for key in call.outputs:
+                makers.setdefault(key, []).append(f"call '{call.name}'")
+        return [
+            f"key '{key}' has {len(names)} producers: {', '.join(names)}"
+            for key, names in makers.items()
+            if len(names) > 1
+        ]
+
+    def _missing(self) -> list[str]:
+        known = sorted({*self.dataset_keys, *self.producers})
+        return [
+            f"call '{call.name}' reads key '{key}', which nobody produces; {near(key, known)}"
+            for call in self.calls
+            for key in call.inputs
+            if key not in known
+        ]
+
+    def _sort(self) -> tuple[Call, ...]:
+        """Kahn's algorithm, taking the first call that is ready each time."""
+        waiting = {call.name: {parent.name for parent in self.parents(call)} for call in self.calls}
+        order: list[Call] = []
+        while len(order) < len(self.calls):
+            ready = next((c for c in self.calls if c.name in waiting and not waiting[c.name]), None)
+            if ready is None:
+                raise UsageError(f"the calls form a cycle: {self._cycle(waiting)}")
+            del waiting[ready.name]
+            for needs in waiting.values():
+                needs.discard(ready.name)
+            order.append(ready)
+        return tuple(order)
+
+    @staticmethod
+    def _cycle(waiting: dict[str, set[str]]) -> str:
+        """One cycle among calls that all wait: follow what each needs until a name comes back."""
+        path = [next(iter(waiting))]
+        while True:
+            needed = min(waiting[path[-1]])
+            if needed in path:
+                cycle = [*path[path.index(needed) :], needed]
+                return " -> ".join(reversed(cycle))
+            path.append(needed)

@@ -1,0 +1,38 @@
+"""The device and the communication backend of this process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Accelerator:
+    """Where tensors live and what moves them between ranks."""
+
+    device: torch.device
+    backend: str
+    """Backend of torch.distributed: nccl or gloo."""
+
+
+def choose() -> Accelerator:
+    """The first visible GPU with NCCL, else the CPU with gloo.
+
+    A worker sees the devices of its attempt only, so its own GPU is always the first.
+    """
+    if torch.cuda.is_available():
+        return Accelerator(torch.device("cuda", 0), "nccl")
+    return Accelerator(torch.device("cpu"), "gloo")
+
+
+def set_up(accelerator: Accelerator, *, threads: int, deterministic: bool) -> None:
+    """Fix this process's thread count, device and kernel choice before the first computation.
+
+    With ``deterministic`` torch refuses operations whose results vary between runs; on GPUs that
+    costs speed, and cuBLAS also needs CUBLAS_WORKSPACE_CONFIG=:4096:8 set before Python starts.
+    """
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+    if accelerator.device.type == "cuda":
+        torch.cuda.set_device(accelerator.device)

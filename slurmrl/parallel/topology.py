@@ -1,0 +1,85 @@
+"""Coordinates and ranks of a grid of processes, row-major: the last axis changes fastest."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+
+class ProcessTopology:
+    """Ranks 0 … world_size-1 on a grid, for example axes ``("pp", "dp", "tp")``. Raises ValueError
+    for sizes below 1, axes named twice, and ranks or coordinates outside the grid."""
+
+    def __init__(self, axes: Sequence[str], sizes: Sequence[int]) -> None:
+        if len(axes) != len(sizes) or len(set(axes)) != len(axes):
+            raise ValueError(f"axes {tuple(axes)} and sizes {tuple(sizes)} do not pair up")
+        if any(size < 1 for size in sizes):
+            raise ValueError(f"sizes {tuple(sizes)} of axes {tuple(axes)} must all be at least 1")
+        self.axes = tuple(axes)
+        self.sizes = tuple(sizes)
+        self._strides = tuple(math.prod(sizes[index + 1 :]) for index in range(len(sizes)))
+
+    @property
+    def world_size(self) -> int:
+        return math.prod(self.sizes)
+
+    def size(self, axis: str) -> int:
+        return self.sizes[self._index(axis)]
+
+    def rank(self, **coordinates: int) -> int:
+        """The rank at the coordinates; every axis must be given."""
+        if set(coordinates) != set(self.axes):
+            raise ValueError(f"expected coordinates {self.axes}, got {tuple(coordinates)}")
+        rank = 0
+        for axis, size, stride in zip(self.axes, self.sizes, self._strides, strict=True):
+            if not 0 <= coordinates[axis] < size:
+                raise ValueError(f"{axis}={coordinates[axis]} is outside 0 … {size - 1}")
+            rank += coordinates[axis] * stride
+        return rank
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside 0 … {self.world_size - 1}")
+        return {
+            axis: rank // stride % size
+            for axis, size, stride in zip(self.axes, self.sizes, self._strides, strict=True)
+        }
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        return self.coordinates(rank)[self.axes[self._index(axis)]]
+
+    def peers(self, rank: int, axis: str) -> list[int]:
+        """The ranks that differ from ``rank`` along one axis only, itself among them, in order."""
+        coordinates = self.coordinates(rank)
+        return [self.rank(**{**coordinates, axis: position}) for position in range(self.size(axis))]
+
+    def groups(self, axis: str) -> list[list[int]]:
+        """The ranks of every group along an axis; together they hold each rank once."""
+        return [
+            self.peers(rank, axis)
+            for rank in range(self.world_size)
+            if self.coordinate(rank, axis) == 0
+        ]
+
+    def filter(self, **coordinates: int) -> list[int]:
+        """The ranks at the given coordinates of some axes, in order."""
+        for axis, position in coordinates.items():
+            if not 0 <= position < self.size(axis):
+                raise ValueError(f"{axis}={position} is outside 0 … {self.size(axis) - 1}")
+        choices = [
+            (coordinates[axis],) if axis in coordinates else range(size)
+            for axis, size in zip(self.axes, self.sizes, strict=True)
+        ]
+        return [
+            sum(position * stride for position, stride in zip(point, self._strides, strict=True))
+            for point in itertools.product(*choices)
+        ]
+
+    def _index(self, axis: str) -> int:
+        if axis not in self.axes:
+            raise ValueError(f"unknown axis '{axis}'; known: {', '.join(self.axes)}")
+        return self.axes.index(axis)
+
+    def __repr__(self) -> str:
+        return f"ProcessTopology(axes={self.axes}, sizes={self.sizes})"

@@ -1,0 +1,60 @@
+"""The algorithms. A new one is a package under ``slurmrl/algorithms`` and one line here.
+
+An algorithm's schema is a config section (torch-free, apart from its implementation) that also
+says which models it uses and which calls it makes.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Protocol
+
+from slurmrl.config.schema import Config
+from slurmrl.graph.call import Call
+from slurmrl.graph.roles import RoleUse
+from slurmrl.registry import Registry
+
+ALGORITHMS = Registry(
+    "algorithm",
+    {
+        "sft": "slurmrl.algorithms.sft.schema:SFT",
+        "ppo": "slurmrl.algorithms.ppo.schema:PPO",
+    },
+)
+
+
+class Algorithm(Protocol):
+    """What the plan and the master ask of an algorithm's schema."""
+
+    dataset_types: ClassVar[tuple[str, ...]]
+    """Types of training dataset that it takes."""
+    evaluation_types: ClassVar[tuple[str, ...]]
+    """Types of held-out dataset that it can evaluate."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def batch_size(self) -> int:
+        """Dataset items of one step."""
+        ...
+
+    def roles(self) -> tuple[RoleUse, ...]:
+        """The models that it uses with these settings."""
+        ...
+
+    def calls(self, config: Config) -> tuple[Call, ...]:
+        """The calls of a training step."""
+        ...
+
+    def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
+        """The calls of an evaluation."""
+        ...
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of each trained model in one step."""
+        ...
+
+    def controller(self) -> str:
+        """``module:Class`` of the scalars that the master keeps for it."""
+        ...

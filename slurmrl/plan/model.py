@@ -1,0 +1,94 @@
+"""The plan: which workers there are, which ranks hold which model, which calls run on which ranks.
+
+It is written once, as JSON, when a trial is submitted; every process of the run reads it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from slurmrl.graph.call import Method
+from slurmrl.graph.roles import Head
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class GroupPlan(_Part):
+    """Workers of one kind and shape. Global rank = host * workers_per_host + index on the host."""
+
+    name: str = "trainer"
+    hosts: int
+    workers_per_host: int
+    gpus_per_worker: int
+    threads_per_worker: int
+    cpus_per_worker: int
+    links: int
+    elastic: bool = False
+
+    @property
+    def world_size(self) -> int:
+        return self.hosts * self.workers_per_host
+
+    def ranks_of_host(self, host: int) -> range:
+        """Global ranks of the workers on a host."""
+        return range(host * self.workers_per_host, (host + 1) * self.workers_per_host)
+
+
+class ModelPlan(_Part):
+    """One role's place. ``ranks[i]`` is the global rank of the model's i-th rank, in row-major
+    order of the axes in ``sizes``."""
+
+    role: str
+    backend: str
+    engine: str
+    sizes: dict[str, int]
+    ranks: tuple[int, ...]
+    trained: bool
+    head: Head
+
+
+class CallPlan(_Part):
+    """One call of the graph and the ranks that execute it, which share the batch equally."""
+
+    name: str
+    role: str | None
+    method: Method
+    interface: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+class Plan(_Part):
+    """Calls stand in the order in which every rank executes them."""
+
+    version: Literal[1] = 1
+    experiment: str
+    trial: str
+    groups: tuple[GroupPlan, ...]
+    models: dict[str, ModelPlan]
+    calls: tuple[CallPlan, ...]
+    evaluation_calls: tuple[CallPlan, ...]
+
+    @property
+    def world_size(self) -> int:
+        """Workers of all fixed groups."""
+        return sum(group.world_size for group in self.groups if not group.elastic)
+
+    def group(self, name: str) -> GroupPlan:
+        """Raises KeyError for an unknown name."""
+        for group in self.groups:
+            if group.name == name:
+                return group
+        raise KeyError(name)
+
+    def to_json(self) -> str:
+        return self.model_dump_json(indent=2) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        return Plan.model_validate_json(text)

@@ -1,0 +1,104 @@
+"""A checked configuration together with its algorithm's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+from pydantic import BaseModel
+
+from slurmrl.config.load import load, parse, validate
+from slurmrl.config.problems import show
+from slurmrl.config.schema import Config
+from slurmrl.config.source import Source
+from slurmrl.errors import ConfigError, Problem
+from slurmrl.paths import RunPaths
+from slurmrl.plan import references
+from slurmrl.plan.algorithms import ALGORITHMS, Algorithm
+from slurmrl.plan.checks import check
+from slurmrl.plan.draft import Draft
+from slurmrl.plan.inherit import complete
+from slurmrl.registry import near
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``config`` is resolved: absolute paths, every section that the algorithm uses, and the
+    algorithm's settings with their defaults."""
+
+    config: Config
+    algorithm: Algorithm
+    source: Source
+
+
+def load_settings(
+    path: Path, overrides: Sequence[str] = (), *, root: Path | None = None
+) -> Settings:
+    """Read, resolve and check a configuration. ``root`` comes before the config's own.
+
+    Raises ConfigError with every problem there is: in the text, in the values, in the algorithm's
+    settings, and between them and the files that they name.
+    """
+    source = load(path, overrides)
+    config, problems = validate(Config, source)
+    algorithm, more = _algorithm(source)
+    problems = [*source.problems, *problems, *more]
+    if config is not None:
+        config = _with_root(config, root)
+        config, more = references.resolve(config, Path(config.root), source)
+        problems += more
+        if algorithm is not None:
+            config = _with_algorithm(complete(config, algorithm), algorithm)
+            problems += _new(problems, check(Draft(config, algorithm, source)))
+    if problems or config is None or algorithm is None:
+        raise ConfigError(tuple(problems))
+    return Settings(config, algorithm, source)
+
+
+def load_run_settings(paths: RunPaths) -> Settings:
+    """The settings of a run directory. They were checked when the trial was submitted."""
+    source = load(paths.config)
+    config = parse(source)
+    algorithm, problems = _algorithm(source)
+    if problems or algorithm is None:
+        raise ConfigError(tuple(problems))
+    return Settings(config, algorithm, source)
+
+
+def _algorithm(source: Source) -> tuple[Algorithm | None, list[Problem]]:
+    """The algorithm's own schema over its section."""
+    values = source.values.get("algorithm")
+    if not isinstance(values, dict):
+        return None, []  # the schema of the whole says that the section is required
+    name, known = values.get("name"), sorted(ALGORITHMS)
+    where = ("algorithm", "name")
+    if name is None:
+        return None, [source.problem(where, f"is required; allowed: {', '.join(known)}")]
+    if name not in known:
+        return None, [source.problem(where, f"{show(name)} is unknown; {near(str(name), known)}")]
+    schema = cast(type[BaseModel], ALGORITHMS.load(name))
+    algorithm, problems = validate(schema, source, ("algorithm",))
+    return cast(Algorithm | None, algorithm), problems
+
+
+def _with_root(config: Config, root: Path | None) -> Config:
+    chosen = Path(config.root) if root is None else root
+    return config.model_copy(update={"root": str(chosen.expanduser().absolute())})
+
+
+def _with_algorithm(config: Config, algorithm: Algorithm) -> Config:
+    values = cast(BaseModel, algorithm).model_dump(mode="json")
+    return config.model_copy(update={"algorithm": values})
+
+
+def _new(told: Sequence[Problem], found: Sequence[Problem]) -> list[Problem]:
+    """The found problems that do not lie at or below a key that was told already: what stands
+    there now is only a default in place of the wrong value."""
+    keys = {problem.key for problem in told if problem.key}
+    return [
+        problem
+        for problem in found
+        if not any(problem.key == key or problem.key.startswith(f"{key}.") for key in keys)
+    ]

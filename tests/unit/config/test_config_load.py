@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurmrl.config.load import dump, load, load_resolved, parse
+from slurmrl.config.schema import Config
+from slurmrl.errors import ConfigError, Problem
+
+VALUES: dict[str, Any] = {
+    "experiment": "addition",
+    "total_steps": 3,
+    "algorithm": {"name": "ppo"},
+    "actor": {"architecture": {"model_type": "llama"}},
+    "dataset": {"type": "prompt", "path": "data/train.jsonl"},
+}
+TEXT = """\
+experiment: addition
+total_steps: 3
+algorithm: {name: ppo}
+actor:
+  architecture: {model_type: llama}
+dataset:
+  type: prompt
+  path: data/train.jsonl
+"""
+
+
+def write(folder: Path, text: str = TEXT) -> Path:
+    path = folder / "a.yaml"
+    path.write_text(text)
+    return path
+
+
+def problems(folder: Path, *overrides: str, text: str = TEXT) -> list[Problem]:
+    with pytest.raises(ConfigError) as caught:
+        parse(load(write(folder, text), overrides))
+    return list(caught.value.problems)
+
+
+def test_a_small_file_has_the_documented_defaults(tmp_path: Path) -> None:
+    config = parse(load(write(tmp_path)))
+    assert (config.trial, config.seed, config.root) == ("1", 1, "./runs")
+    assert config.actor.optimizer.betas == (0.9, 0.95)
+    assert config.checkpoint.every_steps == 10
+    assert config.critic is None
+
+
+def test_whole_numbers_are_taken_where_text_is_asked_for(tmp_path: Path) -> None:
+    config = parse(load(write(tmp_path), ["trial=3", "cluster.slurm.time=30"]))
+    assert (config.trial, config.cluster.slurm.time) == ("3", "30")
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        ("seed=no", "'no' is not allowed: must be a whole number"),
+        ("seed='3'", "'3' is not allowed: must be a whole number"),
+        ("seed=1.5", "1.5 is not allowed: must be a whole number"),
+        ("seed=true", "true is not allowed: must be a whole number"),
+        ("seed=-1", "-1 is not allowed: must be at least 0"),
+        ("total_steps=0", "0 is not allowed: must be greater than 0"),
+        ("total_steps=", "null is not allowed: must be a whole number"),
+        ("step_timeout_s=-3", "-3 is not allowed: must be greater than 0"),
+        ("step_timeout_s=.inf", "must be a finite number"),
+        ("actor.optimizer.lr=.nan", "must be a finite number"),
+        ("actor.optimizer.betas=[0.9, 1]", "1 is not allowed: must be less than 1"),
+        ("actor.optimizer.betas=[0.9]", "is required"),
+        ("actor.optimizer.betas=0.9", "must be a list"),
+        ("actor.optimizer=3", "must be a section"),
+        ("rollout.top_p=1.5", "1.5 is not allowed: must be at most 1"),
+        ("rollout.greedy=no", "'no' is not allowed: must be true or false"),
+        ("rollout.min_new_tokens=300", "min_new_tokens 300 exceeds max_new_tokens 256"),
+        ("actor.dtype=float23", "did you mean 'float32'? allowed: float32, bfloat16"),
+        ("cluster.scheduler=slrum", "did you mean 'slurm'? allowed: auto, local, slurm"),
+        ("cluster.gpus_per_worker=2", "2 is not allowed: must be at most 1"),
+        ("cluster.slurm.time=1 hour", "MINUTES"),
+        ("cluster.mem_per_worker=16 GB", "16G"),
+        ('cluster.slurm.account="a\\nb"', "one line"),
+        ('cluster.slurm.extra_lines=["--x", "a\\nrm"]', "one line"),
+        ('cluster.slurm.setup="module load x"', "must be a list"),
+        ("cluster.slurm.partition=' '", "must not be empty"),
+        ("experiment=a/b", "starts with a letter or a digit"),
+        ("experiment=..", "starts with a letter or a digit"),
+        ("experiment=a..b", "does not hold '..'"),
+        ("experiment=-a", "starts with a letter or a digit"),
+        (f"trial={'a' * 65}", "1 to 64"),
+        ("stop_when=eval/reward > 0.4", "METRIC >= NUMBER"),
+        ("stop_when=eval/reward >= high", "METRIC >= NUMBER"),
+        ("total_step=3", "unknown key; did you mean 'total_steps'?"),
+        ("actor.optimzer.lr=3", "unknown key; did you mean 'optimizer'?"),
+        ("rollout.optimizer.lr=3", "unknown key; did you mean actor.optimizer or"),
+        ("lr=3", "unknown key; did you mean actor.optimizer.lr or"),
+        ("evaluation.samples=3", "is required. The held-out prompts."),
+    ],
+)
+def test_one_wrong_value_gives_one_message_with_value_rule_and_choices(
+    tmp_path: Path, override: str, rule: str
+) -> None:
+    [problem] = problems(tmp_path, override)
+    assert problem.where == "command line"
+    assert rule in problem.message
+
+
+def test_a_rule_over_a_section_stands_at_the_section(tmp_path: Path) -> None:
+    [problem] = problems(tmp_path, "actor.path=here")
+    assert (problem.where, problem.key) == (f"{tmp_path / 'a.yaml'}:4", "actor")
+    assert problem.message == "path and architecture exclude each other: give one of them"
+
+
+def test_all_problems_are_told_at_once_each_where_it_stands(tmp_path: Path) -> None:
+    text = TEXT.replace("total_steps: 3", "total_steps: -3\nsed: 1\nseed: 1\nseed: 2")
+    text += "  shufle: true\n"
+    found = problems(tmp_path, "cluster.scheduler=slrum", "x", text=text)
+    file = tmp_path / "a.yaml"
+    assert sorted((problem.where, problem.key) for problem in found) == sorted(
+        [
+            (f"{file}:2", "total_steps"),
+            (f"{file}:3", "sed"),
+            (f"{file}:5", "seed"),
+            (f"{file}:12", "dataset.shufle"),
+            ("command line", "cluster.scheduler"),
+            ("command line", ""),
+        ]
+    )
+
+
+def test_required_keys_say_what_they_are_for(tmp_path: Path) -> None:
+    found = problems(tmp_path, text="experiment: a\n")
+    assert [problem.key for problem in found] == ["total_steps", "algorithm", "actor", "dataset"]
+    assert "Steps after which the run is finished" in found[0].message
+
+
+def test_a_message_reads_file_line_key_value_rule(tmp_path: Path) -> None:
+    text = TEXT.replace("total_steps: 3", "total_steps: 0")
+    [problem] = problems(tmp_path, text=text)
+    file = tmp_path / "a.yaml"
+    assert str(problem) == f"{file}:2: total_steps: 0 is not allowed: must be greater than 0"
+
+
+def test_paths_are_relative_to_the_file_or_to_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    there = tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(here)
+    write(there)
+    relative = Path(os.path.relpath(there / "a.yaml"))
+    overrides = ["actor.tokenizer=../tokenizer", "ref.path=trial:sft/1", "critic.path=/model"]
+    config = parse(load(relative, overrides))
+    assert config.dataset.path == str(there / "data/train.jsonl")
+    assert config.actor.tokenizer == str(tmp_path / "tokenizer")
+    assert config.ref is not None
+    assert config.ref.path == "trial:sft/1"
+    assert config.critic is not None
+    assert config.critic.path == "/model"
+
+
+def test_a_dumped_configuration_reads_back_equal(tmp_path: Path) -> None:
+    overrides = [
+        "trial=7",
+        "actor.optimizer.lr=3e-4",
+        "cluster.slurm.time=1:00:00",
+        "evaluation.dataset={type: prompt, path: /x.jsonl}",
+        "reward={name: math, options: {a: [1, 'no', null]}}",
+    ]
+    config = parse(load(write(tmp_path), overrides))
+    path = tmp_path / "resolved.yaml"
+    path.write_text(dump(config))
+    assert load_resolved(path) == config
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    template=st.text(st.characters(codec="utf-8", exclude_categories=["Cs"])),
+    architecture=st.dictionaries(
+        st.text(st.characters(codec="ascii", categories=["L", "N"]), min_size=1),
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text("no:1e-~"),
+    ),
+    rate=st.floats(min_value=0, max_value=1e30),
+)
+def test_any_text_and_number_survives_the_dump(
+    tmp_path_factory: pytest.TempPathFactory,
+    template: str,
+    architecture: dict[str, Any],
+    rate: float,
+) -> None:
+    config = Config.model_validate(
+        {
+            **VALUES,
+            "actor": {"architecture": architecture, "optimizer": {"lr": rate}},
+            "dataset": {"type": "prompt", "path": "/x", "prompt_template": template},
+        }
+    )
+    path = tmp_path_factory.mktemp("dump") / "resolved.yaml"
+    path.write_text(dump(config), encoding="utf-8", newline="")
+    assert load_resolved(path) == config
+
+
+def test_loading_a_configuration_imports_no_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from slurmrl.config.load import load, parse\n"
+        f"parse(load(Path({str(write(tmp_path))!r})))\n"
+        "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

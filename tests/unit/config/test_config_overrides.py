@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurmrl.config.load import load
+from slurmrl.config.source import COMMAND_LINE, Source
+
+
+def laid_over(tmp_path: Path, *overrides: str) -> Source:
+    path = tmp_path / "a.yaml"
+    path.write_text("seed: 1\nactor:\n  optimizer: {lr: 1, eps: 2}\nref:\n")
+    return load(path, overrides)
+
+
+def test_values_are_read_as_yaml(tmp_path: Path) -> None:
+    source = laid_over(
+        tmp_path,
+        "seed=7",
+        "actor.optimizer.lr=3e-4",
+        "actor.optimizer.betas=[0.9, 0.99]",
+        "ref.backend=fsdp:d2",
+        "cluster.slurm.time=1:00:00",
+        "stop_when=eval/reward >= 0.4",
+        "trial='1'",
+        "actor.dtype=",
+    )
+    assert not source.problems
+    assert source.values == {
+        "seed": 7,
+        "actor": {"optimizer": {"lr": 3e-4, "eps": 2, "betas": [0.9, 0.99]}, "dtype": None},
+        "ref": {"backend": "fsdp:d2"},
+        "cluster": {"slurm": {"time": "1:00:00"}},
+        "stop_when": "eval/reward >= 0.4",
+        "trial": "1",
+    }
+
+
+def test_an_override_stands_on_the_command_line_and_its_neighbours_in_the_file(
+    tmp_path: Path,
+) -> None:
+    source = laid_over(tmp_path, "actor.optimizer.lr=2")
+    assert source.where(("actor", "optimizer", "lr")) == COMMAND_LINE
+    assert source.where(("actor", "optimizer", "eps")) == f"{tmp_path / 'a.yaml'}:3"
+
+
+def test_the_last_override_of_a_key_wins(tmp_path: Path) -> None:
+    assert laid_over(tmp_path, "seed=2", "seed=3").values["seed"] == 3
+
+
+def test_a_whole_section_replaces_the_files(tmp_path: Path) -> None:
+    source = laid_over(tmp_path, "actor.optimizer={eps: 5}")
+    assert source.values["actor"] == {"optimizer": {"eps": 5}}
+    assert source.where(("actor", "optimizer", "lr")) == COMMAND_LINE
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "message"),
+    [
+        ("seed", "", "expected dotted.key=value"),
+        ("=3", "", "expected dotted.key=value"),
+        ("a..b=3", "", "expected dotted.key=value"),
+        ("--seed=3", "", "expected dotted.key=value"),
+        ("seed.x=3", "seed.x", "nothing stands below it"),
+        ("seed=[1", "seed", "not valid YAML"),
+        ("actor={a: 1, a: 2}", "actor.a", "twice"),
+    ],
+)
+def test_what_cannot_be_laid_over_is_a_problem_of_the_command_line(
+    tmp_path: Path, override: str, key: str, message: str
+) -> None:
+    [problem] = laid_over(tmp_path, override).problems
+    assert (problem.where, problem.key) == (COMMAND_LINE, key)
+    assert message in problem.message

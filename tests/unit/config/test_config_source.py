@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurmrl.config.load import load
+from slurmrl.config.source import Source, read
+from slurmrl.errors import ConfigError
+
+
+def source_of(tmp_path: Path, text: str) -> Source:
+    path = tmp_path / "a.yaml"
+    path.write_text(text)
+    return read(path)
+
+
+@pytest.mark.parametrize(
+    ("written", "value"),
+    [
+        ("1:00:00", "1:00:00"),
+        ("3e-4", 3e-4),
+        ("1e3", 1000.0),
+        ("no", "no"),
+        ("on", "on"),
+        ("yes", "yes"),
+        ("true", True),
+        ("~", None),
+        ("", None),
+        ("010", 10),
+        ("0o10", 8),
+        ("2024-01-02", "2024-01-02"),
+        ("'3'", "3"),
+        ("[1, {a: no}]", [1, {"a": "no"}]),
+        ("|\n  two\n  lines", "two\nlines\n"),
+    ],
+)
+def test_values_are_those_of_yaml_1_2(tmp_path: Path, written: str, value: object) -> None:
+    read_value = source_of(tmp_path, f"key: {written}\n").values["key"]
+    assert read_value == value
+    assert type(read_value) is type(value)
+
+
+def test_marks_name_the_line_of_each_key(tmp_path: Path) -> None:
+    source = source_of(tmp_path, "a:\n  b: 1\n\n  c:\n    - x\n    - y\n")
+    file = tmp_path / "a.yaml"
+    assert source.where(("a",)) == f"{file}:1"
+    assert source.where(("a", "b")) == f"{file}:2"
+    assert source.where(("a", "c", 1)) == f"{file}:6"
+    assert source.where(("a", "absent", "deeper")) == f"{file}:1"
+    assert source.where(("absent",)) == str(file)
+
+
+def test_all_keys_that_are_there_twice_are_problems_with_both_lines(tmp_path: Path) -> None:
+    source = source_of(tmp_path, "a: 1\nb: {c: 1, c: 2}\na: 3\n")
+    file = tmp_path / "a.yaml"
+    assert [(p.where, p.key) for p in source.problems] == [(f"{file}:2", "b.c"), (f"{file}:3", "a")]
+    assert f"first at {file}:1" in source.problems[1].message
+    assert source.values["a"] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "message"),
+    [
+        ("a: [1\nb: 2\n", ":2", "not valid YAML"),
+        ("", "", "the file is empty"),
+        ("# only a comment\n", "", "the file is empty"),
+        ("- 1\n", ":1", "expected lines of key: value"),
+        ("a: 1\n---\nb: 1\n", ":2", "not valid YAML"),
+        ("a: 1\n\tb: 2\n", ":2", "not valid YAML"),
+    ],
+)
+def test_what_is_not_a_mapping_is_refused_with_its_line(
+    tmp_path: Path, text: str, where: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        source_of(tmp_path, text)
+    [problem] = caught.value.problems
+    assert problem.where == f"{tmp_path / 'a.yaml'}{where}"
+    assert message in problem.message
+
+
+@pytest.mark.parametrize(
+    "text", ["a: !!python/name:os.system x", "a: !!binary aGk=", "a: !mine 3", "? [x]\n: 1"]
+)
+def test_kinds_that_are_not_plain_are_problems(tmp_path: Path, text: str) -> None:
+    source = source_of(tmp_path, text)
+    assert len(source.problems) == 1
+    assert source.values in ({"a": None}, {})
+
+
+def test_an_alias_inside_what_it_names_is_a_problem(tmp_path: Path) -> None:
+    source = source_of(tmp_path, "a: &x\n  b: *x\n")
+    assert ["alias" in problem.message for problem in source.problems] == [True]
+
+
+def test_aliases_elsewhere_are_copies(tmp_path: Path) -> None:
+    source = source_of(tmp_path, "a: &x {k: 1}\nb: *x\n")
+    assert source.values == {"a": {"k": 1}, "b": {"k": 1}}
+    assert not source.problems
+
+
+def test_a_file_that_is_not_there_or_not_text_is_a_config_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load(tmp_path / "absent.yaml")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load(tmp_path)
+    (tmp_path / "b.yaml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="not UTF-8"):
+        load(tmp_path / "b.yaml")
