@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 from dataclasses import dataclass
 from pathlib import Path
+
+
+def user_name() -> str:
+    """The user whose runs these are: the account's name, or its number where it has none."""
+    try:
+        return pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        return str(os.getuid())
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,22 @@ class RunPaths:
     def submission(self, number: int) -> Path:
         return self.submissions / str(number)
 
+    def submission_request(self, number: int) -> Path:
+        """What was asked for; its exclusive creation makes the submission."""
+        return self.submission(number) / "request.json"
+
+    def submission_script(self, number: int, group: str) -> Path:
+        """Batch script of a group."""
+        return self.submission(number) / f"{group}.sh"
+
+    def submission_jobs(self, number: int) -> Path:
+        """Job ids by group."""
+        return self.submission(number) / "jobs.json"
+
+    def local_chain(self, number: int, group: str) -> Path:
+        """State of the local scheduler's chain of a group."""
+        return self.submission(number) / f"local.{group}.json"
+
     def lease(self, group: str, task: int, attempt: int) -> Path:
         """Heartbeat file of one attempt of a task's agent."""
         return self.leases / f"{group}.{task}.{attempt}"
@@ -114,6 +140,10 @@ class RunPaths:
 
     def log(self, group: str, task: int, attempt: int) -> Path:
         return self.logs / group / f"{task}.{attempt}.log"
+
+    def batch_log(self, group: str, element: str) -> Path:
+        """Output of the batch process of one array element, such as ``slurm-41_0``."""
+        return self.logs / group / f"{element}.out"
 
     def event_file(self, writer: str) -> Path:
         return self.events / f"{writer}.jsonl"

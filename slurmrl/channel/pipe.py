@@ -103,8 +103,8 @@ class Connection:
 
     def _send_some(self, first: Outgoing) -> int:
         if first.descriptor is None:
-            return self._socket.send(first.data, socket.MSG_NOSIGNAL)
-        return socket.send_fds(self._socket, [first.data], [first.descriptor], socket.MSG_NOSIGNAL)
+            return self._socket.send(first.data)
+        return socket.send_fds(self._socket, [first.data], [first.descriptor])
 
     def _drop_outbox(self) -> None:
         while self._outbox:
@@ -160,13 +160,15 @@ class Connection:
         while self.fileno() >= 0 and not self._eof:
             try:
                 data, descriptors, _, _ = socket.recv_fds(
-                    self._socket, CHUNK_BYTES, FDS_PER_MESSAGE, socket.MSG_CMSG_CLOEXEC
+                    self._socket, CHUNK_BYTES, FDS_PER_MESSAGE
                 )
             except (BlockingIOError, InterruptedError):
                 break
             except ConnectionResetError:
                 data, descriptors = b"", []
-            self._descriptors.extend(descriptors)
+            for descriptor in descriptors:  # Python 3.11 drops flags such as MSG_CMSG_CLOEXEC
+                os.set_inheritable(descriptor, False)
+                self._descriptors.append(descriptor)
             self._buffer += data
             self._eof = not data
         messages, taken = decode(self._buffer, torn=False)

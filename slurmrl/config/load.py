@@ -79,17 +79,17 @@ def dump(config: Config) -> str:
     stream = io.StringIO()
     yaml = YAML(pure=True)
     yaml.width = 100
-    yaml.dump(_quoted(config.model_dump(mode="json")), stream)
+    yaml.dump(_writable(config.model_dump()), stream)
     return HEADER + stream.getvalue()
 
 
-def _quoted(value: Any) -> Any:
-    """The values with quotes around texts that would not survive without: line breaks of YAML
-    1.1 and control characters."""
+def _writable(value: Any) -> Any:
+    """The values with lists for tuples, and with quotes around texts that would not survive
+    without: line breaks of YAML 1.1 and control characters."""
     if isinstance(value, dict):
-        return {_quoted(key): _quoted(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_quoted(item) for item in value]
+        return {_writable(key): _writable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_writable(item) for item in value]
     if isinstance(value, str) and not value.isprintable():
         return DoubleQuotedScalarString(value)
     return value

@@ -28,6 +28,8 @@ RULES = {
     "tuple_type": "must be a list: [a, b]",
     "list_type": "must be a list: [a, b]",
     "finite_number": "must be a finite number",
+    "too_long": "must have at most {max_length} items",
+    "too_short": "must have at least {min_length} items",
 }
 
 
@@ -62,8 +64,6 @@ def _refused(details: ErrorDetails) -> str:
         rule = str(context["error"])
     elif kind in RULES:
         rule = RULES[kind].format(**context)
-    elif kind in ("too_long", "too_short"):
-        rule = "must be a list of another length: " + details["msg"]
     else:
         rule = details["msg"][:1].lower() + details["msg"][1:]
     return rule if isinstance(value, dict | list) else f"{show(value)} is not allowed: {rule}"

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmrl.errors import CorruptFileError
@@ -43,6 +43,7 @@ def test_missing_fields_are_corrupt(missing: str) -> None:
         unpack(json.dumps({key: GOOD[key] for key in GOOD if key != missing}).encode(), 3)
 
 
+@settings(deadline=None)
 @given(st.binary() | st.builds(lambda cut: json.dumps(GOOD).encode()[:cut], st.integers(0, 60)))
 def test_any_bytes_give_a_typed_error(data: bytes) -> None:
     with pytest.raises(CorruptFileError):

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmrl.errors import (
@@ -146,6 +146,7 @@ def test_limits_have_clear_errors(store: NameStore) -> None:
         store.add("b", "\ud800")
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_encoding_is_one_to_one(name: str) -> None:
     try:

@@ -1,0 +1,66 @@
+"""A folder with a PPO configuration that is right, for tests that break one thing in it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+
+from slurmrl.plan.settings import Settings, load_settings
+
+ARCHITECTURE = {
+    "model_type": "llama",
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+PPO = """\
+experiment: addition
+total_steps: 60
+algorithm:
+  name: ppo
+  batch_size: 64
+actor:
+  path: model
+  backend: fsdp:d2
+dataset:
+  type: prompt
+  path: train.jsonl
+reward:
+  name: exact_match
+evaluation:
+  dataset:
+    type: prompt
+    path: held_out.jsonl
+  every_steps: 10
+"""
+Load: TypeAlias = Callable[..., Settings]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Holds ppo.yaml and what it names."""
+    (tmp_path / "ppo.yaml").write_text(PPO)
+    write_model(tmp_path / "model")
+    for name in ("train.jsonl", "held_out.jsonl"):
+        (tmp_path / name).write_text('{"id": "1", "prompt": "1+1=", "answer": "2"}\n')
+    return tmp_path
+
+
+def write_model(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(ARCHITECTURE))
+
+
+@pytest.fixture
+def load_ppo(folder: Path) -> Load:
+    def load(*overrides: str, text: str = PPO) -> Settings:
+        (folder / "ppo.yaml").write_text(text)
+        return load_settings(folder / "ppo.yaml", overrides, root=folder / "runs")
+
+    return load

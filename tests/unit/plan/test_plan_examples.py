@@ -1,0 +1,53 @@
+"""Every example is a configuration that can be planned, whatever data this machine has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurmrl.config.load import load
+from slurmrl.config.schema.model import TRIAL_PREFIX
+from slurmrl.paths import RunPaths, user_name
+from slurmrl.plan.build import make_plan
+from slurmrl.plan.settings import load_settings
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
+MODEL = (
+    '{"model_type": "llama", "vocab_size": 16, "hidden_size": 8, "intermediate_size": 16,'
+    ' "num_hidden_layers": 1, "num_attention_heads": 2}'
+)
+
+
+def overrides(example: Path, folder: Path) -> list[str]:
+    """Settings that put stand-ins in place of files which are made or fetched at run time."""
+    data, tokenizer = folder / "data.jsonl", folder / "tokenizer"
+    data.touch()
+    tokenizer.mkdir()
+    values = load(example).values
+    evaluation = [f"evaluation.dataset.path={data}"] if "evaluation" in values else []
+    return [f"dataset.path={data}", f"actor.tokenizer={tokenizer}", *evaluation]
+
+
+def export_of(example: Path, root: Path) -> None:
+    """What the trial that an example starts from leaves behind."""
+    path = str(load(example).values["actor"].get("path"))
+    if path.startswith(TRIAL_PREFIX):
+        experiment, trial = path.removeprefix(TRIAL_PREFIX).split("/")
+        folder = RunPaths.of(root, user_name(), experiment, trial).export(7)
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text(MODEL)
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("scheduler", ["local", "slurm"])
+def test_an_example_can_be_planned(example: Path, scheduler: str, tmp_path: Path) -> None:
+    export_of(example, tmp_path)
+    settings = load_settings(example, overrides(example, tmp_path), root=tmp_path)
+    plan = make_plan(settings, scheduler=scheduler)
+    assert plan.world_size == 2
+    assert plan.calls[-1].method == "train_step"
+
+
+def test_the_main_examples_are_there() -> None:
+    assert {"sft", "ppo"} <= {path.stem for path in EXAMPLES}

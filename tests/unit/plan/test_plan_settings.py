@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import pytest
+
+from slurmrl.config.load import dump
+from slurmrl.config.schema import Config, Section
+from slurmrl.errors import ConfigError, Problem
+from slurmrl.graph.call import Call, Method
+from slurmrl.graph.roles import RoleUse
+from slurmrl.paths import RunPaths, user_name
+from slurmrl.plan.algorithms import ALGORITHMS
+from slurmrl.plan.settings import Settings, load_run_settings
+from slurmrl.registry import Registry
+
+Load = Callable[..., Settings]
+
+
+def problems(load: Load, *overrides: str, **options: Any) -> list[Problem]:
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides, **options)
+    return list(caught.value.problems)
+
+
+def test_a_right_configuration_is_resolved(load_ppo: Load, folder: Path) -> None:
+    settings = load_ppo()
+    config = settings.config
+    assert config.root == str(folder / "runs")
+    assert config.actor.path == str(folder / "model")
+    assert config.actor.tokenizer == str(folder / "model")
+    assert config.dataset.path == str(folder / "train.jsonl")
+    assert settings.algorithm.batch_size == 64
+    assert config.algorithm["clip_ratio"] == 0.2
+
+
+def test_critic_and_reference_take_from_the_actor_what_they_do_not_say(load_ppo: Load) -> None:
+    config = load_ppo(
+        "actor.dtype=bfloat16",
+        "actor.max_tokens_per_microbatch=100",
+        "actor.optimizer.lr=0.5",
+        "critic.optimizer.lr=0.25",
+        "critic.dtype=float32",
+    ).config
+    assert config.critic is not None
+    assert config.ref is not None
+    for model in (config.critic, config.ref):
+        assert model.path == config.actor.path
+        assert model.tokenizer == config.actor.tokenizer
+        assert model.backend == "fsdp:d2"
+        assert model.max_tokens_per_microbatch == 100
+    assert (config.critic.dtype, config.ref.dtype) == ("float32", "bfloat16")
+    assert config.critic.optimizer.lr == 0.25
+    assert config.ref.optimizer.lr == 1e-5
+
+
+def test_a_critic_with_weights_of_its_own_keeps_them(load_ppo: Load, folder: Path) -> None:
+    (folder / "model").rename(folder / "other")
+    (folder / "model").symlink_to("other")
+    config = load_ppo("critic.path=" + str(folder / "other")).config
+    assert config.critic is not None
+    assert config.critic.path == str(folder / "other")
+
+
+def test_the_root_given_to_the_command_comes_first(load_ppo: Load, folder: Path) -> None:
+    assert load_ppo("root=/elsewhere").config.root == str(folder / "runs")
+
+
+def test_a_run_directory_gives_the_same_settings(load_ppo: Load, folder: Path) -> None:
+    settings = load_ppo("algorithm.clip_ratio=0.3", "critic.optimizer.lr=3e-4")
+    paths = RunPaths(folder / "run")
+    paths.run.mkdir()
+    paths.config.write_text(dump(settings.config))
+    again = load_run_settings(paths)
+    assert again.config == settings.config
+    assert again.algorithm == settings.algorithm
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        (["algorithm.name=pp"], "algorithm.name", "did you mean 'ppo'? allowed: ppo, sft"),
+        (["algorithm.name="], "algorithm.name", "is required; allowed: ppo, sft"),
+        (["algorithm=3"], "algorithm", "must be a section"),
+        (
+            ["algorithm.clip_rato=1"],
+            "algorithm.clip_rato",
+            "unknown key; did you mean 'clip_ratio'?",
+        ),
+        (["algorithm.kl.coef=-1"], "algorithm.kl.coef", "must be at least 0"),
+        (["algorithm.batch_size=0"], "algorithm.batch_size", "must be greater than 0"),
+        (["algorithm.batch_size=63"], "algorithm.batch_size", "must be a multiple of 2"),
+        (["actor.backend=fsdp:x2"], "actor.backend", "at character 6"),
+        (["actor.backend=megatron:d2"], "actor.backend", "no engine for megatron"),
+        (["actor.backend=fsdp:d2t2"], "actor.backend", "does not split 't'; allowed: d"),
+        (["critic.backend=fsdp:d4"], "critic.backend", "all models lie like the actor"),
+        (["rollout.backend=sglang:d2"], "rollout.backend", "leave it empty"),
+        (["cluster.workers_per_host=3"], "cluster.workers_per_host", "must divide 2"),
+        (["actor.path=/no/where"], "actor.path", "there is no such folder"),
+        (["actor.path=trial:sft/1"], "actor.path", "has no export yet"),
+        (["actor.path=trial:sft"], "actor.path", "expected trial:EXPERIMENT/TRIAL"),
+        (["actor.path=trial:../x"], "actor.path", "expected trial:EXPERIMENT/TRIAL"),
+        (["actor.tokenizer=/no/where"], "actor.tokenizer", "there is no such folder"),
+        (["ref.path=/no/where"], "ref.path", "there is no such folder"),
+        (["critic.architecture.model_type=gpt9"], "critic.architecture", "gpt9"),
+        (["dataset.path=/no/where"], "dataset.path", "there is no such file"),
+        (["dataset.path=/"], "dataset.path", "it is a folder"),
+        (["evaluation.dataset.path=/no"], "evaluation.dataset.path", "there is no such file"),
+        (["dataset.type=prompt_answer"], "dataset.type", "ppo learns from prompt"),
+        (
+            ["evaluation.dataset.type=prompt_answer"],
+            "evaluation.dataset.type",
+            "ppo evaluates prompt",
+        ),
+        (["evaluation.samples=1"], "evaluation.samples", "must be at least 2"),
+        (["reward="], "reward", "it judges the completions of ppo and evaluation"),
+        (["reward.name=exactmatch"], "reward.name", "did you mean 'exact_match'?"),
+        (["evaluation=", "stop_when=eval/reward >= 1"], "stop_when", "needs an evaluation"),
+        (
+            ["evaluation.every_steps=", "stop_when=eval/reward >= 1"],
+            "stop_when",
+            "set evaluation.every_steps",
+        ),
+    ],
+)
+def test_one_wrong_thing_gives_one_message(
+    load_ppo: Load, overrides: list[str], key: str, message: str
+) -> None:
+    [problem] = problems(load_ppo, *overrides)
+    assert problem.key == key
+    assert message in problem.message
+
+
+def test_problems_of_all_kinds_are_told_together(load_ppo: Load, folder: Path) -> None:
+    text = (folder / "ppo.yaml").read_text() + "sed: 3\n"
+    found = problems(
+        load_ppo,
+        "seed=-1",
+        "algorithm.clip=1",
+        "algorithm.batch_size=63",
+        "actor.backend=fsdp:d2,",
+        "dataset.path=/no/where",
+        "evaluation.samples=0",
+        text=text,
+    )
+    assert sorted((problem.key, problem.where) for problem in found) == [
+        ("actor.backend", "command line"),
+        ("algorithm.clip", "command line"),
+        ("dataset.path", "command line"),
+        ("evaluation.samples", "command line"),
+        ("sed", f"{folder / 'ppo.yaml'}:19"),
+        ("seed", "command line"),
+    ]
+
+
+def test_an_actor_without_weights_is_told_at_the_actor(load_ppo: Load, folder: Path) -> None:
+    text = (folder / "ppo.yaml").read_text().replace("  path: model\n", "")
+    found = problems(load_ppo, text=text)
+    assert [(problem.key, problem.where) for problem in found] == [
+        ("actor", f"{folder / 'ppo.yaml'}:6"),
+        ("actor.tokenizer", f"{folder / 'ppo.yaml'}:6"),
+    ]
+
+
+def test_a_folder_without_a_readable_model_is_told_why(load_ppo: Load, folder: Path) -> None:
+    config = folder / "model" / "config.json"
+    config.write_text('{"model_type": "gpt9"}')
+    assert "gpt9" in problems(load_ppo)[0].message
+    config.write_text("{")
+    assert "is not JSON" in problems(load_ppo)[0].message
+    config.unlink()
+    assert "config.json cannot be read" in problems(load_ppo)[0].message
+
+
+def test_a_trial_stands_for_its_newest_export(load_ppo: Load, folder: Path) -> None:
+    exports = RunPaths.of(folder / "runs", user_name(), "sft", "1").exports
+    for step in (90, 1000, 200):
+        (exports / f"step-{step:08d}").mkdir(parents=True)
+    (exports / ".tmp.step-00009999").mkdir()
+    (exports / "step-00001000" / "config.json").write_text(
+        (folder / "model" / "config.json").read_text()
+    )
+    config = load_ppo("actor.path=trial:sft/1").config
+    assert config.ref is not None
+    newest = str(exports / "step-00001000")
+    assert (config.actor.path, config.actor.tokenizer, config.ref.path) == (newest,) * 3
+
+
+def test_a_trial_without_export_names_the_configuration_to_submit_first(
+    load_ppo: Load, folder: Path
+) -> None:
+    (folder / "other.yaml").write_text("experiment: addition_sft_2\n")
+    (folder / "start.yaml").write_text("# first\nexperiment: 'addition_sft' # tiny\n")
+    [problem] = problems(load_ppo, "actor.path=trial:addition_sft/1")
+    assert f"slurmrl submit {folder / 'start.yaml'}" in problem.message
+
+
+class Broken(Section):
+    """An algorithm whose calls do not fit together."""
+
+    name: Literal["broken"] = "broken"
+    batch_size: int = 2
+    dataset_types: ClassVar[tuple[str, ...]] = ("prompt",)
+    evaluation_types: ClassVar[tuple[str, ...]] = ("prompt",)
+
+    def roles(self) -> tuple[RoleUse, ...]:
+        return (RoleUse("actor", trained=True),)
+
+    def calls(self, config: Config) -> tuple[Call, ...]:
+        return (Call("train", "actor", Method.TRAIN_STEP, "m:C", ("prompt_ids", "rewords")),)
+
+    def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
+        return ()
+
+    def controller(self) -> str | None:
+        return None
+
+
+def test_a_graph_that_does_not_fit_is_a_problem_of_the_algorithm(
+    load_ppo: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entries = {name: ALGORITHMS.reference(name) for name in ALGORITHMS}
+    table = Registry("algorithm", {**entries, "broken": f"{__name__}:Broken"})
+    monkeypatch.setattr("slurmrl.plan.settings.ALGORITHMS", table)
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[Broken.__module__])
+    [problem] = problems(load_ppo, "algorithm={name: broken}")
+    assert problem.key == "algorithm"
+    assert "reads key 'rewords', which nobody produces" in problem.message
+
+
+def test_loading_settings_imports_no_torch(folder: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from slurmrl.plan.settings import load_settings\n"
+        "from slurmrl.plan.build import make_plan\n"
+        f"make_plan(load_settings(Path({str(folder / 'ppo.yaml')!r})), scheduler='slurm')\n"
+        "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
