@@ -1,0 +1,62 @@
+"""The attention block: projections, optional q/k norms, rotation; where keys and values come
+from is the business of an ``AttentionCore``."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.norm import RMSNorm
+from slurmrl.models.rotary import Rotation
+from slurmrl.ops.attention import Packing, packed_attention
+from slurmrl.ops.rotary import rotate
+
+
+class AttentionCore(Protocol):
+    """Mixes tokens: over packed sequences, or over a cache."""
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """q [T, Hq, D], k and v [T, Hkv, D] of one layer -> [T, Hq, D]."""
+        ...
+
+
+class PackedCore:
+    """Every token sees the earlier tokens of its own sequence."""
+
+    def __init__(self, packing: Packing) -> None:
+        self._packing = packing
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return packed_attention(q, k, v, self._packing, scale)
+
+
+class Attention(nn.Module):
+    """Self-attention with grouped key and value heads."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.head_dim = config.head_dim
+        self.scale = config.head_dim**-0.5
+        hidden, q = config.hidden_size, config.num_heads * config.head_dim
+        kv = config.num_kv_heads * config.head_dim
+        self.q_proj = nn.Linear(hidden, q, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(hidden, kv, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(hidden, kv, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(q, hidden, bias=config.o_bias)
+        if config.qk_norm:
+            self.q_norm: nn.Module = RMSNorm(config.head_dim, config.norm_eps)
+            self.k_norm: nn.Module = RMSNorm(config.head_dim, config.norm_eps)
+        else:
+            self.q_norm = self.k_norm = nn.Identity()
+
+    def forward(self, x: Tensor, rotation: Rotation, core: AttentionCore) -> Tensor:
+        """x [T, h] -> [T, h]."""
+        heads = (-1, self.head_dim)
+        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, heads)), *rotation)
+        k = rotate(self.k_norm(self.k_proj(x).unflatten(-1, heads)), *rotation)
+        v = self.v_proj(x).unflatten(-1, heads)
+        mixed: Tensor = self.o_proj(core(self.layer, q, k, v, self.scale).flatten(1))
+        return mixed

@@ -1,0 +1,85 @@
+"""Keys and values of the tokens that were read, one slab per layer.
+
+S rows, Hkv key and value heads, M capacity in tokens, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slurmrl.models.config import ModelConfig
+from slurmrl.ops.attention import Packing, cached_attention, packed_attention
+
+FIRST_ROOM_TOKENS = 32
+"""Room for new tokens that a cache starts with: most rows end long before their limit."""
+GROWTH = 1.5
+"""Capacity is multiplied by this when a row does not fit any more."""
+
+
+class KVCache:
+    """Rows of different lengths. ``lengths`` [S] is how many tokens of each row are stored."""
+
+    def __init__(
+        self, config: ModelConfig, lengths: Tensor, new_tokens: int, *, like: Tensor
+    ) -> None:
+        """For prompts of ``lengths`` [S] and up to ``new_tokens`` more; dtype of ``like``."""
+        self.lengths = lengths
+        self.capacity = int(lengths.max()) + min(new_tokens, FIRST_ROOM_TOKENS)
+        shape = (lengths.shape[0], config.num_kv_heads, self.capacity, config.head_dim)
+        layers = range(config.num_layers)
+        self.slabs = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in layers]
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for rows of this many tokens."""
+        if tokens <= self.capacity:
+            return
+        self.capacity = max(tokens, int(self.capacity * GROWTH))
+        for layer, (keys, values) in enumerate(self.slabs):
+            self.slabs[layer] = (self._grown(keys), self._grown(values))
+
+    def _grown(self, slab: Tensor) -> Tensor:
+        rows, heads, stored, size = slab.shape
+        grown = slab.new_zeros((rows, heads, self.capacity, size))
+        grown[:, :, :stored] = slab
+        return grown
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all rows but these."""
+        self.lengths = self.lengths[rows]
+        for layer, (keys, values) in enumerate(self.slabs):
+            self.slabs[layer] = (keys[rows], values[rows])
+
+
+class PrefillCore:
+    """Attention over packed prompts that stores their keys and values."""
+
+    def __init__(self, cache: KVCache, packing: Packing, rows: Tensor, positions: Tensor) -> None:
+        """rows and positions [T]: where each packed token belongs in the cache."""
+        self._cache, self._packing = cache, packing
+        self._rows, self._positions = rows, positions
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        keys, values = self._cache.slabs[layer]
+        keys[self._rows, :, self._positions] = k
+        values[self._rows, :, self._positions] = v
+        return packed_attention(q, k, v, self._packing, scale)
+
+
+class DecodeCore:
+    """Attention of one new token per row, which is stored first."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._longest = int(cache.lengths.max()) + 1
+        self._rows = torch.arange(cache.lengths.shape[0], device=cache.lengths.device)
+        cache.reserve(self._longest)
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        keys, values = self._cache.slabs[layer]
+        keys[self._rows, :, self._cache.lengths] = k
+        values[self._rows, :, self._cache.lengths] = v
+        seen = slice(0, self._longest)
+        return cached_attention(
+            q, keys[:, :, seen], values[:, :, seen], self._cache.lengths + 1, scale
+        )

@@ -1,0 +1,20 @@
+"""The norm of the built-in families, as a module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from slurmrl.ops.norm import rms_norm
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm over the last dim."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight, self.eps)

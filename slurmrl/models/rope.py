@@ -1,0 +1,84 @@
+"""Rotary position settings as a ``config.json`` states them (both the ``rope_parameters`` form
+of transformers 5 and the older ``rope_theta`` plus ``rope_scaling``). Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    # kind: required fields, optional fields
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
+    "yarn": (
+        ("factor",),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+WITH_ORIGINAL_LENGTH = ("llama3", "yarn")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """One kind of rotary scaling and its numbers."""
+
+    kind: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_length: int = 0
+    """Positions the model was first trained on (llama3, yarn)."""
+    options: Mapping[str, Any]
+    """The remaining fields of the kind, as the file states them."""
+
+    @staticmethod
+    def from_hf(values: Mapping[str, Any], max_positions: int) -> tuple[Rope, list[str]]:
+        """Read the rotary fields of a ``config.json``; the list holds what is wrong with them."""
+        stated = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+        kind = stated.pop("rope_type", None) or stated.pop("type", None) or "default"
+        stated.pop("type", None)
+        theta = stated.pop("rope_theta", None) or values.get("rope_theta") or 10000.0
+        if kind not in KINDS:
+            return Rope(options={}), [f"rope_type '{kind}' is not one of {', '.join(KINDS)}"]
+        problems = _field_problems(kind, {**stated, "rope_theta": theta})
+        if problems:
+            return Rope(options={}), problems
+        original = 0
+        if kind in WITH_ORIGINAL_LENGTH:
+            original = stated.pop("original_max_position_embeddings", None) or max_positions
+        factor = stated.pop("factor", None) or 1.0
+        rope = Rope(
+            kind=kind,
+            theta=float(theta),
+            factor=float(factor),
+            original_length=int(original),
+            options=stated,
+        )
+        return rope, []
+
+    def to_hf(self) -> dict[str, Any]:
+        """The ``rope_parameters`` object of a ``config.json``."""
+        values: dict[str, Any] = {"rope_theta": self.theta, "rope_type": self.kind}
+        if "factor" in KINDS[self.kind][0]:
+            values["factor"] = self.factor
+        if self.original_length:
+            values["original_max_position_embeddings"] = self.original_length
+        return {**values, **self.options}
+
+
+def _field_problems(kind: str, stated: Mapping[str, Any]) -> list[str]:
+    required, optional = KINDS[kind]
+    missing = [name for name in required if stated.get(name) is None]
+    allowed = {*required, *optional, "rope_theta", "original_max_position_embeddings"}
+    unknown = sorted(set(stated) - allowed)
+    known = ", ".join(sorted(allowed))
+    return [
+        *(
+            f"rope field '{name}' is {value!r}, must be a number"
+            for name, value in stated.items()
+            if name in allowed and not isinstance(value, int | float | None)
+        ),
+        *(f"rope_type '{kind}' needs the field '{name}'" for name in missing),
+        *(f"rope_type '{kind}' has no field '{name}'; it has: {known}" for name in unknown),
+    ]

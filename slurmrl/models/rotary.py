@@ -1,0 +1,90 @@
+"""Rotary position embedding (Su et al. 2021, RoFormer) with the scalings of ``rope.py``."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from slurmrl.models.rope import Rope
+
+Rotation = tuple[Tensor, Tensor]
+"""cos and sin, each [T, 1, D], as ``ops.rotary.rotate`` takes them."""
+
+
+class RotaryTable:
+    """Angles of every position. Holds no parameters, so it does not depend on the device or
+    sharding of the model that owns it."""
+
+    def __init__(self, rope: Rope, head_dim: int) -> None:
+        self._frequencies, self._scale = frequencies(rope, head_dim)
+
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
+        """cos and sin for positions [T]; computed in float32, returned as ``dtype``."""
+        freqs = self._frequencies.to(positions.device)
+        angles = (positions.float()[:, None] * freqs)[:, None, :]
+        cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
+        return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+
+
+def frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
+    """Angle per position of each pair [D/2] float32 (on the CPU), and the factor on cos and sin."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float, device="cpu") / head_dim
+    base = rope.theta**exponents
+    if rope.kind == "linear":
+        return 1.0 / base / rope.factor, 1.0
+    if rope.kind == "llama3":
+        return _llama3(1.0 / base, rope), 1.0
+    if rope.kind == "yarn":
+        return _yarn(base, rope, head_dim), _yarn_scale(rope)
+    return 1.0 / base, 1.0
+
+
+def _llama3(freqs: Tensor, rope: Rope) -> Tensor:
+    """Long wavelengths are divided by the factor, short ones kept, those between interpolated
+    (the reference code of Llama 3.1)."""
+    low, high = float(rope.options["low_freq_factor"]), float(rope.options["high_freq_factor"])
+    wavelengths = 2 * math.pi / freqs
+    smooth = (rope.original_length / wavelengths - low) / (high - low)
+    blended = (1 - smooth) * freqs / rope.factor + smooth * freqs
+    scaled = torch.where(wavelengths > rope.original_length / low, freqs / rope.factor, blended)
+    return torch.where(wavelengths < rope.original_length / high, freqs, scaled)
+
+
+def _yarn(base: Tensor, rope: Rope, head_dim: int) -> Tensor:
+    """NTK-by-parts interpolation (Peng et al. 2023, YaRN, section 3.2)."""
+
+    def turning_pair(turns: float) -> float:
+        """The pair that makes this many turns within the original length."""
+        return (
+            head_dim
+            * math.log(rope.original_length / (turns * 2 * math.pi))
+            / (2 * math.log(rope.theta))
+        )
+
+    low = turning_pair(float(rope.options.get("beta_fast") or 32))
+    high = turning_pair(float(rope.options.get("beta_slow") or 1))
+    if rope.options.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001  # the ramp below must have a width
+    pairs = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+    keep = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
+    return (1 - keep) / (rope.factor * base) + keep / base
+
+
+def _yarn_scale(rope: Rope) -> float:
+    """The attention temperature of YaRN (section 3.4), applied to cos and sin."""
+
+    def grown(weight: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * weight * math.log(rope.factor) + 1.0
+
+    stated = rope.options.get("attention_factor")
+    if stated is not None:
+        return float(stated)
+    mscale, all_dim = rope.options.get("mscale"), rope.options.get("mscale_all_dim")
+    if mscale and all_dim:
+        return grown(float(mscale)) / grown(float(all_dim))
+    return grown(1.0)

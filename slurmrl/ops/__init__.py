@@ -1,0 +1,1 @@
+"""Tensor operations without state: attention, log-probabilities, sampling, advantages."""

@@ -1,0 +1,100 @@
+"""Causal attention over packed sequences: no padding, and never a T x T mask.
+
+T packed tokens, S sequences, Hq query heads, Hkv key and value heads, D head size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from slurmrl.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Run:
+    """Consecutive sequences of one length."""
+
+    count: int
+    length: int
+
+
+class Packing:
+    """Where sequences lie among packed tokens."""
+
+    def __init__(self, cu_seqlens: Tensor, max_len: int) -> None:
+        """cu_seqlens [S+1] int32, on the tokens' device."""
+        self.cu_seqlens = cu_seqlens
+        self.max_len = max_len
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """Sequences of equal length that lie side by side (reads cu_seqlens on the host)."""
+        lengths = self.cu_seqlens.diff().tolist()
+        groups = ((length, len(list(group))) for length, group in groupby(lengths) if length)
+        return tuple(Run(count, length) for length, count in groups)
+
+
+def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+    """Softmax attention of each token over itself and the earlier tokens of its sequence.
+
+    q [T, Hq, D]; k, v [T, Hkv, D], where Hkv divides Hq. Returns [T, Hq, D].
+    Scores are multiplied by ``scale``. In half precision on a GPU torch's flash kernel takes the
+    packed tokens; otherwise each run of equal lengths is one batched call, so sequences are best
+    ordered by length (at most sqrt(2T) lengths differ).
+    """
+    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(q, k, v, packing, scale)
+    sizes = [run.count * run.length for run in packing.runs]
+    if sum(sizes) != q.shape[0]:
+        raise UsageError(f"{q.shape[0]} packed tokens, but cu_seqlens ends at {sum(sizes)}")
+    if not sizes:
+        return q + k.sum() + v.sum()  # zero, but every projection gets its (zero) gradient
+    # One split, not slices: the gradient of each slice would be a tensor of all T tokens.
+    qs, ks, vs = (x.split_with_sizes(sizes) for x in (q, k, v))
+    parts = zip(qs, ks, vs, packing.runs, strict=True)
+    return torch.cat([_batched(*part, scale) for part in parts])
+
+
+def _batched(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float) -> Tensor:
+    def batch(x: Tensor) -> Tensor:
+        return x.view(run.count, run.length, *x.shape[1:]).transpose(1, 2)
+
+    shared = q.shape[1] != k.shape[1]
+    out = F.scaled_dot_product_attention(
+        batch(q), batch(k), batch(v), is_causal=True, scale=scale, enable_gqa=shared
+    )
+    return out.transpose(1, 2).flatten(0, 1)
+
+
+def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # has CUDA kernels only
+
+    cu, longest = packing.cu_seqlens, packing.max_len
+    causal = (-1, 0)
+    shared = q.shape[1] != k.shape[1]
+    out = varlen_attn(
+        q, k, v, cu, cu, longest, longest, scale=scale, window_size=causal, enable_gqa=shared
+    )
+    assert isinstance(out, Tensor)  # a tuple only where auxiliary outputs are asked for
+    return out
+
+
+def cached_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
+    """Attention of one new token per row over that row's cached keys.
+
+    q [S, Hq, D]; k, v [S, Hkv, M, D]; lengths [S]: keys of a row that count, its own token
+    included. Returns [S, Hq, D]. Query heads that share a key head are rows of one product, so
+    keys are never repeated.
+    """
+    rows, kv_heads, longest, size = k.shape
+    mask = torch.arange(longest, device=k.device) < lengths[:, None]
+    out = F.scaled_dot_product_attention(
+        q.reshape(rows, kv_heads, -1, size), k, v, attn_mask=mask[:, None, None, :], scale=scale
+    )
+    return out.reshape(rows, -1, size)

@@ -1,0 +1,111 @@
+"""Drawing tokens: counter-based uniforms, and one token per row of logits.
+
+S rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+RESOLUTION = 2**40
+"""Probabilities are drawn from in steps of one over this."""
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+
+def keyed_uniform(seed: int, step: int, keys: Tensor, position: Tensor | int) -> Tensor:
+    """Uniform numbers in [0, 1) [S] float64, each a pure function of (seed, step, key, position).
+
+    keys [S] int64; position: one number or [S]. A row's number does not depend on which other
+    rows are in the batch, on their order, or on the device. The hash is a chain of SplitMix64
+    finalizers (Steele, Lea and Flood 2014).
+    """
+    start = _mix_int(_mix_int(seed & _MASK) ^ (step & _MASK))
+    state = _mix(keys.to(torch.int64) ^ _signed(start))
+    bits = _shift(_mix(state ^ position), 11)
+    return bits.to(torch.float64) * 2.0**-53
+
+
+def sample(
+    logits: Tensor,
+    uniforms: Tensor,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
+    greedy: bool = False,
+    banned: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor]:
+    """One token per row, by the inverse of the cumulative distribution at ``uniforms`` [S].
+
+    logits [S, V]. ``top_k`` and ``top_p`` restrict the draw, ``banned`` tokens are never drawn.
+    Returns tokens [S] int64 and their log-probabilities [S] float32 under the full distribution
+    softmax(logits / temperature): what training computes, whatever the restrictions.
+    """
+    scaled = logits.float() / temperature
+    allowed = _ban(scaled, banned)
+    tokens = allowed.argmax(-1) if greedy else _draw(_restrict(allowed, top_k, top_p), uniforms)
+    chosen = scaled.gather(-1, tokens[:, None]).squeeze(-1)
+    return tokens, chosen - scaled.logsumexp(-1)
+
+
+def _ban(scaled: Tensor, banned: tuple[int, ...]) -> Tensor:
+    if not banned:
+        return scaled
+    return scaled.index_fill(-1, torch.tensor(banned, device=scaled.device), float("-inf"))
+
+
+def _restrict(scaled: Tensor, top_k: int | None, top_p: float) -> Tensor:
+    """Minus infinity outside the k most likely tokens and the smallest set that holds p."""
+    if top_k is not None and top_k < scaled.shape[-1]:
+        least = scaled.topk(top_k, dim=-1).values[:, -1:]
+        scaled = scaled.masked_fill(scaled < least, float("-inf"))
+    if top_p < 1.0:
+        ordered, order = scaled.sort(dim=-1, descending=True, stable=True)
+        weights = _weights(ordered)
+        before = weights.cumsum(-1) - weights
+        ordered = ordered.masked_fill(before >= top_p * RESOLUTION, float("-inf"))
+        scaled = torch.empty_like(scaled).scatter_(-1, order, ordered)
+    return scaled
+
+
+def _draw(scaled: Tensor, uniforms: Tensor) -> Tensor:
+    """The first token whose cumulative probability exceeds the row's uniform number."""
+    cumulative = _weights(scaled).cumsum(-1)
+    target = (uniforms[:, None] * cumulative[:, -1:]).floor().long()
+    tokens: Tensor = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
+    return tokens.clamp_(max=scaled.shape[-1] - 1)  # logits of NaN have no sum to stay below
+
+
+def _weights(scaled: Tensor) -> Tensor:
+    """Probabilities in units of 1 / RESOLUTION, int64: their sums are exact on every device."""
+    return scaled.double().softmax(-1).mul_(RESOLUTION).round_().long()
+
+
+def _mix(x: Tensor) -> Tensor:
+    """SplitMix64's step on int64 tensors (multiplication wraps)."""
+    x = x + _signed(_GOLDEN)
+    x = (x ^ _shift(x, 30)) * _signed(_MIX_1)
+    x = (x ^ _shift(x, 27)) * _signed(_MIX_2)
+    return x ^ _shift(x, 31)
+
+
+def _mix_int(x: int) -> int:
+    x = (x + _GOLDEN) & _MASK
+    x = ((x ^ (x >> 30)) * _MIX_1) & _MASK
+    x = ((x ^ (x >> 27)) * _MIX_2) & _MASK
+    return x ^ (x >> 31)
+
+
+def _shift(x: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64 (torch's is arithmetic)."""
+    shifted: Tensor = (x >> bits) & (2 ** (64 - bits) - 1)
+    return shifted
+
+
+def _signed(x: int) -> int:
+    """The two's complement int64 with the bits of x."""
+    return x - 2**64 if x >= 2**63 else x

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from slurmrl.models.decoder import Decoder
+from slurmrl.models.shapes import parameter_shapes
+from slurmrl.ops.logprobs import packed_logprobs_and_entropy
+
+LENGTHS = (5, 1, 17, 5, 33, 1, 40)
+
+
+def pack(sequences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    return torch.cat(sequences), cu, int(lengths.max())
+
+
+def random_sequences(lengths: tuple[int, ...], vocabulary: int = 37) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(0, vocabulary, (n,), generator=generator) for n in lengths]
+
+
+def test_logits_equal_transformers(odd_name: str, pair: Callable[..., Any]) -> None:
+    decoder, reference = pair(odd_name)
+    sequences = random_sequences(LENGTHS)
+    with torch.no_grad():
+        logits = decoder(*pack(sequences)) @ decoder.head_weight().T
+        expected = torch.cat([reference(sequence[None]).logits[0] for sequence in sequences])
+    assert expected.abs().max() > 0.5
+    assert (logits - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["llama-biases", "qwen2-tied", "qwen3-wide-heads"])
+def test_gradients_equal_transformers(name: str, pair: Callable[..., Any]) -> None:
+    decoder, reference = pair(name)
+    sequences = random_sequences((7, 3, 7))
+    mix = torch.randn(17, 37, generator=torch.Generator().manual_seed(2))
+    ((decoder(*pack(sequences)) @ decoder.head_weight().T) * mix).sum().backward()
+    expected = torch.cat([reference(sequence[None]).logits[0] for sequence in sequences])
+    (expected * mix).sum().backward()
+    gradients = {n: p.grad for n, p in reference.named_parameters()}
+    for parameter_name, parameter in decoder.named_parameters():
+        wanted = gradients[parameter_name]
+        assert wanted is not None
+        assert parameter.grad is not None
+        assert (parameter.grad - wanted).abs().max() <= 2e-6 * wanted.abs().max(), parameter_name
+
+
+def test_checkpointing_changes_no_gradient(small_decoder: Callable[..., Decoder]) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        decoder = small_decoder()
+        decoder.gradient_checkpointing = checkpointing
+        decoder(*pack(random_sequences(LENGTHS))).square().sum().backward()
+        gradients.append([p.grad for n, p in decoder.named_parameters() if "lm_head" not in n])
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(plain, recomputed)
+
+
+def test_a_sequence_does_not_see_its_neighbours(small_decoder: Callable[..., Decoder]) -> None:
+    decoder = small_decoder()
+    first, second, third = random_sequences((9, 4, 9))
+    together = decoder(*pack([first, second, third]))
+    alone = decoder(*pack([second]))
+    assert torch.allclose(together[9:13], alone, atol=1e-5)
+
+
+def test_value_head_reads_the_hidden_states(small_decoder: Callable[..., Decoder]) -> None:
+    config = small_decoder().config
+    decoder = Decoder(config, "value")
+    hidden = decoder(*pack(random_sequences((3, 2))))
+    assert torch.allclose(decoder.values(hidden), hidden @ decoder.score.weight[0], atol=1e-6)
+    assert "score.weight" in decoder.state_dict()
+    assert "lm_head.weight" not in decoder.state_dict()
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_shapes_table_is_the_state_dict(
+    odd_name: str, head: Any, small_decoder: Callable[..., Decoder]
+) -> None:
+    config = small_decoder(odd_name).config
+    with torch.device("meta"):
+        decoder = Decoder(config, head)
+    shapes = {name: tuple(value.shape) for name, value in decoder.state_dict().items()}
+    assert shapes == parameter_shapes(config, head)
+    assert list(shapes) == list(parameter_shapes(config, head))
+
+
+def test_a_decoder_from_the_meta_device_keeps_its_positions(
+    small_decoder: Callable[..., Decoder],
+) -> None:
+    plain = small_decoder()
+    with torch.device("meta"):
+        late = Decoder(plain.config)
+    late.load_state_dict(plain.state_dict(), assign=True)
+    inputs = pack(random_sequences(LENGTHS))
+    assert torch.equal(late(*inputs), plain(*inputs))
+
+
+def test_bfloat16_stays_near_float32(small_decoder: Callable[..., Decoder]) -> None:
+    decoder = small_decoder("llama")
+    inputs = pack(random_sequences(LENGTHS))
+    exact = decoder(*inputs)
+    rounded = decoder.to(torch.bfloat16)(*inputs)
+    assert rounded.dtype == torch.bfloat16
+    assert (rounded.float() - exact).norm() < 0.05 * exact.norm()
+
+
+def test_without_sequences_every_parameter_still_gets_a_gradient(
+    small_decoder: Callable[..., Decoder],
+) -> None:
+    decoder = small_decoder()
+    ids, cu = torch.zeros(0, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
+    hidden = decoder(ids, cu, 0)
+    assert hidden.shape == (0, 24)
+    logp, _ = packed_logprobs_and_entropy(hidden, decoder.head_weight(), ids, cu)
+    logp.sum().backward()
+    for name, parameter in decoder.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() == 0
+
+
+def test_config_is_torch_free() -> None:
+    code = (
+        "import sys, slurmrl.models.config, slurmrl.models.shapes, slurmrl.models.flops;"
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

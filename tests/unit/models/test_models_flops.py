@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from slurmrl.models.decoder import Decoder
+from slurmrl.models.flops import attention_flops, forward_flops, train_flops
+from slurmrl.models.shapes import parameter_count
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2-odd-hidden", "qwen3-wide-heads"])
+def test_estimate_equals_what_torch_counts(name: str, small_decoder: Callable[..., Any]) -> None:
+    decoder: Decoder = small_decoder(name)
+    ids, cu = torch.arange(30), torch.tensor([0, 30], dtype=torch.int32)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        decoder(ids, cu, 30) @ decoder.head_weight().T
+    counted = counter.get_flop_counts()["Global"]
+    products = sum(
+        n for op, n in counted.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm)
+    )
+    config = decoder.config
+    assert products == forward_flops(config, [30]) - attention_flops(config, 30)
+
+
+def test_attention_counts_causal_pairs(small_decoder: Callable[..., Any]) -> None:
+    config = small_decoder("llama").config
+    pairs = sum(range(1, 8))
+    per_pair = 2 * 2 * config.head_dim * config.num_heads * config.num_layers
+    assert attention_flops(config, 7) == pairs * per_pair
+    assert train_flops(config, [7, 7]) == 6 * forward_flops(config, [7])
+
+
+def test_parameters_are_counted_once(small_decoder: Callable[..., Any]) -> None:
+    for name in ("llama-biases", "qwen2-tied", "qwen3"):
+        decoder: Decoder = small_decoder(name)
+        assert parameter_count(decoder.config) == sum(p.numel() for p in decoder.parameters())

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from slurmrl.errors import UsageError
+from slurmrl.ops import attention as attention_module
+from slurmrl.ops.attention import Packing, Run, cached_attention, packed_attention
+
+SCALE = 0.3
+
+
+def cu_of(lengths: tuple[int, ...]) -> Tensor:
+    cu = torch.nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0))
+    return cu.to(torch.int32)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...]) -> Tensor:
+    """Each sequence by itself with a written-out softmax, in float64."""
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    outputs = []
+    for qs, ks, vs in zip(*(x.double().split(lengths) for x in (q, k, v)), strict=True):
+        scores = torch.einsum("ihd,jhd->hij", qs, ks) * SCALE
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        outputs.append(
+            torch.einsum("hij,jhd->ihd", scores.masked_fill(later, -torch.inf).softmax(-1), vs)
+        )
+    return torch.cat(outputs)
+
+
+def random_heads(tokens: int, heads: int, seed: int, size: int = 8) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tokens, heads, size, generator=generator)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (5, 5, 5), (1, 7, 7, 2, 1, 1), (64, 3), (2, 0, 3)])
+@pytest.mark.parametrize(("q_heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+def test_forward_and_backward_equal_float64(
+    lengths: tuple[int, ...], q_heads: int, kv_heads: int
+) -> None:
+    tokens = sum(lengths)
+    inputs = [random_heads(tokens, n, i) for i, n in enumerate((q_heads, kv_heads, kv_heads))]
+    mix = random_heads(tokens, q_heads, 9)
+    results = []
+    for function in (
+        lambda q, k, v: packed_attention(q, k, v, Packing(cu_of(lengths), max(lengths)), SCALE),
+        lambda q, k, v: reference(q, k, v, lengths),
+    ):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        out = function(*leaves)
+        (out * mix).sum().backward()
+        results.append([out.detach(), *(x.grad for x in leaves)])
+    for ours, exact in zip(*results, strict=True):
+        assert exact is not None
+        assert (ours - exact).abs().max() < 1e-5
+
+
+def test_equal_lengths_side_by_side_are_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    plain = attention_module.F.scaled_dot_product_attention
+
+    def counted(*args: Tensor, **kwargs: object) -> Tensor:
+        calls.append(args[0].shape)
+        assert kwargs.get("attn_mask") is None
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(attention_module.F, "scaled_dot_product_attention", counted)
+    q = random_heads(100 * 3 + 50 * 7, 2, 0)
+    packing = Packing(cu_of((3,) * 100 + (7,) * 50), 7)
+    packed_attention(q, q, q, packing, SCALE)
+    assert packing.runs == (Run(100, 3), Run(50, 7))
+    assert calls == [(100, 2, 3, 8), (50, 2, 7, 8)]
+
+
+def test_lengths_that_do_not_fit_are_refused() -> None:
+    q = random_heads(6, 2, 0)
+    with pytest.raises(UsageError, match="6 packed tokens, but cu_seqlens ends at 5"):
+        packed_attention(q, q, q, Packing(cu_of((2, 3)), 3), SCALE)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_one_cached_token_equals_the_last_of_a_sequence(kv_heads: int) -> None:
+    lengths = (5, 1, 12, 3)
+    tokens = sum(lengths)
+    q, k, v = random_heads(tokens, 4, 0), *(random_heads(tokens, kv_heads, i) for i in (1, 2))
+    expected = reference(q, k, v, lengths)
+    last = torch.tensor(lengths).cumsum(0) - 1
+    cache = torch.full((2, 4, kv_heads, 16, 8), 1e4)
+    for row, (keys, values) in enumerate(zip(k.split(lengths), v.split(lengths), strict=True)):
+        cache[0, row, :, : lengths[row]] = keys.transpose(0, 1)
+        cache[1, row, :, : lengths[row]] = values.transpose(0, 1)
+    out = cached_attention(q[last], cache[0], cache[1], torch.tensor(lengths), SCALE)
+    assert (out - expected[last]).abs().max() < 1e-5
