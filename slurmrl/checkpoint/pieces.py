@@ -1,0 +1,145 @@
+"""The tensors of one role in a checkpoint, whatever world size wrote them.
+
+Rank r of n writes ``<role>.<r>.safetensors``: arrays, and in the file's metadata which box of
+which tensor each array holds. Weights go by their Hugging Face names; optimizer moments by the
+moment's name, a slash, and the weight's name. Arrays that are no part of the layout (the rank's
+random state) may stand beside them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slurmrl.checkpoint.tensors import (
+    NUMPY_DTYPES,
+    Entry,
+    SavedFile,
+    TensorFile,
+    write_tensors,
+)
+from slurmrl.errors import CheckpointError, LayoutError
+from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.layout.box import Box
+from slurmrl.layout.copy import Array, execute
+from slurmrl.layout.layout import Layout, TensorSpec
+from slurmrl.layout.piece import Piece
+from slurmrl.layout.plan import fill
+
+KEY = "slurmrl"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank's file says about itself."""
+
+    role: str
+    rank: int
+    ranks: int
+    step: int
+    """Optimizer steps made."""
+    tensors: Mapping[str, TensorSpec]
+    pieces: tuple[Piece, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "version": VERSION,
+                "role": self.role,
+                "rank": self.rank,
+                "ranks": self.ranks,
+                "step": self.step,
+                "tensors": {k: [list(t.shape), t.dtype] for k, t in self.tensors.items()},
+                "pieces": [piece.to_json() for piece in self.pieces],
+            },
+            separators=(",", ":"),
+        )
+
+    @staticmethod
+    def from_json(text: str) -> Part:
+        values: dict[str, Any] = json.loads(text)
+        if values["version"] != VERSION:
+            raise ValueError(f"version {values['version']} instead of {VERSION}")
+        return Part(
+            values["role"],
+            values["rank"],
+            values["ranks"],
+            values["step"],
+            {k: TensorSpec(tuple(shape), dtype) for k, (shape, dtype) in values["tensors"].items()},
+            tuple(Piece.from_json(piece) for piece in values["pieces"]),
+        )
+
+
+def file_name(role: str, rank: int) -> str:
+    return f"{role}.{rank}.safetensors"
+
+
+def write_part(
+    directory: Path, part: Part, arrays: Iterable[Entry], *, calls: SystemCalls = REAL
+) -> SavedFile:
+    """Write one rank's file, durably."""
+    path = directory / file_name(part.role, part.rank)
+    return write_tensors(path, arrays, {KEY: part.to_json()}, calls=calls)
+
+
+class RoleCheckpoint:
+    """Reader of one role. Raises CheckpointError where files are missing or do not fit."""
+
+    def __init__(self, directory: Path, role: str) -> None:
+        self.directory = directory
+        self.role = role
+        first_file, first = self._open(0)
+        opened = [(first_file, first), *map(self._open, range(1, first.ranks))]
+        self._files = [file for file, _ in opened]
+        self.step = first.step
+        self.layout = Layout(first.tensors, tuple(part.pieces for _, part in opened))
+        self._holders = self.layout.by_name()
+
+    def _open(self, rank: int) -> tuple[TensorFile, Part]:
+        file = TensorFile(self.directory / file_name(self.role, rank))
+        try:
+            part = Part.from_json(file.metadata[KEY])
+        except (KeyError, ValueError, TypeError) as error:
+            raise CheckpointError(f"{file.path} has no layout that we wrote: {error!r}") from error
+        if (part.role, part.rank) != (self.role, rank):
+            raise CheckpointError(f"{file.path} says it is {part.role} rank {part.rank}")
+        return file, part
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that wrote it."""
+        return len(self._files)
+
+    def array(self, rank: int, storage: str) -> Array:
+        """An array of one rank's file, flat."""
+        try:
+            return self._files[rank].flat(storage)
+        except KeyError as error:
+            raise CheckpointError(f"{self._files[rank].path} has no array '{storage}'") from error
+
+    def read(self, name: str, box: Box | None = None) -> Array:
+        """A tensor's box (default: all of it), contiguous; bfloat16 as its bits (uint16).
+
+        Raises CheckpointError for an unknown tensor or one that is not wholly there.
+        """
+        if name not in self.layout.tensors:
+            raise CheckpointError(f"{self.directory}: role {self.role} has no tensor '{name}'")
+        spec = self.layout.tensors[name]
+        piece = Piece.contiguous(name, box or Box.whole(spec.shape))
+        target = np.empty(piece.box.count, dtype=NUMPY_DTYPES[spec.dtype])
+        try:
+            copies = fill(0, piece, self._holders[name])
+            execute(copies, self.array, lambda _rank, _storage: target)
+        except LayoutError as error:
+            raise CheckpointError(f"{self.directory}: role {self.role}: {error}") from error
+        return target.reshape(piece.box.size)
+
+    def weights(self) -> Iterator[tuple[str, TensorSpec]]:
+        """Names and specs of the weights, in the model's order; no moments."""
+        return ((name, spec) for name, spec in self.layout.tensors.items() if "/" not in name)

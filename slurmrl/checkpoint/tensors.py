@@ -1,0 +1,173 @@
+"""Reading and writing safetensors files as raw bytes, tensor by tensor.
+
+The safetensors package writes a file from tensors that are all in memory, and its numpy side
+knows no bfloat16. Here a file streams through a checksum while each tensor is produced, and
+elements are only bytes of a size. Files are byte-identical to those of the package.
+Format: https://huggingface.co/docs/safetensors
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from slurmrl.errors import CheckpointError, CorruptFileError
+from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.failures import explain
+from slurmrl.fsio.primitives import opened
+from slurmrl.layout.copy import Array
+from slurmrl.layout.layout import ITEM_BYTES, TensorSpec
+
+CODES: dict[str, str] = {
+    "float64": "F64",
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "int64": "I64",
+    "int32": "I32",
+    "uint8": "U8",
+}
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+NUMPY_DTYPES: dict[str, str] = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "bfloat16": "<u2",
+    "float16": "<f2",
+    "int64": "<i8",
+    "int32": "<i4",
+    "uint8": "u1",
+}
+"""What holds the elements in numpy; bfloat16 as its bits."""
+DTYPE_RANK = ("uint8", "float16", "bfloat16", "int32", "float32", "float64", "int64")
+"""The package stores large elements first, which keeps all aligned, and breaks ties like this."""
+CHUNK_BYTES = 16 * 2**20
+MAX_HEADER_BYTES = 100 * 10**6
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """A file of a checkpoint: plain name, bytes, ``sha256:…``."""
+
+    name: str
+    size: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to write; ``data`` makes its elements, contiguous, when their turn comes."""
+
+    name: str
+    spec: TensorSpec
+    data: Callable[[], Array]
+
+
+def write_tensors(
+    path: Path,
+    entries: Iterable[Entry],
+    metadata: Mapping[str, str],
+    *,
+    calls: SystemCalls = REAL,
+) -> SavedFile:
+    """Write and fsync a safetensors file. Raises EnvironmentFailure naming the path."""
+    ordered = sorted(entries, key=lambda e: (-DTYPE_RANK.index(e.spec.dtype), e.name))
+    digest = hashlib.sha256()
+    size = 0
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    try:
+        with opened(path, flags, calls) as descriptor:
+            for part in _parts(ordered, metadata):
+                digest.update(part)
+                size += part.nbytes
+                _write_all(descriptor, part, calls)
+            calls.fsync(descriptor)
+    except OSError as error:
+        raise explain(error, "write", path) from error
+    return SavedFile(path.name, size, f"sha256:{digest.hexdigest()}")
+
+
+def checksum(path: Path) -> str:
+    """``sha256:…`` of a file's bytes."""
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+
+class TensorFile:
+    """A safetensors file, mapped into memory: nothing is read until it is looked at.
+
+    Raises CheckpointError if it is not there and CorruptFileError if it is not whole.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{path} does not exist") from error
+        except ValueError as error:
+            raise CorruptFileError(f"{path} is empty") from error
+        try:
+            self._read_header()
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CorruptFileError(f"{path} is not a whole safetensors file: {error}") from error
+
+    def _read_header(self) -> None:
+        length = int.from_bytes(self._bytes[:8].tobytes(), "little")
+        if length > min(MAX_HEADER_BYTES, self._bytes.size - 8):
+            raise ValueError(f"header of {length} bytes in a file of {self._bytes.size}")
+        header: dict[str, Any] = json.loads(self._bytes[8 : 8 + length].tobytes())
+        self.metadata: dict[str, str] = header.pop("__metadata__", {})
+        self.specs: dict[str, TensorSpec] = {}
+        self._spans: dict[str, tuple[int, int]] = {}
+        for name, entry in header.items():
+            spec = TensorSpec(tuple(entry["shape"]), DTYPES[entry["dtype"]])
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            if end - begin != spec.bytes or end > self._bytes.size:
+                raise ValueError(f"tensor '{name}' has bytes {begin} to {end}")
+            self.specs[name] = spec
+            self._spans[name] = (begin, end)
+
+    def flat(self, name: str) -> Array:
+        """A tensor's elements as a flat read-only array; KeyError for an unknown name."""
+        begin, end = self._spans[name]
+        return self._bytes[begin:end].view(NUMPY_DTYPES[self.specs[name].dtype])
+
+
+def _parts(entries: list[Entry], metadata: Mapping[str, str]) -> Iterable[memoryview]:
+    yield memoryview(_header(entries, metadata))
+    for entry in entries:
+        data = entry.data()
+        expected = prod(entry.spec.shape) * ITEM_BYTES[entry.spec.dtype]
+        assert data.flags.c_contiguous, entry.name
+        assert data.nbytes == expected, entry.name
+        raw = data.reshape(-1).view(np.uint8).data
+        for begin in range(0, raw.nbytes, CHUNK_BYTES):
+            yield raw[begin : begin + CHUNK_BYTES]
+
+
+def _header(entries: list[Entry], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for entry in entries:
+        begin, end = end, end + entry.spec.bytes
+        header[entry.name] = {
+            "dtype": CODES[entry.spec.dtype],
+            "shape": list(entry.spec.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _write_all(descriptor: int, part: memoryview, calls: SystemCalls) -> None:
+    while part:
+        part = part[calls.write(descriptor, part) :]

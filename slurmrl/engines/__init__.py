@@ -1,0 +1,10 @@
+"""What executes a model: one contract (``base.Engine``), one folder per engine.
+
+A new engine is one class and one line in ``ENGINES``. This file is torch-free.
+"""
+
+from __future__ import annotations
+
+from slurmrl.registry import Registry
+
+ENGINES = Registry("engine", {"fsdp": "slurmrl.engines.fsdp.engine:FSDPEngine"})

@@ -1,0 +1,121 @@
+"""The contract of all engines. An algorithm never knows which one it runs on.
+
+T packed tokens, S sequences. Per-token outputs are aligned with the tokens: ``logp[t]`` is
+log p(x_t | x_<t) and ``entropy[t]`` that of the distribution x_t was drawn from, both 0 at the
+first token of a sequence; ``values[t]`` is the value after reading token t.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from slurmrl.checkpoint.tensors import SavedFile
+from slurmrl.data.sample import SequenceSample
+from slurmrl.layout.layout import Layout
+from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.generate import GenerationOptions, GenerationOutput
+from slurmrl.parallel.groups import ParallelContext
+
+Outputs = dict[str, Tensor]
+"""``{logp, entropy}`` of a language model, ``{values}`` of a value model; each [T] float32."""
+LossFn = Callable[[Outputs, SequenceSample], tuple[Tensor, dict[str, Tensor]]]
+"""(outputs of whole sequences, the micro-batch) -> (loss SUM, sums of statistics), all scalars."""
+OutputFn = Callable[[Outputs, SequenceSample], Outputs]
+"""(outputs of whole sequences, the micro-batch) -> per-token results, each [T]."""
+
+TOKENS = "input_ids"
+PROMPTS = "prompt_ids"
+
+
+class Engine(ABC):
+    """One model of one role, spread over the ranks of ``context``.
+
+    All methods but ``layout`` are collective: every rank of the model calls them in the same
+    order, each with its own sample, which may be empty.
+    """
+
+    role: str
+    head: Head
+    trained: bool
+    config: ModelConfig
+    context: ParallelContext
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """Optimizer steps made."""
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        """Add up ``tensor`` over the data-parallel ranks, in place."""
+        if self.context.dp_size > 1:
+            dist.all_reduce(tensor, group=self.context.group("dp"))
+        return tensor
+
+    @abstractmethod
+    def train_batch(
+        self,
+        sample: SequenceSample,
+        loss_fn: LossFn,
+        denominator: float,
+        *,
+        temperature: float = 1.0,
+    ) -> dict[str, float]:
+        """One optimizer step on the gradient of (sum of losses) / (sum of denominators), both
+        over all micro-batches and data-parallel ranks; ``denominator`` is this rank's share.
+
+        Returns, the same on every rank, the sums of ``loss_fn``'s statistics and ``loss``
+        (divided), ``grad_norm`` (before clipping), ``lr``, ``tokens``, ``denominator``. Where
+        the gradient is not finite the step is left out and ``skipped`` is 1.
+        """
+
+    @abstractmethod
+    def forward(
+        self,
+        sample: SequenceSample,
+        output_fn: OutputFn | None = None,
+        *,
+        temperature: float = 1.0,
+    ) -> Outputs:
+        """Outputs without gradients, or what ``output_fn`` makes of them: each [T] in the order
+        of the sample."""
+
+    @abstractmethod
+    def generate(
+        self,
+        sample: SequenceSample,
+        options: GenerationOptions,
+        *,
+        seed: int,
+        step: int,
+        keys: Tensor,
+    ) -> GenerationOutput:
+        """Continue the prompts of key ``prompt_ids``. ``keys`` [S] int64 names each sequence's
+        stream of draws, so the draws do not depend on how a batch is spread."""
+
+    @abstractmethod
+    def save(self, directory: Path) -> list[SavedFile]:
+        """Write this rank's part of a checkpoint durably; nothing if the model is not trained."""
+
+    @abstractmethod
+    def load(self, directory: Path) -> None:
+        """Continue from a checkpoint, of whatever number of ranks; nothing if not trained.
+
+        Raises CheckpointError where it is not whole or of another model.
+        """
+
+    @abstractmethod
+    def layout(self) -> Layout:
+        """Where the weights lie on the model's ranks."""
+
+    @abstractmethod
+    def offload(self) -> None:
+        """Move weights and optimizer state to host memory."""
+
+    @abstractmethod
+    def onload(self) -> None:
+        """Undo ``offload``."""

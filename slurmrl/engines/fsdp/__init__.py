@@ -1,0 +1,1 @@
+"""Data-parallel training with sharded parameters, gradients and moments (FSDP2)."""

@@ -1,0 +1,258 @@
+"""The fsdp engine: the built-in decoder, FSDP2 over the data-parallel ranks, AdamW."""
+
+from __future__ import annotations
+
+from math import isfinite
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from slurmrl.checkpoint.tensors import SavedFile
+from slurmrl.config.schema.model import Model
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.base import (
+    PROMPTS,
+    TOKENS,
+    Engine,
+    LossFn,
+    OutputFn,
+    Outputs,
+)
+from slurmrl.engines.fsdp import state
+from slurmrl.engines.fsdp.adamw import MOMENTS, AdamW, clip, global_norm
+from slurmrl.engines.fsdp.sharding import SMALL_BYTES, Shards, layout_of, shard_plan
+from slurmrl.engines.fsdp.weights import fill, model_config
+from slurmrl.engines.microbatch import Rounds, Sums, agree, in_order
+from slurmrl.errors import UsageError
+from slurmrl.layout.box import chunk
+from slurmrl.layout.layout import Layout
+from slurmrl.models.config import Head
+from slurmrl.models.decoder import Decoder
+from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
+from slurmrl.models.shapes import parameter_shapes
+from slurmrl.ops.logprobs import packed_logprobs_and_entropy
+from slurmrl.parallel.groups import ParallelContext
+
+OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped")
+
+
+class FSDPEngine(Engine):
+    """One role's model on the data-parallel ranks of ``context``.
+
+    Trained models keep float32 weights and compute in ``model.dtype``; frozen ones are kept in
+    it. Weights start from the folder ``source``, else at random from ``model.architecture``.
+    ``total_steps`` counts optimizer steps. ``small_bytes`` says up to what size of model one
+    collective for all parameters is used instead of one a layer.
+    """
+
+    def __init__(
+        self,
+        role: str,
+        model: Model,
+        *,
+        head: Head,
+        trained: bool,
+        context: ParallelContext,
+        seed: int,
+        total_steps: int,
+        source: Path | None,
+        small_bytes: int = SMALL_BYTES,
+    ) -> None:
+        self.role = role
+        self.head = head
+        self.trained = trained
+        self.context = context
+        self.config = model_config(role, model, source)
+        self._max_tokens = model.max_tokens_per_microbatch
+        self._dtype = "float32" if trained else model.dtype
+        self._shapes = parameter_shapes(self.config, head)
+        plan = shard_plan(
+            self._shapes,
+            context,
+            mixed=trained and model.dtype == "bfloat16",
+            small_bytes=small_bytes,
+        )
+        self._shards = Shards(self._decoder(model), plan, context)
+        boxes = {n: chunk(s, context.dp_size, context.dp_rank) for n, s in self._shapes.items()}
+        local = self._shards.local()
+        fill(local, boxes, self._shapes, self.config, seed=seed, source=source)
+        self._optimizer = AdamW(model.optimizer, total_steps, local) if trained else None
+
+    def _decoder(self, model: Model) -> Decoder:
+        with torch.device("meta"):
+            decoder = Decoder(self.config, self.head)
+        decoder.to(getattr(torch, self._dtype))
+        decoder.gradient_checkpointing = model.gradient_checkpointing
+        return decoder.requires_grad_(self.trained)
+
+    @property
+    def steps(self) -> int:
+        return self._optimizer.steps if self._optimizer is not None else 0
+
+    def train_batch(
+        self,
+        sample: SequenceSample,
+        loss_fn: LossFn,
+        denominator: float,
+        *,
+        temperature: float = 1.0,
+    ) -> dict[str, float]:
+        if self._optimizer is None:
+            raise UsageError(f"{self.role} is frozen: it cannot be trained")
+        sample = sample.to(self.context.device)
+        rounds = agree(sample, self._max_tokens, denominator, self.context)
+        if rounds.count == 0:
+            raise UsageError(f"{self.role}: no rank has anything to train on")
+        sums = self._backward(sample, loss_fn, rounds, temperature)
+        stats = sums.over_ranks(self.context, some_empty=rounds.some_empty)
+        stats["loss"] *= _inverse(rounds.denominator)
+        stats["denominator"] = rounds.denominator
+        return {**stats, **self._step(self._optimizer)}
+
+    def _backward(
+        self, sample: SequenceSample, loss_fn: LossFn, rounds: Rounds, temperature: float
+    ) -> Sums:
+        """Gradients of all rounds, and the sums of what the loss function returned."""
+        sums = Sums(self.context.device)
+        scale = _inverse(rounds.denominator)
+        for index in range(rounds.count):
+            self._shards.last_round(index == rounds.count - 1)
+            part = rounds.part(index)
+            if part is None:
+                torch.autograd.backward(self._empty_round(temperature))
+                continue
+            micro = sample.take(part)
+            outputs = self._outputs(micro, temperature)
+            loss, stats = loss_fn(outputs, micro)
+            clash = sorted(set(stats) & set(OWN_STATS))
+            if clash:
+                raise UsageError(f"{self.role}: the loss returns statistics named {clash}")
+            torch.autograd.backward(loss * scale)
+            tokens = torch.tensor(float(micro.tensor(TOKENS).shape[0]))
+            sums.add({**stats, "loss": loss, "tokens": tokens})
+        return sums
+
+    def _step(self, optimizer: AdamW) -> dict[str, float]:
+        gradients = self._shards.take_gradients()
+        group = self.context.group("dp") if self.context.dp_size > 1 else None
+        norm = global_norm(gradients, group)
+        stats = {"grad_norm": norm, "lr": optimizer.learning_rate}
+        if not isfinite(norm):
+            return {**stats, "skipped": 1.0}
+        clip(gradients, norm, optimizer.options.gradient_clip)
+        optimizer.step(self._shards.local(), gradients)
+        return {**stats, "skipped": 0.0}
+
+    @torch.no_grad()
+    def forward(
+        self,
+        sample: SequenceSample,
+        output_fn: OutputFn | None = None,
+        *,
+        temperature: float = 1.0,
+    ) -> Outputs:
+        sample = sample.to(self.context.device)
+        rounds = agree(sample, self._max_tokens, 0.0, self.context)
+        results: list[Outputs] = []
+        with self._shards.resharded():
+            for index in range(rounds.count):
+                part = rounds.part(index)
+                if part is None:
+                    self._empty_round(temperature)
+                    continue
+                micro = sample.take(part)
+                outputs = self._outputs(micro, temperature)
+                results.append(outputs if output_fn is None else output_fn(outputs, micro))
+        if results:
+            return in_order(sample, rounds.parts, results)
+        names = ("values",) if self.head == "value" else ("logp", "entropy")
+        nothing = {name: torch.empty(0, device=self.context.device) for name in names}
+        return nothing if output_fn is None else output_fn(nothing, sample)
+
+    def _outputs(self, sample: SequenceSample, temperature: float) -> Outputs:
+        ids, cu_seqlens = sample.tensor(TOKENS), sample.cu_seqlens(TOKENS)
+        longest = max(max(lengths) for lengths in sample.lengths[TOKENS])
+        return self._run(ids, cu_seqlens, longest, temperature)
+
+    def _run(self, ids: Tensor, cu_seqlens: Tensor, longest: int, temperature: float) -> Outputs:
+        decoder = self._shards.decoder
+        hidden = decoder(ids, cu_seqlens, longest)
+        if self.head == "value":
+            return {"values": decoder.values(hidden)}
+        logp, entropy = packed_logprobs_and_entropy(
+            hidden, decoder.head_weight(), ids, cu_seqlens, temperature
+        )
+        return {"logp": logp, "entropy": entropy}
+
+    def _empty_round(self, temperature: float) -> Tensor:
+        """A round of a rank that has nothing left: two tokens of no weight, so that it takes
+        part in the collectives of the others."""
+        ids = torch.zeros(2, dtype=torch.int64, device=self.context.device)
+        cu_seqlens = torch.tensor([0, 2], dtype=torch.int32, device=self.context.device)
+        outputs = self._run(ids, cu_seqlens, 2, temperature)
+        return sum((values.sum() for values in outputs.values()), ids.new_zeros(())) * 0.0
+
+    def generate(
+        self,
+        sample: SequenceSample,
+        options: GenerationOptions,
+        *,
+        seed: int,
+        step: int,
+        keys: Tensor,
+    ) -> GenerationOutput:
+        sample = sample.to(self.context.device)
+        with torch.no_grad(), self._shards.gathered() as decoder:
+            return generate(
+                decoder,
+                sample.tensor(PROMPTS),
+                sample.cu_seqlens(PROMPTS),
+                options,
+                seed=seed,
+                step=step,
+                keys=keys.to(self.context.device),
+            )
+
+    def save(self, directory: Path) -> list[SavedFile]:
+        if self._optimizer is None:
+            return []
+        layout, tensors = self._state()
+        steps = self._optimizer.steps
+        return [state.save(directory, self.role, self.context.dp_rank, steps, layout, tensors)]
+
+    def load(self, directory: Path) -> None:
+        if self._optimizer is None:
+            return
+        layout, tensors = self._state()
+        self._optimizer.steps = state.load(
+            directory, self.role, self.context.dp_rank, layout, tensors
+        )
+
+    def _state(self) -> tuple[Layout, dict[str, Tensor]]:
+        """Weights and moments: where all of them lie, and this rank's chunks."""
+        assert self._optimizer is not None
+        tensors = self._shards.local()
+        for moment, values in self._optimizer.moments.items():
+            tensors |= {f"{moment}/{name}": value for name, value in values.items()}
+        prefixes = ("", *(f"{moment}/" for moment in MOMENTS))
+        return layout_of(self._shapes, self._dtype, self.context.dp_size, prefixes), tensors
+
+    def layout(self) -> Layout:
+        return layout_of(self._shapes, self._dtype, self.context.dp_size)
+
+    def offload(self) -> None:
+        self._move(torch.device("cpu"))
+
+    def onload(self) -> None:
+        self._move(self.context.device)
+
+    def _move(self, device: torch.device) -> None:
+        self._shards.decoder.to(device)
+        if self._optimizer is not None:
+            self._optimizer.move(device)
+
+
+def _inverse(denominator: float) -> float:
+    """1 / denominator; a batch in which nothing counts has no gradient."""
+    return 1.0 / denominator if denominator else 0.0

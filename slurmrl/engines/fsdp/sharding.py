@@ -1,0 +1,141 @@
+"""How a decoder is sharded over data-parallel ranks, and its local shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from slurmrl.layout.box import Index, chunk
+from slurmrl.layout.layout import Layout, TensorSpec
+from slurmrl.layout.piece import Piece
+from slurmrl.models.decoder import Decoder
+from slurmrl.parallel.groups import ParallelContext
+
+SMALL_BYTES = 256 * 2**20
+"""Up to this size a whole copy of the parameters and of the gradients is cheaper to hold than
+the collectives and hooks that avoid it."""
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """What to shard and how."""
+
+    wrapped: bool
+    """Whether FSDP2 is used; one float32 rank needs none."""
+    small: bool
+    """One unit for the whole model that stays gathered from the first micro-batch's forward to
+    the last one's backward; else one unit a layer, gathered when needed."""
+    mixed: bool
+    """Float32 shards, gathered and computed in bfloat16, gradients reduced in float32."""
+
+
+def shard_plan(
+    shapes: Mapping[str, Index], context: ParallelContext, *, mixed: bool, small_bytes: int
+) -> ShardPlan:
+    total_bytes = 4 * sum(map(prod, shapes.values()))
+    return ShardPlan(context.dp_size > 1 or mixed, total_bytes <= small_bytes, mixed)
+
+
+def layout_of(
+    shapes: Mapping[str, Index], dtype: str, ranks: int, prefixes: tuple[str, ...] = ("",)
+) -> Layout:
+    """Every tensor in ceil-chunks of dim 0, as FSDP2 does it; once for each prefix of names."""
+    tensors = {
+        prefix + name: TensorSpec(shape, dtype)
+        for prefix in prefixes
+        for name, shape in shapes.items()
+    }
+    boxes = (
+        [(name, chunk(spec.shape, ranks, rank)) for name, spec in tensors.items()]
+        for rank in range(ranks)
+    )
+    pieces = tuple(
+        tuple(Piece.contiguous(name, box) for name, box in rank if box.count) for rank in boxes
+    )
+    return Layout(tensors, pieces)
+
+
+class Shards:
+    """A decoder and this rank's share of its parameters. Between calls it is always sharded."""
+
+    def __init__(self, decoder: Decoder, plan: ShardPlan, context: ParallelContext) -> None:
+        """``decoder`` lies on the meta device; its memory is made here, uninitialised."""
+        self.decoder = decoder
+        self.plan = plan
+        if plan.wrapped:
+            _wrap(decoder, plan, context)
+        decoder.to_empty(device=context.device)
+
+    def local(self) -> dict[str, Tensor]:
+        """This rank's chunk of every parameter, by name; writing to it changes the parameter."""
+        return {name: _local(p.detach()) for name, p in self.decoder.named_parameters()}
+
+    def take_gradients(self) -> dict[str, Tensor]:
+        """This rank's chunk of every gradient, summed over ranks; the decoder forgets them."""
+        gradients = {
+            name: _local(p.grad)
+            for name, p in self.decoder.named_parameters()
+            if p.grad is not None
+        }
+        self.decoder.zero_grad(set_to_none=True)
+        return gradients
+
+    def last_round(self, last: bool) -> None:
+        """Say whether the coming backward is the step's last: a small model reduces gradients
+        and gives up its gathered parameters only then."""
+        if self.plan.wrapped and self.plan.small:
+            root = cast(FSDPModule, self.decoder)
+            root.set_requires_gradient_sync(last)
+            root.set_reshard_after_backward(last)
+
+    def reshard(self) -> None:
+        for unit in self._units():
+            unit.reshard()
+
+    @contextmanager
+    def resharded(self) -> Iterator[None]:
+        """Sharded again at the end, also after an exception."""
+        try:
+            yield
+        finally:
+            self.reshard()
+
+    @contextmanager
+    def gathered(self) -> Iterator[Decoder]:
+        """The decoder with all parameters whole, for any number of calls without collectives."""
+        with self.resharded():
+            for unit in self._units():
+                unit.unshard()
+            yield self.decoder
+
+    def _units(self) -> list[FSDPModule]:
+        return [module for module in self.decoder.modules() if isinstance(module, FSDPModule)]
+
+
+def _wrap(decoder: Decoder, plan: ShardPlan, context: ParallelContext) -> None:
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        if plan.mixed
+        else MixedPrecisionPolicy()
+    )
+    for layer in () if plan.small else decoder.layers:
+        fully_shard(layer, mesh=context.mesh, reshard_after_forward=True, mp_policy=policy)
+    # The head is used after the root's forward, so the root keeps its parameters until backward.
+    fully_shard(decoder, mesh=context.mesh, reshard_after_forward=False, mp_policy=policy)
+    # The engine divides the loss by the global denominator, so gradients are summed, not averaged.
+    for unit in decoder.modules():
+        if isinstance(unit, FSDPModule):
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,113 @@
+"""Micro-batches by a token budget, and what data-parallel ranks agree on before they run them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+
+from slurmrl.data.packing import microbatches
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.base import TOKENS, Outputs
+from slurmrl.parallel.groups import ParallelContext
+
+NAME_BYTES = 4096
+"""Room for the names of statistics when ranks exchange them."""
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """How a rank's sample is worked through; all ranks have the same number of rounds, because
+    each round holds collectives."""
+
+    parts: tuple[tuple[int, ...], ...]
+    """Item indices of this rank's micro-batches; rounds beyond them are empty."""
+    count: int
+    denominator: float
+    """Sum over the ranks."""
+    some_empty: bool
+    """Whether any rank has no micro-batch at all."""
+
+    def part(self, index: int) -> tuple[int, ...] | None:
+        return self.parts[index] if index < len(self.parts) else None
+
+
+def agree(
+    sample: SequenceSample, max_tokens: int, denominator: float, context: ParallelContext
+) -> Rounds:
+    """Cut the sample into micro-batches and learn what the other ranks have."""
+    lengths = item_tokens(sample)
+    parts = tuple(map(tuple, microbatches(lengths, max_tokens)))
+    shares = _gather([float(len(parts)), denominator], context)
+    counts = [int(count) for count, _ in shares]
+    return Rounds(parts, max(counts), sum(share for _, share in shares), min(counts) == 0)
+
+
+def item_tokens(sample: SequenceSample) -> list[int]:
+    """Tokens of each item, all its sequences together."""
+    return [sum(lengths) for lengths in sample.lengths[TOKENS]]
+
+
+def in_order(
+    sample: SequenceSample, parts: Sequence[Sequence[int]], results: Sequence[Outputs]
+) -> Outputs:
+    """Per-token results of micro-batches, put back into the sample's order."""
+    tokens = item_tokens(sample)
+    found: dict[str, list[Tensor]] = {name: [torch.empty(0)] * sample.bs for name in results[0]}
+    for part, outputs in zip(parts, results, strict=True):
+        for name, values in outputs.items():
+            pieces = torch.split(values, [tokens[index] for index in part])
+            for index, piece in zip(part, pieces, strict=True):
+                found[name][index] = piece
+    return {name: torch.cat(pieces) for name, pieces in found.items()}
+
+
+class Sums:
+    """Sums of scalars over micro-batches, then over ranks, in float64."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        for name, value in values.items():
+            value = value.detach().to(self._device, torch.float64)
+            self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def over_ranks(self, context: ParallelContext, *, some_empty: bool) -> dict[str, float]:
+        """The totals. Names come from the ranks that had work, which all have the same."""
+        names = sorted(self._sums)
+        if some_empty and context.dp_size > 1:
+            names = _names_of_any(names, context)
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        total = torch.stack([self._sums.get(name, zero) for name in names])
+        if context.dp_size > 1:
+            dist.all_reduce(total, group=context.group("dp"))
+        return dict(zip(names, total.tolist(), strict=True))
+
+
+def _gather(values: list[float], context: ParallelContext) -> list[list[float]]:
+    """The values of all data-parallel ranks, in rank order."""
+    if context.dp_size == 1:
+        return [values]
+    own = torch.tensor(values, dtype=torch.float64, device=context.device)
+    found = own.new_empty(context.dp_size * len(values))
+    dist.all_gather_into_tensor(found, own, group=context.group("dp"))
+    rows: list[list[float]] = found.view(context.dp_size, -1).tolist()
+    return rows
+
+
+def _names_of_any(names: list[str], context: ParallelContext) -> list[str]:
+    """The names of a rank that has some: those without send zeros into a maximum."""
+    text = json.dumps(names).encode() if names else b""
+    assert len(text) <= NAME_BYTES, f"{len(text)} bytes of names of statistics"
+    padded = torch.zeros(NAME_BYTES, dtype=torch.int32)
+    padded[: len(text)] = torch.tensor(list(text), dtype=torch.int32)
+    padded = padded.to(context.device)
+    dist.all_reduce(padded, dist.ReduceOp.MAX, group=context.group("dp"))
+    found: list[str] = json.loads(bytes(code for code in padded.tolist() if code))
+    return found

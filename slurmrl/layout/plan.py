@@ -1,0 +1,81 @@
+"""The plan of copies that turns one layout's data into another's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from slurmrl.errors import LayoutError
+from slurmrl.layout.box import Box, Index
+from slurmrl.layout.layout import Layout
+from slurmrl.layout.piece import Piece
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A strided box of one rank's storage; offset and strides in elements."""
+
+    rank: int
+    storage: str
+    offset: int
+    strides: Index
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Box ``box`` of tensor ``name`` goes from one site to another."""
+
+    name: str
+    box: Box
+    source: Site
+    target: Site
+
+
+def plan(source: Layout, target: Layout, ranks: Iterable[int] | None = None) -> list[Copy]:
+    """Copies that fill every piece of ``target`` (of ``ranks`` only, if given), each element once.
+
+    Of several replicas a rank takes its own, else the one on the rank nearest after it, which
+    spreads readers over the replicas. Raises LayoutError where a tensor is unknown, differs in
+    shape, or is not wholly there.
+    """
+    holders = source.by_name()
+    copies: list[Copy] = []
+    for rank in range(target.ranks) if ranks is None else ranks:
+        for piece in target.pieces[rank]:
+            _check_same(piece.name, source, target)
+            near = sorted(holders[piece.name], key=lambda h: (h[0] - rank) % source.ranks)
+            copies += fill(rank, piece, near)
+    return copies
+
+
+def fill(rank: int, piece: Piece, holders: Iterable[tuple[int, Piece]]) -> Iterator[Copy]:
+    """Copies into one piece of ``rank`` from (rank, piece) holders, the first ones preferred."""
+    rest = [piece.box] if piece.box.count else []
+    for source_rank, held in holders:
+        if not rest:
+            return
+        remaining: list[Box] = []
+        for box in rest:
+            common = box.intersect(held.box)
+            if common is None:
+                remaining.append(box)
+                continue
+            yield Copy(
+                piece.name, common, _site(source_rank, held, common), _site(rank, piece, common)
+            )
+            remaining += box.without(common)
+        rest = remaining
+    if rest:
+        raise LayoutError(f"no rank of the source holds {rest[0]} of tensor '{piece.name}'")
+
+
+def _site(rank: int, piece: Piece, box: Box) -> Site:
+    return Site(rank, piece.storage, piece.offset_of(box), piece.strides)
+
+
+def _check_same(name: str, source: Layout, target: Layout) -> None:
+    if name not in source.tensors:
+        raise LayoutError(f"the source has no tensor '{name}'")
+    ours, theirs = target.tensors[name].shape, source.tensors[name].shape
+    if ours != theirs:
+        raise LayoutError(f"tensor '{name}' has shape {theirs} in the source, {ours} is wanted")

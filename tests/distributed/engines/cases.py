@@ -1,0 +1,232 @@
+"""What ranks do in the tests of engines: an engine is named, made, and driven by its contract."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slurmrl.config.schema.model import Model
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines import ENGINES
+from slurmrl.engines.base import Engine, Outputs
+from slurmrl.errors import UsageError
+from slurmrl.models.generate import GenerationOptions
+from slurmrl.parallel.groups import ParallelContext, build
+
+ARCHITECTURE = {
+    "model_type": "qwen3",
+    "vocab_size": 33,
+    "hidden_size": 20,
+    "intermediate_size": 50,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "initializer_range": 0.2,
+}
+"""No size is divisible by 4, and the q and k norms leave the last of 4 ranks an empty chunk."""
+LENGTHS = (5, 9, 1, 7, 3, 12, 2, 8, 4, 6)
+
+
+@dataclass(frozen=True)
+class Placed:
+    role: str
+    ranks: tuple[int, ...]
+    sizes: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine to make, and how its items are spread over the ranks."""
+
+    engine: str = "fsdp"
+    head: str = "lm"
+    trained: bool = True
+    model: dict[str, Any] = field(default_factory=dict)
+    source: Path | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of the constructor."""
+    total_steps: int = 10
+    split: Sequence[Sequence[int]] = ()
+    """Item indices of each rank."""
+
+
+def model(**changes: Any) -> dict[str, Any]:
+    """Settings of a tiny model whose first moment after one step is the gradient itself."""
+    optimizer = {
+        "lr": 1e-2,
+        "betas": (0.0, 0.95),
+        "eps": 1e-3,
+        "gradient_clip": None,
+        **changes.pop("optimizer", {}),
+    }
+    return {"architecture": ARCHITECTURE, "optimizer": optimizer, **changes}
+
+
+def context() -> ParallelContext:
+    """All ranks of the job as data-parallel ranks."""
+    size = dist.get_world_size()
+    placed = Placed("actor", tuple(range(size)), {"dp": size})
+    return build([placed], rank=dist.get_rank(), device=torch.device("cpu"))["actor"]
+
+
+def make(setup: Setup) -> Engine:
+    engine: Engine = ENGINES.load(setup.engine)(
+        "actor",
+        Model(**setup.model),
+        head=setup.head,
+        trained=setup.trained,
+        context=context(),
+        seed=7,
+        total_steps=setup.total_steps,
+        source=setup.source,
+        **setup.options,
+    )
+    return engine
+
+
+def batch(step: int = 0) -> SequenceSample:
+    """Random tokens, weights of the loss and returns; another batch for each step."""
+    generator = torch.Generator().manual_seed(100 + step)
+    tokens = sum(LENGTHS)
+    vocabulary = int(ARCHITECTURE["vocab_size"])  # type: ignore[call-overload]
+    return SequenceSample.from_default(
+        LENGTHS,
+        [f"item{index}" for index in range(len(LENGTHS))],
+        {
+            "input_ids": torch.randint(vocabulary, (tokens,), generator=generator),
+            "advantages": torch.randn(tokens, generator=generator),
+            "returns": torch.randn(tokens, generator=generator),
+        },
+    )
+
+
+def loss(outputs: Outputs, sample: SequenceSample) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss that depends on every output."""
+    if "values" in outputs:
+        error = (outputs["values"] - sample.tensor("returns")).square()
+        return error.sum(), {"error": error.detach().sum()}
+    weights = sample.tensor("advantages")
+    total = -(weights * outputs["logp"]).sum() - 0.1 * (outputs["entropy"]).sum()
+    return total, {"weight": weights.sum(), "logp": outputs["logp"].detach().sum()}
+
+
+def denominator(sample: SequenceSample) -> float:
+    return float(sum(map(sum, sample.lengths["input_ids"])))
+
+
+def train(
+    setup: Setup,
+    steps: range = range(1),
+    load: Path | None = None,
+    save: Path | None = None,
+) -> tuple[list[dict[str, float]], list[dict[str, Any]]]:
+    """Train; returns the statistics of each step and the files that were saved."""
+    engine = make(setup)
+    torch.manual_seed(dist.get_rank() if load is None else 99)
+    if load is not None:
+        engine.load(load)
+        assert engine.steps == steps.start
+    share = setup.split[dist.get_rank()]
+    stats = []
+    for step in steps:
+        torch.rand(3)  # somebody draws from the process's generator
+        sample = batch(step).take(share)
+        stats.append(engine.train_batch(sample, loss, denominator(sample)))
+    if save is None:
+        return stats, []
+    return stats, [vars(file) for file in engine.save(save)]
+
+
+def start_values(setup: Setup) -> list[tuple[str, tuple[int, ...], Tensor]]:
+    """This rank's chunks of the weights: name, start of the box, values; frozen models too."""
+    engine = make(setup)
+    pieces = engine.layout().pieces[dist.get_rank()]
+    local = engine._shards.local()  # type: ignore[attr-defined]
+    return [(piece.name, piece.box.start, local[piece.name].clone()) for piece in pieces]
+
+
+def frozen(setup: Setup, folder: Path) -> tuple[list[Any], str]:
+    """What a frozen engine saves, and what it says to training."""
+    engine = make(setup)
+    engine.load(folder)
+    try:
+        engine.train_batch(batch(), loss, 1.0)
+    except UsageError as error:
+        return engine.save(folder), str(error)
+    return [], "trained"
+
+
+def train_on_infinity(setup: Setup) -> tuple[dict[str, float], float]:
+    """Statistics of a step with an infinite gradient on rank 0, and the largest change of a
+    weight."""
+    engine = make(setup)
+    sample = batch().take(setup.split[dist.get_rank()])
+    before = {n: p.clone() for n, p in engine._shards.local().items()}  # type: ignore[attr-defined]
+    factor = float("inf") if dist.get_rank() == 0 else 1.0
+    stats = engine.train_batch(sample, lambda out, _: (out["logp"].sum() * factor, {}), 1.0)
+    after = engine._shards.local()  # type: ignore[attr-defined]
+    return stats, max((after[n] - p).abs().max().item() for n, p in before.items())
+
+
+def outputs_around_training(setup: Setup) -> list[dict[str, Tensor]]:
+    """Outputs before and after a training step, and of an engine that only trained."""
+    engine, fresh = make(setup), make(setup)
+    sample = batch().take(setup.split[dist.get_rank()])
+    before = engine.forward(sample)
+    engine.train_batch(sample, loss, denominator(sample))
+    after = engine.forward(sample, temperature=0.7)
+    fresh.train_batch(sample, loss, denominator(sample))
+    return [before, after, fresh.forward(sample, temperature=0.7)]
+
+
+def forward_with_function(setup: Setup) -> dict[str, Tensor]:
+    """Per-token results of a function of outputs and sample."""
+    engine = make(setup)
+    sample = batch().take(setup.split[dist.get_rank()])
+    return engine.forward(
+        sample, lambda outputs, part: {"sum": outputs["logp"] + part.tensor("advantages")}
+    )
+
+
+def completions(setup: Setup, options: GenerationOptions) -> dict[str, list[Any]]:
+    """What each item's prompt was continued with: tokens and log-probabilities by id."""
+    engine = make(setup)
+    share = setup.split[dist.get_rank()]
+    sample = batch().take(share)
+    sample.remap_keys_({"input_ids": "prompt_ids"})
+    found: dict[str, list[Any]] = {}
+    for step in range(2):
+        keys = torch.tensor(share, dtype=torch.int64)
+        out = engine.generate(sample, options, seed=3, step=step, keys=keys)
+        lengths = out.lengths.tolist()
+        for name, tokens, logp in zip(
+            sample.ids, out.tokens.split(lengths), out.logprobs.split(lengths), strict=True
+        ):
+            found.setdefault(name, []).append((tokens.tolist(), logp.tolist()))
+    return found
+
+
+def shards_after_failed_generation(setup: Setup) -> tuple[str, list[float], list[float]]:
+    """The error, and the losses of a training step after it and without it."""
+    engine, other = make(setup), make(setup)
+    sample = batch().take(setup.split[dist.get_rank()])
+    prompts = batch().take(setup.split[dist.get_rank()])
+    prompts.remap_keys_({"input_ids": "prompt_ids"})
+    message = ""
+    try:
+        keys = torch.zeros(prompts.bs + 1, dtype=torch.int64)[None]
+        engine.generate(prompts, GenerationOptions(max_new_tokens=2), seed=0, step=0, keys=keys)
+    except (RuntimeError, ValueError, IndexError) as error:
+        message = str(error)
+    share = denominator(sample)
+    losses = [
+        [e.train_batch(sample, loss, share)["loss"] for _ in range(2)] for e in (engine, other)
+    ]
+    return message, losses[0], losses[1]

@@ -1,0 +1,64 @@
+"""The rank pool itself: results, remote errors, deadlines, and life after them."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.pool import RankError, RankPool
+
+HERE = "tests.distributed.test_pool"
+
+
+def total(value: float) -> tuple[int, float]:
+    tensor = torch.tensor(value * (dist.get_rank() + 1))
+    dist.all_reduce(tensor)
+    return os.getpid(), tensor.item()
+
+
+def fail_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise KeyError("planted")
+    dist.barrier()
+
+
+def hang_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        time.sleep(600)
+
+
+def leave_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(7)
+    dist.barrier()
+
+
+def test_ranks_are_reused_and_results_are_in_rank_order(ranks: RankPool) -> None:
+    first = ranks(2, f"{HERE}:total", 2.0)
+    second = ranks(2, f"{HERE}:total", 5.0)
+    assert [value for _, value in first] == [6.0, 6.0]
+    assert [value for _, value in second] == [15.0, 15.0]
+    assert [pid for pid, _ in first] == [pid for pid, _ in second]
+
+
+def test_an_error_carries_the_remote_traceback_and_the_pool_goes_on(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match=r"rank 1: (.|\n)*fail_on(.|\n)*KeyError: 'planted'"):
+        ranks(2, f"{HERE}:fail_on", 1)
+    assert [value for _, value in ranks(2, f"{HERE}:total", 1.0)] == [3.0, 3.0]
+
+
+def test_a_deadline_names_the_rank_and_where_it_stands(ranks: RankPool) -> None:
+    ranks(2, f"{HERE}:total", 1.0)
+    with pytest.raises(TimeoutError, match=r"waited 1 s for rank \[1\](.|\n)*in hang_on"):
+        ranks(2, f"{HERE}:hang_on", 1, deadline_s=1)
+    assert [value for _, value in ranks(2, f"{HERE}:total", 1.0)] == [3.0, 3.0]
+
+
+def test_a_rank_that_exits_is_reported_and_replaced(ranks: RankPool) -> None:
+    with pytest.raises(RankError, match="rank 0: exited with 7"):
+        ranks(2, f"{HERE}:leave_on", 0)
+    assert [value for _, value in ranks(2, f"{HERE}:total", 1.0)] == [3.0, 3.0]

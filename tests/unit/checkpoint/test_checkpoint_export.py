@@ -1,0 +1,181 @@
+"""Exports from checkpoints of several ranks, without torch in the code under test."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from slurmrl.checkpoint.export import export
+from slurmrl.checkpoint.pieces import Part, RoleCheckpoint, write_part
+from slurmrl.checkpoint.tensors import Entry
+from slurmrl.errors import CheckpointError, EnvironmentFailure
+from slurmrl.fsio.calls import SystemCalls
+from slurmrl.layout.box import Box, chunk
+from slurmrl.layout.layout import TensorSpec
+from slurmrl.layout.piece import Piece
+
+SHAPES = {"model.b": (5, 4), "model.a": (3,), "lm_head": (2, 2, 2)}
+CONFIG = {"model_type": "llama", "eos_token_id": 2, "pad_token_id": None, "dtype": "float64"}
+
+
+def write_checkpoint(directory: Path, dtype: str, ranks: int) -> dict[str, np.ndarray]:
+    """A role's files with random bits, moments of zeros beside them; returns whole weights."""
+    random = np.random.default_rng(3)
+    kind = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}[dtype]
+    whole = {
+        name: random.integers(0, 2**14, size=shape).astype(kind) for name, shape in SHAPES.items()
+    }
+    tensors = {name: TensorSpec(shape, dtype) for name, shape in SHAPES.items()}
+    tensors |= {f"exp_avg/{name}": spec for name, spec in tensors.items()}
+    for rank in range(ranks):
+        pieces, entries = [], []
+        for name, spec in tensors.items():
+            box = chunk(spec.shape, ranks, rank)
+            if not box.count:
+                continue
+            values = whole.get(name, np.zeros(spec.shape, dtype=kind))[box.slices].copy()
+            pieces.append(Piece.contiguous(name, box))
+            entries.append(Entry(name, TensorSpec(box.size, dtype), lambda v=values: v))
+        part = Part("actor", rank, ranks, 4, tensors, tuple(pieces))
+        write_part(directory, part, entries)
+    return whole
+
+
+def bits(tensor: torch.Tensor) -> np.ndarray:
+    size = tensor.element_size()
+    return tensor.view({2: torch.int16, 4: torch.int32}[size]).numpy()
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    folder = tmp_path / "tokenizer"
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<e>"}')
+    (folder / "model.safetensors").write_text("not of a tokenizer")
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_an_export_holds_the_weights_and_no_moments(
+    tmp_path: Path, tokenizer: Path, dtype: str, ranks: int
+) -> None:
+    whole = write_checkpoint(tmp_path, dtype, ranks)
+    folder = export(tmp_path, "actor", CONFIG, tmp_path / "out", tokenizer=tokenizer)
+    loaded = load_file(folder / "model.safetensors")
+    assert loaded.keys() == whole.keys()
+    assert all(np.array_equal(bits(loaded[name]), whole[name]) for name in whole)
+    assert {str(value.dtype) for value in loaded.values()} == {f"torch.{dtype}"}
+    assert json.loads((folder / "config.json").read_text()) == {**CONFIG, "dtype": dtype}
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation == {"_from_model_config": True, "eos_token_id": 2}
+    assert (folder / "tokenizer_config.json").read_text() == '{"eos_token": "<e>"}'
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+
+
+def test_large_weights_go_into_several_files(tmp_path: Path) -> None:
+    whole = write_checkpoint(tmp_path, "float32", 2)
+    folder = export(tmp_path, "actor", CONFIG, tmp_path / "out", shard_bytes=92)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 4 * (20 + 3 + 8)}
+    assert index["weight_map"] == {
+        "model.b": "model-00001-of-00002.safetensors",
+        "model.a": "model-00001-of-00002.safetensors",
+        "lm_head": "model-00002-of-00002.safetensors",
+    }
+    for name, file in index["weight_map"].items():
+        assert np.array_equal(bits(load_file(folder / file)[name]), whole[name])
+
+
+class Killed(BaseException):
+    pass
+
+
+class KilledAt(SystemCalls):
+    """Dies at the n-th call; calls of a dead process do nothing more."""
+
+    def __init__(self, last: int) -> None:
+        self.left = last
+
+    def _count(self) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Killed
+
+    def mkdir(self, path: Path, mode: int = 0o700) -> None:
+        self._count()
+        super().mkdir(path, mode)
+
+    def fsync(self, descriptor: int) -> None:
+        self._count()
+        super().fsync(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._count()
+        super().rename(source, target)
+
+
+@pytest.mark.parametrize("last", range(5))
+def test_a_killed_export_leaves_nothing_half(tmp_path: Path, last: int) -> None:
+    write_checkpoint(tmp_path, "float32", 2)
+    with pytest.raises(Killed):
+        export(tmp_path, "actor", CONFIG, tmp_path / "out", calls=KilledAt(last))
+    assert not (tmp_path / "out").exists()
+    export(tmp_path, "actor", CONFIG, tmp_path / "out", calls=KilledAt(5))
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_an_older_export_is_replaced(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "float32", 1)
+    export(tmp_path, "actor", CONFIG, tmp_path / "out")
+    (tmp_path / "out" / "old").write_text("")
+    export(tmp_path, "actor", {**CONFIG, "eos_token_id": 3}, tmp_path / "out")
+    assert not (tmp_path / "out" / "old").exists()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")] == []
+
+
+def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "float32", 2)
+    with pytest.raises(CheckpointError, match=r"critic\.0\.safetensors does not exist"):
+        export(tmp_path, "critic", CONFIG, tmp_path / "out")
+    with pytest.raises(CheckpointError, match="holds no tokenizer file"):
+        export(tmp_path, "actor", CONFIG, tmp_path / "out", tokenizer=tmp_path)
+    with pytest.raises(EnvironmentFailure, match="nowhere"):
+        export(tmp_path, "actor", CONFIG, tmp_path / "nowhere" / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_any_box_of_a_tensor_is_read(tmp_path: Path) -> None:
+    whole: dict[str, Any] = write_checkpoint(tmp_path, "float32", 3)
+    checkpoint = RoleCheckpoint(tmp_path, "actor")
+    assert checkpoint.ranks == 3
+    assert checkpoint.step == 4
+    box = Box((1, 1), (3, 2))
+    found = checkpoint.read("model.b", box)
+    assert np.array_equal(found.view(np.uint32), whole["model.b"][box.slices])
+    assert [name for name, _ in checkpoint.weights()] == list(SHAPES)
+    with pytest.raises(CheckpointError, match="has no tensor 'other'"):
+        checkpoint.read("other")
+    with pytest.raises(CheckpointError, match="has no array 'rng/cpu'"):
+        checkpoint.array(0, "rng/cpu")
+
+
+def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, "float32", 2)
+    first, second = (tmp_path / f"actor.{rank}.safetensors" for rank in range(2))
+    second.write_bytes(first.read_bytes())
+    with pytest.raises(CheckpointError, match=r"actor\.1\.safetensors says it is actor rank 0"):
+        RoleCheckpoint(tmp_path, "actor")

@@ -1,0 +1,25 @@
+"""What the login node and the master import never loads torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+MODULES = (
+    "slurmrl.layout.copy",
+    "slurmrl.layout.plan",
+    "slurmrl.checkpoint.manifest",
+    "slurmrl.checkpoint.pieces",
+    "slurmrl.checkpoint.export",
+    "slurmrl.engines",
+    "slurmrl.engines.schedule",
+    "slurmrl.parallel",
+)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_importing_does_not_load_torch(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

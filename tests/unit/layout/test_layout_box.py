@@ -1,0 +1,75 @@
+"""Boxes against plain index arithmetic."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmrl.layout.box import Box, chunk, flat_range
+
+SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=3).map(tuple)
+
+
+def mark(shape: tuple[int, ...], boxes: list[Box]) -> np.ndarray:
+    """How many of the boxes hold each element."""
+    counts = np.zeros(shape, dtype=int)
+    for box in boxes:
+        counts[box.slices] += 1
+    return counts
+
+
+@st.composite
+def box_pairs(draw: st.DrawFn) -> tuple[tuple[int, ...], Box, Box]:
+    shape = draw(SHAPES)
+
+    def one() -> Box:
+        start = tuple(draw(st.integers(0, n - 1)) for n in shape)
+        size = tuple(draw(st.integers(1, n - a)) for n, a in zip(shape, start, strict=True))
+        return Box(start, size)
+
+    return shape, one(), one()
+
+
+@given(box_pairs())
+def test_intersection_and_rest_are_exact(case: tuple[tuple[int, ...], Box, Box]) -> None:
+    shape, first, second = case
+    both = mark(shape, [first]) * mark(shape, [second])
+    common = first.intersect(second)
+    assert np.array_equal(both, mark(shape, [common] if common else []))
+    assert first.contains(second) == (common == second)
+    if common is not None:
+        rest = first.without(common)
+        assert np.array_equal(mark(shape, [common, *rest]), mark(shape, [first]))
+        assert all(box.count for box in rest)
+
+
+@given(SHAPES.filter(bool), st.integers(1, 7))
+def test_chunks_are_those_of_torch(shape: tuple[int, ...], parts: int) -> None:
+    tensor = torch.arange(int(np.prod(shape))).view(shape)
+    expected = list(tensor.chunk(parts))
+    expected += [tensor[:0]] * (parts - len(expected))
+    for index in range(parts):
+        box = chunk(shape, parts, index)
+        assert torch.equal(tensor[box.slices], expected[index])
+        assert box.size == tuple(expected[index].shape)
+
+
+@given(SHAPES, st.data())
+def test_a_flat_range_is_its_boxes_in_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    count = int(np.prod(shape))
+    first = data.draw(st.integers(0, count))
+    last = data.draw(st.integers(first, count))
+    flat = np.arange(count).reshape(shape)
+    boxes = list(flat_range(shape, first, last))
+    found = [value for box in boxes for value in flat[box.slices].reshape(-1).tolist()]
+    assert found == list(range(first, last))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+def test_a_scalar_has_one_element() -> None:
+    box = Box.whole(())
+    assert box.count == 1
+    assert box.intersect(box) == box
+    assert box.without(box) == []
