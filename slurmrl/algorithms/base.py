@@ -1,0 +1,74 @@
+"""The contract between an algorithm's code and the workers that execute its calls."""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from slurmrl.data.sample import SequenceSample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from slurmrl.engines.base import Engine
+    from slurmrl.plan.settings import Settings
+
+Stats = dict[str, tuple[float, float]]
+"""Name of a metric to (sum, count)."""
+
+
+@dataclass(frozen=True)
+class CallContext:
+    """What a call knows besides its model and its batch."""
+
+    step: int
+    seed: int
+    scalars: Mapping[str, float]
+    """Values of the master's scalar controller."""
+    tokenizer: PreTrainedTokenizerBase
+    settings: Settings
+    """``settings.config`` is the whole configuration, ``settings.algorithm`` the schema."""
+    evaluation: bool = False
+    """True while held-out items are judged: its own sampling settings and random stream."""
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """What a call made. ``stats`` of generate and inference are this rank's own (sum, count), to
+    be added up over the data-parallel ranks; those of train_step are global already, the same on
+    every rank, as (mean, 1)."""
+
+    sample: SequenceSample | None = None
+    """The call's output keys for the ids of its input."""
+    stats: Stats = field(default_factory=dict)
+    texts: list[dict[str, Any]] = field(default_factory=list)
+    """Readable completions for the samples table; at most ``logging.samples`` per rank."""
+
+
+class Interface(ABC):  # noqa: B024 - which of the methods it offers is up to each interface
+    """An algorithm's code behind one or more calls: constructed without arguments, once for each
+    call and process, and without any state that training would need to continue.
+
+    ``engine`` is None for a call without a role. With data-parallel ranks each gets its own items,
+    possibly none, and methods may contain collectives.
+    """
+
+    def generate(
+        self, engine: Engine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        raise NotImplementedError(f"{type(self).__name__} does not generate")
+
+    def inference(
+        self, engine: Engine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        raise NotImplementedError(f"{type(self).__name__} does no inference")
+
+    def train_step(
+        self, engine: Engine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        raise NotImplementedError(f"{type(self).__name__} does not train")
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """Release what the interface holds (processes of a reward)."""

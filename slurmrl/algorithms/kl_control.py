@@ -1,0 +1,62 @@
+"""The KL coefficient, fixed or steered towards a target. Torch-free, master-side."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+from slurmrl.algorithms.scalars import ScalarController
+
+
+class KLControl(ABC):
+    """Holds the coefficient ``coef``."""
+
+    def __init__(self, coef: float) -> None:
+        self.coef = coef
+
+    @abstractmethod
+    def update(self, kl: float, n: int) -> None:
+        """Learn that ``n`` completions had a mean KL of ``kl`` nats (positive: further away)."""
+
+
+class FixedKL(KLControl):
+    def update(self, kl: float, n: int) -> None:
+        pass
+
+
+class AdaptiveKL(KLControl):
+    """Proportional control in log space (Ziegler et al. 2019, "Fine-tuning language models from
+    human preferences", section 2.2): too large a KL raises the coefficient."""
+
+    def __init__(self, coef: float, target: float, horizon: float) -> None:
+        super().__init__(coef)
+        self._target = target
+        self._horizon = horizon
+
+    def update(self, kl: float, n: int) -> None:
+        error = min(max(kl / self._target - 1.0, -0.2), 0.2)
+        self.coef *= 1.0 + error * n / self._horizon
+
+
+class KLController(ScalarController):
+    """PPO's scalars: ``kl_coef``, learnt from the metric ``kl_sequence``."""
+
+    def __init__(self, algorithm: Any) -> None:
+        super().__init__(algorithm)
+        kl = algorithm.kl
+        self._control: KLControl = (
+            FixedKL(kl.coef) if kl.kind == "fixed" else AdaptiveKL(kl.coef, kl.target, kl.horizon)
+        )
+
+    def values(self) -> dict[str, float]:
+        return {"kl_coef": self._control.coef}
+
+    def update(self, stats: Mapping[str, float]) -> None:
+        self._control.update(stats["kl_sequence"], self.algorithm.batch_size)
+
+    def state(self) -> dict[str, float]:
+        return {"kl_coef": self._control.coef}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        self._control.coef = state["kl_coef"]

@@ -1,0 +1,87 @@
+"""From rewards, log-probabilities and values to advantages and returns: pure tensor functions.
+
+T packed tokens, S sequences, R response tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slurmrl.algorithms.ppo.responses import Responses, find_responses
+from slurmrl.algorithms.ppo.schema import PPO
+from slurmrl.data.sample import SequenceSample
+from slurmrl.ops.gae import packed_gae
+
+SumOverRanks = Callable[[Tensor], Tensor]
+"""Adds a tensor up over the data-parallel ranks."""
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Per response token [R] each."""
+
+    responses: Responses
+    kl: Tensor
+    """log(p/p_ref) of the sampled token."""
+    old_values: Tensor
+    """The critic's value of the state before the token, when it was sampled."""
+    advantages: Tensor
+    returns: Tensor
+
+
+def estimate(sample: SequenceSample, ppo: PPO, kl_coef: float) -> Estimates:
+    """Advantages by GAE. A completion that did not end goes on from its last state's value."""
+    responses = find_responses(sample.tensor("prompt_mask"), sample.cu_seqlens("input_ids"))
+    finished = sample.tensor("finished").bool()
+    logp, ref_logp = sample.tensor("logprobs"), sample.tensor("ref_logprobs")
+    kl = (logp - ref_logp)[responses.tokens]
+    scores = shape_scores(sample.tensor("rewards"), finished, ppo)
+    rewards = token_rewards(kl, scores, responses, kl_coef)
+    values = sample.tensor("values")[responses.states]
+    advantages, returns = packed_gae(
+        rewards, values, responses.cu_seqlens, ~finished, ppo.discount, ppo.gae_lambda
+    )
+    old_values = sample.tensor("values")[responses.tokens - 1]
+    return Estimates(responses, kl, old_values, advantages, returns)
+
+
+def shape_scores(rewards: Tensor, finished: Tensor, ppo: PPO) -> Tensor:
+    """The rule's rewards [S] with bias, scale and clip applied, in this order."""
+    scores = (rewards - ppo.reward_bias) * ppo.reward_scaling
+    if ppo.reward_clip is not None:
+        scores = scores.clamp(-ppo.reward_clip, ppo.reward_clip)
+    if ppo.mask_no_eos_with_zero:
+        scores = torch.where(finished, scores, torch.zeros_like(scores))
+    return scores
+
+
+def token_rewards(kl: Tensor, scores: Tensor, responses: Responses, kl_coef: float) -> Tensor:
+    """[R]: each response token pays for its distance from the reference, and the last one of a
+    completion earns the score."""
+    rewards = -kl_coef * kl
+    rewards[responses.last] += scores[responses.answered].to(rewards.dtype)
+    return rewards
+
+
+def moments(x: Tensor, all_reduce_sum: SumOverRanks) -> tuple[float, float]:
+    """Mean and (population) deviation of x over all ranks, in float64; 0 and 0 of nothing."""
+    wide = x.double()
+    total = all_reduce_sum(torch.stack([wide.sum(), wide.new_tensor(float(len(x)))]))
+    count = max(float(total[1]), 1.0)
+    mean = float(total[0]) / count
+    squares = all_reduce_sum((wide - mean).square().sum().reshape(1))
+    return mean, float((squares / count).sqrt())
+
+
+def whiten(x: Tensor, mean: float, deviation: float) -> Tensor:
+    """x with mean 0 and deviation 1, given its moments over all ranks."""
+    return (x - mean) / (deviation + 1e-8)
+
+
+def spread_over_tokens(x: Tensor, positions: Tensor, tokens: int) -> Tensor:
+    """[T]: the entries of x [R] at their positions, 0 elsewhere."""
+    return x.new_zeros(tokens).index_copy(0, positions, x)

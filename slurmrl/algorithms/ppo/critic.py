@@ -1,0 +1,87 @@
+"""The critic's values and training."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+from torch import Tensor
+
+from slurmrl.algorithms.base import CallContext, CallResult, Interface
+from slurmrl.algorithms.ppo.advantages import Estimates, estimate, moments, spread_over_tokens
+from slurmrl.algorithms.ppo.loss import value_loss
+from slurmrl.algorithms.ppo.schema import PPO
+from slurmrl.algorithms.ppo.updates import global_result, run_updates
+from slurmrl.data.sample import SequenceSample
+
+if TYPE_CHECKING:
+    from slurmrl.engines.base import Engine
+
+
+class PPOCriticInterface(Interface):
+    def inference(
+        self, engine: Engine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        """``values``, aligned: position t holds the value of the state after token t."""
+        assert engine is not None
+        outputs = engine.forward(sample.only(["input_ids"]))
+        data: dict[str, Tensor | None] = {"values": outputs["values"]}
+        lengths = {"values": sample.lengths["input_ids"]}
+        return CallResult(SequenceSample(sample.ids, lengths, data=data))
+
+    def train_step(
+        self, engine: Engine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        """Regression of the values before each response token to the returns."""
+        assert engine is not None
+        ppo = cast(PPO, context.settings.algorithm)
+        sample = sample.to(engine.context.device)
+        estimates = estimate(sample, ppo, context.scalars["kl_coef"])
+        mean, deviation = moments(estimates.returns, engine.all_reduce_sum)
+        _, error = moments(estimates.returns - estimates.old_values, engine.all_reduce_sum)
+        stats = {
+            "returns_mean": mean,
+            "returns_std": deviation,
+            "explained_variance": explained_variance(deviation, error),
+        }
+        means = run_updates(
+            engine,
+            _training_sample(sample, estimates),
+            "state_mask",
+            partial(critic_loss, ppo=ppo),
+            ppo,
+        )
+        return global_result({**stats, **means}, "critic")
+
+
+def critic_loss(
+    outputs: dict[str, Tensor], batch: SequenceSample, ppo: PPO
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The engine's loss function: outputs {values} [T]."""
+    return value_loss(
+        outputs["values"],
+        batch.tensor("values"),
+        batch.tensor("returns"),
+        batch.tensor("state_mask"),
+        value_clip=ppo.value_clip,
+    )
+
+
+def explained_variance(returns_std: float, error_std: float) -> float:
+    """1 - Var(returns - values) / Var(returns): 1 is perfect, 0 no better than a constant. It is
+    0 when the returns do not vary."""
+    return 1.0 - (error_std / returns_std) ** 2 if returns_std > 0 else 0.0
+
+
+def _training_sample(sample: SequenceSample, estimates: Estimates) -> SequenceSample:
+    """Returns stand where the values do: at the state before their token."""
+    ids = sample.tensor("input_ids")
+    states = estimates.responses.tokens - 1
+    returns = spread_over_tokens(estimates.returns, states, len(ids))
+    data: dict[str, Tensor | None] = {
+        "input_ids": ids,
+        "values": sample.tensor("values"),
+        "returns": returns,
+        "state_mask": spread_over_tokens(returns.new_ones(len(states)), states, len(ids)).bool(),
+    }
+    return SequenceSample(sample.ids, dict.fromkeys(data, sample.lengths["input_ids"]), data=data)

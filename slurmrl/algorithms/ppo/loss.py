@@ -1,0 +1,70 @@
+"""PPO's losses as pure tensor functions: sums over tokens, with sums of statistics.
+
+All inputs are [T] and aligned with each other; ``mask`` picks the tokens that count. Whoever
+calls divides by the number of those tokens over the whole batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def policy_loss(
+    logp: Tensor,
+    entropy: Tensor,
+    old_logp: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    clip_ratio: float,
+    entropy_coef: float = 0.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clipped surrogate objective (Schulman et al. 2017, "Proximal policy optimization
+    algorithms", eq. 7), negated, less ``entropy_coef`` times the entropy.
+
+    Statistics: ``actor_loss``, ``clip_fraction`` (tokens whose gradient the clip took away),
+    ``importance_ratio``, ``entropy``, and two estimates of KL(old || new): ``approx_kl_k1`` is
+    log(old/new), ``approx_kl`` the always positive k3, ratio - 1 - log(ratio).
+    """
+    log_ratio = logp[mask] - old_logp[mask]
+    ratio = log_ratio.exp()
+    gain = advantages[mask]
+    plain = -gain * ratio
+    clipped = -gain * ratio.clamp(1.0 - clip_ratio, 1.0 + clip_ratio)
+    surrogate = torch.maximum(plain, clipped).sum()
+    entropies = entropy[mask].sum()
+    with torch.no_grad():
+        stats = {
+            "actor_loss": surrogate.detach(),
+            "clip_fraction": (clipped > plain).sum(),
+            "importance_ratio": ratio.sum(),
+            "approx_kl_k1": -log_ratio.sum(),
+            "approx_kl": (ratio - 1.0 - log_ratio).sum(),
+            "entropy": entropies.detach(),
+        }
+    return surrogate - entropy_coef * entropies, stats
+
+
+def value_loss(
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    *,
+    value_clip: float | None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Half the squared error, or the larger one of the new values and of the new values clipped
+    to ``value_clip`` around the old ones.
+
+    Statistics: ``value_loss`` and ``value_clip_fraction``.
+    """
+    new, old, target = values[mask], old_values[mask], returns[mask]
+    losses = (new - target).square()
+    held = torch.zeros_like(losses, dtype=torch.bool)
+    if value_clip is not None:
+        clipped = (old + (new - old).clamp(-value_clip, value_clip) - target).square()
+        held = clipped > losses
+        losses = torch.maximum(losses, clipped)
+    loss = 0.5 * losses.sum()
+    return loss, {"value_loss": loss.detach(), "value_clip_fraction": held.sum()}

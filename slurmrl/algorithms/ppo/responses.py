@@ -1,0 +1,44 @@
+"""Where the response tokens of packed sequences lie, and the states around them.
+
+T packed tokens, S sequences, R response tokens. A sequence is a prompt of at least one token
+followed by its response. The state before token t is what was read up to t - 1, so its value
+stands at position t - 1 of the critic's aligned values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Responses:
+    tokens: Tensor
+    """[R] positions of the response tokens among the T."""
+    states: Tensor
+    """[R+S] positions of the states: for each sequence those before its response tokens, then the
+    one behind its last token."""
+    cu_seqlens: Tensor
+    """[S+1] cumulative numbers of response tokens."""
+    last: Tensor
+    """[S'] positions among the R of the last response tokens of sequences that have any."""
+    answered: Tensor
+    """bool [S]: the sequence has a response token."""
+
+
+def find_responses(prompt_mask: Tensor, cu_seqlens: Tensor) -> Responses:
+    """``prompt_mask`` bool [T], True on prompts; ``cu_seqlens`` [S+1] over the T tokens."""
+    tokens = (~prompt_mask).nonzero().squeeze(1)
+    ends = cu_seqlens[1:].long()
+    sequence = torch.bucketize(tokens, ends, right=True)
+    counts = torch.bincount(sequence, minlength=len(ends))
+    cu_responses = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    states = tokens.new_empty(len(tokens) + len(ends))
+    order = torch.arange(len(tokens), device=tokens.device)
+    states[order + sequence] = tokens - 1
+    behind = cu_responses[1:] + torch.arange(len(ends), device=tokens.device)
+    states[behind] = ends - 1
+    answered = counts > 0
+    return Responses(tokens, states, cu_responses, cu_responses[1:][answered] - 1, answered)

@@ -1,0 +1,99 @@
+"""Settings of PPO. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_call
+from slurmrl.config.schema import Config, PositiveFloat, PositiveInt, Section
+from slurmrl.graph.call import Call, Method
+from slurmrl.graph.roles import RoleUse
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+
+
+class KL(Section):
+    """The price of moving away from the reference model."""
+
+    kind: Literal["fixed", "adaptive"] = "fixed"
+    """`fixed` keeps the coefficient; `adaptive` steers the measured KL to `target`."""
+    coef: NonNegativeFloat = 0.1
+    """Coefficient at the start: reward taken per token for each nat of log(p/p_ref)."""
+    target: PositiveFloat = 6.0
+    """Adaptive: wanted mean KL of a completion, in nats."""
+    horizon: PositiveFloat = 10000.0
+    """Adaptive: completions over which the coefficient moves by up to 20 %."""
+
+
+class PPO(AlgorithmSchema):
+    """Proximal policy optimisation: the actor completes prompts, a rule rewards completions, the
+    reference model prices the distance, and the critic's values give advantages."""
+
+    name: Literal["ppo"] = "ppo"
+    """`ppo`."""
+    n_minibatches: PositiveInt = 4
+    """Optimizer steps that a batch is split into."""
+    n_epochs: PositiveInt = 1
+    """Times that each batch is gone through."""
+    kl: KL = KL()
+    discount: Fraction = 1.0
+    """Discount per token (gamma)."""
+    gae_lambda: Fraction = 1.0
+    """Weight of longer returns in the advantages (lambda)."""
+    clip_ratio: PositiveFloat = 0.2
+    """The probability ratio of a token is clipped to 1 - this .. 1 + this."""
+    value_clip: PositiveFloat | None = 0.2
+    """New values are clipped to this distance from the old ones; null does not clip."""
+    entropy_coef: NonNegativeFloat = 0.0
+    """Reward, in the actor's loss, of a token's entropy."""
+    normalize_advantages: bool = True
+    """Give the advantages mean 0 and deviation 1 over all response tokens of the batch."""
+    reward_bias: float = 0.0
+    """Taken off each reward, before scaling."""
+    reward_scaling: float = 1.0
+    """Factor of each reward, before clipping."""
+    reward_clip: PositiveFloat | None = 20.0
+    """Rewards are clipped to this magnitude; null does not clip."""
+    mask_no_eos_with_zero: bool = False
+    """Give completions that did not end a reward of 0, instead of what the rule says."""
+    early_stop_importance_ratio: PositiveFloat | None = 5.0
+    """Leave out the rest of a step's updates once the mean probability ratio of a minibatch
+    exceeds this; null goes on."""
+
+    dataset_types: ClassVar[tuple[str, ...]] = ("prompt",)
+
+    @property
+    def optimizer_steps(self) -> int:
+        return self.n_minibatches * self.n_epochs
+
+    def roles(self) -> tuple[RoleUse, ...]:
+        return (
+            RoleUse("actor", trained=True, head="lm"),
+            RoleUse("critic", trained=True, head="value"),
+            RoleUse("ref", trained=False, head="lm"),
+        )
+
+    def calls(self, config: Config) -> tuple[Call, ...]:
+        rollout = ("input_ids", "prompt_mask", "logprobs", "finished")
+        judged = (*rollout, "rewards", "ref_logprobs", "values")
+        actor = "slurmrl.algorithms.ppo.actor:PPOActorInterface"
+        critic = "slurmrl.algorithms.ppo.critic:PPOCriticInterface"
+        ids = ("input_ids",)
+        return (
+            generate_call(),
+            reward_call(),
+            Call("ref_inf", "ref", Method.INFERENCE, actor, ids, ("ref_logprobs",)),
+            Call("critic_inf", "critic", Method.INFERENCE, critic, ids, ("values",)),
+            Call("actor_train", "actor", Method.TRAIN_STEP, actor, judged),
+            Call("critic_train", "critic", Method.TRAIN_STEP, critic, judged),
+        )
+
+    @property
+    def updates_per_step(self) -> int:
+        return self.n_minibatches * self.n_epochs
+
+    def controller(self) -> str:
+        return "slurmrl.algorithms.kl_control:KLController"

@@ -1,0 +1,1 @@
+"""Rewards by a rule, shared by algorithms."""

@@ -1,0 +1,84 @@
+"""A reward function applied to completions."""
+
+from __future__ import annotations
+
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from slurmrl.algorithms.base import CallContext, CallResult, Interface
+from slurmrl.data.sample import SequenceSample
+from slurmrl.errors import UsageError
+from slurmrl.rewards import make
+from slurmrl.rewards.base import RewardFunction
+
+if TYPE_CHECKING:
+    from slurmrl.engines.base import Engine
+
+
+class RuleRewardInterface(Interface):
+    """Keeps its reward function (and that one's processes) until it is closed."""
+
+    def __init__(self) -> None:
+        self._function: RewardFunction | None = None
+
+    def inference(
+        self, engine: Engine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        """``rewards`` [S] float32. The sample carries the dataset's metadata."""
+        function = self._prepare(context)
+        completions = decode_completions(sample, context.tokenizer)
+        prompts, rows = sample.metadata["prompt"], sample.metadata["row"]
+        scores = function(prompts, completions, rows)
+        data: dict[str, Tensor | None] = {"rewards": torch.tensor(scores, dtype=torch.float32)}
+        stats = {"reward": (float(sum(scores)), float(len(scores)))}
+        stats |= function.stats()
+        return CallResult(
+            SequenceSample.from_default([1] * sample.bs, sample.ids, data),
+            stats,
+            _texts(sample, completions, scores, context.settings.config.logging.samples),
+        )
+
+    def close(self) -> None:
+        if self._function is not None:
+            self._function.close()
+            self._function = None
+
+    def _prepare(self, context: CallContext) -> RewardFunction:
+        if self._function is None:
+            reward = context.settings.config.reward
+            if reward is None:
+                raise UsageError("the configuration has no reward")
+            self._function = make(reward.name, reward.options)
+        return self._function
+
+
+def decode_completions(sample: SequenceSample, tokenizer: Any) -> list[str]:
+    """The text behind each prompt, without special tokens."""
+    ids, prompt = sample.tensor("input_ids").tolist(), sample.tensor("prompt_mask").tolist()
+    cuts = [0, *accumulate(sample.item_lengths("input_ids"))]
+    return [
+        tokenizer.decode(
+            [ids[at] for at in range(start, stop) if not prompt[at]], skip_special_tokens=True
+        )
+        for start, stop in pairwise(cuts)
+    ]
+
+
+def _texts(
+    sample: SequenceSample, completions: list[str], scores: list[float], limit: int
+) -> list[dict[str, Any]]:
+    finished = sample.tensor("finished").tolist()
+    return [
+        {
+            "id": sample.ids[index],
+            "prompt": sample.metadata["prompt"][index],
+            "completion": completions[index],
+            "answer": sample.metadata["answer"][index],
+            "reward": scores[index],
+            "finished": bool(finished[index]),
+        }
+        for index in range(min(limit, sample.bs))
+    ]

@@ -1,0 +1,1 @@
+"""Generation of completions, shared by algorithms."""

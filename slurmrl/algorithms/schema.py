@@ -1,0 +1,76 @@
+"""What every algorithm's settings have in common. Torch-free."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from slurmrl.config.schema import Config, PositiveInt, Section
+from slurmrl.graph.call import Call, Method
+from slurmrl.graph.roles import RoleUse
+
+ROLLOUT = "slurmrl.algorithms.rollout.interface:RolloutInterface"
+RULE_REWARD = "slurmrl.algorithms.reward.interface:RuleRewardInterface"
+
+
+class AlgorithmSchema(Section, ABC):
+    """Settings of an algorithm; a subclass adds its ``name`` and its hyperparameters."""
+
+    batch_size: PositiveInt
+    """Prompts (or prompt-answer pairs) of one step, over all ranks."""
+
+    dataset_types: ClassVar[tuple[str, ...]]
+    """Types of training dataset that the algorithm takes."""
+
+    evaluation_types: ClassVar[tuple[str, ...]] = ("prompt",)
+    """Types of held-out dataset that it can evaluate."""
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps that each trained model makes in one step of the run."""
+        return 1
+
+    @abstractmethod
+    def roles(self) -> tuple[RoleUse, ...]:
+        """The models it uses."""
+
+    @abstractmethod
+    def calls(self, config: Config) -> tuple[Call, ...]:
+        """The calls of one step."""
+
+    def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
+        """The calls of one evaluation: completions of held-out prompts, judged."""
+        return (generate_call(), reward_call())
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps that each trained model makes in one step, at most."""
+        return 1
+
+    def controller(self) -> str:
+        """``module:Class`` of the ScalarController, which is constructed with this schema."""
+        return "slurmrl.algorithms.scalars:NoScalars"
+
+
+def generate_call() -> Call:
+    """The actor completes prompts."""
+    return Call(
+        name="actor_gen",
+        role="actor",
+        method=Method.GENERATE,
+        interface=ROLLOUT,
+        inputs=("prompt_ids",),
+        outputs=("input_ids", "prompt_mask", "logprobs", "finished"),
+    )
+
+
+def reward_call() -> Call:
+    """A rule judges completions; it needs the metadata of the dataset's items."""
+    return Call(
+        name="reward_inf",
+        role=None,
+        method=Method.INFERENCE,
+        interface=RULE_REWARD,
+        inputs=("input_ids", "prompt_mask", "finished"),
+        outputs=("rewards",),
+    )

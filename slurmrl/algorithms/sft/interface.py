@@ -1,0 +1,42 @@
+"""SFT's training step and held-out loss."""
+
+from __future__ import annotations
+
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from slurmrl.algorithms.base import CallContext, CallResult, Interface
+from slurmrl.algorithms.sft.loss import cross_entropy
+from slurmrl.data.sample import SequenceSample
+
+if TYPE_CHECKING:
+    from slurmrl.engines.base import Engine
+
+
+class SFTInterface(Interface):
+    def train_step(
+        self, engine: Engine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        """One update with the mean cross entropy of the answers' tokens."""
+        assert engine is not None
+        tokens = float((~sample.tensor("prompt_mask")).sum())
+        result = engine.train_batch(sample, sft_loss, tokens)
+        means = {key: result[key] for key in ("loss", "grad_norm", "lr", "skipped")}
+        return CallResult(stats={key: (x, 1.0) for key, x in means.items() if isfinite(x)})
+
+    def inference(
+        self, engine: Engine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        """The held-out ``loss`` per answer token; no output keys."""
+        assert engine is not None
+        outputs = engine.forward(sample.only(["input_ids"]))
+        mask = ~sample.tensor("prompt_mask").to(outputs["logp"].device)
+        loss = cross_entropy(outputs["logp"], mask)
+        return CallResult(stats={"loss": (float(loss), float(mask.sum()))})
+
+
+def sft_loss(outputs: dict[str, Tensor], batch: SequenceSample) -> tuple[Tensor, dict[str, Tensor]]:
+    """The engine's loss function: outputs {logp, entropy} [T]."""
+    return cross_entropy(outputs["logp"], ~batch.tensor("prompt_mask")), {}

@@ -1,0 +1,53 @@
+"""Settings of SFT. Torch-free."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_call
+from slurmrl.config.schema import Config
+from slurmrl.graph.call import Call, Method
+from slurmrl.graph.roles import RoleUse
+
+INTERFACE = "slurmrl.algorithms.sft.interface:SFTInterface"
+
+
+class SFT(AlgorithmSchema):
+    """Supervised fine-tuning: cross entropy of the answers' tokens, given the prompts.
+
+    Held-out prompts are completed and judged by the reward; held-out prompt-answer pairs give
+    the loss.
+    """
+
+    name: Literal["sft"] = "sft"
+    """`sft`."""
+
+    dataset_types: ClassVar[tuple[str, ...]] = ("prompt_answer",)
+    evaluation_types: ClassVar[tuple[str, ...]] = ("prompt", "prompt_answer")
+
+    def roles(self) -> tuple[RoleUse, ...]:
+        return (RoleUse("actor", trained=True, head="lm"),)
+
+    def calls(self, config: Config) -> tuple[Call, ...]:
+        return (
+            Call(
+                name="actor_train",
+                role="actor",
+                method=Method.TRAIN_STEP,
+                interface=INTERFACE,
+                inputs=("input_ids", "prompt_mask"),
+            ),
+        )
+
+    def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
+        if config.evaluation is None or config.evaluation.dataset.type == "prompt":
+            return (generate_call(), reward_call())
+        return (
+            Call(
+                name="actor_loss",
+                role="actor",
+                method=Method.INFERENCE,
+                interface=INTERFACE,
+                inputs=("input_ids", "prompt_mask"),
+            ),
+        )

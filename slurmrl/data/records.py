@@ -1,0 +1,84 @@
+"""A JSONL file: one object per line, each with a unique id. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from slurmrl.errors import ConfigError, EnvironmentFailure, Problem
+
+MOST_PROBLEMS = 20
+"""Problems of one file that are reported."""
+
+
+@dataclass(frozen=True)
+class Records:
+    """``ids[i]`` names ``rows[i]``; ``fingerprint`` changes with the file's bytes."""
+
+    rows: tuple[dict[str, Any], ...]
+    ids: tuple[str, ...]
+    lines: tuple[int, ...]
+    """The row's line number, from 1."""
+    fingerprint: str
+
+
+def read_records(path: Path, id_key: str) -> Records:
+    """All rows. Where no row has an id, a row's id is its line number; blank lines are skipped.
+
+    :raises ConfigError: lines that are no objects, ids that are missing or there twice, an empty
+        file; each problem names its line.
+    :raises EnvironmentFailure: the file cannot be read.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise EnvironmentFailure(f"cannot read dataset {path}: {error.strerror}") from error
+    problems: list[Problem] = []
+    numbered = _parse(content, path, problems)
+    rows = tuple(row for _, row in numbered)
+    lines = tuple(number for number, _ in numbered)
+    ids = _ids(numbered, path, id_key, problems)
+    if not rows and not problems:
+        problems.append(Problem(str(path), "", "the file holds no rows"))
+    if problems:
+        raise ConfigError(tuple(problems[:MOST_PROBLEMS]))
+    return Records(rows, ids, lines, blake2b(content, digest_size=16).hexdigest())
+
+
+def _parse(content: bytes, path: Path, problems: list[Problem]) -> list[tuple[int, dict[str, Any]]]:
+    numbered = []
+    for number, line in enumerate(content.split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            problems.append(Problem(f"{path}:{number}", "", f"not JSON: {error}"))
+            continue
+        if isinstance(row, dict):
+            numbered.append((number, row))
+        else:
+            problems.append(Problem(f"{path}:{number}", "", "must be a JSON object"))
+    return numbered
+
+
+def _ids(
+    numbered: list[tuple[int, dict[str, Any]]], path: Path, id_key: str, problems: list[Problem]
+) -> tuple[str, ...]:
+    if not any(id_key in row for _, row in numbered):
+        return tuple(str(number) for number, _ in numbered)
+    first: dict[str, int] = {}
+    for number, row in numbered:
+        name = row.get(id_key)
+        where = f"{path}:{number}"
+        if name is None:
+            problems.append(Problem(where, id_key, "missing here, though other lines have it"))
+        elif str(name) in first:
+            told = f"'{name}' is the id of line {first[str(name)]} too"
+            problems.append(Problem(where, id_key, told))
+        else:
+            first[str(name)] = number
+    return tuple(first)

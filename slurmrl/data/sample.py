@@ -1,0 +1,199 @@
+"""``SequenceSample``: a batch of items whose sequences are packed, key by key, into 1-D tensors.
+
+Per-token keys are aligned with the tokens: position t speaks about token t of its sequence, so
+``logprobs[t]`` is log p(x_t | x_<t), and 0 at the first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from slurmrl.data.meta import SampleMeta, SplitSpec
+from slurmrl.errors import UnknownNameError
+from slurmrl.registry import near
+
+PER_SEQUENCE_KEYS = ("rewards", "finished")
+PER_TOKEN_KEYS = (
+    "input_ids",
+    "prompt_ids",
+    "prompt_mask",
+    "logprobs",
+    "ref_logprobs",
+    "values",
+    "advantages",
+    "returns",
+    "response_mask",
+    "state_mask",
+)
+
+
+@dataclass
+class SequenceSample(SampleMeta):
+    """Meta plus data: ``data[key]`` has shape [sum of lengths[key], ...], or is None."""
+
+    data: dict[str, Tensor | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if set(self.data) != set(self.lengths):
+            raise KeyError(f"data has keys {sorted(self.data)}, lengths {sorted(self.lengths)}")
+        for key, tensor in self.data.items():
+            total = sum(map(sum, self.lengths[key]))
+            if tensor is not None and (tensor.dim() == 0 or tensor.shape[0] != total):
+                shape = tuple(tensor.shape)
+                raise ValueError(f"key '{key}' has shape {shape}, its lengths add up to {total}")
+
+    @staticmethod
+    def from_default(
+        lengths: Sequence[int],
+        ids: Sequence[str],
+        data: Mapping[str, Tensor | None],
+        metadata: Mapping[str, list[Any]] | None = None,
+    ) -> SequenceSample:
+        """One sequence per item, of ``lengths`` tokens; keys must be of the well-known ones."""
+        rows = {key: _default_lengths(key, lengths) for key in data}
+        return SequenceSample(tuple(ids), rows, dict(metadata or {}), dict(data))
+
+    @staticmethod
+    def gather(
+        samples: Sequence[SequenceSample], keys: Iterable[str] | None = None
+    ) -> SequenceSample:
+        """Items of all samples in order. The first sample decides which keys there are, which
+        of them are None, and which metadata."""
+        if not samples:
+            raise ValueError("nothing to gather")
+        first = samples[0]
+        wanted = first.keys if keys is None else tuple(keys)
+        return SequenceSample(
+            ids=tuple(chain.from_iterable(sample.ids for sample in samples)),
+            lengths={key: _join(sample.lengths[key] for sample in samples) for key in wanted},
+            metadata={
+                key: _join(sample.metadata[key] for sample in samples) for key in first.metadata
+            },
+            data={
+                key: None
+                if first.data[key] is None
+                else torch.cat([sample.tensor(key) for sample in samples])
+                for key in wanted
+            },
+        )
+
+    def tensor(self, key: str) -> Tensor:
+        """The data of a key that must not be None."""
+        value = self.data[key]
+        if value is None:
+            raise ValueError(f"key '{key}' holds no data")
+        return value
+
+    def cu_seqlens(self, key: str) -> Tensor:
+        """Cumulative lengths of the sequences under ``key``: int32 [S+1] beside its data."""
+        value = self.data[key]
+        cuts = [0, *accumulate(chain.from_iterable(self.lengths[key]))]
+        return torch.tensor(cuts, dtype=torch.int32, device=None if value is None else value.device)
+
+    def split(self, k: int, key: str | None = None, min_size: int = 1) -> list[SequenceSample]:
+        """``k`` contiguous parts, balanced by the tokens of ``key`` (default: the main key)."""
+        return self.split_with_spec(self.split_spec(k, key, min_size))
+
+    def split_with_spec(self, spec: SplitSpec) -> list[SequenceSample]:
+        if sum(spec.sizes) != self.bs:
+            raise ValueError(f"the split has {sum(spec.sizes)} items, the batch {self.bs}")
+        return [self.slice(start, stop) for start, stop in spec.partitions]
+
+    def unpack(self) -> list[SequenceSample]:
+        """One sample per item."""
+        return [self.slice(index, index + 1) for index in range(self.bs)]
+
+    def slice(self, start: int, stop: int) -> SequenceSample:
+        """Items start..stop-1; the tensors are views."""
+        data: dict[str, Tensor | None] = {}
+        for key, tensor in self.data.items():
+            totals = self.item_lengths(key)
+            begin = sum(totals[:start])
+            size = sum(totals[start:stop])
+            data[key] = None if tensor is None else tensor.narrow(0, begin, size)
+        return self._with_items(range(start, stop), data)
+
+    def take(self, indices: Sequence[int]) -> SequenceSample:
+        """The items at ``indices``, in that order (none is allowed)."""
+        data: dict[str, Tensor | None] = {}
+        for key, tensor in self.data.items():
+            cuts = [0, *accumulate(self.item_lengths(key))]
+            data[key] = None if tensor is None else _pick(tensor, cuts, indices)
+        return self._with_items(indices, data)
+
+    def select(self, ids: Sequence[str]) -> SequenceSample:
+        """The items named by ``ids``, in that order; KeyError for one that is not here."""
+        return self.take(self.positions(ids))
+
+    def only(self, keys: Iterable[str]) -> SequenceSample:
+        """The same items with some of the keys; tensors are shared."""
+        wanted = tuple(keys)
+        return SequenceSample(
+            self.ids,
+            {key: self.lengths[key] for key in wanted},
+            self.metadata,
+            {key: self.data[key] for key in wanted},
+        )
+
+    def meta(self) -> SampleMeta:
+        """Ids, lengths and metadata, without tensors."""
+        return SampleMeta(self.ids, self.lengths, self.metadata)
+
+    def update_(self, other: SequenceSample) -> None:
+        """Take over the keys and the metadata of ``other``, which has the same ids; shares."""
+        if other.ids != self.ids:
+            raise ValueError(f"update needs the same ids in the same order: {self._differs(other)}")
+        self.lengths.update(other.lengths)
+        self.metadata.update(other.metadata)
+        self.data.update(other.data)
+
+    def remap_keys_(self, names: Mapping[str, str]) -> None:
+        """Rename keys: old name to new name; keys that are not here are left out."""
+        renamed = {key: names.get(key, key) for key in self.lengths}
+        if len(set(renamed.values())) != len(renamed):
+            raise ValueError(f"two keys would get one name: {renamed}")
+        self.lengths = {renamed[key]: rows for key, rows in self.lengths.items()}
+        self.data = {renamed[key]: tensor for key, tensor in self.data.items()}
+
+    def to(self, device: torch.device | str) -> SequenceSample:
+        data = {key: None if t is None else t.to(device) for key, t in self.data.items()}
+        return SequenceSample(self.ids, self.lengths, self.metadata, data)
+
+    def _with_items(self, indices: Sequence[int], data: dict[str, Tensor | None]) -> SequenceSample:
+        return SequenceSample(
+            ids=tuple(self.ids[index] for index in indices),
+            lengths={key: [rows[i] for i in indices] for key, rows in self.lengths.items()},
+            metadata={key: [rows[i] for i in indices] for key, rows in self.metadata.items()},
+            data=data,
+        )
+
+    def _differs(self, other: SequenceSample) -> str:
+        pairs = zip(self.ids, other.ids, strict=False)
+        first = next((pair for pair in pairs if pair[0] != pair[1]), None)
+        return f"{self.bs} and {other.bs} items, first difference {first}"
+
+
+def _default_lengths(key: str, lengths: Sequence[int]) -> list[list[int]]:
+    if key in PER_SEQUENCE_KEYS:
+        return [[1] for _ in lengths]
+    if key in PER_TOKEN_KEYS:
+        return [[length] for length in lengths]
+    known = sorted((*PER_SEQUENCE_KEYS, *PER_TOKEN_KEYS))
+    raise UnknownNameError(f"no length rule for key '{key}'; {near(key, known)}")
+
+
+def _join(parts: Iterable[list[Any]]) -> list[Any]:
+    return list(chain.from_iterable(parts))
+
+
+def _pick(tensor: Tensor, cuts: list[int], indices: Sequence[int]) -> Tensor:
+    if not indices:
+        return tensor[:0]
+    return torch.cat([tensor[cuts[index] : cuts[index + 1]] for index in indices])

@@ -1,0 +1,91 @@
+"""Tokenizers in Hugging Face form, from a local folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from slurmrl.errors import UsageError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+END, PAD = "<|endoftext|>", "<|pad|>"
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder; nothing is downloaded.
+
+    :raises UsageError: no tokenizer there, or one without an end-of-text token.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            str(folder), local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise UsageError(f"no tokenizer in {folder}: {error}") from error
+    end_id(tokenizer)
+    return tokenizer
+
+
+def end_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The end-of-text token, which ends answers and completions."""
+    if tokenizer.eos_token_id is None:
+        raise UsageError(f"tokenizer {tokenizer.name_or_path} has no end-of-text token (eos_token)")
+    return int(tokenizer.eos_token_id)
+
+
+def text_ids(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, begin: bool
+) -> list[list[int]]:
+    """Tokens of each text. ``begin`` puts the begin-of-text token in front where the tokenizer
+    does so by itself (llama) and the text does not have it already (chat templates)."""
+    if not texts:
+        return []
+    rows: list[list[int]] = tokenizer(list(texts), add_special_tokens=False).input_ids
+    start: list[int] = tokenizer("", add_special_tokens=True).input_ids[:1]
+    if not begin or not start or start != [tokenizer.bos_token_id]:
+        return rows
+    return [row if row[:1] == start else start + row for row in rows]
+
+
+def save_tokenizer(core: Tokenizer, folder: Path, *, end: str, pad: str) -> None:
+    """Write a tokenizer of the ``tokenizers`` library in Hugging Face form."""
+    folder.mkdir(parents=True, exist_ok=True)
+    core.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": end,
+        "pad_token": pad,
+        "clean_up_tokenization_spaces": False,
+    }
+    text = json.dumps(settings, indent=2) + "\n"
+    (folder / "tokenizer_config.json").write_text(text, encoding="utf-8")
+
+
+def train_bpe(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
+    """Learn a byte-level BPE of ``vocabulary`` tokens from texts, and save it. Digits stand
+    alone, so that numbers of any length are read alike."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    core = Tokenizer(models.BPE())
+    core.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[PAD, END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator(texts, trainer)
+    save_tokenizer(core, folder, end=END, pad=PAD)

@@ -1,0 +1,28 @@
+"""The contract of reward functions."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+class RewardFunction(ABC):
+    """Constructed with the configuration's ``reward.options`` as keywords."""
+
+    @abstractmethod
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+    ) -> list[float]:
+        """One score per completion. A row is the dataset's line, with the text of its answer
+        under ``answer``."""
+
+    def stats(self) -> dict[str, tuple[float, float]]:
+        """What else to report of the latest call: name to (sum, count)."""
+        return {}
+
+    def close(self) -> None:  # noqa: B027 - most have nothing to close
+        """Release processes; the function is not called again."""

@@ -1,0 +1,129 @@
+"""Packing against brute force and proven bounds."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise, product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurmrl.data.packing import (
+    balanced_partition,
+    even_sizes,
+    microbatches,
+    partition_balanced,
+)
+
+
+def spread(nums: list[int], cuts: tuple[int, ...] | list[int]) -> int:
+    sums = [sum(nums[start:stop]) for start, stop in pairwise(cuts)]
+    return max(sums) - min(sums)
+
+
+def smallest_spread(nums: list[int], k: int, min_size: int) -> int:
+    n = len(nums)
+    every = ([0, *middle, n] for middle in combinations(range(1, n), k - 1))
+    return min(
+        spread(nums, cuts)
+        for cuts in every
+        if all(stop - start >= min_size for start, stop in pairwise(cuts))
+    )
+
+
+@settings(max_examples=300)
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.data())
+def test_contiguous_parts_have_the_smallest_possible_spread(
+    nums: list[int], data: st.DataObject
+) -> None:
+    min_size = data.draw(st.integers(1, min(3, len(nums))))
+    k = data.draw(st.integers(1, len(nums) // min_size))
+    cuts = partition_balanced(nums, k, min_size)
+    assert cuts[0] == 0
+    assert cuts[-1] == len(nums)
+    assert len(cuts) == k + 1
+    assert all(stop - start >= min_size for start, stop in pairwise(cuts))
+    assert spread(nums, cuts) == smallest_spread(nums, k, min_size)
+
+
+def test_the_case_where_a_dynamic_programme_over_single_states_misses_the_optimum() -> None:
+    nums = [3, 3, 3, 7, 8, 2, 13, 1]
+    assert spread(nums, partition_balanced(nums, 5)) == 11
+
+
+def test_contiguous_parts_of_many_lengths() -> None:
+    nums = [(index * 7919) % 1997 + 10 for index in range(2048)]
+    cuts = partition_balanced(nums, 32)
+    sums = [sum(nums[start:stop]) for start, stop in pairwise(cuts)]
+    assert max(sums) <= 1.02 * sum(nums) / 32
+
+
+@pytest.mark.parametrize(("n", "k", "min_size"), [(2, 3, 1), (5, 2, 3), (3, 0, 1), (3, 1, 0)])
+def test_impossible_contiguous_parts_are_refused(n: int, k: int, min_size: int) -> None:
+    with pytest.raises(ValueError, match="cannot split"):
+        partition_balanced([1] * n, k, min_size)
+
+
+def test_negative_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="negative"):
+        partition_balanced([1, -1], 1)
+
+
+@given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 9))
+def test_balanced_parts_hold_every_index_once(lengths: list[int], k: int) -> None:
+    parts = balanced_partition(lengths, k)
+    assert len(parts) == k
+    assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
+    assert all(part == sorted(part) for part in parts)
+    assert len(lengths) < k or all(parts)
+
+
+@given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 3))
+def test_balanced_parts_keep_grahams_bound(lengths: list[int], k: int) -> None:
+    largest = max(sum(lengths[i] for i in part) for part in balanced_partition(lengths, k))
+    every = product(range(k), repeat=len(lengths))
+    optimum = min(
+        max(
+            sum(x for x, own in zip(lengths, choice, strict=True) if own == part)
+            for part in range(k)
+        )
+        for choice in every
+    )
+    assert largest <= (4 / 3 - 1 / (3 * k)) * optimum + 1e-9
+
+
+def test_balanced_parts_of_real_lengths_are_even() -> None:
+    lengths = [(index * 7919) % 1997 + 10 for index in range(4096)]
+    sums = [sum(lengths[i] for i in part) for part in balanced_partition(lengths, 64)]
+    assert max(sums) <= 1.001 * sum(lengths) / 64
+
+
+def test_no_parts_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 parts"):
+        balanced_partition([1], 0)
+
+
+@given(st.lists(st.integers(0, 100), max_size=60), st.integers(1, 120))
+def test_microbatches_respect_the_budget(lengths: list[int], budget: int) -> None:
+    parts = microbatches(lengths, budget)
+    assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
+    for part in parts:
+        assert part == sorted(part)
+        assert sum(lengths[i] for i in part) <= budget or len(part) == 1
+    half_empty = [part for part in parts if 2 * sum(lengths[i] for i in part) <= budget]
+    assert len(half_empty) <= 1
+    assert parts == sorted(parts)
+
+
+def test_a_budget_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1"):
+        microbatches([1], 0)
+
+
+@given(st.integers(0, 50), st.integers(1, 9))
+def test_even_sizes_differ_by_at_most_one(n: int, k: int) -> None:
+    sizes = even_sizes(n, k)
+    assert sum(sizes) == n
+    assert len(sizes) == k
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)

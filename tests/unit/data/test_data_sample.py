@@ -1,0 +1,197 @@
+"""SequenceSample: gather, split, unpack, select, update and remap."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmrl.data.meta import SampleMeta, SplitSpec
+from slurmrl.data.sample import SequenceSample
+from slurmrl.errors import UnknownNameError
+
+
+def make(lengths: list[int], prefix: str = "s") -> SequenceSample:
+    total = sum(lengths)
+    return SequenceSample.from_default(
+        lengths,
+        [f"{prefix}{index}" for index in range(len(lengths))],
+        {
+            "input_ids": torch.arange(total),
+            "logprobs": torch.linspace(-1, 0, total),
+            "rewards": torch.arange(len(lengths)).float(),
+        },
+        {"text": [f"{prefix} {index}" for index in range(len(lengths))]},
+    )
+
+
+def nested(groups: list[list[int]], prefix: str = "n") -> SequenceSample:
+    """Items of several sequences each (pairs of answers)."""
+    total = sum(map(sum, groups))
+    return SequenceSample(
+        tuple(f"{prefix}{index}" for index in range(len(groups))),
+        {"seq": groups, "score": [[len(inner)] for inner in groups]},
+        {},
+        {"seq": torch.arange(total), "score": torch.arange(sum(map(len, groups)))},
+    )
+
+
+def same(a: SequenceSample, b: SequenceSample) -> bool:
+    return (
+        a.ids == b.ids
+        and a.lengths == b.lengths
+        and a.metadata == b.metadata
+        and a.data.keys() == b.data.keys()
+        and all(torch.equal(a.tensor(key), b.tensor(key)) for key in a.data)
+    )
+
+
+batches = st.lists(st.integers(1, 9), min_size=1, max_size=20)
+groups = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), min_size=1, max_size=12)
+
+
+@given(batches, st.data())
+def test_gather_undoes_split(lengths: list[int], data: st.DataObject) -> None:
+    sample = make(lengths)
+    k = data.draw(st.integers(1, len(lengths)))
+    parts = sample.split(k)
+    assert len(parts) == k
+    assert same(SequenceSample.gather(parts), sample)
+
+
+@given(groups, st.data())
+def test_gather_undoes_split_of_items_with_many_sequences(
+    rows: list[list[int]], data: st.DataObject
+) -> None:
+    sample = nested(rows)
+    k = data.draw(st.integers(1, len(rows)))
+    assert same(SequenceSample.gather(sample.split(k, key="seq")), sample)
+
+
+@given(groups)
+def test_gather_undoes_unpack(rows: list[list[int]]) -> None:
+    sample = nested(rows)
+    items = sample.unpack()
+    assert [item.ids for item in items] == [(name,) for name in sample.ids]
+    assert same(SequenceSample.gather(items), sample)
+
+
+@given(batches, st.randoms())
+def test_select_finds_items_by_id_in_the_asked_order(lengths: list[int], random: Random) -> None:
+    sample = make(lengths)
+    order = list(range(len(lengths)))
+    random.shuffle(order)
+    picked = sample.select([sample.ids[index] for index in order])
+    starts = [0, *accumulate(lengths)]
+    wanted = [token for i in order for token in range(starts[i], starts[i] + lengths[i])]
+    assert picked.tensor("input_ids").tolist() == wanted
+    assert picked.tensor("rewards").tolist() == [float(index) for index in order]
+    assert picked.metadata["text"] == [f"s {index}" for index in order]
+
+
+def test_a_gather_follows_the_first_sample() -> None:
+    a, b = make([2, 3]), make([1], "t")
+    both = SequenceSample.gather([a, b], keys=["input_ids"])
+    assert both.ids == ("s0", "s1", "t0")
+    assert both.keys == ("input_ids",)
+    assert both.tensor("input_ids").tolist() == [0, 1, 2, 3, 4, 0]
+    assert both.metadata["text"] == ["s 0", "s 1", "t 0"]
+
+
+def test_gathering_nothing_or_a_twice_named_item_is_an_error() -> None:
+    with pytest.raises(ValueError, match="nothing to gather"):
+        SequenceSample.gather([])
+    with pytest.raises(ValueError, match="duplicate sample ids"):
+        SequenceSample.gather([make([1]), make([2])])
+
+
+def test_an_empty_selection_keeps_keys_and_types() -> None:
+    none = make([2, 3]).take([])
+    assert none.bs == 0
+    assert none.tensor("input_ids").dtype == torch.int64
+    assert none.cu_seqlens("input_ids").tolist() == [0]
+    assert same(SequenceSample.gather([make([2, 3]), none]), make([2, 3]))
+
+
+def test_cumulative_lengths_count_every_sequence() -> None:
+    assert nested([[2, 3], [1]]).cu_seqlens("seq").tolist() == [0, 2, 5, 6]
+    assert make([2, 3]).cu_seqlens("input_ids").dtype == torch.int32
+
+
+def test_well_known_keys_have_a_length_rule_and_others_do_not() -> None:
+    sample = make([2, 3])
+    assert sample.lengths["logprobs"] == [[2], [3]]
+    assert sample.lengths["rewards"] == [[1], [1]]
+    with pytest.raises(UnknownNameError, match="did you mean 'logprobs'"):
+        SequenceSample.from_default([1], ["a"], {"logprob": torch.zeros(1)})
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="add up to 5"):
+        SequenceSample.from_default([2, 3], ["a", "b"], {"input_ids": torch.zeros(4)})
+    with pytest.raises(ValueError, match="duplicate sample ids: \\['a'\\]"):
+        SequenceSample.from_default([1, 1], ["a", "a"], {"input_ids": torch.zeros(2)})
+    with pytest.raises(ValueError, match="1 items, the batch 2"):
+        SampleMeta(("a", "b"), {"x": [[1]]})
+    with pytest.raises(KeyError):
+        SequenceSample(("a",), {"x": [[1]]}, {}, {"y": torch.zeros(1)})
+    with pytest.raises(KeyError):
+        make([1]).select(["other"])
+
+
+def test_a_key_may_hold_no_data() -> None:
+    sample = SequenceSample(("a", "b"), {"x": [[1], [2]]}, {}, {"x": None})
+    assert [part.data["x"] for part in sample.unpack()] == [None, None]
+    assert SequenceSample.gather(sample.unpack()).data["x"] is None
+    with pytest.raises(ValueError, match="holds no data"):
+        sample.tensor("x")
+
+
+def test_meta_goes_through_json() -> None:
+    meta = make([2, 3]).meta()
+    assert SampleMeta.from_json(meta.to_json()) == meta
+    assert meta.main_key() == "input_ids"
+    assert meta.item_lengths() == [2, 3]
+
+
+def test_update_takes_over_keys_of_the_same_items() -> None:
+    sample = make([2, 3])
+    more = SequenceSample.from_default(
+        [2, 3], sample.ids, {"values": torch.ones(5), "rewards": torch.tensor([7.0, 8.0])}
+    )
+    sample.update_(more)
+    assert sample.tensor("values").tolist() == [1.0] * 5
+    assert sample.tensor("rewards").tolist() == [7.0, 8.0]
+    assert sample.tensor("input_ids").tolist() == [0, 1, 2, 3, 4]
+    with pytest.raises(ValueError, match="first difference"):
+        sample.update_(make([2, 3], "t"))
+
+
+def test_keys_are_renamed() -> None:
+    sample = make([2, 3])
+    sample.remap_keys_({"logprobs": "ref_logprobs", "absent": "values"})
+    assert sample.keys == ("input_ids", "ref_logprobs", "rewards")
+    assert set(sample.data) == set(sample.keys)
+    with pytest.raises(ValueError, match="two keys"):
+        sample.remap_keys_({"rewards": "input_ids"})
+
+
+def test_a_split_is_contiguous_and_not_empty() -> None:
+    assert SplitSpec.of_partitions([(0, 2), (2, 5)]).sizes == (2, 3)
+    for wrong in ([(1, 2)], [(0, 2), (3, 4)], [(0, 2), (2, 2)], []):
+        with pytest.raises(ValueError):
+            SplitSpec.of_partitions(wrong)
+    with pytest.raises(ValueError, match="the batch 2"):
+        make([1, 1]).split_with_spec(SplitSpec((3,)))
+    with pytest.raises(ValueError, match="cannot split"):
+        make([1, 1]).split(3)
+
+
+def test_a_split_balances_tokens_and_keeps_a_least_size() -> None:
+    sample = make([8, 1, 1, 1, 1])
+    assert [part.bs for part in sample.split(2)] == [1, 4]
+    assert [part.bs for part in sample.split(2, min_size=2)] == [2, 3]

@@ -1,0 +1,96 @@
+"""The pool of judges against programs that hang, die and refuse to start."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from slurmrl.errors import WorkerDiedError
+from slurmrl.rewards.judges import JudgePool
+
+PROGRAM = """
+import json, os, sys, time
+print('{"ready": true}', flush=True)
+for line in sys.stdin:
+    request = json.loads(line)
+    if request.get("hang"):
+        time.sleep(3600)
+    if request.get("die"):
+        os._exit(9)
+    once = request.get("die_once")
+    if once and not os.path.exists(once):
+        open(once, "w").close()
+        os._exit(9)
+    print(json.dumps({"correct": request["x"] % 2 == 0}), flush=True)
+"""
+
+Make = Callable[..., JudgePool]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    pools: list[JudgePool] = []
+
+    def build(processes: int = 1, timeout_s: float = 60.0, text: str = PROGRAM) -> JudgePool:
+        program = tmp_path / "judge.py"
+        program.write_text(text)
+        pools.append(JudgePool(processes, timeout_s, program))
+        return pools[-1]
+
+    yield build
+    for pool in pools:
+        pool.close()
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_verdicts_come_in_the_order_of_the_requests(make: Make, processes: int) -> None:
+    pool = make(processes)
+    wanted = [x % 2 == 0 for x in range(50)]
+    assert pool.judge([{"x": x} for x in range(50)]) == wanted
+    assert pool.judge([{"x": 1}]) == [False]
+
+
+def test_long_requests_pass(make: Make) -> None:
+    assert make().judge([{"x": 2, "text": "a" * 1_000_000}]) == [True]
+
+
+def test_a_judge_that_hangs_is_replaced_and_its_request_unjudged(make: Make) -> None:
+    pool = make(timeout_s=0.3)
+    assert pool.judge([{"x": 2}, {"x": 2, "hang": True}, {"x": 4}]) == [True, None, True]
+
+
+def test_a_judge_that_dies_gets_its_request_again(make: Make, tmp_path: Path) -> None:
+    pool = make()
+    requests = [{"x": 2}, {"x": 4, "die_once": str(tmp_path / "died")}, {"x": 6}]
+    assert pool.judge(requests) == [True, True, True]
+    assert (tmp_path / "died").exists()
+
+
+def test_a_request_that_always_kills_its_judge_is_unjudged(make: Make) -> None:
+    assert make(2).judge([{"x": 2, "die": True}, {"x": 2}]) == [None, True]
+
+
+def test_a_judge_that_was_killed_while_idle_changes_no_verdict(make: Make) -> None:
+    pool = make()
+    assert pool.judge([{"x": 2}]) == [True]
+    os.kill(pool.pids[0], signal.SIGKILL)
+    assert pool.judge([{"x": 2}, {"x": 3}]) == [True, False]
+
+
+def test_a_program_that_never_starts_is_an_error(make: Make) -> None:
+    with pytest.raises(WorkerDiedError, match="did not start three times"):
+        make(text="raise SystemExit(1)").judge([{"x": 1}])
+
+
+def test_judges_end_when_the_pool_is_closed(make: Make) -> None:
+    pool = make(2)
+    pool.judge([{"x": x} for x in range(8)])
+    pids = pool.pids
+    pool.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
