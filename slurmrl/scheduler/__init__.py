@@ -1,0 +1,42 @@
+"""Schedulers: who starts the links of a trial. A new one is a file beside these and a line here."""
+
+from __future__ import annotations
+
+import shutil
+
+from slurmrl.errors import SchedulerError
+from slurmrl.registry import Registry
+from slurmrl.scheduler.base import Scheduler
+
+SCHEDULERS = Registry(
+    "scheduler",
+    {
+        "local": "slurmrl.scheduler.local:LocalScheduler",
+        "slurm": "slurmrl.scheduler.slurm:SlurmScheduler",
+    },
+)
+AUTO = "auto"
+PROBE_S = 10.0
+"""How long a controller may take to answer before ``auto`` goes on without Slurm."""
+
+
+def make(name: str) -> Scheduler:
+    """The scheduler of that name (not ``auto``: see ``choose``). Raises UnknownNameError."""
+    scheduler: Scheduler = SCHEDULERS.load(name)()
+    return scheduler
+
+
+def choose(name: str) -> str:
+    """``auto`` -> ``slurm`` if sbatch is on PATH and a controller answers, else ``local``."""
+    if name != AUTO:
+        SCHEDULERS.reference(name)
+        return name
+    if shutil.which("sbatch") is None:
+        return "local"
+    from slurmrl.scheduler.client import SlurmClient
+
+    try:
+        SlurmClient(timeout_s=PROBE_S).ping()
+    except SchedulerError:
+        return "local"
+    return "slurm"

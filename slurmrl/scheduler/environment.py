@@ -1,0 +1,42 @@
+"""What the environment of the submitting shell may hand on. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+EXPORTED = ("HOME", "USER", "LANG", "PATH", "LD_LIBRARY_PATH")
+"""What a job inherits. Everything else comes from set-up lines, so that no token of the login shell
+ends up in a job's environment.
+
+Slurm's own ``--export=HOME,USER,…`` does not do that: it makes each start of a job run the user's
+login shell on the compute node (1.2 s on the test bed) and adds whatever that exports. So sbatch
+runs in this environment, and the script says ``--export=ALL``."""
+
+LOCAL = (*EXPORTED, "CUDA_VISIBLE_DEVICES", "TMPDIR")
+"""The same for a link of the local scheduler; on a compute node Slurm sets the rest."""
+
+OPTION_PREFIXES = ("SBATCH_", "SCANCEL_", "SLURM_", "SQUEUE_")
+"""Variables that change options of Slurm's commands, or belong to the job in which we may run."""
+
+
+def of_job(environ: Mapping[str, str]) -> dict[str, str]:
+    """Environment for sbatch, which hands all of it on to the job."""
+    return _chosen(environ, (*EXPORTED, "SLURM_CONF"))
+
+
+def of_local_job(environ: Mapping[str, str]) -> dict[str, str]:
+    return _chosen(environ, LOCAL)
+
+
+def of_command(environ: Mapping[str, str]) -> dict[str, str]:
+    """Environment for Slurm's other commands: nothing in it changes their options."""
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if name == "SLURM_CONF" or not name.startswith(OPTION_PREFIXES)
+    }
+    return kept | {"SLURM_BITSTR_LEN": "0"}  # never shorten a list of pending elements
+
+
+def _chosen(environ: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
+    return {name: environ[name] for name in names if name in environ}

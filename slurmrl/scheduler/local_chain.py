@@ -1,0 +1,166 @@
+"""The local scheduler's chain: runs the links of one group one after the other.
+
+``python -m slurmrl.scheduler.local_chain RUN_DIR NUMBER GROUP LINKS`` in a session of its own. It
+does for one machine what ``--array=0-L%1`` does on Slurm: each link runs the batch script, and the
+next one starts when a link ends for any reason, unless the history holds an end of the trial.
+Every signal makes the running link the last: USR1 lets it run on, USR2 goes to it as soon as it has
+a handler (stop at a step), TERM ends it with TERM and after 10 s with KILL, QUIT kills it at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from slurmrl import log
+from slurmrl.history.log import History
+from slurmrl.history.state import fold
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler import processes
+from slurmrl.scheduler.base import JobState
+from slurmrl.scheduler.local_state import SIGNALS, ChainState
+
+GRACE_S = 10.0
+"""From TERM to KILL."""
+PR_SET_PDEATHSIG = 1
+
+_log = log.get(__name__)
+
+
+class Chain:
+    """The links of one group of one submission."""
+
+    def __init__(self, run: RunPaths, number: int, group: str, links: int) -> None:
+        identity = processes.ProcessId.of(os.getpid())
+        assert identity is not None, "this process runs"
+        self._run, self._number, self._group = run, number, group
+        self._state = ChainState.of(identity, links)
+        self._last = False
+        self._relay = False
+        self._kill_at_s: float | None = None
+
+    def run(self) -> None:
+        self._write()
+        for index in range(len(self._state.elements)):
+            if self._signalled() or self._trial_ended():
+                break
+            self._link(index)
+        for element in self._state.elements:
+            if element.state is JobState.PENDING:
+                element.state, element.reason = JobState.CANCELLED, "not needed"
+        self._write()
+
+    def _signalled(self) -> bool:
+        """A signal that comes between two links ends the chain as well."""
+        others = set(SIGNALS) - {signal.SIGCHLD}
+        return self._last or bool(signal.sigpending() & others)
+
+    def _trial_ended(self) -> bool:
+        return fold(History(self._run.history).read()).end is not None
+
+    def _link(self, index: int) -> None:
+        child = self._start(index)
+        element = self._state.elements[index]
+        element.state, element.reason, element.pid = JobState.RUNNING, "", child.pid
+        self._write()
+        code = self._wait(child)
+        element.state, element.reason = self._verdict(code)
+        element.pid = None
+        self._write()
+
+    def _start(self, index: int) -> subprocess.Popen[bytes]:
+        name = f"{self._state.job}_{index}"
+        environ = os.environ | {
+            "SLURM_JOB_ID": name,
+            "SLURM_ARRAY_JOB_ID": self._state.job,
+            "SLURM_ARRAY_TASK_ID": str(index),
+        }
+        environ.pop("PYTHONPATH", None)  # the chain's own; the script sets that of the link
+        with self._run.batch_log(self._group, name).open("ab") as output:
+            return subprocess.Popen(
+                ["/bin/bash", str(self._run.submission_script(self._number, self._group))],
+                cwd=self._run.run,
+                env=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                preexec_fn=_DieWithParent(),
+            )
+
+    def _wait(self, child: subprocess.Popen[bytes]) -> int:
+        """Wait for the link's end, serving signals; what it left behind is killed, as Slurm does.
+        The ended child is reaped last, so that its process group cannot be somebody else's."""
+        ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        while os.waitid(os.P_PID, child.pid, ended) is None:
+            if self._relay and processes.catches(child.pid, signal.SIGUSR2):
+                child.send_signal(signal.SIGUSR2)
+                self._relay = False
+            if self._kill_at_s is not None and time.monotonic() >= self._kill_at_s:
+                _kill_group(child.pid)
+            busy = self._relay or self._kill_at_s is not None
+            received = signal.sigtimedwait(SIGNALS, 0.05 if busy else 5.0)
+            if received is not None:
+                self._receive(received.si_signo, child)
+        _kill_group(child.pid)
+        return child.wait()
+
+    def _receive(self, number: int, child: subprocess.Popen[bytes]) -> None:
+        if number == signal.SIGCHLD:
+            return
+        _log.info("received %s", signal.Signals(number).name)
+        self._last = True
+        if number == signal.SIGUSR2:
+            self._relay = True
+        elif number == signal.SIGQUIT:
+            self._kill_at_s = time.monotonic()
+        elif number in (signal.SIGTERM, signal.SIGINT) and self._kill_at_s is None:
+            self._kill_at_s = time.monotonic() + GRACE_S
+            child.terminate()
+
+    def _verdict(self, code: int) -> tuple[JobState, str]:
+        reason = f"signal {-code}" if code < 0 else f"exit code {code}"
+        if self._kill_at_s is not None:
+            return JobState.CANCELLED, reason
+        return (JobState.COMPLETED, "") if code == 0 else (JobState.FAILED, reason)
+
+    def _write(self) -> None:
+        self._state.write(self._run.local_chain(self._number, self._group))
+
+
+class _DieWithParent:
+    """Runs in the child between fork and exec: no signal blocked, dies with the chain."""
+
+    def __init__(self) -> None:
+        self._parent = os.getpid()
+        self._prctl = ctypes.CDLL(None, use_errno=True).prctl
+
+    def __call__(self) -> None:
+        self._prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        if os.getppid() != self._parent:
+            os._exit(1)
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def main(arguments: list[str]) -> None:
+    run, number, group, links = arguments
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    os.chdir(run)
+    log.configure(f"{group} chain")
+    Chain(RunPaths(Path(run)), int(number), group, int(links)).run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,58 @@
+"""What every scheduler keeps in ``submissions/<n>/``: the scripts and the job ids."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Mapping
+
+from slurmrl.errors import CorruptFileError
+from slurmrl.fsio import atomic
+from slurmrl.paths import RunPaths
+
+
+def write_scripts(run: RunPaths, number: int, scripts: Mapping[str, str]) -> None:
+    atomic.make_private_directory(run.submission(number))
+    for group, text in scripts.items():
+        atomic.make_private_directory(run.logs / group)
+        atomic.replace(run.submission_script(number, group), text.encode())
+
+
+def write_jobs(run: RunPaths, number: int, jobs: Mapping[str, str]) -> None:
+    atomic.replace(run.submission_jobs(number), json.dumps(dict(jobs)).encode())
+
+
+def read_jobs(run: RunPaths, number: int) -> dict[str, str] | None:
+    """The job ids by group; None if the submission did not get as far as writing them.
+
+    Raises CorruptFileError for a file that is not ours.
+    """
+    path = run.submission_jobs(number)
+    try:
+        jobs = json.loads(atomic.read(path))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise CorruptFileError(f"{path}: {error}") from error
+    if not isinstance(jobs, dict):
+        raise CorruptFileError(f"{path}: an object was expected")
+    return {str(group): str(job) for group, job in jobs.items()}
+
+
+def job_names(run: RunPaths, number: int) -> dict[str, str]:
+    """Job name -> group, read from the scripts that were written."""
+    try:
+        files = atomic.list_names(run.submission(number))
+    except FileNotFoundError:
+        return {}
+    groups = [name.removesuffix(".sh") for name in files if name.endswith(".sh")]
+    return {_job_name(run, number, group): group for group in groups}
+
+
+def _job_name(run: RunPaths, number: int, group: str) -> str:
+    path = run.submission_script(number, group)
+    found = re.search(r"^#SBATCH --job-name=(.+)$", atomic.read(path).decode(), re.MULTILINE)
+    if not found:
+        raise CorruptFileError(f"{path}: no job name in it")
+    return shlex.split(found[1])[0]

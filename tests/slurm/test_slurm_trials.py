@@ -1,0 +1,170 @@
+"""Whole trials on a real Slurm, through the command line only."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.trials import Site, ppo_config, sft_config, wait_until
+
+TWO_NODES = {
+    "workers_per_host": 1,
+    "gpus_per_worker": 1,
+    "interface": "lo",
+    "slurm": {"partition": "main", "time": "30"},
+}
+
+
+@pytest.fixture
+def site(tmp_path: Path, slurm_bed: Any) -> Site:
+    return Site(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)})
+
+
+def on_slurm(config: dict[str, Any], **cluster: Any) -> dict[str, Any]:
+    return {**config, "cluster": {**TWO_NODES, **cluster}}
+
+
+def submit(site: Site, config: dict[str, Any], *arguments: str) -> dict[str, Any]:
+    """Submit to Slurm; what ``--json`` says."""
+    path = site.write(f"{config['experiment']}.yaml", config)
+    done = site.slurmrl("submit", str(path), "--scheduler", "slurm", "--json", *arguments)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+def squeue(*arguments: str) -> str:
+    done = subprocess.run(["squeue", "-h", *arguments], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def tasks(site: Site, trial: str) -> list[dict[str, Any]]:
+    return [task for group in site.status(trial)["groups"] for task in group["tasks"]]
+
+
+def devices(site: Site, trial: str) -> list[dict[str, Any]]:
+    """What each agent was given, from the name store."""
+    found = site.slurmrl("status", trial, "--json")
+    assert found.returncode == 0
+    from slurmrl import keys
+    from slurmrl.name_resolve import make
+
+    names = make("file", directory=site.paths(trial).names)
+    incarnation = site.status(trial)["incarnation"]
+    return [json.loads(v) for v in names.get_subtree(f"{keys.incarnation(incarnation)}/devices")]
+
+
+def batch_pid(trial_run: Path) -> int:
+    """The supervisor of a run: the batch process of its running job."""
+
+    def find() -> int | None:
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                words = (entry / "cmdline").read_bytes().decode().split("\0")
+            except OSError:
+                continue
+            if "slurmrl.workers.supervisor" in words and str(trial_run) in words:
+                return int(entry.name)
+        return None
+
+    return wait_until(f"the batch process of {trial_run}", find)
+
+
+def test_two_node_trial_with_status_and_logs(site: Site) -> None:
+    submit(site, on_slurm(ppo_config()))
+    site.wait_for_step("ppo/1", 1)
+    running = site.status("ppo/1")
+    assert running["state"] == "RUNNING"
+    assert running["total_steps"] == 8
+    found = tasks(site, "ppo/1")
+    assert [task["state"] for task in found] == ["RUNNING", "RUNNING"]
+    assert len({task["host"] for task in found}) == 2
+    assert "incarnation 1" in site.slurmrl("logs", "ppo/1").stdout
+    given = devices(site, "ppo/1")
+    assert len(given) == 2
+    for host in given:
+        assert len(host["workers"]) == 1
+        assert host["workers"][0] in host["given"].split(",")
+    ended = site.wait_for_end("ppo/1")
+    assert (ended["state"], ended["step"]) == ("COMPLETED", 8)
+    wait_until("the chain to be gone from the queue", lambda: not squeue("-t", "PD,R"))
+
+
+def test_killed_batch_process_is_followed_by_the_next_link(site: Site) -> None:
+    config = on_slurm(sft_config(total_steps=40))
+    submit(site, config)
+    site.wait_for_step("sft/1", 5)
+    os.kill(batch_pid(site.paths("sft/1").run), signal.SIGKILL)
+    ended = site.wait_for_end("sft/1")
+    assert (ended["state"], ended["step"]) == ("COMPLETED", 40)
+    assert ended["incarnation"] == 2
+    undisturbed = {**config, "trial": "2"}
+    submit(site, undisturbed)
+    assert site.wait_for_end("sft/2")["state"] == "COMPLETED"
+    assert site.outcome("sft/1") == site.outcome("sft/2")
+
+
+def test_cancel_leaves_nothing_in_the_queue(site: Site) -> None:
+    submit(site, on_slurm(sft_config(total_steps=100000)))
+    site.wait_for_step("sft/1", 2)
+    site.slurmrl("cancel", "sft/1")
+    assert site.wait_for_end("sft/1")["state"] == "CANCELLED"
+    wait_until("an empty queue", lambda: not squeue("-t", "PD,R,CG"))
+
+
+def test_two_trials_share_nodes(site: Site) -> None:
+    """Both run on the same two nodes at once, on different devices, and neither sees the other."""
+    nodes = {"partition": "main", "time": "30", "nodelist": "n[0-1]"}
+    config = on_slurm(sft_config(total_steps=60), slurm=nodes)
+    submit(site, {**config, "trial": "a"})
+    submit(site, {**config, "trial": "b", "seed": 2})
+    for trial in ("sft/a", "sft/b"):
+        site.wait_for_step(trial, 1)
+    used = [
+        (host["host"], device)
+        for trial in ("sft/a", "sft/b")
+        for host in devices(site, trial)
+        for device in host["workers"]
+    ]
+    assert len(set(used)) == len(used) == 4
+    assert {host for host, _ in used} == {"n0", "n1"}
+    for trial in ("sft/a", "sft/b"):
+        ended = site.wait_for_end(trial)
+        assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 60, 1)
+
+
+def test_pending_job_shows_why(site: Site) -> None:
+    """More GPUs than a node has free for as long as another job holds them."""
+    holder = subprocess.run(
+        ["sbatch", "--parsable", "-N4", "--gres=gpu:4", "-o", "/dev/null", "--wrap", "sleep 600"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    try:
+        submit(site, on_slurm(sft_config()))
+
+        def reason() -> str | None:
+            (task, *_) = tasks(site, "sft/1")
+            return task["reason"] if task["reason"] not in ("", "None", None) else None
+
+        assert "Resources" in wait_until("Slurm's reason", reason)
+        assert site.status("sft/1")["state"] == "PENDING"
+        site.slurmrl("cancel", "sft/1")
+    finally:
+        subprocess.run(["scancel", holder], check=True)
+
+
+def test_dry_run_prints_the_script_and_leaves_nothing(site: Site) -> None:
+    path = site.write("sft.yaml", on_slurm(sft_config()))
+    done = site.slurmrl("submit", str(path), "--scheduler", "slurm", "--dry-run")
+    assert "#SBATCH --array=0-7%1" in done.stdout
+    assert "#SBATCH --nodes=2" in done.stdout
+    assert not site.root.exists()

@@ -1,0 +1,177 @@
+"""The local scheduler: the common contract, and what only it has."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from slurmrl.errors import CorruptFileError, SchedulerError
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.history.writer import end
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler.base import JobState
+from slurmrl.scheduler.local import LocalScheduler
+from slurmrl.scheduler.local_state import ChainState, chain_process
+from slurmrl.scheduler.processes import ProcessId
+from tests.scheduler_contract import (
+    STAY,
+    Ask,
+    active,
+    pids,
+    request_of,
+    state,
+    submitted,
+    test_a_link_gets_a_clean_environment,
+    test_cancel_after_an_element_spares_it,
+    test_cancel_ends_running_and_pending_links,
+    test_ids_are_recovered_even_if_they_were_never_written,
+    test_interrupt_warns_the_running_link_and_ends_the_chain,
+    test_kill_ends_what_ignores_every_signal,
+    test_links_run_one_after_the_other_and_leave_their_output,
+    test_running_and_pending_links_are_named_by_element,
+    test_scripts_are_private,
+    test_the_next_link_follows_a_killed_one,
+    wait_running,
+    wait_until,
+)
+
+__all__ = [
+    "test_a_link_gets_a_clean_environment",
+    "test_cancel_after_an_element_spares_it",
+    "test_cancel_ends_running_and_pending_links",
+    "test_ids_are_recovered_even_if_they_were_never_written",
+    "test_interrupt_warns_the_running_link_and_ends_the_chain",
+    "test_kill_ends_what_ignores_every_signal",
+    "test_links_run_one_after_the_other_and_leave_their_output",
+    "test_running_and_pending_links_are_named_by_element",
+    "test_scripts_are_private",
+    "test_the_next_link_follows_a_killed_one",
+]
+
+
+@pytest.fixture
+def scheduler() -> LocalScheduler:
+    return LocalScheduler()
+
+
+@pytest.fixture
+def ask(tmp_path: Path) -> Ask:
+    def make(code: str, **more: object) -> object:
+        return request_of(tmp_path / "it's a run", code, **more)  # type: ignore[arg-type]
+
+    return make  # type: ignore[return-value]
+
+
+def test_no_link_follows_the_end_of_the_trial(scheduler: LocalScheduler, ask: Ask) -> None:
+    request = ask(STAY, links=3)
+    with submitted(scheduler, request) as jobs:
+        wait_until(lambda: pids(request), "link 0 has started")
+        end(History(request.run.history), Kind.CANCELLED, {})
+        os.kill(pids(request)[0], signal.SIGKILL)
+        wait_until(lambda: not active(scheduler, jobs), "the chain ends")
+        assert [task.state for task in scheduler.query(jobs)] == [
+            JobState.FAILED,
+            JobState.CANCELLED,
+            JobState.CANCELLED,
+        ]
+        assert len(pids(request)) == 1
+
+
+def test_links_die_with_their_chain(scheduler: LocalScheduler, ask: Ask) -> None:
+    request = ask(STAY)
+    with submitted(scheduler, request) as jobs:
+        wait_until(lambda: pids(request), "link 0 has started")
+        wait_running(scheduler, jobs, 0)
+        chain_process(jobs["trainer"]).send(signal.SIGKILL)
+        wait_until(lambda: ProcessId.of(pids(request)[0]) is None, "the link ends")
+        wait_until(lambda: not active(scheduler, jobs), "the chain is seen to have ended")
+        tasks = scheduler.query(jobs)
+        assert [task.state for task in tasks] == [JobState.FAILED, JobState.CANCELLED]
+        assert "killed" in tasks[0].reason
+
+
+def test_what_a_link_leaves_behind_is_killed(scheduler: LocalScheduler, ask: Ask) -> None:
+    code = "import subprocess; child = subprocess.Popen(['sleep', '600'])\n"
+    code += "open('pid', 'a').write(f'{child.pid}\\n')"
+    request = ask(code, links=1)
+    with submitted(scheduler, request) as jobs:
+        wait_until(lambda: state(scheduler, jobs, 0) is JobState.COMPLETED, "the link completes")
+        wait_until(lambda: ProcessId.of(pids(request)[0]) is None, "its child ends")
+
+
+@pytest.mark.long
+def test_cancel_kills_a_link_that_ignores_term(scheduler: LocalScheduler, ask: Ask) -> None:
+    request = ask("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + STAY)
+    with submitted(scheduler, request) as jobs:
+        wait_until(lambda: pids(request), "link 0 has started")
+        scheduler.cancel(jobs)
+        wait_until(lambda: not active(scheduler, jobs), "it is killed after its grace")
+        assert [task.state for task in scheduler.query(jobs)] == [JobState.CANCELLED] * 2
+
+
+def test_another_process_finds_a_running_chain_by_its_id_alone(
+    scheduler: LocalScheduler, ask: Ask
+) -> None:
+    with submitted(scheduler, ask(STAY)) as jobs:
+        wait_running(scheduler, jobs, 0)
+        assert LocalScheduler().query(jobs) == scheduler.query(jobs)
+
+
+def test_two_groups_have_a_chain_each(scheduler: LocalScheduler, ask: Ask) -> None:
+    request = ask("print('done')", links=1)
+    other = dataclasses.replace(request.groups[0], name="rollout")
+    request = dataclasses.replace(request, groups=(*request.groups, other))
+    with submitted(scheduler, request) as jobs:
+        assert set(jobs) == {"trainer", "rollout"}
+        wait_until(lambda: not active(scheduler, jobs), "both end")
+        assert [task.group for task in scheduler.query(jobs)] == ["trainer", "rollout"]
+
+
+def test_a_chain_that_left_no_trace_is_unknown(scheduler: LocalScheduler) -> None:
+    (task,) = scheduler.query({"trainer": f"local-{os.getpid()}-1"})
+    assert task.state is JobState.UNKNOWN
+
+
+def test_a_chain_on_another_machine_is_believed_but_cannot_be_signalled(
+    scheduler: LocalScheduler, tmp_path: Path
+) -> None:
+    run = RunPaths(tmp_path)
+    job = f"local-{os.getpid()}-1"
+    run.submission(1).mkdir(parents=True)
+    identity = ProcessId(os.getpid(), 1)
+    there = dataclasses.replace(ChainState.of(identity, 1), host="elsewhere", boot="other")
+    there.elements[0].state = JobState.RUNNING
+    there.write(run.local_chain(1, "trainer"))
+    run.submission_jobs(1).write_text(f'{{"trainer": "{job}"}}')
+    jobs = scheduler.recover(run, 1)
+    (task,) = scheduler.query(jobs)
+    assert (task.state, task.hosts) == (JobState.RUNNING, ("elsewhere",))
+    with pytest.raises(SchedulerError, match="runs on elsewhere"):
+        scheduler.cancel(jobs)
+
+
+def test_a_restarted_machine_runs_nothing(scheduler: LocalScheduler, tmp_path: Path) -> None:
+    run = RunPaths(tmp_path)
+    run.submission(1).mkdir(parents=True)
+    identity = ProcessId(os.getpid(), 1)
+    before = dataclasses.replace(ChainState.of(identity, 2), boot="the one before")
+    before.elements[0].state = JobState.RUNNING
+    before.write(run.local_chain(1, "trainer"))
+    run.submission_jobs(1).write_text(f'{{"trainer": "{before.job}"}}')
+    tasks = scheduler.query(scheduler.recover(run, 1))
+    assert [task.state for task in tasks] == [JobState.FAILED, JobState.CANCELLED]
+
+
+def test_more_than_one_host_is_refused(scheduler: LocalScheduler, ask: Ask) -> None:
+    with pytest.raises(SchedulerError, match="asks for 2 hosts"):
+        scheduler.submit(ask("pass", hosts=2))
+
+
+def test_a_slurm_id_is_refused() -> None:
+    with pytest.raises(CorruptFileError, match="'41' is not"):
+        chain_process("41")

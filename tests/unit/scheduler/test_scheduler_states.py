@@ -1,0 +1,82 @@
+"""States of Slurm and what they mean."""
+
+from __future__ import annotations
+
+import pytest
+
+from slurmrl.scheduler import states
+from slurmrl.scheduler.base import JobState
+
+MANUAL_22_05 = (
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "CONFIGURING",
+    "COMPLETING",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PENDING",
+    "PREEMPTED",
+    "RUNNING",
+    "RESV_DEL_HOLD",
+    "REQUEUE_FED",
+    "REQUEUE_HOLD",
+    "REQUEUED",
+    "RESIZING",
+    "REVOKED",
+    "SIGNALING",
+    "SPECIAL_EXIT",
+    "STAGE_OUT",
+    "STOPPED",
+    "SUSPENDED",
+    "TIMEOUT",
+)
+"""JOB STATE CODES in squeue(1) of Slurm 22.05."""
+LATER = ["EXPEDITING", "LAUNCH_FAILED", "POWER_UP_NODE", "RECONFIG_FAIL", "UPDATE_DB"]
+
+
+@pytest.mark.parametrize("name", [*MANUAL_22_05, *LATER])
+def test_every_state_is_known(name: str) -> None:
+    assert states.interpret(name).state is not JobState.UNKNOWN
+    assert (name in states.BASE_STATES) != (name in states.FLAGS)
+
+
+def test_no_state_is_called_an_end_while_the_job_can_go_on() -> None:
+    ended = {
+        name
+        for table in (states.BASE_STATES, states.FLAGS)
+        for name, known in table.items()
+        if not known.state.active
+    }
+    assert ended == {
+        "BOOT_FAIL",
+        "CANCELLED",
+        "COMPLETED",
+        "DEADLINE",
+        "FAILED",
+        "LAUNCH_FAILED",
+        "NODE_FAIL",
+        "OUT_OF_MEMORY",
+        "PREEMPTED",
+        "RECONFIG_FAIL",
+        "REVOKED",
+        "TIMEOUT",
+    }
+
+
+@pytest.mark.parametrize(
+    ("raw", "expected"),
+    [
+        ("RUNNING", JobState.RUNNING),
+        ("CANCELLED by 1000", JobState.CANCELLED),
+        ("CANCELLED+", JobState.CANCELLED),
+        ("PENDING,REQUEUED", JobState.PENDING),
+        ("FAILED,COMPLETING", JobState.RUNNING),
+        ("SOMETHING_NEW", JobState.UNKNOWN),
+        ("", JobState.UNKNOWN),
+    ],
+)
+def test_interpret(raw: str, expected: JobState) -> None:
+    assert states.interpret(raw).state is expected
