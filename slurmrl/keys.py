@@ -12,6 +12,15 @@ def attempts(group: str, task: int) -> str:
     return f"attempt/{group}/{task}"
 
 
+def incarnation(number: int) -> str:
+    """Root of one incarnation's keys."""
+    return f"incarnation/{number}"
+
+
+def group_attempts(group: str) -> str:
+    return f"attempt/{group}"
+
+
 def store(incarnation: int) -> str:
     """Address ``host:port`` of the incarnation's TCPStore."""
     return f"incarnation/{incarnation}/store"

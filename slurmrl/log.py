@@ -17,3 +17,11 @@ def configure(who: str, level: int = logging.INFO) -> None:
 
 def get(name: str) -> logging.Logger:
     return logging.getLogger(name)
+
+
+def flush() -> None:
+    """Write out what is buffered, before a process leaves without its usual clean-up."""
+    for handler in logging.getLogger().handlers:
+        handler.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()

@@ -1,0 +1,137 @@
+"""What the master carries from step to step, and commits: the step, the data cursor and what was
+consumed, the scalars that change, and when things are due."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from slurmrl.algorithms.scalars import ScalarController
+from slurmrl.config.conditions import Frequency, StopWhen
+from slurmrl.config.schema import Config
+from slurmrl.data.order import Cursor, DataOrder, merge_ranges
+from slurmrl.errors import CheckpointError
+from slurmrl.plan.settings import Settings
+from slurmrl.registry import resolve
+
+
+def _frequency(section: Any) -> Frequency:
+    """The frequency of a section that has the three ``every_`` settings."""
+    return Frequency(
+        section.every_steps, section.every_seconds, section.every_epochs, now_s=time.monotonic()
+    )
+
+
+class Progress:
+    """Starts at step 0, or from a commit's state."""
+
+    def __init__(self, settings: Settings, state: Mapping[str, Any] | None) -> None:
+        self.config: Config = settings.config
+        self.batch_size: int = settings.algorithm.batch_size
+        self.controller: ScalarController = resolve(settings.algorithm.controller())(
+            settings.algorithm
+        )
+        self.commits = _frequency(self.config.checkpoint)
+        self.evaluations = _frequency(self.config.evaluation) if self.config.evaluation else None
+        self.step = 0
+        self.cursor = Cursor()
+        self.consumed: list[list[int]] = []
+        self.dataset: dict[str, Any] | None = None
+        self.metrics: dict[str, Any] = {}
+        """Those of the last step, evaluation included."""
+        self.stop_when = StopWhen.parse(self.config.stop_when) if self.config.stop_when else None
+        self.evaluation_size = 0
+        self._order: DataOrder | None = None
+        if state is not None:
+            self._restore(state)
+
+    # -- what is committed -------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """JSON; together with the ranks' files it is all that a successor needs."""
+        return {
+            "step": self.step,
+            "cursor": self.cursor.to_json(),
+            "consumed": self.consumed,
+            "dataset": self.dataset,
+            "metrics": self.metrics,
+            "controller": self.controller.state(),
+            "commits": self.commits.state(),
+            "evaluations": self.evaluations.state() if self.evaluations else None,
+        }
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self.step = state["step"]
+        self.cursor = Cursor.from_json(state["cursor"])
+        self.consumed = state["consumed"]
+        self.dataset = state["dataset"]
+        self.metrics = state["metrics"]
+        self.commits.restore(state["commits"])
+        self.controller.restore(state["controller"])
+        if self.evaluations is not None and state["evaluations"] is not None:
+            self.evaluations.restore(state["evaluations"])
+
+    # -- data --------------------------------------------------------------------------------
+
+    def use_dataset(self, size: int, fingerprint: str, evaluation_size: int) -> None:
+        """Learn what the ranks read.
+
+        Raises:
+            CheckpointError: it is not what the committed cursor counts in.
+        """
+        found = {"size": size, "fingerprint": fingerprint}
+        if self.dataset is not None and self.dataset != found:
+            raise CheckpointError(
+                f"the dataset {self.config.dataset.path} has changed since the last commit: "
+                f"{self.dataset['size']} items then, {size} now; the data order cannot be kept"
+            )
+        self.dataset = found
+        self.evaluation_size = evaluation_size
+        self._order = DataOrder(size, self.config.seed, shuffle=self.config.dataset.shuffle)
+
+    @property
+    def order(self) -> DataOrder:
+        if self._order is None:
+            raise RuntimeError("use_dataset comes first")
+        return self._order
+
+    def take_batch(self) -> list[tuple[int, int]]:
+        """Items (epoch, index) of the next step; they count as consumed by `advance` only."""
+        return self.order.take(self.cursor, self.batch_size)[0]
+
+    def evaluation_items(self) -> list[tuple[int, int]]:
+        """Items of an evaluation: always the same ones, from the top of the dataset."""
+        assert self.config.evaluation is not None
+        samples = self.config.evaluation.samples or self.evaluation_size
+        return [(0, index) for index in range(min(samples, self.evaluation_size))]
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def scalars(self) -> dict[str, float]:
+        return self.controller.values()
+
+    def advance(self, metrics: Mapping[str, Any]) -> None:
+        """The step is done: consume its batch and let the scalars follow what was measured."""
+        end = self.order.advance(self.cursor, self.batch_size)
+        self.consumed = merge_ranges([*self.consumed, *self.order.ranges(self.cursor, end)])
+        self.cursor = end
+        self.step += 1
+        self.controller.update(metrics)
+
+    def finish_reason(self) -> str | None:
+        """Why the run is finished after this step, or None. Asked anew after a restart, so a
+        run that was killed between its last commit and its end does not train on."""
+        if self.stop_when is not None and self.stop_when.met(self.metrics):
+            return f"stop_when: {self.stop_when}"
+        return "total_steps" if self.step >= self.config.total_steps else None
+
+    def evaluation_due(self) -> bool:
+        if self.evaluations is None or self.config.evaluation is None:
+            return False
+        due = self.evaluations.check(self.step, self.cursor.epoch, time.monotonic())
+        last = self.step >= self.config.total_steps
+        return due or (last and self.config.evaluation.at_end)
+
+    def commit_due(self) -> bool:
+        return self.commits.check(self.step, self.cursor.epoch, time.monotonic())

@@ -1,0 +1,86 @@
+"""What the master says about the run, for ``slurmrl status``: ages are by its own clock."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from slurmrl import keys
+from slurmrl.lease import LeaseObserver
+from slurmrl.name_resolve.base import NameStore
+from slurmrl.paths import RunPaths
+from slurmrl.workers.messages import Message
+
+
+class StatusPublisher:
+    """Replaces the status value at most once per interval, and whenever asked to."""
+
+    def __init__(
+        self,
+        names: NameStore,
+        paths: RunPaths,
+        agents: Mapping[str, Message],
+        *,
+        incarnation: int,
+        total_steps: int,
+        lease_ttl_s: float,
+        interval_s: float,
+    ) -> None:
+        self._names = names
+        self._paths = paths
+        self._agents = agents
+        self._lease_ttl_s = lease_ttl_s
+        self._interval_s = interval_s
+        self._observers: dict[str, LeaseObserver] = {}
+        self._next = 0.0
+        self._committed: tuple[int, float] | None = None
+        self._said: dict[str, Any] = {
+            "incarnation": incarnation,
+            "step": 0,
+            "total_steps": total_steps,
+            "phase": "starting",
+            "metrics": {},
+        }
+
+    def update(self, **changes: Any) -> None:
+        """Change what is said (``step``, ``metrics``, ``phase``) and say it now."""
+        self._said.update(changes)
+        self._publish()
+
+    def committed(self, step: int) -> None:
+        self._committed = (step, time.monotonic())
+        self._publish()
+
+    def tick(self) -> None:
+        """Say it again when the interval has passed."""
+        if time.monotonic() >= self._next:
+            self._publish()
+
+    def _publish(self) -> None:
+        now = time.monotonic()
+        self._next = now + self._interval_s
+        checkpoint = None
+        if self._committed is not None:
+            checkpoint = {"step": self._committed[0], "age_s": now - self._committed[1]}
+        value = {
+            **self._said,
+            "checkpoint": checkpoint,
+            "tasks": {label: self._task(label) for label in sorted(self._agents)},
+            "time": time.time(),
+        }
+        self._names.add(keys.status(), json.dumps(value), replace=True, delete_on_exit=False)
+
+    def _task(self, label: str) -> dict[str, Any]:
+        agent = self._agents[label]
+        if label not in self._observers:
+            path = self._paths.lease(agent["group"], agent["task"], agent["attempt"])
+            self._observers[label] = LeaseObserver(path, ttl_s=self._lease_ttl_s)
+        view = self._observers[label].observe()
+        return {
+            "lease_age_s": view.age_s,
+            "host": agent["host"],
+            "attempt": agent["attempt"],
+            "job_id": agent["job_id"],
+        }

@@ -1,0 +1,152 @@
+"""Executing the master's messages on this rank's models and its part of the batch."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from operator import itemgetter
+from typing import Any
+
+import torch
+
+from slurmrl.algorithms.base import CallContext, CallResult, Interface
+from slurmrl.data.dataset import Dataset
+from slurmrl.data.packing import balanced_partition
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.base import Engine
+from slurmrl.paths import RunPaths
+from slurmrl.plan.model import CallPlan, Plan
+from slurmrl.plan.settings import Settings
+from slurmrl.registry import resolve
+from slurmrl.workers.messages import Message
+from slurmrl.workers.worker.store import SampleStore
+
+
+class Executor:
+    """One rank's models, data and interfaces."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        settings: Settings,
+        plan: Plan,
+        rank: int,
+        engines: Mapping[str, Engine],
+        dataset: Dataset,
+        evaluation_dataset: Dataset | None,
+        tokenizer: Any,
+    ) -> None:
+        self.paths = paths
+        self.settings = settings
+        self.plan = plan
+        self.rank = rank
+        self.engines = engines
+        self.dataset = dataset
+        self.evaluation_dataset = evaluation_dataset
+        self.tokenizer = tokenizer
+        self.store = SampleStore()
+        self._interfaces: dict[str, Interface] = {}
+
+    def describe_data(self) -> dict[str, Any]:
+        """What the master needs to know of the data, the same on every rank."""
+        evaluation = self.evaluation_dataset
+        return {
+            "size": self.dataset.size,
+            "fingerprint": self.dataset.fingerprint,
+            "evaluation_size": evaluation.size if evaluation is not None else 0,
+        }
+
+    # -- messages ----------------------------------------------------------------------------
+
+    def load(self, message: Message) -> Message:
+        """Take this rank's part of a batch. Every rank reads the whole batch, so that all agree
+        on how to balance it by tokens without asking each other."""
+        began = time.monotonic()
+        ranks = self._calls(message)[0].ranks
+        part = None
+        if self.rank in ranks:
+            whole = self._read(message)
+            parts = balanced_partition(whole.item_lengths(), len(ranks))
+            part = whole.take(parts[ranks.index(self.rank)])
+        self.store.replace(part)
+        return self._answer(began)
+
+    def call(self, message: Message) -> Message:
+        """Execute one call of the dataflow graph on this rank's part, if it takes part."""
+        began = time.monotonic()
+        call = next(one for one in self._calls(message) if one.name == message["name"])
+        if self.rank not in call.ranks:
+            return self._answer(began)
+        context = CallContext(
+            step=message["step"],
+            seed=self.settings.config.seed,
+            scalars=message["scalars"],
+            tokenizer=self.tokenizer,
+            settings=self.settings,
+            evaluation=message["evaluation"],
+        )
+        result = self._run(call, context)
+        if result.sample is not None:
+            self.store.add(result.sample)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return self._answer(began, stats=result.stats, texts=result.texts)
+
+    def save(self, message: Message) -> Message:
+        """Write this rank's part of a checkpoint of every trained model."""
+        began = time.monotonic()
+        directory = self.paths.checkpoints / message["directory"]
+        files = [
+            asdict(file)
+            for role, engine in self.engines.items()
+            if self.plan.models[role].trained
+            for file in engine.save(directory)
+        ]
+        return self._answer(began, files=files)
+
+    # -- parts -------------------------------------------------------------------------------
+
+    def _calls(self, message: Message) -> Sequence[CallPlan]:
+        return self.plan.evaluation_calls if message["evaluation"] else self.plan.calls
+
+    def _read(self, message: Message) -> SequenceSample:
+        """The whole batch; items of one epoch are read together."""
+        dataset = self.evaluation_dataset if message["evaluation"] else self.dataset
+        assert dataset is not None
+        return SequenceSample.gather(
+            [
+                dataset.sample([index for _, index in items], epoch)
+                for epoch, items in itertools.groupby(message["items"], itemgetter(0))
+            ]
+        )
+
+    def _run(self, call: CallPlan, context: CallContext) -> CallResult:
+        if call.interface not in self._interfaces:
+            self._interfaces[call.interface] = resolve(call.interface)()
+        interface = self._interfaces[call.interface]
+        engine = self.engines[call.role] if call.role is not None else None
+        method = getattr(interface, call.method.value)
+        result: CallResult = method(engine, self.store.sample.only(call.inputs), context)
+        return result
+
+    def close(self) -> None:
+        for interface in self._interfaces.values():
+            interface.close()
+
+    def _answer(
+        self,
+        began: float,
+        *,
+        stats: Mapping[str, tuple[float, float]] | None = None,
+        texts: Sequence[Mapping[str, Any]] = (),
+        files: Sequence[Mapping[str, Any]] = (),
+    ) -> Message:
+        return {
+            "stats": dict(stats or {}),
+            "seconds": time.monotonic() - began,
+            "tokens": self.store.tokens(),
+            "texts": list(texts),
+            "files": list(files),
+        }

@@ -1,0 +1,83 @@
+"""Building what a rank needs from the run directory: process group, models, datasets, tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from slurmrl.config.schema import Model
+from slurmrl.data import dataset
+from slurmrl.data.tokenizer import load_tokenizer
+from slurmrl.engines import ENGINES
+from slurmrl.engines.base import Engine
+from slurmrl.parallel import device, groups
+from slurmrl.parallel.groups import ParallelContext
+from slurmrl.paths import RunPaths
+from slurmrl.plan.model import Plan
+from slurmrl.plan.settings import Settings, load_run_settings
+from slurmrl.workers.messages import Message
+from slurmrl.workers.worker.distributed import join
+from slurmrl.workers.worker.executor import Executor
+
+
+def build(paths: RunPaths, rank: int, start: Message, listener: int | None) -> Executor:
+    """Everything of this rank, with the weights of the commit that ``start`` names, if any."""
+    settings = load_run_settings(paths)
+    plan = Plan.from_json(paths.plan.read_text())
+    accelerator = device.choose()
+    deterministic = settings.config.deterministic
+    device.set_up(
+        accelerator,
+        threads=plan.groups[0].threads_per_worker,
+        deterministic=accelerator.device.type == "cpu" if deterministic is None else deterministic,
+    )
+    torch.manual_seed(settings.config.seed * plan.world_size + rank)
+    join(start, rank, listener, accelerator)
+    contexts = groups.build(plan.models.values(), rank=rank, device=accelerator.device)
+    engines = _engines(settings, plan, contexts)
+    if start["base"] is not None:
+        for engine in engines.values():
+            engine.load(paths.checkpoints / start["base"])
+    return _executor(paths, settings, plan, rank, engines)
+
+
+def _engines(
+    settings: Settings, plan: Plan, contexts: Mapping[str, ParallelContext]
+) -> dict[str, Engine]:
+    """The models that this rank holds a part of, with their first weights."""
+    config = settings.config
+    optimizer_steps = config.total_steps * settings.algorithm.optimizer_steps
+    engines: dict[str, Engine] = {}
+    for role, context in contexts.items():
+        model: Model = getattr(config, role)
+        engines[role] = ENGINES.load(plan.models[role].engine)(
+            role,
+            model,
+            head=plan.models[role].head,
+            trained=plan.models[role].trained,
+            context=context,
+            seed=config.seed,
+            total_steps=optimizer_steps,
+            source=Path(model.path) if model.path is not None else None,
+        )
+    return engines
+
+
+def _executor(
+    paths: RunPaths, settings: Settings, plan: Plan, rank: int, engines: Mapping[str, Engine]
+) -> Executor:
+    config = settings.config
+    assert config.actor.tokenizer is not None, "checked at submission"
+    tokenizer = load_tokenizer(Path(config.actor.tokenizer))
+    return Executor(
+        paths,
+        settings,
+        plan,
+        rank,
+        engines,
+        dataset.make(config.dataset, tokenizer),
+        dataset.make(config.evaluation.dataset, tokenizer) if config.evaluation else None,
+        tokenizer,
+    )

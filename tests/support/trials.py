@@ -1,0 +1,201 @@
+"""Whole trials for tests: tiny configurations, the command line, and the processes of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from getpass import getuser
+from pathlib import Path
+from typing import Any, TypeVar
+
+from slurmrl.paths import RunPaths
+
+T = TypeVar("T")
+
+REPOSITORY = Path(__file__).parents[2]
+ADDITION = REPOSITORY / "examples" / "addition"
+ARCHITECTURE = {
+    "model_type": "qwen2",
+    "vocab_size": 16,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+ROLES = {
+    "chain": "slurmrl.scheduler.local_chain",
+    "supervisor": "slurmrl.workers.supervisor",
+    "agent": "slurmrl.workers.agent",
+    "master": "slurmrl.workers.master",
+    "worker": "slurmrl.workers.worker",
+}
+
+
+def wait_until(what: str, check: Callable[[], T | None], timeout_s: float = 120.0) -> T:
+    """Poll until ``check`` gives something; the deadline says what was waited for."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        found = check()
+        if found:
+            return found
+        time.sleep(0.1)
+    raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
+
+
+@dataclass(frozen=True)
+class Site:
+    """A root of runs of its own, and the command line that works on it."""
+
+    folder: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def root(self) -> Path:
+        return self.folder / "runs"
+
+    def slurmrl(
+        self, *arguments: str, code: int | None = 0, timeout_s: float = 240.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``slurmrl``; ``code`` is the exit code that it must have (None: any)."""
+        done = subprocess.run(
+            [sys.executable, "-m", "slurmrl", *arguments],
+            cwd=self.folder,
+            env={**os.environ, "SLURMRL_ROOT": str(self.root), **self.environment},
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+        if code is not None and done.returncode != code:
+            raise AssertionError(
+                f"slurmrl {' '.join(arguments)} exited with {done.returncode}, not {code}\n"
+                f"{done.stdout}\n{done.stderr}"
+            )
+        return done
+
+    def status(self, trial: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.slurmrl("status", trial, "--json").stdout)
+        return found
+
+    def paths(self, trial: str) -> RunPaths:
+        experiment, _, name = trial.partition("/")
+        return RunPaths.of(self.root, getuser(), experiment, name)
+
+    def write(self, name: str, config: Mapping[str, Any]) -> Path:
+        """A configuration file; JSON is YAML."""
+        path = self.folder / name
+        path.write_text(json.dumps(config, indent=1))
+        return path
+
+    def wait_for_step(self, trial: str, step: int, timeout_s: float = 120.0) -> None:
+        wait_until(
+            f"step {step} of {trial}",
+            lambda: any(line["step"] >= step for line in self.metrics(trial)),
+            timeout_s,
+        )
+
+    def wait_for_end(self, trial: str, timeout_s: float = 240.0) -> dict[str, Any]:
+        """Status once the trial neither runs nor is about to."""
+
+        def ended() -> dict[str, Any] | None:
+            status = self.status(trial)
+            return None if status["state"] in ("PENDING", "RUNNING") else status
+
+        return wait_until(f"the end of {trial}", ended, timeout_s)
+
+    def metrics(self, trial: str) -> list[dict[str, Any]]:
+        path = self.paths(trial).metrics
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def outcome(self, trial: str) -> dict[str, Any]:
+        """What must not depend on how often a run was interrupted: weights, optimizer state and
+        random states of the last checkpoint, its data cursor, and all metrics but timings."""
+        paths = self.paths(trial)
+        last = sorted(paths.checkpoints.iterdir())[-1]
+        return {
+            "files": {
+                file.name: file.read_bytes() for file in sorted(last.glob("*.safetensors"))
+            },
+            "export": sorted(paths.exports.glob("*/model.safetensors"))[-1].read_bytes(),
+            "consumed": json.loads((last / "state.json").read_bytes())["consumed"],
+            "metrics": [
+                {name: value for name, value in line.items() if not is_timing(name)}
+                for line in self.metrics(trial)
+            ],
+        }
+
+
+def is_timing(name: str) -> bool:
+    return name.startswith("time/") or name.endswith("_per_s")
+
+
+def processes(run: Path) -> dict[str, list[int]]:
+    """Pids of a run's processes by role; those only whose command line names this run."""
+    found: dict[str, list[int]] = {role: [] for role in ROLES}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            arguments = (entry / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if str(run) not in arguments:
+            continue
+        for role, module in ROLES.items():
+            if module in arguments:
+                found[role].append(int(entry.name))
+    return {role: sorted(pids) for role, pids in found.items()}
+
+
+def kill_one(run: Path, role: str, index: int = 0) -> None:
+    """SIGKILL one process of the run."""
+    pids = wait_until(f"a {role} of {run}", lambda: processes(run)[role][index:] or None)
+    os.kill(pids[0], signal.SIGKILL)
+
+
+def sft_config(**changes: Any) -> dict[str, Any]:
+    """SFT of a tiny decoder on the addition data, 2 ranks."""
+    return {
+        "experiment": "sft",
+        "total_steps": 8,
+        "algorithm": {"name": "sft", "batch_size": 16},
+        "cluster": {"gpus_per_worker": 0},
+        "actor": {
+            "architecture": ARCHITECTURE,
+            "tokenizer": str(ADDITION / "tokenizer"),
+            "backend": "fsdp:d2",
+            "optimizer": {"lr": 1e-3},
+        },
+        "dataset": {"type": "prompt_answer", "path": str(ADDITION / "train.jsonl")},
+        "checkpoint": {"every_steps": 2},
+        **changes,
+    }
+
+
+def ppo_config(**changes: Any) -> dict[str, Any]:
+    """PPO of a tiny decoder from random weights, 2 ranks, with evaluations."""
+    sft = sft_config()
+    return {
+        **sft,
+        "experiment": "ppo",
+        "algorithm": {"name": "ppo", "batch_size": 16, "n_minibatches": 2},
+        "critic": {"optimizer": {"lr": 1e-3}},
+        "ref": {},
+        "rollout": {"max_new_tokens": 4},
+        "reward": {"name": "exact_match"},
+        "dataset": {"type": "prompt", "path": str(ADDITION / "train.jsonl")},
+        "evaluation": {
+            "dataset": {"type": "prompt", "path": str(ADDITION / "heldout.jsonl")},
+            "samples": 16,
+            "every_steps": 3,
+        },
+        **changes,
+    }
