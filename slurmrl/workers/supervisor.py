@@ -15,9 +15,11 @@ from pathlib import Path
 from types import FrameType
 
 from slurmrl import env, log
+from slurmrl.errors import EnvironmentFailure
 from slurmrl.history.log import History
 from slurmrl.history.state import fold
 from slurmrl.paths import RunPaths
+from slurmrl.scheduler import make
 from slurmrl.workers.process import die_with
 
 logger = log.get(__name__)
@@ -87,6 +89,14 @@ class Supervision:
             self.child.send_signal(number)
 
 
+def cancel_links_after_this(group: str) -> None:
+    """The last act of a trial. Where scancel does not work here, each link finds out by itself."""
+    try:
+        make("slurm").cancel({group: env.ARRAY_JOB_ID.get()}, after=env.LINK.get())
+    except EnvironmentFailure as error:
+        logger.info("the links left over are not cancelled here: %s", error)
+
+
 def _unblock() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
@@ -100,7 +110,10 @@ def main() -> int:
         logger.info("nothing to do: %s", reason)
         return 0
     logger.info("link %d, job %s", env.LINK.get(), env.JOB_ID.get())
-    return Supervision(options).run()
+    code = Supervision(options).run()
+    if options.launcher == "srun" and reason_to_leave(paths, options.submission) is not None:
+        cancel_links_after_this(options.group)
+    return code
 
 
 if __name__ == "__main__":

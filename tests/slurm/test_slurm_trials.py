@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.trials import Site, ppo_config, sft_config, wait_until
 
-TWO_NODES = {
+TWO_NODES: dict[str, Any] = {
     "workers_per_host": 1,
     "gpus_per_worker": 1,
     "interface": "lo",
@@ -141,25 +141,19 @@ def test_two_trials_share_nodes(site: Site) -> None:
 
 
 def test_pending_job_shows_why(site: Site) -> None:
-    """More GPUs than a node has free for as long as another job holds them."""
-    holder = subprocess.run(
-        ["sbatch", "--parsable", "-N4", "--gres=gpu:4", "-o", "/dev/null", "--wrap", "sleep 600"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.strip()
-    try:
-        submit(site, on_slurm(sft_config()))
+    """A job that will not start while anybody waits."""
+    tomorrow = {**TWO_NODES["slurm"], "extra_lines": ["--begin=now+1day"]}
+    submit(site, on_slurm(sft_config(), slurm=tomorrow))
 
-        def reason() -> str | None:
-            (task, *_) = tasks(site, "sft/1")
-            return task["reason"] if task["reason"] not in ("", "None", None) else None
+    def reason() -> str | None:
+        (task, *_) = tasks(site, "sft/1")
+        return task["reason"] if task["reason"] not in ("", "None", None) else None
 
-        assert "Resources" in wait_until("Slurm's reason", reason)
-        assert site.status("sft/1")["state"] == "PENDING"
-        site.slurmrl("cancel", "sft/1")
-    finally:
-        subprocess.run(["scancel", holder], check=True)
+    assert "BeginTime" in wait_until("Slurm's reason", reason)
+    assert site.status("sft/1")["state"] == "PENDING"
+    assert "BeginTime" in site.slurmrl("status", "sft/1").stdout
+    site.slurmrl("cancel", "sft/1")
+    assert site.status("sft/1")["state"] == "CANCELLED"
 
 
 def test_dry_run_prints_the_script_and_leaves_nothing(site: Site) -> None:
