@@ -1,0 +1,129 @@
+"""Entry point of ``slurmrl``. Nothing heavy is imported before a command needs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import click
+
+from slurmrl import __version__
+from slurmrl.errors import ConfigError, SlurmrlError
+from slurmrl.registry import near, resolve
+
+INTERRUPTED = 130
+ENVIRONMENT = 3
+BROKEN_PIPE = 141
+"""What a shell reports for a program whose reader went away."""
+
+
+class Entry(NamedTuple):
+    reference: str
+    help: str
+
+
+COMMANDS = {
+    "submit": Entry("slurmrl.cli.submit:submit", "Check a configuration and start its trial."),
+    "status": Entry("slurmrl.cli.status:status", "Show how trials are doing."),
+    "logs": Entry("slurmrl.cli.logs:logs", "Print what a trial's processes wrote."),
+    "cancel": Entry("slurmrl.cli.cancel:cancel", "End a trial and its jobs."),
+    "resume": Entry("slurmrl.cli.resume:resume", "Go on with an ended or interrupted trial."),
+}
+
+
+@dataclass
+class Invocation:
+    """What the options of a command say about the whole call."""
+
+    debug: bool = False
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module when the command is called, and not to list it."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        entry = COMMANDS.get(cmd_name)
+        command: click.Command | None = resolve(entry.reference) if entry else None
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in COMMANDS and not name.startswith("-"):
+            raise click.UsageError(f"no command '{name}'; {near(name, list(COMMANDS))}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, entry.help) for name, entry in COMMANDS.items()])
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Exit codes: 0 done, 1 the run failed, 2 wrong usage or configuration, "
+    "3 environment, 130 interrupted.",
+)
+@click.version_option(__version__, message="slurmrl %(version)s")
+def cli() -> None:
+    """RL post-training of language models as plain Slurm batch jobs."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line (default: this process's) and return its exit code."""
+    invocation = Invocation()
+    try:
+        return _invoke(arguments, invocation)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Python would complain once more when it flushes standard output at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except SlurmrlError as error:
+        return _report(error, error.exit_code, invocation)
+    except OSError as error:
+        return _report(error, ENVIRONMENT, invocation)
+
+
+def _invoke(arguments: Sequence[str] | None, invocation: Invocation) -> int:
+    """Not ``cli.main``: that turns some errors into exit codes of its own."""
+    args = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        with cli.make_context("slurmrl", args, obj=invocation) as context:
+            code = cli.invoke(context)
+    except click.exceptions.Exit as done:  # --help and --version
+        code = done.exit_code
+    sys.stdout.flush()
+    return code if isinstance(code, int) else 0
+
+
+def _report(error: Exception, code: int, invocation: Invocation) -> int:
+    if invocation.debug:
+        traceback.print_exception(error)
+    else:
+        click.echo(f"Error: {_message(error)}", err=True)
+    return code
+
+
+def _message(error: Exception) -> str:
+    if not isinstance(error, ConfigError):
+        return str(error)
+    count = len(error.problems)
+    head = f"{count} problem{'s' if count > 1 else ''} in the configuration"
+    return head + "".join(f"\n  {problem}" for problem in error.problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,61 @@
+"""Options that every command has, and what commands print about them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from slurmrl.submission.trials import root_folder
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _remember_debug(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    ctx.obj.debug = value
+
+
+def common(command: F) -> F:
+    """Add ``--root`` and ``--debug``."""
+    root = click.option(
+        "--root",
+        metavar="DIR",
+        help="Folder of all runs. Default: SLURMRL_ROOT, then the configuration's, then ./runs.",
+    )
+    debug = click.option(
+        "--debug",
+        is_flag=True,
+        expose_value=False,
+        callback=_remember_debug,
+        help="Show tracebacks of errors.",
+    )
+    return root(debug(command))
+
+
+def submitting(command: F) -> F:
+    """Add what ``submit`` and ``resume`` share."""
+    overrides = click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")
+    scheduler = click.option(
+        "--scheduler",
+        type=click.Choice(["auto", "local", "slurm"]),
+        help="Where it runs. Default: cluster.scheduler; auto is slurm where sbatch answers.",
+    )
+    wait = click.option(
+        "--wait/--detach",
+        default=None,
+        help="Watch the run until it ends, or return at once. Default: watch with the local "
+        "scheduler.",
+    )
+    return overrides(scheduler(wait(json_option(command))))
+
+
+def json_option(command: F) -> F:
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON.")(command)
+
+
+def again(root: Path) -> str:
+    """What to append to a command so that it looks in ``root`` too."""
+    return "" if root_folder(None) == root else f" --root {shlex.quote(str(root))}"

@@ -1,0 +1,80 @@
+"""What ``submit`` and ``resume`` have in common: start a trial, say so, and watch it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from slurmrl.cli.options import again
+
+if TYPE_CHECKING:
+    from slurmrl.submission.live import Jobs
+    from slurmrl.submission.submit import Proposal, Submitted
+
+
+def start(proposal: Proposal, *, wait: bool | None, as_json: bool) -> int:
+    """Submit; ``wait=None`` means to watch a local run and to leave a Slurm job alone."""
+    from slurmrl.submission.submit import submit
+
+    submitted = submit(proposal)
+    wait = submitted.kind == "local" if wait is None else wait
+    if submitted.jobs is not None and wait:
+        return _watch(submitted, submitted.jobs, as_json)
+    click.echo(json.dumps(describe(submitted)) if as_json else "\n".join(_lines(submitted)))
+    return 0
+
+
+def _watch(submitted: Submitted, jobs: Jobs, as_json: bool) -> int:
+    from slurmrl.cli import render
+    from slurmrl.cli.follow import Follower, exit_code
+    from slurmrl.cli.live import make_view
+
+    if not as_json:
+        click.echo(_headline(submitted))
+    with make_view(silent=as_json, earlier=submitted.earlier) as view:
+        status = Follower(submitted.paths, submitted.kind, jobs, view).run()
+    if as_json:
+        click.echo(json.dumps({**describe(submitted), "status": status}))
+    else:
+        click.echo(render.conclusion(status, again(submitted.root)))
+    return exit_code(status)
+
+
+def describe(submitted: Submitted) -> dict[str, Any]:
+    """The object that ``--json`` prints. ``submission`` is null if the trial is complete."""
+    jobs = submitted.jobs
+    return {
+        "trial": submitted.trial,
+        "run": str(submitted.paths.run),
+        "scheduler": submitted.kind,
+        "submission": jobs.number if jobs else None,
+        "jobs": jobs.ids if jobs else {},
+        "resumed_step": submitted.resumed_step,
+    }
+
+
+def _headline(submitted: Submitted) -> str:
+    ids = submitted.jobs.ids if submitted.jobs else {}
+    jobs = ", ".join(f"{group}: {job}" for group, job in ids.items())
+    step = submitted.resumed_step
+    goes_on = f", goes on from step {step}" if step is not None else ""
+    return f"{submitted.trial} submitted to {submitted.kind} ({jobs}){goes_on}"
+
+
+def _lines(submitted: Submitted) -> list[str]:
+    trial, where = submitted.trial, again(submitted.root)
+    if submitted.jobs is None:
+        return [
+            f"{trial} is complete already; nothing was submitted",
+            f"  longer:   slurmrl resume {trial} total_steps=N{where}",
+            "  afresh:   the same command with --new",
+        ]
+    return [
+        _headline(submitted),
+        f"  run directory  {submitted.paths.run}",
+        f"  watch          slurmrl status {trial} --watch{where}",
+        f"  output         slurmrl logs {trial} -f{where}",
+        f"  end            slurmrl cancel {trial}{where}",
+    ]

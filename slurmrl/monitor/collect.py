@@ -1,0 +1,124 @@
+"""The status of many trials at once: one look at each run directory, one question to each
+scheduler, one wait for all heartbeats."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.lease import read_counter
+from slurmrl.monitor.snapshot import Snapshot, read
+from slurmrl.monitor.status import assemble
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler.base import JobState, Scheduler, TaskState
+
+HEARTBEATS = 1.5
+"""How many heartbeat intervals status waits for a lease to move."""
+
+SchedulerFactory = Callable[[str], Scheduler]
+
+
+class Found:
+    """What the scheduler said about one trial."""
+
+    def __init__(self) -> None:
+        self.tasks: list[TaskState] = []
+        self.problem: str | None = None
+
+    @property
+    def maybe_running(self) -> bool:
+        unsure = (JobState.RUNNING, JobState.UNKNOWN)
+        return self.problem is not None or any(task.state in unsure for task in self.tasks)
+
+
+def collect(
+    trials: Sequence[RunPaths],
+    schedulers: SchedulerFactory,
+    *,
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> list[dict[str, Any]]:
+    """The documented object of each trial (see ``status``)."""
+    snapshots = [read(paths) for paths in trials]
+    found = ask(snapshots, schedulers)
+    watched = [
+        snapshot
+        for snapshot in snapshots
+        if snapshot.state.end is None and found[snapshot.trial].maybe_running
+    ]
+    alive = moving(watched, sleep=sleep, clock=clock)
+    return [
+        assemble(
+            snapshot,
+            found[snapshot.trial].tasks,
+            alive=snapshot.trial in alive,
+            problem=found[snapshot.trial].problem,
+        )
+        for snapshot in snapshots
+    ]
+
+
+def ask(snapshots: Sequence[Snapshot], schedulers: SchedulerFactory) -> dict[str, Found]:
+    """Ask each scheduler once for all trials that have not ended. One that does not answer is
+    named in ``problem``."""
+    found = {snapshot.trial: Found() for snapshot in snapshots}
+    by_kind: dict[str, list[Snapshot]] = {}
+    for snapshot in snapshots:
+        if snapshot.state.end is None and snapshot.submission is not None:
+            by_kind.setdefault(snapshot.submission.scheduler, []).append(snapshot)
+    for kind, asked in by_kind.items():
+        try:
+            for snapshot, task in _query(schedulers(kind), asked):
+                found[snapshot.trial].tasks.append(task)
+        except EnvironmentFailure as error:
+            for snapshot in asked:
+                found[snapshot.trial].problem = str(error)
+    return found
+
+
+def _query(scheduler: Scheduler, snapshots: Sequence[Snapshot]) -> list[tuple[Snapshot, TaskState]]:
+    jobs: dict[str, str] = {}
+    owners: dict[str, tuple[Snapshot, str]] = {}
+    for snapshot in snapshots:
+        assert snapshot.submission is not None
+        recovered = scheduler.recover(snapshot.paths, snapshot.submission.number)
+        for group, job in recovered.items():
+            key = f"{snapshot.trial}:{group}"  # groups of several trials in one question
+            jobs[key], owners[key] = job, (snapshot, group)
+    answers = []
+    for task in scheduler.query(jobs):
+        snapshot, group = owners[task.group]
+        answers.append((snapshot, replace(task, group=group)))
+    return answers
+
+
+def moving(
+    snapshots: Sequence[Snapshot],
+    *,
+    sleep: Callable[[float], None],
+    clock: Callable[[], float],
+) -> set[str]:
+    """The trials whose master's lease moves within the time that it should take."""
+    waiting: dict[str, tuple[Path, int | None]] = {}
+    heartbeats_s = [0.0]
+    for snapshot in snapshots:
+        lease = snapshot.lease()
+        if lease is not None and snapshot.submission is not None:
+            waiting[snapshot.trial] = (lease, read_counter(lease))
+            heartbeats_s.append(snapshot.submission.heartbeat_s)
+    deadline = clock() + HEARTBEATS * max(heartbeats_s)
+    alive: set[str] = set()
+    while waiting and clock() < deadline:
+        sleep(0.05)
+        moved = {trial for trial, (lease, first) in waiting.items() if _moved(lease, first)}
+        alive |= moved
+        waiting = {trial: seen for trial, seen in waiting.items() if trial not in moved}
+    return alive
+
+
+def _moved(lease: Path, first: int | None) -> bool:
+    return read_counter(lease) not in (first, None)

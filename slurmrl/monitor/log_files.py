@@ -1,0 +1,62 @@
+"""Which files hold what a trial's processes write now."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmrl.errors import UnknownNameError
+from slurmrl.paths import RunPaths
+from slurmrl.registry import near
+
+AGENT_LOG = re.compile(r"(\d+)\.(\d+)\.log")
+
+
+@dataclass(frozen=True)
+class LogFile:
+    label: str
+    """``trainer/0``"""
+    path: Path
+
+
+def newest(paths: RunPaths, group: str | None = None, task: int | None = None) -> list[LogFile]:
+    """The newest attempt's file of each task, by group and task; for a group in which no agent
+    has started, the newest output of a batch process.
+
+    Raises UnknownNameError for a group or a task that wrote nothing while others did.
+    """
+    groups = sorted(folder.name for folder in paths.logs.glob("*") if folder.is_dir())
+    if group is not None:
+        groups = [_known("group", group, groups)] if groups else []
+    files = {name: _of_group(paths, name) for name in groups}
+    if task is not None and any(files.values()):
+        known = sorted({label.rpartition("/")[2] for of in files.values() for label in of})
+        _known("task", str(task), known)
+    return [
+        LogFile(label, path)
+        for of in files.values()
+        for label, path in of.items()
+        if task is None or label.endswith(f"/{task}")
+    ]
+
+
+def _of_group(paths: RunPaths, group: str) -> dict[str, Path]:
+    attempts: dict[int, int] = {}
+    folder = paths.logs / group
+    for name in (file.name for file in folder.iterdir()):
+        match = AGENT_LOG.fullmatch(name)
+        if match:
+            task, attempt = int(match[1]), int(match[2])
+            attempts[task] = max(attempt, attempts.get(task, 0))
+    if attempts:
+        return {f"{group}/{t}": paths.log(group, t, a) for t, a in sorted(attempts.items())}
+    stats = [(path, path.stat()) for path in folder.glob("*.out")]
+    written = [(stat.st_mtime_ns, path) for path, stat in stats if stat.st_size]
+    return {f"{group}/batch": max(written)[1]} if written else {}
+
+
+def _known(kind: str, name: str, known: list[str]) -> str:
+    if name not in known:
+        raise UnknownNameError(f"no logs of {kind} '{name}'; {near(name, known)}")
+    return name

@@ -1,0 +1,103 @@
+"""Optional further places for metrics. Each package is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from slurmrl.config.schema import Logging, Wandb
+from slurmrl.errors import MissingDependencyError
+from slurmrl.paths import RunPaths
+
+
+class Sink(Protocol):
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """Take the numbers of one step."""
+
+    def close(self) -> None:
+        """Write out what is buffered."""
+
+
+def check(logging: Logging) -> None:
+    """Raise MissingDependencyError, with the command that helps, where a package that is asked
+    for is not installed."""
+    for package, wanted in (("tensorboard", logging.tensorboard), ("wandb", logging.wandb)):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise MissingDependencyError(
+                f"logging.{package} needs the package {package}: pip install 'slurmrl[{package}]'"
+            )
+
+
+def make_sinks(paths: RunPaths, logging: Logging, *, first_step: int) -> list[Sink]:
+    """The sinks that are asked for; ``first_step`` is the first one that will be logged.
+
+    Raises MissingDependencyError where a package is not installed.
+    """
+    check(logging)
+    sinks: list[Sink] = []
+    if logging.tensorboard:
+        sinks.append(TensorBoard(paths, first_step))
+    if logging.wandb is not None:
+        sinks.append(WeightsAndBiases(paths, logging.wandb))
+    return sinks
+
+
+def numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    """What can be plotted."""
+    return {
+        name: float(value)
+        for name, value in values.items()
+        if name != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+class TensorBoard:
+    """Event files in ``tensorboard/``. TensorBoard itself drops what an earlier event file says
+    about ``first_step`` and later steps."""
+
+    def __init__(self, paths: RunPaths, first_step: int) -> None:
+        from tensorboard.compat.proto import event_pb2, summary_pb2
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._event = event_pb2.Event
+        self._summary = summary_pb2.Summary
+        self._writer = EventFileWriter(str(paths.tensorboard))
+        start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+        self._add(first_step, session_log=start)
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        value = self._summary.Value
+        scalars = [value(tag=name, simple_value=number) for name, number in numbers(values).items()]
+        self._add(step, summary=self._summary(value=scalars))
+
+    def close(self) -> None:
+        self._writer.close()
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._writer.add_event(self._event(wall_time=time.time(), step=step, **content))
+        self._writer.flush()
+
+
+class WeightsAndBiases:
+    """One run there for all incarnations of a trial, named by the trial's uuid."""
+
+    def __init__(self, paths: RunPaths, settings: Wandb) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=settings.project,
+            name=f"{paths.experiment}/{paths.trial}",
+            id=json.loads(paths.identity.read_bytes())["uuid"],
+            resume="allow",
+            mode=settings.mode,
+            dir=str(paths.run),
+        )
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log(numbers(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()

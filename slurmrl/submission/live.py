@@ -1,0 +1,57 @@
+"""Whether a trial's newest submission can still change it, and waiting until it cannot."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from slurmrl.errors import WaitTimeoutError
+from slurmrl.monitor.snapshot import newest_submission
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler import make
+from slurmrl.scheduler.base import Scheduler, TaskState
+
+LEAVE_TIMEOUT_S = 60.0
+"""How long the jobs of an ended trial may take to end after they were cancelled."""
+
+
+@dataclass(frozen=True)
+class Jobs:
+    """The jobs of one submission, by group, and who knows about them."""
+
+    number: int
+    scheduler: Scheduler
+    ids: dict[str, str]
+
+    def active(self) -> list[TaskState]:
+        """Elements that wait or run."""
+        return [task for task in self.scheduler.query(self.ids) if task.state.active]
+
+
+def newest_jobs(paths: RunPaths) -> Jobs | None:
+    """None if nothing was submitted. Raises SchedulerError where the scheduler does not answer."""
+    submission = newest_submission(paths)
+    if submission is None:
+        return None
+    scheduler = make(submission.scheduler)
+    return Jobs(submission.number, scheduler, scheduler.recover(paths, submission.number))
+
+
+def clear_away(jobs: Jobs, sleep: Callable[[float], None] = time.sleep) -> None:
+    """Cancel what is left of the jobs of an ended trial, and wait until it is gone.
+
+    Raises WaitTimeoutError that names what stays.
+    """
+    left = jobs.active()
+    if left:
+        jobs.scheduler.cancel(jobs.ids)
+    deadline = time.monotonic() + LEAVE_TIMEOUT_S
+    while left:
+        if time.monotonic() > deadline:
+            names = ", ".join(f"{task.job_id} ({task.raw})" for task in left)
+            raise WaitTimeoutError(
+                f"waited {LEAVE_TIMEOUT_S:.0f} s for jobs of the ended trial: {names}"
+            )
+        sleep(0.1)
+        left = jobs.active()

@@ -1,0 +1,79 @@
+"""From settings to a run directory that the run's processes can live from.
+
+A directory is prepared once ``config.yaml`` is there; it is written last. Somebody who finds a
+trial without it (its submitter was killed) goes through the same steps again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+import uuid
+from pathlib import Path
+
+import slurmrl
+from slurmrl.config.load import dump
+from slurmrl.errors import CorruptFileError
+from slurmrl.fsio import atomic
+from slurmrl.paths import RunPaths
+from slurmrl.plan.model import Plan
+from slurmrl.plan.settings import Settings
+
+
+def prepare(paths: RunPaths, settings: Settings, plan: Plan) -> bool:
+    """Make the run directory; False if the trial exists already, which then stays as it is.
+
+    Raises EnvironmentFailure where the directory cannot be made or does not support links.
+    """
+    if is_prepared(paths):
+        return False
+    for directory in paths.directories():
+        atomic.make_private_directory(directory)
+    atomic.probe_link(paths.run)
+    claim = {"uuid": uuid.uuid4().hex, "time": time.time(), "version": slurmrl.__version__}
+    atomic.exclusive_create(paths.identity, json.dumps(claim).encode())
+    snapshot_code(paths)
+    write_plan(paths, plan)
+    # Two submitters of the same configuration may both hear that they wrote it: they agree.
+    return atomic.exclusive_create(paths.config, dump(settings.config).encode())
+
+
+def is_prepared(paths: RunPaths) -> bool:
+    return paths.config.exists()
+
+
+def trial_uuid(paths: RunPaths) -> str:
+    try:
+        return str(json.loads(atomic.read(paths.identity))["uuid"])
+    except (ValueError, KeyError) as error:
+        raise CorruptFileError(f"{paths.identity}: {error}") from error
+
+
+def write_plan(paths: RunPaths, plan: Plan) -> None:
+    atomic.replace(paths.plan, plan.to_json().encode())
+
+
+def rewrite(paths: RunPaths, settings: Settings, plan: Plan) -> None:
+    """Put a changed configuration in place of the one that the trial ran with so far."""
+    write_plan(paths, plan)
+    atomic.replace(paths.config, dump(settings.config).encode())
+
+
+def snapshot_code(paths: RunPaths) -> None:
+    """Copy this package, so that later edits do not reach the run. It is copied beside its place
+    and moved there whole; a snapshot that is there already stays."""
+    target = paths.code / "slurmrl"
+    if target.exists():
+        return
+    copy = paths.code / f".slurmrl.{uuid.uuid4().hex}"
+    source = Path(slurmrl.__file__).parent
+    ignore = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
+    shutil.copytree(source, copy, ignore=ignore, copy_function=shutil.copyfile)
+    try:
+        os.rename(copy, target)
+    except OSError:
+        if not target.exists():
+            raise
+        shutil.rmtree(copy)

@@ -1,0 +1,96 @@
+"""Which trials there are, and what they are called."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from slurmrl import env
+from slurmrl.errors import UnknownNameError, UsageError
+from slurmrl.paths import RunPaths, user_name
+from slurmrl.registry import near
+
+DEFAULT_ROOT = "./runs"
+
+
+def chosen_root(option: str | None) -> Path | None:
+    """``--root``, else SLURMRL_ROOT, absolute; None if neither is given."""
+    text = option or env.ROOT.get()
+    return Path(os.path.abspath(Path(text).expanduser())) if text else None
+
+
+def root_folder(option: str | None) -> Path:
+    """Where commands without a configuration look."""
+    return chosen_root(option) or Path(os.path.abspath(DEFAULT_ROOT))
+
+
+def experiments(root: Path) -> list[str]:
+    return _folders(root / user_name())
+
+
+def trials(root: Path, experiment: str) -> list[RunPaths]:
+    """Trials of an experiment, in the order people count in: 2 before 10."""
+    names = sorted(_folders(root / user_name() / experiment), key=_counting)
+    found = [RunPaths.of(root, user_name(), experiment, name) for name in names]
+    return [paths for paths in found if paths.identity.exists()]
+
+
+def all_trials(root: Path) -> list[RunPaths]:
+    return [paths for name in experiments(root) for paths in trials(root, name)]
+
+
+def find(root: Path, name: str) -> RunPaths:
+    """The trial EXPERIMENT/TRIAL. Raises UsageError, UnknownNameError with the near misses."""
+    experiment, slash, trial = name.partition("/")
+    if not slash or not experiment or not trial or "/" in trial:
+        known = " ".join(_label(paths) for paths in all_trials(root)[:5])
+        hint = f"; there are: {known}" if known else ""
+        raise UsageError(f"'{name}': expected EXPERIMENT/TRIAL{hint}")
+    for paths in trials(root, experiment):
+        if paths.trial == trial:
+            return paths
+    raise _unknown(root, "trial", name, [_label(paths) for paths in all_trials(root)])
+
+
+def find_experiment(root: Path, name: str) -> list[RunPaths]:
+    """The trials of an experiment. Raises UnknownNameError with the near misses."""
+    found = trials(root, name)
+    if not found:
+        known = [experiment for experiment in experiments(root) if trials(root, experiment)]
+        raise _unknown(root, "experiment", name, known)
+    return found
+
+
+def next_free(name: str, taken: Callable[[str], bool]) -> str:
+    """``name`` if it is free, else the first free one after it: 1 -> 2, abc -> abc-2 -> abc-3."""
+    while taken(name):
+        match = re.fullmatch(r"(.*-)?([0-9]+)", name)
+        name = f"{match[1] or ''}{int(match[2]) + 1}" if match else f"{name}-2"
+    return name
+
+
+def _unknown(root: Path, kind: str, name: str, known: list[str]) -> UnknownNameError:
+    where = root / user_name()
+    if not known:
+        return UnknownNameError(f"no {kind} '{name}': there are no trials in {where} yet")
+    return UnknownNameError(f"no {kind} '{name}' in {where}; {near(name, known)}")
+
+
+def _label(paths: RunPaths) -> str:
+    return f"{paths.experiment}/{paths.trial}"
+
+
+def _folders(folder: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _counting(name: str) -> list[tuple[int, str]]:
+    """Sort key in which runs of digits count as numbers."""
+    return [
+        (int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"([0-9]+)", name)
+    ]

@@ -1,0 +1,153 @@
+"""Run directories and a scheduler for tests that have no processes behind them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from slurmrl import keys
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio import atomic
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.history.state import fold
+from slurmrl.history.writer import begin, end, resume
+from slurmrl.monitor.metrics import MetricsWriter
+from slurmrl.name_resolve import make
+from slurmrl.paths import RunPaths, user_name
+from slurmrl.scheduler.base import JobState, Scheduler, SubmissionRequest, TaskState
+
+CONFIG = """\
+experiment: add
+total_steps: 6
+algorithm: {name: sft, batch_size: 8}
+actor:
+  architecture: {model_type: llama, hidden_size: 32, num_hidden_layers: 1,
+                 num_attention_heads: 2, intermediate_size: 64, vocab_size: 64}
+  tokenizer: .
+dataset: {type: prompt_answer, path: data.jsonl}
+"""
+
+
+def write_config(folder: Path) -> Path:
+    """A configuration that every check accepts."""
+    (folder / "data.jsonl").write_text('{"id": "1", "prompt": "a", "answer": "b"}\n')
+    path = folder / "sft.yaml"
+    path.write_text(CONFIG)
+    return path
+
+
+class FakeRun:
+    """A run directory that is written as the real processes would write it."""
+
+    def __init__(
+        self, root: Path, experiment: str = "add", trial: str = "1", *, hosts: int = 1
+    ) -> None:
+        self.paths = RunPaths.of(root, user_name(), experiment, trial)
+        for directory in self.paths.directories():
+            atomic.make_private_directory(directory)
+        self.paths.identity.write_text(json.dumps({"uuid": f"{experiment}{trial}" * 8}))
+        group = {"name": "trainer", "hosts": hosts, "elastic": False}
+        self.paths.plan.write_text(json.dumps({"groups": [group]}))
+        self.history = History(self.paths.history)
+
+    def submission(self, number: int = 1, scheduler: str = "local") -> None:
+        atomic.make_private_directory(self.paths.submission(number))
+        request = {"scheduler": scheduler, "total_steps": 60, "heartbeat_s": 0.2}
+        self.paths.submission_request(number).write_text(json.dumps(request))
+
+    def begin(self) -> int:
+        return begin(self.history, {}).incarnation
+
+    def append(self, kind: Kind, **data: Any) -> None:
+        records = self.history.read()
+        self.history.append(kind, fold(records).incarnation, data, after=len(records) - 1)
+
+    def commit(self, step: int) -> None:
+        self.append(Kind.COMMIT, step=step, directory=f"step-{step:08d}.1")
+
+    def end(self, kind: Kind, **data: Any) -> None:
+        end(self.history, kind, data)
+
+    def resume(self) -> None:
+        resume(self.history, {})
+
+    def attempt(self, job_id: str, *, task: int = 0, number: int = 0, host: str = "n0") -> None:
+        value = {"group": "trainer", "task": task, "attempt": number, "host": host}
+        with make("file", directory=self.paths.names) as names:
+            names.add(
+                keys.attempt("trainer", task, number),
+                json.dumps({**value, "job_id": job_id}),
+                delete_on_exit=False,
+            )
+
+    def say(self, incarnation: int, **said: Any) -> None:
+        with make("file", directory=self.paths.names) as names:
+            value = {"incarnation": incarnation, **said}
+            names.add(keys.status(), json.dumps(value), replace=True, delete_on_exit=False)
+
+    def metrics(self, *lines: Mapping[str, Any]) -> None:
+        writer = MetricsWriter(self.paths.metrics)
+        for line in lines:
+            writer.write(line)
+
+    def log(self, name: str, text: str, group: str = "trainer") -> None:
+        atomic.make_private_directory(self.paths.logs / group)
+        (self.paths.logs / group / name).write_text(text)
+
+
+def task(
+    element: int, state: JobState, *, job: str = "41", group: str = "trainer", **more: Any
+) -> TaskState:
+    values = {"raw": state.value, "reason": "", "hosts": (), **more}
+    return TaskState(f"{job}_{element}", group, element, state, **values)
+
+
+class FakeScheduler(Scheduler):
+    """Says what it is told to say and remembers what it was asked to do."""
+
+    def __init__(self, tasks: Sequence[TaskState] = ()) -> None:
+        self.tasks = list(tasks)
+        self.problem: str | None = None
+        self.done: list[str] = []
+        self.questions = 0
+        self.requests: list[SubmissionRequest] = []
+        self.jobs: dict[tuple[Path, int], dict[str, str]] = {}
+
+    def check(self) -> None:
+        if self.problem is not None:
+            raise EnvironmentFailure(self.problem)
+
+    def scripts(self, request: SubmissionRequest) -> dict[str, str]:
+        return {group.name: f"#!/bin/bash\nlinks {group.links}\n" for group in request.groups}
+
+    def submit(self, request: SubmissionRequest) -> dict[str, str]:
+        self.requests.append(request)
+        self.jobs[request.run.run, request.number] = {group.name: "41" for group in request.groups}
+        return self.recover(request.run, request.number)
+
+    def recover(self, run: RunPaths, number: int) -> dict[str, str]:
+        return self.jobs.get((run.run, number), {})
+
+    def query(self, jobs: Mapping[str, str]) -> list[TaskState]:
+        self.check()
+        self.questions += 1
+        return [
+            replace(task, group=group)
+            for group, job in jobs.items()
+            for task in self.tasks
+            if task.job_id.startswith(f"{job}_")
+        ]
+
+    def cancel(self, jobs: Mapping[str, str], *, after: int = -1) -> None:
+        self.done.append("cancel")
+        self.tasks = [replace(task, state=JobState.CANCELLED) for task in self.tasks]
+
+    def interrupt(self, jobs: Mapping[str, str]) -> None:
+        self.done.append("interrupt")
+
+    def kill(self, jobs: Mapping[str, str]) -> None:
+        self.done.append("kill")

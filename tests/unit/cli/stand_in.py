@@ -1,0 +1,59 @@
+"""What a link executes in tests in place of the supervisor: it trains nothing, but writes and
+obeys what a real master does. ``stand_in.py RUN_DIR STEPS train|fail|stubborn``"""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from pathlib import Path
+
+import slurmrl
+from slurmrl import keys
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.history.state import fold
+from slurmrl.history.writer import begin
+from slurmrl.lease import Lease
+from slurmrl.monitor.metrics import MetricsWriter, cut
+from slurmrl.name_resolve import make
+from slurmrl.paths import RunPaths
+
+
+def main(run: str, total: str, mode: str) -> int:
+    paths, warned = RunPaths(Path(run)), []
+    signal.signal(signal.SIGUSR2, lambda number, frame: warned.append(number))
+    history = History(paths.history)
+    state = fold(history.read())
+    if state.end is not None:
+        return 0
+    writer = begin(history, {"code": slurmrl.__file__})
+    names = make("file", directory=paths.names)
+    identity = {"group": "trainer", "task": 0, "attempt": writer.incarnation, "host": "here"}
+    key = keys.attempt("trainer", 0, writer.incarnation)
+    names.add(key, json.dumps({**identity, "job_id": ""}), delete_on_exit=False)
+    step = state.last_commit.step if state.last_commit else 0
+    cut(paths.metrics, step)
+    metrics = MetricsWriter(paths.metrics)
+    lease = Lease(paths.lease("trainer", 0, writer.incarnation))
+    print(f"stand-in of incarnation {writer.incarnation} at step {step}", flush=True)
+    if mode == "fail":
+        writer.append(Kind.FAILED, {"reason": "ValueError: planted", "traceback": "Traceback …"})
+        return 1
+    while step < int(total) and (not warned or mode == "stubborn"):
+        lease.beat()
+        time.sleep(0.1)
+        step += 1
+        line = {"step": step, "reward": step / int(total), "tokens_per_s": 10.0}
+        metrics.write(line)
+        said = {"incarnation": writer.incarnation, "step": step, "metrics": line, "tasks": {}}
+        names.add(keys.status(), json.dumps(said), replace=True, delete_on_exit=False)
+    writer.append(Kind.COMMIT, {"step": step, "directory": f"step-{step:08d}"})
+    if step >= int(total):
+        writer.append(Kind.FINISHED, {"step": step, "reason": "total_steps"})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

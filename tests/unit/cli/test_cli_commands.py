@@ -1,0 +1,220 @@
+"""Commands on run directories that no process lives in."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.cli import logs as logs_module
+from slurmrl.cli.main import main
+from slurmrl.history.record import Kind
+from slurmrl.paths import RunPaths, user_name
+from slurmrl.scheduler.base import JobState
+from slurmrl.submission import live, submit
+from tests.fake_runs import FakeRun, FakeScheduler, task, write_config
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SLURMRL_ROOT", str(tmp_path / "runs"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
+    fake = FakeScheduler()
+    for module in (live, submit):
+        monkeypatch.setattr(module, "make", lambda kind: fake)
+    monkeypatch.setattr("slurmrl.scheduler.make", lambda kind: fake)
+    return fake
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(capsys.readouterr().out)
+
+
+# -- status ------------------------------------------------------------------------------------
+
+
+def test_status_is_a_list_an_experiment_or_one(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for experiment, trial in (("add", "1"), ("add", "2"), ("sub", "1")):
+        FakeRun(root, experiment, trial).end(Kind.CANCELLED, reason="cancelled by me")
+    assert main(["status", "--json"]) == 0
+    assert [one["trial"] for one in printed(capsys)] == ["add/1", "add/2", "sub/1"]
+    assert main(["status", "add", "--json"]) == 0
+    assert [one["trial"] for one in printed(capsys)] == ["add/1", "add/2"]
+    assert main(["status", "add/2", "--json"]) == 0
+    assert printed(capsys)["state"] == "CANCELLED"
+
+
+def test_the_root_option_comes_first(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    FakeRun(tmp_path / "elsewhere", "there")
+    assert main(["status", "--json", "--root", "elsewhere"]) == 0
+    assert [one["trial"] for one in printed(capsys)] == ["there/1"]
+
+
+def test_status_without_trials(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status"]) == 0
+    assert capsys.readouterr().out == f"no trials in {root} yet\n"
+    assert main(["status", "--json"]) == 0
+    assert printed(capsys) == []
+
+
+def test_status_of_an_unknown_trial(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    FakeRun(root)
+    assert main(["status", "add/2"]) == 2
+    assert "did you mean 'add/1'" in capsys.readouterr().err
+
+
+def test_watching_ends_with_the_trial(
+    root: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    run = FakeRun(root)
+    run.submission()
+    scheduler.jobs[run.paths.run, 1] = {"trainer": "41"}
+    scheduler.tasks = [task(0, JobState.PENDING, reason="Priority")]
+
+    def sleep(seconds: float) -> None:
+        run.end(Kind.FAILED, reason="NaN")
+
+    monkeypatch.setattr("slurmrl.cli.status.time.sleep", sleep)
+    assert main(["status", "add/1", "--watch"]) == 0
+    output = capsys.readouterr().out
+    assert output.index("waits: Priority") < output.index("NaN")
+
+
+# -- logs --------------------------------------------------------------------------------------
+
+
+def test_logs_have_a_prefix_where_there_are_several(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = FakeRun(root)
+    run.log("0.0.log", "old\n")
+    run.log("0.1.log", "a\nb")
+    assert main(["logs", "add/1"]) == 0
+    assert capsys.readouterr().out == "a\nb\n"
+    run.log("1.0.log", "c\n")
+    assert main(["logs", "add/1"]) == 0
+    assert capsys.readouterr().out == "trainer/0 | a\ntrainer/0 | b\ntrainer/1 | c\n"
+    assert main(["logs", "add/1", "--group", "trainer", "--task", "1"]) == 0
+    assert capsys.readouterr().out == "c\n"
+
+
+def test_no_logs_yet(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = FakeRun(root)
+    assert main(["logs", "add/1"]) == 0
+    assert capsys.readouterr().err == f"no logs in {run.paths.logs} yet\n"
+
+
+def test_following_prints_what_is_added_once_and_ends_with_the_trial(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = FakeRun(root)
+    monkeypatch.setattr(logs_module, "POLL_S", 0.01)
+
+    def write() -> None:
+        run.log("0.0.log", "first\nhal")
+        time.sleep(0.1)
+        run.log("0.0.log", "first\nhalf\n")
+        run.log("0.1.log", "second attempt\nlast without end")
+        time.sleep(0.1)
+        run.end(Kind.CANCELLED)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        assert main(["logs", "add/1", "-f"]) == 0
+    finally:
+        thread.join()
+    output = capsys.readouterr().out.splitlines()
+    assert output[-2:] == ["second attempt", "last without end"]
+    assert [line for line in output if line not in ("first", "half")] == output[-2:]
+    assert output.count("first") <= 1
+
+
+# -- submit, cancel, resume --------------------------------------------------------------------
+
+
+def submit_it(tmp_path: Path, *more: str) -> int:
+    config = write_config(tmp_path)
+    return main(["submit", str(config), "--scheduler", "local", *more])
+
+
+def test_a_dry_run_writes_nothing(
+    root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scheduler.problem = "must not be asked"
+    assert submit_it(tmp_path, "--dry-run") == 0
+    output = capsys.readouterr().out
+    assert '"name": "trainer"' in output
+    assert "#!/bin/bash\nlinks 8" in output
+    assert submit_it(tmp_path, "--dry-run", "--json", "cluster.slurm.links=3") == 0
+    shown = printed(capsys)
+    assert shown["trial"] == "add/1"
+    assert shown["plan"]["groups"][0]["links"] == 3
+    assert shown["scripts"] == {"trainer": "#!/bin/bash\nlinks 3\n"}
+    assert not root.exists()
+
+
+def test_detached_submission_says_what_to_type_next(
+    root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit_it(tmp_path, "--detach") == 0
+    output = capsys.readouterr().out
+    assert output.startswith("add/1 submitted to local (trainer: 41)\n")
+    assert "slurmrl status add/1 --watch\n" in output
+    assert submit_it(tmp_path, "--detach", "--new", "--root", str(tmp_path / "other")) == 0
+    assert f"slurmrl logs add/1 -f --root {tmp_path / 'other'}\n" in capsys.readouterr().out
+
+
+def test_submission_as_json(
+    root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit_it(tmp_path, "--detach", "--json") == 0
+    assert printed(capsys) == {
+        "trial": "add/1",
+        "run": str(RunPaths.of(root, user_name(), "add", "1").run),
+        "scheduler": "local",
+        "submission": 1,
+        "jobs": {"trainer": "41"},
+        "resumed_step": None,
+    }
+
+
+def test_a_complete_trial_is_done(
+    root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit_it(tmp_path, "--detach") == 0
+    run = FakeRun(root)
+    run.begin()
+    run.end(Kind.FINISHED, step=6, reason="total_steps")
+    capsys.readouterr()
+    assert submit_it(tmp_path) == 0
+    assert "slurmrl resume add/1 total_steps=N" in capsys.readouterr().out
+    assert len(scheduler.requests) == 1
+
+
+def test_cancel_and_resume(
+    root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit_it(tmp_path, "--detach") == 0
+    assert main(["cancel", "add/1"]) == 0
+    assert "to go on: slurmrl resume add/1\n" in capsys.readouterr().out
+    assert main(["resume", "add/1", "total_steps=7", "--detach", "--json"]) == 0
+    assert printed(capsys)["submission"] == 2
+    run = FakeRun(root)
+    run.begin()
+    run.end(Kind.FINISHED, step=7, reason="total_steps")
+    assert main(["cancel", "add/1"]) == 0
+    assert capsys.readouterr().out == "add/1 had ended already: finished\n"

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from slurmrl import __version__
+from slurmrl.cli import main as module
+from slurmrl.cli.main import COMMANDS, main
+from slurmrl.errors import (
+    ConfigError,
+    EnvironmentFailure,
+    Problem,
+    RunFailedError,
+    UsageError,
+)
+from tests.fake_runs import FakeRun, write_config
+
+HEAVY = ("pydantic", "rich", "ruamel", "torch", "submitit", "numpy", "transformers")
+
+
+def modules_after(arguments: list[str], cwd: Path) -> list[str]:
+    """Which heavy packages a command line imports in a process of its own."""
+    code = f"""
+import sys
+from slurmrl.cli.main import main
+code = main({arguments!r})
+print("\\n", code, [name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=cwd)
+    code_text, _, found = done.stderr.strip().rpartition("\n")[2].strip().partition(" ")
+    assert code_text == "0", done.stderr
+    result: list[str] = eval(found)
+    return result
+
+
+def test_help_imports_nothing_heavy(tmp_path: Path) -> None:
+    assert modules_after(["--help"], tmp_path) == []
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_a_commands_help_imports_nothing_heavy(tmp_path: Path, command: str) -> None:
+    assert modules_after([command, "--help"], tmp_path) == []
+
+
+def test_status_and_logs_import_nothing_heavy(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "runs")
+    run.log("0.0.log", "hello\n")
+    assert modules_after(["status", "--json"], tmp_path) == []
+    assert modules_after(["logs", "add/1"], tmp_path) == []
+
+
+def test_submitting_imports_no_torch(tmp_path: Path) -> None:
+    arguments = ["submit", str(write_config(tmp_path)), "--dry-run", "--scheduler", "local"]
+    assert {"torch", "transformers", "numpy"}.isdisjoint(modules_after(arguments, tmp_path))
+
+
+def test_help_lists_all_commands_and_the_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    output = " ".join(capsys.readouterr().out.split())
+    assert all(f"{name} {entry.help}" in output for name, entry in COMMANDS.items())
+    assert "3 environment, 130 interrupted" in output
+
+
+@pytest.mark.parametrize("command", list(COMMANDS))
+def test_every_command_has_root_and_debug(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--help"]) == 0
+    output = capsys.readouterr().out
+    assert "--root DIR" in output
+    assert "--debug" in output
+
+
+def test_the_summary_of_a_command_says_what_its_own_help_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name, entry in COMMANDS.items():
+        command = module.cli.get_command(click.Context(module.cli), name)
+        assert command is not None
+        assert command.name == name
+        assert entry.help.endswith(".")
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"slurmrl {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["stauts"], "did you mean 'status'"),
+        (["submit"], "Missing argument 'CONFIG'"),
+        (["submit", "x.yaml", "--scheduler", "ray"], "'ray' is not one of"),
+        (["status", "--jsno"], "No such option"),
+        (["resume", "add"], "expected EXPERIMENT/TRIAL"),
+        (["cancel", "add/1"], "there are no trials"),
+    ],
+)
+def test_wrong_usage_is_2(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_a_missing_configuration_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["submit", str(tmp_path / "none.yaml")]) == 2
+    assert "cannot be read: No such file" in capsys.readouterr().err
+
+
+def test_all_problems_of_a_configuration_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path)
+    config.write_text(config.read_text() + "seeed: 3\n")
+    assert main(["submit", str(config), "total_steps=none", "actor.lr=1"]) == 2
+    message = capsys.readouterr().err
+    assert "Error: 3 problems in the configuration" in message
+    assert f"{config}:9: seeed: unknown key; did you mean 'seed'?" in message
+    assert "command line: total_steps" in message
+    assert "command line: actor.lr" in message
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (UsageError("not so"), 2, "Error: not so"),
+        (
+            ConfigError((Problem("a.yaml:1", "seed", "is wrong"),)),
+            2,
+            "Error: 1 problem in the configuration\n  a.yaml:1: seed: is wrong",
+        ),
+        (EnvironmentFailure("no sbatch"), 3, "Error: no sbatch"),
+        (PermissionError(13, "Permission denied", "/root"), 3, "Permission denied: '/root'"),
+        (RunFailedError("NaN"), 1, "Error: NaN"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+@pytest.mark.parametrize("debug", [False, True])
+def test_exit_codes(
+    error: BaseException,
+    code: int,
+    message: str,
+    debug: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(root: Path) -> None:
+        raise error
+
+    monkeypatch.setattr("slurmrl.submission.trials.all_trials", fail)
+    assert main(["status", *(["--debug"] if debug else [])]) == code
+    captured = capsys.readouterr()
+    if code == 130:
+        return
+    assert ("Traceback" in captured.err) is debug
+    assert debug or message in captured.err
+
+
+def test_an_error_of_ours_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(root: Path) -> None:
+        raise KeyError("bug")
+
+    monkeypatch.setattr("slurmrl.submission.trials.all_trials", fail)
+    with pytest.raises(KeyError):
+        main(["status"])
+
+
+def test_an_unwritable_root_is_3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path)
+    blocked = tmp_path / "file"
+    blocked.touch()
+    arguments = ["submit", str(config), "--scheduler", "local", "--root", str(blocked / "runs")]
+    assert main(arguments) == 3
+    assert str(blocked) in capsys.readouterr().err
+
+
+def test_no_sbatch_is_3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write_config(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    arguments = [str(config), "--scheduler", "slurm", "--root", str(tmp_path / "runs")]
+    assert main(["submit", *arguments]) == 3
+    assert "sbatch is not on PATH" in capsys.readouterr().err
+    assert main(["submit", *arguments, "--dry-run"]) == 0
+    assert "#SBATCH --array=0-7%1" in capsys.readouterr().out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_reader_that_goes_away(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path / "runs")
+    run.log("0.0.log", "line\n" * 100_000)
+    command = f"set -o pipefail; '{sys.executable}' -m slurmrl logs add/1 | head -1"
+    done = subprocess.run(["bash", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (141, "line\n", "")

@@ -1,0 +1,37 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from slurmrl.monitor import events
+from slurmrl.paths import RunPaths
+
+
+def test_writers_are_merged_by_time(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.events.mkdir()
+    master, agent = events.EventWriter(paths, "master.1"), events.EventWriter(paths, "trainer.0.0")
+    master.write("ready", step=0)
+    agent.write("warning", signal="USR2")
+    master.write("stopped", step=3)
+    merged = events.read_all(paths)
+    assert [(event["writer"], event["kind"]) for event in merged] == [
+        ("master.1", "ready"),
+        ("trainer.0.0", "warning"),
+        ("master.1", "stopped"),
+    ]
+    assert merged[0]["step"] == 0
+    assert merged[0]["time"] <= merged[1]["time"] <= merged[2]["time"]
+
+
+def test_a_torn_event_is_passed_over(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.events.mkdir()
+    writer = events.EventWriter(paths, "master.1")
+    writer.write("ready")
+    with paths.event_file("master.1").open("ab") as file:
+        file.write(b'{"time": 1\n{"time"')
+    assert [event["kind"] for event in events.read_all(paths)] == ["ready"]
+
+
+def test_no_events_yet(tmp_path: Path) -> None:
+    assert events.read_all(RunPaths(tmp_path)) == []

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from slurmrl.errors import UnknownNameError
+from slurmrl.monitor.log_files import newest
+from tests.fake_runs import FakeRun
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    run = FakeRun(tmp_path)
+    for name in ("0.0.log", "0.9.log", "0.10.log", "1.3.log", "slurm-41_0.out"):
+        run.log(name, name)
+    run.log("0.0.log", "r", group="rollout")
+    return run
+
+
+def names(run: FakeRun, group: str | None = None, task: int | None = None) -> list[tuple[str, str]]:
+    return [(file.label, file.path.name) for file in newest(run.paths, group, task)]
+
+
+def test_the_newest_attempt_of_each_task(run: FakeRun) -> None:
+    assert names(run) == [
+        ("rollout/0", "0.0.log"),
+        ("trainer/0", "0.10.log"),
+        ("trainer/1", "1.3.log"),
+    ]
+
+
+def test_one_group_or_one_task(run: FakeRun) -> None:
+    assert names(run, "rollout") == [("rollout/0", "0.0.log")]
+    assert names(run, None, 1) == [("trainer/1", "1.3.log")]
+    assert names(run, "trainer", 0) == [("trainer/0", "0.10.log")]
+
+
+def test_batch_output_where_no_agent_started(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path)
+    run.log("slurm-41_1.out", "newer")
+    run.log("slurm-41_0.out", "older")
+    run.log("chain.1.out", "")
+    os.utime(run.paths.logs / "trainer" / "slurm-41_0.out", (1, 1))
+    assert names(run) == [("trainer/batch", "slurm-41_1.out")]
+
+
+@pytest.mark.parametrize(
+    ("group", "task", "message"),
+    [("trainr", None, "did you mean 'trainer'"), (None, 7, "no logs of task '7'; .* 0, 1")],
+)
+def test_unknown_names(run: FakeRun, group: str | None, task: int | None, message: str) -> None:
+    with pytest.raises(UnknownNameError, match=message):
+        newest(run.paths, group, task)
+
+
+def test_nothing_was_written_yet(tmp_path: Path) -> None:
+    assert names(FakeRun(tmp_path), "trainer") == []

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from slurmrl.config.schema import Logging
+from slurmrl.monitor import metrics
+from slurmrl.monitor.recorder import Recorder
+from slurmrl.paths import RunPaths
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "metrics.jsonl"
+
+
+def write(path: Path, *steps: int) -> None:
+    writer = metrics.MetricsWriter(path)
+    for step in steps:
+        writer.write({"step": step, "reward": step / 8})
+    writer.sync()
+
+
+def steps(path: Path) -> list[int]:
+    return [line["step"] for line in metrics.read(path)]
+
+
+def test_lines_are_json_and_private(path: Path) -> None:
+    write(path, 0, 1)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 0, "reward": 0.0},
+        {"step": 1, "reward": 0.125},
+    ]
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_json_has_no_nan(path: Path, value: float) -> None:
+    metrics.MetricsWriter(path).write({"step": 1, "loss": value})
+    assert json.loads(path.read_text()) == {"step": 1, "loss": None}
+
+
+def test_sync_before_the_first_line(path: Path) -> None:
+    metrics.MetricsWriter(path).sync()
+    assert not path.exists()
+
+
+def test_a_torn_line_was_not_written_yet(path: Path) -> None:
+    write(path, 1, 2)
+    path.write_bytes(path.read_bytes()[:-1])
+    assert steps(path) == [1]
+    assert metrics.read_latest(path, 5) == [{"step": 1, "reward": 0.125}]
+
+
+def test_a_line_after_a_torn_one_counts(path: Path) -> None:
+    write(path, 1, 2)
+    with path.open("ab") as file:
+        file.write(b'{"step": 3, "rew\n')
+    write(path, 4)
+    assert steps(path) == [1, 2, 4]
+
+
+@pytest.mark.parametrize("n", [0, 1, 3, 10_000])
+def test_latest_lines_of_a_file_larger_than_one_read(
+    path: Path, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    monkeypatch.setattr(metrics, "TAIL_BYTES", 64)
+    write(path, *range(200))
+    expected = list(range(200))[-n:] if n else []
+    assert [line["step"] for line in metrics.read_latest(path, n)] == expected
+
+
+def test_no_file_means_no_lines(path: Path) -> None:
+    assert metrics.read(path) == metrics.read_latest(path, 3) == []
+    assert metrics.latest(path) == {}
+    metrics.cut(path, 3)
+    assert not path.exists()
+
+
+def test_latest_keeps_the_newest_evaluation(path: Path) -> None:
+    writer = metrics.MetricsWriter(path)
+    writer.write({"step": 0, "eval/reward": 0.1})
+    writer.write({"step": 1, "reward": 0.3, "kl": 0.01})
+    writer.write({"step": 2, "reward": 0.4, "eval/reward": 0.5})
+    writer.write({"step": 3, "reward": 0.6})
+    assert metrics.latest(path) == {"step": 3, "reward": 0.6, "eval/reward": 0.5}
+
+
+@pytest.mark.parametrize(("last", "kept"), [(-1, []), (0, [0]), (2, [0, 1, 2]), (9, [0, 1, 2, 3])])
+def test_cut_drops_later_steps_and_the_torn_end(path: Path, last: int, kept: list[int]) -> None:
+    write(path, 0, 1, 2, 3)
+    with path.open("ab") as file:
+        file.write(b'{"step": 4')
+    metrics.cut(path, last)
+    assert steps(path) == kept
+    assert not path.read_bytes() or path.read_bytes().endswith(b"}\n")
+
+
+def test_cut_keeps_the_bytes_of_what_stays(path: Path) -> None:
+    writer = metrics.MetricsWriter(path)
+    writer.write({"step": 1, "loss": 0.1 + 0.2, "tokens": 2**53 + 1})
+    before = path.read_bytes()
+    writer.write({"step": 2})
+    metrics.cut(path, 1)
+    assert path.read_bytes() == before
+
+
+def test_recorder_goes_on_after_the_last_commit(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    write(paths.metrics, 1, 2, 3)
+    recorder = Recorder(paths, Logging(), last_step=2)
+    recorder.write({"step": 3, "reward": 1.0})
+    recorder.sync()
+    recorder.close()
+    assert [line["reward"] for line in metrics.read(paths.metrics)] == [0.125, 0.25, 1.0]

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.history.record import Kind
+from slurmrl.monitor.snapshot import newest_submission, read
+from slurmrl.monitor.status import assemble, present_link
+from slurmrl.scheduler.base import JobState, TaskState
+from tests.fake_runs import FakeRun, task
+
+RUNNING, PENDING, FAILED = JobState.RUNNING, JobState.PENDING, JobState.FAILED
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    run = FakeRun(tmp_path)
+    run.submission()
+    return run
+
+
+def look(run: FakeRun, *tasks: TaskState, **more: Any) -> dict[str, Any]:
+    return assemble(read(run.paths), tasks, **more)
+
+
+def test_the_documented_object_of_a_running_trial(run: FakeRun, tmp_path: Path) -> None:
+    incarnation = run.begin()
+    run.commit(10)
+    run.attempt("41_1")
+    run.say(
+        incarnation,
+        step=12,
+        checkpoint={"step": 10, "age_s": 3.5},
+        tasks={"trainer/0": {"lease_age_s": 0.4, "host": "n0", "attempt": 0}},
+    )
+    run.metrics({"step": 11, "reward": 0.3}, {"step": 12, "reward": 0.4})
+    elements = [
+        task(0, FAILED),
+        task(1, RUNNING, hosts=("n0",)),
+        *(task(index, PENDING, reason="JobArrayTaskLimit") for index in (2, 3)),
+    ]
+    assert look(run, *elements, alive=True) == {
+        "trial": "add/1",
+        "state": "RUNNING",
+        "step": 12,
+        "total_steps": 60,
+        "incarnation": 1,
+        "metrics": {"step": 12, "reward": 0.4},
+        "checkpoint": {"step": 10, "age_s": 3.5},
+        "groups": [
+            {
+                "name": "trainer",
+                "links_left": 2,
+                "tasks": [
+                    {
+                        "job_id": "41_1",
+                        "host": "n0",
+                        "state": "RUNNING",
+                        "attempt": 0,
+                        "lease_age_s": 0.4,
+                        "reason": "",
+                    }
+                ],
+            }
+        ],
+        "reason": None,
+        "traceback": None,
+        "run": str(run.paths.run),
+        "export": None,
+    }
+
+
+def test_a_trial_that_waits(run: FakeRun) -> None:
+    status = look(run, task(0, PENDING, reason="Resources"), task(1, PENDING))
+    assert (status["state"], status["step"], status["incarnation"]) == ("PENDING", 0, 0)
+    assert status["checkpoint"] is None
+    assert status["groups"][0]["tasks"] == [
+        {
+            "job_id": "41_0",
+            "host": None,
+            "state": "PENDING",
+            "attempt": None,
+            "lease_age_s": None,
+            "reason": "Resources",
+        }
+    ]
+    assert "unconfirmed" not in status
+
+
+def test_hosts_of_a_job_are_those_of_its_tasks(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path, hosts=2)
+    run.submission()
+    run.attempt("41_0", task=1, host="n7")
+    status = look(run, task(0, RUNNING, hosts=("n3", "n4")))
+    assert [one["host"] for one in status["groups"][0]["tasks"]] == ["n3", "n7"]
+
+
+def test_an_attempt_of_an_earlier_link_is_not_this_ones(run: FakeRun) -> None:
+    run.attempt("41_0", number=0, host="old")
+    status = look(run, task(0, FAILED), task(1, PENDING))
+    (shown,) = status["groups"][0]["tasks"]
+    assert (shown["job_id"], shown["attempt"], shown["host"]) == ("41_1", None, None)
+
+
+def test_the_newest_of_many_attempts_counts_by_number(run: FakeRun) -> None:
+    for number in range(11):
+        run.attempt(f"41_{number}", number=number)
+    assert read(run.paths).attempts["trainer", 0]["attempt"] == 10
+
+
+@pytest.mark.parametrize(
+    ("kind", "state"),
+    [
+        (Kind.FINISHED, "COMPLETED"),
+        (Kind.FAILED, "FAILED"),
+        (Kind.CANCELLED, "CANCELLED"),
+    ],
+)
+def test_the_history_says_how_a_trial_ended(run: FakeRun, kind: Kind, state: str) -> None:
+    run.begin()
+    run.commit(20)
+    run.append(Kind.EXPORT, step=20, directory="step-00000020")
+    run.attempt("41_0")
+    run.end(kind, step=20, reason="because", traceback="Traceback")
+    status = look(run, task(0, RUNNING))
+    assert status["state"] == state
+    assert (status["step"], status["reason"]) == (20, "because")
+    assert status["checkpoint"] == {"step": 20, "age_s": None}
+    assert status["export"] == str(run.paths.exports / "step-00000020")
+    assert "unconfirmed" not in status
+
+
+def test_tasks_of_an_ended_trial_ended_with_it(run: FakeRun) -> None:
+    run.begin()
+    run.attempt("41_0")
+    run.end(Kind.FAILED, reason="x")
+    (shown,) = look(run)["groups"][0]["tasks"]
+    assert (shown["job_id"], shown["state"]) == ("41_0", "FAILED")
+
+
+def test_a_resumed_trial_has_not_ended(run: FakeRun) -> None:
+    run.begin()
+    run.end(Kind.CANCELLED)
+    run.resume()
+    assert look(run, task(0, PENDING))["state"] == "PENDING"
+
+
+def test_without_jobs_and_without_an_end_it_was_interrupted_at_its_commit(run: FakeRun) -> None:
+    incarnation = run.begin()
+    run.commit(10)
+    run.say(incarnation, step=13, checkpoint={"step": 10, "age_s": 5.0}, tasks={})
+    status = look(run, task(0, FAILED), task(1, JobState.CANCELLED))
+    assert (status["state"], status["step"]) == ("INTERRUPTED", 10)
+    assert status["checkpoint"] == {"step": 10, "age_s": None}
+
+
+def test_what_an_earlier_incarnation_said_does_not_count(run: FakeRun) -> None:
+    first = run.begin()
+    run.commit(10)
+    run.say(first, step=15, checkpoint={"step": 10, "age_s": 1.0}, tasks={})
+    run.begin()
+    status = look(run, task(0, RUNNING))
+    assert (status["step"], status["incarnation"]) == (10, 2)
+    assert status["checkpoint"]["age_s"] is None
+
+
+def test_a_running_trial_whose_lease_stands_still_is_unconfirmed(run: FakeRun) -> None:
+    assert look(run, task(0, RUNNING), alive=False)["unconfirmed"] is True
+    assert "unconfirmed" not in look(run, task(0, RUNNING)), "nobody looked"
+
+
+@pytest.mark.parametrize(("alive", "state"), [(True, "RUNNING"), (False, "INTERRUPTED")])
+def test_where_the_scheduler_does_not_answer_the_lease_decides(
+    run: FakeRun, alive: bool, state: str
+) -> None:
+    status = look(run, alive=alive, problem="squeue did not answer")
+    assert (status["state"], status["problem"]) == (state, "squeue did not answer")
+    assert status.get("unconfirmed", False) is not alive
+
+
+def test_a_trial_that_was_never_submitted(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path)
+    run.paths.plan.unlink()
+    status = look(run)
+    assert (status["state"], status["total_steps"], status["groups"]) == ("INTERRUPTED", None, [])
+
+
+def test_the_newest_submission_with_a_request_counts(run: FakeRun) -> None:
+    for number in range(2, 12):
+        run.submission(number, scheduler="slurm")
+    run.paths.submission(12).mkdir()
+    newest = newest_submission(run.paths)
+    assert newest is not None
+    assert (newest.number, newest.scheduler) == (11, "slurm")
+
+
+@pytest.mark.parametrize(
+    ("states", "present"),
+    [
+        ([FAILED, RUNNING, PENDING], 1),
+        ([FAILED, PENDING, PENDING], 1),
+        ([FAILED, JobState.TIMEOUT, JobState.CANCELLED], 1),
+        ([JobState.CANCELLED, JobState.CANCELLED], 1),
+    ],
+)
+def test_present_link(states: list[JobState], present: int) -> None:
+    link = present_link([task(index, state) for index, state in enumerate(states)])
+    assert link is not None
+    assert link.element == present
+
+
+def test_every_element_of_an_elastic_group_is_a_task(run: FakeRun) -> None:
+    run.paths.plan.write_text('{"groups": [{"name": "rollout", "hosts": 2, "elastic": true}]}')
+    elements = [
+        task(0, RUNNING, group="rollout", hosts=("n1",)),
+        task(1, RUNNING, group="rollout", hosts=("n2",)),
+        task(2, PENDING, group="rollout"),
+    ]
+    (group,) = look(run, *elements)["groups"]
+    assert [(one["host"], one["state"]) for one in group["tasks"]] == [
+        ("n1", "RUNNING"),
+        ("n2", "RUNNING"),
+        (None, "PENDING"),
+    ]
+    assert group["links_left"] == 0

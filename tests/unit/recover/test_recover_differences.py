@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.config.load import load, parse
+from slurmrl.config.schema import Config
+from slurmrl.recover import differences
+from tests.fake_runs import write_config
+
+
+def config(folder: Path, *overrides: str) -> Config:
+    return parse(load(write_config(folder), overrides))
+
+
+EVALUATION = "evaluation={dataset: {type: prompt, path: data.jsonl}"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "total_steps=9",
+        "stop_when=reward >= 0.5",
+        "root=/elsewhere",
+        "cluster.slurm.time=30",
+        "cluster.threads_per_worker=2",
+        "logging.tensorboard=true",
+        "checkpoint.every_steps=3",
+        "max_restarts_without_commit=9",
+        "step_timeout_s=5",
+    ],
+)
+def test_what_may_change(tmp_path: Path, override: str) -> None:
+    assert differences(config(tmp_path), config(tmp_path, override)) == []
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("seed=2", "seed: 1 in the trial, 2 now"),
+        ("actor.optimizer.lr=3e-5", "actor.optimizer.lr: 1e-05 in the trial, 3e-05 now"),
+        ("algorithm.batch_size=16", "algorithm.batch_size: 8 in the trial, 16 now"),
+        ("deterministic=false", "deterministic: nothing in the trial, False now"),
+        ("reward.name=math", "reward: nothing in the trial, a section now"),
+        (f"{EVALUATION}}}", "evaluation: nothing in the trial, a section now"),
+    ],
+)
+def test_what_may_not(tmp_path: Path, override: str, line: str) -> None:
+    assert differences(config(tmp_path), config(tmp_path, override)) == [line]
+
+
+def test_all_differences_are_told(tmp_path: Path) -> None:
+    changed = config(tmp_path, "seed=2", "total_steps=9", "actor.architecture.vocab_size=65")
+    assert [line.partition(":")[0] for line in differences(config(tmp_path), changed)] == [
+        "seed",
+        "actor.architecture.vocab_size",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "differs"),
+    [(", every_steps: 3}", []), (", at_start: false}", []), (", samples: 3}", ["samples"])],
+)
+def test_how_often_is_evaluated_may_change(tmp_path: Path, change: str, differs: list[Any]) -> None:
+    lines = differences(
+        config(tmp_path, f"{EVALUATION}}}"), config(tmp_path, f"{EVALUATION}{change}")
+    )
+    assert [line.partition(":")[0] for line in lines] == [f"evaluation.{key}" for key in differs]
+
+
+def test_every_key_that_may_change_exists() -> None:
+    from slurmrl.config.schema import Evaluation
+    from slurmrl.recover.differences import MAY_CHANGE
+
+    fields = set(Config.model_fields) | {f"evaluation.{name}" for name in Evaluation.model_fields}
+    assert fields >= MAY_CHANGE

@@ -1,0 +1,17 @@
+"""A scheduler in place of the real ones, behind the functions that look them up."""
+
+from __future__ import annotations
+
+import pytest
+
+from slurmrl.submission import live, submit
+from tests.fake_runs import FakeScheduler
+
+
+@pytest.fixture
+def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
+    fake = FakeScheduler()
+    for module in (live, submit):
+        monkeypatch.setattr(module, "make", lambda kind: fake)
+    monkeypatch.delenv("SLURMRL_ROOT", raising=False)
+    return fake

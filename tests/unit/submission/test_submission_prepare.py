@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import slurmrl
+from slurmrl.config.load import load_resolved
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.plan.model import Plan
+from slurmrl.submission import prepare as module
+from slurmrl.submission.prepare import is_prepared, prepare, snapshot_code, trial_uuid
+from slurmrl.submission.submit import Proposal, propose
+from tests.fake_runs import write_config
+
+
+@pytest.fixture
+def proposal(tmp_path: Path) -> Proposal:
+    return propose(write_config(tmp_path), [], root=str(tmp_path / "runs"), scheduler="local")
+
+
+def make(proposal: Proposal) -> bool:
+    return prepare(proposal.paths, proposal.settings, proposal.plan)
+
+
+def test_a_run_directory_has_all_that_the_run_needs(proposal: Proposal) -> None:
+    umask = os.umask(0)
+    try:
+        assert make(proposal)
+    finally:
+        os.umask(umask)
+    paths = proposal.paths
+    assert all(path.stat().st_mode & 0o777 == 0o700 for path in paths.directories())
+    assert paths.config.stat().st_mode & 0o777 == 0o600
+    assert load_resolved(paths.config) == proposal.settings.config
+    assert Plan.from_json(paths.plan.read_text()) == proposal.plan
+    assert len(trial_uuid(paths)) == 32
+
+
+def test_a_trial_is_made_once(proposal: Proposal) -> None:
+    assert make(proposal)
+    before = paths_and_bytes(proposal)
+    assert not make(proposal)
+    assert paths_and_bytes(proposal) == before
+
+
+def paths_and_bytes(proposal: Proposal) -> dict[Path, bytes]:
+    files = (path for path in proposal.paths.run.rglob("*") if path.is_file())
+    return {path: path.read_bytes() for path in files}
+
+
+@pytest.mark.parametrize("step", ["snapshot_code", "write_plan", "dump"])
+def test_a_killed_preparation_is_taken_up(
+    proposal: Proposal, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(*arguments: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module, step, kill)
+        with pytest.raises(Killed):
+            make(proposal)
+    assert not is_prepared(proposal.paths)
+    claimed = trial_uuid(proposal.paths)
+    assert make(proposal)
+    assert trial_uuid(proposal.paths) == claimed
+    assert load_resolved(proposal.paths.config) == proposal.settings.config
+
+
+def test_the_snapshot_is_this_package_and_works_alone(proposal: Proposal) -> None:
+    make(proposal)
+    copy = proposal.paths.code / "slurmrl"
+    assert list(copy.rglob("__pycache__")) == []
+    assert (copy / "py.typed").exists()
+    code = "import slurmrl, json; print(json.dumps([slurmrl.__file__, slurmrl.__version__]))"
+    output = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        env={"PYTHONPATH": str(proposal.paths.code), "PYTHONDONTWRITEBYTECODE": "1"},
+        capture_output=True,
+        check=True,
+    ).stdout
+    assert json.loads(output) == [str(copy / "__init__.py"), slurmrl.__version__]
+
+
+def test_a_snapshot_that_is_there_stays(proposal: Proposal) -> None:
+    make(proposal)
+    marker = proposal.paths.code / "slurmrl" / "marker"
+    marker.touch()
+    snapshot_code(proposal.paths)
+    assert marker.exists()
+    assert [path.name for path in proposal.paths.code.iterdir()] == ["slurmrl"]
+
+
+def test_a_place_where_nothing_can_be_made(tmp_path: Path) -> None:
+    (tmp_path / "runs").touch()
+    proposal = propose(write_config(tmp_path), [], root=str(tmp_path / "runs"), scheduler="local")
+    with pytest.raises(EnvironmentFailure, match="runs"):
+        make(proposal)

@@ -1,0 +1,291 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.config.load import load_resolved
+from slurmrl.errors import (
+    ConfigError,
+    EnvironmentFailure,
+    MissingDependencyError,
+    UsageError,
+    WaitTimeoutError,
+)
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.history.state import TrialState, fold
+from slurmrl.history.writer import begin, end
+from slurmrl.paths import RunPaths, user_name
+from slurmrl.plan.model import Plan
+from slurmrl.scheduler.base import JobState
+from slurmrl.submission import live
+from slurmrl.submission.cancel import cancel
+from slurmrl.submission.submit import Submitted, propose, propose_resume, submit
+from tests.fake_runs import FakeScheduler, task, write_config
+
+Submit = Callable[..., Submitted]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    return write_config(tmp_path)
+
+
+@pytest.fixture
+def again(config: Path, scheduler: FakeScheduler) -> Submit:
+    def run(*overrides: str, **options: Any) -> Submitted:
+        root = str(config.parent / "runs")
+        return submit(propose(config, overrides, root=root, scheduler="local", **options))
+
+    return run
+
+
+def history(paths: RunPaths) -> TrialState:
+    return fold(History(paths.history).read())
+
+
+def train(paths: RunPaths, step: int) -> None:
+    """What a run leaves in the history."""
+    log = History(paths.history)
+    begin(log, {}).append(Kind.COMMIT, {"step": step, "directory": f"step-{step:08d}.1"})
+
+
+def finish(paths: RunPaths, step: int, reason: str) -> None:
+    train(paths, step)
+    end(History(paths.history), Kind.FINISHED, {"step": step, "reason": reason})
+
+
+def test_a_new_trial(again: Submit, scheduler: FakeScheduler, config: Path) -> None:
+    submitted = again("trial=7")
+    assert submitted.trial == "add/7"
+    assert submitted.paths == RunPaths.of(config.parent / "runs", user_name(), "add", "7")
+    assert submitted.jobs is not None
+    assert (submitted.jobs.number, submitted.jobs.ids) == (1, {"trainer": "41"})
+    assert submitted.resumed_step is None
+    request = json.loads(submitted.paths.submission_request(1).read_text())
+    assert (request["scheduler"], request["total_steps"], request["heartbeat_s"]) == ("local", 6, 2)
+    (asked,) = scheduler.requests
+    assert (asked.trial, asked.number, len(asked.uuid)) == ("add/7", 1, 32)
+    assert [(group.name, group.hosts, group.links) for group in asked.groups] == [("trainer", 1, 8)]
+    assert asked.options["slurm"]["links"] == 8
+    resolved = load_resolved(submitted.paths.config)
+    assert (resolved.cluster.scheduler, resolved.root) == ("local", str(config.parent / "runs"))
+
+
+def test_a_live_trial_refuses_a_second_submission(again: Submit, scheduler: FakeScheduler) -> None:
+    again()
+    scheduler.tasks = [task(0, JobState.PENDING)]
+    with pytest.raises(UsageError, match=r"add/1 is live \(job 41_0, PENDING\)"):
+        again()
+    assert len(scheduler.requests) == 1
+
+
+def test_a_scheduler_that_does_not_answer_proves_nothing(
+    again: Submit, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    again()
+    scheduler.problem = "squeue did not answer"
+    monkeypatch.setattr(FakeScheduler, "check", lambda self: None)
+    monkeypatch.setattr(FakeScheduler, "query", _no_answer)
+    with pytest.raises(EnvironmentFailure):
+        again()
+    assert len(scheduler.requests) == 1
+
+
+def _no_answer(self: FakeScheduler, jobs: object) -> None:
+    raise EnvironmentFailure("squeue did not answer")
+
+
+def test_an_interrupted_trial_goes_on(again: Submit, scheduler: FakeScheduler) -> None:
+    paths = again().paths
+    train(paths, 4)
+    scheduler.tasks = [task(0, JobState.FAILED)]
+    submitted = again("total_steps=9")
+    assert submitted.jobs is not None
+    assert (submitted.jobs.number, submitted.resumed_step) == (2, 4)
+    assert load_resolved(paths.config).total_steps == 9
+    assert [record.kind for record in History(paths.history).read()] == [Kind.BEGIN, Kind.COMMIT]
+    assert scheduler.requests[0].uuid == scheduler.requests[1].uuid
+
+
+def test_an_ended_trial_is_lifted_from_its_end(again: Submit, scheduler: FakeScheduler) -> None:
+    paths = again().paths
+    train(paths, 4)
+    assert cancel(paths) is Kind.CANCELLED
+    assert history(paths).end is not None
+    submitted = again()
+    assert submitted.resumed_step == 4
+    assert history(paths).end is None
+    assert scheduler.done == ["cancel"]
+
+
+def test_jobs_of_an_ended_trial_are_gone_before_the_next_are_submitted(
+    again: Submit, scheduler: FakeScheduler
+) -> None:
+    paths = again().paths
+    end(History(paths.history), Kind.FAILED, {"reason": "x"})
+    scheduler.tasks = [task(0, JobState.RUNNING)]
+    again()
+    assert scheduler.done == ["cancel"]
+    assert len(scheduler.requests) == 2
+
+
+def test_jobs_that_do_not_go_are_named(
+    again: Submit, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = again().paths
+    end(History(paths.history), Kind.FAILED, {"reason": "x"})
+    scheduler.tasks = [task(0, JobState.RUNNING)]
+    monkeypatch.setattr(FakeScheduler, "cancel", lambda self, jobs: None)
+    monkeypatch.setattr(live, "LEAVE_TIMEOUT_S", 0.0)
+    with pytest.raises(WaitTimeoutError, match=r"41_0 \(RUNNING\)"):
+        again()
+    assert len(scheduler.requests) == 1
+
+
+def test_another_configuration_is_refused_with_the_differences(
+    again: Submit, scheduler: FakeScheduler
+) -> None:
+    again()
+    with pytest.raises(UsageError, match=r"seed: 1 in the trial, 2 now\n  actor.optimizer.lr: "):
+        again("seed=2", "actor.optimizer.lr=1.0")
+    assert len(scheduler.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("reason", "step", "overrides", "complete"),
+    [
+        ("total_steps", 6, [], True),
+        ("total_steps", 6, ["total_steps=5"], True),
+        ("total_steps", 6, ["total_steps=7"], False),
+        ("stop_when: loss <= 1", 3, [], True),
+        ("stop_when: loss <= 1", 3, ["stop_when=loss <= 0.5"], False),
+        ("stop_when: loss <= 1", 3, ["stop_when="], False),
+    ],
+)
+def test_a_complete_trial_is_left_alone_unless_there_is_more_to_do(
+    again: Submit,
+    scheduler: FakeScheduler,
+    reason: str,
+    step: int,
+    overrides: list[str],
+    complete: bool,
+) -> None:
+    paths = again("stop_when=loss <= 1").paths
+    finish(paths, step, reason)
+    submitted = again("stop_when=loss <= 1", *overrides)
+    assert (submitted.jobs is None) is complete
+    assert (history(paths).end is not None) is complete
+    assert len(scheduler.requests) == (1 if complete else 2)
+
+
+def test_new_takes_the_next_free_name(again: Submit) -> None:
+    assert [again(new=True).trial for _ in range(3)] == ["add/1", "add/2", "add/3"]
+    assert again("trial=x", new=True).trial == "add/x"
+    assert again("trial=x", new=True).trial == "add/x-2"
+
+
+def test_resume_uses_the_configuration_of_the_run_directory(
+    again: Submit, config: Path, scheduler: FakeScheduler
+) -> None:
+    paths = again("seed=5").paths
+    config.unlink()
+    submitted = submit(propose_resume(paths, ["total_steps=8"]))
+    assert submitted.jobs is not None
+    assert submitted.jobs.number == 2
+    resolved = load_resolved(paths.config)
+    assert (resolved.seed, resolved.total_steps, resolved.cluster.scheduler) == (5, 8, "local")
+    assert Plan.from_json(paths.plan.read_text()).trial == "1"
+
+
+def test_resume_cannot_rename(again: Submit) -> None:
+    paths = again().paths
+    with pytest.raises(UsageError, match="cannot rename"):
+        propose_resume(paths, ["trial=2"])
+
+
+def test_resume_reports_all_problems(again: Submit) -> None:
+    paths = again().paths
+    with pytest.raises(ConfigError) as caught:
+        propose_resume(paths, ["total_steps=0", "sed=1"])
+    assert [problem.key for problem in caught.value.problems] == ["total_steps", "sed"]
+
+
+def test_a_trial_that_was_never_prepared_cannot_be_resumed(again: Submit) -> None:
+    paths = again().paths
+    paths.config.unlink()
+    with pytest.raises(UsageError, match="never submitted completely"):
+        propose_resume(paths, [])
+
+
+def test_two_submitters_at_once(
+    again: Submit, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one takes the number between our look and our claim."""
+    paths = again().paths
+    paths.submission(2).mkdir()
+    monkeypatch.setattr("slurmrl.submission.submit.submission_numbers", lambda paths: [1])
+    paths.submission_request(2).write_text("{}")
+    monkeypatch.setattr(live, "newest_submission", lambda paths: None)
+    with pytest.raises(UsageError, match="by somebody else at this moment"):
+        again()
+    assert len(scheduler.requests) == 1
+
+
+def test_an_overtaken_submission_takes_its_jobs_back(
+    again: Submit, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = again().paths
+    submit_really = scheduler.submit
+
+    def overtaken(request: Any) -> dict[str, str]:
+        paths.submission(3).mkdir()
+        return submit_really(request)
+
+    monkeypatch.setattr(scheduler, "submit", overtaken)
+    with pytest.raises(UsageError, match="at the same moment"):
+        again()
+    assert scheduler.done == ["cancel"]
+
+
+@pytest.mark.parametrize("written", ["check", "scripts"])
+def test_nothing_is_written_before_everything_was_checked(
+    again: Submit,
+    config: Path,
+    scheduler: FakeScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    written: str,
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise EnvironmentFailure("no")
+
+    monkeypatch.setattr(scheduler, written, refuse)
+    with pytest.raises(EnvironmentFailure):
+        again()
+    assert not (config.parent / "runs").exists()
+
+
+def test_a_missing_package_is_found_at_once(
+    again: Submit, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match="tensorboard"):
+        again("logging.tensorboard=true")
+    assert not (config.parent / "runs").exists()
+
+
+def test_cancelling_twice(again: Submit, scheduler: FakeScheduler) -> None:
+    paths = again().paths
+    assert [cancel(paths), cancel(paths)] == [Kind.CANCELLED, Kind.CANCELLED]
+    assert scheduler.done == ["cancel", "cancel"]
+    assert len(History(paths.history).read()) == 1
+
+
+def test_a_finished_trial_cannot_be_cancelled(again: Submit) -> None:
+    paths = again().paths
+    finish(paths, 6, "total_steps")
+    assert cancel(paths) is Kind.FINISHED
