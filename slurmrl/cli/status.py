@@ -16,6 +16,7 @@ from slurmrl.cli import render
 from slurmrl.cli.options import common, json_option
 
 if TYPE_CHECKING:
+    from slurmrl.errors import SlurmrlError
     from slurmrl.paths import RunPaths
 
 WATCH_S = 2.0
@@ -54,7 +55,14 @@ def _collect(chosen: list[RunPaths]) -> list[dict[str, Any]]:
     from slurmrl.monitor.collect import collect
     from slurmrl.scheduler import make
 
-    return collect(chosen, make)
+    if len(chosen) == 1:
+        return collect(chosen, make)
+    return collect(chosen, make, unreadable=_tell)
+
+
+def _tell(paths: RunPaths, error: SlurmrlError) -> None:
+    """One broken run directory does not hide the others."""
+    click.echo(f"{paths.experiment}/{paths.trial} left out: {error}", err=True)
 
 
 def _text(root: Path, name: str | None, statuses: list[dict[str, Any]], as_json: bool) -> str:

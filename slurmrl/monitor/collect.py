@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from slurmrl.errors import EnvironmentFailure
+from slurmrl.errors import EnvironmentFailure, SlurmrlError
 from slurmrl.lease import read_counter
 from slurmrl.monitor.snapshot import Snapshot, read
 from slurmrl.monitor.status import assemble
@@ -39,11 +39,13 @@ def collect(
     trials: Sequence[RunPaths],
     schedulers: SchedulerFactory,
     *,
+    unreadable: Callable[[RunPaths, SlurmrlError], None] | None = None,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[dict[str, Any]]:
-    """The documented object of each trial (see ``status``)."""
-    snapshots = [read(paths) for paths in trials]
+    """The documented object of each trial (see ``status``). A run directory that cannot be read
+    is told to ``unreadable`` and left out; without that it raises."""
+    snapshots = _read_all(trials, unreadable)
     found = ask(snapshots, schedulers)
     watched = [
         snapshot
@@ -60,6 +62,20 @@ def collect(
         )
         for snapshot in snapshots
     ]
+
+
+def _read_all(
+    trials: Sequence[RunPaths], unreadable: Callable[[RunPaths, SlurmrlError], None] | None
+) -> list[Snapshot]:
+    snapshots = []
+    for paths in trials:
+        try:
+            snapshots.append(read(paths))
+        except SlurmrlError as error:
+            if unreadable is None:
+                raise
+            unreadable(paths, error)
+    return snapshots
 
 
 def ask(snapshots: Sequence[Snapshot], schedulers: SchedulerFactory) -> dict[str, Found]:

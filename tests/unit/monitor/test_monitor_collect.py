@@ -2,6 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from slurmrl.errors import CorruptFileError
 from slurmrl.history.record import Kind
 from slurmrl.lease import Lease
 from slurmrl.monitor.collect import collect
@@ -103,3 +106,21 @@ def test_a_job_that_the_scheduler_forgot_is_judged_by_its_lease(tmp_path: Path) 
     (alive,) = collect([run.paths], lambda kind: scheduler, sleep=time.sleep, clock=time.clock)
     (dead,) = collect([run.paths], lambda kind: scheduler, sleep=time.sleep, clock=time.clock)
     assert (alive["state"], dead["state"]) == ("RUNNING", "INTERRUPTED")
+
+
+def test_a_broken_run_directory_does_not_hide_the_others(tmp_path: Path) -> None:
+    broken, fine = FakeRun(tmp_path, trial="1"), FakeRun(tmp_path, trial="2")
+    for run in (broken, fine):
+        run.submission()
+        run.end(Kind.CANCELLED)
+    next(broken.paths.history.iterdir()).write_bytes(b"\x00 not ours")
+    told: list[Path] = []
+    statuses = collect(
+        [broken.paths, fine.paths],
+        lambda kind: FakeScheduler(),
+        unreadable=lambda paths, error: told.append(paths.run),
+    )
+    assert [status["trial"] for status in statuses] == ["add/2"]
+    assert told == [broken.paths.run]
+    with pytest.raises(CorruptFileError):
+        collect([broken.paths], lambda kind: FakeScheduler())

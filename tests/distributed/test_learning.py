@@ -1,0 +1,29 @@
+"""The addition example learns: SFT up to its mark, then 20 steps of PPO raise the reward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.trials import REPOSITORY, Site
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+
+
+def evaluations(lines: list[dict[str, Any]]) -> list[float]:
+    return [line["eval/reward"] for line in lines if "eval/reward" in line]
+
+
+def test_addition_example_learns(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    for name in ("sft", "ppo"):
+        config = str(REPOSITORY / "examples" / f"{name}.yaml")
+        steps = () if name == "sft" else ("total_steps=20",)
+        site.slurmrl("submit", config, *steps, "--scheduler", "local", "--wait", timeout_s=900)
+    start = evaluations(site.metrics("addition-sft/1"))
+    assert start[-1] >= 0.4, "SFT stops at its mark"
+    assert len(site.metrics("addition-sft/1")) < 600
+    rewards = evaluations(site.metrics("addition-ppo/1"))
+    assert rewards[-1] >= rewards[0] + 0.15, rewards

@@ -1,0 +1,89 @@
+"""What a run exports is a Hugging Face model that answers like the run's own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.decoder import Decoder
+from slurmrl.models.generate import GenerationOptions, generate
+from slurmrl.models.hf import TensorSource
+from tests.support.trials import Site, sft_config
+
+MARGIN = 1e-4
+"""Between the two best tokens' logits; below it either answer is right."""
+PROMPTS = [f"{a}+{b}=" for a in range(10, 100, 7) for b in range(10, 100, 11)]
+NEW_TOKENS = 4
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    site = Site(tmp_path_factory.mktemp("export"))
+    config = site.write("sft.yaml", sft_config())
+    site.slurmrl("submit", str(config), "--scheduler", "local", "--wait")
+    return Path(site.status("sft/1")["export"])
+
+
+def own_decoder(folder: Path) -> Decoder:
+    source = TensorSource(folder)
+    import json
+
+    config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
+    decoder = Decoder(config, "lm")
+    weights = {name: source.read(name) for name, _ in decoder.named_parameters()}
+    decoder.load_state_dict(weights)
+    return decoder
+
+
+def theirs(model: Any, ids: torch.Tensor) -> tuple[list[int], bool]:
+    """Greedy continuation by transformers' forward, and whether all its margins are clear."""
+    clear = True
+    new: list[int] = []
+    for _ in range(NEW_TOKENS):
+        logits = model(ids[None]).logits[0, -1]
+        best = logits.topk(2).values
+        clear = clear and bool(best[0] - best[1] > MARGIN)
+        new.append(int(logits.argmax()))
+        if new[-1] == model.config.eos_token_id:
+            break
+        ids = torch.cat([ids, ids.new_tensor([new[-1]])])
+    return new, clear
+
+
+@torch.no_grad()
+def test_same_greedy_answers(export: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(export)
+    model = AutoModelForCausalLM.from_pretrained(export, dtype=torch.float32)
+    model.config.eos_token_id = tokenizer.eos_token_id
+    prompts = [torch.tensor(tokenizer(text).input_ids) for text in PROMPTS]
+    sizes = [0, *torch.tensor([len(prompt) for prompt in prompts]).cumsum(0).tolist()]
+    output = generate(
+        own_decoder(export),
+        torch.cat(prompts),
+        torch.tensor(sizes, dtype=torch.int32),
+        GenerationOptions(
+            max_new_tokens=NEW_TOKENS, greedy=True, stop_token_ids=(tokenizer.eos_token_id,)
+        ),
+        seed=0,
+        step=0,
+        keys=torch.arange(len(prompts)),
+    )
+    answers = output.tokens.split(output.lengths.tolist())
+    compared = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected, clear = theirs(model, prompt)
+        if clear:
+            compared += 1
+            assert answer[len(prompt) :].tolist() == expected
+    assert compared > len(PROMPTS) // 2
+
+
+def test_files_are_private(export: Path) -> None:
+    for file in export.iterdir():
+        assert os.stat(file).st_mode & 0o077 == 0, file
