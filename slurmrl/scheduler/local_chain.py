@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from slurmrl import log
+from slurmrl.errors import EnvironmentFailure
 from slurmrl.history.log import History
 from slurmrl.history.state import fold
 from slurmrl.paths import RunPaths
@@ -131,7 +132,10 @@ class Chain:
         return (JobState.COMPLETED, "") if code == 0 else (JobState.FAILED, reason)
 
     def _write(self) -> None:
-        self._state.write(self._run.local_chain(self._number, self._group))
+        try:
+            self._state.write(self._run.local_chain(self._number, self._group))
+        except EnvironmentFailure as error:  # a full disk must not end the link
+            _log.warning("the state of the chain was not written: %s", error)
 
 
 class _DieWithParent:

@@ -1,0 +1,75 @@
+"""The test bed itself: a second one beside that of this lane, gone without a trace."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slurmrl.scheduler.processes import ProcessId
+
+TESTBED = Path(__file__).parents[2] / "scripts" / "slurm-testbed"
+TIMEOUT_S = 60.0
+LEAVES_A_PROCESS = """#!/bin/bash
+setsid sleep 600 &
+echo $! >"$1"
+sleep 600
+"""
+
+
+@pytest.fixture
+def directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="slurm-bed-") as name:
+        yield Path(name)
+        bed_command("down", "--dir", name)
+
+
+def bed_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(TESTBED), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def slurm(directory: Path, *command: str) -> str:
+    environ = {**os.environ, "SLURM_CONF": str(directory / "slurm.conf")}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_a_bed_comes_and_goes(directory: Path) -> None:
+    up = bed_command("up", "--nodes", "1", "--gpus", "1", "--dir", str(directory))
+    assert f"export SLURM_CONF={directory}/slurm.conf" in up.stdout, up.stderr
+    assert slurm(directory, "sinfo", "-h", "-p", "main", "-o", "%D %G").split() == ["1", "gpu:1"]
+    again = bed_command("up", "--dir", str(directory))
+    assert (again.returncode, "already" in again.stderr) == (1, True)
+    assert "n0 idle gpu:1" in bed_command("status", "--dir", str(directory)).stdout
+
+    script, pid_file = directory / "script.sh", directory / "left.pid"
+    script.write_text(LEAVES_A_PROCESS)
+    slurm(directory, "sbatch", f"--output={directory}/out", str(script), str(pid_file))
+    process = wait_for_process(pid_file)
+
+    assert bed_command("down", "--dir", str(directory)).returncode == 0
+    assert not process.alive()
+    assert bed_command("status", "--dir", str(directory)).returncode == 1
+
+
+def test_a_directory_too_long_for_a_socket_is_refused(directory: Path) -> None:
+    refused = bed_command("up", "--dir", str(directory / ("x" * 100)))
+    assert (refused.returncode, "shorter --dir" in refused.stderr) == (1, True)
+
+
+def wait_for_process(file: Path) -> ProcessId:
+    """The process whose pid appears in a file."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while not (file.exists() and file.read_text().strip()):
+        assert time.monotonic() < deadline, f"waited {TIMEOUT_S} s for {file}"
+        time.sleep(0.05)
+    process = ProcessId.of(int(file.read_text()))
+    assert process is not None
+    return process

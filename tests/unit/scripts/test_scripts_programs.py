@@ -1,0 +1,64 @@
+"""The small Python programs beside the package."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+RESULTS = """<testsuites><testsuite>
+<testcase classname="tests.unit.scheduler.test_x" name="a"/>
+<testcase classname="tests.unit.scheduler.test_x" name="b"><failure message="no"/></testcase>
+<testcase classname="tests.slurm.test_y" name="c"><skipped message="no munged"/></testcase>
+<testcase classname="tests.faults.test_z" name="d"><error message="no"/></testcase>
+</testsuite></testsuites>"""
+
+
+@pytest.mark.parametrize(
+    ("lanes", "said"),
+    [
+        (["unit"], []),
+        (["unit", "slurm"], ["lane slurm", "no munged"]),
+        (["faults"], ["lane faults"]),
+        (["distributed"], ["lane distributed", "no test was found"]),
+    ],
+)
+def test_a_lane_without_a_passed_test_is_a_failure(
+    tmp_path: Path, lanes: list[str], said: list[str]
+) -> None:
+    results = tmp_path / "results.xml"
+    results.write_text(RESULTS)
+    command = [sys.executable, str(ROOT / ".ci" / "check-lanes"), str(results), *lanes]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == (1 if said else 0)
+    assert all(words in done.stderr for words in said)
+    assert done.stdout == ""
+    assert bool(done.stderr) == bool(said)
+
+
+def test_summary(tmp_path: Path) -> None:
+    rewards = [0.1, 0.5, 0.7, 0.8, 0.9]
+    metrics = [
+        {"step": 10 * index, "eval/reward": reward, "tokens_per_s": 1000 + index}
+        for index, reward in enumerate(rewards)
+    ]
+    lines = [json.dumps(line) for line in [*metrics, {"step": 41, "reward": 0.9}]]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    status = {
+        "trial": "addition-ppo/1",
+        "state": "COMPLETED",
+        "step": 60,
+        "total_steps": 60,
+        "run": str(tmp_path),
+        "export": "/the/export",
+    }
+    command = [sys.executable, str(ROOT / "scripts" / "summary")]
+    done = subprocess.run(
+        command, input=json.dumps(status), capture_output=True, text=True, check=True
+    )
+    for words in ("0.100 before, 0.800 after", "1,002 tokens/s", "/the/export", "COMPLETED"):
+        assert words in done.stdout
