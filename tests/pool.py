@@ -61,7 +61,12 @@ class RankProcess:
     def __init__(self, directory: Path, number: int) -> None:
         self._stderr = directory / f"{number}.stderr"
         self.connection, child = Pipe()
-        environ = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "error"}
+        environ = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "PYTHONWARNINGS": "error",
+        }
         with self._stderr.open("w") as stderr:
             self._process = subprocess.Popen(
                 [sys.executable, "-c", CHILD, str(child.fileno())],
@@ -123,6 +128,8 @@ class RankPool:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        for process in self._processes.values():
+            process.connection.close()
         for process in self._processes.values():
             process.end()
         self._directory.cleanup()

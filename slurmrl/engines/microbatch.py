@@ -96,7 +96,7 @@ def _gather(values: list[float], context: ParallelContext) -> list[list[float]]:
         return [values]
     own = torch.tensor(values, dtype=torch.float64, device=context.device)
     found = own.new_empty(context.dp_size * len(values))
-    dist.all_gather_into_tensor(found, own, group=context.group("dp"))
+    dist.all_gather_single(found, own, group=context.group("dp"))
     rows: list[list[float]] = found.view(context.dp_size, -1).tolist()
     return rows
 

@@ -178,12 +178,12 @@ def test_completions_do_not_depend_on_the_ranks(
 @pytest.mark.parametrize("engine", ["fsdp"])
 @pytest.mark.parametrize("units", UNITS)
 def test_a_failed_generation_leaves_the_engine_as_it_was(
-    ranks: RankPool, engine: str, units: str
+    ranks: RankPool, tmp_path: Path, engine: str, units: str
 ) -> None:
     setup = Setup(engine=engine, model=model(), options=UNITS[units], split=SPLITS["unequal"])
-    for message, after, without in ranks(2, f"{HERE}:shards_after_failed_generation", setup):
+    for message, after, fresh in ranks(2, f"{HERE}:saved_after_failed_generation", setup, tmp_path):
         assert message
-        assert after == without
+        assert after == fresh
 
 
 @pytest.mark.parametrize("engine", ["fsdp"])

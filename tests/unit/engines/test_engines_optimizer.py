@@ -1,0 +1,85 @@
+"""Schedules by their defining points, AdamW and clipping against torch's own."""
+
+from __future__ import annotations
+
+from math import cos, pi
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from slurmrl.config.schema.model import Optimizer
+from slurmrl.engines.fsdp.adamw import AdamW, clip, global_norm
+from slurmrl.engines.schedule import learning_rate
+
+
+def rates(total: int, **options: Any) -> list[float]:
+    return [learning_rate(Optimizer(lr=2.0, **options), step, total) for step in range(total)]
+
+
+def test_warm_up_rises_linearly_to_the_rate() -> None:
+    assert rates(6, warmup_steps=4) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+
+
+def test_linear_falls_to_its_share_at_the_last_step() -> None:
+    found = rates(5, schedule="linear", min_lr_ratio=0.2)
+    assert found == pytest.approx([2.0, 1.6, 1.2, 0.8, 0.4])
+
+
+def test_cosine_is_half_a_wave_after_warm_up() -> None:
+    found = rates(7, schedule="cosine", warmup_steps=2, min_lr_ratio=0.1)
+    wave = [0.2 + 1.8 * 0.5 * (1 + cos(pi * k / 4)) for k in range(5)]
+    assert found == pytest.approx([1.0, 2.0, *wave])
+
+
+def test_a_rate_stays_low_after_the_last_step() -> None:
+    options = Optimizer(lr=2.0, schedule="cosine", min_lr_ratio=0.1)
+    assert learning_rate(options, 50, 10) == pytest.approx(0.2)
+    assert learning_rate(Optimizer(lr=2.0, schedule="linear"), 0, 1) == 2.0
+
+
+def test_steps_are_those_of_torch() -> None:
+    torch.manual_seed(0)
+    shapes = {"matrix": (7, 5), "norm": (5,), "empty": (0, 5)}
+    ours = {name: torch.randn(shape) for name, shape in shapes.items()}
+    theirs = {name: nn.Parameter(value.clone()) for name, value in ours.items()}
+    options = Optimizer(lr=0.01, betas=(0.8, 0.9), weight_decay=0.3, schedule="linear")
+    reference = torch.optim.AdamW(
+        [
+            {"params": [theirs["matrix"]], "weight_decay": 0.3},
+            {"params": [theirs["norm"]], "weight_decay": 0.0},
+        ],
+        betas=(0.8, 0.9),
+        foreach=False,
+    )
+    optimizer = AdamW(options, 4, ours)
+    for step in range(4):
+        gradients = {name: torch.randn(shape) for name, shape in shapes.items()}
+        for group in reference.param_groups:
+            group["lr"] = learning_rate(options, step, 4)
+        for name, p in theirs.items():
+            p.grad = gradients[name].clone()
+        reference.step()
+        optimizer.step(ours, gradients)
+    assert optimizer.steps == 4
+    for name in ("matrix", "norm"):
+        assert torch.allclose(ours[name], theirs[name], atol=1e-6)
+
+
+def test_clipping_is_that_of_torch() -> None:
+    torch.manual_seed(0)
+    gradients = {name: torch.randn(4, 3) for name in "abc"}
+    parameters = [nn.Parameter(torch.zeros(4, 3)) for _ in gradients]
+    for p, gradient in zip(parameters, gradients.values(), strict=True):
+        p.grad = gradient.clone()
+    norm = global_norm(gradients, None)
+    assert norm == pytest.approx(nn.utils.clip_grad_norm_(parameters, 0.5).item())
+    clip(gradients, norm, 0.5)
+    for p, gradient in zip(parameters, gradients.values(), strict=True):
+        assert p.grad is not None
+        assert torch.allclose(p.grad, gradient)
+    kept = {name: gradient.clone() for name, gradient in gradients.items()}
+    clip(gradients, norm, None)
+    clip(gradients, 0.4, 0.5)
+    assert all(torch.equal(gradients[name], kept[name]) for name in kept)
