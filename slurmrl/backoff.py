@@ -8,14 +8,16 @@ from collections.abc import Callable
 
 
 class Backoff:
-    """Pauses that grow from ``first_s`` to ``last_s``, half as long again each time.
+    """Pauses that grow from ``first_s`` to ``last_s``, by ``growth`` each time.
+
+    While a pause is short of ``last_s`` it is about ``1 - 1 / growth`` of the time waited so far:
+    a third by default.
 
     Each pause is shortened by up to a quarter at random, so that a thousand waiters that started
     together do not ask a metadata server together. The generator is its own: a training process
     seeds the global ones.
     """
 
-    GROWTH = 1.5
     JITTER = 0.25
 
     def __init__(
@@ -23,10 +25,12 @@ class Backoff:
         first_s: float = 0.001,
         last_s: float = 0.05,
         *,
+        growth: float = 1.5,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self.first_s = first_s
         self.last_s = last_s
+        self._growth = growth
         self._sleep = sleep
         self._random = random.Random()
         self._pause_s = first_s
@@ -34,7 +38,7 @@ class Backoff:
     def next_s(self) -> float:
         """The next pause in seconds, for a caller that waits by itself."""
         pause_s = self._pause_s
-        self._pause_s = min(pause_s * self.GROWTH, self.last_s)
+        self._pause_s = min(pause_s * self._growth, self.last_s)
         return pause_s * (1 - self.JITTER * self._random.random())
 
     def sleep(self) -> None:

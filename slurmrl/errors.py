@@ -66,6 +66,10 @@ class EnvironmentFailure(SlurmrlError, OSError):  # noqa: N818 - it is also an O
         return str(self.args[0]) if self.args else ""
 
 
+class OwnershipError(EnvironmentFailure):
+    """Others could change what a directory holds, so it is not used."""
+
+
 class SchedulerError(EnvironmentFailure):
     """A scheduler command failed or its answer was not understood."""
 

@@ -51,10 +51,13 @@ def read_counter(path: Path, *, calls: SystemCalls = REAL) -> int | None:
     Raises EnvironmentFailure if the directory does not answer or is gone.
     """
     try:
-        text = atomic.read(path, calls=calls)
+        with opened(path, os.O_RDONLY | os.O_NOFOLLOW, calls) as file:
+            text = calls.read(file, DIGITS + 2)
     except FileNotFoundError:
         _look_again(path.parent, calls)
         return None
+    except OSError as error:
+        raise explain(error, "read", path) from error
     whole = len(text) == DIGITS + 1 and text[:DIGITS].isdigit()
     return int(text[:DIGITS]) if whole else None
 
@@ -113,3 +116,40 @@ class LeaseObserver:
 
     def _view(self) -> LeaseView:
         return LeaseView(self._age_s < self._ttl_s, self._age_s, self._counter)
+
+
+class LeaseBoard:
+    """Observers of all leases in a directory, by file name. Each lease is looked at once per
+    ``look_s`` at most, however often it is asked for."""
+
+    def __init__(
+        self,
+        directory: Path,
+        ttl_s: float = 60.0,
+        *,
+        look_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+        calls: SystemCalls = REAL,
+    ) -> None:
+        self._directory = directory
+        self._ttl_s = ttl_s
+        self._look_s = look_s
+        self._clock = clock
+        self._calls = calls
+        self._observers: dict[str, LeaseObserver] = {}
+        self._views: dict[str, tuple[float, LeaseView]] = {}
+
+    def view(self, name: str) -> LeaseView:
+        now = self._clock()
+        known = self._views.get(name)
+        if known is not None and now - known[0] < self._look_s:
+            return known[1]
+        if name not in self._observers:
+            path = self._directory / name
+            self._observers[name] = LeaseObserver(path, self._ttl_s, self._clock, calls=self._calls)
+        view = self._observers[name].observe()
+        self._views[name] = (now, view)
+        return view
+
+    def alive(self, name: str) -> bool:
+        return self.view(name).alive

@@ -1,42 +1,63 @@
-"""A log on the shared directory: one writer, any number of readers, messages in one order."""
+"""A log on the shared directory: one writer, any number of readers, messages in one order.
+
+A log is a file, and when that is full another one beside it (``name``, ``name~1``, …). Each begins
+with a frame that holds its writer's nonce; a full one ends with a frame that says so, written
+after the next one was made. Readers never see these frames.
+"""
 
 from __future__ import annotations
 
 import errno
 import os
+import uuid
 from pathlib import Path
 
 from slurmrl.channel.frame import Message, decode, encode
-from slurmrl.errors import CorruptFileError
+from slurmrl.errors import CorruptFileError, UsageError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import explain
-from slurmrl.fsio.primitives import opened, pwrite_all, write_new
+from slurmrl.fsio.primitives import opened, pwrite_all
 
+SEGMENT_BYTES = 64 << 20
+"""Size from which on a log goes on in another file."""
 CHUNK_BYTES = 1 << 20
 LOOK_AGAIN_EVERY = 16
 """Reads of a missing file until its directory is listed: an NFS client can go on believing that a
 file is missing until it learns that the directory has changed."""
+OWN = "$log"
+"""Key of the frames that are the log's own."""
+
+
+def segment_path(path: Path, number: int) -> Path:
+    """The ``number``-th file of a log, counted from 0."""
+    return path.with_name(f"{path.name}~{number}") if number else path
 
 
 class LogWriter:
     """Creates the file, which must not exist: a log has one writer in its life.
 
+    Whoever tries again after an EnvironmentFailure of the constructor gives it the same ``nonce``.
     ``durable`` waits for the disk at each append. Raises FileExistsError, EnvironmentFailure.
     """
 
-    def __init__(self, path: Path, *, calls: SystemCalls = REAL, durable: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        calls: SystemCalls = REAL,
+        durable: bool = False,
+        nonce: str | None = None,
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
         self._path = path
         self._calls = calls
         self._durable = durable
-        self._offset = 0
+        self._nonce = nonce or uuid.uuid4().hex
+        self._segment_bytes = segment_bytes
+        self._segment = 0
         self._queued = b""
-        try:
-            write_new(path, b"", durable, calls)
-        except FileExistsError:
-            raise
-        except OSError as error:
-            raise explain(error, "create", path) from error
+        self._offset = self._create(0)
 
     def append(self, *messages: Message) -> None:
         """Add messages, in one write. Readers see them all at once or one after the other.
@@ -44,16 +65,40 @@ class LogWriter:
         Raises EnvironmentFailure. The messages then stay queued, since readers may have seen them
         already: the next append, if only of nothing, writes them first. Do not append them again.
         """
+        if any(OWN in message for message in messages):
+            raise UsageError(f"a message cannot have the key {OWN!r}")
         self._queued += b"".join(encode(message) for message in messages)
+        if self._offset >= self._segment_bytes:
+            self._rotate()
+        self._write(self._queued)
+        self._offset += len(self._queued)
+        self._queued = b""
+
+    def _rotate(self) -> None:
+        """Go on in another file, which is there before anybody is sent to it. Every part can be
+        done again after a failure."""
+        start = self._create(self._segment + 1)
+        self._write(encode({OWN: {"next": self._segment + 1}}))
+        self._segment += 1
+        self._offset = start
+
+    def _create(self, segment: int) -> int:
+        """Make a segment, unless we did already; returns where its messages begin."""
+        path = segment_path(self._path, segment)
+        head = encode({OWN: {"nonce": self._nonce}})
+        if not atomic.exclusive_create(path, head, durable=self._durable, calls=self._calls):
+            raise FileExistsError(errno.EEXIST, "the log exists already", str(path))
+        return len(head)
+
+    def _write(self, data: bytes) -> None:
+        path = segment_path(self._path, self._segment)
         try:
-            with opened(self._path, os.O_WRONLY | os.O_NOFOLLOW, self._calls) as descriptor:
-                pwrite_all(descriptor, self._queued, self._offset, self._calls)
+            with opened(path, os.O_WRONLY | os.O_NOFOLLOW, self._calls) as descriptor:
+                pwrite_all(descriptor, data, self._offset, self._calls)
                 if self._durable:
                     self._calls.fsync(descriptor)
         except OSError as error:
-            raise explain(error, "append to", self._path) from error
-        self._offset += len(self._queued)
-        self._queued = b""
+            raise explain(error, "append to", path) from error
 
 
 class LogReader:
@@ -61,10 +106,18 @@ class LogReader:
     others have written."""
 
     def __init__(self, path: Path, *, calls: SystemCalls = REAL) -> None:
-        self._path = path
+        self._first = path
         self._calls = calls
+        self._segment = 0
         self._offset = 0
         self._misses = 0
+        self._messages: list[Message] = []
+        """Read, and not returned so far."""
+
+    @property
+    def path(self) -> Path:
+        """The file that the next message is to come from."""
+        return segment_path(self._first, self._segment)
 
     def read(self) -> list[Message]:
         """The messages since the last read; none if the file is not there yet, or its handle is
@@ -72,22 +125,41 @@ class LogReader:
 
         Raises CorruptFileError, EnvironmentFailure.
         """
+        while self._read_segment():
+            pass
+        messages, self._messages = self._messages, []
+        return messages
+
+    def _read_segment(self) -> bool:
+        """Take in what is new in the present file; True if the log goes on in another one."""
+        path = self.path
         try:
-            with opened(self._path, os.O_RDONLY | os.O_NOFOLLOW, self._calls) as descriptor:
+            with opened(path, os.O_RDONLY | os.O_NOFOLLOW, self._calls) as descriptor:
                 tail = self._read_tail(descriptor)
         except FileNotFoundError:
             self._miss()
-            return []
+            return False
         except OSError as error:
             if error.errno == errno.ESTALE:
-                return []
-            raise explain(error, "read", self._path) from error
+                return False
+            raise explain(error, "read", path) from error
         try:
             messages, taken = decode(tail)
         except CorruptFileError as error:
-            raise CorruptFileError(f"{self._path}: {error}") from error
+            raise CorruptFileError(f"{path}: {error}") from error
         self._offset += taken
-        return messages
+        self._messages += [message for message in messages if OWN not in message]
+        return bool(messages) and self._advance(messages[-1].get(OWN))
+
+    def _advance(self, own: object) -> bool:
+        """Go on to the next file, if this is what a frame of the log's own says."""
+        if own is None or (isinstance(own, dict) and "nonce" in own):
+            return False
+        if own != {"next": self._segment + 1}:
+            raise CorruptFileError(f"{self.path}: {own!r} is nothing that a log says of itself")
+        self._segment += 1
+        self._offset = self._misses = 0
+        return True
 
     def _read_tail(self, descriptor: int) -> bytes:
         """From the end of the last message on: an incomplete one is read again, since its writer
@@ -104,7 +176,8 @@ class LogReader:
     def _miss(self) -> None:
         self._misses += 1
         if self._misses % LOOK_AGAIN_EVERY == 0:
+            directory = self._first.parent
             try:
-                atomic.list_names(self._path.parent, calls=self._calls)
+                atomic.list_names(directory, calls=self._calls)
             except FileNotFoundError as error:
-                raise explain(error, "list", self._path.parent) from error
+                raise explain(error, "list", directory) from error

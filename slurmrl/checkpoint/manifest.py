@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.checkpoint.tensors import SavedFile, checksum
-from slurmrl.errors import CheckpointError
-from slurmrl.fsio import atomic
+from slurmrl.errors import CheckpointError, CorruptFileError
+from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, SystemCalls
 
 MANIFEST = "manifest.json"
@@ -48,8 +48,7 @@ def write_manifest(
     atomic.replace(
         directory / MANIFEST, _json({"version": VERSION, **asdict(manifest)}), calls=calls
     )
-    calls.fsync_directory(directory)
-    calls.fsync_directory(directory.parent)
+    atomic.sync_directory(directory.parent, calls=calls)
     return manifest
 
 
@@ -103,11 +102,8 @@ def _json(values: Mapping[str, Any]) -> bytes:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(atomic.read(path))
+        return documents.read(path)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} does not exist") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path} does not hold a JSON object")
-    return values
+    except CorruptFileError as error:
+        raise CheckpointError(str(error)) from error

@@ -116,7 +116,7 @@ class TensorFile:
             raise CorruptFileError(f"{path} is empty") from error
         try:
             self._read_header()
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptFileError(f"{path} is not a whole safetensors file: {error}") from error
 
     def _read_header(self) -> None:

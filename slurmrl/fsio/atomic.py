@@ -6,7 +6,7 @@ import errno
 import os
 from contextlib import suppress
 from pathlib import Path
-from stat import S_IMODE
+from stat import S_IMODE, S_ISGID
 
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import REAL, SystemCalls
@@ -14,6 +14,7 @@ from slurmrl.fsio.failures import DEFINITE, explain
 from slurmrl.fsio.primitives import (
     discard,
     is_temporary,
+    make_private,
     opened,
     read_all,
     temporary_beside,
@@ -46,7 +47,7 @@ def exclusive_create(
                 _pause_or_raise(error, "create", path, pause_s, calls)
                 continue
         if durable:
-            _sync_parent(path, calls)
+            sync_directory(path.parent, calls=calls)
         return True
     raise AssertionError("unreachable: the last try returns or raises")
 
@@ -64,7 +65,7 @@ def replace(path: Path, data: bytes, *, durable: bool = True, calls: SystemCalls
                 _pause_or_raise(error, "replace", path, pause_s, calls)
                 continue
         if durable:
-            _sync_parent(path, calls)
+            sync_directory(path.parent, calls=calls)
         return
 
 
@@ -83,6 +84,20 @@ def read(path: Path, *, calls: SystemCalls = REAL) -> bytes:
             retry_s = pause_s if error.errno == errno.ESTALE else None
             _pause_or_raise(error, "read", path, retry_s, calls)
     raise AssertionError("unreachable: the last try returns or raises")
+
+
+def append(path: Path, data: bytes, *, calls: SystemCalls = REAL) -> None:
+    """Add bytes to a file that one process at a time writes, made where it is missing. A crash can
+    leave a part of them. Raises EnvironmentFailure."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    try:
+        with opened(path, flags, calls) as descriptor:
+            make_private(descriptor, calls)
+            view = memoryview(data)
+            while view:
+                view = view[calls.write(descriptor, view) :]
+    except OSError as error:
+        raise explain(error, "append to", path) from error
 
 
 def remove(path: Path, *, calls: SystemCalls = REAL) -> bool:
@@ -136,15 +151,27 @@ def sync_file(path: Path, *, calls: SystemCalls = REAL) -> None:
         raise explain(error, "sync", path) from error
 
 
+def sync_directory(directory: Path, *, calls: SystemCalls = REAL) -> None:
+    """Wait until a directory's entries are on disk. Raises EnvironmentFailure."""
+    try:
+        calls.fsync_directory(directory)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # file systems without a way to sync a directory
+            raise explain(error, "sync", directory) from error
+
+
 def make_private_directory(path: Path, *, calls: SystemCalls = REAL) -> None:
     """Make a directory, and its parents where they are missing, with mode 0700 whatever the umask.
 
-    Directories that exist are left as they are. Raises EnvironmentFailure.
+    What is made is on disk when this returns. Directories that exist are left as they are.
+    Raises EnvironmentFailure.
     """
     try:
         calls.mkdir(path, DIRECTORY_MODE)
-        if S_IMODE(calls.stat(path).st_mode) != DIRECTORY_MODE:
-            calls.chmod(path, DIRECTORY_MODE)
+        mode = S_IMODE(calls.stat(path).st_mode)
+        if mode & 0o777 != DIRECTORY_MODE:
+            calls.chmod(path, DIRECTORY_MODE | mode & S_ISGID)  # whose group quotas hang on
+        sync_directory(path.parent, calls=calls)
     except FileExistsError as error:
         if not path.is_dir():
             raise EnvironmentFailure(f"{path} is in the way: not a directory") from error
@@ -230,11 +257,3 @@ def _directory_is_there(directory: Path, calls: SystemCalls) -> bool:
     except OSError:
         return True
     return True
-
-
-def _sync_parent(path: Path, calls: SystemCalls) -> None:
-    try:
-        calls.fsync_directory(path.parent)
-    except OSError as error:
-        if error.errno != errno.EINVAL:  # file systems without a way to sync a directory
-            raise explain(error, "sync", path.parent) from error

@@ -46,6 +46,9 @@ class SystemCalls:
     def stat(self, path: Path) -> os.stat_result:
         return os.stat(path)
 
+    def lstat(self, path: Path) -> os.stat_result:
+        return os.lstat(path)
+
     def link(self, source: Path, target: Path) -> None:
         os.link(source, target)
 

@@ -11,6 +11,7 @@ from typing import Any
 from slurmrl.errors import CorruptFileError, SlotTakenError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.failures import explain
 from slurmrl.history.record import Kind, Record, pack, unpack
 
 SLOT_DIGITS = 8
@@ -23,7 +24,7 @@ class History:
     """The records of one trial. Records never change, so each is read once per object.
 
     ``directory`` is made with the run directory; without it there are no records, and append
-    raises EnvironmentFailure. ``clock`` gives the time that records show.
+    raises EnvironmentFailure; so does read once it has seen the directory. ``clock`` gives the time that records show.
     """
 
     def __init__(
@@ -37,12 +38,15 @@ class History:
         self._calls = calls
         self._clock = clock
         self._records: list[Record] = []
+        self._listed_once = False
+        """The directory was there, so its absence is a failure and no empty history."""
 
     def read(self, *, at_least: int = 0) -> list[Record]:
         """All records, from slot 0 without a gap, and no fewer than ``at_least``.
 
-        Raises CorruptFileError if a slot is missing below one that is there: only after some
-        time, since caches and listings can show a newer slot before an older one.
+        Raises EnvironmentFailure, and CorruptFileError if a slot is missing below one that is
+        there: only after some time, since caches and listings can show a newer slot before an
+        older one.
         """
         for pause_s in HIDDEN_PAUSES_S:
             if pause_s:
@@ -82,7 +86,10 @@ class History:
         for new files that its cache believed missing."""
         try:
             names = atomic.list_names(self._directory, calls=self._calls)
-        except FileNotFoundError:
+        except FileNotFoundError as error:
+            if self._listed_once:
+                raise explain(error, "list", self._directory) from error
             return 0
+        self._listed_once = True
         slots = (int(name) for name in names if len(name) >= SLOT_DIGITS and name.isdecimal())
         return max(slots, default=-1) + 1

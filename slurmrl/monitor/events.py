@@ -6,10 +6,11 @@ Times are each writer's own clock; merged they are for people to read, nothing i
 from __future__ import annotations
 
 import json
-import os
 import time
 from typing import Any
 
+from slurmrl.errors import CorruptFileError
+from slurmrl.fsio import atomic, documents
 from slurmrl.paths import RunPaths
 
 
@@ -23,11 +24,7 @@ class EventWriter:
     def write(self, kind: str, **data: Any) -> None:
         """``data`` is JSON; it cannot have the keys ``time``, ``writer`` and ``kind``."""
         event = {"time": time.time(), "writer": self._writer, "kind": kind, **data}
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            os.write(descriptor, json.dumps(event).encode() + b"\n")
-        finally:
-            os.close(descriptor)
+        atomic.append(self._path, json.dumps(event).encode() + b"\n")
 
 
 def read_all(paths: RunPaths) -> list[dict[str, Any]]:
@@ -36,7 +33,9 @@ def read_all(paths: RunPaths) -> list[dict[str, Any]]:
     for file in sorted(paths.events.glob("*.jsonl")):
         for raw in file.read_bytes().split(b"\n")[:-1]:
             try:
-                events.append(json.loads(raw))
-            except ValueError:
+                event = documents.parse(raw, file)
+            except CorruptFileError:
                 continue  # torn by a crash
+            if isinstance(event.get("time"), int | float):
+                events.append(event)
     return sorted(events, key=lambda event: float(event["time"]))

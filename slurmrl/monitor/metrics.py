@@ -23,11 +23,7 @@ class MetricsWriter:
         self._path = path
 
     def write(self, values: Mapping[str, Any]) -> None:
-        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
-            os.write(descriptor, encode(values))
-        finally:
-            os.close(descriptor)
+        atomic.append(self._path, encode(values))
 
     def sync(self) -> None:
         """Wait until all lines are on disk: a commit must not be ahead of its metrics."""
@@ -99,7 +95,7 @@ def _lines(data: bytes) -> Iterator[dict[str, Any]]:
     for raw in data.split(b"\n")[:-1]:
         try:
             line = json.loads(raw)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(line, dict) and isinstance(line.get("step"), int):
             yield line

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slurmrl import keys
-from slurmrl.errors import CorruptFileError, NameNotFoundError
-from slurmrl.fsio import atomic
+from slurmrl.errors import NameNotFoundError
+from slurmrl.fsio import atomic, documents
 from slurmrl.history.log import History
 from slurmrl.history.state import TrialState, fold
 from slurmrl.monitor import metrics
@@ -86,37 +85,46 @@ def newest_submission(paths: RunPaths) -> Submission | None:
     for number in sorted(submission_numbers(paths), reverse=True):
         path = paths.submission_request(number)
         try:
-            request = _json(path)
+            request = documents.read(path)
         except FileNotFoundError:
             continue  # its submitter has not come as far, or never will
-        return Submission(
-            number, request["scheduler"], request["total_steps"], request["heartbeat_s"]
-        )
+        with documents.expecting(path):
+            return Submission(
+                number,
+                str(request["scheduler"]),
+                int(request["total_steps"]),
+                float(request["heartbeat_s"]),
+            )
     return None
 
 
 def submission_numbers(paths: RunPaths) -> list[int]:
     """Numbers that are taken."""
     try:
-        return [int(name) for name in atomic.list_names(paths.submissions) if name.isdigit()]
+        names = atomic.list_names(paths.submissions)
     except FileNotFoundError:
         return []
+    return [int(name) for name in names if name.isascii() and name.isdigit()]
 
 
 def _groups(paths: RunPaths) -> tuple[Group, ...]:
     try:
-        plan = _json(paths.plan)
+        plan = documents.read(paths.plan)
     except FileNotFoundError:
         return ()
-    return tuple(Group(group["name"], group["hosts"], group["elastic"]) for group in plan["groups"])
+    with documents.expecting(paths.plan):
+        return tuple(
+            Group(str(group["name"]), int(group["hosts"]), bool(group["elastic"]))
+            for group in plan["groups"]
+        )
 
 
 def _said(names: NameStore, incarnation: int) -> Mapping[str, Any]:
     try:
-        said = json.loads(names.get(keys.status()))
+        said = documents.parse(names.get(keys.status()), keys.status())
     except NameNotFoundError:
         return {}
-    return said if said["incarnation"] == incarnation else {}
+    return said if said.get("incarnation") == incarnation else {}
 
 
 def _attempts(
@@ -125,15 +133,10 @@ def _attempts(
     newest: dict[tuple[str, int], Mapping[str, Any]] = {}
     for group in groups:
         for text in names.get_subtree(keys.group_attempts(group.name)):
-            attempt = json.loads(text)
-            key = (group.name, attempt["task"])
-            if key not in newest or attempt["attempt"] > newest[key]["attempt"]:
-                newest[key] = attempt
+            where = keys.group_attempts(group.name)
+            attempt = documents.parse(text, where)
+            with documents.expecting(where):
+                key = (group.name, int(attempt["task"]))
+                if key not in newest or attempt["attempt"] > newest[key]["attempt"]:
+                    newest[key] = attempt
     return newest
-
-
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(atomic.read(path))
-    except ValueError as error:
-        raise CorruptFileError(f"{path}: {error}") from error

@@ -13,6 +13,7 @@ STORES = Registry(
     {
         "file": "slurmrl.name_resolve.file:FileNameStore",
         "memory": "slurmrl.name_resolve.memory:MemoryNameStore",
+        "redis": "slurmrl.name_resolve.redis:RedisNameStore",
     },
 )
 

@@ -24,16 +24,28 @@ class Entry(NamedTuple):
     value: str
     nonce: str
     """Tells this entry from others with the same value."""
+    owner: str = ""
+    """File name of the lease that the key lives and dies with; empty for a key that stays."""
+
+
+def nobody_dies(owner: str) -> bool:
+    """For stores that do not judge owners: all of their keys are shown."""
+    return True
 
 
 class NameStore(ABC):
     """Keys are paths like ``attempt/trainer/0/1`` (see `names` for form and limits); a key can be
     a value and a prefix of others at once. Values are strings.
 
-    As a context manager a store deletes at its end what it added (see `reset`).
+    What a store adds with ``delete_on_exit`` goes with its process: it is deleted at `reset`, and
+    if the process dies before, with its lease: ``owner`` is that lease's file name, and stores
+    whose ``alive`` says that an owner is dead show none of its keys, and give them to whoever
+    adds them next. As a context manager a store calls `reset` at its end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, owner: str = "", alive: Callable[[str], bool] = nobody_dies) -> None:
+        self._owner = owner
+        self._alive = alive
         self._added: dict[str, Entry] = {}
         """What to delete at `reset`."""
 
@@ -44,10 +56,16 @@ class NameStore(ABC):
         """Store an entry; False if the key exists and ``replace`` is false."""
 
     @abstractmethod
-    def _get(self, key: str) -> str | None: ...
+    def _get(self, key: str) -> Entry | None: ...
 
     @abstractmethod
-    def _keys(self) -> list[str]: ...
+    def _keys(self, root: str) -> list[str]:
+        """Keys below ``root``, in any order; others may be among them."""
+
+    @abstractmethod
+    def _swap(self, key: str, old: Entry, new: Entry) -> bool:
+        """Put ``new`` in the place of ``old``, the entry of a dead owner; False if somebody else
+        has done so. Of several at most one succeeds, and the key is there all the time."""
 
     @abstractmethod
     def _delete(self, key: str) -> bool: ...
@@ -58,7 +76,10 @@ class NameStore(ABC):
 
     @abstractmethod
     def refresh(self) -> None:
-        """Make entries of other hosts visible that a cache may still hide."""
+        """Make entries of other hosts visible that a cache may still hide.
+
+        Raises EnvironmentFailure where the store does not answer or is gone.
+        """
 
     # -- what everybody uses -----------------------------------------------------------------
 
@@ -70,8 +91,9 @@ class NameStore(ABC):
         Raises NameExistsError if the key exists and ``replace`` is false, InvalidNameError.
         """
         key = normalise(name)
-        entry = Entry(checked_value(key, value), uuid.uuid4().hex)
-        if not self._add(key, entry, replace):
+        owner = self._owner if delete_on_exit else ""
+        entry = Entry(checked_value(key, value), uuid.uuid4().hex, owner)
+        if not self._add(key, entry, replace) and not self._inherit(key, entry):
             raise NameExistsError(f"key {key!r} exists already")
         if delete_on_exit:
             self._added[key] = entry
@@ -91,20 +113,27 @@ class NameStore(ABC):
     def get(self, name: str) -> str:
         """The value of a key. Raises NameNotFoundError."""
         key = normalise(name)
-        value = self._get(key)
-        if value is None:
+        entry = self._live(key)
+        if entry is None:
             raise NameNotFoundError(f"no key {key!r}")
-        return value
+        return entry.value
 
     def find_subtree(self, root: str) -> list[str]:
         """Sorted keys: ``root`` itself and all below ``root/``; ``""`` means all."""
-        root = normalise_root(root)
-        return sorted(key for key in self._keys() if below(key, root))
+        keys = self._below(normalise_root(root))
+        if self._alive is nobody_dies:
+            return keys
+        return [key for key in keys if self._live(key) is not None]
 
     def get_subtree(self, root: str) -> list[str]:
         """The values of `find_subtree`'s keys, in its order."""
-        values = (self._get(key) for key in self.find_subtree(root))
-        return [value for value in values if value is not None]
+        entries = (self._live(key) for key in self._below(normalise_root(root)))
+        return [entry.value for entry in entries if entry is not None]
+
+    def entries(self, root: str = "") -> dict[str, Entry]:
+        """All that is stored below ``root``, by key in order, dead owners' keys included."""
+        found = ((key, self._get(key)) for key in self._below(normalise_root(root)))
+        return {key: entry for key, entry in found if entry is not None}
 
     def wait(self, name: str, *, timeout_s: float | None, poll_s: float = 0.02) -> str:
         """The value of a key, as soon as it is there.
@@ -115,7 +144,7 @@ class NameStore(ABC):
         key = normalise(name)
         backoff = Backoff(poll_s, poll_s * POLL_GROWTH)
         start = refreshed = time.monotonic()
-        while (value := self._get(key)) is None:
+        while (entry := self._live(key)) is None:
             now = time.monotonic()
             if timeout_s is not None and now - start >= timeout_s:
                 raise WaitTimeoutError(f"waited {max(timeout_s, 0):g} s for key {key!r}")
@@ -124,7 +153,7 @@ class NameStore(ABC):
                 refreshed = now
             left_s = start + timeout_s - now if timeout_s is not None else float("inf")
             time.sleep(min(backoff.next_s(), left_s))
-        return value
+        return entry.value
 
     def watch_names(
         self,
@@ -140,9 +169,15 @@ class NameStore(ABC):
         not answer proves nothing: it is asked again.
         """
         keys = [normalise(name) for name in ([names] if isinstance(names, str) else names)]
-        watch = Watch(lambda key: self._get(key) is not None, keys, callback)
+        watch = Watch(self._has, keys, callback)
         watch.start(poll_s, wait_timeout_s)
         return watch
+
+    def _has(self, key: str) -> bool:
+        """Whether a key is there. Raises EnvironmentFailure where it only cannot be seen."""
+        if self._live(key) is None:
+            self.refresh()
+        return self._live(key) is not None
 
     def delete(self, name: str) -> None:
         """Delete a key. Raises NameNotFoundError."""
@@ -153,7 +188,7 @@ class NameStore(ABC):
 
     def clear_subtree(self, root: str) -> None:
         """Delete ``root`` and all below it, as far as they are there."""
-        for key in self.find_subtree(root):
+        for key in self._below(normalise_root(root)):
             self._added.pop(key, None)
             self._delete(key)
 
@@ -161,6 +196,22 @@ class NameStore(ABC):
         """Delete what this object added with ``delete_on_exit`` and nobody has replaced since."""
         while self._added:
             self._delete_entry(*self._added.popitem())
+
+    def _below(self, root: str) -> list[str]:
+        return sorted(key for key in self._keys(root) if below(key, root))
+
+    def _live(self, key: str) -> Entry | None:
+        """The entry of a key, unless its owner is dead."""
+        entry = self._get(key)
+        return entry if entry is not None and self._lives(entry) else None
+
+    def _lives(self, entry: Entry) -> bool:
+        return not entry.owner or self._alive(entry.owner)
+
+    def _inherit(self, key: str, entry: Entry) -> bool:
+        """Take over the key of a dead owner."""
+        there = self._get(key)
+        return there is not None and not self._lives(there) and self._swap(key, there, entry)
 
     def __enter__(self) -> NameStore:
         return self

@@ -1,27 +1,41 @@
 """Names in one directory that all hosts see: a file per key, its name the encoded key.
 
-Flat, so that adding and deleting never race over directories. The content is a JSON object
-``{"nonce": …, "value": …}``; the nonce tells writers apart (see `fsio.atomic.exclusive_create`).
+Flat, so that adding and deleting never race over directories. The content is an entry (see
+`entries`), whose nonce tells writers apart (see `fsio.atomic.exclusive_create`).
+
+The key of a dead owner is inherited by whoever wins the exclusive create of ``.heir.<nonce>``, with
+the nonce of the dead entry, and then replaces that: the key is there all the time, so no
+exclusive add gets in between. Heirs that die before they replace it have heirs themselves.
 """
 
 from __future__ import annotations
 
-import json
+from collections.abc import Callable
 from pathlib import Path
 
-from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.name_resolve.base import Entry, NameStore
+from slurmrl.fsio.failures import explain
+from slurmrl.name_resolve.base import Entry, NameStore, nobody_dies
+from slurmrl.name_resolve.entries import pack, unpack
 from slurmrl.name_resolve.names import decode, encode
+
+HEIR_PREFIX = ".heir."
 
 
 class FileNameStore(NameStore):
     """``directory`` is made by whoever makes the run directory; without it every look finds
     nothing and every add raises EnvironmentFailure."""
 
-    def __init__(self, directory: Path, *, calls: SystemCalls = REAL) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        owner: str = "",
+        alive: Callable[[str], bool] = nobody_dies,
+        calls: SystemCalls = REAL,
+    ) -> None:
+        super().__init__(owner=owner, alive=alive)
         self._directory = directory
         self._calls = calls
 
@@ -29,50 +43,52 @@ class FileNameStore(NameStore):
         return self._directory / encode(key)
 
     def _add(self, key: str, entry: Entry, replace: bool) -> bool:
-        path, data = self._path(key), _pack(entry)
+        path, data = self._path(key), pack(entry)
         if replace:
             atomic.replace(path, data, calls=self._calls)
             return True
         return atomic.exclusive_create(path, data, calls=self._calls)
 
-    def _get(self, key: str) -> str | None:
-        path = self._path(key)
+    def _get(self, key: str) -> Entry | None:
+        return self._read(self._path(key))
+
+    def _read(self, path: Path) -> Entry | None:
         try:
             data = atomic.read(path, calls=self._calls)
         except FileNotFoundError:
             return None
-        return _unpack(data, path).value
+        return unpack(data, path)
 
-    def _keys(self) -> list[str]:
+    def _keys(self, root: str) -> list[str]:
         try:
             names = atomic.list_names(self._directory, calls=self._calls)
         except FileNotFoundError:
             return []
-        return [key for name in names if (key := decode(name)) is not None]
+        start = encode(root) if root else ""
+        mine = (name for name in names if name.startswith(start))
+        return [key for name in mine if (key := decode(name)) is not None]
+
+    def _swap(self, key: str, old: Entry, new: Entry) -> bool:
+        path = self._path(key)
+        dead: Entry | None = old
+        while dead is not None and not self._lives(dead):
+            heir = path.with_name(f"{HEIR_PREFIX}{dead.nonce}")
+            if atomic.exclusive_create(heir, pack(new), calls=self._calls):
+                atomic.replace(path, pack(new), calls=self._calls)
+                return True
+            dead = self._read(heir)
+        return False
 
     def _delete(self, key: str) -> bool:
         return atomic.remove(self._path(key), calls=self._calls)
 
     def _delete_entry(self, key: str, entry: Entry) -> None:
-        atomic.remove_exactly(self._path(key), _pack(entry), calls=self._calls)
+        atomic.remove_exactly(self._path(key), pack(entry), calls=self._calls)
 
     def refresh(self) -> None:
         """List the directory: an NFS client may believe for a minute that a new file is missing,
         unless it learns that the directory has changed."""
-        self._keys()
-
-
-def _pack(entry: Entry) -> bytes:
-    return json.dumps(entry._asdict()).encode()
-
-
-def _unpack(data: bytes, path: Path) -> Entry:
-    """Raises CorruptFileError."""
-    try:
-        content = json.loads(data)
-        entry = Entry(content["value"], content["nonce"])
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise CorruptFileError(f"{path} is not an entry of a name store: {error!r}") from error
-    if not isinstance(entry.value, str) or not isinstance(entry.nonce, str):
-        raise CorruptFileError(f"{path} is not an entry of a name store: not strings")
-    return entry
+        try:
+            atomic.list_names(self._directory, calls=self._calls)
+        except FileNotFoundError as error:
+            raise explain(error, "list", self._directory) from error

@@ -3,36 +3,53 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
-from slurmrl.name_resolve.base import Entry, NameStore
+from slurmrl.name_resolve.base import Entry, NameStore, nobody_dies
+
+_LOCK = threading.Lock()
+"""Held for moments; one for all stores, since several may share their entries."""
 
 
 class MemoryNameStore(NameStore):
-    def __init__(self) -> None:
-        super().__init__()
-        self._lock = threading.Lock()
-        self._entries: dict[str, Entry] = {}
+    """Stores given the same ``entries`` are one; each change of them is atomic."""
+
+    def __init__(
+        self,
+        *,
+        entries: dict[str, Entry] | None = None,
+        owner: str = "",
+        alive: Callable[[str], bool] = nobody_dies,
+    ) -> None:
+        super().__init__(owner=owner, alive=alive)
+        self._entries: dict[str, Entry] = {} if entries is None else entries
 
     def _add(self, key: str, entry: Entry, replace: bool) -> bool:
-        with self._lock:
+        with _LOCK:
             if key in self._entries and not replace:
                 return False
             self._entries[key] = entry
             return True
 
-    def _get(self, key: str) -> str | None:
-        entry = self._entries.get(key)
-        return None if entry is None else entry.value
+    def _get(self, key: str) -> Entry | None:
+        return self._entries.get(key)
 
-    def _keys(self) -> list[str]:
-        with self._lock:
+    def _swap(self, key: str, old: Entry, new: Entry) -> bool:
+        with _LOCK:
+            if self._entries.get(key) != old:
+                return False
+            self._entries[key] = new
+            return True
+
+    def _keys(self, root: str) -> list[str]:
+        with _LOCK:
             return list(self._entries)
 
     def _delete(self, key: str) -> bool:
         return self._entries.pop(key, None) is not None
 
     def _delete_entry(self, key: str, entry: Entry) -> None:
-        with self._lock:
+        with _LOCK:
             if self._entries.get(key) == entry:
                 del self._entries[key]
 

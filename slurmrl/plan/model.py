@@ -5,10 +5,13 @@ It is written once, as JSON, when a trial is submitted; every process of the run
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from slurmrl.errors import CorruptFileError, EnvironmentFailure
+from slurmrl.fsio import atomic
 from slurmrl.graph.call import Method
 from slurmrl.graph.roles import Head
 
@@ -90,5 +93,15 @@ class Plan(_Part):
         return self.model_dump_json(indent=2) + "\n"
 
     @staticmethod
-    def from_json(text: str) -> Plan:
+    def from_json(text: str | bytes) -> Plan:
         return Plan.model_validate_json(text)
+
+    @staticmethod
+    def read(path: Path) -> Plan:
+        """Raises CorruptFileError, EnvironmentFailure."""
+        try:
+            return Plan.from_json(atomic.read(path))
+        except FileNotFoundError as error:
+            raise EnvironmentFailure(f"{path} is missing") from error
+        except ValueError as error:
+            raise CorruptFileError(f"{path} is not a plan: {error}") from error

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from slurmrl import log
 from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio import ownership
 from slurmrl.history.log import History
 from slurmrl.history.state import fold
 from slurmrl.paths import RunPaths
@@ -162,6 +163,7 @@ def main(arguments: list[str]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     os.chdir(run)
+    ownership.make_umask_private()
     log.configure(f"{group} chain")
     Chain(RunPaths(Path(run)), int(number), group, int(links)).run()
 

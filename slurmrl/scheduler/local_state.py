@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from slurmrl.errors import CorruptFileError
-from slurmrl.fsio import atomic
+from slurmrl.fsio import atomic, documents
 from slurmrl.scheduler import processes
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.scheduler.processes import ProcessId
@@ -64,16 +64,17 @@ class ChainState:
     def read(path: Path) -> ChainState | None:
         """None if the chain has not written it yet. Raises CorruptFileError."""
         try:
-            values = json.loads(atomic.read(path))
+            values = documents.read(path)
         except FileNotFoundError:
             return None
-        except ValueError as error:
-            raise CorruptFileError(f"{path}: {error}") from error
-        elements = [
-            Element(JobState(element["state"]), element["reason"], element["pid"])
-            for element in values.pop("elements")
-        ]
-        return ChainState(**values, elements=elements)
+        with documents.expecting(path):
+            elements = [
+                Element(JobState(element["state"]), str(element["reason"]), element["pid"])
+                for element in values["elements"]
+            ]
+            return ChainState(
+                str(values["job"]), str(values["host"]), str(values["boot"]), elements
+            )
 
     def after_sudden_end(self) -> ChainState:
         """What is true when the chain's process vanished without saying so."""

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping
 
 from slurmrl.errors import CorruptFileError
-from slurmrl.fsio import atomic
+from slurmrl.fsio import atomic, documents
 from slurmrl.paths import RunPaths
 
 
@@ -30,13 +30,9 @@ def read_jobs(run: RunPaths, number: int) -> dict[str, str] | None:
     """
     path = run.submission_jobs(number)
     try:
-        jobs = json.loads(atomic.read(path))
+        jobs = documents.read(path)
     except FileNotFoundError:
         return None
-    except ValueError as error:
-        raise CorruptFileError(f"{path}: {error}") from error
-    if not isinstance(jobs, dict):
-        raise CorruptFileError(f"{path}: an object was expected")
     return {str(group): str(job) for group, job in jobs.items()}
 
 
@@ -52,7 +48,8 @@ def job_names(run: RunPaths, number: int) -> dict[str, str]:
 
 def _job_name(run: RunPaths, number: int, group: str) -> str:
     path = run.submission_script(number, group)
-    found = re.search(r"^#SBATCH --job-name=(.+)$", atomic.read(path).decode(), re.MULTILINE)
+    text = atomic.read(path).decode(errors="replace")
+    found = re.search(r"^#SBATCH --job-name=(.+)$", text, re.MULTILINE)
     if not found:
         raise CorruptFileError(f"{path}: no job name in it")
     return shlex.split(found[1])[0]

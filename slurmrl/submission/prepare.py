@@ -14,21 +14,30 @@ import uuid
 from pathlib import Path
 
 import slurmrl
+from slurmrl import log
 from slurmrl.config.load import dump
 from slurmrl.errors import CorruptFileError
-from slurmrl.fsio import atomic
+from slurmrl.fsio import atomic, documents, ownership
+from slurmrl.fsio.calls import REAL
+from slurmrl.fsio.primitives import write_new
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings
+
+logger = log.get(__name__)
 
 
 def prepare(paths: RunPaths, settings: Settings, plan: Plan) -> bool:
     """Make the run directory; False if the trial exists already, which then stays as it is.
 
-    Raises EnvironmentFailure where the directory cannot be made or does not support links.
+    Raises EnvironmentFailure where the directory cannot be made or does not support links, or
+    where others could change it.
     """
     if is_prepared(paths):
+        _check_owner(paths)
         return False
+    atomic.make_private_directory(paths.run)
+    _check_owner(paths)
     for directory in paths.directories():
         atomic.make_private_directory(directory)
     atomic.probe_link(paths.run)
@@ -40,15 +49,20 @@ def prepare(paths: RunPaths, settings: Settings, plan: Plan) -> bool:
     return atomic.exclusive_create(paths.config, dump(settings.config).encode())
 
 
+def _check_owner(paths: RunPaths) -> None:
+    for warning in ownership.check(paths.run):
+        logger.warning("%s", warning)
+
+
 def is_prepared(paths: RunPaths) -> bool:
     return paths.config.exists()
 
 
 def trial_uuid(paths: RunPaths) -> str:
-    try:
-        return str(json.loads(atomic.read(paths.identity))["uuid"])
-    except (ValueError, KeyError) as error:
-        raise CorruptFileError(f"{paths.identity}: {error}") from error
+    uuid_text = documents.read(paths.identity).get("uuid")
+    if not isinstance(uuid_text, str):
+        raise CorruptFileError(f"{paths.identity}: no uuid in it")
+    return uuid_text
 
 
 def write_plan(paths: RunPaths, plan: Plan) -> None:
@@ -68,12 +82,22 @@ def snapshot_code(paths: RunPaths) -> None:
     if target.exists():
         return
     copy = paths.code / f".slurmrl.{uuid.uuid4().hex}"
-    source = Path(slurmrl.__file__).parent
-    ignore = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
-    shutil.copytree(source, copy, ignore=ignore, copy_function=shutil.copyfile)
+    _copy_private(Path(slurmrl.__file__).parent, copy)
     try:
         os.rename(copy, target)
     except OSError:
         if not target.exists():
             raise
         shutil.rmtree(copy)
+
+
+def _copy_private(source: Path, target: Path) -> None:
+    """Copy a package's folder; modes and compiled files are left behind."""
+    atomic.make_private_directory(target)
+    for entry in sorted(source.iterdir()):
+        if entry.name.startswith(".") or entry.name == "__pycache__" or entry.suffix == ".pyc":
+            continue
+        if entry.is_dir():
+            _copy_private(entry, target / entry.name)
+        else:
+            write_new(target / entry.name, entry.read_bytes(), False, REAL)

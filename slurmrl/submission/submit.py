@@ -36,6 +36,7 @@ from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
 from slurmrl.submission import trials
 from slurmrl.submission.live import Jobs, clear_away, newest_jobs
 from slurmrl.submission.prepare import is_prepared, prepare, rewrite, trial_uuid
+from slurmrl.workers.pace import Pace
 
 
 @dataclass(frozen=True)
@@ -225,10 +226,11 @@ def _complete(proposal: Proposal, state: TrialState) -> bool:
 def _claim(proposal: Proposal) -> int:
     """Take the next submission. Raises UsageError if somebody else is taking it."""
     number = max(submission_numbers(proposal.paths), default=0) + 1
+    hosts = sum(group.hosts for group in proposal.plan.groups)
     request = {
         "scheduler": proposal.kind,
         "total_steps": proposal.settings.config.total_steps,
-        "heartbeat_s": proposal.settings.config.cluster.heartbeat_s,
+        "heartbeat_s": Pace.of(hosts, proposal.settings.config.cluster.heartbeat_s).beat_s,
         "nonce": uuid.uuid4().hex,
         "time": time.time(),
         "host": socket.gethostname(),

@@ -17,6 +17,11 @@ from pathlib import Path
 from typing import IO
 
 from slurmrl.channel.pipe import Connection
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio.atomic import make_private_directory
+from slurmrl.fsio.calls import REAL
+from slurmrl.fsio.failures import explain
+from slurmrl.fsio.primitives import make_private
 
 IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 PIPE_FD_OPTION = "--pipe-fd"
@@ -70,23 +75,30 @@ def spawn(
     """Start ``python -P -m module arguments`` with its output in ``output``.
 
     ``prefix`` goes before the interpreter (a container's command); ``descriptors`` stay open.
+    Raises EnvironmentFailure where the command cannot be executed.
     """
     parent = os.getpid()
+    command = [*prefix, sys.executable, "-P", "-m", module, *arguments]
 
     def before_exec() -> None:
         for number in IGNORED:
             signal.signal(number, signal.SIG_IGN)
         die_with(parent)
 
-    process = subprocess.Popen(
-        [*prefix, sys.executable, "-P", "-m", module, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        env=dict(environment),
-        pass_fds=descriptors,
-        preexec_fn=before_exec,
-    )
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(environment),
+            pass_fds=descriptors,
+            preexec_fn=before_exec,
+        )
+    except OSError as error:
+        raise EnvironmentFailure(
+            f"cannot start {name} by '{command[0]}': {error.strerror}"
+        ) from error
     return Child(name, process)
 
 
@@ -115,6 +127,12 @@ def spawn_with_pipe(
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """Open a log file for appending, readable by its owner only."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab", 0)
+    """Open a log file for appending, readable by its owner only. Raises EnvironmentFailure."""
+    make_private_directory(path.parent)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    try:
+        descriptor = REAL.open(path, flags)
+        make_private(descriptor, REAL)
+    except OSError as error:
+        raise explain(error, "open", path) from error
+    return os.fdopen(descriptor, "ab", 0)

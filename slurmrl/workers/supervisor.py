@@ -16,8 +16,10 @@ from types import FrameType
 
 from slurmrl import env, log
 from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio import ownership
 from slurmrl.history.log import History
 from slurmrl.history.state import fold
+from slurmrl.monitor.snapshot import newest_submission
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler import make
 from slurmrl.workers.process import die_with
@@ -41,7 +43,8 @@ def reason_to_leave(paths: RunPaths, submission: int) -> str | None:
     end = fold(History(paths.history).read()).end
     if end is not None:
         return f"the trial has ended ({end.kind})"
-    if paths.submission(submission + 1).exists():
+    newest = newest_submission(paths)
+    if newest is not None and newest.number > submission:
         return f"submission {submission} was followed by a newer one"
     return None
 
@@ -103,6 +106,7 @@ def _unblock() -> None:
 
 def main() -> int:
     options = parse()
+    ownership.make_umask_private()
     log.configure(f"supervisor {options.group}")
     paths = RunPaths(options.run)
     reason = reason_to_leave(paths, options.submission)

@@ -121,9 +121,7 @@ class Site:
         paths = self.paths(trial)
         last = sorted(paths.checkpoints.iterdir())[-1]
         return {
-            "files": {
-                file.name: file.read_bytes() for file in sorted(last.glob("*.safetensors"))
-            },
+            "files": {file.name: file.read_bytes() for file in sorted(last.glob("*.safetensors"))},
             "export": sorted(paths.exports.glob("*/model.safetensors"))[-1].read_bytes(),
             "consumed": json.loads((last / "state.json").read_bytes())["consumed"],
             "metrics": [

@@ -8,29 +8,35 @@ notices children that ended; so nothing that happens on this host goes unseen wh
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import socket
 import time
+import uuid
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from slurmrl import keys, log
 from slurmrl.backoff import Backoff
+from slurmrl.channel.follower import Follower
 from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.config.load import load_resolved
 from slurmrl.errors import (
     EnvironmentFailure,
     NameExistsError,
     NameNotFoundError,
+    OwnershipError,
     SlurmrlError,
     StaleIncarnationError,
     TrialEndedError,
     WaitTimeoutError,
     WorkerDiedError,
 )
+from slurmrl.fsio import ownership
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.state import TrialState, fold
@@ -43,15 +49,22 @@ from slurmrl.workers import messages, process
 from slurmrl.workers.agent import address
 from slurmrl.workers.agent.children import Children, check
 from slurmrl.workers.agent.identity import claim
+from slurmrl.workers.agent.keeper import Keeper
 from slurmrl.workers.messages import Message
+from slurmrl.workers.pace import Pace
 
 logger = log.get(__name__)
 T = TypeVar("T")
 
 FORM_TIMEOUT_S = 600.0
 """Longest wait for the incarnation to begin and for rank 0's address."""
+LATE_BEGIN_S = 30.0
+"""Longest wait for the incarnation to begin when this host has failed already."""
 EXIT_TIMEOUT_S = 60.0
-"""Longest wait for workers that were told to exit."""
+"""Longest wait for workers that were told to exit, and for a directory that does not answer when
+a failure is to be reported."""
+RETRY_S = (0.5, 15.0)
+"""First and longest pause while the shared directory does not answer."""
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
 
@@ -60,17 +73,27 @@ class Agent:
         self.paths = paths
         self.submission = submission
         self.cluster = load_resolved(paths.config).cluster
-        self.plan = Plan.from_json(paths.plan.read_text())
+        self.plan = Plan.read(paths.plan)
         self.group = self.plan.group(group)
-        self.names = make("file", directory=paths.names)
         self.history = History(paths.history)
-        self.identity = claim(self.names, group, elastic=self.group.elastic)
-        self.lease = Lease(paths.lease(group, self.identity.task, self.identity.attempt))
+        names = make("file", directory=paths.names)
+        self.identity = claim(names, group, elastic=self.group.elastic)
+        self.pace = Pace.of(self.group.hosts, self.cluster.heartbeat_s)
+        lease = paths.lease(group, self.identity.task, self.identity.attempt)
+        self.names = make("file", directory=paths.names, owner=lease.name)
+        self.keeper = Keeper(
+            Lease(lease).beat,
+            self._check_fence,
+            beat_s=self.pace.beat_s,
+            check_s=self.pace.check_s,
+            ttl_s=self.cluster.lease_ttl_s,
+        )
         self.children = Children(paths, self.group, self.identity)
         self.incarnation = 0
         self.replies: LogWriter | None = None
+        self._unsaid = False
+        """Whether something waits in `replies` that the directory did not take."""
         self._signals: list[int] = []
-        self._next_beat = 0.0
 
     # -- the whole life ----------------------------------------------------------------------
 
@@ -86,33 +109,57 @@ class Agent:
             logger.info("%s", end)
         except SlurmrlError as error:
             logger.error("%s", error)
+            self._learn_incarnation()
             self._report_failure({"reason": str(error), "host": self.identity.host})
             return 1
         finally:
             self.children.close()
+            self._forget()
         return 0
 
     def _serve(self) -> None:
+        if self.identity.task == 0:
+            with self._open_log("master") as output:
+                self.children.start_master(self.submission, output)
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         devices = gpu.assign(visible, self.group.workers_per_host, self.group.gpus_per_worker)
-        self.children.start_workers(devices, self.cluster.slurm.container)
-        if self.identity.task == 0:
-            self.children.start_master(self.submission)
+        with self._open_log(self.group.name) as output:
+            self.children.start_workers(devices, self.cluster.slurm.container, output)
         state = self._wait("the master to begin", self._begun, FORM_TIMEOUT_S)
         self._form(state, devices)
         self._relay()
 
     def _take_log(self) -> None:
         """What this process prints goes to the task's log from now on."""
-        path = self.paths.log(self.identity.group, self.identity.task, self.identity.attempt)
-        with process.open_log(path) as output:
+        with self._open_log(self.group.name) as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
+
+    def _open_log(self, group: str) -> IO[bytes]:
+        path = self.paths.log(group, self.identity.task, self.identity.attempt)
+        return self._patiently("open a log", lambda: process.open_log(path))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signals.append(number)
 
     # -- forming an incarnation --------------------------------------------------------------
+
+    def _learn_incarnation(self) -> None:
+        """A failure before our incarnation has begun counts as its failure, or starting over
+        would never come to an end: give the master time to begin."""
+        backoff = Backoff()
+        deadline = time.monotonic() + LATE_BEGIN_S
+        try:
+            while self.incarnation == 0 and time.monotonic() < deadline:
+                master = self.children.master
+                gone = master is not None and master.ended() is not None
+                if (state := self._begun()) is not None:
+                    self.incarnation = state.incarnation
+                elif gone:
+                    return
+                backoff.sleep()
+        except SlurmrlError as error:
+            logger.info("%s", error)
 
     def _begun(self) -> TrialState | None:
         """The trial's state once this job's master has begun an incarnation."""
@@ -126,10 +173,10 @@ class Agent:
         tell each worker where that is and which commit to load."""
         self.incarnation = state.incarnation
         logger.info("incarnation %d", self.incarnation)
-        self.replies = LogWriter(
-            self.paths.agent_log(self.incarnation, self.identity.group, self.identity.task)
-        )
-        self.replies.append({"type": messages.HELLO, **vars(self.identity)})
+        path = self.paths.agent_log(self.incarnation, self.identity.group, self.identity.task)
+        nonce = uuid.uuid4().hex
+        self.replies = self._patiently("make a log", lambda: LogWriter(path, nonce=nonce))
+        self._say({"type": messages.HELLO, **vars(self.identity)})
         self._publish_devices(devices)
         own = address.fabric_address(self.cluster.interface, self.group.hosts)
         listener = self._publish_store(own) if self.children.first_rank == 0 else None
@@ -151,14 +198,27 @@ class Agent:
         """Bind rank 0's listening socket here, so that its port is ours before anyone is told."""
         listener = address.listen(own)
         host, port = listener.getsockname()
-        self.names.add(keys.store(self.incarnation), f"{host}:{port}", delete_on_exit=False)
+        self._publish(keys.store(self.incarnation), f"{host}:{port}", delete_on_exit=True)
         return listener
 
     def _find_store(self) -> str | None:
         try:
             return self.names.get(keys.store(self.incarnation))
         except NameNotFoundError:
+            self.names.refresh()
             return None
+
+    def _publish(self, key: str, value: str, *, delete_on_exit: bool = False) -> None:
+        """Add a key whose value nobody else can have."""
+
+        def add() -> None:
+            try:
+                self.names.add(key, value, delete_on_exit=delete_on_exit)
+            except NameExistsError:  # an earlier try may have got through after all
+                if self.names.get(key) != value:
+                    raise
+
+        self._patiently(f"publish {key}", add)
 
     def _publish_devices(self, devices: list[str]) -> None:
         value = {
@@ -168,91 +228,100 @@ class Agent:
             "workers": devices,
         }
         key = keys.devices(self.incarnation, self.identity.group, self.identity.task)
-        self.names.add(key, json.dumps(value), delete_on_exit=False)
+        self._publish(key, json.dumps(value))
 
     # -- relaying ----------------------------------------------------------------------------
 
     def _relay(self) -> None:
-        """Hand the master's messages to the workers until it says exit."""
-        reader = LogReader(self.paths.master_log(self.incarnation))
-        backoff = Backoff()
-        next_check = time.monotonic() + self.cluster.heartbeat_s
+        """Hand the master's messages to the workers until it says exit; none while our lease may
+        be lost."""
+        master = Follower(
+            [LogReader(self.paths.master_log(self.incarnation))],
+            self.paths.control,
+            longest_poll_s=self.pace.poll_s,
+        )
+        self.children.wake_on(master)
+        waiting: deque[Message] = deque()
         while True:
-            for message in self._read(reader):
-                backoff.reset()
+            waiting += master.read()
+            while waiting and self.keeper.may_start():
+                message = waiting.popleft()
                 self.children.broadcast(message)
                 if message["type"] == messages.EXIT:
                     self._wait("workers to exit", self._all_ended, EXIT_TIMEOUT_S)
                     return
-            self._turn(backoff.next_s())
-            if time.monotonic() >= next_check:
-                self._check_fence()
-                next_check = time.monotonic() + self.cluster.heartbeat_s
-
-    def _read(self, reader: LogReader) -> list[Message]:
-        """New messages; none while the shared directory does not answer."""
-        try:
-            return reader.read()
-        except EnvironmentFailure as error:
-            logger.warning("cannot read the control log, trying on: %s", error)
-            return []
+            self._turn(min(master.pause_s(), self.pace.beat_s))
 
     def _all_ended(self) -> bool | None:
         return True if self.children.all_ended() else None
 
     def _check_fence(self) -> None:
         """Leave when a newer incarnation has begun, or the trial was cancelled or given up. (A
-        finished one says exit in its log.)"""
-        try:
-            state = fold(self.history.read())
-        except EnvironmentFailure as error:
-            logger.warning("cannot read the history, trying on: %s", error)
+        finished one says exit in its log.) Raises EnvironmentFailure."""
+        if self.incarnation == 0:
             return
+        state = fold(self.history.read())
         if state.incarnation > self.incarnation:
             raise StaleIncarnationError(f"incarnation {state.incarnation} has begun")
-        if state.end is not None and state.end.kind is not Kind.FINISHED:
-            raise TrialEndedError(f"the trial has ended ({state.end.kind})")
+        finished = state.end is not None and state.end.kind is Kind.FINISHED
+        if state.ended_slot > state.begin_slot and not finished:
+            how = "and was resumed since" if state.end is None else f"({state.end.kind})"
+            raise TrialEndedError(f"the trial has ended {how}")
 
     # -- one turn of the loop ----------------------------------------------------------------
 
     def _wait(self, what: str, poll: Callable[[], T | None], timeout_s: float) -> T:
-        backoff = Backoff()
-        deadline = time.monotonic() + timeout_s
-        while (value := poll()) is None:
-            if time.monotonic() > deadline:
+        """Poll until there is a value; time in which the directory does not answer does not
+        count."""
+        backoff = Backoff(last_s=min(self.pace.poll_s, self.pace.beat_s))
+        waited_s = 0.0
+        while (value := self._patiently(f"wait for {what}", poll)) is None:
+            if waited_s > timeout_s:
                 raise WaitTimeoutError(
                     f"{self.identity.label} on {self.identity.host} waited {timeout_s:.0f} s "
                     f"for {what}"
                 )
+            began = time.monotonic()
             self._turn(backoff.next_s())
+            waited_s += time.monotonic() - began
         return value
+
+    def _patiently(self, what: str, action: Callable[[], T]) -> T:
+        """Do something on the shared directory, again and again while that does not answer."""
+        return _patiently(what, action, self._turn)
 
     def _turn(self, timeout_s: float) -> None:
         """Wait at most ``timeout_s`` for a child to speak or end; beat the lease when due."""
-        self._beat()
+        self.keeper.turn()
         heard, ended = self.children.turn(timeout_s)
-        if self._signals:
+        if self._signals and self.replies is not None:  # else it is told once we can
             heard.append(self._warning(self._signals.pop()))
             self._signals.clear()
-        if heard and self.replies is not None:
-            self.replies.append(*heard)
-        for message in heard:
-            if message["type"] == messages.ERROR:
-                self._report_failure({**message, "host": self.identity.host})
-                raise WorkerDiedError(f"rank {message['rank']}: {message['exception']}")
+        error = next((one for one in heard if one["type"] == messages.ERROR), None)
+        if error is not None:  # first: the master would report it without its traceback
+            self._report_failure({**error, "host": self.identity.host})
+        self._say(*heard)
+        if error is not None:
+            raise WorkerDiedError(f"rank {error['rank']}: {error['exception']}")
         check(ended)
 
-    def _beat(self) -> None:
-        """Beat the lease when it is due. A directory that does not answer ends nothing: the
-        fence is looked at again once it does."""
-        now = time.monotonic()
-        if now < self._next_beat:
-            return
-        self._next_beat = now + self.cluster.heartbeat_s
+    def _forget(self) -> None:
+        """Take back the names that end with this process; without this they do with its lease."""
         try:
-            self.lease.beat()
+            self.names.reset()
         except EnvironmentFailure as error:
-            logger.warning("cannot beat the lease, trying on: %s", error)
+            logger.warning("cannot take back our names: %s", error)
+
+    def _say(self, *news: Message) -> None:
+        """Tell the master. What the directory does not take now goes first the next time."""
+        if self.replies is None or not (news or self._unsaid):
+            return
+        self._unsaid = True
+        try:
+            self.replies.append(*news)
+            self._unsaid = False
+        except EnvironmentFailure as error:
+            logger.warning("cannot tell the master, trying on: %s", error)
 
     def _warning(self, number: int) -> Message:
         name = signal.Signals(number).name
@@ -263,13 +332,48 @@ class Agent:
         """Publish why this incarnation failed, unless somebody was first."""
         if self.incarnation == 0:
             return
+        key = keys.failure(self.incarnation)
         try:
-            self.names.add(
-                keys.failure(self.incarnation), json.dumps(failure), delete_on_exit=False
+            _patiently(
+                "report the failure",
+                lambda: self.names.add(key, json.dumps(failure), delete_on_exit=False),
+                time.sleep,
+                EXIT_TIMEOUT_S,
             )
         except NameExistsError:
             logger.info("another failure was reported first")
+        except EnvironmentFailure as error:
+            logger.error("nobody could be told of the failure: %s", error)
+
+
+def _patiently(
+    what: str,
+    action: Callable[[], T],
+    pause: Callable[[float], None],
+    timeout_s: float = math.inf,
+) -> T:
+    """Try again while the shared directory does not answer; pause in between. Raises
+    OwnershipError at once, EnvironmentFailure when the time is over."""
+    backoff = Backoff(*RETRY_S)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return action()
+        except OwnershipError:
+            raise
+        except EnvironmentFailure as error:
+            if time.monotonic() >= deadline:
+                raise
+            logger.warning("cannot %s, trying on: %s", what, error)
+        pause(backoff.next_s())
 
 
 def serve(run: Path, submission: int, group: str) -> int:
-    return Agent(RunPaths(run), submission, group).run()
+    """Exit code of an agent in the directory ``run``. Raises SlurmrlError where it cannot start."""
+
+    def start() -> Agent:
+        for warning in ownership.check(run):
+            logger.warning("%s", warning)
+        return Agent(RunPaths(run), submission, group)
+
+    return _patiently("start", start, time.sleep, FORM_TIMEOUT_S).run()

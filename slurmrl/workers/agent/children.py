@@ -6,8 +6,9 @@ import os
 import selectors
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
+from typing import IO
 
+from slurmrl.channel.follower import Follower
 from slurmrl.channel.pipe import Connection
 from slurmrl.errors import WorkerDiedError
 from slurmrl.paths import RunPaths
@@ -41,47 +42,47 @@ class Children:
     def first_rank(self) -> int:
         return self.identity.task * self.group.workers_per_host
 
-    def start_workers(self, devices: list[str], container: str | None) -> None:
+    def start_workers(self, devices: list[str], container: str | None, output: IO[bytes]) -> None:
         """Start all workers at once, each with its devices visible before Python starts: they
         import torch while the incarnation forms."""
-        with process.open_log(self._log(self.identity.group)) as output:
-            for rank, visible in enumerate(devices, start=self.first_rank):
-                environment = {
-                    **os.environ,
-                    "CUDA_VISIBLE_DEVICES": visible,
-                    "OMP_NUM_THREADS": str(self.group.threads_per_worker),
-                }
-                child, pipe = process.spawn_with_pipe(
-                    f"rank {rank} on {self.identity.host}",
-                    "slurmrl.workers.worker",
-                    ["--run", str(self.paths.run), "--rank", str(rank)],
-                    output=output,
-                    environment=environment,
-                    prefix=shlex.split(container or ""),
-                )
-                self.workers.append(Worker(rank, child, pipe))
-                self._selector.register(pipe.fileno(), selectors.EVENT_READ, self.workers[-1])
-                self._selector.register(child.pidfd, selectors.EVENT_READ, child)
+        for rank, visible in enumerate(devices, start=self.first_rank):
+            environment = {
+                **os.environ,
+                "CUDA_VISIBLE_DEVICES": visible,
+                "OMP_NUM_THREADS": str(self.group.threads_per_worker),
+            }
+            child, pipe = process.spawn_with_pipe(
+                f"rank {rank} on {self.identity.host}",
+                "slurmrl.workers.worker",
+                ["--run", str(self.paths.run), "--rank", str(rank)],
+                output=output,
+                environment=environment,
+                prefix=shlex.split(container or ""),
+            )
+            self.workers.append(Worker(rank, child, pipe))
+            self._selector.register(pipe.fileno(), selectors.EVENT_READ, self.workers[-1])
+            self._selector.register(child.pidfd, selectors.EVENT_READ, child)
 
-    def start_master(self, submission: int) -> None:
+    def start_master(self, submission: int, output: IO[bytes]) -> None:
         arguments = ["--run", str(self.paths.run), "--submission", str(submission)]
         arguments += ["--job", self.identity.job]
-        with process.open_log(self._log("master")) as output:
-            self.master = process.spawn(
-                "the master",
-                "slurmrl.workers.master",
-                arguments,
-                output=output,
-                environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-            )
+        self.master = process.spawn(
+            "the master",
+            "slurmrl.workers.master",
+            arguments,
+            output=output,
+            environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        )
         self._selector.register(self.master.pidfd, selectors.EVENT_READ, self.master)
-
-    def _log(self, group: str) -> Path:
-        return self.paths.log(group, self.identity.task, self.identity.attempt)
 
     def broadcast(self, message: Message) -> None:
         for worker in self.workers:
             worker.pipe.send(message)
+
+    def wake_on(self, follower: Follower) -> None:
+        """End a `turn` also when the logs of a follower have changed."""
+        if follower.fileno() >= 0:
+            self._selector.register(follower.fileno(), selectors.EVENT_READ, follower)
 
     def turn(self, timeout_s: float) -> tuple[list[Message], list[process.Child]]:
         """Wait at most ``timeout_s``; what workers said, and which children ended."""
@@ -90,7 +91,9 @@ class Children:
         heard: list[Message] = []
         ended: list[process.Child] = []
         for key, _ in self._selector.select(timeout_s):
-            if isinstance(key.data, Worker):
+            if isinstance(key.data, Follower):
+                key.data.drain()  # whoever waits here reads it next
+            elif isinstance(key.data, Worker):
                 heard += key.data.pipe.receive_available()
                 if key.data.pipe.closed:
                     self._selector.unregister(key.fd)

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from slurmrl import env, log
+from slurmrl.fsio import ownership
 from slurmrl.workers.master.serve import serve
 
 
@@ -16,6 +17,7 @@ def main() -> int:
     parser.add_argument("--submission", type=int, required=True)
     parser.add_argument("--job", required=True, help="the job that this incarnation runs in")
     options = parser.parse_args()
+    ownership.make_umask_private()
     log.configure("master")
     return serve(options.run, options.submission, options.job, env.LINK.get())
 

@@ -32,6 +32,7 @@ from slurmrl.workers.master.exporting import export_actor
 from slurmrl.workers.master.progress import Progress
 from slurmrl.workers.master.publish import StatusPublisher
 from slurmrl.workers.master.workforce import Workforce
+from slurmrl.workers.pace import Pace
 
 logger = log.get(__name__)
 
@@ -55,7 +56,15 @@ class Master:
         self.plan = plan
         self.writer = writer
         self.events = EventWriter(paths, f"master.{writer.incarnation}")
-        self.workforce = Workforce(paths, plan, writer.incarnation, self._while_waiting)
+        hosts = sum(group.hosts for group in plan.groups)
+        pace = Pace.of(hosts, config.cluster.heartbeat_s)
+        self.workforce = Workforce(
+            paths,
+            plan,
+            writer.incarnation,
+            self._while_waiting,
+            longest_poll_s=pace.poll_s,
+        )
         self.status = StatusPublisher(
             names,
             paths,
@@ -63,7 +72,7 @@ class Master:
             incarnation=writer.incarnation,
             total_steps=config.total_steps,
             lease_ttl_s=config.cluster.lease_ttl_s,
-            interval_s=config.cluster.heartbeat_s,
+            interval_s=pace.status_s,
         )
         self.committer = Committer(
             paths,

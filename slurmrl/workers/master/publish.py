@@ -7,11 +7,14 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from slurmrl import keys
+from slurmrl import keys, log
+from slurmrl.errors import EnvironmentFailure
 from slurmrl.lease import LeaseObserver
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.workers.messages import Message
+
+logger = log.get(__name__)
 
 
 class StatusPublisher:
@@ -34,6 +37,8 @@ class StatusPublisher:
         self._lease_ttl_s = lease_ttl_s
         self._interval_s = interval_s
         self._observers: dict[str, LeaseObserver] = {}
+        self._tasks: dict[str, Any] = {}
+        """What was seen of the agents' leases the last time the interval had passed."""
         self._next = 0.0
         self._committed: tuple[int, float] | None = None
         self._said: dict[str, Any] = {
@@ -60,17 +65,22 @@ class StatusPublisher:
 
     def _publish(self) -> None:
         now = time.monotonic()
-        self._next = now + self._interval_s
+        if now >= self._next:
+            self._next = now + self._interval_s
+            self._tasks = {label: self._task(label) for label in sorted(self._agents)}
         checkpoint = None
         if self._committed is not None:
             checkpoint = {"step": self._committed[0], "age_s": now - self._committed[1]}
         value = {
             **self._said,
             "checkpoint": checkpoint,
-            "tasks": {label: self._task(label) for label in sorted(self._agents)},
+            "tasks": self._tasks,
             "time": time.time(),
         }
-        self._names.add(keys.status(), json.dumps(value), replace=True, delete_on_exit=False)
+        try:
+            self._names.add(keys.status(), json.dumps(value), replace=True, delete_on_exit=False)
+        except EnvironmentFailure as error:  # people wait; the run need not
+            logger.warning("cannot say how the run is doing, trying on: %s", error)
 
     def _task(self, label: str) -> dict[str, Any]:
         agent = self._agents[label]

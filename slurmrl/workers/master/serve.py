@@ -14,6 +14,7 @@ from slurmrl.errors import (
     StaleIncarnationError,
     TrialEndedError,
 )
+from slurmrl.fsio import ownership
 from slurmrl.fsio.atomic import remove
 from slurmrl.history.log import History
 from slurmrl.history.state import TrialState, fold
@@ -33,6 +34,8 @@ logger = log.get(__name__)
 
 def serve(run: Path, submission: int, job: str, link: int) -> int:
     """Run one incarnation; 0 when the trial ended or handed over, 1 when it failed."""
+    for warning in ownership.check(run):
+        logger.warning("%s", warning)
     paths = RunPaths(run)
     names = make("file", directory=paths.names)
     history = History(paths.history)
@@ -67,20 +70,27 @@ def _lead(paths: RunPaths, names: NameStore, history: History, writer: Incarnati
     progress = Progress(settings, restore(paths, state))
     base = state.last_commit.step if state.last_commit is not None else -1
     recorder = Recorder(paths, settings.config.logging, last_step=base)
-    plan = Plan.from_json(paths.plan.read_text())
+    plan = Plan.read(paths.plan)
     Master(paths, settings.config, plan, names, writer, state, progress, recorder).run()
 
 
 def _clean(paths: RunPaths, state: TrialState) -> None:
     """Remove what earlier incarnations left and the history does not name: half-written
-    checkpoints, and control logs that nobody reads any more."""
+    checkpoints, and control logs that nobody reads any more.
+
+    Only theirs: they cannot commit any more, while a newer incarnation may have begun since
+    ``state`` was read and may be writing.
+    """
     named = {commit.directory for commit in state.commits}
     for directory in paths.checkpoints.iterdir():
-        if directory.name not in named:
+        writer = directory.name.rpartition(".")[2]
+        old = writer.isdecimal() and int(writer) < state.incarnation
+        if old and directory.name not in named:
             shutil.rmtree(directory, ignore_errors=True)
-    for old in paths.control.iterdir():
-        if int(old.name.partition(".")[0]) < state.incarnation:
-            remove(old)
+    for log_file in paths.control.iterdir():
+        number = log_file.name.partition(".")[0]
+        if number.isdecimal() and int(number) < state.incarnation:  # not NFS's own .nfs files
+            remove(log_file)
 
 
 def _report(names: NameStore, incarnation: int, error: Exception) -> None:

@@ -3,13 +3,13 @@ restore what the last commit says."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from slurmrl import keys, log
 from slurmrl.checkpoint.manifest import read_state
 from slurmrl.errors import NameNotFoundError
+from slurmrl.fsio import documents
 from slurmrl.history.record import Kind, Record
 from slurmrl.history.state import TrialState, fold
 from slurmrl.history.writer import IncarnationWriter
@@ -26,16 +26,21 @@ class Failure:
     reason: str
     step: int | None
     traceback: str
+    what: str = ""
+    """The reason without the rank: which of several was first is a matter of luck."""
 
     @staticmethod
     def of(names: NameStore, incarnation: int) -> Failure | None:
         try:
-            said: dict[str, Any] = json.loads(names.get(keys.failure(incarnation)))
+            where = keys.failure(incarnation)
+            said = documents.parse(names.get(where), where)
         except NameNotFoundError:
             return None
-        reason = said.get("exception") or said.get("reason") or "unknown"
-        where = f"rank {said['rank']}, {said['call']}: " if "rank" in said else ""
-        return Failure(f"{where}{reason}", said.get("step"), said.get("traceback", ""))
+        what = said.get("exception") or said.get("reason") or "unknown"
+        rank = ""
+        if "rank" in said:
+            rank, what = f"rank {said['rank']}, ", f"{said.get('call')}: {what}"
+        return Failure(f"{rank}{what}", said.get("step"), said.get("traceback", ""), what)
 
 
 def hopeless(records: list[Record], names: NameStore, max_begins: int) -> Failure | None:
@@ -44,9 +49,9 @@ def hopeless(records: list[Record], names: NameStore, max_begins: int) -> Failur
     state = fold(records)
     earlier = state.begins_without_commit - 1
     last = Failure.of(names, state.incarnation - 1) if earlier >= 1 else None
-    if last is not None and last.traceback and earlier >= 2:
+    if last is not None and last.traceback and not _resumed_since(records, state.incarnation - 2):
         before = Failure.of(names, state.incarnation - 2)
-        if before is not None and (before.reason, before.step) == (last.reason, last.step):
+        if before is not None and (before.what, before.step) == (last.what, last.step):
             text = f"failed twice in the same way: {last.reason}"
             return Failure(text, last.step, last.traceback)
     if earlier >= max_begins:
@@ -54,6 +59,14 @@ def hopeless(records: list[Record], names: NameStore, max_begins: int) -> Failur
         text = f"{earlier} starts in a row without a new commit; the last one: {why}"
         return Failure(text, None, last.traceback if last is not None else "")
     return None
+
+
+def _resumed_since(records: list[Record], incarnation: int) -> bool:
+    """Whether somebody has resumed the trial after that incarnation, perhaps having mended
+    what was wrong."""
+    return any(
+        record.kind is Kind.RESUME and record.incarnation >= incarnation for record in records
+    )
 
 
 def restore(paths: RunPaths, state: TrialState) -> dict[str, Any] | None:

@@ -9,14 +9,18 @@ from dataclasses import dataclass, field
 
 from slurmrl import log
 from slurmrl.backoff import Backoff
+from slurmrl.channel.follower import Follower
 from slurmrl.channel.log import LogReader, LogWriter
-from slurmrl.errors import RunFailedError, WaitTimeoutError
+from slurmrl.errors import EnvironmentFailure, RunFailedError, WaitTimeoutError
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.workers import messages
 from slurmrl.workers.messages import Message
 
 logger = log.get(__name__)
+
+RETRY_S = (0.5, 15.0)
+"""First and longest pause while the shared directory does not answer."""
 
 
 @dataclass
@@ -47,19 +51,29 @@ class Mailbox:
 
 
 class Workforce:
-    """Posts messages to all ranks and collects their answers."""
+    """Posts messages to all ranks and collects their answers.
+
+    ``longest_poll_s`` bounds the pauses between looks at the agents' logs (see `Follower`).
+    """
 
     def __init__(
-        self, paths: RunPaths, plan: Plan, incarnation: int, while_waiting: Callable[[], None]
+        self,
+        paths: RunPaths,
+        plan: Plan,
+        incarnation: int,
+        while_waiting: Callable[[], None],
+        *,
+        longest_poll_s: float = 0.05,
     ) -> None:
         self.plan = plan
         self.mailbox = Mailbox()
         self._log = LogWriter(paths.master_log(incarnation))
-        self._readers = [
+        readers = [
             LogReader(paths.agent_log(incarnation, group.name, task))
             for group in plan.groups
             for task in range(group.hosts)
         ]
+        self._agents = Follower(readers, paths.control, longest_poll_s=longest_poll_s)
         self._while_waiting = while_waiting
         self._numbers = itertools.count()
 
@@ -72,10 +86,24 @@ class Workforce:
         return self.mailbox.warning is not None
 
     def post(self, *batch: Message) -> list[int]:
-        """Append messages in execution order; returns their numbers."""
+        """Append messages in execution order; returns their numbers. Goes on trying while the
+        directory does not answer."""
         numbered = [{**message, "seq": next(self._numbers)} for message in batch]
-        self._log.append(*numbered)
+        try:
+            self._log.append(*numbered)
+        except EnvironmentFailure as error:
+            self._post_queued(error)
         return [message["seq"] for message in numbered]
+
+    def _post_queued(self, error: EnvironmentFailure) -> None:
+        backoff = Backoff(*RETRY_S)
+        while True:
+            logger.warning("trying on: %s", error)
+            backoff.sleep()
+            try:
+                return self._log.append()
+            except EnvironmentFailure as another:
+                error = another
 
     def wait_ready(self, timeout_s: float) -> dict[int, Message]:
         """READY of every rank."""
@@ -91,24 +119,27 @@ class Workforce:
 
     def poll(self) -> bool:
         """Take in what is new; True if anything was."""
-        news = [message for reader in self._readers for message in reader.read()]
+        news = self._agents.read()
         for message in news:
             self.mailbox.put(message)
         return bool(news)
 
     def _wait(self, what: str, missing: Callable[[], set[int]], timeout_s: float) -> None:
-        backoff = Backoff()
-        deadline = time.monotonic() + timeout_s
+        """Time in which the directory does not answer does not count."""
+        left_s = timeout_s
+        looked_at = time.monotonic()
         while missing():
             if self.poll():
-                backoff.reset()
                 continue
-            if time.monotonic() > deadline:
+            now = time.monotonic()
+            left_s -= now - looked_at if self._agents.answers else 0.0
+            looked_at = now
+            if left_s < 0:
                 raise WaitTimeoutError(
                     f"waited {timeout_s:.0f} s for {self._describe(missing())} {what}"
                 )
             self._while_waiting()
-            backoff.sleep()
+            self._agents.wait()
 
     def _describe(self, ranks: Iterable[int]) -> str:
         return ", ".join(f"rank {rank}{self._where(rank)}" for rank in sorted(ranks))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from slurmrl import log
 from slurmrl.channel.pipe import Connection
+from slurmrl.fsio import ownership
 from slurmrl.workers.process import PIPE_FD_OPTION
 
 
@@ -17,6 +18,7 @@ def main() -> int:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument(PIPE_FD_OPTION, type=int, required=True)
     options = parser.parse_args()
+    ownership.make_umask_private()
     log.configure(f"rank {options.rank}")
     from slurmrl.workers.worker.serve import serve
 

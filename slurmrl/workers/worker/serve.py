@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,12 @@ from slurmrl.workers.worker.executor import Executor
 from slurmrl.workers.worker.setup import build
 
 logger = log.get(__name__)
+
+LINGER_S = 30.0
+"""How long a rank that failed waits for its agent to end it."""
+TEXT_CHARACTERS = 4_000
+TRACEBACK_CHARACTERS = 50_000
+"""What is reported of an exception: it goes through pipe, name store and history."""
 
 
 def serve(run: Path, rank: int, pipe: Connection) -> int:
@@ -37,9 +44,11 @@ def serve(run: Path, rank: int, pipe: Connection) -> int:
             answer = _execute(executor, message)
             pipe.send({"type": messages.DONE, "rank": rank, "seq": message["seq"], **answer})
         logger.warning("the agent is gone")
-    except Exception as error:  # noqa: BLE001 - the process boundary: report it and end
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the process boundary: report it
         traceback.print_exc()
         pipe.send(_describe(error, rank, doing))
+        log.flush()
+        _linger(pipe)
     log.flush()
     os._exit(1)
 
@@ -55,12 +64,20 @@ def _execute(executor: Executor, message: Message) -> Message:
     raise ValueError(f"unknown message type {kind!r}")
 
 
-def _describe(error: Exception, rank: int, doing: Message) -> dict[str, Any]:
+def _linger(pipe: Connection) -> None:
+    """Stay until the agent ends this process: the report goes out whole, and other ranks do not
+    fail because of us before it is known who was first."""
+    deadline = time.monotonic() + LINGER_S
+    while not pipe.closed and (left_s := deadline - time.monotonic()) > 0:
+        pipe.receive(left_s)
+
+
+def _describe(error: BaseException, rank: int, doing: Message) -> dict[str, Any]:
     return {
         "type": messages.ERROR,
         "rank": rank,
         "step": doing.get("step"),
         "call": doing.get("name", doing["type"]),
-        "exception": f"{type(error).__name__}: {error}",
-        "traceback": traceback.format_exc(),
+        "exception": f"{type(error).__name__}: {error}"[:TEXT_CHARACTERS],
+        "traceback": traceback.format_exc()[-TRACEBACK_CHARACTERS:],
     }

@@ -25,7 +25,7 @@ from slurmrl.workers.worker.executor import Executor
 def build(paths: RunPaths, rank: int, start: Message, listener: int | None) -> Executor:
     """Everything of this rank, with the weights of the commit that ``start`` names, if any."""
     settings = load_run_settings(paths)
-    plan = Plan.from_json(paths.plan.read_text())
+    plan = Plan.read(paths.plan)
     accelerator = device.choose()
     deterministic = settings.config.deterministic
     device.set_up(

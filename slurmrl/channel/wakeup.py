@@ -1,0 +1,77 @@
+"""Waking up when a file changes, where the kernel can tell: on a local file system.
+
+A hint and nothing more: whoever waits also looks by itself now and then. On a shared file system,
+or where the kernel has no watches left, a `Wakeup` follows nothing and waiting is sleeping.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from slurmrl.fsio.local import is_local
+
+SAFETY_S = 1.0
+"""Longest pause of somebody who is told of every change."""
+_EVENT_BYTES = 65536
+_IN_MODIFY = 0x2
+_FLAGS = os.O_NONBLOCK | os.O_CLOEXEC  # the values of IN_NONBLOCK and IN_CLOEXEC
+
+
+class Wakeup:
+    """Tells of writes to the files that it follows, in one directory."""
+
+    def __init__(self, directory: Path) -> None:
+        self._library = ctypes.CDLL(None, use_errno=True)
+        self._descriptor = self._library.inotify_init1(_FLAGS) if is_local(directory) else -1
+        self._followed: set[Path] = set()
+
+    def fileno(self) -> int:
+        """Readable when a file has changed since the last `drain`; -1 if none can be followed."""
+        return int(self._descriptor)
+
+    def follow(self, paths: Iterable[Path]) -> bool:
+        """Follow these files too, those that exist; True if all of them are followed now.
+
+        A change after this returns is told: so first follow, then look, then wait.
+        """
+        if self._descriptor < 0:
+            return False
+        for path in paths:
+            if path not in self._followed:
+                watch = self._library.inotify_add_watch(
+                    self._descriptor, os.fsencode(path), _IN_MODIFY
+                )
+                if watch < 0:
+                    return False
+                self._followed.add(path)
+        return True
+
+    def drain(self) -> None:
+        """Forget the changes so far; whoever calls this looks at the files next."""
+        if self._descriptor < 0:
+            return
+        try:
+            while os.read(self._descriptor, _EVENT_BYTES):
+                pass
+        except BlockingIOError:
+            return
+
+    def wait(self, timeout_s: float) -> None:
+        """Until a file has changed, at most ``timeout_s``."""
+        if self._descriptor < 0:
+            time.sleep(timeout_s)
+            return
+        poller = select.poll()
+        poller.register(self._descriptor, select.POLLIN)
+        poller.poll(timeout_s * 1000)
+        self.drain()
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

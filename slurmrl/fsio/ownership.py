@@ -1,0 +1,88 @@
+"""Whether a run directory belongs to us alone: whoever can write into it runs code as us."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from slurmrl.errors import EnvironmentFailure, OwnershipError
+from slurmrl.fsio.atomic import DIRECTORY_MODE
+from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.failures import explain
+
+ROOT_UID = 0
+PRIVATE_UMASK = 0o077
+
+
+def check(run: Path, *, calls: SystemCalls = REAL) -> list[str]:
+    """Make sure that nobody else can change what a run directory holds; returns warnings.
+
+    The directory must be ours and have mode 0700. No directory above it may be writable by
+    others, unless its sticky bit keeps them from moving what is ours; symbolic links on the way
+    and what they lead to count too. Directories that a group or another user can write to are
+    only warned about: many clusters have project folders like that.
+
+    Raises OwnershipError with the reason, EnvironmentFailure where the directory does not answer.
+    """
+    warnings: list[str] = []
+    try:
+        _check_own(run, calls.lstat(run))
+        for directory in _ancestors(run):
+            warnings += _check_ancestor(directory, calls)
+    except EnvironmentFailure:
+        raise
+    except OSError as error:
+        raise explain(error, "look at the owner of", run) from error
+    return warnings
+
+
+def make_umask_private() -> None:
+    """For this process and its children: files that libraries make are private as well."""
+    os.umask(PRIVATE_UMASK)
+
+
+def _check_own(run: Path, found: os.stat_result) -> None:
+    if not stat.S_ISDIR(found.st_mode):
+        raise OwnershipError(f"{run} is not a directory but {_kind(found)}; not used")
+    if found.st_uid != os.geteuid():
+        raise OwnershipError(
+            f"{run} belongs to user {found.st_uid} and not to us ({os.geteuid()}); not used"
+        )
+    mode = stat.S_IMODE(found.st_mode) & 0o777
+    if mode != DIRECTORY_MODE:
+        raise OwnershipError(
+            f"{run} has mode {mode:04o} and not {DIRECTORY_MODE:04o}; look at who changed it and "
+            f"what is in it, then: chmod {DIRECTORY_MODE:o} '{run}'"
+        )
+
+
+def _ancestors(run: Path) -> Iterator[Path]:
+    """Directories above, as the path names them and as they are behind symbolic links."""
+    named = list(Path(os.path.abspath(run)).parents)
+    yield from named
+    yield from (path for path in Path(os.path.realpath(run)).parents if path not in named)
+
+
+def _check_ancestor(directory: Path, calls: SystemCalls) -> list[str]:
+    name = calls.lstat(directory)
+    if stat.S_ISLNK(name.st_mode) and name.st_uid not in (ROOT_UID, os.geteuid()):
+        raise OwnershipError(f"{directory} is a symbolic link of user {name.st_uid}; not followed")
+    found = calls.stat(directory)
+    sticky = bool(found.st_mode & stat.S_ISVTX)
+    if found.st_mode & stat.S_IWOTH and not sticky:
+        raise OwnershipError(
+            f"{directory} is writable by everybody (mode {stat.S_IMODE(found.st_mode):04o}), who "
+            "could put another directory in the place of what is in it; choose another root"
+        )
+    warnings = []
+    if found.st_mode & stat.S_IWGRP and not sticky:
+        warnings.append(f"{directory} is writable by group {found.st_gid}: its members are trusted")
+    if found.st_uid not in (ROOT_UID, os.geteuid()):
+        warnings.append(f"{directory} belongs to user {found.st_uid}, who is trusted")
+    return warnings
+
+
+def _kind(found: os.stat_result) -> str:
+    return "a symbolic link" if stat.S_ISLNK(found.st_mode) else "a file"

@@ -1,0 +1,102 @@
+"""Names in a Redis server, for those who have one and prefer it to files. Nothing needs it.
+
+A key is ``<prefix>:<key>``, its value an entry (see `entries`). Redis executes commands one by one,
+so SET with NX is the exclusive add, and scripts compare before they change. A server that keeps
+nothing on disk forgets all names when it restarts: the trial's history does not depend on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from slurmrl.backoff import Backoff
+from slurmrl.errors import EnvironmentFailure, MissingDependencyError
+from slurmrl.name_resolve.base import Entry, NameStore, nobody_dies
+from slurmrl.name_resolve.entries import pack, unpack
+
+try:
+    import redis
+except ImportError as error:
+    raise MissingDependencyError(
+        "the redis name store needs the package redis: pip install 'slurmrl[redis]'"
+    ) from error
+
+T = TypeVar("T")
+
+TRIES = 5
+TIMEOUT_S = 10.0
+SCAN_COUNT = 1000
+"""Keys that the server looks at per round of a listing."""
+_DELETE_IF = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end"
+_SWAP_IF = """
+local there = redis.call('get', KEYS[1])
+if there == ARGV[2] then return 1 end
+if there ~= ARGV[1] then return 0 end
+redis.call('set', KEYS[1], ARGV[2])
+return 1
+"""
+_GLOB = str.maketrans({character: f"\\{character}" for character in "\\*?[]^"})
+
+
+class RedisNameStore(NameStore):
+    """``url`` is ``redis://[user:password@]host:port/0``, ``rediss://…`` or ``unix://path``;
+    ``prefix`` keeps trials apart. Raises EnvironmentFailure where the server does not answer."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        prefix: str = "slurmrl",
+        owner: str = "",
+        alive: Callable[[str], bool] = nobody_dies,
+    ) -> None:
+        super().__init__(owner=owner, alive=alive)
+        self._prefix = f"{prefix}:"
+        self._client: Any = redis.Redis.from_url(
+            url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S
+        )
+
+    def _add(self, key: str, entry: Entry, replace: bool) -> bool:
+        data = pack(entry)
+        added = self._ask(lambda: self._client.set(self._prefix + key, data, nx=not replace))
+        # After a lost reply the entry there tells whether it was ours.
+        return bool(added) or self._ask(lambda: self._client.get(self._prefix + key)) == data
+
+    def _get(self, key: str) -> Entry | None:
+        data = self._ask(lambda: self._client.get(self._prefix + key))
+        return None if data is None else unpack(data, key)
+
+    def _keys(self, root: str) -> list[str]:
+        pattern = (self._prefix + root).translate(_GLOB) + "*"
+        found = self._ask(lambda: set(self._client.scan_iter(match=pattern, count=SCAN_COUNT)))
+        return [name.decode().removeprefix(self._prefix) for name in found]
+
+    def _swap(self, key: str, old: Entry, new: Entry) -> bool:
+        arguments = (self._prefix + key, pack(old), pack(new))
+        return bool(self._ask(lambda: self._client.eval(_SWAP_IF, 1, *arguments)))
+
+    def _delete(self, key: str) -> bool:
+        return bool(self._ask(lambda: self._client.delete(self._prefix + key)))
+
+    def _delete_entry(self, key: str, entry: Entry) -> None:
+        self._ask(lambda: self._client.eval(_DELETE_IF, 1, self._prefix + key, pack(entry)))
+
+    def refresh(self) -> None:
+        """Nothing is cached; only whether the server answers is found out."""
+        self._ask(self._client.ping)
+
+    def _ask(self, command: Callable[[], T]) -> T:
+        """Again where the connection was lost: all commands can be repeated."""
+        backoff = Backoff(0.01, 1.0)
+        for _ in range(TRIES - 1):
+            try:
+                return command()
+            except (redis.ConnectionError, redis.TimeoutError):
+                backoff.sleep()
+            except redis.RedisError as error:
+                raise EnvironmentFailure(f"redis: {error}") from error
+        try:
+            return command()
+        except redis.RedisError as error:
+            raise EnvironmentFailure(f"redis does not answer: {error}") from error

@@ -1,0 +1,173 @@
+"""Local trials that fail for good, are interrupted by their user, or are submitted again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.trials import Site, ppo_config, processes, sft_config, wait_until
+
+BROKEN_REWARD = '''
+from slurmrl.rewards.base import RewardFunction
+
+
+class Broken(RewardFunction):
+    """Judges once, then raises."""
+
+    def __init__(self, *, good_calls: int) -> None:
+        self.left = good_calls
+
+    def __call__(self, prompts, completions, rows):
+        if self.left == 0:
+            raise LookupError("no such verdict")
+        self.left -= 1
+        return [0.0 for _ in completions]
+'''
+
+
+@pytest.fixture
+def make_site(tmp_path: Path) -> Iterator[Callable[[str], Site]]:
+    """A site in a folder of its own; what still runs there at the end is killed."""
+    sites: list[Site] = []
+
+    def make(name: str) -> Site:
+        sites.append(Site(tmp_path / name))
+        sites[-1].folder.mkdir()
+        return sites[-1]
+
+    yield make
+    for site in sites:
+        for run in site.root.glob("*/*/*"):
+            for chain in processes(run)["chain"]:
+                os.kill(chain, signal.SIGKILL)  # its children die with it
+
+
+@pytest.mark.long
+def test_reward_that_raises_fails_the_trial(
+    tmp_path: Path, make_site: Callable[[str], Site]
+) -> None:
+    """The second incarnation fails in the same way, the third one says so and ends the trial."""
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "broken_reward.py").write_text(BROKEN_REWARD)
+    site = make_site("site")
+    config = ppo_config(
+        reward={"name": "broken_reward:Broken", "options": {"good_calls": 1}},
+        cluster={
+            "gpus_per_worker": 0,
+            "slurm": {"setup": [f"export PYTHONPATH={modules}"]},
+        },
+    )
+    done = site.slurmrl(
+        "submit",
+        str(site.write("config.yaml", config)),
+        "--scheduler",
+        "local",
+        "--wait",
+        code=1,
+    )
+    assert "no such verdict" in done.stdout
+    status = site.status("ppo/1")
+    assert status["state"] == "FAILED"
+    assert status["incarnation"] == 3
+    assert "failed twice in the same way" in status["reason"]
+    assert "reward_inf: LookupError: no such verdict" in status["reason"]
+    assert "broken_reward.py" in status["traceback"]
+    shown = site.slurmrl("status", "ppo/1").stdout
+    assert "broken_reward.py" in shown
+    assert "no such verdict" in shown
+    wait_until(
+        "all processes to leave", lambda: not any(processes(site.paths("ppo/1").run).values())
+    )
+
+
+def test_command_of_workers_that_does_not_exist_fails_the_trial(
+    make_site: Callable[[str], Site],
+) -> None:
+    """A host that fails before anything has begun comes to an end as well."""
+    site = make_site("site")
+    cluster = {"gpus_per_worker": 0, "slurm": {"container": "no-such-container exec"}}
+    config = site.write("config.yaml", sft_config(cluster=cluster))
+    site.slurmrl("submit", str(config), "--scheduler", "local", "--wait", code=1)
+    status = site.status("sft/1")
+    assert status["state"] == "FAILED"
+    assert "3 starts in a row without a new commit" in status["reason"]
+    assert "no-such-container" in status["reason"]
+
+
+def test_interrupted_trial_resumes_to_the_same_outcome(make_site: Callable[[str], Site]) -> None:
+    """Ctrl-C on a run that is watched: it stops at a step, commits, and goes on when resumed."""
+    left_alone = make_site("left_alone")
+    config = left_alone.write("config.yaml", sft_config(total_steps=30))
+    left_alone.slurmrl("submit", str(config), "--scheduler", "local", "--wait")
+
+    site = make_site("interrupted")
+    config = site.write("config.yaml", sft_config(total_steps=30))
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "slurmrl", "submit", str(config), "--scheduler", "local"],
+        cwd=site.folder,
+        env={**os.environ, "SLURMRL_ROOT": str(site.root)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        site.wait_for_step("sft/1", 3)
+        watching.send_signal(signal.SIGINT)
+        out, err = watching.communicate(timeout=120)
+    finally:
+        watching.kill()
+    assert watching.returncode == 130, out + err
+    assert "slurmrl resume sft/1" in out
+    status = site.status("sft/1")
+    assert status["state"] == "INTERRUPTED"
+    assert 3 <= status["checkpoint"]["step"] < 30
+    assert status["step"] == status["checkpoint"]["step"] == site.metrics("sft/1")[-1]["step"]
+
+    site.slurmrl("resume", "sft/1", "--wait")
+    assert site.status("sft/1")["state"] == "COMPLETED"
+    assert site.outcome("sft/1") == left_alone.outcome("sft/1")
+
+
+def test_interrupt_while_starting_is_not_lost(make_site: Callable[[str], Site]) -> None:
+    """A warning that comes before the workers are up stops the run as soon as they are."""
+    site = make_site("site")
+    config = site.write("config.yaml", sft_config(total_steps=100_000))
+    site.slurmrl("submit", str(config), "--scheduler", "local", "--detach")
+    run = site.paths("sft/1").run
+    wait_until("an agent", lambda: processes(run)["agent"])
+    os.kill(processes(run)["chain"][0], signal.SIGUSR2)
+    status = site.wait_for_end("sft/1")
+    assert status["state"] == "INTERRUPTED"
+    assert status["incarnation"] == 1
+    assert status["checkpoint"]["step"] == status["step"] < 1000
+
+
+@pytest.mark.long
+def test_submitting_a_finished_trial_again(make_site: Callable[[str], Site]) -> None:
+    """Refused with the differences; goes on where only the number of steps was raised."""
+    site = make_site("site")
+    config = site.write("config.yaml", sft_config(total_steps=2))
+    submit = ("submit", str(config), "--scheduler", "local", "--wait")
+    site.slurmrl(*submit)
+    assert "complete already" in site.slurmrl(*submit).stdout
+
+    refused = site.slurmrl(*submit, "actor.optimizer.lr=0.5", "total_steps=4", code=2)
+    assert "actor.optimizer.lr: 0.001 in the trial, 0.5 now" in refused.stderr
+    assert "total_steps" not in refused.stderr
+    assert site.status("sft/1")["step"] == 2
+
+    site.slurmrl(*submit, "total_steps=4")
+    status = site.status("sft/1")
+    assert status["state"] == "COMPLETED"
+    assert status["step"] == 4
+    assert [line["step"] for line in site.metrics("sft/1")] == [1, 2, 3, 4]
+
+    site.slurmrl("resume", "sft/1", "total_steps=5", "--wait")
+    assert site.status("sft/1")["step"] == 5

@@ -1,0 +1,140 @@
+"""Processes that stop before each file operation and go on when told: real kills at every point.
+
+An actor is a forked process that runs a function. The functions of ``os`` that touch files are
+replaced in it (so what bypasses `fsio.calls` is caught as well): before each the actor reports
+and waits for a token. One actor moves at a time, so what was noted is a linear history.
+
+fsync does nothing here: a SIGKILL leaves the page cache intact, and the recording disk
+(`tests.support.disk`) is what tests it. Sleeping takes no time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+MESSAGE_BYTES = 1 << 16
+PACED = (
+    *("open", "read", "write", "pread", "pwrite", "close"),
+    *("stat", "lstat", "link", "rename", "replace", "unlink", "remove"),
+    *("mkdir", "rmdir", "listdir", "scandir", "chmod"),
+)
+QUIET = ("close", "stat", "lstat", "chmod", "scandir", "fsync", "fdatasync")
+"""Operations before which only the victim and its successor stop: nobody else would see whether
+they happened."""
+WRITES = ("write", "pwrite")
+GO, HALF = b"g", b"h"
+
+Note = Callable[..., None]
+Actor = Callable[[Path, int, Note], None]
+
+
+class Pacer:
+    """The actor's side."""
+
+    def __init__(self, line: socket.socket) -> None:
+        self._line = line
+        self.quiet: tuple[str, ...] = ()
+        """Operations that are not reported."""
+
+    def install(self) -> None:
+        for name in PACED:
+            setattr(os, name, self._paced(name, getattr(os, name)))
+        for name in ("fsync", "fdatasync"):
+            setattr(os, name, self._paced(name, lambda descriptor: None))
+        time.sleep = self._paced("sleep", lambda seconds: None)
+
+    def note(self, **event: Any) -> None:
+        self._line.send(json.dumps({"note": event}).encode())
+
+    def turn(self, operation: str) -> bytes:
+        self._line.send(json.dumps({"operation": operation}).encode())
+        return self._line.recv(1)
+
+    def _paced(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def paced(*arguments: Any, **options: Any) -> Any:
+            if name in self.quiet:
+                return real(*arguments, **options)
+            token = self.turn(name)
+            if not token:
+                os._exit(3)  # the controller is gone
+            if token == HALF and name in WRITES and len(arguments[1]) > 1:
+                half = memoryview(arguments[1])[: len(arguments[1]) // 2]
+                arguments = (arguments[0], half, *arguments[2:])
+            return real(*arguments, **options)
+
+        return paced
+
+
+class Process:
+    """The controller's side of one actor's process, which plays one part after the other.
+
+    While it has a part it is stopped before ``operation``; None: it waits for the next part.
+    """
+
+    def __init__(self, parts: Mapping[str, Actor]) -> None:
+        self.operation: str | None = None
+        self.number = 0
+        self.count = 0
+        """Operations of this part that were done."""
+        self._parts = parts
+        self._pid = 0
+
+    def begin(self, part: str, folder: Path, number: int, *, quiet: bool) -> None:
+        """Take up a part; the process is started if there is none. ``quiet``: see `QUIET`."""
+        if not self._pid:
+            self._fork()
+        self.number, self.count, self.operation = number, 0, "start"
+        self._line.send(json.dumps([part, str(folder), number, quiet]).encode())
+
+    def go(self, note: Callable[[dict[str, Any]], None], *, half: bool = False) -> None:
+        """Let it do its operation; take in what it notes until it stops before the next one."""
+        if self.operation != "start":
+            self.count += 1
+            self._line.send(HALF if half else GO)
+        while True:
+            message = json.loads(self._line.recv(MESSAGE_BYTES))
+            if "operation" in message:
+                self.operation = message["operation"]
+                return
+            note({"actor": self.number, **message["note"]})
+            if message["note"]["event"] in ("end", "crash"):
+                self.operation = None
+                return
+
+    def kill(self) -> None:
+        if self._pid:
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+            self._line.close()
+            self.operation, self._pid = None, 0
+
+    def _fork(self) -> None:
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._pid = os.fork()
+        if self._pid == 0:
+            self._line.close()
+            _live(self._parts, theirs)
+        theirs.close()
+
+
+def _live(parts: Mapping[str, Actor], line: socket.socket) -> None:
+    """The whole life of an actor's process."""
+    pacer = Pacer(line)
+    pacer.install()
+    while data := line.recv(MESSAGE_BYTES):
+        part, folder, number, quiet = json.loads(data)
+        pacer.quiet = QUIET if quiet else ()
+        try:
+            parts[part](Path(folder), number, pacer.note)
+        except BaseException as error:  # noqa: BLE001 - a process boundary
+            pacer.note(event="crash", error=f"{type(error).__name__}: {error}"[:1000])
+        else:
+            pacer.note(event="end")
+    os._exit(0)

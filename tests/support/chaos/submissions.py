@@ -1,0 +1,146 @@
+"""Scenario: submitting, by two people at once and again after a crash, to a Slurm in a folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import tempfile
+from collections.abc import Iterable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from slurmrl.errors import UsageError
+from slurmrl.fsio.atomic import make_private_directory
+from slurmrl.history.log import History
+from slurmrl.history.state import fold
+from slurmrl.monitor.snapshot import newest_submission
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.parse import QueueRow
+from slurmrl.scheduler.slurm import SlurmScheduler
+from slurmrl.submission import live, prepare, submit
+from tests.fake_runs import write_config
+from tests.support.chaos.schedule import Event, Scenario, ViolationError
+from tests.support.chaos.stepping import Note
+
+RUN = Path("run")
+SLURM = Path("slurm")
+PENDING, CANCELLED = "PENDING", "CANCELLED"
+
+
+class FolderSlurm(SlurmClient):
+    """A Slurm whose jobs are files ``<id>__<job name>__<state>``, so that each of its actions is
+    one operation: it has happened or not when its caller is killed."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+
+    def ping(self) -> None:
+        pass
+
+    def rows(self) -> list[QueueRow]:
+        parts = [name.split("__") for name in sorted(os.listdir(self._folder))]
+        return [QueueRow(job, (0,), state, (), name, "") for job, name, state in parts]
+
+    def submit(self, script: Path) -> str:
+        found = re.search(r"^#SBATCH --job-name=(.+)$", script.read_text(), re.MULTILINE)
+        assert found
+        job = str(100 + 10 * len(os.listdir(self._folder)) + int(os.getpid()) % 10)
+        path = self._folder / f"{job}__{found[1]}__{PENDING}"
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL))
+        return job
+
+    def queue(self, jobs: Iterable[str]) -> list[QueueRow]:
+        wanted = set(jobs)
+        return [row for row in self.rows() if row.job in wanted]
+
+    def queue_by_name(self, names: Iterable[str]) -> list[QueueRow]:
+        wanted = set(names)
+        return [row for row in self.rows() if row.name in wanted]
+
+    def cancel(self, elements: Iterable[str]) -> None:
+        jobs = {element.partition("_")[0] for element in elements}
+        for row in self.rows():
+            if row.job in jobs and row.raw == PENDING:
+                stem = f"{row.job}__{row.name}__"
+                os.rename(self._folder / f"{stem}{PENDING}", self._folder / f"{stem}{CANCELLED}")
+
+
+class FolderScheduler(SlurmScheduler):
+    def check(self) -> None:
+        pass
+
+
+@cache
+def _proposal() -> submit.Proposal:
+    """Checked and planned once: that writes nothing."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = write_config(Path(folder))
+        return submit.propose(config, [], root=folder, scheduler="local")
+
+
+def _small_package(folder: Path) -> None:
+    """A package to snapshot that is not 200 files long."""
+    (folder / "slurmrl").mkdir()
+    (folder / "slurmrl" / "__init__.py").write_text("")
+
+
+def setup(folder: Path) -> None:
+    (folder / SLURM).mkdir()
+    _small_package(folder)
+    make_private_directory(folder / RUN / "user" / "add" / "1")
+    _proposal()
+
+
+def _scheduler(folder: Path) -> SlurmScheduler:
+    return FolderScheduler(FolderSlurm(folder / SLURM))
+
+
+def _paths(folder: Path) -> RunPaths:
+    return RunPaths.of(folder / RUN, "user", "add", "1")
+
+
+def submitter(folder: Path, me: int, note: Note) -> None:
+    stand_in: Any = lambda kind: _scheduler(folder)  # noqa: E731
+    submit.make = live.make = stand_in
+    prepare.slurmrl.__file__ = str(folder / "slurmrl" / "__init__.py")
+    proposal = dataclasses.replace(_proposal(), paths=_paths(folder), kind="slurm")
+    try:
+        submitted = submit.submit(proposal)
+    except UsageError as error:
+        note(event="refused", error=str(error))
+        return
+    assert submitted.jobs is not None
+    note(event="submitted", number=submitted.jobs.number, ids=submitted.jobs.ids)
+
+
+def _check(folder: Path, events: list[Event]) -> None:
+    paths, scheduler = _paths(folder), _scheduler(folder)
+    rows = FolderSlurm(folder / SLURM).rows()
+    pending = {row.job: row.name for row in rows if row.raw == PENDING}
+    newest = newest_submission(paths)
+    told = {event["number"]: event["ids"] for event in events if event["event"] == "submitted"}
+    known: set[str] = set()
+    for number in range(1, (newest.number if newest else 0) + 1):
+        ids = scheduler.recover(paths, number)
+        known |= set(ids.values())
+        if number in told and ids != told[number]:
+            raise ViolationError(f"submission {number} was told {told[number]}, has {ids}")
+    if set(pending) - known:
+        raise ViolationError(f"jobs that nobody would find again: {pending}, known {known}")
+    if len(set(pending.values())) != len(pending):
+        raise ViolationError(f"two jobs of one name: {pending}")
+    killed = any(event["event"] == "killed" for event in events)
+    if told and newest and newest.number not in told and not killed:
+        raise ViolationError(f"told {told}, but {newest} is the newest")
+    if not told and not (killed and pending):
+        refused = [event["error"] for event in events if event["event"] == "refused"]
+        raise ViolationError(f"nobody submitted: {refused}, pending {pending}")
+    if fold(History(paths.history).read()).end is not None:
+        raise ViolationError("a trial that never ran has ended")
+
+
+SCENARIOS = (Scenario("submission", setup, (submitter, submitter), _check, submitter),)

@@ -1,0 +1,90 @@
+"""A file layer that fails: one operation, or all from one on, before or after it was done."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from slurmrl.fsio.calls import SystemCalls
+
+OPERATIONS = frozenset(
+    name for name in vars(SystemCalls) if not name.startswith("_") and name not in ("sleep", "mode")
+)
+REPEATED = {
+    "link": errno.EEXIST,
+    "mkdir": errno.EEXIST,
+    "open": errno.EEXIST,
+    "rename": errno.ENOENT,
+    "unlink": errno.ENOENT,
+}
+"""What a server answers when the reply was lost and the client asked again."""
+
+
+class Clock:
+    """Seconds that pass when somebody says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def advance(self, seconds: float) -> None:
+        self.now_s += seconds
+
+
+class Faulty(SystemCalls):
+    """Counts operations; fails number ``at`` (and ``times - 1`` after it) with ``error``.
+
+    ``done``: the operation is done all the same, and only its reply is lost. Sleeping and, with
+    ``hang_s``, each operation advance the clock and take no time.
+    """
+
+    def __init__(
+        self,
+        at: int = -1,
+        error: int = 0,
+        *,
+        times: int = 1,
+        done: bool = False,
+        hang_s: float = 0.0,
+        clock: Clock | None = None,
+    ) -> None:
+        self.at, self.error, self.times, self.done = at, error, times, done
+        self.hang_s = hang_s
+        self.clock = clock or Clock()
+        self.count = 0
+        self.names: list[str] = []
+        """What was called."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        return self._faulty(name, value) if name in OPERATIONS else value
+
+    def fsync(self, descriptor: int) -> None:
+        """Takes no time: `tests.support.disk` is what tests it."""
+
+    def fsync_directory(self, directory: Path) -> None:
+        os.stat(directory)
+
+    def sleep(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+
+    def _faulty(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*arguments: Any) -> Any:
+            number = self.count
+            self.count += 1
+            self.names.append(name)
+            self.clock.advance(self.hang_s)
+            if not self.at <= number < self.at + self.times:
+                return real(*arguments)
+            if self.done or name == "close":  # an error of close closes all the same
+                result = real(*arguments)
+                if name == "open":
+                    os.close(result)
+            raise OSError(self.error, os.strerror(self.error))
+
+        return operation

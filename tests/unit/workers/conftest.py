@@ -1,0 +1,125 @@
+"""A run directory without processes, small plans, and checked settings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pytest
+
+from slurmrl.fsio.atomic import make_private_directory
+from slurmrl.graph.call import Method
+from slurmrl.paths import RunPaths
+from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Plan
+from slurmrl.plan.settings import Settings, load_settings
+
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+Change: TypeAlias = Callable[..., Settings]
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    """A run directory as ``submit`` makes it."""
+    found = RunPaths.of(tmp_path, "someone", "exp", "1")
+    for directory in found.directories():
+        make_private_directory(directory)
+    return found
+
+
+@pytest.fixture
+def make_settings(tmp_path: Path) -> Change:
+    """Settings of a PPO trial, with sections of the configuration changed."""
+
+    def make(**changes: Any) -> Settings:
+        row = json.dumps({"id": "1", "prompt": "1+1=", "answer": "2"}) + "\n"
+        (tmp_path / "data.jsonl").write_text(row)
+        config = {
+            "experiment": "exp",
+            "total_steps": 6,
+            "algorithm": {"name": "ppo", "batch_size": 4},
+            "actor": {"architecture": MODEL, "tokenizer": str(tmp_path)},
+            "dataset": {"type": "prompt", "path": "data.jsonl"},
+            "reward": {"name": "exact_match"},
+            "evaluation": {
+                "dataset": {"type": "prompt", "path": "data.jsonl"},
+                "every_steps": 2,
+                "samples": 5,
+            },
+            "checkpoint": {"every_steps": 3},
+            **changes,
+        }
+        path = tmp_path / "config.yaml"
+        path.write_text(json.dumps(config))
+        return load_settings(path)
+
+    return make
+
+
+def make_call(name: str, *, ranks: tuple[int, ...] = (0, 1), **changes: Any) -> CallPlan:
+    values: dict[str, Any] = {
+        "name": name,
+        "role": "actor",
+        "method": Method.INFERENCE,
+        "interface": "nowhere:Nothing",
+        "inputs": ("input_ids",),
+        "outputs": (),
+        "ranks": ranks,
+    }
+    return CallPlan(**{**values, **changes})
+
+
+def make_plan(
+    *,
+    hosts: int = 1,
+    per_host: int = 2,
+    calls: tuple[CallPlan, ...] = (),
+    evaluation_calls: tuple[CallPlan, ...] = (),
+) -> Plan:
+    world = hosts * per_host
+    group = GroupPlan(
+        hosts=hosts,
+        workers_per_host=per_host,
+        gpus_per_worker=0,
+        threads_per_worker=1,
+        cpus_per_worker=1,
+        links=4,
+    )
+    actor = ModelPlan(
+        role="actor",
+        backend=f"fsdp:d{world}",
+        engine="fsdp",
+        sizes={"dp": world},
+        ranks=tuple(range(world)),
+        trained=True,
+        head="lm",
+    )
+    ref = actor.model_copy(update={"role": "ref", "trained": False})
+    return Plan(
+        experiment="exp",
+        trial="1",
+        groups=(group,),
+        models={"actor": actor, "ref": ref},
+        calls=calls,
+        evaluation_calls=evaluation_calls,
+    )
+
+
+@pytest.fixture
+def plans() -> Callable[..., Plan]:
+    """``plans(hosts=…, per_host=…, calls=…, evaluation_calls=…)``"""
+    return make_plan
+
+
+@pytest.fixture
+def calls() -> Callable[..., CallPlan]:
+    """``calls(name, ranks=…, …)``"""
+    return make_call

@@ -1,0 +1,66 @@
+"""Where ranks are reached: a configured interface, loopback for one host, never for several."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.workers.agent import address
+
+LOOPBACK_INTERFACE = "lo"
+
+
+def test_interface_and_address_belong_together() -> None:
+    assert address.interface_address(LOOPBACK_INTERFACE) == "127.0.0.1"
+    assert address.interface_of("127.0.0.1") == LOOPBACK_INTERFACE
+
+
+def test_unknown_interface_and_address() -> None:
+    assert address.interface_address("nosuch0") is None
+    assert address.interface_address("a-name-that-no-interface-can-have") is None
+    assert address.interface_of("192.0.2.77") is None
+
+
+def test_one_host_meets_on_loopback() -> None:
+    assert address.fabric_address(None, 1) == "127.0.0.1"
+
+
+def test_configured_interface_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address, "interface_address", {"ib0": "10.0.0.7"}.get)
+    monkeypatch.setattr(address, "default_address", lambda: "10.9.9.9")
+    assert address.fabric_address("ib0", 1) == "10.0.0.7"
+    assert address.fabric_address("ib0", 4) == "10.0.0.7"
+
+
+def test_configured_loopback_is_the_users_choice() -> None:
+    assert address.fabric_address(LOOPBACK_INTERFACE, 2) == "127.0.0.1"
+
+
+def test_interface_without_an_address_is_named_with_the_others() -> None:
+    with pytest.raises(EnvironmentFailure, match=r"'nosuch0' has no IPv4 address.*lo"):
+        address.fabric_address("nosuch0", 1)
+
+
+def test_several_hosts_take_the_default_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(address, "default_address", lambda: "10.9.9.9")
+    assert address.fabric_address(None, 2) == "10.9.9.9"
+
+
+@pytest.mark.parametrize("found", [None, "127.0.0.1", "127.0.1.1"])
+def test_several_hosts_never_get_loopback(
+    monkeypatch: pytest.MonkeyPatch, found: str | None
+) -> None:
+    monkeypatch.setattr(address, "default_address", lambda: found)
+    with pytest.raises(EnvironmentFailure, match=r"3 hosts.*cluster\.interface"):
+        address.fabric_address(None, 3)
+
+
+def test_listener_has_a_port_of_its_own() -> None:
+    with address.listen("127.0.0.1") as first, address.listen("127.0.0.1") as second:
+        ports = {one.getsockname()[1] for one in (first, second)}
+        assert len(ports) == 2
+        assert 0 not in ports
+        with socket.create_connection(first.getsockname(), timeout=5):
+            pass

@@ -1,0 +1,244 @@
+"""One rank executes the master's messages; engines and interfaces are stand-ins."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from slurmrl.algorithms.base import CallContext, CallResult, Interface
+from slurmrl.checkpoint.tensors import SavedFile
+from slurmrl.data.dataset import Dataset
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.base import Engine
+from slurmrl.paths import RunPaths
+from slurmrl.plan.model import CallPlan, Plan
+from slurmrl.workers.worker import executor as executor_module
+from slurmrl.workers.worker.executor import Executor
+
+
+class FakeDataset:
+    """Item i has i % 7 + 1 tokens, all of value i."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.fingerprint = f"of {size}"
+        self.reads: list[tuple[list[int], int]] = []
+
+    def sample(self, indices: Sequence[int], epoch: int) -> SequenceSample:
+        self.reads.append((list(indices), epoch))
+        lengths = [index % 7 + 1 for index in indices]
+        tokens = [index for index, n in zip(indices, lengths, strict=True) for _ in range(n)]
+        return SequenceSample.from_default(
+            lengths,
+            [f"{index}@{epoch}" for index in indices],
+            {"input_ids": torch.tensor(tokens), "prompt_mask": torch.ones(len(tokens))},
+            {"row": [{"index": index} for index in indices]},
+        )
+
+
+class FakeEngine:
+    def __init__(self, role: str) -> None:
+        self.role = role
+
+    def save(self, directory: Path) -> list[SavedFile]:
+        return [SavedFile(f"{self.role}.safetensors", 7, "sha256:0")]
+
+
+class FakeInterface(Interface):
+    """Makes a reward per item, and remembers what it was given."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        self.given: list[tuple[Any, SequenceSample, CallContext]] = []
+        self.closed = False
+
+    def inference(self, engine: Any, sample: SequenceSample, context: CallContext) -> CallResult:
+        self.given.append((engine, sample, context))
+        rewards = torch.full((sample.bs,), 0.5)
+        return CallResult(
+            SequenceSample.from_default([1] * sample.bs, sample.ids, {"rewards": rewards}),
+            {"reward": (0.5 * sample.bs, float(sample.bs))},
+            [{"id": one} for one in sample.ids[:1]],
+        )
+
+    def train_step(self, engine: Any, sample: SequenceSample, context: CallContext) -> CallResult:
+        self.given.append((engine, sample, context))
+        return CallResult(None, {"loss": (0.1, 1.0)})
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Ranks:
+    """Executors of all ranks of one plan, in one process."""
+
+    def __init__(self, paths: RunPaths, settings: Any, plan: Plan, world: int) -> None:
+        self.interfaces: list[FakeInterface] = []
+        self.dataset, self.held_out = FakeDataset(40), FakeDataset(9)
+        self.executors = [
+            Executor(
+                paths,
+                settings,
+                plan,
+                rank,
+                {role: cast(Engine, FakeEngine(role)) for role in ("actor", "ref")},
+                cast(Dataset, self.dataset),
+                cast(Dataset, self.held_out),
+                tokenizer="the tokenizer",
+            )
+            for rank in range(world)
+        ]
+
+    def make_interface(self) -> FakeInterface:
+        self.interfaces.append(FakeInterface())
+        return self.interfaces[-1]
+
+    def load(self, items: list[list[int]], *, evaluation: bool = False) -> list[dict[str, Any]]:
+        message = {"type": "load", "step": 3, "items": items, "evaluation": evaluation}
+        return [executor.load(message) for executor in self.executors]
+
+    def call(self, name: str, *, evaluation: bool = False) -> list[dict[str, Any]]:
+        message = {"type": "call", "step": 3, "name": name, "scalars": {"kl_coef": 0.1}}
+        return [executor.call({**message, "evaluation": evaluation}) for executor in self.executors]
+
+    def parts(self) -> list[tuple[str, ...]]:
+        return [executor.store.sample.ids for executor in self.executors]
+
+
+@pytest.fixture
+def make_ranks(
+    paths: RunPaths,
+    make_settings: Any,
+    plans: Callable[..., Plan],
+    calls: Callable[..., CallPlan],
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., Ranks]:
+    def make(world: int = 2, ranks: tuple[int, ...] | None = None) -> Ranks:
+        on = ranks or tuple(range(world))
+        train = calls("train", ranks=on, method="train_step", interface="fake:Trainer")
+        judge = calls("judge", ranks=on, role=None, outputs=("rewards",), interface="fake:Judge")
+        held_out = calls("held_out", ranks=on, interface="fake:Judge")
+        plan = plans(per_host=world, calls=(judge, train), evaluation_calls=(held_out,))
+        found = Ranks(paths, make_settings(), plan, world)
+        monkeypatch.setattr(executor_module, "resolve", lambda name: found.make_interface)
+        return found
+
+    return make
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_load_spreads_every_item_to_one_rank(make_ranks: Callable[..., Ranks], world: int) -> None:
+    ranks = make_ranks(world)
+    items = [[0, index] for index in (5, 3, 39, 0, 1, 22, 17, 8, 9, 10, 30, 31)]
+    ranks.load(items)
+    parts = ranks.parts()
+    together = list(itertools.chain.from_iterable(parts))
+    assert sorted(together) == sorted(f"{index}@0" for _, index in items)
+    assert all(parts)
+    for executor in ranks.executors:
+        sample = executor.store.sample
+        owners = sample.tensor("input_ids").tolist()
+        wanted = [int(one.partition("@")[0]) for one in sample.ids]
+        assert owners == [index for index in wanted for _ in range(index % 7 + 1)]
+        assert [row["index"] for row in sample.metadata["row"]] == wanted
+
+
+def test_load_balances_tokens(make_ranks: Callable[..., Ranks]) -> None:
+    ranks = make_ranks(2)
+    answers = ranks.load([[0, index] for index in range(28)])
+    assert sum(answer["tokens"] for answer in answers) == 4 * sum(range(1, 8))
+    assert abs(answers[0]["tokens"] - answers[1]["tokens"]) <= 1
+
+
+def test_batch_over_the_end_of_an_epoch(make_ranks: Callable[..., Ranks]) -> None:
+    """The same item of two epochs is two samples."""
+    ranks = make_ranks(2)
+    ranks.load([[0, 7], [0, 3], [1, 3], [1, 9]])
+    assert sorted(itertools.chain(*ranks.parts())) == ["3@0", "3@1", "7@0", "9@1"]
+    assert ranks.dataset.reads[0] == ([7, 3], 0)
+    assert ranks.dataset.reads[1] == ([3, 9], 1)
+
+
+def test_fewer_items_than_ranks(make_ranks: Callable[..., Ranks]) -> None:
+    ranks = make_ranks(3)
+    ranks.load([[0, 1], [0, 2]])
+    assert sorted(len(part) for part in ranks.parts()) == [0, 1, 1]
+    answers = ranks.call("judge")
+    assert sum(answer["stats"]["reward"][1] for answer in answers) == 2
+
+
+def test_call_gets_its_inputs_and_adds_its_outputs(make_ranks: Callable[..., Ranks]) -> None:
+    ranks = make_ranks(2)
+    ranks.load([[0, 1], [0, 2], [0, 3]])
+    answers = ranks.call("judge")
+    for executor, interface, answer in zip(ranks.executors, ranks.interfaces, answers, strict=True):
+        engine, sample, context = interface.given[0]
+        assert engine is None
+        assert sample.keys == ("input_ids",)
+        assert (context.step, context.scalars, context.evaluation) == (3, {"kl_coef": 0.1}, False)
+        assert context.tokenizer == "the tokenizer"
+        assert set(executor.store.sample.keys) == {"input_ids", "prompt_mask", "rewards"}
+        assert answer["stats"] == {"reward": (0.5 * sample.bs, float(sample.bs))}
+        assert answer["texts"] == [{"id": sample.ids[0]}]
+        assert answer["files"] == []
+
+
+def test_call_with_a_role_gets_its_engine(make_ranks: Callable[..., Ranks]) -> None:
+    ranks = make_ranks(1)
+    ranks.load([[0, 1]])
+    ranks.call("train")
+    engine, _, _ = ranks.interfaces[0].given[0]
+    assert engine is ranks.executors[0].engines["actor"]
+
+
+def test_ranks_outside_a_call_answer_empty(make_ranks: Callable[..., Ranks]) -> None:
+    ranks = make_ranks(3, ranks=(2, 0))
+    answers = ranks.load([[0, 1], [0, 2], [0, 3], [0, 4]])
+    assert answers[1]["tokens"] == 0
+    held = [ranks.executors[rank].store.sample.ids for rank in (2, 0)]
+    assert sorted(itertools.chain(*held)) == ["1@0", "2@0", "3@0", "4@0"]
+    outside = ranks.call("judge")[1]
+    assert (outside["stats"], outside["texts"], outside["tokens"]) == ({}, [], 0)
+    assert len(ranks.interfaces) == 2
+
+
+def test_evaluation_reads_the_held_out_items(make_ranks: Callable[..., Ranks]) -> None:
+    ranks = make_ranks(2)
+    ranks.load([[0, 1], [0, 2]], evaluation=True)
+    ranks.call("held_out", evaluation=True)
+    assert ranks.dataset.reads == []
+    assert len(ranks.held_out.reads) == 2
+    assert ranks.interfaces[0].given[0][2].evaluation is True
+
+
+def test_interface_is_kept_and_closed(make_ranks: Callable[..., Ranks]) -> None:
+    ranks = make_ranks(1)
+    for _ in range(2):
+        ranks.load([[0, 1]])
+        ranks.call("judge")
+        ranks.call("train")
+    assert len(ranks.interfaces) == 2
+    ranks.executors[0].close()
+    assert all(interface.closed for interface in ranks.interfaces)
+
+
+def test_only_trained_models_are_saved(make_ranks: Callable[..., Ranks]) -> None:
+    ranks = make_ranks(1)
+    message = {"type": "save", "step": 3, "directory": "step-00000003.1"}
+    assert ranks.executors[0].save(message)["files"] == [
+        {"name": "actor.safetensors", "size": 7, "checksum": "sha256:0"}
+    ]
+
+
+def test_description_of_the_data(make_ranks: Callable[..., Ranks]) -> None:
+    assert make_ranks(1).executors[0].describe_data() == {
+        "size": 40,
+        "fingerprint": "of 40",
+        "evaluation_size": 9,
+    }

@@ -1,0 +1,103 @@
+"""Claiming a task: each start gets an attempt of its own, also when two start at once."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from slurmrl import keys
+from slurmrl.name_resolve.base import NameStore
+from slurmrl.name_resolve.file import FileNameStore
+from slurmrl.name_resolve.memory import MemoryNameStore
+from slurmrl.workers.agent.identity import Identity, claim
+
+SLURM = {
+    "SLURM_JOB_ID": "47",
+    "SLURM_ARRAY_JOB_ID": "45",
+    "SLURM_ARRAY_TASK_ID": "2",
+    "SLURM_RESTART_COUNT": "1",
+    "SLURM_NODEID": "3",
+    "SLURMD_NODENAME": "n7",
+}
+
+
+def test_identity_under_slurm() -> None:
+    identity = claim(MemoryNameStore(), "trainer", elastic=False, environ=SLURM)
+    assert identity.task == 3
+    assert identity.label == "trainer/3"
+    assert identity.job == "47.1"
+    assert identity.job_id == "45_2"
+    assert identity.host == "n7"
+
+
+def test_requeued_job_is_another_job() -> None:
+    """The master's BEGIN names the start of the job; that of the start before must not match."""
+    store = MemoryNameStore()
+    first = claim(store, "trainer", elastic=False, environ=SLURM)
+    second = claim(store, "trainer", elastic=False, environ={**SLURM, "SLURM_RESTART_COUNT": "2"})
+    assert first.job != second.job
+
+
+def test_elastic_task_is_the_array_index() -> None:
+    assert claim(MemoryNameStore(), "rollout", elastic=True, environ=SLURM).task == 2
+
+
+def test_without_slurm() -> None:
+    identity = claim(MemoryNameStore(), "trainer", elastic=False, environ={})
+    assert identity.task == 0
+    assert identity.job
+    assert identity.host
+
+
+def test_attempts_count_up_per_task() -> None:
+    store = MemoryNameStore()
+    other = {**SLURM, "SLURM_NODEID": "31"}  # a task whose number begins with the same digit
+
+    def attempts(environ: dict[str, str], n: int) -> list[int]:
+        return [claim(store, "trainer", elastic=False, environ=environ).attempt for _ in range(n)]
+
+    assert attempts(SLURM, 3) == [0, 1, 2]
+    assert attempts(other, 2) == [0, 1]
+    assert attempts(SLURM, 1) == [3]
+    assert claim(store, "trainer2", elastic=False, environ=SLURM).attempt == 0
+
+
+def test_claim_says_who_holds_it_and_stays(tmp_path: Path) -> None:
+    with FileNameStore(tmp_path) as store:
+        identity = claim(store, "trainer", elastic=False, environ=SLURM)
+    said = json.loads(FileNameStore(tmp_path).get(keys.attempt("trainer", 3, 0)))
+    assert Identity(**said) == identity
+
+
+class StaleListing(MemoryNameStore):
+    """Lists nothing, as a cache of a directory may."""
+
+    def find_subtree(self, root: str) -> list[str]:
+        return []
+
+
+def test_stale_listing_only_costs_tries() -> None:
+    store = StaleListing()
+    found = [claim(store, "trainer", elastic=False, environ=SLURM).attempt for _ in range(4)]
+    assert found == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("starts", [8])
+def test_starts_at_once_get_different_attempts(tmp_path: Path, starts: int) -> None:
+    barrier = threading.Barrier(starts)
+    taken: list[int] = []
+
+    def start() -> None:
+        store: NameStore = FileNameStore(tmp_path)
+        barrier.wait(timeout=30)
+        taken.append(claim(store, "trainer", elastic=False, environ=SLURM).attempt)
+
+    threads = [threading.Thread(target=start) for _ in range(starts)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert sorted(taken) == list(range(starts))

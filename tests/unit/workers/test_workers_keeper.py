@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from slurmrl.errors import EnvironmentFailure, StaleIncarnationError
+from slurmrl.workers.agent.keeper import Keeper
+
+BEAT_S, CHECK_S, TTL_S = 2.0, 6.0, 60.0
+
+
+class Host:
+    """A keeper on a directory and a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.fails = False
+        self.reading_fails = False
+        self.superseded = False
+        self.beats: list[float] = []
+        self.checks: list[float] = []
+        self.keeper = Keeper(
+            self.beat,
+            self.check,
+            beat_s=BEAT_S,
+            check_s=CHECK_S,
+            ttl_s=TTL_S,
+            clock=lambda: self.now,
+        )
+
+    def beat(self) -> None:
+        if self.fails:
+            raise EnvironmentFailure("broken")
+        self.beats.append(self.now)
+
+    def check(self) -> None:
+        if self.fails or self.reading_fails:
+            raise EnvironmentFailure("broken")
+        self.checks.append(self.now)
+        if self.superseded:
+            raise StaleIncarnationError("a newer one")
+
+    def turn(self, seconds: float = 0.5) -> bool:
+        self.now += seconds
+        self.keeper.turn()
+        return self.keeper.may_start()
+
+
+@pytest.fixture
+def host() -> Host:
+    return Host()
+
+
+def test_nothing_starts_before_the_first_beat_and_look(host: Host) -> None:
+    assert not host.keeper.may_start()
+    assert host.turn(0.0)
+    assert (host.beats, host.checks) == ([100.0], [100.0])
+
+
+def test_beats_and_looks_are_as_often_as_said(host: Host) -> None:
+    assert all(host.turn() for _ in range(121))
+    assert {later - earlier for earlier, later in itertools.pairwise(host.beats)} == {BEAT_S}
+    assert len(host.beats) == 31
+    assert len(host.checks) == 11
+
+
+def test_a_failed_beat_fences_until_beat_and_look_got_through(host: Host) -> None:
+    host.turn()
+    host.fails = True
+    assert not host.turn(BEAT_S)
+    assert not host.turn(3600.0)
+    host.fails = False
+    host.reading_fails = True
+    assert not host.turn(BEAT_S)
+    host.reading_fails = False
+    looks = len(host.checks)
+    assert host.turn()
+    assert len(host.checks) == looks + 1
+
+
+def test_a_host_that_was_suspended_looks_before_it_goes_on(host: Host) -> None:
+    host.turn()
+    host.now += TTL_S
+    assert not host.keeper.may_start()
+    host.superseded = True
+    with pytest.raises(StaleIncarnationError):
+        host.turn(0.0)
+    assert not host.keeper.may_start()
+
+
+def test_a_lost_lease_needs_a_look_although_beats_get_through(host: Host) -> None:
+    host.turn()
+    host.reading_fails = True
+    assert not host.turn(TTL_S)
+    assert not host.turn(BEAT_S)
+    host.reading_fails = False
+    assert host.turn()
+
+
+def test_a_history_that_cannot_be_read_alone_fences_nobody(host: Host) -> None:
+    host.turn()
+    host.reading_fails = True
+    assert all(host.turn() for _ in range(1000))
+
+
+def test_a_newer_incarnation_ends_the_holder_only_once_it_can_be_read(host: Host) -> None:
+    host.turn()
+    host.fails = host.superseded = True
+    for _ in range(1000):
+        assert not host.turn(BEAT_S)
+    host.fails = False
+    with pytest.raises(StaleIncarnationError):
+        host.turn(BEAT_S)

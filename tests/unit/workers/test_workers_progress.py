@@ -1,0 +1,153 @@
+"""What the master carries from step to step and commits."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from slurmrl.data.order import DataOrder
+from slurmrl.errors import CheckpointError
+from slurmrl.plan.settings import Settings
+from slurmrl.workers.master.progress import Progress
+
+SIZE = 10
+FINGERPRINT = "f1"
+STATS = {"kl_sequence": 30.0}
+"""A KL far above any target, which an adaptive coefficient answers."""
+
+
+def start(settings: Settings, state: dict[str, Any] | None = None, size: int = SIZE) -> Progress:
+    progress = Progress(settings, state)
+    progress.use_dataset(size, FINGERPRINT, 7)
+    return progress
+
+
+def step(progress: Progress) -> list[tuple[int, int]]:
+    items = progress.take_batch()
+    progress.advance(STATS)
+    return items
+
+
+def committed(progress: Progress) -> dict[str, Any]:
+    """The state as it comes back from its file."""
+    found: dict[str, Any] = json.loads(json.dumps(progress.state()))
+    return found
+
+
+def test_batches_run_over_the_ends_of_epochs(make_settings: Any) -> None:
+    """Each epoch has every item once; 4 does not divide 10."""
+    progress = start(make_settings())
+    taken = [item for _ in range(5) for item in step(progress)]
+    assert sorted(taken) == [(epoch, index) for epoch in range(2) for index in range(SIZE)]
+    assert progress.consumed == [[0, 0, 10], [1, 0, 10]]
+    assert progress.cursor.to_json() == [2, 0]
+    order = DataOrder(SIZE, 1)
+    assert taken == [(e, i) for e in range(2) for i in order.indices(e)]
+
+
+def test_taking_is_not_consuming(make_settings: Any) -> None:
+    progress = start(make_settings())
+    assert progress.take_batch() == progress.take_batch()
+    assert progress.consumed == []
+    assert progress.step == 0
+
+
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 5, 6])
+def test_restored_run_goes_on_as_if_nothing_had_happened(make_settings: Any, stop: int) -> None:
+    kl = {"kind": "adaptive", "target": 1.0, "horizon": 100}
+    settings = make_settings(algorithm={"name": "ppo", "batch_size": 4, "kl": kl}, total_steps=9)
+
+    def run(progress: Progress, steps: int) -> list[Any]:
+        return [
+            (
+                progress.scalars(),
+                step(progress),
+                progress.evaluation_due(),
+                progress.commit_due(),
+            )
+            for _ in range(steps)
+        ]
+
+    undisturbed = start(settings)
+    whole = run(undisturbed, 9)
+    before = start(settings)
+    parts = run(before, stop)
+    after = start(settings, committed(before))
+    parts += run(after, 9 - stop)
+    assert parts == whole
+    assert committed(after) == committed(undisturbed)
+    assert after.consumed == [[0, 0, 10], [1, 0, 10], [2, 0, 10], [3, 0, 6]]
+    assert len({str(scalars) for scalars, *_ in whole}) > 1, "the coefficient must have moved"
+
+
+def test_frequencies(make_settings: Any) -> None:
+    progress = start(make_settings())
+    due = []
+    for _ in range(6):
+        step(progress)
+        due.append((progress.evaluation_due(), progress.commit_due()))
+    evaluated, commits = zip(*due, strict=True)
+    assert evaluated == (False, True, False, True, False, True)
+    assert commits == (False, False, True, False, False, True)
+
+
+def test_last_step_is_evaluated_unless_told_otherwise(make_settings: Any) -> None:
+    evaluation = make_settings().config.evaluation.model_dump(mode="json") | {"every_steps": 4}
+    for at_end in (True, False):
+        progress = start(make_settings(evaluation=evaluation | {"at_end": at_end}))
+        progress.step = 5
+        progress.evaluations.restore({"step": 4, "epoch": 0})  # type: ignore[union-attr]
+        step(progress)
+        assert progress.evaluation_due() is at_end
+
+
+def test_evaluation_items_are_always_the_first_ones(make_settings: Any) -> None:
+    progress = start(make_settings())
+    assert progress.evaluation_items() == [(0, index) for index in range(5)]
+    step(progress)
+    assert progress.evaluation_items() == [(0, index) for index in range(5)]
+    progress.evaluation_size = 3
+    assert progress.evaluation_items() == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_finish_after_the_last_step(make_settings: Any) -> None:
+    progress = start(make_settings(total_steps=2))
+    assert progress.finish_reason() is None
+    step(progress)
+    assert progress.finish_reason() is None
+    step(progress)
+    assert progress.finish_reason() == "total_steps"
+    again = start(make_settings(total_steps=2), committed(progress))
+    assert again.finish_reason() == "total_steps"
+    longer = start(make_settings(total_steps=3), committed(progress))
+    assert longer.finish_reason() is None
+
+
+def test_stop_condition_holds_after_a_restart(make_settings: Any) -> None:
+    """Killed between the last commit and the end: it must not train on."""
+    settings = make_settings(stop_when="eval/reward >= 0.5")
+    progress = start(settings)
+    step(progress)
+    progress.metrics = {"step": 1, "eval/reward": 0.4}
+    assert progress.finish_reason() is None
+    step(progress)
+    progress.metrics = {"step": 2, "eval/reward": 0.5}
+    assert progress.finish_reason() == "stop_when: eval/reward >= 0.5"
+    again = start(settings, committed(progress))
+    assert again.finish_reason() == "stop_when: eval/reward >= 0.5"
+
+
+@pytest.mark.parametrize(("size", "fingerprint"), [(SIZE + 1, FINGERPRINT), (SIZE, "f2")])
+def test_changed_dataset_is_refused(make_settings: Any, size: int, fingerprint: str) -> None:
+    progress = start(make_settings())
+    step(progress)
+    again = Progress(make_settings(), committed(progress))
+    with pytest.raises(CheckpointError, match=f"{SIZE} items then, {size} now"):
+        again.use_dataset(size, fingerprint, 7)
+
+
+def test_order_needs_the_dataset(make_settings: Any) -> None:
+    with pytest.raises(RuntimeError, match="use_dataset"):
+        Progress(make_settings(), None).take_batch()

@@ -1,0 +1,125 @@
+"""What the master says about the run."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from slurmrl import keys
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.lease import Lease
+from slurmrl.name_resolve.memory import MemoryNameStore
+from slurmrl.paths import RunPaths
+from slurmrl.workers.master import publish
+from slurmrl.workers.master.publish import StatusPublisher
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def time(self) -> float:
+        return 1.7e9 + self.now
+
+
+class CountingStore(MemoryNameStore):
+    """Counts what is written, and can stop answering."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes = 0
+        self.stalled = False
+
+    def add(self, name: str, value: object, **more: Any) -> None:
+        if self.stalled:
+            raise EnvironmentFailure("the server is away")
+        self.writes += 1
+        super().add(name, value, **more)
+
+    def said(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.get(keys.status()))
+        return found
+
+
+class Desk:
+    def __init__(self, paths: RunPaths, clock: Clock) -> None:
+        self.clock = clock
+        self.names = CountingStore()
+        self.agents: dict[str, dict[str, Any]] = {}
+        self.publisher = StatusPublisher(
+            self.names,
+            paths,
+            self.agents,
+            incarnation=2,
+            total_steps=60,
+            lease_ttl_s=60.0,
+            interval_s=2.0,
+        )
+
+
+@pytest.fixture
+def desk(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    clock = Clock()
+    monkeypatch.setattr(publish, "time", clock)
+    return Desk(paths, clock)
+
+
+def test_first_words(desk: Desk) -> None:
+    desk.publisher.tick()
+    said = desk.names.said()
+    assert said.pop("time") == desk.clock.time()
+    assert said == {
+        "incarnation": 2,
+        "step": 0,
+        "total_steps": 60,
+        "phase": "starting",
+        "metrics": {},
+        "checkpoint": None,
+        "tasks": {},
+    }
+
+
+def test_ticks_write_once_per_interval(desk: Desk) -> None:
+    for _ in range(100):
+        desk.publisher.tick()
+        desk.clock.now += 0.05  # 5 s in all
+    assert desk.names.writes == 3
+
+
+def test_changes_are_said_at_once(desk: Desk) -> None:
+    desk.publisher.tick()
+    desk.publisher.update(step=4, metrics={"reward": 0.5}, phase="running")
+    said = desk.names.said()
+    assert (said["step"], said["metrics"], said["phase"]) == (4, {"reward": 0.5}, "running")
+
+
+def test_age_of_the_commit_grows(desk: Desk) -> None:
+    desk.publisher.committed(10)
+    assert desk.names.said()["checkpoint"] == {"step": 10, "age_s": 0.0}
+    desk.clock.now += 7.5
+    desk.publisher.tick()
+    assert desk.names.said()["checkpoint"] == {"step": 10, "age_s": 7.5}
+
+
+def test_tasks_with_the_age_of_their_leases(desk: Desk, paths: RunPaths) -> None:
+    agent = {"group": "trainer", "task": 0, "attempt": 1, "host": "n0", "job_id": "41_2"}
+    desk.agents["trainer/0"] = agent
+    Lease(paths.lease("trainer", 0, 1)).beat()
+    desk.publisher.update(step=1)
+    assert desk.names.said()["tasks"] == {
+        "trainer/0": {"lease_age_s": 0.0, "host": "n0", "attempt": 1, "job_id": "41_2"}
+    }
+
+
+def test_directory_that_does_not_answer_ends_nothing(desk: Desk) -> None:
+    desk.names.stalled = True
+    desk.publisher.update(step=9)
+    desk.names.stalled = False
+    desk.clock.now += 2.0
+    desk.publisher.tick()
+    assert desk.names.said()["step"] == 9

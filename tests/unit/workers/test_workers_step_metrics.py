@@ -1,0 +1,65 @@
+"""From the ranks' answers to the metrics of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from slurmrl.graph.call import Method
+from slurmrl.plan.model import CallPlan
+from slurmrl.workers.master import step_metrics
+
+
+def answer(seconds: float = 1.0, tokens: int = 0, texts: Any = (), **stats: Any) -> dict[str, Any]:
+    return {"stats": stats, "seconds": seconds, "tokens": tokens, "texts": list(texts)}
+
+
+def test_sums_and_counts_of_all_ranks(calls: Callable[..., CallPlan]) -> None:
+    """The mean over items, not the mean of the ranks' means."""
+    answers = {0: answer(reward=(3.0, 3)), 1: answer(reward=(0.0, 1))}
+    assert step_metrics.mean_stats(calls("reward_inf"), answers) == {"reward": 0.75}
+
+
+def test_training_stats_are_global_already(calls: Callable[..., CallPlan]) -> None:
+    call = calls("actor_train", method=Method.TRAIN_STEP)
+    answers = {0: answer(loss=(2.0, 1)), 1: answer(loss=(2.0, 1), other=(1.0, 1))}
+    assert step_metrics.mean_stats(call, answers) == {"loss": 2.0}
+
+
+def test_empty_ranks_and_counts_of_zero(calls: Callable[..., CallPlan]) -> None:
+    answers = {0: answer(reward=(0.0, 0), length=(6.0, 2)), 1: answer()}
+    assert step_metrics.mean_stats(calls("gen"), answers) == {"length": 3.0}
+
+
+def test_only_the_ranks_of_the_call_count(calls: Callable[..., CallPlan]) -> None:
+    answers = {0: answer(a=(1.0, 1)), 1: answer(a=(5.0, 1)), 2: answer(a=(100.0, 1))}
+    assert step_metrics.mean_stats(calls("gen"), answers) == {"a": 3.0}
+
+
+def test_step(calls: Callable[..., CallPlan]) -> None:
+    gen, train = calls("gen"), calls("train", method=Method.TRAIN_STEP)
+    found = step_metrics.of_step(
+        [
+            (gen, {0: answer(0.5, 10, length=(4.0, 2)), 1: answer(0.75, 20, length=(6.0, 2))}),
+            (train, {0: answer(2.0, 30, loss=(0.1, 1)), 1: answer(1.0, 50, loss=(0.1, 1))}),
+        ],
+        step_s=4.0,
+    )
+    assert found == {
+        "length": 2.5,
+        "loss": 0.1,
+        "tokens": 80,
+        "tokens_per_s": pytest.approx(20.0),
+        "time/step": 4.0,
+        "time/gen": 0.75,
+        "time/train": 2.0,
+    }
+
+
+def test_texts_of_all_calls_in_the_order_of_ranks(calls: Callable[..., CallPlan]) -> None:
+    first = {1: answer(texts=[{"id": "b"}]), 0: answer(texts=[{"id": "a"}])}
+    second = {0: answer(), 1: answer(texts=[{"id": "c"}])}
+    found = step_metrics.texts([(calls("one"), first), (calls("two"), second)])
+    assert [text["id"] for text in found] == ["a", "b", "c"]

@@ -1,0 +1,202 @@
+"""The batch process: when it has nothing to do, what it starts, and which signals go on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.history.writer import begin, end, resume
+from slurmrl.paths import RunPaths
+from slurmrl.workers.supervisor import agent_command, parse, reason_to_leave
+from tests.support.trials import wait_until
+
+REPOSITORY = Path(__file__).parents[3]
+
+
+def options(paths: RunPaths, launcher: str = "direct") -> Namespace:
+    arguments = ["--run", str(paths.run), "--submission", "2", "--group", "trainer"]
+    return parse([*arguments, "--launcher", launcher])
+
+
+def submission(paths: RunPaths, number: int) -> None:
+    request = {"scheduler": "local", "total_steps": 4, "heartbeat_s": 1.0}
+    paths.submission(number).mkdir()
+    paths.submission_request(number).write_text(json.dumps(request))
+
+
+def test_new_trial_and_interrupted_trial_go_on(paths: RunPaths) -> None:
+    assert reason_to_leave(paths, 1) is None
+    submission(paths, 1)
+    begin(History(paths.history), {})
+    assert reason_to_leave(paths, 1) is None
+
+
+@pytest.mark.parametrize("kind", [Kind.FINISHED, Kind.FAILED, Kind.CANCELLED])
+def test_ended_trial(paths: RunPaths, kind: Kind) -> None:
+    history = History(paths.history)
+    begin(history, {})
+    end(history, kind, {})
+    assert reason_to_leave(paths, 1) == f"the trial has ended ({kind})"
+    resume(history, {})
+    assert reason_to_leave(paths, 1) is None
+
+
+def test_newer_submission(paths: RunPaths) -> None:
+    for number in (1, 2):
+        submission(paths, number)
+    assert reason_to_leave(paths, 1) == "submission 1 was followed by a newer one"
+    assert reason_to_leave(paths, 2) is None
+
+
+def test_submission_that_was_never_made_does_not_count(paths: RunPaths) -> None:
+    """Its submitter was killed after the folder: a submission exists once its request does."""
+    submission(paths, 1)
+    paths.submission(2).mkdir()
+    assert reason_to_leave(paths, 1) is None
+    submission(paths, 3)
+    assert reason_to_leave(paths, 1) is not None
+
+
+def test_command_of_the_agents(paths: RunPaths) -> None:
+    agent = ["-P", "-m", "slurmrl.workers.agent", "--run", str(paths.run)]
+    agent += ["--submission", "2", "--group", "trainer"]
+    assert agent_command(options(paths)) == [sys.executable, *agent]
+    command = agent_command(options(paths, "srun"))
+    assert command[0] == "srun"
+    assert command[-len(agent) - 1 :] == [sys.executable, *agent]
+    assert {"--kill-on-bad-exit=1", "--export=ALL", "--input=none"} <= set(command)
+
+
+SUPERVISOR = """
+import sys
+from argparse import Namespace
+from slurmrl.workers import supervisor
+supervisor.agent_command = lambda options: [sys.executable, "-c", sys.argv[2]]
+sys.exit(supervisor.Supervision(Namespace(launcher=sys.argv[1])).run())
+"""
+AGENT = """
+import os, signal, time
+from pathlib import Path
+from slurmrl.workers.supervisor import SIGNALS
+def hear(number, frame):
+    print("heard", signal.Signals(number).name, flush=True)
+    if number != signal.SIGUSR2:
+        raise SystemExit(3)
+for number in SIGNALS:
+    signal.signal(number, hear)
+print("agent", os.getpid(), "blocked" if signal.pthread_sigmask(0, ()) else "open", flush=True)
+while not Path("go").exists():
+    time.sleep(0.02)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+time.sleep(120)
+"""
+
+
+class Job:
+    """A supervisor with an agent that says which signals it gets."""
+
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        assert process.stdout is not None
+        self.process = process
+        self.lines = process.stdout
+        self.folder = folder
+
+    def line(self) -> str:
+        return self.lines.readline().strip()
+
+    def open_agent(self) -> None:
+        (self.folder / "go").touch()
+
+
+@contextmanager
+def job(folder: Path, launcher: str) -> Iterator[Job]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUPERVISOR, launcher, AGENT],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        yield Job(process, folder)
+    finally:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+def test_warning_is_relayed_and_the_exit_code_returned(tmp_path: Path) -> None:
+    with job(tmp_path, "direct") as running:
+        assert running.line().endswith("blocked"), "signals wait until the agent has handlers"
+        running.process.send_signal(signal.SIGUSR2)
+        running.open_agent()
+        assert running.line() == "heard SIGUSR2"
+        running.process.send_signal(signal.SIGTERM)
+        assert running.line() == "heard SIGTERM"
+        assert running.process.wait(timeout=60) == 3
+
+
+def test_srun_gets_the_warning_only(tmp_path: Path) -> None:
+    """Slurm itself sends TERM to the step; a second one would make srun kill it."""
+    with job(tmp_path, "srun") as running:
+        assert running.line().endswith("open"), "srun passes its mask on to nobody"
+        running.process.send_signal(signal.SIGTERM)
+        running.process.send_signal(signal.SIGINT)
+        running.process.send_signal(signal.SIGUSR2)
+        assert running.line() == "heard SIGUSR2"
+        assert running.process.poll() is None
+
+
+def test_agent_ended_by_a_signal(tmp_path: Path) -> None:
+    with job(tmp_path, "direct") as running:
+        agent = int(running.line().split()[1])
+        os.kill(agent, signal.SIGKILL)
+        assert running.process.wait(timeout=60) == 128 + signal.SIGKILL
+
+
+def test_agent_dies_with_its_supervisor(tmp_path: Path) -> None:
+    with job(tmp_path, "direct") as running:
+        agent = int(running.line().split()[1])
+        running.process.kill()
+        running.process.wait()
+        assert running.line() == ""  # the agent held the other end
+
+        def gone() -> bool:
+            try:
+                state = Path(f"/proc/{agent}/stat").read_text().rpartition(")")[2].split()[0]
+            except (FileNotFoundError, ProcessLookupError):
+                return True
+            return state in "ZX"
+
+        wait_until("the agent to die", gone, timeout_s=60)
+
+
+def run_main(paths: RunPaths) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "slurmrl.workers.supervisor", "--run", str(paths.run)]
+    return subprocess.run(
+        [*command, "--submission", "1", "--group", "trainer"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_link_of_an_ended_trial_exits_at_once(paths: RunPaths) -> None:
+    end(History(paths.history), Kind.CANCELLED, {})
+    done = run_main(paths)
+    assert done.returncode == 0
+    assert "nothing to do: the trial has ended (cancelled)" in done.stderr
+    assert list(paths.names.iterdir()) == []

@@ -1,0 +1,160 @@
+"""The master's line to the ranks: what was said, who is missing, and whose error it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from slurmrl.channel.log import LogReader, LogWriter
+from slurmrl.errors import EnvironmentFailure, RunFailedError, WaitTimeoutError
+from slurmrl.paths import RunPaths
+from slurmrl.plan.model import Plan
+from slurmrl.workers import messages
+from slurmrl.workers.master.workforce import Mailbox, Workforce
+
+INCARNATION = 3
+
+
+def hello(task: int) -> dict[str, Any]:
+    return {
+        "type": messages.HELLO,
+        "group": "trainer",
+        "task": task,
+        "attempt": 0,
+        "host": f"n{task}",
+        "job_id": "41_2",
+    }
+
+
+def done(rank: int, number: int, **more: Any) -> dict[str, Any]:
+    return {"type": messages.DONE, "rank": rank, "seq": number, **more}
+
+
+class Site:
+    """Two hosts with two ranks each, whose agents write what a test says."""
+
+    def __init__(self, paths: RunPaths, plan: Plan) -> None:
+        self.waits = 0
+        self.script: list[Callable[[], None]] = []
+        self.workforce = Workforce(paths, plan, INCARNATION, self._while_waiting)
+        self.agents = [
+            LogWriter(paths.agent_log(INCARNATION, "trainer", task)) for task in range(2)
+        ]
+        self.control = LogReader(paths.master_log(INCARNATION))
+
+    def _while_waiting(self) -> None:
+        self.waits += 1
+        if self.script:
+            self.script.pop(0)()
+
+
+@pytest.fixture
+def site(paths: RunPaths, plans: Callable[..., Plan]) -> Site:
+    return Site(paths, plans(hosts=2, per_host=2))
+
+
+def test_posted_messages_are_numbered_in_order(site: Site) -> None:
+    assert site.workforce.post({"type": "load"}, {"type": "call"}) == [0, 1]
+    assert site.workforce.post({"type": "exit"}) == [2]
+    assert site.control.read() == [
+        {"type": "load", "seq": 0},
+        {"type": "call", "seq": 1},
+        {"type": "exit", "seq": 2},
+    ]
+
+
+def test_collect_gives_the_answers_of_all_ranks(site: Site) -> None:
+    site.agents[0].append(hello(0), done(0, 5, x=1), done(1, 5, x=2))
+    site.agents[1].append(done(2, 5, x=3), done(3, 5, x=4))
+    answers = site.workforce.collect(5, "a call", 10)
+    assert {rank: answer["x"] for rank, answer in answers.items()} == {0: 1, 1: 2, 2: 3, 3: 4}
+
+
+def test_answers_to_later_messages_wait_their_turn(site: Site) -> None:
+    site.agents[0].append(done(0, 0), done(0, 1), done(1, 0), done(1, 1))
+    site.agents[1].append(done(2, 0), done(3, 0))
+    assert set(site.workforce.collect(0, "loading", 10)) == {0, 1, 2, 3}
+    site.script = [lambda: site.agents[1].append(done(2, 1), done(3, 1))]
+    assert set(site.workforce.collect(1, "a call", 10)) == {0, 1, 2, 3}
+    assert site.workforce.mailbox.done == {}
+
+
+def test_deadline_names_ranks_hosts_and_jobs(site: Site) -> None:
+    site.agents[1].append(hello(1), done(2, 0))
+    with pytest.raises(WaitTimeoutError) as caught:
+        site.workforce.collect(0, "actor_gen of step 7", 0.0)
+    assert str(caught.value) == (
+        "waited 0 s for rank 0 (its agent has not reported), rank 1 (its agent has not reported), "
+        "rank 3 (n1, job 41_2) to finish actor_gen of step 7"
+    )
+
+
+def test_deadline_of_the_start(site: Site) -> None:
+    ready = [{"type": messages.READY, "rank": rank} for rank in (0, 1, 3)]
+    site.agents[0].append(hello(0), *ready)
+    site.agents[1].append(hello(1))
+    with pytest.raises(WaitTimeoutError, match=r"for rank 2 \(n1, job 41_2\) to be ready"):
+        site.workforce.wait_ready(0.0)
+
+
+def test_ready_ranks(site: Site) -> None:
+    for rank in range(4):
+        site.agents[rank // 2].append({"type": messages.READY, "rank": rank, "size": rank})
+    assert {r: m["size"] for r, m in site.workforce.wait_ready(10).items()} == {
+        0: 0,
+        1: 1,
+        2: 2,
+        3: 3,
+    }
+
+
+def test_error_of_a_rank_ends_the_wait(site: Site) -> None:
+    error = {"type": messages.ERROR, "rank": 2, "exception": "ValueError: bad"}
+    site.agents[1].append(done(3, 0), error)
+    with pytest.raises(RunFailedError, match="rank 2: ValueError: bad"):
+        site.workforce.collect(0, "a call", 10)
+
+
+def test_warning_is_seen_while_collecting(site: Site) -> None:
+    assert not site.workforce.warned
+    site.agents[0].append(done(0, 0), done(1, 0))
+    site.agents[1].append({"type": messages.WARNING, "signal": "SIGUSR2"}, done(2, 0), done(3, 0))
+    site.workforce.collect(0, "a call", 10)
+    assert site.workforce.warned
+
+
+def test_waiting_lets_others_work(site: Site) -> None:
+    site.script = [lambda: None, lambda: None, lambda: site.agents[0].append(done(0, 0))]
+    site.script += [lambda: site.agents[0].append(done(1, 0))]
+    site.script += [lambda: site.agents[1].append(done(2, 0), done(3, 0))]
+    site.workforce.collect(0, "a call", 30)
+    assert site.waits == 5
+
+
+def test_directory_that_does_not_answer_ends_nothing(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what the other agents said meanwhile is not lost."""
+    site.agents[0].append(done(0, 0), done(1, 0))
+    site.agents[1].append(done(2, 0), done(3, 0))
+    read = LogReader.read
+    failures = ["one", "two"]
+
+    def stalling(reader: LogReader) -> list[dict[str, Any]]:
+        if str(reader.path).endswith(".1") and failures:
+            failures.pop()
+            raise EnvironmentFailure("the server is away")
+        return read(reader)
+
+    monkeypatch.setattr(LogReader, "read", stalling)
+    assert set(site.workforce.collect(0, "a call", 30)) == {0, 1, 2, 3}
+    assert failures == []
+
+
+def test_mailbox_keeps_the_newest_hello() -> None:
+    mailbox = Mailbox()
+    mailbox.put(hello(0))
+    mailbox.put({**hello(0), "host": "n9"})
+    assert mailbox.agents["trainer/0"]["host"] == "n9"
