@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 LANES = ("unit", "distributed", "slurm", "faults", "engines", "gpu")
 HERE = Path(__file__).parent
+
+# How long an example takes says nothing on a busy machine.
+settings.register_profile("slurmrl", deadline=None)
+settings.load_profile("slurmrl")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -42,11 +42,6 @@ class AlgorithmSchema(Section, ABC):
         """The calls of one evaluation: completions of held-out prompts, judged."""
         return (generate_call(), reward_call())
 
-    @property
-    def updates_per_step(self) -> int:
-        """Optimizer steps that each trained model makes in one step, at most."""
-        return 1
-
     def controller(self) -> str:
         """``module:Class`` of the ScalarController, which is constructed with this schema."""
         return "slurmrl.algorithms.scalars:NoScalars"

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -134,12 +135,8 @@ class JudgePool:
                 self._lost(judge, waiting, attempts)
 
     def _readable(self) -> list[Judge]:
-        """Judges with something to read, or none when the first deadline has come. An idle
-        judge has no deadline."""
+        """Judges with something to read, or none when the first deadline has come."""
         busy = [judge for judge in self._judges if not judge.idle]
-        for judge in self._judges:
-            if judge.idle:
-                judge.deadline = float("inf")
         if not busy:
             return []
         with selectors.DefaultSelector() as selector:
@@ -162,6 +159,7 @@ class JudgePool:
             return
         if message is None:
             return
+        judge.deadline = inf
         if judge.request is None:
             judge.ready = True
             self._failed_starts = 0

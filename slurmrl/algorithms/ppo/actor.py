@@ -47,7 +47,7 @@ class PPOActorInterface(Interface):
         sample = sample.to(engine.context.device)
         estimates = estimate(sample, ppo, context.scalars["kl_coef"])
         mean, deviation = moments(estimates.advantages, engine.all_reduce_sum)
-        stats = _rollout_stats(estimates, sample.bs, engine.all_reduce_sum)
+        stats = _kl_stats(estimates, sample.bs, engine.all_reduce_sum)
         stats |= {"advantages_mean": mean, "advantages_std": deviation}
         stats["kl_coef"] = context.scalars["kl_coef"]
         advantages = estimates.advantages
@@ -94,7 +94,7 @@ def _training_sample(
     return SequenceSample(sample.ids, dict.fromkeys(data, rows), data=data)
 
 
-def _rollout_stats(estimates: Estimates, sequences: int, all_reduce_sum: SumOverRanks) -> MeanStats:
+def _kl_stats(estimates: Estimates, sequences: int, all_reduce_sum: SumOverRanks) -> MeanStats:
     """KL of the sampling policy to the reference: per token, and per completion."""
     kl = estimates.kl.double()
     sizes = kl.new_tensor([float(len(kl)), float(sequences)])

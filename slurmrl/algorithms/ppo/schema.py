@@ -91,9 +91,5 @@ class PPO(AlgorithmSchema):
             Call("critic_train", "critic", Method.TRAIN_STEP, critic, judged),
         )
 
-    @property
-    def updates_per_step(self) -> int:
-        return self.n_minibatches * self.n_epochs
-
     def controller(self) -> str:
         return "slurmrl.algorithms.kl_control:KLController"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmrl.data.order import Cursor, DataOrder, merge_ranges, permutation
@@ -19,6 +19,7 @@ def test_an_order_is_a_function_of_seed_epoch_and_size() -> None:
     assert permutation(1, 0, 6) == [1, 0, 5, 4, 3, 2]
 
 
+@settings(deadline=None)
 @given(st.integers(1, 20), st.lists(st.integers(1, 30), max_size=8))
 def test_every_epoch_is_read_exactly_once(size: int, takes: list[int]) -> None:
     order = DataOrder(size, seed=3)

@@ -31,7 +31,7 @@ def smallest_spread(nums: list[int], k: int, min_size: int) -> int:
     )
 
 
-@settings(max_examples=300)
+@settings(deadline=None, max_examples=300)
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.data())
 def test_contiguous_parts_have_the_smallest_possible_spread(
     nums: list[int], data: st.DataObject
@@ -69,6 +69,7 @@ def test_negative_lengths_are_refused() -> None:
         partition_balanced([1, -1], 1)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 1000), max_size=60), st.integers(1, 9))
 def test_balanced_parts_hold_every_index_once(lengths: list[int], k: int) -> None:
     parts = balanced_partition(lengths, k)
@@ -78,6 +79,7 @@ def test_balanced_parts_hold_every_index_once(lengths: list[int], k: int) -> Non
     assert len(lengths) < k or all(parts)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=7), st.integers(1, 3))
 def test_balanced_parts_keep_grahams_bound(lengths: list[int], k: int) -> None:
     largest = max(sum(lengths[i] for i in part) for part in balanced_partition(lengths, k))
@@ -103,6 +105,7 @@ def test_no_parts_is_refused() -> None:
         balanced_partition([1], 0)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 100), max_size=60), st.integers(1, 120))
 def test_microbatches_respect_the_budget(lengths: list[int], budget: int) -> None:
     parts = microbatches(lengths, budget)
@@ -120,6 +123,7 @@ def test_a_budget_of_nothing_is_refused() -> None:
         microbatches([1], 0)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 50), st.integers(1, 9))
 def test_even_sizes_differ_by_at_most_one(n: int, k: int) -> None:
     sizes = even_sizes(n, k)

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from slurmrl.data.meta import SampleMeta, SplitSpec
@@ -54,6 +54,7 @@ batches = st.lists(st.integers(1, 9), min_size=1, max_size=20)
 groups = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), min_size=1, max_size=12)
 
 
+@settings(deadline=None)
 @given(batches, st.data())
 def test_gather_undoes_split(lengths: list[int], data: st.DataObject) -> None:
     sample = make(lengths)
@@ -63,6 +64,7 @@ def test_gather_undoes_split(lengths: list[int], data: st.DataObject) -> None:
     assert same(SequenceSample.gather(parts), sample)
 
 
+@settings(deadline=None)
 @given(groups, st.data())
 def test_gather_undoes_split_of_items_with_many_sequences(
     rows: list[list[int]], data: st.DataObject
@@ -72,6 +74,7 @@ def test_gather_undoes_split_of_items_with_many_sequences(
     assert same(SequenceSample.gather(sample.split(k, key="seq")), sample)
 
 
+@settings(deadline=None)
 @given(groups)
 def test_gather_undoes_unpack(rows: list[list[int]]) -> None:
     sample = nested(rows)
@@ -80,6 +83,7 @@ def test_gather_undoes_unpack(rows: list[list[int]]) -> None:
     assert same(SequenceSample.gather(items), sample)
 
 
+@settings(deadline=None)
 @given(batches, st.randoms())
 def test_select_finds_items_by_id_in_the_asked_order(lengths: list[int], random: Random) -> None:
     sample = make(lengths)

@@ -1,0 +1,115 @@
+"""A PPO step on two ranks reports and does what it does on one."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slurmrl.algorithms.base import CallContext
+from slurmrl.algorithms.ppo.actor import PPOActorInterface
+from slurmrl.algorithms.ppo.critic import PPOCriticInterface
+from slurmrl.algorithms.ppo.schema import PPO
+from slurmrl.config.schema import Config, Dataset, Model, Optimizer
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.fsdp.engine import FSDPEngine
+from slurmrl.parallel.groups import build
+from slurmrl.plan.model import ModelPlan
+from slurmrl.plan.settings import Settings
+from tests.pool import RankPool
+
+HERE = "tests.distributed.algorithms.test_algorithms_ranks"
+ARCHITECTURE = {
+    "model_type": "qwen2",
+    "vocab_size": 12,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+PARTS = {1: [list(range(8))], 2: [[0, 1, 2, 5, 6, 7], [3, 4]], 3: [[0, 1, 2], [3, 4, 5, 6, 7], []]}
+"""Items of each rank: uneven on purpose."""
+
+
+def rollout() -> SequenceSample:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 3 + index % 4) for index in range(8)]
+    lengths = [prompt + response for prompt, response in shapes]
+    total = sum(lengths)
+    mask = [own for p, r in shapes for own in [True] * p + [False] * r]
+    return SequenceSample.from_default(
+        lengths,
+        [str(index) for index in range(8)],
+        {
+            "input_ids": torch.randint(0, 12, (total,), generator=generator),
+            "prompt_mask": torch.tensor(mask),
+            "logprobs": -2.5 + 0.1 * torch.randn(total, generator=generator),
+            "ref_logprobs": -2.5 + 0.1 * torch.randn(total, generator=generator),
+            "values": torch.randn(total, generator=generator),
+            "rewards": torch.randn(8, generator=generator),
+            "finished": torch.tensor([True, False] * 4),
+        },
+    )
+
+
+def train(size: int) -> tuple[dict[str, float], torch.Tensor]:
+    """Statistics of one actor and one critic step, and what the actor says afterwards."""
+    model = Model(architecture=ARCHITECTURE, optimizer=Optimizer(lr=1e-3))
+    ppo = PPO(batch_size=8, n_minibatches=1)
+    config = Config(
+        experiment="test",
+        total_steps=1,
+        algorithm={"name": "ppo"},
+        actor=model,
+        dataset=Dataset(type="prompt", path="unused"),
+    )
+    settings = Settings(config, ppo, cast(Any, None))
+    context = CallContext(1, 1, {"kl_coef": 0.1}, cast(Any, None), settings)
+    heads = {"actor": "lm", "critic": "value"}
+    plans = [
+        ModelPlan(
+            role=role,
+            backend=f"fsdp:d{size}",
+            engine="fsdp",
+            sizes={"dp": size},
+            ranks=tuple(range(size)),
+            trained=True,
+            head=cast(Any, head),
+        )
+        for role, head in heads.items()
+    ]
+    rank = dist.get_rank()
+    contexts = build(plans, rank=rank, device=torch.device("cpu"))
+    own = rollout().take(PARTS[size][rank])
+    stats: dict[str, float] = {}
+    engines = {}
+    for plan, interface in zip(plans, (PPOActorInterface(), PPOCriticInterface()), strict=True):
+        engines[plan.role] = FSDPEngine(
+            plan.role,
+            model,
+            head=plan.head,
+            trained=True,
+            context=contexts[plan.role],
+            seed=1,
+            total_steps=10,
+            source=None,
+        )
+        result = interface.train_step(engines[plan.role], own, context)
+        stats |= {name: total / count for name, (total, count) in result.stats.items()}
+    after = engines["actor"].forward(rollout().only(["input_ids"]))["logp"]
+    return stats, after
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_step_on_ranks_is_the_step_on_one(ranks: RankPool, size: int) -> None:
+    (wanted, after_one), *_ = ranks(1, f"{HERE}:train", 1)
+    results = ranks(size, f"{HERE}:train", size)
+    for stats, after in results:
+        assert stats == results[0][0]
+        assert stats == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+        torch.testing.assert_close(after, after_one, rtol=1e-4, atol=1e-5)
+    assert wanted["actor_updates"] == 1.0
+    assert wanted["advantages_std"] > 0.1

@@ -1,0 +1,136 @@
+"""A small PPO world in one process: real engines, a made-up vocabulary, a reward that is easy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from slurmrl.algorithms.base import CallContext, CallResult
+from slurmrl.algorithms.ppo.actor import PPOActorInterface
+from slurmrl.algorithms.ppo.critic import PPOCriticInterface
+from slurmrl.algorithms.ppo.schema import PPO
+from slurmrl.algorithms.rollout.interface import RolloutInterface
+from slurmrl.config.schema import Config, Dataset, Model, Optimizer, Rollout
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.base import Engine
+from slurmrl.engines.fsdp.engine import FSDPEngine
+from slurmrl.parallel.groups import ParallelContext
+from slurmrl.parallel.topology import ProcessTopology
+from slurmrl.plan.settings import Settings
+
+VOCABULARY, END, WANTED = 12, 1, 7
+ARCHITECTURE = {
+    "model_type": "qwen2",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass
+class World:
+    """``actor``, ``critic`` and ``ref`` of one seed start from the same body."""
+
+    ppo: PPO
+    settings: Settings
+    actor: Engine
+    critic: Engine
+    ref: Engine
+    seed: int
+
+    def context(self, step: int, **scalars: float) -> CallContext:
+        tokenizer = cast(Any, SimpleNamespace(eos_token_id=END))
+        return CallContext(step, self.seed, scalars, tokenizer, self.settings)
+
+    def rollout(self, step: int, prompts: int = 48, ref: Engine | None = None) -> SequenceSample:
+        """Completions with rewards, reference log-probabilities and values."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + step)
+        ids = torch.randint(2, VOCABULARY, (3 * prompts,), generator=generator)
+        names = [f"{step}-{index}" for index in range(prompts)]
+        sample = SequenceSample.from_default([3] * prompts, names, {"prompt_ids": ids})
+        context = self.context(step)
+        take(sample, RolloutInterface().generate(self.actor, sample, context))
+        sample.update_(
+            SequenceSample.from_default([1] * prompts, names, {"rewards": share_wanted(sample)})
+        )
+        take(sample, PPOActorInterface().inference(ref or self.ref, sample, context))
+        take(sample, PPOCriticInterface().inference(self.critic, sample, context))
+        return sample
+
+    def train_actor(self, sample: SequenceSample, step: int, kl_coef: float) -> dict[str, float]:
+        context = self.context(step, kl_coef=kl_coef)
+        return means(PPOActorInterface().train_step(self.actor, sample, context))
+
+    def train_critic(self, sample: SequenceSample, step: int, kl_coef: float) -> dict[str, float]:
+        context = self.context(step, kl_coef=kl_coef)
+        return means(PPOCriticInterface().train_step(self.critic, sample, context))
+
+
+def take(sample: SequenceSample, result: CallResult) -> None:
+    assert result.sample is not None
+    sample.update_(result.sample)
+
+
+def means(result: CallResult) -> dict[str, float]:
+    return {name: total / count for name, (total, count) in result.stats.items()}
+
+
+def share_wanted(sample: SequenceSample) -> torch.Tensor:
+    """Reward: the share of the wanted token among a completion's tokens."""
+    rows = zip(
+        sample.tensor("input_ids").split(sample.item_lengths("input_ids")),
+        sample.tensor("prompt_mask").split(sample.item_lengths("input_ids")),
+        strict=True,
+    )
+    return torch.stack([(ids[~prompt] == WANTED).float().mean() for ids, prompt in rows])
+
+
+MakeWorld = Callable[..., World]
+
+
+@pytest.fixture
+def make_world() -> MakeWorld:
+    def make(seed: int = 1, *, ref_seed: int | None = None, **options: Any) -> World:
+        lr = {"actor": 1e-2, "critic": 3e-3, "ref": 0.0}
+        ppo = PPO(batch_size=48, **{"n_minibatches": 2, **options})
+        config = Config(
+            experiment="test",
+            total_steps=1,
+            algorithm={"name": "ppo"},
+            actor=Model(architecture=ARCHITECTURE),
+            rollout=Rollout(max_new_tokens=6),
+            dataset=Dataset(type="prompt", path="unused"),
+        )
+        engines = {
+            role: FSDPEngine(
+                role,
+                Model(architecture=ARCHITECTURE, optimizer=Optimizer(lr=lr[role])),
+                head="value" if role == "critic" else "lm",
+                trained=role != "ref",
+                context=alone(role),
+                seed=seed if role != "ref" or ref_seed is None else ref_seed,
+                total_steps=1000,
+                source=None,
+            )
+            for role in lr
+        }
+        settings = Settings(config, ppo, cast(Any, None))
+        return World(ppo, settings, seed=seed, **engines)
+
+    return make
+
+
+def alone(role: str) -> ParallelContext:
+    """A model on one rank, without process groups."""
+    topology = ProcessTopology(("dp",), (1,))
+    return ParallelContext(role, torch.device("cpu"), 0, (0,), topology, {})

@@ -1,0 +1,124 @@
+"""Token rewards, scores, GAE inputs and whitening, against loops over single sequences."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurmrl.algorithms.ppo.advantages import estimate, moments, shape_scores, whiten
+from slurmrl.algorithms.ppo.responses import find_responses
+from slurmrl.algorithms.ppo.schema import PPO
+from slurmrl.data.sample import SequenceSample
+
+
+def batch(shapes: list[tuple[int, int]], seed: int = 0) -> SequenceSample:
+    """Sequences of (prompt tokens, response tokens) with random numbers."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [prompt + response for prompt, response in shapes]
+    total = sum(lengths)
+
+    def noise(n: int) -> torch.Tensor:
+        return torch.randn(n, generator=generator, dtype=torch.float64)
+
+    mask = [[True] * prompt + [False] * response for prompt, response in shapes]
+    return SequenceSample.from_default(
+        lengths,
+        [str(index) for index in range(len(shapes))],
+        {
+            "input_ids": torch.arange(total),
+            "prompt_mask": torch.tensor([bit for row in mask for bit in row]),
+            "logprobs": noise(total),
+            "ref_logprobs": noise(total),
+            "values": noise(total),
+            "rewards": noise(len(shapes)),
+            "finished": torch.rand(len(shapes), generator=generator) < 0.5,
+        },
+    )
+
+
+def one_by_one(sample: SequenceSample, ppo: PPO, kl_coef: float) -> tuple[list[float], list[float]]:
+    """Advantages and returns of all response tokens, sequence by sequence, step by step."""
+    advantages: list[float] = []
+    returns: list[float] = []
+    for item in sample.unpack():
+        key = {name: item.tensor(name).tolist() for name in item.keys}
+        response = [t for t, is_prompt in enumerate(key["prompt_mask"]) if not is_prompt]
+        carry, rows = 0.0, []
+        for t in reversed(response):
+            last = t == response[-1]
+            reward = -kl_coef * (key["logprobs"][t] - key["ref_logprobs"][t])
+            reward += key["rewards"][0] if last else 0.0
+            following = key["values"][t] if not (last and key["finished"][0]) else 0.0
+            delta = reward + ppo.discount * following - key["values"][t - 1]
+            carry = delta + ppo.discount * ppo.gae_lambda * carry
+            rows.append((carry, carry + key["values"][t - 1]))
+        advantages += [a for a, _ in reversed(rows)]
+        returns += [r for _, r in reversed(rows)]
+    return advantages, returns
+
+
+shapes = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 6)), min_size=1, max_size=6)
+
+
+@settings(deadline=None)
+@given(shapes, st.floats(0, 1), st.floats(0, 1), st.floats(0, 2), st.integers(0, 99))
+def test_estimates_are_those_of_single_sequences(
+    rows: list[tuple[int, int]], discount: float, lam: float, kl_coef: float, seed: int
+) -> None:
+    ppo = PPO(batch_size=8, discount=discount, gae_lambda=lam, reward_clip=None)
+    sample = batch(rows, seed)
+    estimates = estimate(sample, ppo, kl_coef)
+    advantages, returns = one_by_one(sample, ppo, kl_coef)
+    torch.testing.assert_close(estimates.advantages, torch.tensor(advantages, dtype=torch.float64))
+    torch.testing.assert_close(estimates.returns, torch.tensor(returns, dtype=torch.float64))
+
+
+def test_states_stand_before_their_tokens() -> None:
+    sample = batch([(2, 3), (1, 1), (3, 0)])
+    found = find_responses(sample.tensor("prompt_mask"), sample.cu_seqlens("input_ids"))
+    assert found.tokens.tolist() == [2, 3, 4, 6]
+    assert found.states.tolist() == [1, 2, 3, 4, 5, 6, 9]
+    assert found.cu_seqlens.tolist() == [0, 3, 4, 4]
+    assert found.last.tolist() == [2, 3]
+    assert found.answered.tolist() == [True, True, False]
+
+
+def test_an_empty_batch_has_no_estimates() -> None:
+    sample = batch([(2, 3)]).take([])
+    estimates = estimate(sample, PPO(batch_size=8), 0.1)
+    assert estimates.advantages.shape == (0,)
+    assert moments(estimates.advantages, lambda x: x) == (0.0, 0.0)
+
+
+def test_scores_are_shifted_scaled_clipped_in_this_order() -> None:
+    ppo = PPO(batch_size=8, reward_bias=1.0, reward_scaling=2.0, reward_clip=3.0)
+    scores = shape_scores(torch.tensor([2.0, 9.0, -9.0]), torch.tensor([True] * 3), ppo)
+    assert scores.tolist() == [2.0, 3.0, -3.0]
+
+
+@pytest.mark.parametrize(("mask", "wanted"), [(False, [1.0, 1.0]), (True, [1.0, 0.0])])
+def test_unfinished_completions_keep_their_score_unless_masked(
+    mask: bool, wanted: list[float]
+) -> None:
+    ppo = PPO(batch_size=8, mask_no_eos_with_zero=mask)
+    assert shape_scores(torch.ones(2), torch.tensor([True, False]), ppo).tolist() == wanted
+
+
+def test_whitening_uses_the_moments_of_all_ranks() -> None:
+    parts = [torch.tensor([1.0, 2.0, 6.0]), torch.tensor([3.0]), torch.tensor([])]
+    whole = torch.cat(parts)
+
+    def all_ranks(own: torch.Tensor) -> torch.Tensor:
+        return torch.stack([pending.pop(0) for _ in parts]).sum(0) if own.numel() else own
+
+    totals = torch.tensor([whole.double().sum(), 4.0])
+    squares = (whole.double() - whole.double().mean()).square().sum().reshape(1)
+    pending = [totals, *[torch.zeros(2)] * 2, squares, *[torch.zeros(1)] * 2]
+    mean, deviation = moments(parts[0], all_ranks)
+    assert mean == pytest.approx(float(whole.mean()))
+    assert deviation == pytest.approx(float(whole.std(correction=0)))
+    white = whiten(whole, mean, deviation)
+    assert float(white.mean()) == pytest.approx(0.0, abs=1e-6)
+    assert float(white.std(correction=0)) == pytest.approx(1.0, abs=1e-6)

@@ -1,0 +1,183 @@
+"""Generation, rewards and SFT as calls of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slurmrl.algorithms.base import CallContext
+from slurmrl.algorithms.reward.interface import RuleRewardInterface
+from slurmrl.algorithms.rollout.interface import (
+    RolloutInterface,
+    evaluation_seed,
+    generation_options,
+    sampling_keys,
+)
+from slurmrl.algorithms.sft.interface import SFTInterface
+from slurmrl.config.schema import Dataset, Evaluation, Logging, Reward, Rollout
+from slurmrl.data.sample import SequenceSample
+from slurmrl.data.tokenizer import load_tokenizer
+from slurmrl.errors import UsageError
+
+MakeWorld = Callable[..., Any]
+TOKENIZER = Path(__file__).parents[3] / "examples" / "addition" / "tokenizer"
+
+
+def prompts(ids: list[str]) -> SequenceSample:
+    tokens = torch.tensor([2, 3, 4] * len(ids))
+    return SequenceSample.from_default([3] * len(ids), ids, {"prompt_ids": tokens})
+
+
+def evaluating(context: CallContext, **options: Any) -> CallContext:
+    dataset = Dataset(type="prompt", path="unused")
+    config = context.settings.config.model_copy(
+        update={"evaluation": Evaluation(dataset=dataset, **options)}
+    )
+    settings = replace(context.settings, config=config)
+    return replace(context, evaluation=True, settings=settings)
+
+
+def test_keys_are_stable_and_follow_the_sample_id() -> None:
+    keys = sampling_keys(("a@0", "a@1", "b@0"))
+    assert keys.tolist() == sampling_keys(("a@0", "a@1", "b@0")).tolist()
+    assert len(set(keys.tolist())) == 3
+    assert keys[0].item() == -2547367560560890577
+    assert sampling_keys(()).shape == (0,)
+
+
+def test_a_completion_depends_on_its_id_and_not_on_the_batch(make_world: MakeWorld) -> None:
+    world = make_world()
+    context = world.context(step=3)
+    both = RolloutInterface().generate(world.actor, prompts(["x@0", "y@0"]), context).sample
+    alone = RolloutInterface().generate(world.actor, prompts(["y@0"]), context).sample
+    assert both is not None
+    assert alone is not None
+    second = both.select(["y@0"])
+    for key in ("input_ids", "prompt_mask", "finished"):
+        assert torch.equal(second.tensor(key), alone.tensor(key))
+    assert both.tensor("prompt_mask").tolist().count(True) == 6
+
+
+def test_generation_reports_lengths(make_world: MakeWorld) -> None:
+    world = make_world()
+    result = RolloutInterface().generate(
+        world.actor, prompts(["x@0", "y@0"]), world.context(step=1)
+    )
+    assert result.sample is not None
+    assert result.stats["prompt_length"] == (6.0, 2.0)
+    assert result.stats["response_length"] == (len(result.sample.tensor("input_ids")) - 6.0, 2.0)
+    assert result.stats["finished"] == (float(result.sample.tensor("finished").sum()), 2.0)
+
+
+def test_evaluation_has_settings_and_a_stream_of_its_own(make_world: MakeWorld) -> None:
+    world = make_world()
+    training = world.context(step=1)
+    evaluation = evaluating(training, temperature=0.5, max_new_tokens=4)
+    config = evaluation.settings.config.model_copy(
+        update={"rollout": Rollout(max_new_tokens=9, top_k=3, min_new_tokens=2)}
+    )
+    options = generation_options(config, 1, training)
+    assert (options.max_new_tokens, options.top_k, options.temperature) == (9, 3, 1.0)
+    options = generation_options(config, 1, evaluation)
+    assert (options.max_new_tokens, options.top_k, options.temperature) == (4, None, 0.5)
+    assert evaluation_seed(1) != evaluation_seed(2)
+    assert 0 <= evaluation_seed(1) < 2**63
+    ids = [f"{index}@0" for index in range(8)]
+    same = evaluating(training, max_new_tokens=6)
+    drawn = [
+        RolloutInterface().generate(world.actor, prompts(ids), context).sample
+        for context in (training, same)
+    ]
+    assert drawn[0].tensor("input_ids").tolist() != drawn[1].tensor("input_ids").tolist()
+
+
+def completed() -> SequenceSample:
+    """Two sums with an answer each, the second one wrong and not ended."""
+    rows = [("1+2=", "3<eos>", True), ("4+5=", "8", False)]
+    tokenizer = load_tokenizer(TOKENIZER)
+    texts = [
+        [tokenizer(text, add_special_tokens=False).input_ids for text in row[:2]] for row in rows
+    ]
+    flat = [ids for prompt, answer in texts for ids in (*prompt, *answer)]
+    mask = [own for prompt, answer in texts for own in [True] * len(prompt) + [False] * len(answer)]
+    return SequenceSample.from_default(
+        [len(prompt) + len(answer) for prompt, answer in texts],
+        ["a@0", "b@0"],
+        {
+            "input_ids": torch.tensor(flat),
+            "prompt_mask": torch.tensor(mask),
+            "finished": torch.tensor([row[2] for row in rows]),
+        },
+        {
+            "prompt": ["1+2=", "4+5="],
+            "answer": ["3", "9"],
+            "row": [{"answer": "3"}, {"answer": "9"}],
+        },
+    )
+
+
+def judging(context: CallContext, samples: int) -> CallContext:
+    config = context.settings.config.model_copy(
+        update={"reward": Reward(name="exact_match"), "logging": Logging(samples=samples)}
+    )
+    settings = replace(context.settings, config=config)
+    return replace(context, settings=settings, tokenizer=load_tokenizer(TOKENIZER))
+
+
+def test_rewards_judge_decoded_completions(make_world: MakeWorld) -> None:
+    context = judging(make_world().context(step=1), samples=1)
+    interface = RuleRewardInterface()
+    result = interface.inference(None, completed(), context)
+    assert result.sample is not None
+    assert result.sample.tensor("rewards").tolist() == [1.0, 0.0]
+    assert result.stats == {"reward": (1.0, 2.0)}
+    assert result.texts == [
+        {
+            "id": "a@0",
+            "prompt": "1+2=",
+            "completion": "3",
+            "answer": "3",
+            "reward": 1.0,
+            "finished": True,
+        }
+    ]
+    nothing = interface.inference(None, completed().take([]), context)
+    assert nothing.stats == {"reward": (0.0, 0.0)}
+    interface.close()
+
+
+def test_a_reward_must_be_configured(make_world: MakeWorld) -> None:
+    with pytest.raises(UsageError, match="no reward"):
+        RuleRewardInterface().inference(None, completed(), make_world().context(step=1))
+
+
+def pairs() -> SequenceSample:
+    generator = torch.Generator().manual_seed(0)
+    return SequenceSample.from_default(
+        [5, 4],
+        ["a", "b"],
+        {
+            "input_ids": torch.randint(2, 12, (9,), generator=generator),
+            "prompt_mask": torch.tensor([True] * 2 + [False] * 3 + [True] * 3 + [False]),
+        },
+    )
+
+
+def test_sft_reports_the_mean_over_answer_tokens_and_lowers_it(make_world: MakeWorld) -> None:
+    world = make_world()
+    sample, context, interface = pairs(), world.context(step=1), SFTInterface()
+    logp = world.actor.forward(sample.only(["input_ids"]))["logp"]
+    wanted = -float(logp[~sample.tensor("prompt_mask")].mean())
+    held_out = interface.inference(world.actor, sample, context).stats["loss"]
+    assert held_out == (pytest.approx(4 * wanted, rel=1e-5), 4.0)
+    losses = []
+    for _ in range(10):
+        stats = interface.train_step(world.actor, sample, context).stats
+        losses.append(stats["loss"][0])
+    assert losses[0] == pytest.approx(wanted, rel=1e-5)
+    assert losses[-1] < losses[0] / 2

@@ -1,0 +1,183 @@
+"""PPO on real engines: what a healthy step looks like, and that planted faults are seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from slurmrl.algorithms.ppo import advantages, critic
+from slurmrl.algorithms.ppo.advantages import estimate
+from slurmrl.algorithms.ppo.critic import critic_loss
+from slurmrl.data.sample import SequenceSample
+from slurmrl.ops.gae import packed_gae
+
+MakeWorld = Callable[..., Any]
+
+
+def check_first_update_is_on_policy(world: Any) -> None:
+    """Before any update the new policy is the one that sampled: every ratio is 1."""
+    stats = world.train_actor(world.rollout(step=1), 1, kl_coef=0.0)
+    assert stats["actor_updates"] == 1.0
+    assert stats["importance_ratio"] == pytest.approx(1.0, abs=1e-4)
+    assert stats["approx_kl"] == pytest.approx(0.0, abs=1e-6)
+    assert stats["clip_fraction"] == 0.0
+
+
+def check_reference_is_the_start(world: Any) -> None:
+    """The distance from the reference is 0 at first, and no longer after updates."""
+    first = world.train_actor(world.rollout(step=1), 1, kl_coef=0.0)
+    assert first["kl"] == pytest.approx(0.0, abs=1e-5)
+    for step in range(2, 6):
+        last = world.train_actor(world.rollout(step), step, kl_coef=0.0)
+    assert last["kl_sequence"] > 0.05
+
+
+def check_good_completions_have_advantages(world: Any) -> None:
+    """Where nothing is expected, a reward is an advantage and a penalty a disadvantage."""
+    sample = world.rollout(step=1)
+    sample.data["values"] = torch.zeros_like(sample.tensor("values"))
+    for reward in (1.0, -1.0):
+        sample.data["rewards"] = torch.full((sample.bs,), reward)
+        sample.data["finished"] = torch.ones(sample.bs, dtype=torch.bool)
+        found = estimate(sample, world.ppo, kl_coef=0.0).advantages
+        torch.testing.assert_close(found, torch.full_like(found, reward))
+
+
+def check_training_raises_the_reward(world: Any) -> None:
+    before = float(world.rollout(step=0).tensor("rewards").mean())
+    for step in range(1, 9):
+        sample = world.rollout(step)
+        world.train_actor(sample, step, kl_coef=0.0)
+    after = float(world.rollout(step=99).tensor("rewards").mean())
+    assert after > before + 0.1
+
+
+def test_the_first_update_is_on_policy(make_world: MakeWorld) -> None:
+    check_first_update_is_on_policy(make_world(n_minibatches=1))
+
+
+def test_stale_log_probabilities_are_seen(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make_world(n_minibatches=1)
+    stale = world.rollout(step=1)
+    for step in range(2, 5):
+        world.train_actor(world.rollout(step), step, kl_coef=0.0)
+    monkeypatch.setattr(type(world), "rollout", lambda self, step: stale)
+    with pytest.raises(AssertionError):
+        check_first_update_is_on_policy(world)
+
+
+def test_the_reference_is_the_start(make_world: MakeWorld) -> None:
+    check_reference_is_the_start(make_world())
+
+
+def test_a_reference_of_other_weights_is_seen(make_world: MakeWorld) -> None:
+    with pytest.raises(AssertionError):
+        check_reference_is_the_start(make_world(ref_seed=2))
+
+
+def test_a_reference_that_follows_the_actor_is_seen(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.ref = world.actor
+    with pytest.raises(AssertionError):
+        check_reference_is_the_start(world)
+
+
+def test_good_completions_have_advantages_and_training_raises_the_reward(
+    make_world: MakeWorld,
+) -> None:
+    check_good_completions_have_advantages(make_world())
+    check_training_raises_the_reward(make_world())
+
+
+@pytest.mark.parametrize(
+    "check", [check_good_completions_have_advantages, check_training_raises_the_reward]
+)
+def test_a_flipped_sign_in_gae_is_seen(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch, check: Callable[[Any], None]
+) -> None:
+    def flipped(rewards: torch.Tensor, *rest: Any) -> Any:
+        found, returns = packed_gae(rewards, *rest)
+        return -found, returns
+
+    monkeypatch.setattr(advantages, "packed_gae", flipped)
+    with pytest.raises(AssertionError):
+        check(make_world())
+
+
+def explained(world: Any, sample: SequenceSample) -> float:
+    """Share of the returns' variance that the critic's present values explain."""
+    returns = estimate(sample, world.ppo, 0.0).returns
+    values = world.critic.forward(sample.only(["input_ids"]))["values"]
+    states = estimate(sample, world.ppo, 0.0).responses.tokens - 1
+    return 1.0 - float((returns - values[states]).var() / returns.var())
+
+
+def fit_critic(world: Any, steps: int) -> float:
+    sample = world.rollout(step=1, prompts=64)
+    for step in range(steps):
+        world.train_critic(sample, step, kl_coef=0.0)
+    return explained(world, sample)
+
+
+def test_the_critic_alone_fits_the_returns_of_a_fixed_rollout(make_world: MakeWorld) -> None:
+    world = make_world(value_clip=None, n_minibatches=4)
+    assert fit_critic(world, 0) == pytest.approx(0.0, abs=0.3)
+    assert fit_critic(world, 20) >= 0.5
+
+
+def test_a_dead_critic_is_seen(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dead(*arguments: Any, **options: Any) -> Any:
+        loss, stats = critic_loss(*arguments, **options)
+        return loss * 0.0, stats
+
+    monkeypatch.setattr(critic, "critic_loss", dead)
+    assert fit_critic(make_world(value_clip=None, n_minibatches=4), 20) < 0.5
+
+
+def test_explained_variance_is_reported_of_the_values_at_sampling(make_world: MakeWorld) -> None:
+    world = make_world(value_clip=None)
+    sample = world.rollout(step=1)
+    wanted = explained(world, sample)
+    stats = world.train_critic(sample, 1, kl_coef=0.0)
+    assert stats["explained_variance"] == pytest.approx(wanted, abs=0.02)
+    assert stats["critic_updates"] == 2.0
+
+
+def final_kl(world: Any, kl_coef: float) -> float:
+    for step in range(1, 11):
+        stats = world.train_actor(world.rollout(step, prompts=32), step, kl_coef)
+    return float(stats["kl_sequence"])
+
+
+def test_a_larger_kl_coefficient_gives_a_smaller_final_kl(make_world: MakeWorld) -> None:
+    free, tied = (final_kl(make_world(), coef) for coef in (0.0, 1.0))
+    assert free > 2 * abs(tied)
+    assert free > 0.1
+
+
+def test_the_same_step_twice_gives_the_same_numbers(make_world: MakeWorld) -> None:
+    runs = []
+    for _ in range(2):
+        world = make_world()
+        runs.append(world.train_actor(world.rollout(step=1), 1, kl_coef=0.1))
+    assert runs[0] == runs[1]
+
+
+def test_updates_stop_early_when_the_ratio_runs_away(make_world: MakeWorld) -> None:
+    world = make_world(n_minibatches=4, n_epochs=2, early_stop_importance_ratio=1.0 + 1e-6)
+    stats = world.train_actor(world.rollout(step=1), 1, kl_coef=0.0)
+    assert 1.0 <= stats["actor_updates"] < 8.0
+    world = make_world(n_minibatches=4, n_epochs=2, early_stop_importance_ratio=None)
+    stats = world.train_actor(world.rollout(step=1), 1, kl_coef=0.0)
+    assert stats["actor_updates"] == 8.0
+
+
+def test_more_minibatches_than_completions_leave_out_the_empty_ones(make_world: MakeWorld) -> None:
+    world = make_world(n_minibatches=5)
+    stats = world.train_actor(world.rollout(step=1, prompts=3), 1, kl_coef=0.0)
+    assert stats["actor_updates"] == 3.0

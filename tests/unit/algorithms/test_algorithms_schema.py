@@ -1,0 +1,65 @@
+"""Settings, roles and calls of the algorithms."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from slurmrl.algorithms.base import Interface
+from slurmrl.algorithms.ppo.schema import PPO
+from slurmrl.algorithms.scalars import ScalarController
+from slurmrl.algorithms.schema import AlgorithmSchema
+from slurmrl.algorithms.sft.schema import SFT
+from slurmrl.config.schema import Config, Dataset, Evaluation, Model
+from slurmrl.graph.dataset import DATASET_KEYS
+from slurmrl.graph.graph import Graph
+from slurmrl.registry import resolve
+
+
+def config(evaluation_type: str = "prompt") -> Config:
+    held_out = Dataset.model_validate({"type": evaluation_type, "path": "x"})
+    return Config(
+        experiment="test",
+        total_steps=1,
+        algorithm={},
+        actor=Model(),
+        dataset=held_out,
+        evaluation=Evaluation(dataset=held_out),
+    )
+
+
+ALGORITHMS = (SFT(batch_size=8), PPO(batch_size=8))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.name)
+def test_calls_form_a_graph_and_name_real_interfaces(algorithm: AlgorithmSchema) -> None:
+    graphs = [(algorithm.calls(config()), algorithm.dataset_types[0])]
+    for kind in algorithm.evaluation_types:
+        graphs.append((algorithm.evaluation_calls(config(kind)), kind))
+    roles = {use.role for use in algorithm.roles()}
+    for calls, kind in graphs:
+        assert Graph(calls, DATASET_KEYS[kind]).order
+        for call in calls:
+            interface = resolve(call.interface)
+            assert getattr(interface, call.method.value) is not getattr(
+                Interface, call.method.value
+            )
+            assert call.role is None or call.role in roles
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.name)
+def test_controllers_are_real(algorithm: AlgorithmSchema) -> None:
+    assert isinstance(resolve(algorithm.controller())(algorithm), ScalarController)
+
+
+def test_optimizer_steps() -> None:
+    assert PPO(batch_size=8, n_minibatches=4, n_epochs=2).optimizer_steps == 8
+    assert SFT(batch_size=8).optimizer_steps == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"batch_size": 0}, {"discount": 1.1}, {"clip_ratio": 0.0}, {"kl": {"kind": "none"}}]
+)
+def test_impossible_settings_are_refused(wrong: dict[str, object]) -> None:
+    with pytest.raises(ValidationError):
+        PPO.model_validate({"batch_size": 8, **wrong})

@@ -1,0 +1,65 @@
+"""The addition example's files are current, and its held-out problems are held out."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from slurmrl.data.tokenizer import load_tokenizer
+
+FOLDER = Path(__file__).parents[3] / "examples" / "addition"
+
+
+@pytest.fixture(scope="module")
+def maker() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("addition_maker", FOLDER / "make_data.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def read(name: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (FOLDER / name).read_text().splitlines()]
+
+
+def test_the_files_are_what_the_script_makes(maker: ModuleType, tmp_path: Path) -> None:
+    maker.write(tmp_path)
+    made = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
+    assert len(made) == 4
+    for path in made:
+        assert (FOLDER / path).read_bytes() == (tmp_path / path).read_bytes(), path
+
+
+def test_no_held_out_sum_is_trained_on_in_either_order() -> None:
+    train, held_out = (
+        [tuple(map(int, row["prompt"].rstrip("=").split("+"))) for row in read(name)]
+        for name in ("train.jsonl", "heldout.jsonl")
+    )
+    assert len(held_out) == 512
+    assert not {(min(pair), max(pair)) for pair in held_out} & {
+        (min(pair), max(pair)) for pair in train
+    }
+    every = {(a, b) for a in range(10, 100) for b in range(10, 100)}
+    assert set(train) | set(held_out) == every
+
+
+def test_answers_are_sums_written_backwards() -> None:
+    for row in read("train.jsonl") + read("heldout.jsonl"):
+        a, b = row["prompt"].rstrip("=").split("+")
+        assert int(row["answer"][::-1]) == int(a) + int(b)
+
+
+def test_every_text_is_one_token_a_symbol() -> None:
+    tokenizer = load_tokenizer(FOLDER / "tokenizer")
+    assert len(tokenizer) == 16
+    for row in read("heldout.jsonl"):
+        text = row["prompt"] + row["answer"]
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+        assert len(ids) == len(text)
+        assert tokenizer.decode(ids) == text
