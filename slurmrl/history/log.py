@@ -24,7 +24,8 @@ class History:
     """The records of one trial. Records never change, so each is read once per object.
 
     ``directory`` is made with the run directory; without it there are no records, and append
-    raises EnvironmentFailure; so does read once it has seen the directory. ``clock`` gives the time that records show.
+    raises EnvironmentFailure; so does read once it has seen the directory. ``clock`` gives the
+    time that records show.
     """
 
     def __init__(

@@ -1,0 +1,306 @@
+"""The server crashes after any operation: what was not fsynced may be gone, what was acknowledged
+may not. SIGKILL cannot show this, since it leaves the page cache intact."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.channel.log import LogReader, LogWriter
+from slurmrl.checkpoint.manifest import verify, write_manifest
+from slurmrl.errors import CorruptFileError, NameExistsError, SlotTakenError
+from slurmrl.fsio import atomic
+from slurmrl.fsio.calls import SystemCalls
+from slurmrl.fsio.primitives import write_new
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.history.state import fold
+from slurmrl.history.writer import begin, end
+from slurmrl.name_resolve.file import FileNameStore
+from tests.support.disk import Directory, Disk, DiskCalls, Tree, drop_all, keep_all, some, write_out
+
+SEEDS = 4
+Acknowledge = Callable[..., None]
+
+
+@dataclass
+class Crash:
+    """What is left after an operation, and what had been acknowledged by then."""
+
+    at: str
+    tree: Tree
+    acknowledged: list[tuple[Any, ...]]
+
+
+@dataclass
+class Recording:
+    """Runs something on a disk and crashes it after every operation, in several ways."""
+
+    crashes: list[Crash] = field(default_factory=list)
+    acknowledged: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def run(self, protocol: Callable[[Path, SystemCalls, Acknowledge], None]) -> None:
+        disk = Disk()
+        root = disk.root / "root"
+        disk.top.entries["root"] = disk.top.safe["root"] = Directory()
+        calls = DiskCalls(disk, lambda name: self._crash(disk, name))
+        protocol(root, calls, lambda *what: self.acknowledged.append(what))
+        self._crash(disk, "the end")
+
+    def _crash(self, disk: Disk, name: str) -> None:
+        number = len(self.crashes)
+        choices = [drop_all, keep_all, *(some((number, seed)) for seed in range(SEEDS))]
+        for keep in choices:
+            tree = disk.crash(keep)["root"]
+            self.crashes.append(Crash(f"{number} {name}", tree, list(self.acknowledged)))
+
+    def check(self, tmp_path: Path, check: Callable[[Path, list[tuple[Any, ...]]], None]) -> None:
+        for number, crash in enumerate(self.crashes):
+            folder = tmp_path / str(number)
+            write_out(crash.tree, folder)
+            try:
+                check(folder, crash.acknowledged)
+            except Exception as error:
+                raise AssertionError(f"after {crash.at}: {error!r}; {crash.tree}") from error
+
+
+def whole(value: str) -> bytes:
+    """A content that shows when part of it is missing."""
+    return f"{value} {hashlib.sha256(value.encode()).hexdigest()}".encode()
+
+
+def checked(data: bytes) -> str:
+    value = data.decode().partition(" ")[0]
+    assert data == whole(value), f"torn: {data!r}"
+    return value
+
+
+# -- protocols ---------------------------------------------------------------------------------
+
+
+def create(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
+    for number in range(3):
+        assert atomic.exclusive_create(root / f"{number}", whole(f"v{number}"), calls=calls)
+        acknowledge(number)
+        assert not atomic.exclusive_create(root / f"{number}", whole("other"), calls=calls)
+
+
+def check_create(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
+    found = {name: checked((folder / name).read_bytes()) for name in atomic.list_names(folder)}
+    assert all(value == f"v{name}" for name, value in found.items())
+    assert {str(number) for (number,) in acknowledged} <= found.keys()
+
+
+def rewrite(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
+    for number in range(4):
+        atomic.replace(root / "a", whole(str(number)), calls=calls)
+        acknowledge(number)
+
+
+def check_rewrite(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
+    path = folder / "a"
+    least = acknowledged[-1][0] if acknowledged else -1
+    found = int(checked(path.read_bytes())) if path.exists() else -1
+    assert least <= found <= least + 1
+
+
+def name(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
+    one, two = FileNameStore(root, calls=calls), FileNameStore(root, calls=calls)
+    one.add("a", "1")
+    acknowledge("a", "1")
+    with suppress(NameExistsError):
+        two.add("a", "2")
+        pytest.fail("two winners")
+    two.add("a/b", "3", replace=True)
+    acknowledge("a/b", "3")
+    one.add("a/b", "4", replace=True)
+    acknowledge("a/b", "4")
+
+
+def check_name(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
+    store = FileNameStore(folder)
+    told = dict(acknowledged)
+    found = {key: store.get(key) for key in store.find_subtree("")}
+    assert found.get("a", "1") == "1"
+    assert told.keys() <= found.keys()
+    assert int(found.get("a/b", 3)) >= int(told.get("a/b", 3))
+
+
+def lead(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
+    """Two masters and a cancel, one after the other moves."""
+    one = begin(History(root, calls=calls), {"by": 1})
+    acknowledge(Kind.BEGIN, 1)
+    one.append(Kind.COMMIT, {"step": 1, "directory": "step-1.1"})
+    acknowledge(Kind.COMMIT, 1)
+    two = begin(History(root, calls=calls), {"by": 2})
+    acknowledge(Kind.BEGIN, 2)
+    two.append(Kind.COMMIT, {"step": 2, "directory": "step-2.2"})
+    acknowledge(Kind.COMMIT, 2)
+    two.append(Kind.DELETE, {"step": 1, "directory": "step-1.1"})
+    acknowledge(Kind.DELETE, 2)
+    end(History(root, calls=calls), Kind.CANCELLED, {})
+    acknowledge(Kind.CANCELLED, 2)
+
+
+def check_lead(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
+    records = [(record.kind, record.incarnation) for record in History(folder).read()]
+    assert records[: len(acknowledged)] == acknowledged
+    assert len(records) <= len(acknowledged) + 1
+    fold(History(folder).read())
+
+
+def race(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
+    """Slot n was linked by somebody who has not heard of it; slot n + 1 is acknowledged."""
+
+    class Paused(SystemCalls):
+        """Stops for good after its link, before the directory is synced."""
+
+        def __getattribute__(self, called: str) -> Any:
+            return getattr(calls, called)
+
+    paused: Any = Paused()
+    slow = DiskCallsWithoutDirectorySync(paused)
+    History(root, calls=slow).append(Kind.EXPORT, 0, {"by": 1}, after=-1)
+    records = History(root, calls=calls).read()
+    with suppress(SlotTakenError):
+        History(root, calls=calls).append(Kind.EXPORT, 0, {"by": 2}, after=len(records) - 1)
+        acknowledge(1)
+
+
+class DiskCallsWithoutDirectorySync(SystemCalls):
+    def __init__(self, calls: SystemCalls) -> None:
+        self._calls = calls
+
+    def __getattribute__(self, called: str) -> Any:
+        calls = super().__getattribute__("_calls")
+        if called == "fsync_directory":
+            return lambda directory: None
+        return getattr(calls, called)
+
+
+def check_race(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
+    records = History(folder).read()
+    assert not acknowledged or len(records) == 2
+
+
+def log(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
+    writer = LogWriter(root / "log", calls=calls, durable=True, segment_bytes=200)
+    for number in range(8):
+        writer.append({"n": number, "padding": "p" * 30})
+        acknowledge(number)
+
+
+def check_log(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
+    found = [message["n"] for message in LogReader(folder / "log").read()]
+    assert found == list(range(len(found)))
+    assert len(acknowledged) <= len(found) <= len(acknowledged) + 1
+
+
+def commit(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
+    """The files as ranks write them, then what the committer does, on a new folder each time."""
+    for folder in (root / "history", root / "checkpoints"):
+        atomic.make_private_directory(folder, calls=calls)
+    writer = begin(History(root / "history", calls=calls), {})
+    acknowledge(0)
+    for step in (1, 2):
+        directory = root / "checkpoints" / f"step-{step}"
+        atomic.make_private_directory(directory, calls=calls)
+        files = []
+        for rank in range(2):
+            data = whole(f"rank{rank}")
+            write_new(directory / f"actor.{rank}", data, True, calls)
+            checksum = f"sha256:{hashlib.sha256(data).hexdigest()}"
+            files.append({"name": f"actor.{rank}", "size": len(data), "checksum": checksum})
+        write_manifest(directory, step=step, files=files, state={"step": step}, calls=calls)
+        writer.append(Kind.COMMIT, {"step": step, "directory": directory.name})
+        acknowledge(step)
+
+
+def check_commit(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
+    state = fold(History(folder / "history").read())
+    assert state.incarnation >= bool(acknowledged), "the history itself is gone"
+    steps = [found.step for found in state.commits]
+    assert steps == [1, 2][: len(steps)]
+    assert len(steps) >= len(acknowledged) - 1
+    for found in state.commits:
+        verify(folder / "checkpoints" / found.directory)
+
+
+def submit(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
+    """The directories and claims that a submission is made of."""
+    run = root / "user" / "experiment" / "1"
+    atomic.make_private_directory(run / "submissions", calls=calls)
+    atomic.exclusive_create(run / "trial.json", whole("uuid"), calls=calls)
+    atomic.make_private_directory(run / "submissions" / "1", calls=calls)
+    atomic.exclusive_create(run / "submissions" / "1" / "request.json", whole("1"), calls=calls)
+    acknowledge("submitted")
+
+
+def check_submit(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
+    run = folder / "user" / "experiment" / "1"
+    if acknowledged:
+        assert checked((run / "trial.json").read_bytes()) == "uuid"
+        assert checked((run / "submissions" / "1" / "request.json").read_bytes()) == "1"
+
+
+PROTOCOLS = {
+    "exclusive create": (create, check_create),
+    "replace": (rewrite, check_rewrite),
+    "names": (name, check_name),
+    "history": (lead, check_lead),
+    "history, unheard": (race, check_race),
+    "log": (log, check_log),
+    "commit": (commit, check_commit),
+    "submission": (submit, check_submit),
+}
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_crash_after_any_operation_loses_nothing_acknowledged(
+    protocol: str, tmp_path: Path
+) -> None:
+    run, check = PROTOCOLS[protocol]
+    recording = Recording()
+    recording.run(run)
+    assert len(recording.crashes) > 30
+    recording.check(tmp_path, check)
+
+
+# -- a missing fsync is found --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("missing", ["fsync", "fsync_directory"])
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_missing_fsync_is_found(
+    protocol: str, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, check = PROTOCOLS[protocol]
+    monkeypatch.setattr(DiskCalls, missing, lambda self, target: None)
+    recording = Recording()
+    recording.run(run)
+    with pytest.raises(AssertionError, match="after "):
+        recording.check(tmp_path, check)
+
+
+def test_a_log_that_is_not_durable_shows_whole_messages(tmp_path: Path) -> None:
+    """Nothing is promised about a crash then, but torn frames are no messages."""
+
+    def run(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
+        writer = LogWriter(root / "log", calls=calls)
+        for number in range(3):
+            writer.append({"n": number})
+
+    def check(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
+        with suppress(CorruptFileError):
+            found = [message["n"] for message in LogReader(folder / "log").read()]
+            assert found == list(range(len(found)))
+
+    recording = Recording()
+    recording.run(run)
+    recording.check(tmp_path, check)

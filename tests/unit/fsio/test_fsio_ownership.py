@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from slurmrl.errors import EnvironmentFailure, OwnershipError
+from slurmrl.fsio import ownership
+from slurmrl.fsio.calls import SystemCalls
+
+OURS, THEIRS = os.geteuid(), os.geteuid() + 1
+
+
+class Owned(SystemCalls):
+    """Shows some paths as belonging to somebody else, or fails."""
+
+    def __init__(self, theirs: tuple[Path, ...] = (), error: int = 0) -> None:
+        self.theirs = theirs
+        self.error = error
+
+    def stat(self, path: Path) -> os.stat_result:
+        return self._changed(path, super().stat(path))
+
+    def lstat(self, path: Path) -> os.stat_result:
+        if self.error:
+            raise OSError(self.error, os.strerror(self.error))
+        return self._changed(path, super().lstat(path))
+
+    def _changed(self, path: Path, found: os.stat_result) -> os.stat_result:
+        uid = THEIRS if path in self.theirs else found.st_uid
+        return os.stat_result((*found[:4], uid, *found[5:10]))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    path = tmp_path / "root" / "run"
+    path.mkdir(parents=True, mode=0o700)
+    path.parent.chmod(0o755)
+    path.chmod(0o700)
+    return path
+
+
+def test_a_private_directory_is_used_without_a_word(run: Path) -> None:
+    assert ownership.check(run) == []
+    run.chmod(0o2700)
+    assert ownership.check(run) == []
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o710, 0o701, 0o770, 0o777, 0o500, 0o000])
+def test_another_mode_is_refused(run: Path, mode: int) -> None:
+    run.chmod(mode)
+    with pytest.raises(OwnershipError, match=f"has mode {mode:04o}.*chmod 700"):
+        ownership.check(run)
+
+
+def test_what_is_not_ours_is_refused(run: Path) -> None:
+    with pytest.raises(OwnershipError, match=f"belongs to user {THEIRS} and not to us"):
+        ownership.check(run, calls=Owned((run,)))
+
+
+def test_what_is_no_directory_is_refused(run: Path) -> None:
+    link, file = run.parent / "link", run.parent / "file"
+    link.symlink_to(run)
+    file.touch()
+    with pytest.raises(OwnershipError, match="a symbolic link"):
+        ownership.check(link)
+    with pytest.raises(OwnershipError, match="a file"):
+        ownership.check(file)
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o757, 0o703])
+def test_an_ancestor_that_everybody_writes_to_is_refused(run: Path, mode: int) -> None:
+    run.parent.chmod(mode)
+    with pytest.raises(OwnershipError, match=f"root is writable by everybody .mode {mode:04o}"):
+        ownership.check(run)
+    run.parent.chmod(mode | stat.S_ISVTX)
+    assert ownership.check(run) == []
+
+
+def test_ancestors_behind_a_symbolic_link_count(run: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(run.parent)
+    assert ownership.check(link / "run") == []
+    with pytest.raises(OwnershipError, match="symbolic link of user"):
+        ownership.check(link / "run", calls=Owned((link,)))
+    run.parent.chmod(0o777)
+    with pytest.raises(OwnershipError, match="writable by everybody"):
+        ownership.check(link / "run")
+
+
+def test_groups_and_owners_of_ancestors_are_warned_about(run: Path) -> None:
+    run.parent.chmod(0o775)
+    (warning,) = ownership.check(run)
+    assert f"{run.parent} is writable by group" in warning
+    (_, warning) = ownership.check(run, calls=Owned((run.parent,)))
+    assert f"{run.parent} belongs to user {THEIRS}" in warning
+
+
+def test_a_directory_that_does_not_answer_is_another_matter(run: Path) -> None:
+    for path, calls in ((run, Owned(error=errno.EIO)), (run / "gone", SystemCalls())):
+        with pytest.raises(EnvironmentFailure) as caught:
+            ownership.check(path, calls=calls)
+        assert not isinstance(caught.value, OwnershipError)
