@@ -13,6 +13,7 @@ import click
 
 from slurmrl import __version__
 from slurmrl.errors import ConfigError, SlurmrlError
+from slurmrl.fsio import ownership
 from slurmrl.registry import near, resolve
 
 INTERRUPTED = 130
@@ -28,8 +29,11 @@ class Entry(NamedTuple):
 
 COMMANDS = {
     "submit": Entry("slurmrl.cli.submit:submit", "Check a configuration and start its trial."),
+    "plan": Entry("slurmrl.cli.plan:plan", "Show what would run where, without submitting it."),
+    "graph": Entry("slurmrl.cli.graph:graph", "Show the calls of a step and what they pass on."),
     "status": Entry("slurmrl.cli.status:status", "Show how trials are doing."),
     "logs": Entry("slurmrl.cli.logs:logs", "Print what a trial's processes wrote."),
+    "names": Entry("slurmrl.cli.names:names", "Show a trial's names, their owners and leases."),
     "cancel": Entry("slurmrl.cli.cancel:cancel", "End a trial and its jobs."),
     "resume": Entry("slurmrl.cli.resume:resume", "Go on with an ended or interrupted trial."),
 }
@@ -79,6 +83,7 @@ def cli() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: this process's) and return its exit code."""
+    ownership.make_umask_private()  # Slurm makes the batch log with the umask of sbatch's caller
     invocation = Invocation()
     try:
         return _invoke(arguments, invocation)

@@ -5,7 +5,9 @@ Flat, so that adding and deleting never race over directories. The content is an
 
 The key of a dead owner is inherited by whoever wins the exclusive create of ``.heir.<nonce>``, with
 the nonce of the dead entry, and then replaces that: the key is there all the time, so no
-exclusive add gets in between. Heirs that die before they replace it have heirs themselves.
+exclusive add gets in between. Heirs that die have heirs themselves. The chain of heirs is the
+truth and readers follow it to its end, so an heir that was paused before its replace, and does it
+after its own heir has won, takes nothing back.
 """
 
 from __future__ import annotations
@@ -50,7 +52,14 @@ class FileNameStore(NameStore):
         return atomic.exclusive_create(path, data, calls=self._calls)
 
     def _get(self, key: str) -> Entry | None:
-        return self._read(self._path(key))
+        path = self._path(key)
+        entry = self._read(path)
+        while entry is not None and entry.owner:
+            heir = self._read(_heir(path, entry))
+            if heir is None:
+                break
+            entry = heir
+        return entry
 
     def _read(self, path: Path) -> Entry | None:
         try:
@@ -72,7 +81,7 @@ class FileNameStore(NameStore):
         path = self._path(key)
         dead: Entry | None = old
         while dead is not None and not self._lives(dead):
-            heir = path.with_name(f"{HEIR_PREFIX}{dead.nonce}")
+            heir = _heir(path, dead)
             if atomic.exclusive_create(heir, pack(new), calls=self._calls):
                 atomic.replace(path, pack(new), calls=self._calls)
                 return True
@@ -92,3 +101,7 @@ class FileNameStore(NameStore):
             atomic.list_names(self._directory, calls=self._calls)
         except FileNotFoundError as error:
             raise explain(error, "list", self._directory) from error
+
+
+def _heir(path: Path, dead: Entry) -> Path:
+    return path.with_name(f"{HEIR_PREFIX}{dead.nonce}")

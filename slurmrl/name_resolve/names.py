@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import posixpath
+from functools import lru_cache
 from urllib.parse import quote, unquote
 
 from slurmrl.errors import InvalidNameError
@@ -42,6 +43,7 @@ def below(key: str, root: str) -> bool:
     return not root or key == root or key.startswith(f"{root}/")
 
 
+@lru_cache(maxsize=4096)
 def encode(key: str) -> str:
     """The file name of a key; one to one. Raises InvalidNameError where it is too long."""
     name = quote(key, safe="/").replace("/", "+")

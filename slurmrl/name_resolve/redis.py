@@ -15,13 +15,6 @@ from slurmrl.errors import EnvironmentFailure, MissingDependencyError
 from slurmrl.name_resolve.base import Entry, NameStore, nobody_dies
 from slurmrl.name_resolve.entries import pack, unpack
 
-try:
-    import redis
-except ImportError as error:
-    raise MissingDependencyError(
-        "the redis name store needs the package redis: pip install 'slurmrl[redis]'"
-    ) from error
-
 T = TypeVar("T")
 
 TRIES = 5
@@ -39,6 +32,16 @@ return 1
 _GLOB = str.maketrans({character: f"\\{character}" for character in "\\*?[]^"})
 
 
+def _package() -> Any:
+    try:
+        import redis
+    except ImportError as error:
+        raise MissingDependencyError(
+            "the redis name store needs the package redis: pip install 'slurmrl[redis]'"
+        ) from error
+    return redis
+
+
 class RedisNameStore(NameStore):
     """``url`` is ``redis://[user:password@]host:port/0``, ``rediss://…`` or ``unix://path``;
     ``prefix`` keeps trials apart. Raises EnvironmentFailure where the server does not answer."""
@@ -53,7 +56,8 @@ class RedisNameStore(NameStore):
     ) -> None:
         super().__init__(owner=owner, alive=alive)
         self._prefix = f"{prefix}:"
-        self._client: Any = redis.Redis.from_url(
+        self._redis = _package()
+        self._client = self._redis.Redis.from_url(
             url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S
         )
 
@@ -92,11 +96,11 @@ class RedisNameStore(NameStore):
         for _ in range(TRIES - 1):
             try:
                 return command()
-            except (redis.ConnectionError, redis.TimeoutError):
+            except (self._redis.ConnectionError, self._redis.TimeoutError):
                 backoff.sleep()
-            except redis.RedisError as error:
+            except self._redis.RedisError as error:
                 raise EnvironmentFailure(f"redis: {error}") from error
         try:
             return command()
-        except redis.RedisError as error:
+        except self._redis.RedisError as error:
             raise EnvironmentFailure(f"redis does not answer: {error}") from error

@@ -180,7 +180,8 @@ def test_a_detached_run_is_seen_refused_and_cancelled(desk: Desk) -> None:
     follower = desk.start("logs", "add/1", "-f")
     assert desk.run("cancel", "add/1")[0] == 0
     out, _ = follower.communicate(timeout=TIMEOUT_S)
-    assert (follower.returncode, out) == (0, "stand-in of incarnation 1 at step 0\n")
+    assert follower.returncode == 0
+    assert out.startswith("stand-in of incarnation 1 at step 0\n")
     assert desk.status()["state"] == "CANCELLED"
     code, out, _ = desk.run("resume", "add/1", steps=2)
     assert code == 0

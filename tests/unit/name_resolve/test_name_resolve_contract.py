@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,13 +25,47 @@ from slurmrl.errors import (
     WaitTimeoutError,
 )
 from slurmrl.name_resolve import STORES, make
-from slurmrl.name_resolve.base import NameStore
+from slurmrl.name_resolve.base import Entry, NameStore
 from slurmrl.name_resolve.names import decode, encode, normalise
 
+Connect = Callable[..., NameStore]
 
-@pytest.fixture(params=["file", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> NameStore:
-    return make(request.param, **({"directory": tmp_path} if request.param == "file" else {}))
+
+@pytest.fixture(params=["file", "memory", "redis"])
+def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]:
+    """Makes stores with the same content."""
+    if request.param == "redis":
+        with redis_server(tmp_path) as url:
+            yield partial(make, "redis", url=url)
+    elif request.param == "file":
+        yield partial(make, "file", directory=tmp_path)
+    else:
+        entries: dict[str, Entry] = {}
+        yield partial(make, "memory", entries=entries)
+
+
+@contextmanager
+def redis_server(folder: Path) -> Iterator[str]:
+    """A server of our own on a socket in ``folder``, whose address is short enough for one."""
+    pytest.importorskip("redis")
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.skip("redis-server is not installed")
+    with tempfile.TemporaryDirectory(dir=folder if len(str(folder)) < 80 else None) as short:
+        address = f"{short}/redis.sock"
+        options = ["--port", "0", "--unixsocket", address, "--save", "", "--dir", short]
+        server = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL)
+        try:
+            make("redis", url=f"unix://{address}").refresh()
+            yield f"unix://{address}"
+        finally:
+            server.kill()
+            server.wait()
+
+
+@pytest.fixture
+def store(connect: Connect) -> NameStore:
+    return connect()
 
 
 @pytest.fixture
@@ -44,7 +83,7 @@ def later() -> Iterator[Callable[[float, Callable[[], object]], None]]:
 
 
 def test_every_kind_is_tested() -> None:
-    assert sorted(STORES) == ["file", "memory"]
+    assert sorted(STORES) == ["file", "memory", "redis"]
     with pytest.raises(UnknownNameError, match="file"):
         make("fil")
 
@@ -248,6 +287,87 @@ def test_context_manager_resets(store: NameStore) -> None:
         store.add_subentry("c", "1", delete_on_exit=False)
     assert store.find_subtree("a") == store.find_subtree(subentry) == []
     assert len(store.find_subtree("c")) == 1
+
+
+class Owners:
+    """Who is alive, in the eyes of one observer."""
+
+    def __init__(self) -> None:
+        self.dead: set[str] = set()
+
+    def alive(self, owner: str) -> bool:
+        return owner not in self.dead
+
+
+def test_keys_die_with_their_owner(connect: Connect) -> None:
+    owners = Owners()
+    theirs = connect(owner="trainer.0.0")
+    ours = connect(alive=owners.alive)
+    theirs.add("root/theirs", "1")
+    theirs.add("root/stays", "2", delete_on_exit=False)
+    ours.add("root/ours", "3")
+    assert ours.get_subtree("root") == ["3", "2", "1"]
+    owners.dead.add("trainer.0.0")
+    assert ours.find_subtree("root") == ["root/ours", "root/stays"]
+    assert ours.get_subtree("root") == ["3", "2"]
+    with pytest.raises(NameNotFoundError):
+        ours.get("root/theirs")
+    with pytest.raises(WaitTimeoutError):
+        ours.wait("root/theirs", timeout_s=0.0)
+    assert connect().get("root/theirs") == "1"
+    assert ours.entries("root")["root/theirs"].owner == "trainer.0.0"
+    owners.dead.clear()
+    assert ours.get("root/theirs") == "1"
+
+
+def test_a_watch_sees_the_death_of_an_owner(connect: Connect) -> None:
+    owners = Owners()
+    connect(owner="a.0.0").add("key", "1")
+    called: list[int] = []
+    watch = connect(alive=owners.alive).watch_names("key", lambda: called.append(1), poll_s=0.01)
+    assert not watch.join(0.1)
+    owners.dead.add("a.0.0")
+    assert watch.join(60)
+    assert called == [1]
+
+
+def test_a_dead_owners_key_can_be_added_again(connect: Connect) -> None:
+    owners = Owners()
+    first = connect(owner="a.0.0")
+    first.add("key", "1")
+    second = connect(owner="a.0.1", alive=owners.alive)
+    with pytest.raises(NameExistsError):
+        second.add("key", "2")
+    owners.dead.add("a.0.0")
+    second.add("key", "2")
+    assert connect().get("key") == "2"
+    assert connect().find_subtree("") == ["key"]
+    with pytest.raises(NameExistsError):
+        connect(owner="a.0.2", alive=owners.alive).add("key", "3")
+    first.reset()
+    assert connect().get("key") == "2"
+    owners.dead.add("a.0.1")
+    connect(owner="a.0.2", alive=owners.alive).add("key", "3")
+    assert connect().get("key") == "3"
+
+
+def test_of_concurrent_heirs_one_wins(connect: Connect) -> None:
+    owners = Owners()
+    owners.dead.add("a.0.0")
+    dead = connect(owner="a.0.0")
+    for number in range(5):
+        dead.add(f"key {number}", "dead")
+
+    def add(number: int) -> int:
+        store = connect(owner=f"b.{number}.0", alive=owners.alive)
+        try:
+            store.add(f"key {number % 5}", str(number))
+        except NameExistsError:
+            return 0
+        return 1
+
+    with ThreadPoolExecutor(16) as pool:
+        assert sum(pool.map(add, range(80))) == 5
 
 
 def test_of_concurrent_adds_one_wins(store: NameStore) -> None:

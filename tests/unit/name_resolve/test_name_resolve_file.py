@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from slurmrl.errors import CorruptFileError, EnvironmentFailure, NameNotFoundError
+from slurmrl.errors import (
+    CorruptFileError,
+    EnvironmentFailure,
+    NameExistsError,
+    NameNotFoundError,
+)
 from slurmrl.fsio.calls import SystemCalls
+from slurmrl.lease import Lease, LeaseBoard
+from slurmrl.name_resolve import file, names
 from slurmrl.name_resolve.file import FileNameStore
 
 
@@ -42,6 +50,9 @@ def test_files_are_flat_and_private(tmp_path: Path) -> None:
         b"[]",
         b"1",
         b'{"value": "x"}',
+        b'{"value": "x", "nonce": "../x"}',
+        b'{"value": "x", "nonce": "x", "owner": "../../x"}',
+        b'{"value": "x", "nonce": "x", "owner": 1}',
         b'{"value": 1, "nonce": "x"}',
         b"\xff\x00",
         b"[" * 10**5,
@@ -91,3 +102,97 @@ def test_a_watch_outlives_a_directory_that_does_not_answer(tmp_path: Path) -> No
     store.delete("a")
     assert watch.join(60)
     assert called == [1]
+
+
+def test_listing_a_subtree_decodes_its_names_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FileNameStore(tmp_path)
+    for key in ("a/b", "a", "a b/c", "ab", "b/a", ".a/b"):
+        store.add(key, "1")
+    decoded: list[str] = []
+
+    def decode(name: str) -> str | None:
+        decoded.append(name)
+        return names.decode(name)
+
+    monkeypatch.setattr(file, "decode", decode)
+    assert store.find_subtree("a") == ["a", "a/b"]
+    assert sorted(decoded) == ["a", "a%20b+c", "a+b", "ab"]
+    assert store.find_subtree(".a") == [".a/b"]
+
+
+def test_an_heir_that_dies_before_it_takes_over_has_an_heir(tmp_path: Path) -> None:
+    dead = {"a.0.0"}
+
+    def alive(owner: str) -> bool:
+        return owner not in dead
+
+    class Killed(BaseException):
+        pass
+
+    class Dying(SystemCalls):
+        def rename(self, source: Path, target: Path) -> None:
+            raise Killed
+
+    FileNameStore(tmp_path, owner="a.0.0").add("key", "1")
+    with pytest.raises(Killed):
+        FileNameStore(tmp_path, owner="a.0.1", alive=alive, calls=Dying()).add("key", "2")
+    third = FileNameStore(tmp_path, owner="a.0.2", alive=alive)
+    with pytest.raises(NameExistsError):
+        third.add("key", "3")
+    dead.add("a.0.1")
+    third.add("key", "3")
+    assert FileNameStore(tmp_path).entries() == {"key": third._get("key")}
+    assert third.get("key") == "3"
+
+
+def test_owners_are_judged_by_their_leases(tmp_path: Path) -> None:
+    now = 0.0
+    for folder in ("names", "leases"):
+        (tmp_path / folder).mkdir()
+    lease = Lease(tmp_path / "leases" / "a.0.0")
+    lease.beat()
+    board = LeaseBoard(tmp_path / "leases", ttl_s=60.0, look_s=5.0, clock=lambda: now)
+    FileNameStore(tmp_path / "names", owner="a.0.0").add("key", "1")
+    store = FileNameStore(tmp_path / "names", alive=board.alive)
+    for _ in range(100):
+        lease.beat()
+        now += 10.0
+        assert store.get("key") == "1"
+    looks = 0
+    while store.find_subtree("") == ["key"]:
+        now += 10.0
+        looks += 1
+    assert looks == 6
+
+
+class PausedReplace(SystemCalls):
+    """Stops before the first rename, to let somebody else go on, and does it afterwards."""
+
+    def __init__(self, meanwhile: Callable[[], None]) -> None:
+        self.meanwhile: Callable[[], None] | None = meanwhile
+
+    def rename(self, source: Path, target: Path) -> None:
+        meanwhile, self.meanwhile = self.meanwhile, None
+        if meanwhile is not None:
+            meanwhile()
+        super().rename(source, target)
+
+
+def test_an_heir_that_was_paused_takes_nothing_back(tmp_path: Path) -> None:
+    dead = {"first", "second"}
+
+    def alive(owner: str) -> bool:
+        return owner not in dead
+
+    def store(owner: str, calls: SystemCalls | None = None) -> FileNameStore:
+        return FileNameStore(tmp_path, owner=owner, alive=alive, calls=calls or SystemCalls())
+
+    store("first").add("a", "1")
+    third = store("third")
+    paused = PausedReplace(lambda: third.add("a", "3"))
+    store("second", paused).add("a", "2")
+    assert paused.meanwhile is None, "the second heir was paused before its replace"
+    assert third.get("a") == "3", "acknowledged, and not overwritten when the second went on"
+    assert store("fourth").get("a") == "3"

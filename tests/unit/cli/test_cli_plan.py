@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from slurmrl.cli.main import main
+from slurmrl.plan import inventory
+from slurmrl.scheduler.parse import HostRow
+from tests.fake_runs import write_config
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(arguments)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def explained(capsys: pytest.CaptureFixture[str], text: str) -> dict[str, Any]:
+    code, out, _ = run(capsys, "plan", text, "--json")
+    assert code == 0
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_one_string_is_explained_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    found = explained(capsys, "megatron:d2p2t4e4")
+    expected = {"backend": "megatron", "world_size": 16, "dp": 2, "tp": 4, "pp": 2, "cp": 1}
+    expected |= {"ep": 4, "etp": 1, "edp": 2}
+    assert {name: found[name] for name in expected} == expected
+
+
+def test_a_hybrid_shows_both_halves(capsys: pytest.CaptureFixture[str]) -> None:
+    found = explained(capsys, "megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)")
+    assert found["attn"] == {"dp": 4, "pp": 2, "tp": 2, "cp": 2, "world_size": 32}
+    assert found["ffn"] == {"dp": 2, "pp": 2, "tp": 4, "ep": 2, "world_size": 32}
+    assert (found["etp"], found["edp"]) == (4, 2)
+    code, out, _ = run(capsys, "plan", "megatron:(attn:d4p2t2c2|ffn:d2p2t4e2)")
+    assert code == 0
+    assert "ffn   2   2   4   -   2   32" in out
+
+
+def test_components_are_explained_together(capsys: pytest.CaptureFixture[str]) -> None:
+    found = explained(capsys, "sglang:d4t2+fsdp:d4")
+    assert found["world_size"] == 12
+    assert [(one["backend"], one["first_rank"]) for one in found["components"]] == [
+        ("sglang", 0),
+        ("fsdp", 8),
+    ]
+
+
+@pytest.mark.parametrize(
+    "text", ["megatron:d2e4", "fsdp:d2p2", "d2m2p2", "sglang.d2+d2", "fsdp:d0"]
+)
+def test_a_string_that_is_not_allowed_is_2(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "plan", text, "--json")
+    assert (code, out) == (2, "")
+    assert "at character" in err
+    assert "^" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("fsdp:d2", "--svg", "x.svg"), "takes no overrides"),
+        (("fsdp:d2", "trial=2"), "takes no overrides"),
+        (("fsdp:d2", "--json", "--table"), "exclude each other"),
+        (("none.yaml",), "cannot be read"),
+    ],
+)
+def test_wrong_usage_is_2(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _, err = run(capsys, "plan", *arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_a_configuration_is_planned_as_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(write_config(tmp_path))
+    vocabulary = "actor.model.make_vocab_size_divisible_by=1"
+    overrides = ("actor.backend=megatron:t2", vocabulary)
+    code, out, _ = run(capsys, "plan", config, *overrides, "--scheduler", "slurm")
+    assert code == 0
+    assert "actor: megatron:t2, trained, sequence parallel, in trainer" in out
+    assert "0     t0     t1" in out
+    assert "there is no engine for megatron" in out
+
+
+def test_a_configuration_is_planned_as_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(write_config(tmp_path))
+    overrides = ("actor.backend=fsdp:d4", "cluster.gpus_per_worker=1")
+    code, out, _ = run(capsys, "plan", config, *overrides, "--scheduler", "slurm", "--json")
+    found = json.loads(out)
+    assert (code, found["gpus"], found["missing"]) == (0, 4, [])
+    assert found["groups"][0]["array"] == "0-7%1"
+    assert [row["dp"] for row in found["models"]["actor"]["ranks"]] == [0, 1, 2, 3]
+    assert found["models"]["actor"]["memory"]["weights_bytes"] > 0
+    assert found["calls"][0]["flops"] > 0
+
+
+def test_a_wrong_configuration_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(write_config(tmp_path))
+    code, _, err = run(capsys, "plan", config, "actor.backend=megatron:t4")
+    assert code == 2
+    assert "does not divide num_attention_heads 2" in err
+
+
+def test_an_older_mode_is_noted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(write_config(tmp_path))
+    code, out, _ = run(capsys, "plan", config, "allocation_mode=d2m1p1")
+    assert code == 0
+    assert "allocation_mode is deprecated; write instead: actor.backend: fsdp:d2" in out
+
+
+def test_pictures_are_svg(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config, path = str(write_config(tmp_path)), tmp_path / "p.svg"
+    big = "actor.backend=fsdp:d8"
+    assert run(capsys, "plan", config, big, "--svg", str(path), "--scheduler", "slurm")[:2] == (
+        0,
+        "",
+    )
+    texts = [one.text for one in ElementTree.fromstring(path.read_text()).iter(f"{SVG}text")]
+    assert {f"d{rank}" for rank in range(8)} <= set(texts)
+    assert "prefers-color-scheme: dark" in path.read_text()
+
+
+def test_a_large_picture_leaves_hosts_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, path = str(write_config(tmp_path)), tmp_path / "p.svg"
+    run(
+        capsys, "plan", config, "actor.backend=fsdp:d512", "algorithm.batch_size=512",
+        "--scheduler", "slurm", "--svg", str(path),
+    )  # fmt: skip
+    texts = [one.text for one in ElementTree.fromstring(path.read_text()).iter(f"{SVG}text")]
+    assert "… 32 alike" in texts
+    assert {"host 30", "host 63"} <= set(texts)
+    assert "host 31" not in texts
+
+
+def test_the_graph_is_told_as_text_json_and_svg(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, path = str(write_config(tmp_path)), tmp_path / "g.svg"
+    code, out, err = run(capsys, "graph", config)
+    assert (code, err) == (0, "")
+    assert "actor_train: train_step of actor\n  <- input_ids (dataset)" in out
+    code, out, _ = run(capsys, "graph", config, "--json", "--svg", str(path))
+    found = json.loads(out)
+    assert found["edges"] == [
+        {"from": "dataset", "to": "actor_train", "keys": ["input_ids", "prompt_mask"]}
+    ]
+    texts = [one.text for one in ElementTree.fromstring(path.read_text()).iter(f"{SVG}text")]
+    assert {"dataset", "actor_train", "actor: train_step"} <= set(texts)
+
+
+def test_the_graph_of_an_evaluation_needs_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(write_config(tmp_path))
+    code, _, err = run(capsys, "graph", config, "--evaluation")
+    assert code == 2
+    assert "has no evaluation section" in err
+    data = f"evaluation.dataset={{type: prompt, path: {tmp_path / 'data.jsonl'}}}"
+    code, out, err = run(capsys, "graph", config, "--evaluation", data, "reward.name=exact_match")
+    assert code == 0
+    assert "reward_inf" in out
+    assert "warning: key 'logprobs' of call 'actor_gen' is read by nobody" in err
+    assert "rewards" not in err
+
+
+def test_what_the_cluster_cannot_give_is_refused_before_it_is_submitted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inventory, "ask", lambda config: [HostRow("n1", "idle", 1)])
+    config = str(write_config(tmp_path))
+    arguments = ("submit", config, "--dry-run", "--scheduler", "slurm")
+    assert run(capsys, *arguments)[0] == 0
+    code, _, err = run(capsys, *arguments, "actor.backend=fsdp:d2")
+    assert code == 2
+    assert "the trainer group takes 1 hosts with 2 GPUs, the cluster has 0" in err
+    code, out, _ = run(capsys, "plan", *arguments[1:2], "actor.backend=fsdp:d2", *arguments[3:])
+    assert code == 0
+    assert "takes 1 hosts with 2 GPUs" in out
