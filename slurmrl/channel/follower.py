@@ -34,6 +34,8 @@ class Follower:
         self._readers = list(readers)
         self._wakeup = Wakeup(directory)
         self._backoff = Backoff(FIRST_POLL_S, longest_poll_s, growth=POLL_GROWTH)
+        self.woken = False
+        """Whether a change was told since the last read."""
         self._told = False
         """Whether every change since the last read will be told."""
         self._moved = False
@@ -41,6 +43,7 @@ class Follower:
 
     def read(self) -> list[Message]:
         """What is new in all logs. Raises CorruptFileError."""
+        self.woken = False
         paths = [reader.path for reader in self._readers]
         self._told = self._wakeup.follow(paths)
         self.answers = True
@@ -55,7 +58,8 @@ class Follower:
         return self._wakeup.fileno()
 
     def drain(self) -> None:
-        """Make `fileno` wait for changes from now on; `read` what has changed after this."""
+        """Take note that `fileno` is readable; it waits for changes from now on."""
+        self.woken = True
         self._wakeup.drain()
 
     def pause_s(self) -> float:

@@ -27,6 +27,12 @@ class SlurmClient:
         """Raise unless a controller answers."""
         self._run("scontrol", "ping")
 
+    def hosts(self, partition: str | None) -> list[parse.HostRow]:
+        """Hosts of the partitions (None: of all), whatever state they are in."""
+        where = [f"--partition={partition}"] if partition else []
+        form = f"--format={parse.HOSTS_FORMAT}"
+        return parse.cluster_hosts(self._run("sinfo", "--noheader", "--Node", form, *where))
+
     def submit(self, script: Path) -> str:
         """Submit a script; returns the job id."""
         environ = environment.of_job(os.environ)

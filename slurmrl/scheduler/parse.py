@@ -27,6 +27,32 @@ class QueueRow:
     reason: str
 
 
+HOSTS_FORMAT = "%N|%T|%G"
+"""sinfo's fields, one line for each host and partition: host, state, generic resources."""
+_GPUS = re.compile(r"\bgpu(?::[^:,()]+)*?:(\d+)")
+
+
+@dataclass(frozen=True)
+class HostRow:
+    """One host of the cluster."""
+
+    name: str
+    state: str
+    gpus: int
+
+
+def cluster_hosts(text: str) -> list[HostRow]:
+    """The hosts in sinfo's answer, each once. GPUs of several kinds count together."""
+    found = {}
+    for line in text.splitlines():
+        parts = line.strip().split("|")
+        if len(parts) < 3:
+            raise SchedulerError(f"sinfo's line was not understood: {line!r}")
+        gpus = sum(int(number) for number in _GPUS.findall(parts[2]))
+        found[parts[0]] = HostRow(parts[0], parts[1], gpus)
+    return list(found.values())
+
+
 def job_id(text: str) -> str:
     """The job id in the output of ``sbatch --parsable``: ``41`` or ``41;cluster``."""
     last = text.strip().splitlines()[-1:] or [""]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from slurmrl.config.load import load_resolved
-from slurmrl.errors import UsageError
+from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.fsio import atomic
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind, Record
@@ -27,6 +27,7 @@ from slurmrl.history.writer import resume
 from slurmrl.monitor import sinks
 from slurmrl.monitor.snapshot import submission_numbers
 from slurmrl.paths import RunPaths, user_name
+from slurmrl.plan import inventory
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings, load_settings
@@ -174,7 +175,13 @@ def _planned(settings: Settings, scheduler: str | None) -> Proposal:
     cluster = config.cluster.model_copy(update={"scheduler": kind})
     config = config.model_copy(update={"cluster": cluster})
     settings = dataclasses.replace(settings, config=config)
-    return Proposal(settings, make_plan(settings, scheduler=kind), _paths(settings), kind)
+    plan = make_plan(settings, scheduler=kind)
+    if kind == "slurm":
+        lacking = inventory.lacking(plan, settings.config, inventory.ask(settings.config))
+        if lacking:
+            where = str(settings.source.path)
+            raise ConfigError(tuple(Problem(where, "cluster", text) for text in lacking))
+    return Proposal(settings, plan, _paths(settings), kind)
 
 
 def _paths(settings: Settings) -> RunPaths:

@@ -8,7 +8,6 @@ notices children that ended; so nothing that happens on this host goes unseen wh
 from __future__ import annotations
 
 import json
-import math
 import os
 import signal
 import socket
@@ -29,7 +28,6 @@ from slurmrl.errors import (
     EnvironmentFailure,
     NameExistsError,
     NameNotFoundError,
-    OwnershipError,
     SlurmrlError,
     StaleIncarnationError,
     TrialEndedError,
@@ -52,6 +50,7 @@ from slurmrl.workers.agent.identity import claim
 from slurmrl.workers.agent.keeper import Keeper
 from slurmrl.workers.messages import Message
 from slurmrl.workers.pace import Pace
+from slurmrl.workers.patience import patiently
 
 logger = log.get(__name__)
 T = TypeVar("T")
@@ -63,8 +62,6 @@ LATE_BEGIN_S = 30.0
 EXIT_TIMEOUT_S = 60.0
 """Longest wait for workers that were told to exit, and for a directory that does not answer when
 a failure is to be reported."""
-RETRY_S = (0.5, 15.0)
-"""First and longest pause while the shared directory does not answer."""
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
 
@@ -250,7 +247,16 @@ class Agent:
                 if message["type"] == messages.EXIT:
                     self._wait("workers to exit", self._all_ended, EXIT_TIMEOUT_S)
                     return
-            self._turn(min(master.pause_s(), self.pace.beat_s))
+            self._turn_until_news(master, may_stop=bool(waiting))
+
+    def _turn_until_news(self, master: Follower, *, may_stop: bool) -> None:
+        """One turn, and on until the master's log is to be read again. With ``may_stop`` one."""
+        end = time.monotonic() + master.pause_s()
+        while True:
+            left_s = end - time.monotonic()
+            self._turn(min(max(left_s, 0.0), self.pace.beat_s))
+            if may_stop or master.woken or left_s <= self.pace.beat_s:
+                return
 
     def _all_ended(self) -> bool | None:
         return True if self.children.all_ended() else None
@@ -288,7 +294,7 @@ class Agent:
 
     def _patiently(self, what: str, action: Callable[[], T]) -> T:
         """Do something on the shared directory, again and again while that does not answer."""
-        return _patiently(what, action, self._turn)
+        return patiently(what, action, self._turn)
 
     def _turn(self, timeout_s: float) -> None:
         """Wait at most ``timeout_s`` for a child to speak or end; beat the lease when due."""
@@ -334,38 +340,15 @@ class Agent:
             return
         key = keys.failure(self.incarnation)
         try:
-            _patiently(
+            patiently(
                 "report the failure",
                 lambda: self.names.add(key, json.dumps(failure), delete_on_exit=False),
-                time.sleep,
-                EXIT_TIMEOUT_S,
+                timeout_s=EXIT_TIMEOUT_S,
             )
         except NameExistsError:
             logger.info("another failure was reported first")
         except EnvironmentFailure as error:
             logger.error("nobody could be told of the failure: %s", error)
-
-
-def _patiently(
-    what: str,
-    action: Callable[[], T],
-    pause: Callable[[float], None],
-    timeout_s: float = math.inf,
-) -> T:
-    """Try again while the shared directory does not answer; pause in between. Raises
-    OwnershipError at once, EnvironmentFailure when the time is over."""
-    backoff = Backoff(*RETRY_S)
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            return action()
-        except OwnershipError:
-            raise
-        except EnvironmentFailure as error:
-            if time.monotonic() >= deadline:
-                raise
-            logger.warning("cannot %s, trying on: %s", what, error)
-        pause(backoff.next_s())
 
 
 def serve(run: Path, submission: int, group: str) -> int:
@@ -376,4 +359,4 @@ def serve(run: Path, submission: int, group: str) -> int:
             logger.warning("%s", warning)
         return Agent(RunPaths(run), submission, group)
 
-    return _patiently("start", start, time.sleep, FORM_TIMEOUT_S).run()
+    return patiently("start", start, timeout_s=FORM_TIMEOUT_S).run()

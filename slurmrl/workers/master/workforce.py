@@ -8,19 +8,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from slurmrl import log
-from slurmrl.backoff import Backoff
 from slurmrl.channel.follower import Follower
 from slurmrl.channel.log import LogReader, LogWriter
-from slurmrl.errors import EnvironmentFailure, RunFailedError, WaitTimeoutError
+from slurmrl.errors import RunFailedError, WaitTimeoutError
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.workers import messages
 from slurmrl.workers.messages import Message
+from slurmrl.workers.patience import patiently
 
 logger = log.get(__name__)
-
-RETRY_S = (0.5, 15.0)
-"""First and longest pause while the shared directory does not answer."""
 
 
 @dataclass
@@ -89,21 +86,13 @@ class Workforce:
         """Append messages in execution order; returns their numbers. Goes on trying while the
         directory does not answer."""
         numbered = [{**message, "seq": next(self._numbers)} for message in batch]
-        try:
-            self._log.append(*numbered)
-        except EnvironmentFailure as error:
-            self._post_queued(error)
+        patiently("post to the ranks", self._queue(*numbered))
         return [message["seq"] for message in numbered]
 
-    def _post_queued(self, error: EnvironmentFailure) -> None:
-        backoff = Backoff(*RETRY_S)
-        while True:
-            logger.warning("trying on: %s", error)
-            backoff.sleep()
-            try:
-                return self._log.append()
-            except EnvironmentFailure as another:
-                error = another
+    def _queue(self, *batch: Message) -> Callable[[], None]:
+        """What appends the batch, and on later calls what is still queued of it."""
+        batches = iter([batch])
+        return lambda: self._log.append(*next(batches, ()))
 
     def wait_ready(self, timeout_s: float) -> dict[int, Message]:
         """READY of every rank."""

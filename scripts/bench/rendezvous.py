@@ -1,0 +1,174 @@
+#!/usr/bin/env python3
+"""Forming an incarnation of many simulated hosts on one machine, over files and over TCPStore.
+
+scripts/bench/rendezvous.py [--directory DIR ...] [--agents 200] [--workers 5]
+
+Agents are forked processes that all start together and do what an agent does: claim the attempt,
+beat the lease, see the master's BEGIN, publish or find rank 0's address, say hello and that each
+worker is ready; the master collects all of them. With TCPStore, every agent sets and all read what
+torchrun's rendezvous would: one key per worker, one address. Seconds from the start to the last
+READY, as the master sees it; the machine's cores are shared by all processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from torch.distributed import TCPStore
+
+from slurmrl import keys
+from slurmrl.backoff import Backoff
+from slurmrl.channel.follower import Follower
+from slurmrl.channel.log import LogReader, LogWriter
+from slurmrl.errors import NameNotFoundError
+from slurmrl.fsio.atomic import make_private_directory
+from slurmrl.history.log import History
+from slurmrl.history.state import fold
+from slurmrl.history.writer import begin
+from slurmrl.lease import Lease
+from slurmrl.name_resolve import make
+from slurmrl.paths import RunPaths
+from slurmrl.workers.agent.identity import claim
+from slurmrl.workers.pace import Pace
+
+FORK = get_context("fork")
+GROUP = "trainer"
+HEARTBEAT_S = 2.0
+TIMEOUT_S = 120.0
+
+
+def poll(look: Callable[[], Any], pace: Pace) -> Any:
+    """As the agent waits while an incarnation forms."""
+    backoff = Backoff(last_s=min(pace.poll_s, pace.beat_s))
+    deadline = time.monotonic() + TIMEOUT_S
+    while (found := look()) is None:
+        if time.monotonic() > deadline:
+            raise SystemExit("the rendezvous took too long")
+        backoff.sleep()
+    return found
+
+
+def agent(paths: RunPaths, task: int, workers: int, pace: Pace, start: Any) -> None:
+    start.wait()
+    names = make("file", directory=paths.names)
+    environ = {"SLURM_NODEID": str(task), "SLURM_JOB_ID": "1", "SLURMD_NODENAME": f"host{task}"}
+    identity = claim(names, GROUP, elastic=False, environ=environ)
+    Lease(paths.lease(GROUP, identity.task, identity.attempt)).beat()
+    history = History(paths.history)
+    incarnation = poll(lambda: fold(history.read()).incarnation or None, pace)
+    replies = LogWriter(paths.agent_log(incarnation, GROUP, task))
+    replies.append({"type": "hello", **vars(identity)})
+    if task == 0:
+        names.add(keys.store(incarnation), "10.0.0.1:1234", delete_on_exit=False)
+
+    def find() -> str | None:
+        try:
+            return names.get(keys.store(incarnation))
+        except NameNotFoundError:
+            names.refresh()
+            return None
+
+    poll(find, pace)
+    ready = ({"type": "ready", "rank": task * workers + worker} for worker in range(workers))
+    replies.append(*ready)
+
+
+def over_files(folder: Path, agents: int, workers: int) -> float:
+    paths = RunPaths(folder / "run")
+    for directory in paths.directories():
+        make_private_directory(directory)
+    pace = Pace.of(agents, HEARTBEAT_S)
+    start = FORK.Barrier(agents + 1)
+    processes = [
+        FORK.Process(target=agent, args=(paths, task, workers, pace, start))
+        for task in range(agents)
+    ]
+    for process in processes:
+        process.start()
+    start.wait()
+    began = time.perf_counter()
+    incarnation = begin(History(paths.history), {"job": "1.0"}).incarnation
+    readers = [LogReader(paths.agent_log(incarnation, GROUP, task)) for task in range(agents)]
+    follower = Follower(readers, paths.control, longest_poll_s=pace.poll_s)
+    ready: set[int] = set()
+    while len(ready) < agents * workers:
+        news = follower.read()
+        ready |= {message["rank"] for message in news if message["type"] == "ready"}
+        if not news:
+            follower.wait()
+    took_s = time.perf_counter() - began
+    for process in processes:
+        process.join()
+    return took_s
+
+
+def tcp_agent(port: int, task: int, workers: int, start: Any) -> None:
+    start.wait()
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+    store.set(f"hello/{task}", f"host{task}")
+    if task == 0:
+        store.set("address", "10.0.0.1:1234")
+    store.get("address")
+    for worker in range(workers):
+        store.set(f"ready/{task * workers + worker}", "1")
+    store.get("done")
+
+
+def over_tcp(agents: int, workers: int) -> float:
+    start, ports = FORK.Barrier(agents + 1), FORK.SimpleQueue()
+
+    def serve() -> None:
+        server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        ports.put(server.port)
+        time.sleep(TIMEOUT_S)
+
+    server = FORK.Process(target=serve, daemon=True)
+    server.start()
+    port = ports.get()
+    processes = [
+        FORK.Process(target=tcp_agent, args=(port, task, workers, start)) for task in range(agents)
+    ]
+    for process in processes:
+        process.start()
+    start.wait()
+    began = time.perf_counter()
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=TIMEOUT_S))
+    for rank in range(agents * workers):
+        store.get(f"ready/{rank}")
+    took_s = time.perf_counter() - began
+    store.set("done", "1")
+    for process in processes:
+        process.join()
+    server.kill()
+    return took_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--directory", action="append", type=Path)
+    parser.add_argument("--agents", type=int, default=200)
+    parser.add_argument("--workers", type=int, default=5)
+    options = parser.parse_args()
+    agents, workers = options.agents, options.workers
+    print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; {agents} agents x {workers}")
+    tcp_s = over_tcp(agents, workers)
+    print(f"TCPStore           {tcp_s:7.2f} s", flush=True)
+    for directory in options.directory or [Path("/dev/shm"), Path(tempfile.gettempdir())]:
+        with tempfile.TemporaryDirectory(dir=directory) as folder:
+            took_s = over_files(Path(folder), agents, workers)
+        print(f"files, {directory!s:11} {took_s:7.2f} s  ({took_s / tcp_s:.2f})", flush=True)
+
+
+if __name__ == "__main__":
+    main()

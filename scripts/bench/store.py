@@ -1,0 +1,171 @@
+#!/usr/bin/env python3
+"""Name stores beside torch's TCPStore and FileStore, and redis where it is installed.
+
+scripts/bench/store.py [--directory DIR ...] [--clients 1 4 16 64] [--operations 200]
+
+Every client is a process; all start together. Printed: microseconds per operation of one client
+(median over the clients), and the ratio to TCPStore's with as many clients in the same run. The
+file store's add is durable (two fsyncs), which none of the others is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from torch.distributed import FileStore, TCPStore
+
+from slurmrl.errors import MissingDependencyError
+from slurmrl.name_resolve import make
+
+FORK = get_context("fork")
+VALUE = "x" * 64
+TIMEOUT = timedelta(seconds=60)
+
+
+class Client:
+    """A store's exclusive add, whose outcome is known when it returns, and its get."""
+
+    def __init__(self, add: Callable[[str, str], object], get: Callable[[str], object]) -> None:
+        self.add = add
+        self.get = get
+
+
+Connect = Callable[[], Client]
+
+
+def of_names(kind: str, **options: Any) -> Client:
+    store = make(kind, **options)
+    return Client(store.add, store.get)
+
+
+def of_tcp(port: int) -> Client:
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+    return Client(lambda key, value: store.compare_set(key, "", value), store.get)
+
+
+def of_files(path: str) -> Client:
+    store = FileStore(path)
+    return Client(lambda key, value: store.compare_set(key, "", value), store.get)
+
+
+def stores(folder: Path, port: int, redis: str | None) -> dict[str, Connect]:
+    found: dict[str, Connect] = {
+        "torch TCPStore": partial(of_tcp, port),
+        "file": partial(of_names, "file", directory=folder),
+        "torch FileStore": partial(of_files, str(folder / ".filestore")),
+    }
+    if redis is not None:
+        found["redis"] = partial(of_names, "redis", url=redis, prefix=str(folder))
+    return found
+
+
+def serve_client(connect: Connect, name: str, operations: int, barrier: Any, figures: Any) -> None:
+    client = connect()
+    barrier.wait()
+    began = time.perf_counter()
+    for number in range(operations):
+        client.add(f"{name}/{number}", VALUE)
+    add_s = time.perf_counter() - began
+    barrier.wait()
+    began = time.perf_counter()
+    for number in range(operations):
+        client.get(f"{name}/{number}")
+    figures.put((add_s / operations * 1e6, (time.perf_counter() - began) / operations * 1e6))
+    barrier.wait()
+
+
+def measure(connect: Connect, folder: Path, clients: int, operations: int) -> tuple[float, float]:
+    barrier, figures = FORK.Barrier(clients), FORK.SimpleQueue()
+    processes = [
+        FORK.Process(
+            target=serve_client,
+            args=(connect, f"{folder.name}/{rank}", operations, barrier, figures),
+        )
+        for rank in range(clients)
+    ]
+    for process in processes:
+        process.start()
+    adds, gets = zip(*(figures.get() for _ in processes), strict=True)
+    for process in processes:
+        process.join()
+    return statistics.median(adds), statistics.median(gets)
+
+
+def serve_tcp(ports: Any) -> None:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ports.put(server.port)
+    time.sleep(3600)
+
+
+def start_redis(folder: str) -> tuple[subprocess.Popen[bytes], str] | None:
+    program = shutil.which("redis-server")
+    if program is None:
+        return None
+    options = ["--port", "0", "--unixsocket", f"{folder}/redis.sock", "--save", "", "--dir", folder]
+    server = subprocess.Popen([program, *options], stdout=subprocess.DEVNULL)
+    url = f"unix://{folder}/redis.sock"
+    try:
+        make("redis", url=url).refresh()
+    except MissingDependencyError:
+        server.kill()
+        return None
+    return server, url
+
+
+def compare(directory: Path, clients: int, operations: int, port: int, redis: str | None) -> None:
+    with tempfile.TemporaryDirectory(dir=directory) as name:
+        folder = Path(name)
+        found = {
+            kind: measure(connect, folder, clients, operations)
+            for kind, connect in stores(folder, port, redis).items()
+        }
+    base = found["torch TCPStore"]
+    for kind, (add, get) in found.items():
+        print(
+            f"{directory!s:9} {clients:3} clients  {kind:16}"
+            f"  add {add:9.1f} ({add / base[0]:6.2f})  get {get:9.1f} ({get / base[1]:6.2f})",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--directory", action="append", type=Path)
+    parser.add_argument("--clients", nargs="+", type=int, default=[1, 4, 16, 64])
+    parser.add_argument("--operations", type=int, default=200)
+    options = parser.parse_args()
+    print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; us per operation (x TCPStore)")
+    ports = FORK.SimpleQueue()
+    tcp = FORK.Process(target=serve_tcp, args=(ports,), daemon=True)
+    tcp.start()
+    port = ports.get()
+    with tempfile.TemporaryDirectory() as short:
+        redis = start_redis(short)
+        try:
+            for directory in options.directory or [Path("/dev/shm"), Path(tempfile.gettempdir())]:
+                for clients in options.clients:
+                    url = redis[1] if redis is not None else None
+                    compare(directory, clients, options.operations, port, url)
+        finally:
+            if redis is not None:
+                redis[0].kill()
+                redis[0].wait()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import errno
+import os
+import select
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from slurmrl.channel import wakeup as module
+from slurmrl.channel.follower import FIRST_POLL_S, Follower
+from slurmrl.channel.frame import encode
+from slurmrl.channel.log import LogReader, LogWriter, segment_path
+from slurmrl.channel.wakeup import SAFETY_S, Wakeup
+from slurmrl.errors import CorruptFileError
+from slurmrl.fsio.calls import SystemCalls
+from slurmrl.fsio.local import is_local
+
+LONGEST_S = 5.0
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> None:
+    """Only where the kernel tells of changes."""
+    if not is_local(tmp_path):
+        pytest.skip(f"{tmp_path} is not on a file system that is known to be local")
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a shared file system."""
+    monkeypatch.setattr(module, "is_local", lambda directory: False)
+
+
+def follow(*paths: Path, calls: SystemCalls | None = None) -> Follower:
+    readers = [LogReader(path, calls=calls or SystemCalls()) for path in paths]
+    return Follower(readers, paths[0].parent, longest_poll_s=LONGEST_S)
+
+
+def readable(follower: Follower) -> bool:
+    return bool(select.select([follower.fileno()], [], [], 0)[0])
+
+
+def test_what_is_known_to_be_local(tmp_path: Path) -> None:
+    assert not is_local(Path("/proc"))
+    assert not is_local(tmp_path / "gone")
+
+
+@pytest.mark.usefixtures("told")
+def test_a_write_is_told(tmp_path: Path) -> None:
+    writer = LogWriter(tmp_path / "a")
+    LogWriter(tmp_path / "b")
+    follower = follow(tmp_path / "a", tmp_path / "b")
+    assert follower.read() == []
+    assert (readable(follower), follower.pause_s()) == (False, SAFETY_S)
+    writer.append({"n": 0})
+    assert readable(follower)
+    follower.drain()
+    assert not readable(follower)
+    assert follower.read() == [{"n": 0}]
+    follower.close()
+
+
+@pytest.mark.usefixtures("told")
+def test_a_write_between_read_and_wait_ends_the_wait(tmp_path: Path) -> None:
+    writer = LogWriter(tmp_path / "a")
+    follower = follow(tmp_path / "a")
+    seen: list[int] = []
+
+    def write() -> None:
+        for number in range(300):
+            writer.append({"n": number})
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    deadline = time.monotonic() + 60
+    while len(seen) < 300 and time.monotonic() < deadline:
+        seen += [message["n"] for message in follower.read()]
+        if len(seen) < 300:
+            follower.wait()
+    thread.join()
+    assert seen == list(range(300))
+
+
+@pytest.mark.usefixtures("told")
+def test_a_missing_log_is_polled_until_it_can_be_followed(tmp_path: Path) -> None:
+    follower = follow(tmp_path / "a")
+    assert follower.read() == []
+    assert follower.pause_s() <= FIRST_POLL_S
+    LogWriter(tmp_path / "a")
+    assert follower.read() == []
+    assert follower.pause_s() == SAFETY_S
+
+
+@pytest.mark.usefixtures("told")
+def test_the_next_segment_is_followed_at_once(tmp_path: Path) -> None:
+    writer = LogWriter(tmp_path / "a", segment_bytes=200)
+    follower = follow(tmp_path / "a")
+    numbers: list[int] = []
+    for number in range(40):
+        writer.append({"n": number, "long": "x" * 50})
+        numbers += [message["n"] for message in follower.read()]
+        while follower.pause_s() == 0.0:
+            numbers += [message["n"] for message in follower.read()]
+        assert follower.pause_s() == SAFETY_S
+    assert numbers == list(range(40))
+    assert segment_path(tmp_path / "a", 5).exists()
+
+
+@pytest.mark.usefixtures("shared")
+def test_without_news_polls_become_rare(tmp_path: Path) -> None:
+    writer = LogWriter(tmp_path / "a")
+    follower = follow(tmp_path / "a")
+    assert (follower.fileno(), follower.read()) == (-1, [])
+    pauses = [follower.pause_s() for _ in range(200)]
+    assert pauses[0] <= FIRST_POLL_S
+    assert 0.75 * LONGEST_S <= pauses[-1] <= LONGEST_S
+    assert all(pause <= 0.15 * sum(pauses[:number]) for number, pause in enumerate(pauses[40:], 40))
+    writer.append({"n": 0})
+    assert follower.read() == [{"n": 0}]
+    assert follower.pause_s() <= FIRST_POLL_S
+
+
+class Failing(SystemCalls):
+    broken: Path | None = None
+
+    def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
+        if path == self.broken:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return super().open(path, flags, mode)
+
+
+def test_a_log_that_does_not_answer_hides_no_other(tmp_path: Path) -> None:
+    calls = Failing()
+    writers = [LogWriter(tmp_path / name) for name in "ab"]
+    follower = follow(tmp_path / "a", tmp_path / "b", calls=calls)
+    calls.broken = tmp_path / "b"
+    for number, writer in enumerate(writers):
+        writer.append({"n": number})
+    assert follower.read() == [{"n": 0}]
+    assert not follower.answers
+    assert follower.pause_s() < SAFETY_S
+    calls.broken = None
+    assert follower.read() == [{"n": 1}]
+    assert follower.answers
+
+
+def test_hostile_bytes_are_told(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(encode({"$log": {"next": 7}}))
+    with pytest.raises(CorruptFileError, match="nothing that a log says"):
+        follow(tmp_path / "a").read()
+
+
+@pytest.mark.usefixtures("shared")
+def test_waiting_without_a_hint_is_sleeping(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(time, "sleep", slept.append)
+    wakeup = Wakeup(tmp_path)
+    assert not wakeup.follow([tmp_path])
+    wakeup.wait(3.0)
+    wakeup.drain()
+    wakeup.close()
+    assert slept == [3.0]

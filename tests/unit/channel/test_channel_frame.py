@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurmrl.channel import frame
+from slurmrl.channel.frame import decode, encode
+from slurmrl.errors import CorruptFileError, UsageError
+
+VALUES = st.none() | st.integers() | st.text(max_size=10) | st.lists(st.booleans(), max_size=3)
+MESSAGES = st.lists(st.dictionaries(st.text(max_size=5), VALUES, max_size=3), max_size=4)
+UNTIMED = settings(deadline=None, max_examples=100)
+
+
+def framed(body: bytes) -> bytes:
+    """A frame made by hand, as the format says."""
+    length = struct.pack("<I", len(body))
+    return b"SRL1" + length + struct.pack("<I", zlib.crc32(length + body)) + body
+
+
+def test_the_format() -> None:
+    assert encode({"a": 1}) == framed(b'{"a":1}')
+
+
+@UNTIMED
+@given(MESSAGES, st.integers(0, 500))
+def test_any_prefix_gives_the_messages_that_are_whole(
+    messages: list[dict[str, Any]], cut: int
+) -> None:
+    frames = [encode(message) for message in messages]
+    data = b"".join(frames)[:cut]
+    for torn in (True, False):
+        found, taken = decode(data, torn=torn)
+        assert found == messages[: len(found)]
+        assert taken == sum(len(one) for one in frames[: len(found)])
+        rest = frames[len(found)] if len(found) < len(frames) else b""
+        assert len(data) - taken < max(len(rest), 1)
+
+
+@UNTIMED
+@given(MESSAGES, st.binary(min_size=1))
+def test_garbage_after_messages_is_not_yet_there(
+    messages: list[dict[str, Any]], garbage: bytes
+) -> None:
+    whole = b"".join(map(encode, messages))
+    found, taken = decode(whole + b"\x00" + garbage)
+    assert (found, taken) == (messages, len(whole))
+
+
+@pytest.mark.parametrize("flipped", range(len(framed(b'{"a":1}'))))
+def test_a_changed_byte_is_seen(flipped: int) -> None:
+    data = bytearray(encode({"a": 1}))
+    data[flipped] ^= 0x10
+    assert decode(data) == ([], 0)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"x" * 12,
+        b"SRL1" + struct.pack("<II", frame.MESSAGE_BYTES + 1, 0),
+        encode({})[:-1] + b"x",
+        b"\x00" * 100,
+    ],
+)
+def test_on_a_pipe_garbage_is_an_error(data: bytes) -> None:
+    assert decode(data) == ([], 0)
+    with pytest.raises(CorruptFileError, match="no frame"):
+        decode(data, torn=False)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b"1", b"\xff", b"[" * 10**5])
+@pytest.mark.parametrize("torn", [True, False])
+def test_whole_frames_with_wrong_content_are_errors(body: bytes, torn: bool) -> None:
+    with pytest.raises(CorruptFileError, match="a frame does not hold"):
+        decode(framed(body), torn=torn)
+
+
+def test_messages_that_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frame, "MESSAGE_BYTES", 100)
+    with pytest.raises(UsageError, match="too long, 100 fit"):
+        encode({"a": "x" * 100})
+    assert json.loads(encode({"a": "x" * 80})[12:]) == {"a": "x" * 80}

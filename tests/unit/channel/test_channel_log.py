@@ -1,0 +1,255 @@
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from slurmrl.channel.frame import encode
+from slurmrl.channel.log import LOOK_AGAIN_EVERY, LogReader, LogWriter
+from slurmrl.errors import CorruptFileError, EnvironmentFailure, UsageError
+from slurmrl.fsio.calls import SystemCalls
+
+
+def test_messages_arrive_once_and_in_order(tmp_path: Path) -> None:
+    writer, reader = LogWriter(tmp_path / "log"), LogReader(tmp_path / "log")
+    late = LogReader(tmp_path / "log")
+    assert reader.read() == []
+    writer.append({"n": 0})
+    writer.append({"n": 1}, {"n": 2})
+    assert reader.read() == [{"n": 0}, {"n": 1}, {"n": 2}]
+    assert reader.read() == []
+    writer.append()
+    writer.append({"n": 3})
+    assert reader.read() == [{"n": 3}]
+    assert [message["n"] for message in late.read()] == [0, 1, 2, 3]
+
+
+def test_the_file_is_there_at_once_and_private(tmp_path: Path) -> None:
+    before = os.umask(0o277)
+    LogWriter(tmp_path / "log")
+    os.umask(before)
+    assert (tmp_path / "log").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(FileExistsError):
+        LogWriter(tmp_path / "log")
+    with pytest.raises(EnvironmentFailure):
+        LogWriter(tmp_path / "gone" / "log")
+
+
+def test_a_torn_tail_is_read_when_it_is_whole(tmp_path: Path) -> None:
+    path, data = tmp_path / "log", encode({"n": 0}) + encode({"n": 1})
+    reader = LogReader(path)
+    seen = []
+    for stop in range(len(data) + 1):
+        path.write_bytes(data[:stop])
+        seen.append(reader.read())
+    assert [messages for messages in seen if messages] == [[{"n": 0}], [{"n": 1}]]
+    assert seen[len(encode({"n": 0}))] == [{"n": 0}]
+
+
+def test_zeros_before_the_data_are_not_yet_there(tmp_path: Path) -> None:
+    path, data = tmp_path / "log", encode({"n": 0})
+    path.write_bytes(b"\x00" * len(data))
+    reader = LogReader(path)
+    assert reader.read() == []
+    path.write_bytes(data)
+    assert reader.read() == [{"n": 0}]
+
+
+def test_hostile_content_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(encode({}).replace(b"{}", b"[]"))
+    assert LogReader(tmp_path / "log").read() == []
+    from slurmrl.channel.frame import HEAD, MAGIC, _checksum
+
+    (tmp_path / "log").write_bytes(HEAD.pack(MAGIC, 2, _checksum(b"[]")) + b"[]")
+    with pytest.raises(CorruptFileError, match=str(tmp_path / "log")):
+        LogReader(tmp_path / "log").read()
+
+
+class Faulty(SystemCalls):
+    """The disk is full after some bytes, or close reports an error of an earlier write."""
+
+    def __init__(self) -> None:
+        self.room: int | None = None
+        self.close_fails = False
+        self.stale = False
+
+    def pwrite(self, descriptor: int, data: bytes | memoryview, offset: int) -> int:
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, "full")
+        written = super().pwrite(descriptor, data[: self.room], offset)
+        if self.room is not None:
+            self.room -= written
+        return written
+
+    def pread(self, descriptor: int, count: int, offset: int) -> bytes:
+        if self.stale:
+            raise OSError(errno.ESTALE, "stale")
+        return super().pread(descriptor, count, offset)
+
+    def close(self, descriptor: int) -> None:
+        super().close(descriptor)
+        if self.close_fails:
+            raise OSError(errno.EDQUOT, "quota")
+
+
+@pytest.mark.parametrize("room", [0, 1, 11, 12, 20])
+def test_a_failed_append_stays_queued_and_comes_first(tmp_path: Path, room: int) -> None:
+    calls = Faulty()
+    writer, reader = LogWriter(tmp_path / "log", calls=calls), LogReader(tmp_path / "log")
+    writer.append({"n": 0})
+    calls.room = room
+    with pytest.raises(EnvironmentFailure, match="No space"):
+        writer.append({"n": 1, "long": "x" * 100})
+    seen = reader.read()
+    with pytest.raises(EnvironmentFailure):
+        writer.append({"n": 2})
+    calls.room = None
+    writer.append()
+    writer.append({"n": 3})
+    assert [message["n"] for message in seen + reader.read()] == [0, 1, 2, 3]
+
+
+def test_readers_agree_although_close_failed(tmp_path: Path) -> None:
+    calls = Faulty()
+    writer, early = LogWriter(tmp_path / "log", calls=calls), LogReader(tmp_path / "log")
+    calls.close_fails = True
+    with pytest.raises(EnvironmentFailure, match="quota"):
+        writer.append({"n": 0})
+    seen = early.read()
+    calls.close_fails = False
+    writer.append({"n": 1})
+    assert seen + early.read() == LogReader(tmp_path / "log").read() == [{"n": 0}, {"n": 1}]
+
+
+def test_a_stale_handle_is_nothing_new(tmp_path: Path) -> None:
+    LogWriter(tmp_path / "log").append({"n": 0})
+    calls = Faulty()
+    reader = LogReader(tmp_path / "log", calls=calls)
+    calls.stale = True
+    assert reader.read() == []
+    calls.stale = False
+    assert reader.read() == [{"n": 0}]
+
+
+class Counting(SystemCalls):
+    def __init__(self) -> None:
+        self.listings = 0
+        self.operations: list[str] = []
+
+    def __getattribute__(self, name: str) -> object:
+        if hasattr(SystemCalls, name) and not name.startswith("_"):
+            self.operations.append(name)
+        return super().__getattribute__(name)
+
+    def listdir(self, directory: Path) -> list[str]:
+        self.listings += 1
+        return list(super().listdir(directory))
+
+
+def test_a_missing_file_makes_the_reader_look_past_caches(tmp_path: Path) -> None:
+    calls = Counting()
+    reader = LogReader(tmp_path / "log", calls=calls)
+    for _ in range(3 * LOOK_AGAIN_EVERY):
+        assert reader.read() == []
+    assert calls.listings == 3
+    gone = LogReader(tmp_path / "gone" / "log")
+    with pytest.raises(EnvironmentFailure):
+        [gone.read() for _ in range(LOOK_AGAIN_EVERY)]
+
+
+def test_operations_per_append_and_read(tmp_path: Path) -> None:
+    calls = Counting()
+    writer = LogWriter(tmp_path / "log", calls=calls)
+    reader = LogReader(tmp_path / "log", calls=calls)
+    calls.operations.clear()
+    writer.append({"n": 0}, {"n": 1})
+    assert calls.operations == ["open", "pwrite", "close"]
+    calls.operations.clear()
+    reader.read()
+    assert calls.operations == ["open", "pread", "close"]
+
+
+def test_durable_appends_reach_the_disk_before_they_return(tmp_path: Path) -> None:
+    calls = Counting()
+    writer = LogWriter(tmp_path / "log", calls=calls, durable=True)
+    calls.operations.clear()
+    writer.append({"n": 0})
+    assert calls.operations == ["open", "pwrite", "fsync", "close"]
+
+
+SEGMENT = 300
+
+
+def test_a_full_file_is_followed_by_another_one(tmp_path: Path) -> None:
+    writer = LogWriter(tmp_path / "log", segment_bytes=SEGMENT)
+    early, late = LogReader(tmp_path / "log"), LogReader(tmp_path / "log")
+    seen = []
+    for number in range(100):
+        writer.append({"n": number}, {"n": number, "long": "x" * (number % 50)})
+        seen += early.read()
+    assert [message["n"] for message in seen] == [number for number in range(100) for _ in "ab"]
+    assert late.read() == seen
+    assert late.path == early.path != tmp_path / "log"
+    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    assert len(sizes) > 10
+    assert max(sizes) < SEGMENT + 300
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
+
+
+@pytest.mark.parametrize("room", range(0, 260, 13))
+def test_a_rotation_on_a_full_disk_is_done_later(tmp_path: Path, room: int) -> None:
+    calls = Faulty()
+    writer = LogWriter(tmp_path / "log", calls=calls, segment_bytes=SEGMENT)
+    reader = LogReader(tmp_path / "log")
+    writer.append({"n": 0, "long": "x" * SEGMENT})
+    seen = reader.read()
+    calls.room = room
+    for number in (1, 2):
+        with suppress(EnvironmentFailure):
+            writer.append({"n": number, "long": "x" * 60})
+        seen += reader.read()
+    calls.room = None
+    writer.append({"n": 3})
+    assert [message["n"] for message in seen + reader.read()] == [0, 1, 2, 3]
+
+
+def test_making_a_log_again_with_its_nonce(tmp_path: Path) -> None:
+    LogWriter(tmp_path / "log", nonce="ours")
+    writer = LogWriter(tmp_path / "log", nonce="ours")
+    writer.append({"n": 0})
+    with pytest.raises(FileExistsError):
+        LogWriter(tmp_path / "log", nonce="theirs")
+    assert LogReader(tmp_path / "log").read() == [{"n": 0}]
+
+
+def test_messages_cannot_look_like_the_logs_own(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="log"):
+        LogWriter(tmp_path / "log").append({"$log": {"next": 1}})
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from slurmrl.channel.log import LogWriter
+writer = LogWriter(Path(sys.argv[1]))
+for number in range(int(sys.argv[2])):
+    writer.append({"n": 2 * number, "long": "x" * (number % 5000)}, {"n": 2 * number + 1})
+"""
+
+
+def test_a_reader_follows_a_writer_in_another_process(tmp_path: Path) -> None:
+    count = 2000
+    command = [sys.executable, "-c", WRITER, str(tmp_path / "log"), str(count)]
+    process = subprocess.Popen(command)
+    reader = LogReader(tmp_path / "log")
+    seen: list[int] = []
+    while process.poll() is None:
+        seen += [message["n"] for message in reader.read()]
+    seen += [message["n"] for message in reader.read()]
+    assert process.returncode == 0
+    assert seen == list(range(2 * count))

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from slurmrl.channel.frame import encode
+from slurmrl.channel.pipe import Connection
+from slurmrl.errors import CorruptFileError
+
+Pair = tuple[Connection, Connection]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    ours, theirs = Connection.pair()
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+def test_messages_arrive_once_and_in_order(pair: Pair) -> None:
+    ours, theirs = pair
+    assert theirs.receive_available() == []
+    ours.send({"n": 0})
+    ours.send({"n": 1})
+    ours.send({"n": 2})
+    assert theirs.receive(timeout_s=60) == {"n": 0}
+    assert theirs.receive_available() == [{"n": 1}, {"n": 2}]
+    theirs.send({"back": True})
+    assert ours.receive(timeout_s=None) == {"back": True}
+    assert not ours.closed
+
+
+def test_receive_is_bounded(pair: Pair) -> None:
+    assert pair[0].receive(timeout_s=0) is None
+    assert pair[0].receive(timeout_s=0.02) is None
+    assert not pair[0].closed
+
+
+def test_the_end_comes_after_the_last_message(pair: Pair) -> None:
+    ours, theirs = pair
+    theirs.send({"never": "read"})
+    ours.send({"n": 0})
+    ours.send({"n": 1})
+    ours.close()
+    assert ours.closed
+    assert not theirs.closed
+    assert theirs.receive(timeout_s=60) == {"n": 0}
+    assert not theirs.closed
+    assert theirs.receive(timeout_s=60) == {"n": 1}
+    assert theirs.receive(timeout_s=None) is None
+    assert theirs.closed
+    theirs.send({"to": "nobody"})
+    assert theirs.receive_available() == []
+
+
+def test_half_a_message_at_the_end_is_dropped() -> None:
+    raw, end = socket.socketpair()
+    connection = Connection(end)
+    raw.sendall(encode({"n": 0}) + encode({"n": 1})[:-1])
+    raw.close()
+    assert connection.receive_available() == [{"n": 0}]
+    assert connection.closed
+    connection.close()
+
+
+def test_garbage_is_an_error() -> None:
+    raw, end = socket.socketpair()
+    connection = Connection(end)
+    raw.sendall(b"printed by accident\n")
+    with pytest.raises(CorruptFileError):
+        connection.receive_available()
+    connection.close()
+    raw.close()
+
+
+def test_sending_never_blocks_and_queued_messages_go_on(pair: Pair) -> None:
+    ours, theirs = pair
+    sent = [{"n": number, "long": "x" * 100_000} for number in range(20)]
+    for message in sent:
+        ours.send(message)
+    assert not ours.flush()
+    received = []
+    while len(received) < len(sent):
+        received += theirs.receive_available()
+        ours.flush()
+    assert received == sent
+    assert ours.flush()
+
+
+def test_waiting_sends_on_what_is_queued(pair: Pair) -> None:
+    ours, theirs = pair
+    ours.send({"long": "x" * 2_000_000})
+    received = []
+
+    def answer() -> None:
+        received.append(theirs.receive(timeout_s=60))
+        theirs.send({"done": True})
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    assert ours.receive(timeout_s=60) == {"done": True}
+    thread.join()
+    assert len(received[0]["long"]) == 2_000_000
+
+
+def test_a_peer_that_went_away_with_messages_queued(pair: Pair) -> None:
+    ours, theirs = pair
+    ours.send({"long": "x" * 2_000_000})
+    theirs.close()
+    assert ours.receive(timeout_s=60) is None
+    assert ours.closed
+    assert ours.flush()
+
+
+def test_descriptors_are_passed_in_order(pair: Pair) -> None:
+    ours, theirs = pair
+    assert theirs.take_fd() is None
+    pipes = [os.pipe() for _ in range(2)]
+    ours.send({"n": 0})
+    for number, (read_end, write_end) in enumerate(pipes):
+        ours.send_with_fd({"n": number + 1}, write_end)
+        os.close(write_end)
+        ours.send({"between": number, "read_end": read_end})
+    assert [message.get("n") for message in theirs.receive_available()] == [0, 1, None, 2, None]
+    for number, (read_end, _) in enumerate(pipes):
+        taken = theirs.take_fd()
+        assert taken is not None
+        assert not os.get_inheritable(taken)
+        os.write(taken, str(number).encode())
+        os.close(taken)
+        assert os.read(read_end, 10) == str(number).encode()
+        assert os.read(read_end, 10) == b""
+        os.close(read_end)
+    assert theirs.take_fd() is None
+
+
+def test_a_descriptor_waits_its_turn_behind_queued_messages(pair: Pair) -> None:
+    ours, theirs = pair
+    read_end, write_end = os.pipe()
+    ours.send({"long": "x" * 2_000_000})
+    ours.send_with_fd({"with": "fd"}, write_end)
+    os.close(write_end)
+    received = []
+    while len(received) < 2:
+        received += theirs.receive_available()
+        ours.flush()
+    taken = theirs.take_fd()
+    assert taken is not None
+    os.close(taken)
+    assert os.read(read_end, 1) == b""
+    os.close(read_end)
+
+
+def test_descriptors_that_nobody_took_are_closed(pair: Pair) -> None:
+    ours, theirs = pair
+    read_end, write_end = os.pipe()
+    ours.send_with_fd({}, write_end)
+    os.close(write_end)
+    theirs.receive_available()
+    theirs.close()
+    assert os.read(read_end, 1) == b""
+    os.close(read_end)
+
+
+CHILD = """
+import sys
+from slurmrl.channel.pipe import Connection
+connection = Connection.from_fd(int(sys.argv[1]))
+while (message := connection.receive(timeout_s=60)) is not None:
+    connection.send({"echo": message})
+sys.exit(7 if connection.closed else 1)
+"""
+
+
+def test_a_child_process_echoes_and_sees_the_end() -> None:
+    ours, theirs = socket.socketpair()
+    child = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(theirs.fileno())], pass_fds=[theirs.fileno()]
+    )
+    theirs.close()
+    connection = Connection(ours)
+    for size in (1, 1000, 1_000_000):
+        connection.send({"x": "x" * size})
+        assert connection.receive(timeout_s=60) == {"echo": {"x": "x" * size}}
+    connection.close()
+    assert child.wait(timeout=60) == 7
