@@ -4,31 +4,133 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from slurmrl.allocation.backends import AXIS_OF
+from slurmrl.errors import AllocationError
 
 AXES: Final = tuple(AXIS_OF.values())
+ATTENTION_LETTERS: Final = "dtpc"
+EXPERT_LETTERS: Final = "dtpe"
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """How experts lie on the ranks of a pipeline stage: ``dp`` copies of ``ep`` parts of all
+    experts, each expert split over ``tp`` ranks. (edp, ep and etp of the whole model.)"""
+
+    dp: int
+    tp: int
+    ep: int
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """A backend and the size of every axis (1 where the string does not say). ``str`` gives a
-    string that parses back to an equal allocation."""
+    """A backend and the size of every axis (1 where the string does not say). ``experts`` is None
+    for a model whose expert half, if it has one, lies as the rest does.
+
+    ``str`` gives a string that parses back to an equal allocation. Raises AllocationError where
+    the two halves do not lie on the same ranks.
+    """
 
     backend: str
     name: str = ""
     sizes: Mapping[str, int] = field(default_factory=lambda: dict.fromkeys(AXES, 1))
+    experts: ExpertSizes | None = None
+
+    def __post_init__(self) -> None:
+        if self.experts is None and self.sizes["ep"] > 1:
+            object.__setattr__(self, "experts", self._spread_experts())
+        if self.experts is not None:
+            self._check_experts(self.experts)
 
     @property
     def world_size(self) -> int:
         """Ranks that it takes. Experts are spread over the ranks of the other axes."""
         return self.sizes["dp"] * self.sizes["tp"] * self.sizes["pp"] * self.sizes["cp"]
 
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.world_size // self.sizes["pp"]
+
+    @property
+    def instance_size(self) -> int:
+        """Ranks of one copy of the model."""
+        return self.sizes["tp"] * self.sizes["pp"]
+
+    @property
+    def etp(self) -> int:
+        """Ranks that share one expert."""
+        return self.experts.tp if self.experts else 1
+
+    @property
+    def edp(self) -> int:
+        """Copies of each expert."""
+        return self.experts.dp if self.experts else self.sizes["dp"]
+
+    def explain(self) -> dict[str, Any]:
+        """The sizes as plain values; both halves where experts lie in their own way."""
+        shown: dict[str, Any] = {
+            "backend": self.backend,
+            "name": self.name or None,
+            "string": str(self),
+            "world_size": self.world_size,
+            **self.sizes,
+            "etp": self.etp,
+            "edp": self.edp,
+        }
+        if self.experts is not None:
+            world_size, pp = self.world_size, self.sizes["pp"]
+            dense = {axis: self.sizes[axis] for axis in ("dp", "pp", "tp", "cp")}
+            half = {"dp": self.edp, "pp": pp, "tp": self.etp, "ep": self.sizes["ep"]}
+            shown["attn"] = {**dense, "world_size": world_size}
+            shown["ffn"] = {**half, "world_size": world_size}
+        return shown
+
     def __str__(self) -> str:
         name = f"[{self.name}]" if self.name else ""
-        written = [f"{d}{self.sizes[a]}" for d, a in AXIS_OF.items() if self.sizes[a] > 1]
-        return f"{self.backend}{name}:{''.join(written) or 'd1'}"
+        dense = {letter: self.sizes[axis] for letter, axis in AXIS_OF.items()}
+        if not self._has_halves:
+            return f"{self.backend}{name}:{_written(dense)}"
+        half = {"d": self.edp, "t": self.etp, "p": self.sizes["pp"], "e": self.sizes["ep"]}
+        attention = _written(dense | {"e": 1})
+        return f"{self.backend}{name}:(attn:{attention}|ffn:{_written(half)})"
 
     def __hash__(self) -> int:
         return hash(str(self))
+
+    @property
+    def _has_halves(self) -> bool:
+        """Whether the short form would mean something else."""
+        if self.experts is None:
+            return False
+        return self.sizes["ep"] == 1 or self.experts != self._spread_experts()
+
+    def _spread_experts(self) -> ExpertSizes:
+        """Whole experts, spread over all ranks of a stage."""
+        ep = self.sizes["ep"]
+        if self.stage_size % ep:
+            raise AllocationError(
+                f"e{ep} does not divide the {self.stage_size} ranks (d*t*c) of a pipeline stage; "
+                f"allowed: {_divisors(self.stage_size)}"
+            )
+        return ExpertSizes(self.stage_size // ep, 1, ep)
+
+    def _check_experts(self, experts: ExpertSizes) -> None:
+        product = experts.dp * experts.tp * experts.ep
+        if product != self.stage_size or experts.ep != self.sizes["ep"]:
+            raise AllocationError(
+                f"attention takes {self.world_size} ranks (d*t*p*c), experts "
+                f"{product * self.sizes['pp']} (d*t*p*e): they must be the same number"
+            )
+
+
+def _written(sizes: Mapping[str, int]) -> str:
+    return "".join(f"{letter}{size}" for letter, size in sizes.items() if size > 1) or "d1"
+
+
+def _divisors(number: int) -> str:
+    """The divisors, the first dozen of them."""
+    found = [str(size) for size in range(1, min(number, 4096) + 1) if number % size == 0]
+    return ", ".join(found[:12]) + (", …" if len(found) > 12 else "")

@@ -14,16 +14,22 @@ class Backend:
     name: str
     dimensions: str
     """The letters that it takes."""
+    trains: bool = True
+    """Whether it trains; the others only generate."""
+    halves: bool = False
+    """Whether attention and experts may lie differently: ``(attn:…|ffn:…)``."""
+    serves: bool = False
+    """Whether it is a server of its own, whose copies are tasks of an elastic group."""
 
 
 BACKENDS: Final = {
     backend.name: backend
     for backend in (
-        Backend("fsdp", "dtc"),
-        Backend("archon", "dtpce"),
-        Backend("megatron", "dtpce"),
-        Backend("native", "dt"),
-        Backend("sglang", "dtp"),
-        Backend("vllm", "dtp"),
+        Backend("fsdp", "dtc", halves=True),
+        Backend("archon", "dtpce", halves=True),
+        Backend("megatron", "dtpce", halves=True),
+        Backend("native", "dt", trains=False),
+        Backend("sglang", "dtp", trains=False, serves=True),
+        Backend("vllm", "dtp", trains=False, serves=True),
     )
 }

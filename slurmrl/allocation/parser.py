@@ -1,124 +1,217 @@
-"""Reads ``<backend>[<name>]:<dimensions>``, for example ``fsdp:d2`` or ``megatron[big]:d2 p2 t4``.
+"""Reads the strings. Blanks are ignored, letters are lower case, sizes are whole numbers from 1
+without leading zeros, and each dimension stands at most once. Errors point at the character.
 
-Blanks are ignored, letters are lower case, sizes are whole numbers from 1 without leading zeros,
-and each dimension stands at most once. Errors point at the character.
+    components := place ("+" place)*
+    place      := single ("|" single)*
+    single     := backend ["[" name "]"] ":" (dimensions | halves | "(" halves ")")
+    halves     := "attn:" dimensions "|" "ffn:" dimensions
+    dimensions := (("d" | "t" | "p" | "c" | "e") size)+
 """
 
 from __future__ import annotations
 
-import re
-from typing import Final, NoReturn
+from dataclasses import dataclass, field
+from typing import NoReturn
 
-from slurmrl.allocation.allocation import AXES, Allocation
+from slurmrl.allocation.allocation import (
+    ATTENTION_LETTERS,
+    AXES,
+    EXPERT_LETTERS,
+    Allocation,
+    ExpertSizes,
+)
 from slurmrl.allocation.backends import AXIS_OF, BACKENDS, Backend
+from slurmrl.allocation.components import Components
+from slurmrl.allocation.scanner import WORD, Scanner
 from slurmrl.errors import AllocationError
 from slurmrl.registry import near
 
-_WORD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_DIGITS: Final = re.compile(r"[0-9]+")
-LARGEST_SIZE: Final = 1_000_000
+ENDS = frozenset({"", "+", "|"})
+"""What may follow a single allocation."""
 
 
 def parse(text: str) -> Allocation:
-    """Raises AllocationError that points at the character and says what is allowed there."""
+    """One allocation. Raises AllocationError that points at the character and says what is
+    allowed there."""
     scanner = Scanner(text)
+    allocation = single(scanner)
+    if scanner.character in ("+", "|"):
+        scanner.fail("expected one allocation: components joined by '+' or '|' stand elsewhere")
+    return allocation
+
+
+def parse_components(text: str) -> Components:
+    """One or more allocations. Three or more all have a name, and so has each that shares the
+    ranks of another before it; those take equally many ranks."""
+    scanner = Scanner(text)
+    places: list[list[Allocation]] = [[]]
+    starts: list[int] = []
+    while True:
+        scanner.skip_blanks()
+        starts.append(scanner.position)
+        allocation = single(scanner)
+        _check_place(scanner, places[-1], allocation, starts[-1])
+        _check_name(scanner, [one for place in places for one in place], allocation, starts[-1])
+        places[-1].append(allocation)
+        if scanner.take_if("+"):
+            places.append([])
+        elif not scanner.take_if("|"):
+            break
+    components = Components(tuple(tuple(place) for place in places))
+    if len(components) > 2:
+        for one, start in zip(components, starts, strict=True):
+            if not one.name:
+                scanner.fail("of three or more components each needs a [name]", start)
+    return components
+
+
+def _check_place(
+    scanner: Scanner, place: list[Allocation], allocation: Allocation, start: int
+) -> None:
+    if not place:
+        return
+    if not allocation.name:
+        scanner.fail("a component on the ranks of another needs a [name]", start)
+    if allocation.world_size != place[0].world_size:
+        scanner.fail(
+            f"takes {allocation.world_size} ranks, but '{place[0]}', on whose ranks it is, takes "
+            f"{place[0].world_size}",
+            start,
+        )
+
+
+def _check_name(
+    scanner: Scanner, earlier: list[Allocation], allocation: Allocation, start: int
+) -> None:
+    if allocation.name and allocation.name in {one.name for one in earlier}:
+        scanner.fail(f"two components are named '{allocation.name}'", start)
+
+
+def single(scanner: Scanner) -> Allocation:
+    """One allocation, up to a ``+``, a ``|`` or the end."""
     backend = _backend(scanner)
     name = _name(scanner)
     scanner.expect(":", f"':' and dimensions, for example {backend.name}:d2")
-    sizes = _dimensions(scanner, backend)
-    return Allocation(backend.name, name, sizes)
+    if scanner.character == "(" or scanner.comes("attn"):
+        allocation = _halves(scanner, backend, name)
+    else:
+        dimensions = _dimensions(scanner, backend.name, backend.dimensions)
+        allocation = _plain(scanner, backend, name, dimensions)
+    if scanner.character not in ENDS:
+        scanner.fail("expected '+', '|' or the end")
+    return allocation
 
 
-class Scanner:
-    """A position in a text, and errors that point there."""
+@dataclass
+class Dimensions:
+    """Sizes by letter, and where each stands."""
 
-    def __init__(self, text: str) -> None:
-        self.text = text
-        self.position = 0
+    sizes: dict[str, int] = field(default_factory=dict)
+    starts: dict[str, int] = field(default_factory=dict)
 
-    def skip_blanks(self) -> None:
-        while self.text[self.position : self.position + 1].isspace():
-            self.position += 1
-
-    @property
-    def character(self) -> str:
-        """The next character that is not blank; empty at the end."""
-        self.skip_blanks()
-        return self.text[self.position : self.position + 1]
-
-    def take(self, pattern: re.Pattern[str]) -> str:
-        """The text at the position that matches, which may be empty."""
-        self.skip_blanks()
-        match = pattern.match(self.text, self.position)
-        if match is None:
-            return ""
-        self.position = match.end()
-        return match[0]
-
-    def expect(self, character: str, wanted: str) -> None:
-        if self.character != character:
-            self.fail(f"expected {wanted}")
-        self.position += 1
-
-    def fail(self, message: str, at: int | None = None) -> NoReturn:
-        position = self.position if at is None else at
-        found = self.text[position : position + 1]
-        shown = f"'{found}'" if found else "the end"
-        raise AllocationError(
-            f"{self.text!r}: at character {position + 1} ({shown}): {message}\n"
-            f"    {self.text}\n    {' ' * position}^"
-        )
+    def axes(self) -> dict[str, int]:
+        return dict.fromkeys(AXES, 1) | {AXIS_OF[letter]: n for letter, n in self.sizes.items()}
 
 
 def _backend(scanner: Scanner) -> Backend:
     scanner.skip_blanks()
     start = scanner.position
-    word = scanner.take(_WORD)
+    word = scanner.take(WORD)
     if word not in BACKENDS:
-        known = list(BACKENDS)
-        if not word:
-            scanner.fail(f"expected a backend; allowed: {', '.join(known)}", start)
-        scanner.fail(f"unknown backend '{word}'; {near(word, known)}", start)
+        _unknown_backend(scanner, word, start)
     return BACKENDS[word]
 
 
+def _unknown_backend(scanner: Scanner, word: str, start: int) -> NoReturn:
+    known = list(BACKENDS)
+    if not word:
+        scanner.fail(f"expected a backend; allowed: {', '.join(known)}", start)
+    scanner.fail(f"unknown backend '{word}'; {near(word, known)}", start)
+
+
 def _name(scanner: Scanner) -> str:
-    if scanner.character != "[":
+    if not scanner.take_if("["):
         return ""
-    scanner.position += 1
-    name = scanner.take(_WORD)
+    name = scanner.take(WORD)
     if not name:
         scanner.fail("expected a name of letters, digits and '_'")
     scanner.expect("]", "']' after the name")
     return name
 
 
-def _dimensions(scanner: Scanner, backend: Backend) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    while scanner.character:
-        letter = scanner.character
-        allowed = ", ".join(backend.dimensions)
+def _dimensions(scanner: Scanner, owner: str, allowed: str, *, strict: bool = False) -> Dimensions:
+    """``strict`` refuses letters that are not allowed even with size 1."""
+    found = Dimensions()
+    listed = ", ".join(allowed)
+    while scanner.character not in ENDS and scanner.character != ")":
+        letter, start = scanner.character, scanner.position
         if letter not in AXIS_OF:
-            scanner.fail(f"expected a dimension of {backend.name}: {allowed}")
-        if AXIS_OF[letter] in sizes:
+            scanner.fail(f"expected a dimension of {owner}: {listed}")
+        if letter in found.sizes:
             scanner.fail(f"dimension '{letter}' is there twice")
-        start = scanner.position
         scanner.position += 1
-        size = _size(scanner, letter)
-        if size > 1 and letter not in backend.dimensions:
-            scanner.fail(f"{backend.name} has no dimension '{letter}'; allowed: {allowed}", start)
-        sizes[AXIS_OF[letter]] = size
-    if not sizes:
-        scanner.fail(f"expected a dimension of {backend.name}: {', '.join(backend.dimensions)}")
-    return dict.fromkeys(AXES, 1) | sizes
+        size = scanner.size(letter)
+        if letter not in allowed and (size > 1 or strict):
+            scanner.fail(f"{owner} has no dimension '{letter}'; allowed: {listed}", start)
+        found.sizes[letter] = size
+        found.starts[letter] = start
+    if not found.sizes:
+        scanner.fail(f"expected a dimension of {owner}: {listed}")
+    return found
 
 
-def _size(scanner: Scanner, letter: str) -> int:
-    scanner.skip_blanks()
+def _plain(scanner: Scanner, backend: Backend, name: str, dimensions: Dimensions) -> Allocation:
+    try:
+        return Allocation(backend.name, name, dimensions.axes())
+    except AllocationError as error:
+        scanner.fail(str(error), dimensions.starts["e"])
+
+
+def _halves(scanner: Scanner, backend: Backend, name: str) -> Allocation:
+    if not backend.halves:
+        able = ", ".join(one.name for one in BACKENDS.values() if one.halves)
+        scanner.fail(f"{backend.name} takes no (attn:…|ffn:…); allowed with: {able}")
+    wrapped = scanner.take_if("(")
+    attention = _half(scanner, backend, "attn", ATTENTION_LETTERS)
+    scanner.expect("|", "'|' and 'ffn:' after the dimensions of attention")
     start = scanner.position
-    digits = scanner.take(_DIGITS)
-    if not digits or digits.startswith("0") or len(digits) > 7 or int(digits) > LARGEST_SIZE:
+    ffn = _half(scanner, backend, "ffn", EXPERT_LETTERS)
+    if wrapped:
+        scanner.expect(")", "')' after the dimensions of the experts")
+    elif scanner.character == ")":
+        scanner.fail("this ')' has no '(' before it")
+    sizes = attention.axes() | {"ep": ffn.sizes.get("e", 1)}
+    try:
+        return Allocation(backend.name, name, sizes, _experts(scanner, sizes, ffn, start))
+    except AllocationError as error:
+        if "at character" in str(error):
+            raise
+        scanner.fail(str(error), start)
+
+
+def _half(scanner: Scanner, backend: Backend, word: str, letters: str) -> Dimensions:
+    if not scanner.take_if(word):
+        scanner.fail(f"expected '{word}:' and its dimensions")
+    scanner.expect(":", f"':' after {word}")
+    allowed = "".join(letter for letter in letters if letter in backend.dimensions)
+    found = _dimensions(scanner, f"{word} of {backend.name}", letters, strict=True)
+    for letter, size in found.sizes.items():
+        if letter not in allowed and size > 1:
+            message = f"{backend.name} has no dimension '{letter}'; allowed: {', '.join(allowed)}"
+            scanner.fail(message, found.starts[letter])
+    return found
+
+
+def _experts(scanner: Scanner, sizes: dict[str, int], ffn: Dimensions, start: int) -> ExpertSizes:
+    """The experts' sizes; ``d`` follows from the others where it is left out."""
+    pp, tp, ep = sizes["pp"], ffn.sizes.get("t", 1), ffn.sizes.get("e", 1)
+    if ffn.sizes.get("p", pp) != pp:
+        scanner.fail(f"attention has p{pp}: both halves have the same p", ffn.starts["p"])
+    stage = sizes["dp"] * sizes["tp"] * sizes["cp"]
+    if "d" not in ffn.sizes and stage % (tp * ep):
         scanner.fail(
-            f"'{letter}' needs a whole number from 1 to {LARGEST_SIZE} without leading zeros", start
+            f"d of the experts cannot be derived: t*e = {tp * ep} does not divide the {stage} "
+            "ranks (d*t*c) of a pipeline stage",
+            start,
         )
-    return int(digits)
+    return ExpertSizes(ffn.sizes.get("d", stage // (tp * ep)), tp, ep)

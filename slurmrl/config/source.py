@@ -85,6 +85,8 @@ def compose(text: str, name: str) -> Node | None:
         raise ConfigError((Problem(where, "", message),)) from error
     except YAMLError as error:
         raise ConfigError((Problem(name, "", f"not valid YAML: {error}"),)) from error
+    except RecursionError as error:
+        raise ConfigError((Problem(name, "", "nested too deeply"),)) from error
 
 
 def _yaml() -> YAML:

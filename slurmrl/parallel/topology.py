@@ -56,11 +56,10 @@ class ProcessTopology:
 
     def groups(self, axis: str) -> list[list[int]]:
         """The ranks of every group along an axis; together they hold each rank once."""
-        return [
-            self.peers(rank, axis)
-            for rank in range(self.world_size)
-            if self.coordinate(rank, axis) == 0
-        ]
+        index = self._index(axis)
+        size, stride = self.sizes[index], self._strides[index]
+        firsts = self.filter(**{axis: 0})
+        return [list(range(first, first + size * stride, stride)) for first in firsts]
 
     def filter(self, **coordinates: int) -> list[int]:
         """The ranks at the given coordinates of some axes, in order."""

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from slurmrl.allocation import parse
+from slurmrl.allocation import Allocation
 from slurmrl.config.schema import Config
 from slurmrl.graph.call import Call
 from slurmrl.graph.dataset import DATASET_KEYS
 from slurmrl.graph.graph import Graph
 from slurmrl.graph.roles import RoleUse
+from slurmrl.plan import placement
+from slurmrl.plan.estimates import layout_of, model_of
+from slurmrl.plan.memory import uses_sequence_parallel
 from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Plan
+from slurmrl.plan.placement import ROLLOUTS, TRAINERS, Placement
 from slurmrl.plan.settings import Settings
 
-LARGEST_HOST: Final = 8
-"""Workers that are put on one host where the user does not say."""
+AXIS_ORDER: Final = ("pp", "dp", "cp", "tp")
+"""From the outermost to the innermost: tensor-parallel ranks talk most and lie closest, stages
+talk least. The order is Megatron's (Narayanan et al. 2021)."""
 FIRST_GPU: Final = Path("/dev/nvidia0")
 
 
 def make_plan(settings: Settings, *, scheduler: str) -> Plan:
     """The plan for ``scheduler``, ``"local"`` or ``"slurm"``."""
     config, algorithm = settings.config, settings.algorithm
-    models = {use.role: _model(config, use) for use in algorithm.roles()}
-    group = _group(config, max(len(model.ranks) for model in models.values()), scheduler)
+    uses = {use.role: use for use in algorithm.roles()}
+    placed = placement.placements(config, uses)
+    models = {
+        name: _model(config, uses.get(name) or RoleUse(name, trained=False), one)
+        for name, one in placed.items()
+    }
     calls = Graph(algorithm.calls(config), DATASET_KEYS[config.dataset.type]).order
     evaluation_calls: Sequence[Call] = ()
     if config.evaluation is not None:
@@ -33,46 +42,91 @@ def make_plan(settings: Settings, *, scheduler: str) -> Plan:
     return Plan(
         experiment=config.experiment,
         trial=config.trial,
-        groups=(group,),
+        groups=tuple(_groups(config, placed, scheduler)),
         models=models,
         calls=tuple(_call(call, models) for call in calls),
         evaluation_calls=tuple(_call(call, models) for call in evaluation_calls),
     )
 
 
-def _model(config: Config, use: RoleUse) -> ModelPlan:
-    allocation = parse(getattr(config, use.role).backend)
+def _model(config: Config, use: RoleUse, placed: Placement) -> ModelPlan:
+    allocation = placed.allocation
+    trains = model_of(config, use.role)
+    said = trains.model if use.role != ROLLOUTS else None
     return ModelPlan(
         role=use.role,
         backend=str(allocation),
         engine=allocation.backend,
-        sizes=dict(allocation.sizes),
-        ranks=tuple(range(allocation.world_size)),
+        sizes={axis: allocation.sizes[axis] for axis in AXIS_ORDER},
+        ranks=placed.ranks,
         trained=use.trained,
         head=use.head,
+        group=placed.group,
+        expert_sizes=expert_sizes(allocation),
+        virtual_pipeline=(said.virtual_pipeline_model_parallel_size if said else None) or 1,
+        sequence_parallel=use.role != ROLLOUTS and uses_sequence_parallel(trains, allocation),
     )
 
 
-def _group(config: Config, workers: int, scheduler: str) -> GroupPlan:
-    cluster = config.cluster
-    per_host = workers
-    if scheduler != "local":
-        per_host = cluster.workers_per_host or min(workers, LARGEST_HOST)
-    gpus = cluster.gpus_per_worker
+def expert_sizes(allocation: Allocation) -> dict[str, int]:
+    """The experts' own grid, in Megatron's order too; empty where there is none."""
+    experts = allocation.experts
+    if experts is None:
+        return {}
+    return {"pp": allocation.sizes["pp"], "dp": experts.dp, "ep": experts.ep, "tp": experts.tp}
+
+
+def _groups(config: Config, placed: Mapping[str, Placement], scheduler: str) -> Iterable[GroupPlan]:
+    """The trainers' job, and the servers' array with one task for each copy of the model."""
+    workers = placement.trainers(placed.values())
+    gpus = config.cluster.gpus_per_worker
     if gpus is None:
         gpus = 1 if scheduler != "local" or FIRST_GPU.exists() else 0
+    yield _group(config, gpus, TRAINERS, *_hosts(config, placed, workers, scheduler))
+    rollout = placed.get(ROLLOUTS)
+    if rollout is not None and rollout.group == ROLLOUTS:
+        allocation = rollout.allocation
+        shape = (allocation.sizes["dp"], allocation.instance_size)
+        yield _group(config, gpus, ROLLOUTS, *shape, elastic=True)
+
+
+def _hosts(
+    config: Config, placed: Mapping[str, Placement], workers: int, scheduler: str
+) -> tuple[int, int]:
+    """Hosts, and the equal number of workers on each."""
+    if scheduler == "local":
+        return 1, workers
+    tp = [one.allocation.sizes["tp"] for one in placed.values() if one.group == TRAINERS]
+    per_host = config.cluster.workers_per_host or placement.workers_per_host(workers, tp)
+    return -(-workers // per_host), per_host
+
+
+def _group(
+    config: Config,
+    gpus: int,
+    name: str,
+    hosts: int,
+    workers_per_host: int,
+    *,
+    elastic: bool = False,
+) -> GroupPlan:
+    cluster = config.cluster
     return GroupPlan(
-        hosts=-(-workers // per_host),
-        workers_per_host=per_host,
+        name=name,
+        hosts=hosts,
+        workers_per_host=workers_per_host,
         gpus_per_worker=gpus,
         threads_per_worker=cluster.threads_per_worker,
         cpus_per_worker=cluster.cpus_per_worker or cluster.threads_per_worker,
         links=cluster.slurm.links,
+        elastic=elastic,
     )
 
 
-def _call(call: Call, models: dict[str, ModelPlan]) -> CallPlan:
+def _call(call: Call, models: Mapping[str, ModelPlan]) -> CallPlan:
     """A call without a model runs where the actor does."""
+    layout = layout_of(call, list(models)) or "actor"
+    elsewhere = call.role is not None and layout != call.role
     return CallPlan(
         name=call.name,
         role=call.role,
@@ -80,5 +134,7 @@ def _call(call: Call, models: dict[str, ModelPlan]) -> CallPlan:
         interface=call.interface,
         inputs=call.inputs,
         outputs=call.outputs,
-        ranks=models[call.role or "actor"].ranks,
+        ranks=models[layout].ranks,
+        layout=layout if elsewhere else None,
+        pre_hooks=(f"reallocate {call.role} -> {layout}",) if elsewhere else (),
     )

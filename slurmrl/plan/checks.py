@@ -11,16 +11,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from slurmrl.allocation import parse
 from slurmrl.config.conditions import StopWhen
 from slurmrl.config.schema import Dataset
 from slurmrl.config.source import KeyPath
-from slurmrl.errors import AllocationError, Problem, UsageError
+from slurmrl.errors import Problem, UsageError
 from slurmrl.graph.call import Call
 from slurmrl.graph.dataset import DATASET_KEYS
 from slurmrl.graph.graph import Graph
 from slurmrl.plan.draft import Draft
-from slurmrl.plan.engines import rules_of
+from slurmrl.plan.layouts import LAYOUT_CHECKS, SUBMISSION_CHECKS
 from slurmrl.plan.weights import tokenizer, weights
 from slurmrl.registry import near, resolve
 
@@ -33,78 +32,37 @@ OWN_REWARD: Final = re.compile(r"[\w.]+:\w+")
 
 
 def check(draft: Draft) -> list[Problem]:
+    """What keeps a configuration from being planned."""
     return [problem for one in CHECKS for problem in one(draft)]
 
 
-def _backends(draft: Draft) -> Iterator[Problem]:
-    """A wrong backend is told once, at the role that wrote it."""
-    for role, model in draft.models():
-        if role != "actor" and not draft.writes(role, "backend"):
-            continue
-        try:
-            rules_of(parse(model.backend))
-        except AllocationError as error:
-            yield draft.problem((role, "backend"), str(error))
-    if draft.config.rollout.backend:
-        message = (
-            f"'{draft.config.rollout.backend}' is not allowed: the actor's own engine generates "
-            "in this version; leave it empty"
-        )
-        yield draft.problem(("rollout", "backend"), message)
+def check_submission(draft: Draft) -> list[Problem]:
+    """What keeps a planned configuration from being submitted."""
+    return [problem for one in SUBMISSION for problem in one(draft)]
 
 
-def _same_ranks(draft: Draft) -> Iterator[Problem]:
-    allocations = draft.allocations()
-    actor = allocations.get("actor")
-    for role, allocation in allocations.items():
-        if actor is not None and allocation.sizes != actor.sizes:
-            message = (
-                f"'{allocation}' is not allowed: in this version all models lie like the actor, "
-                f"'{actor}'"
-            )
-            yield draft.problem((role, "backend"), message)
-
-
-def _batches(draft: Draft) -> Iterator[Problem]:
-    """Every data-parallel rank gets the same number of items, and at least one."""
-    actor = draft.allocations().get("actor")
-    if actor is None:
-        return
-    size = actor.sizes["dp"]
-    if draft.algorithm.batch_size % size:
-        message = (
-            f"{draft.algorithm.batch_size} is not allowed: must be a multiple of {size}, the "
-            f"data-parallel size of actor.backend '{actor}'"
-        )
-        yield draft.problem(("algorithm", "batch_size"), message)
-    evaluation = draft.config.evaluation
-    if evaluation is not None and evaluation.samples is not None and evaluation.samples < size:
-        message = f"{evaluation.samples} is not allowed: must be at least {size}, one for each rank"
-        yield draft.problem(("evaluation", "samples"), message)
-
-
-def _datasets(draft: Draft) -> Iterator[Problem]:
-    config = draft.config
-    yield from _dataset(draft, config.dataset, ("dataset",), draft.algorithm.dataset_types)
+def _datasets(draft: Draft) -> Iterator[tuple[KeyPath, Dataset, Sequence[str]]]:
+    """The datasets of a trial, where they stand, and the types that they may have."""
+    config, algorithm = draft.config, draft.algorithm
+    yield ("dataset",), config.dataset, algorithm.dataset_types
     if config.evaluation is not None:
-        where = ("evaluation", "dataset")
-        types = draft.algorithm.evaluation_types
-        yield from _dataset(draft, config.evaluation.dataset, where, types)
+        yield ("evaluation", "dataset"), config.evaluation.dataset, algorithm.evaluation_types
 
 
-def _dataset(
-    draft: Draft, dataset: Dataset, where: KeyPath, types: Sequence[str]
-) -> Iterator[Problem]:
-    if dataset.type not in types:
-        task = "learns from" if where == ("dataset",) else "evaluates"
-        message = (
-            f"'{dataset.type}' is not allowed: {draft.algorithm.name} {task} {' or '.join(types)}"
-        )
-        yield draft.problem((*where, "type"), message)
-    path = Path(dataset.path)
-    if not path.is_file():
-        reason = "it is a folder" if path.is_dir() else "there is no such file"
-        yield draft.problem((*where, "path"), f"'{path}' is not allowed: {reason}")
+def _dataset_types(draft: Draft) -> Iterator[Problem]:
+    for where, dataset, types in _datasets(draft):
+        if dataset.type not in types:
+            task = "learns from" if where == ("dataset",) else "evaluates"
+            rule = f"{draft.algorithm.name} {task} {' or '.join(types)}"
+            yield draft.problem((*where, "type"), f"'{dataset.type}' is not allowed: {rule}")
+
+
+def _dataset_files(draft: Draft) -> Iterator[Problem]:
+    for where, dataset, _ in _datasets(draft):
+        path = Path(dataset.path)
+        if not path.is_file():
+            reason = "it is a folder" if path.is_dir() else "there is no such file"
+            yield draft.problem((*where, "path"), f"'{path}' is not allowed: {reason}")
 
 
 def _reward(draft: Draft) -> Iterator[Problem]:
@@ -164,27 +122,18 @@ def _graph(
             yield draft.problem((section,), line)
 
 
-def _hosts(draft: Draft) -> Iterator[Problem]:
-    """Workers fill their hosts. (The local scheduler has one host and ignores the setting.)"""
-    actor = draft.allocations().get("actor")
-    per_host = draft.config.cluster.workers_per_host
-    if actor is not None and per_host is not None and actor.world_size % per_host:
-        message = (
-            f"{per_host} is not allowed: must divide {actor.world_size}, the number of workers of "
-            f"actor.backend '{actor}'"
-        )
-        yield draft.problem(("cluster", "workers_per_host"), message)
-
-
 CHECKS: Final[tuple[Check, ...]] = (
-    _backends,
-    _same_ranks,
-    _batches,
-    _hosts,
-    weights,
-    tokenizer,
-    _datasets,
+    *LAYOUT_CHECKS,
+    _dataset_types,
     _reward,
     _stop_when,
     _graphs,
 )
+"""What must hold of every plan."""
+SUBMISSION: Final[tuple[Check, ...]] = (
+    *SUBMISSION_CHECKS,
+    weights,
+    tokenizer,
+    _dataset_files,
+)
+"""What must hold besides, before a trial can be submitted: files and engines that are there."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from slurmrl.allocation import Allocation, parse
+from slurmrl.allocation import Allocation
 from slurmrl.config.schema import Config, Model
 from slurmrl.config.source import KeyPath, Source
-from slurmrl.errors import AllocationError, Problem
+from slurmrl.errors import Problem
 from slurmrl.plan.algorithms import Algorithm
-from slurmrl.plan.engines import rules_of
+from slurmrl.plan.placement import Placement, placements
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,12 @@ class Draft:
         for use in self.algorithm.roles():
             yield use.role, getattr(self.config, use.role)
 
+    def placements(self) -> dict[str, Placement]:
+        """Where the models lie, those with a right string."""
+        return placements(self.config, [use.role for use in self.algorithm.roles()])
+
     def allocations(self) -> dict[str, Allocation]:
-        """The roles' allocations, those that are right and have an engine."""
-        allocations = {}
-        for role, model in self.models():
-            try:
-                allocation = parse(model.backend)
-                rules_of(allocation)
-            except AllocationError:
-                continue
-            allocations[role] = allocation
-        return allocations
+        return {name: one.allocation for name, one in self.placements().items()}
 
     def writes(self, *key_path: str) -> bool:
         """Whether the user wrote something at this key, right or wrong."""

@@ -1,26 +1,47 @@
-"""What the critic and the reference take from the actor where they do not say it themselves."""
+"""What the critic and the reference take from the actor where they do not say it themselves, and
+each role's layout in one spelling."""
 
 from __future__ import annotations
 
 from typing import Any, Final
 
 from slurmrl.config.schema import Config, Model
+from slurmrl.config.source import Source
+from slurmrl.errors import Problem
+from slurmrl.plan import sizes
 from slurmrl.plan.algorithms import Algorithm
+from slurmrl.plan.modes import shape_of
 
+DEFAULT_ENGINE: Final = "fsdp"
 DEFAULT_BACKEND: Final = "fsdp:d1"
 INHERITED: Final = ("dtype", "gradient_checkpointing", "max_tokens_per_microbatch")
 
 
-def complete(config: Config, algorithm: Algorithm) -> Config:
-    """The configuration with a whole section for every role that the algorithm uses."""
+def complete(config: Config, algorithm: Algorithm, source: Source) -> tuple[Config, list[Problem]]:
+    """The configuration with a whole section for every role that the algorithm uses, and with
+    layouts written as strings; and what the two spellings of a layout disagree about."""
+    problems: list[Problem] = []
     actor = config.actor.model_copy(
         update={
-            "backend": config.actor.backend or DEFAULT_BACKEND,
+            "backend": config.actor.backend or _default(config.actor),
             "tokenizer": config.actor.tokenizer or config.actor.path,
         }
     )
     roles = {use.role: _from_actor(getattr(config, use.role), actor) for use in algorithm.roles()}
-    return config.model_copy(update={**roles, "actor": actor})
+    roles["actor"] = actor
+    for role, model in roles.items():
+        inherits = role != "actor" and model.model is actor.model
+        merged, found = _merged(config, model)
+        roles[role] = merged
+        if not inherits:
+            problems += [source.problem((role, "model", one.field), one.message) for one in found]
+    rollout, found = _rollout(config)
+    problems += [source.problem(("rollout", one.field), one.message) for one in found]
+    return config.model_copy(update={**roles, "rollout": rollout}), problems
+
+
+def _default(model: Model) -> str:
+    return DEFAULT_ENGINE if sizes.given(model) else DEFAULT_BACKEND
 
 
 def _from_actor(model: Model | None, actor: Model) -> Model:
@@ -28,8 +49,41 @@ def _from_actor(model: Model | None, actor: Model) -> Model:
     update: dict[str, Any] = {
         name: getattr(actor, name) for name in INHERITED if name not in model.model_fields_set
     }
-    update["backend"] = model.backend or actor.backend
+    update |= _layout_from_actor(model, actor)
     update["tokenizer"] = model.tokenizer or actor.tokenizer
     if model.path is None and model.architecture is None:
         update |= {"path": actor.path, "architecture": actor.architecture}
     return model.model_copy(update=update)
+
+
+def _layout_from_actor(model: Model, actor: Model) -> dict[str, Any]:
+    """The whole layout, or only the engine for sizes that the role says itself."""
+    if model.backend:
+        return {}
+    if sizes.given(model):
+        return {"backend": actor.backend.partition(":")[0]}
+    return {
+        "backend": actor.backend,
+        "gpus": model.gpus or actor.gpus,
+        "model": model.model or actor.model,
+    }
+
+
+def _merged(config: Config, model: Model) -> tuple[Model, list[sizes.Disagreement]]:
+    shape = shape_of(config)
+    gpus = shape.hosts * shape.gpus_per_host if config.cluster.hosts else None
+    backend, found = sizes.merge(model.backend, sizes.given(model), gpus)
+    told = [sizes.Disagreement(sizes.FIELDS[axis], message) for axis, message in found]
+    return model.model_copy(update={"backend": backend}), told
+
+
+def _rollout(config: Config) -> tuple[Any, list[sizes.Disagreement]]:
+    rollout = config.rollout
+    said = sizes.given_rollout(rollout)
+    if said and not rollout.backend:
+        field = sizes.ROLLOUT_FIELDS[next(iter(said))]
+        message = "is not allowed without rollout.backend, the engine that it is for"
+        return rollout, [sizes.Disagreement(field, f"{next(iter(said.values()))} {message}")]
+    backend, found = sizes.merge(rollout.backend, said, None)
+    told = [sizes.Disagreement(sizes.ROLLOUT_FIELDS[axis], message) for axis, message in found]
+    return rollout.model_copy(update={"backend": backend}), told

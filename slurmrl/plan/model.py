@@ -42,8 +42,8 @@ class GroupPlan(_Part):
 
 
 class ModelPlan(_Part):
-    """One role's place. ``ranks[i]`` is the global rank of the model's i-th rank, in row-major
-    order of the axes in ``sizes``."""
+    """One role's place. ``ranks[i]`` is the rank, in its group of workers, of the model's i-th
+    rank, in row-major order of the axes in ``sizes``: tensor-parallel ranks are neighbours."""
 
     role: str
     backend: str
@@ -52,6 +52,12 @@ class ModelPlan(_Part):
     ranks: tuple[int, ...]
     trained: bool
     head: Head
+    group: str = "trainer"
+    """The group of workers that holds it."""
+    expert_sizes: dict[str, int] = {}
+    """The experts' own grid over the same ranks, row-major as well; empty where there is none."""
+    virtual_pipeline: int = 1
+    sequence_parallel: bool = False
 
 
 class CallPlan(_Part):
@@ -64,6 +70,11 @@ class CallPlan(_Part):
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     ranks: tuple[int, ...]
+    layout: str | None = None
+    """The model of the plan that it runs on, where that is not the role's own."""
+    pre_hooks: tuple[str, ...] = ()
+    """What happens before it: ``reallocate actor -> rollout``."""
+    post_hooks: tuple[str, ...] = ()
 
 
 class Plan(_Part):

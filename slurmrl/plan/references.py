@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.base import NAME_PATTERN
 from slurmrl.config.schema.model import TRIAL_PREFIX
-from slurmrl.config.source import Source
+from slurmrl.config.source import Source, read
 from slurmrl.errors import Problem, UsageError
 from slurmrl.paths import RunPaths, user_name
 
@@ -18,16 +18,18 @@ FIELDS: Final = ("path", "tokenizer")
 _EXPORT: Final = re.compile(r"step-(\d+)")
 
 
-def resolve(config: Config, root: Path, source: Source) -> tuple[Config, list[Problem]]:
+def resolve(
+    config: Config, root: Path, source: Source, *, planning: bool = False
+) -> tuple[Config, list[Problem]]:
     """Put the folders of exports in place of all references; those without one are problems and
-    become null."""
+    become null. For ``planning``, the architecture that such a trial will export stands in."""
     problems: list[Problem] = []
     update = {}
     for role in ROLES:
         model = getattr(config, role)
         if model is None:
             continue
-        changes: dict[str, str | None] = {}
+        changes: dict[str, Any] = {}
         for name in FIELDS:
             text = getattr(model, name)
             if text is None or not text.startswith(TRIAL_PREFIX):
@@ -37,6 +39,8 @@ def resolve(config: Config, root: Path, source: Source) -> tuple[Config, list[Pr
             except UsageError as error:
                 problems.append(source.problem((role, name), str(error)))
                 changes[name] = None
+                if planning and name == "path":
+                    changes["architecture"] = promised(text, root, source.path.parent)
         update[role] = model.model_copy(update=changes)
     return config.model_copy(update=update), problems
 
@@ -60,10 +64,31 @@ def newest_export(text: str, root: Path, configs: Path) -> Path:
     return steps[max(steps)]
 
 
+def promised(text: str, root: Path, configs: Path) -> dict[str, Any] | None:
+    """The architecture behind a reference whose trial has no export yet: that of its run directory
+    or of the configuration next to this one; None where neither says it."""
+    experiment, _, trial = text.removeprefix(TRIAL_PREFIX).partition("/")
+    files = [_find(experiment, configs)]
+    if NAME_PATTERN.fullmatch(experiment) and NAME_PATTERN.fullmatch(trial):
+        files.insert(0, RunPaths.of(root, user_name(), experiment, trial).config)
+    for path in files:
+        if path is None or not path.is_file():
+            continue
+        actor = read(path).values.get("actor")
+        if isinstance(actor, dict) and isinstance(actor.get("architecture"), dict):
+            return dict(actor["architecture"])
+    return None
+
+
 def _config_of(experiment: str, folder: Path) -> str:
     """The file next to this one that names the experiment, for the hint."""
+    path = _find(experiment, folder)
+    return f"<the configuration of experiment {experiment}>" if path is None else str(path)
+
+
+def _find(experiment: str, folder: Path) -> Path | None:
     line = re.compile(rf"^experiment:\s*[\"']?{re.escape(experiment)}[\"']?\s*(#.*)?$", re.M)
     for path in sorted(folder.glob("*.yaml")):
         if line.search(path.read_text(encoding="utf-8", errors="replace")):
-            return str(path)
-    return f"<the configuration of experiment {experiment}>"
+            return path
+    return None

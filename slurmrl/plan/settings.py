@@ -9,18 +9,21 @@ from typing import cast
 
 from pydantic import BaseModel
 
+from slurmrl import log
 from slurmrl.config.load import load, parse, validate
 from slurmrl.config.problems import show
 from slurmrl.config.schema import Config
 from slurmrl.config.source import Source
 from slurmrl.errors import ConfigError, Problem
 from slurmrl.paths import RunPaths
-from slurmrl.plan import references
+from slurmrl.plan import modes, references
 from slurmrl.plan.algorithms import ALGORITHMS, Algorithm
-from slurmrl.plan.checks import check
+from slurmrl.plan.checks import check, check_submission
 from slurmrl.plan.draft import Draft
 from slurmrl.plan.inherit import complete
 from slurmrl.registry import near
+
+logger = log.get(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,12 +34,21 @@ class Settings:
     config: Config
     algorithm: Algorithm
     source: Source
+    notes: tuple[str, ...] = ()
+    """Deprecated spellings, and how they are written now."""
+    missing: tuple[Problem, ...] = ()
+    """Only of settings for planning: what keeps them from being submitted."""
 
 
 def load_settings(
-    path: Path, overrides: Sequence[str] = (), *, root: Path | None = None
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    root: Path | None = None,
+    planning: bool = False,
 ) -> Settings:
-    """Read, resolve and check a configuration. ``root`` comes before the config's own.
+    """Read, resolve and check a configuration. ``root`` comes before the config's own. For
+    ``planning``, files and engines that are not there are no problems but ``missing``.
 
     Raises ConfigError with every problem there is: in the text, in the values, in the algorithm's
     settings, and between them and the files that they name.
@@ -45,16 +57,27 @@ def load_settings(
     config, problems = validate(Config, source)
     algorithm, more = _algorithm(source)
     problems = [*source.problems, *problems, *more]
+    notes: list[str] = []
+    missing: list[Problem] = []
     if config is not None:
         config = _with_root(config, root)
-        config, more = references.resolve(config, Path(config.root), source)
+        config, more, notes = modes.apply(config, source)
         problems += more
+        config, missing = references.resolve(config, Path(config.root), source, planning=planning)
         if algorithm is not None:
-            config = _with_algorithm(complete(config, algorithm), algorithm)
-            problems += _new(problems, check(Draft(config, algorithm, source)))
+            config, more = complete(config, algorithm, source)
+            problems += more
+            config = _with_algorithm(config, algorithm)
+            draft = Draft(config, algorithm, source)
+            problems += _new([*problems, *missing], check(draft))
+            missing += _new([*problems, *missing], check_submission(draft))
+    if not planning:
+        problems += missing
     if problems or config is None or algorithm is None:
         raise ConfigError(tuple(problems))
-    return Settings(config, algorithm, source)
+    for note in notes if not planning else ():
+        logger.warning("%s: %s", source.where((modes.FIELD,)), note)
+    return Settings(config, algorithm, source, tuple(notes), tuple(missing if planning else ()))
 
 
 def load_run_settings(paths: RunPaths) -> Settings:

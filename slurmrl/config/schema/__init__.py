@@ -7,7 +7,7 @@ from slurmrl.config.schema.cluster import Cluster, Slurm
 from slurmrl.config.schema.config import Config
 from slurmrl.config.schema.data import Dataset
 from slurmrl.config.schema.frequency import Checkpoint, Evaluation, Logging, Wandb
-from slurmrl.config.schema.model import Model, Optimizer
+from slurmrl.config.schema.model import Model, Optimizer, ParallelSizes
 from slurmrl.config.schema.rollout import Reward, Rollout
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "Model",
     "NonNegativeInt",
     "Optimizer",
+    "ParallelSizes",
     "PathText",
     "PositiveFloat",
     "PositiveInt",

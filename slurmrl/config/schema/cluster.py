@@ -80,11 +80,16 @@ class Cluster(Section):
 
     scheduler: Literal["auto", "local", "slurm"] = "auto"
     """`auto` takes Slurm where sbatch is on the PATH and answers, else this machine."""
+    hosts: PositiveInt | None = None
+    """Most hosts that the trainers may take. Default: as many as the layouts need."""
     workers_per_host: PositiveInt | None = None
     """Worker processes on one host. Default: all of them up to 8, and 8 where there are more; with
     the local scheduler always all."""
     gpus_per_worker: Annotated[int, Field(ge=0, le=1)] | None = None
     """GPUs of one worker, 0 or 1. Default: 1 under Slurm and on a machine with an NVIDIA GPU."""
+    gpu_memory: Memory | None = None
+    """Memory of one GPU: `80G`. A layout that is estimated to need more is refused. Default: that
+    of a known `slurm.gpu_type`, else unknown, and nothing is refused."""
     threads_per_worker: PositiveInt = 1
     """CPU threads that one worker computes with. Part of what makes a run repeatable."""
     cpus_per_worker: PositiveInt | None = None
@@ -92,7 +97,8 @@ class Cluster(Section):
     mem_per_worker: Memory | None = None
     """Memory asked for each worker as Slurm writes it: `16G`, or whole megabytes."""
     interface: Word | None = None
-    """Network interface that the workers talk over. Default: the one of the host's own name."""
+    """Network interface that the workers talk over. Default: loopback for a job of one host, else
+    that of the default route."""
     heartbeat_s: PositiveFloat = 2.0
     """Seconds between two heartbeats of an agent."""
     lease_ttl_s: PositiveFloat = 60.0

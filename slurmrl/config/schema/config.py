@@ -8,6 +8,7 @@ from pydantic import field_validator
 
 from slurmrl.config.conditions import StopWhen
 from slurmrl.config.schema.base import (
+    Line,
     Name,
     NonNegativeInt,
     PositiveFloat,
@@ -45,6 +46,9 @@ class Config(Section):
     """Starts in a row without a new commit after which the trial has failed."""
     step_timeout_s: PositiveFloat = 1800.0
     """Seconds after which a call that has not ended counts as failed."""
+    allocation_mode: Line = ""
+    """Deprecated: the layouts of all roles in one string, also in the spellings of ReaL and AReaL
+    (`sglang.d2t2p1+d1t4p1`). Write `<role>.backend` instead; a note says how."""
     algorithm: dict[str, Any]
     """The algorithm: its `name` and its own settings (see the algorithms' sections)."""
     cluster: Cluster = Cluster()

@@ -45,10 +45,34 @@ class Optimizer(Section):
     """Largest norm of the whole gradient; null does not clip."""
 
 
+class ParallelSizes(Section):
+    """The layout as Megatron and RLinf write it. Where `backend` names dimensions too, both must
+    say the same; where it is only an engine's name, these make up the layout, and data parallelism
+    takes the GPUs of `cluster.hosts` that are left."""
+
+    tensor_model_parallel_size: PositiveInt | None = None
+    """Ranks that share each matrix: `t`."""
+    pipeline_model_parallel_size: PositiveInt | None = None
+    """Stages that share the layers: `p`."""
+    context_parallel_size: PositiveInt | None = None
+    """Ranks that share each sequence: `c`."""
+    expert_model_parallel_size: PositiveInt | None = None
+    """Ranks that share the experts: `e`."""
+    expert_tensor_parallel_size: PositiveInt | None = None
+    """Ranks that share each expert. Default: as Megatron, the tensor size."""
+    virtual_pipeline_model_parallel_size: PositiveInt | None = None
+    """Pieces of each pipeline stage (interleaved schedule); needs more than one stage."""
+    sequence_parallel: bool | None = None
+    """Split activations between tensor-parallel blocks along the sequence; needs a tensor size
+    above 1. Default: on where megatron trains with one."""
+    make_vocab_size_divisible_by: PositiveInt = 128
+    """megatron pads the vocabulary to a multiple of this times the tensor size."""
+
+
 class Model(Section):
     """One role. `critic` and `ref` take from the actor what they do not say themselves: the
-    weights (`path` or `architecture`), `tokenizer`, `backend`, `dtype`, `gradient_checkpointing`
-    and `max_tokens_per_microbatch`, but not the optimizer."""
+    weights (`path` or `architecture`), `tokenizer`, `backend`, `gpus`, `model`, `dtype`,
+    `gradient_checkpointing` and `max_tokens_per_microbatch`, but not the optimizer."""
 
     path: PathText | None = None
     """Folder in Hugging Face form, or `trial:EXPERIMENT/TRIAL` for that trial's newest export."""
@@ -59,6 +83,11 @@ class Model(Section):
     """Folder of the tokenizer. Default: that of `path`."""
     backend: Line = ""
     """Engine and layout: `fsdp:d2`. Default of the actor: `fsdp:d1`."""
+    gpus: Line = ""
+    """GPUs of the trial that hold it, counted over its hosts: `0-3`. Roles may share them. Default:
+    as many as the layout takes, from 0."""
+    model: ParallelSizes | None = None
+    """The layout in the words of Megatron and RLinf, instead of or beside that of `backend`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type that the model computes in. Weights of a trained role are kept in float32."""
     gradient_checkpointing: bool = False

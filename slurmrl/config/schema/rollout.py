@@ -21,7 +21,14 @@ class Rollout(Section):
     """Generation of completions."""
 
     backend: Line = ""
-    """Engine that generates. Default: the actor's own."""
+    """Engine that generates: `sglang:d4t2`. Default: the actor's own, on its ranks."""
+    gpus: Line = ""
+    """GPUs of the trainers' job on which it generates. Default: sglang and vllm run in hosts of
+    their own, other engines where the actor begins."""
+    tensor_parallel_size: PositiveInt | None = None
+    """Ranks that share each matrix, instead of or beside the `t` of `backend`."""
+    pipeline_parallel_size: PositiveInt | None = None
+    """Stages that share the layers, instead of or beside the `p` of `backend`."""
     max_new_tokens: PositiveInt = 256
     """Most tokens of a completion."""
     min_new_tokens: NonNegativeInt = 0

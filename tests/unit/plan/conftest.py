@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -62,5 +62,37 @@ def load_ppo(folder: Path) -> Load:
     def load(*overrides: str, text: str = PPO) -> Settings:
         (folder / "ppo.yaml").write_text(text)
         return load_settings(folder / "ppo.yaml", overrides, root=folder / "runs")
+
+    return load
+
+
+LARGE = {
+    "model_type": "llama",
+    "vocab_size": 4096,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+}
+EXPERTS = {
+    **LARGE,
+    "model_type": "qwen3_moe",
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+}
+BOUNDED = ("dataset.max_prompt_tokens=256", "rollout.max_new_tokens=256")
+
+
+@pytest.fixture
+def plan_ppo(folder: Path) -> Load:
+    """Settings for planning: with a model that can be split, or with another ``architecture``."""
+
+    def load(*overrides: str, architecture: Mapping[str, object] = LARGE) -> Settings:
+        actor = ("actor.path=", f"actor.architecture={json.dumps(architecture)}")
+        given = ("actor.tokenizer=model", *BOUNDED, *actor, *overrides)
+        return load_settings(folder / "ppo.yaml", given, root=folder / "runs", planning=True)
 
     return load

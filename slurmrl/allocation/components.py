@@ -1,0 +1,47 @@
+"""Several allocations in one string."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from slurmrl.allocation.allocation import Allocation
+from slurmrl.errors import UnknownNameError
+from slurmrl.registry import near
+
+
+@dataclass(frozen=True)
+class Components:
+    """``places[i]`` are the allocations that share the i-th set of ranks; sets lie apart, one
+    after the other. ``str`` gives a string that parses back to equal components."""
+
+    places: tuple[tuple[Allocation, ...], ...]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that all of them take together."""
+        return sum(place[0].world_size for place in self.places)
+
+    def __iter__(self) -> Iterator[Allocation]:
+        return (allocation for place in self.places for allocation in place)
+
+    def __len__(self) -> int:
+        return sum(len(place) for place in self.places)
+
+    def __getitem__(self, name: str) -> Allocation:
+        """The component of that name. Raises UnknownNameError."""
+        for allocation in self:
+            if allocation.name == name:
+                return allocation
+        known = [allocation.name for allocation in self if allocation.name]
+        raise UnknownNameError(f"no component '{name}'; {near(name, known)}")
+
+    def starts(self) -> list[int]:
+        """The first rank of each place."""
+        found = [0]
+        for place in self.places:
+            found.append(found[-1] + place[0].world_size)
+        return found[:-1]
+
+    def __str__(self) -> str:
+        return "+".join("|".join(str(one) for one in place) for place in self.places)

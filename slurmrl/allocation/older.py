@@ -1,0 +1,290 @@
+"""Spellings of earlier systems, and what they are called now. They are read only for the field
+``allocation_mode``.
+
+    ReaL 2024     d2m2p2   actor_gen:d4m2p1,*:d2m2p2   pipe_model   pipe_data   heuristic
+                  manual as  actor:node[01-02]:d4m2p2,ref:node01:0,1:d1m2p1
+    AReaL 0.3     sglang.d2t2p1+d1t4p1   vllm.d2m1p1+actor_train:d2m1p1,*:d1m1p2   d4p2+sglang:d2
+                  sglang.d4|d2t2   sglang.d2+d2+eval   d2p2t4e2c4   attn:d4|ffn:d2e2
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from slurmrl.allocation.allocation import Allocation
+from slurmrl.allocation.backends import AXIS_OF
+from slurmrl.allocation.gpus import format_gpus
+from slurmrl.allocation.mesh import Mesh, mesh
+from slurmrl.allocation.parser import single
+from slurmrl.allocation.scanner import Scanner
+from slurmrl.errors import AllocationError
+
+WORDS: Final = ("pipe_model", "pipe_data", "heuristic", "search", "manual")
+ROLES: Final = ("actor", "critic", "ref", "rollout")
+OTHERS: Final = "*"
+_SERVER: Final = re.compile(r"(sglang|vllm|mock)\s*[.:]")
+_CALL: Final = re.compile(r"\*|[A-Za-z]+(_[A-Za-z]+)*")
+_MESH_AHEAD: Final = re.compile(r"[A-Za-z][A-Za-z_-]*(\[|[0-9]+\s*[:,])")
+_DIMENSIONS_ONLY: Final = re.compile(r"([dmtpce]\s*[0-9]+\s*)+(?![\w\[])")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One role as it is written now: its ``backend`` and its ``gpus`` (empty: not said)."""
+
+    backend: str
+    gpus: str = ""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Hosts and GPUs of a host that the words ``pipe_model`` and the like spread over."""
+
+    hosts: int
+    gpus_per_host: int
+
+
+def parse_older(text: str, shape: Shape) -> dict[str, Placed]:
+    """The roles that an older spelling says something about. The actor is always among them;
+    critic and reference are not where they lie as the actor does.
+
+    Raises AllocationError that points at the character.
+    """
+    word = text.strip()
+    if word in WORDS:
+        return _word(word, text, shape)
+    reader = _Reader(text, shape)
+    reader.read()
+    return reader.placed()
+
+
+def _word(word: str, text: str, shape: Shape) -> dict[str, Placed]:
+    hosts, gpus = shape.hosts, shape.gpus_per_host
+    spread = {
+        "pipe_model": {"tp": gpus, "pp": hosts},
+        "pipe_data": {"dp": gpus, "pp": hosts},
+        "heuristic": {"dp": hosts, "tp": gpus},
+    }
+    if word == "manual":
+        Scanner(text).fail(
+            "say where each role lies: <role>:<mesh>:<dimensions>, for example "
+            "actor:node[01-02]:d4m2p2,ref:node01:0,1:d1m2p1"
+        )
+    if word == "search":
+        Scanner(text).fail(f"there is no search; allowed: {', '.join(spread)}")
+    return {"actor": Placed(str(_trained(spread[word])))}
+
+
+@dataclass(frozen=True)
+class _Part:
+    start: int
+    allocation: Allocation
+    mesh: Mesh | None = None
+
+
+class _Reader:
+    def __init__(self, text: str, shape: Shape) -> None:
+        self._scanner = Scanner(text)
+        self._shape = shape
+        self._parts: dict[str, _Part] = {}
+        self._generates_on_actor = False
+
+    def read(self) -> None:
+        self._item()
+        while self._scanner.character in ("+", "|"):
+            self._generates_on_actor |= self._scanner.character == "|"
+            self._scanner.position += 1
+            self._item()
+        if self._scanner.character:
+            self._scanner.fail("expected '+', '|' or the end")
+        self._check()
+
+    def placed(self) -> dict[str, Placed]:
+        meshes = [part.mesh for part in self._parts.values() if part.mesh]
+        hosts = sorted({host for one in meshes for host in one.hosts})
+        found = {role: self._placed(part, hosts) for role, part in self._parts.items()}
+        if self._generates_on_actor:
+            size = self._parts["rollout"].allocation.world_size
+            found["rollout"] = Placed(found["rollout"].backend, format_gpus(range(size)))
+        others = found.pop(OTHERS, None)
+        if others is not None:
+            named = ("critic", "ref") if "actor" in found else ("actor",)
+            found = {**dict.fromkeys(named, others), **found}
+        if "rollout" in found and _same_layout(found["rollout"], found["actor"]):
+            del found["rollout"]
+        return found
+
+    def _placed(self, part: _Part, hosts: list[str]) -> Placed:
+        gpus = ""
+        if part.mesh is not None:
+            gpus = format_gpus(part.mesh.numbers(hosts, self._shape.gpus_per_host))
+        return Placed(str(part.allocation), gpus)
+
+    def _check(self) -> None:
+        scanner, parts = self._scanner, self._parts
+        if "actor" not in parts and OTHERS not in parts:
+            scanner.fail("no part of it trains: add dimensions such as +d2t2")
+        if self._generates_on_actor:
+            first, second = (parts[role].allocation.world_size for role in ("rollout", "actor"))
+            if first != second:
+                scanner.fail(f"parts joined by '|' take {first} and {second} ranks", 0)
+        for part in parts.values():
+            self._check_mesh(part)
+
+    def _check_mesh(self, part: _Part) -> None:
+        if part.mesh is None:
+            return
+        size = len(part.mesh.gpus) or len(part.mesh.hosts) * self._shape.gpus_per_host
+        if size != part.allocation.world_size:
+            self._scanner.fail(
+                f"the mesh has {size} GPUs, the dimensions take {part.allocation.world_size}",
+                part.start,
+            )
+
+    def _item(self) -> None:
+        scanner = self._scanner
+        scanner.skip_blanks()
+        start = scanner.position
+        if scanner.take_if("eval"):
+            return  # evaluations need no part of their own here
+        if _SERVER.match(scanner.text, start):
+            self._server(start)
+        elif scanner.comes("attn") or scanner.comes("(") or self._only_dimensions():
+            self._add("actor", _Part(start, self._dimensions()), start)
+        else:
+            self._keyed()
+
+    def _only_dimensions(self) -> bool:
+        return bool(_DIMENSIONS_ONLY.match(self._scanner.text, self._scanner.position))
+
+    def _server(self, start: int) -> None:
+        match = _SERVER.match(self._scanner.text, start)
+        assert match is not None
+        if match[1] == "mock":
+            self._scanner.fail("there is no engine 'mock'; allowed: sglang, vllm", start)
+        self._scanner.position = match.end()
+        allocation = self._as(match[1])
+        self._add("rollout", _Part(start, allocation), start)
+
+    def _as(self, backend: str) -> Allocation:
+        """Dimensions at the position, as those of a backend."""
+        return _shifted(self._scanner, f"{backend}:")
+
+    def _dimensions(self) -> Allocation:
+        """Dimensions without a backend: fsdp where it can, megatron where there is a p or an e."""
+        start = self._scanner.position
+        if self._scanner.comes("attn") or self._scanner.comes("("):
+            return self._as("megatron")
+        general = self._as("megatron")
+        if general.sizes["pp"] == general.sizes["ep"] == 1:
+            self._scanner.position = start
+            return self._as("fsdp")
+        return general
+
+    def _keyed(self) -> None:
+        scanner = self._scanner
+        while True:
+            scanner.skip_blanks()
+            start = scanner.position
+            call = scanner.take(_CALL)
+            if not call:
+                scanner.fail(f"expected dimensions, a call or '*'; or one of {', '.join(WORDS)}")
+            role = self._role(call, start)
+            scanner.expect(":", f"':' and dimensions, for example {call}:d2m1p1")
+            place = None
+            scanner.skip_blanks()
+            if _MESH_AHEAD.match(scanner.text, scanner.position) and not self._only_dimensions():
+                place = mesh(scanner, self._shape.gpus_per_host)
+                scanner.expect(":", "':' and dimensions after the mesh")
+            allocation = self._dimensions()
+            if role == "rollout":
+                allocation = _generating(allocation)
+            self._add(role, _Part(start, allocation, place), start)
+            if not scanner.take_if(","):
+                return
+
+    def _role(self, call: str, start: int) -> str:
+        role, _, verb = call.partition("_")
+        if role == "actor" and verb == "gen":
+            return "rollout"
+        if call == OTHERS or (role in ROLES and verb in ("", "train", "inf")):
+            return role
+        return self._scanner.fail(
+            f"unknown call '{call}'; allowed: *, actor_gen, and <role>_train, <role>_inf or "
+            f"<role> for {', '.join(ROLES[:3])}",
+            start,
+        )
+
+    def _add(self, role: str, part: _Part, start: int) -> None:
+        known = self._parts.setdefault(role, part)
+        if (known.allocation, known.mesh) != (part.allocation, part.mesh):
+            self._scanner.fail(
+                f"{'the others' if role == OTHERS else role} cannot lie as '{known.allocation}' "
+                f"and as '{part.allocation}': one layout for each",
+                start,
+            )
+
+
+def _shifted(scanner: Scanner, prefix: str) -> Allocation:
+    """Read dimensions as if ``prefix`` stood before them; errors point into the text itself."""
+    start = scanner.position
+    end = _end_of_dimensions(scanner.text, start)
+    inner = Scanner(prefix + _renamed(scanner.text[start:end]))
+    try:
+        allocation = single(inner)
+    except AllocationError as error:
+        match = re.search(r"at character (\d+) \(.*?\): (.*)", str(error))
+        assert match is not None
+        scanner.fail(match[2], min(start + max(int(match[1]) - 1 - len(prefix), 0), end))
+    scanner.position = end
+    return allocation
+
+
+def _renamed(text: str) -> str:
+    return re.sub(r"m(?=\s*[0-9])", "t", text)
+
+
+def _end_of_dimensions(text: str, start: int) -> int:
+    """Where the dimensions that begin here end; the ``|`` between two halves does not end them."""
+    halves = "attn" in text[start:].replace("(", "").lstrip()[:4]
+    position = start
+    while position < len(text):
+        character = text[position]
+        if character in "+,":
+            break
+        if character == "|":
+            if not halves:
+                break
+            halves = False
+        position += 1
+    return position
+
+
+def _trained(sizes: Mapping[str, int]) -> Allocation:
+    full = dict.fromkeys(AXIS_OF.values(), 1) | dict(sizes)
+    return Allocation("megatron" if full["pp"] > 1 or full["ep"] > 1 else "fsdp", sizes=full)
+
+
+def _generating(allocation: Allocation) -> Allocation:
+    """The engine that generates under a layout of its own."""
+    if allocation.sizes["pp"] == allocation.sizes["cp"] == allocation.sizes["ep"] == 1:
+        return Allocation("native", sizes=allocation.sizes)
+    return allocation
+
+
+def _same_layout(rollout: Placed, actor: Placed) -> bool:
+    """Whether the actor generates just as it lies."""
+    if rollout.gpus != actor.gpus or rollout.backend.startswith(("sglang", "vllm")):
+        return False
+    return rollout.backend.partition(":")[2] == actor.backend.partition(":")[2]
+
+
+def spelled(placed: Mapping[str, Placed]) -> Iterator[str]:
+    """How each role is written now: ``actor.backend: fsdp:d2``."""
+    for role, one in placed.items():
+        yield f"{role}.backend: {one.backend}"
+        if one.gpus:
+            yield f"{role}.gpus: {one.gpus}"

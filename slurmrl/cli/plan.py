@@ -1,0 +1,117 @@
+"""``slurmrl plan``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from slurmrl.cli.options import common
+
+if TYPE_CHECKING:
+    from slurmrl.plan.model import Plan
+    from slurmrl.plan.settings import Settings
+
+
+@click.command(
+    epilog='Examples: slurmrl plan ppo.yaml --svg plan.svg; slurmrl plan "megatron:d2p2t4" --json'
+)
+@click.argument("target", metavar="CONFIG|ALLOCATION")
+@click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")
+@click.option(
+    "--scheduler",
+    type=click.Choice(["auto", "local", "slurm"]),
+    help="Plan for this scheduler. Default: cluster.scheduler; auto is slurm where sbatch answers.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--table", "as_table", is_flag=True, help="Print tables (the default).")
+@click.option("--svg", type=click.Path(path_type=Path), help="Write a picture to this file.")
+@common
+def plan(
+    target: str,
+    overrides: tuple[str, ...],
+    scheduler: str | None,
+    as_json: bool,
+    as_table: bool,
+    svg: Path | None,
+    root: str | None,
+) -> int:
+    """Show what would run where, without submitting it.
+
+    Of a configuration: hosts, GPUs, ranks of each model, memory and FLOPs. Of an allocation such as
+    megatron:d2p2t4: what it means.
+    """
+    if as_json and as_table:
+        raise click.UsageError("--json and --table exclude each other")
+    if _is_allocation(target):
+        if overrides or svg or scheduler:
+            raise click.UsageError("an allocation takes no overrides, --scheduler or --svg")
+        _explain(target, as_json)
+        return 0
+    report = _report(Path(target), overrides, scheduler, root)
+    if svg is not None:
+        from slurmrl.plan.picture import picture
+
+        svg.write_text(picture(report), encoding="utf-8")
+    if as_json:
+        click.echo(json.dumps(report))
+    elif as_table or svg is None:
+        from slurmrl.plan.show import text
+
+        click.echo(text(report))
+    return 0
+
+
+def _is_allocation(target: str) -> bool:
+    """A file wins; what looks like a file and is none is told as a missing one."""
+    names_file = target.endswith((".yaml", ".yml")) or "/" in target
+    return not names_file and not Path(target).exists()
+
+
+def _explain(text: str, as_json: bool) -> None:
+    from slurmrl.allocation import parse_components
+    from slurmrl.plan import show
+
+    components = parse_components(text)
+    explained = [one.explain() for one in components]
+    if not as_json:
+        click.echo("\n\n".join(show.allocation(one) for one in explained))
+        if len(explained) > 1:
+            click.echo(f"\ntogether: {components.world_size} ranks")
+        return
+    if len(explained) == 1:
+        click.echo(json.dumps(explained[0]))
+        return
+    parts = []
+    for start, place in zip(components.starts(), components.places, strict=True):
+        parts += [{**one.explain(), "first_rank": start} for one in place]
+    shown = {"string": str(components), "world_size": components.world_size, "components": parts}
+    click.echo(json.dumps(shown))
+
+
+def _report(
+    path: Path, overrides: tuple[str, ...], scheduler: str | None, root: str | None
+) -> dict[str, Any]:
+    from slurmrl.plan.build import make_plan
+    from slurmrl.plan.report import report
+    from slurmrl.plan.settings import load_settings
+    from slurmrl.scheduler import choose
+    from slurmrl.submission.trials import chosen_root
+
+    settings = load_settings(path, overrides, root=chosen_root(root), planning=True)
+    kind = choose(scheduler or settings.config.cluster.scheduler)
+    planned = make_plan(settings, scheduler=kind)
+    return report(settings, planned, _warnings(settings, planned, kind))
+
+
+def _warnings(settings: Settings, planned: Plan, kind: str) -> list[str]:
+    """What the cluster lacks, and what the dataflow makes for nobody."""
+    from slurmrl.graph.warnings import unread
+    from slurmrl.plan import inventory
+
+    found = [f"key {line}" for line in unread(planned.calls, settings.config.dataset.type)]
+    if kind == "slurm":
+        found += inventory.lacking(planned, settings.config, inventory.ask(settings.config))
+    return found

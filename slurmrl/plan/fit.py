@@ -1,0 +1,210 @@
+"""Whether an architecture fits a layout: every rule that can be told before anything runs.
+
+Each rule is a function that yields pairs of an axis and a message. To add one, write it and name it
+in RULES.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final, TypeAlias
+
+from slurmrl.allocation import Allocation
+from slurmrl.config.schema import Model, ParallelSizes
+from slurmrl.plan.lengths import Lengths
+from slurmrl.plan.memory import uses_sequence_parallel
+from slurmrl.plan.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class Fit:
+    """One model on one layout. ``minibatches`` are a step's optimizer steps; 0 if not trained."""
+
+    model: Model
+    allocation: Allocation
+    shape: ModelShape | None
+    lengths: Lengths | None
+    minibatches: int = 0
+
+    @property
+    def sizes(self) -> ParallelSizes:
+        return self.model.model or ParallelSizes()
+
+    @property
+    def virtual(self) -> int:
+        return self.sizes.virtual_pipeline_model_parallel_size or 1
+
+
+Found: TypeAlias = Iterator[tuple[str, str]]
+Rule: TypeAlias = Callable[[Fit], Found]
+
+
+def check(fit: Fit) -> Found:
+    """Axis (``tp``, ``pp``, ``cp``, ``ep``, ``etp``, ``dp``, or a field of ``model``), message. An
+    axis is told once: what else does not fit it may be right with another size."""
+    told = set()
+    for rule in RULES:
+        for axis, message in rule(fit):
+            if PART_OF.get(axis, axis) not in told:
+                yield axis, message
+            told.add(PART_OF.get(axis, axis))
+
+
+def divisors(number: int) -> str:
+    return ", ".join(str(size) for size in range(1, min(number, 256) + 1) if number % size == 0)
+
+
+def _indivisible(letter: str, size: int, what: str, number: int) -> str:
+    return f"{letter}{size} does not divide {what} {number}; allowed: {divisors(number)}"
+
+
+def _widths(fit: Fit) -> Found:
+    tp, shape = fit.allocation.sizes["tp"], fit.shape
+    if tp == 1 or shape is None:
+        return
+    widths = [("num_attention_heads", shape.heads), ("hidden_size", shape.hidden)]
+    if shape.expert_layers < shape.layers:
+        widths.append(("intermediate_size", shape.inner))
+    for what, number in widths:
+        if number % tp:
+            yield "tp", _indivisible("t", tp, what, number)
+            return
+    if shape.kv_heads % tp and tp % shape.kv_heads:
+        yield (
+            "tp",
+            f"t{tp} neither divides num_key_value_heads {shape.kv_heads} nor is a multiple of it "
+            "(heads are split, or copied as a whole)",
+        )
+
+
+def padded_vocabulary(fit: Fit) -> int | None:
+    """Rows of the embedding with those that make it divisible."""
+    if fit.shape is None:
+        return None
+    tp = fit.allocation.sizes["tp"]
+    megatron = fit.allocation.backend == "megatron"
+    multiple = tp * (fit.sizes.make_vocab_size_divisible_by if megatron else 1)
+    return -(-fit.shape.vocabulary // multiple) * multiple
+
+
+def _vocabulary(fit: Fit) -> Found:
+    """Padding makes every size divisible; no rank may hold nothing but padding."""
+    padded, tp = padded_vocabulary(fit), fit.allocation.sizes["tp"]
+    if padded is None or fit.shape is None or tp == 1:
+        return
+    if padded // tp * (tp - 1) >= fit.shape.vocabulary:
+        yield (
+            "make_vocab_size_divisible_by" if padded // tp > 1 else "tp",
+            f"vocab_size {fit.shape.vocabulary}, padded to {padded}, leaves at least one of t{tp} "
+            "ranks without a token",
+        )
+
+
+def _layers(fit: Fit) -> Found:
+    pp, virtual = fit.allocation.sizes["pp"], fit.virtual
+    if virtual > 1 and pp == 1:
+        yield (
+            "virtual_pipeline_model_parallel_size",
+            f"{virtual} is not allowed: it needs more than one pipeline stage (p above 1)",
+        )
+    elif fit.shape is not None and fit.shape.layers % pp:
+        yield "pp", _indivisible("p", pp, "num_hidden_layers", fit.shape.layers)
+    elif fit.shape is not None and fit.shape.layers % (pp * virtual):
+        yield (
+            "virtual_pipeline_model_parallel_size",
+            f"{virtual} is not allowed: p{pp} times {virtual} does not divide num_hidden_layers "
+            f"{fit.shape.layers}",
+        )
+
+
+def _sequence_parallel(fit: Fit) -> Found:
+    if fit.sizes.sequence_parallel and fit.allocation.sizes["tp"] == 1:
+        yield (
+            "sequence_parallel",
+            "true is not allowed: sequence parallelism needs tensor parallelism (t above 1)",
+        )
+
+
+def _lengths(fit: Fit) -> Found:
+    cp, tp = fit.allocation.sizes["cp"], fit.allocation.sizes["tp"]
+    split = tp if tp > 1 and uses_sequence_parallel(fit.model, fit.allocation) else 1
+    bounds = [("micro-batches of", fit.model.max_tokens_per_microbatch)]
+    if fit.lengths is not None and not fit.lengths.assumed:
+        bounds.append(("sequences of up to", fit.lengths.longest))
+    for what, tokens in bounds:
+        if cp > 1 and tokens % (2 * cp):
+            rule = f"a multiple of 2*c = {2 * cp} is needed"
+            yield "cp", f"c{cp} cannot split {what} {tokens} tokens evenly: {rule}"
+        elif tokens % (cp * split):
+            rule = f"a multiple of c*t = {cp * split} is needed with sequence parallelism"
+            yield "tp", f"t{tp} cannot split {what} {tokens} tokens evenly: {rule}"
+
+
+def _positions(fit: Fit) -> Found:
+    if fit.shape is None or fit.lengths is None or fit.shape.positions is None:
+        return
+    if not fit.lengths.assumed and fit.lengths.longest > fit.shape.positions:
+        yield (
+            "length",
+            f"sequences of up to {fit.lengths.longest} tokens exceed max_position_embeddings "
+            f"{fit.shape.positions}",
+        )
+
+
+def _experts(fit: Fit) -> Found:
+    allocation, shape = fit.allocation, fit.shape
+    ep, etp = allocation.sizes["ep"], allocation.etp
+    if shape is None or (ep == 1 and etp == 1):
+        return
+    if not shape.experts:
+        axis, said = ("ep", f"e{ep}") if ep > 1 else ("etp", f"t{etp} of ffn")
+        yield axis, f"{said} is not allowed: the model has no experts"
+    elif shape.experts % ep:
+        yield "ep", _indivisible("e", ep, "the number of experts", shape.experts)
+    elif shape.expert_inner % etp:
+        yield "etp", _indivisible("t", etp, "moe_intermediate_size", shape.expert_inner)
+
+
+def _microbatches(fit: Fit) -> Found:
+    """A pipeline is busy only if each optimizer step has a micro-batch for each of its stages."""
+    pp = fit.allocation.sizes["pp"]
+    if fit.lengths is None or not fit.minibatches:
+        return
+    dp = fit.allocation.sizes["dp"]
+    each = fit.lengths.sequences // dp // fit.minibatches
+    if each < 1:
+        yield (
+            "dp",
+            f"d{dp} leaves a rank without a sequence in each of {fit.minibatches} minibatches of "
+            f"{fit.lengths.sequences} sequences",
+        )
+    elif each < pp:
+        yield (
+            "pp",
+            f"p{pp} stages need at least as many micro-batches, but d{dp} and {fit.minibatches} "
+            f"minibatches of {fit.lengths.sequences} sequences leave {each}",
+        )
+    elif fit.virtual > 1 and each % pp:
+        yield (
+            "virtual_pipeline_model_parallel_size",
+            f"{fit.virtual} is not allowed: the interleaved schedule needs a multiple of p{pp} "
+            f"micro-batches, and a rank's minibatch has {each} sequences",
+        )
+
+
+PART_OF: Final = {
+    "make_vocab_size_divisible_by": "tp",
+    "virtual_pipeline_model_parallel_size": "pp",
+}
+"""Fields that are right or wrong together with an axis."""
+RULES: Final[tuple[Rule, ...]] = (
+    _widths,
+    _vocabulary,
+    _layers,
+    _sequence_parallel,
+    _lengths,
+    _positions,
+    _experts,
+    _microbatches,
+)

@@ -1,0 +1,275 @@
+"""Checks of the layouts: strings, GPUs, hosts, batches, architectures, memory.
+
+Each check yields problems and never raises. ``runnable`` are those that only a submission needs:
+what no engine runs in this version can still be planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+from slurmrl.allocation import parse
+from slurmrl.allocation.backends import BACKENDS
+from slurmrl.allocation.gpus import format_gpus
+from slurmrl.config.schema import Model
+from slurmrl.config.source import KeyPath
+from slurmrl.errors import AllocationError, Problem
+from slurmrl.plan import fit, hardware, placement, sizes
+from slurmrl.plan.draft import Draft
+from slurmrl.plan.engines import rules_of
+from slurmrl.plan.estimates import memories, standing_by_gpu
+from slurmrl.plan.hardware import GIB
+from slurmrl.plan.lengths import lengths_of
+from slurmrl.plan.placement import LARGEST_HOST, ROLLOUTS, TRAINERS, Placement
+from slurmrl.plan.shape import shape_of
+
+
+def backends(draft: Draft) -> Iterator[Problem]:
+    """A wrong string is told once, at the role that wrote it."""
+    for role, text in _written(draft):
+        try:
+            allocation = parse(text)
+        except AllocationError as error:
+            yield draft.problem((role, "backend"), str(error))
+            continue
+        if role != ROLLOUTS and not BACKENDS[allocation.backend].trains:
+            able = ", ".join(one.name for one in BACKENDS.values() if one.trains)
+            rule = f"{allocation.backend} only generates; allowed: {able}"
+            message = f"'{text}' is not allowed: {rule}"
+            yield draft.problem((role, "backend"), message)
+
+
+def _written(draft: Draft) -> Iterator[tuple[str, str]]:
+    for role, model in draft.models():
+        if role == "actor" or draft.writes(role, "backend"):
+            yield role, model.backend
+    if draft.config.rollout.backend:
+        yield ROLLOUTS, draft.config.rollout.backend
+
+
+def runnable(draft: Draft) -> Iterator[Problem]:
+    """What the engines of this version cannot do yet."""
+    for role, text in _written(draft):
+        if role == ROLLOUTS:
+            message = (
+                f"'{text}' is not allowed: the actor's own engine generates in this version; "
+                "leave it empty"
+            )
+            yield draft.problem((role, "backend"), message)
+            continue
+        try:
+            allocation = parse(text)
+        except AllocationError:
+            continue  # told already
+        try:
+            rules_of(allocation)
+        except AllocationError as error:
+            yield draft.problem((role, "backend"), str(error))
+
+
+def same_ranks(draft: Draft) -> Iterator[Problem]:
+    """In this version all models share the actor's ranks, and those are all there are."""
+    found = draft.placements()
+    actor = found.get("actor")
+    if actor is None:
+        return
+    if actor.ranks != tuple(range(actor.allocation.world_size)):
+        written = draft.config.actor.gpus
+        message = f"'{written}' is not allowed: in this version the actor takes all from 0"
+        yield draft.problem(("actor", "gpus"), message)
+    for role, one in found.items():
+        if role in ("actor", ROLLOUTS):
+            continue
+        if one.allocation.sizes != actor.allocation.sizes:
+            message = (
+                f"'{one.allocation}' is not allowed: in this version all models lie like the "
+                f"actor, '{actor.allocation}'"
+            )
+            yield draft.problem((role, "backend"), message)
+        elif one.ranks != actor.ranks:
+            message = "is not allowed: in this version all models share the actor's GPUs"
+            yield draft.problem((role, "gpus"), message)
+
+
+def gpus(draft: Draft) -> Iterator[Problem]:
+    """Lists of GPUs are right, and every GPU of the trainers' job holds something."""
+    sections = dict(draft.models()) | {ROLLOUTS: draft.config.rollout}
+    for role, section in sections.items():
+        if not draft.writes(role, "gpus") or not section.backend:
+            continue
+        try:
+            parse(section.backend)
+        except AllocationError:
+            continue
+        try:
+            placement.place(section.backend, section.gpus)
+        except AllocationError as error:
+            yield draft.problem((role, "gpus"), str(error))
+    if draft.writes(ROLLOUTS, "gpus") and not draft.config.rollout.backend:
+        yield draft.problem((ROLLOUTS, "gpus"), "is not allowed without rollout.backend")
+    placed = [one for one in draft.placements().values() if one.group == TRAINERS]
+    used = {rank for one in placed for rank in one.ranks}
+    empty = sorted(set(range(placement.trainers(placed))) - used)
+    if empty:
+        spans = format_gpus(empty)
+        message = f"no model lies on GPUs {spans} of the trial; number them from 0 without gaps"
+        yield draft.problem(("actor", "gpus"), message)
+
+
+def batches(draft: Draft) -> Iterator[Problem]:
+    """Every data-parallel rank gets the same number of items, and at least one."""
+    told = set()
+    for role, placed in draft.placements().items():
+        size = placed.allocation.sizes["dp"]
+        group = int(getattr(draft.algorithm, "group_size", 1))
+        if size in told or BACKENDS[placed.allocation.backend].serves:
+            continue  # servers take requests one by one
+        told.add(size)
+        if draft.algorithm.batch_size * (1 if role == "actor" else group) % size:
+            message = (
+                f"{draft.algorithm.batch_size} is not allowed: must be a multiple of {size}, the "
+                f"data-parallel size of {role}.backend '{placed.allocation}'"
+            )
+            yield draft.problem(("algorithm", "batch_size"), message)
+    actor = draft.placements().get("actor")
+    evaluation = draft.config.evaluation
+    if actor is None or evaluation is None or evaluation.samples is None:
+        return
+    size = actor.allocation.sizes["dp"]
+    if evaluation.samples < size:
+        message = f"{evaluation.samples} is not allowed: must be at least {size}, one for each rank"
+        yield draft.problem(("evaluation", "samples"), message)
+
+
+def hosts(draft: Draft) -> Iterator[Problem]:
+    """Workers fill their hosts, and there are enough. (The local scheduler has one host and ignores
+    these settings.)"""
+    cluster = draft.config.cluster
+    placed = draft.placements()
+    workers = placement.trainers(placed.values())
+    if not workers or "actor" not in placed:
+        return
+    actor = f"actor.backend '{placed['actor'].allocation}'"
+    per_host = cluster.workers_per_host
+    if per_host is not None and workers % per_host:
+        message = (
+            f"{per_host} is not allowed: must divide {workers}, the number of workers of {actor}"
+        )
+        yield draft.problem(("cluster", "workers_per_host"), message)
+        return
+    per_host = per_host or placement.workers_per_host(workers, tensor_sizes(placed))
+    needed = -(-workers // per_host)
+    if cluster.hosts is not None and needed > cluster.hosts:
+        message = (
+            f"{cluster.hosts} is not allowed: {workers} workers of {actor} and its companions take "
+            f"{needed} hosts of {per_host}"
+        )
+        yield draft.problem(("cluster", "hosts"), message)
+
+
+def tensor_sizes(placed: dict[str, Placement]) -> list[int]:
+    return [one.allocation.sizes["tp"] for one in placed.values() if one.group == TRAINERS]
+
+
+def rollout_instances(draft: Draft) -> Iterator[Problem]:
+    """One copy of a serving engine lies within a host."""
+    one = draft.placements().get(ROLLOUTS)
+    largest = draft.config.cluster.workers_per_host or LARGEST_HOST
+    if one is not None and one.group == ROLLOUTS and one.allocation.instance_size > largest:
+        message = (
+            f"'{one.allocation}' is not allowed: one copy takes {one.allocation.instance_size} "
+            f"GPUs (t*p), a host has {largest}"
+        )
+        yield draft.problem((ROLLOUTS, "backend"), message)
+
+
+def architectures(draft: Draft) -> Iterator[Problem]:
+    """Sizes against the architecture; a role that took layout and weights from the actor has the
+    actor's problems, which are told once."""
+    placed = draft.placements()
+    trained = {use.role for use in draft.algorithm.roles() if use.trained}
+    minibatches = int(getattr(draft.algorithm, "n_minibatches", 1))
+    actor = draft.config.actor
+    for role, one in placed.items():
+        model = _model_on(draft, role)
+        source = "actor" if role == ROLLOUTS else role
+        same = (model.path, model.architecture) == (actor.path, actor.architecture)
+        if source != "actor" and same and not _writes_layout(draft, role):
+            continue
+        shape = shape_of(model)
+        lengths = lengths_of(draft.config, draft.algorithm, shape)
+        steps = minibatches if role in trained else 0
+        for axis, message in fit.check(fit.Fit(model, one.allocation, shape, lengths, steps)):
+            if role == ROLLOUTS and axis not in sizes.FIELDS:
+                continue
+            yield draft.problem(_key(draft, role, axis), _with_backend(axis, one, message))
+
+
+def _model_on(draft: Draft, role: str) -> Model:
+    """The model of a role; generation runs the actor's, without its training layout."""
+    if role != ROLLOUTS:
+        model: Model = getattr(draft.config, role)
+        return model
+    return draft.config.actor.model_copy(update={"model": None})
+
+
+def _writes_layout(draft: Draft, role: str) -> bool:
+    return draft.writes(role, "backend") or draft.writes(role, "model")
+
+
+def _with_backend(axis: str, placed: Placement, message: str) -> str:
+    if axis == "length" or message.endswith("(t above 1)") or "is not allowed" in message:
+        return message
+    return f"'{placed.allocation}' is not allowed: {message}"
+
+
+def _key(draft: Draft, role: str, axis: str) -> KeyPath:
+    """Where the user wrote the size that does not fit."""
+    if axis == "length":
+        prompts = draft.config.dataset.type == "prompt"
+        return ("rollout", "max_new_tokens") if prompts else ("dataset", "max_tokens")
+    field = sizes.FIELDS.get(axis, axis)
+    if role != ROLLOUTS and draft.writes(role, "model", field):
+        return (role, "model", field)
+    if role != ROLLOUTS and axis not in (*sizes.FIELDS, "dp"):
+        return (role, "model", field)
+    return (role, "backend")
+
+
+def memory(draft: Draft) -> Iterator[Problem]:
+    """What is estimated to be on the fullest GPU fits into it."""
+    limit = hardware.memory_bytes(draft.config.cluster)
+    if limit is None or draft.config.cluster.gpus_per_worker == 0:
+        return
+    rank, roles, needed = standing_by_gpu(draft)
+    if needed > limit:
+        message = (
+            f"GPU {rank} is estimated to need {needed / GIB:.1f} GiB for {', '.join(roles)}, it "
+            f"has {limit / GIB:.1f}: split the models further, or set max_tokens_per_microbatch "
+            "lower (slurmrl plan shows what takes it)"
+        )
+        where = ("cluster", "gpu_memory")
+        yield draft.problem(where if draft.writes(*where) else ("actor", "backend"), message)
+    rollout = draft.placements().get(ROLLOUTS)
+    if rollout is not None and rollout.group == ROLLOUTS:
+        estimate = memories(draft).get(ROLLOUTS)
+        weights = estimate.weights if estimate else 0
+        if weights >= limit:  # what is left is for keys and values; with less, requests wait
+            message = (
+                f"'{rollout.allocation}' is not allowed: a GPU holds {weights / GIB:.1f} GiB of "
+                f"weights, it has {limit / GIB:.1f}; split them further with t"
+            )
+            yield draft.problem((ROLLOUTS, "backend"), message)
+
+
+LAYOUT_CHECKS: Final = (
+    backends,
+    gpus,
+    batches,
+    hosts,
+    rollout_instances,
+    architectures,
+    memory,
+)
+SUBMISSION_CHECKS: Final = (runnable, same_ranks)

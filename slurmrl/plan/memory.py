@@ -1,0 +1,226 @@
+"""Estimates of the bytes that a model takes on its fullest GPU. Sources: docs/allocation.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Final
+
+from slurmrl.allocation import Allocation
+from slurmrl.config.schema import Model
+from slurmrl.graph.roles import Head
+from slurmrl.plan.lengths import Lengths
+from slurmrl.plan.shape import ModelShape
+
+BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2}
+SHARDED: Final = frozenset({"fsdp", "archon"})
+"""Engines that shard everything over data and context parallel ranks (ZeRO stage 3)."""
+UNSHARDED_LAYERS: Final = 2
+"""Layers whose weights are whole at a time: the one at work and the next."""
+LOGITS: Final = 2**22
+LOGIT_TOKENS: Final = 512
+"""Logits are computed this many at a time, or these tokens' where the vocabulary is large."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one GPU. The first three are there all the time, of the others one at a time."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Of the largest micro-batch: in training, or in a forward pass of a role that is not
+    trained; gathered weights are among them."""
+    kv_cache: int
+    """Of all sequences of a rank at full length, with the gathered weights that decode them."""
+
+    @property
+    def standing(self) -> int:
+        return self.weights + self.gradients + self.optimizer
+
+    def explain(self) -> dict[str, int]:
+        return {f"{name}_bytes": size for name, size in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a layout is used for."""
+
+    model: Model
+    shape: ModelShape
+    allocation: Allocation
+    head: Head
+    trained: bool
+    computes: bool
+    """Whether it has calls other than generation."""
+    generates: bool
+    lengths: Lengths | None
+
+
+def estimate(job: Job) -> Memory:
+    size = _weight_bytes(job)
+    gradients, optimizer = _training_bytes(job) if job.trained else (0, 0)
+    return Memory(
+        weights=size,
+        gradients=gradients,
+        optimizer=optimizer,
+        activations=_activations(job) if job.computes else 0,
+        kv_cache=_generation(job) if job.generates else 0,
+    )
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Elements on one rank before sharding: those that lie like attention, and experts."""
+
+    dense: float
+    experts: float
+
+    @property
+    def total(self) -> float:
+        return self.dense + self.experts
+
+
+def layer_parameters(shape: ModelShape, allocation: Allocation, *, moe: bool) -> Parameters:
+    """One layer's, on one tensor rank. Biases are left out."""
+    tp = allocation.sizes["tp"]
+    queries = shape.queries / tp
+    keys = shape.kv_heads_of_rank(tp) * shape.head_dim
+    attention = shape.hidden * (2 * queries + 2 * keys) + 2 * shape.hidden
+    if not moe:
+        return Parameters(attention + shape.mlp_matrices * shape.hidden * shape.inner / tp, 0)
+    expert = shape.mlp_matrices * shape.hidden * shape.expert_inner
+    shared = shape.mlp_matrices * shape.hidden * shape.shared_inner / tp
+    own = shape.experts / allocation.sizes["ep"] * expert / _expert_tp(allocation)
+    return Parameters(attention + shape.hidden * shape.experts + shared, own)
+
+
+def _expert_tp(allocation: Allocation) -> int:
+    """Without a half of their own, experts are split as everything else."""
+    return allocation.experts.tp if allocation.experts else allocation.sizes["tp"]
+
+
+def parameters(shape: ModelShape, allocation: Allocation, head: Head) -> Parameters:
+    """Of the fullest pipeline stage."""
+    pp, tp = allocation.sizes["pp"], allocation.sizes["tp"]
+    plain = layer_parameters(shape, allocation, moe=False)
+    moe = layer_parameters(shape, allocation, moe=True)
+    count, sparse = shape.layers / pp, shape.expert_layers / pp
+    dense = (count - sparse) * plain.dense + sparse * moe.dense
+    embedding = shape.vocabulary * shape.hidden / tp
+    outputs = embedding if head == "lm" else shape.hidden
+    last = 0.0 if shape.tied and head == "lm" and pp == 1 else outputs
+    ends = embedding + last if pp == 1 else max(embedding, last)
+    return Parameters(dense + ends + shape.hidden, sparse * moe.experts)
+
+
+def _copies(allocation: Allocation) -> tuple[int, int]:
+    """Ranks over which dense parameters and experts are replicated."""
+    dense = allocation.sizes["dp"] * allocation.sizes["cp"]
+    return dense, allocation.experts.dp if allocation.experts else dense
+
+
+def _per_rank(job: Job) -> float:
+    """Parameters of one rank, each shard counted once."""
+    own = parameters(job.shape, job.allocation, job.head)
+    dense, experts = _copies(job.allocation)
+    return own.dense / dense + own.experts / experts
+
+
+def _weight_bytes(job: Job) -> int:
+    if job.allocation.backend in SHARDED:
+        return round(_per_rank(job) * (4 if job.trained else BYTES[job.model.dtype]))
+    own = parameters(job.shape, job.allocation, job.head)
+    return round(own.total * BYTES[job.model.dtype])
+
+
+def _training_bytes(job: Job) -> tuple[int, int]:
+    """Gradients and optimizer states. Sharded engines: 4 and 8 bytes a parameter beside the weights
+    in float32. megatron with its distributed optimizer: gradients in float32 on every copy, and a
+    float32 copy of bfloat16 weights beside the moments."""
+    sharded = _per_rank(job)
+    if job.allocation.backend in SHARDED:
+        return round(sharded * 4), round(sharded * 8)
+    own = parameters(job.shape, job.allocation, job.head).total
+    master = 4 if job.model.dtype == "bfloat16" else 0
+    return round(own * 4), round(sharded * (8 + master))
+
+
+def _gathered_layer(job: Job) -> float:
+    """Bytes of the weights that are whole while one layer computes."""
+    if job.allocation.backend not in SHARDED:
+        return 0
+    moe = job.shape.expert_layers > 0
+    layer = layer_parameters(job.shape, job.allocation, moe=moe).total
+    return UNSHARDED_LAYERS * layer * BYTES[job.model.dtype]
+
+
+def tokens_of_microbatch(job: Job) -> int:
+    """Tokens on one rank at a time: a share of the sequence with context parallelism."""
+    most = job.model.max_tokens_per_microbatch
+    if job.lengths is not None:
+        dp = job.allocation.sizes["dp"]
+        share = -(-job.lengths.sequences // dp) * job.lengths.longest
+        most = max(min(most, share), job.lengths.longest)
+    return -(-most // job.allocation.sizes["cp"])
+
+
+def uses_sequence_parallel(model: Model, allocation: Allocation) -> bool:
+    """What the role says; where it does not, megatron uses it with tensor parallelism."""
+    said = model.model.sequence_parallel if model.model else None
+    return allocation.backend == "megatron" and allocation.sizes["tp"] > 1 if said is None else said
+
+
+def layer_activations(job: Job) -> float:
+    """Elements that one layer keeps for its backward pass, per token of a rank."""
+    shape, sizes = job.shape, job.allocation.sizes
+    tp = sizes["tp"]
+    split = tp if uses_sequence_parallel(job.model, job.allocation) else 1
+    attention = 2 * shape.queries / tp + 2 * shape.kv_heads_of_rank(tp) * shape.head_dim
+    inner = shape.inner / tp
+    if shape.expert_layers:
+        routed = shape.experts_per_token * shape.expert_inner / _expert_tp(job.allocation)
+        inner = routed + shape.shared_inner / tp
+    return 4 * shape.hidden / split + attention + (shape.mlp_matrices + 1) * inner
+
+
+def _activations(job: Job) -> int:
+    shape, sizes, width = job.shape, job.allocation.sizes, BYTES[job.model.dtype]
+    tokens = tokens_of_microbatch(job)
+    vocabulary = shape.vocabulary / sizes["tp"] if job.head == "lm" else 1
+    logits = 2 * 4 * min(tokens * vocabulary, max(LOGITS, LOGIT_TOKENS * vocabulary))
+    one = layer_activations(job) * tokens * width
+    if not job.trained:
+        return round(one + logits + _gathered_layer(job))
+    layers = _layers_in_flight(job)
+    kept = layers * one
+    if job.model.gradient_checkpointing:
+        kept = layers * shape.hidden * tokens * width + one
+    return round(kept + logits + _gathered_layer(job))
+
+
+def _layers_in_flight(job: Job) -> float:
+    """Layers times micro-batches whose activations the first stage keeps: with the 1F1B schedule p
+    micro-batches of layers / p; more with the interleaved one (Korthikanti et al. 2022)."""
+    pp, sizes = job.allocation.sizes["pp"], job.model.model
+    virtual = (sizes.virtual_pipeline_model_parallel_size if sizes else None) or 1
+    return job.shape.layers * (1 + (pp - 1) / (pp * virtual) if virtual > 1 else 1)
+
+
+def kv_bytes_per_token(shape: ModelShape, allocation: Allocation, dtype: str) -> float:
+    """On one rank: a key and a value of each of its heads in each of its layers."""
+    heads = shape.kv_heads_of_rank(allocation.sizes["tp"])
+    return 2 * heads * shape.head_dim * shape.layers / allocation.sizes["pp"] * BYTES[dtype]
+
+
+def _generation(job: Job) -> int:
+    if job.lengths is None:
+        return 0
+    sequences = -(-job.lengths.sequences // job.allocation.sizes["dp"])
+    cache = sequences * job.lengths.longest
+    found = cache * kv_bytes_per_token(job.shape, job.allocation, job.model.dtype)
+    if job.allocation.backend in SHARDED:
+        whole = parameters(job.shape, job.allocation, job.head).total
+        found += whole * BYTES[job.model.dtype]
+    return round(found)

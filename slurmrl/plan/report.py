@@ -1,0 +1,135 @@
+"""What ``slurmrl plan`` shows: a plan with its rank tables, process groups and estimates, as plain
+values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from slurmrl.allocation import parse
+from slurmrl.graph.call import Call
+from slurmrl.plan import estimates, hardware, tables
+from slurmrl.plan.fit import Fit, padded_vocabulary
+from slurmrl.plan.memory import Memory
+from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
+from slurmrl.plan.placement import ROLLOUTS, Placement, placements
+from slurmrl.plan.settings import Settings
+from slurmrl.plan.shape import shape_of
+
+
+def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict[str, Any]:
+    """``warnings`` are those of others, such as what the cluster lacks."""
+    memories = estimates.memories(settings)
+    placed = placements(settings.config, [use.role for use in settings.algorithm.roles()])
+    groups = tables.process_groups(plan)
+    return {
+        "experiment": plan.experiment,
+        "trial": plan.trial,
+        "world_size": plan.world_size,
+        "gpus": sum(group.world_size * group.gpus_per_worker for group in plan.groups),
+        "groups": [_group(group) for group in plan.groups],
+        "models": {
+            name: _model(settings, plan, model, memories.get(name))
+            for name, model in plan.models.items()
+        },
+        "calls": _calls(settings, plan, placed, memories),
+        "process_groups": [asdict(group) for group in groups],
+        "process_group_counts": dict(Counter(use for one in groups for use in one.uses)),
+        "memory": _fullest(settings, placed, memories),
+        "warnings": [*_warnings(plan), *warnings],
+        "notes": list(settings.notes),
+        "missing": [str(problem) for problem in settings.missing],
+    }
+
+
+def _group(group: GroupPlan) -> dict[str, Any]:
+    """A fixed group is one job of all its hosts, and its array's elements are successive links; an
+    elastic one has an element for each task, on one host each."""
+    array = f"0-{group.hosts - 1}" if group.elastic else f"0-{group.links - 1}%1"
+    return {
+        "name": group.name,
+        "elastic": group.elastic,
+        "hosts": group.hosts,
+        "workers_per_host": group.workers_per_host,
+        "gpus_per_worker": group.gpus_per_worker,
+        "gpus_per_host": group.gpus_per_worker * group.workers_per_host,
+        "cpus_per_host": group.cpus_per_worker * group.workers_per_host,
+        "array": array,
+    }
+
+
+def _model(
+    settings: Settings, plan: Plan, model: ModelPlan, memory: Memory | None
+) -> dict[str, Any]:
+    section = estimates.model_of(settings.config, model.role)
+    shape = shape_of(section)
+    own = section if model.role != ROLLOUTS else section.model_copy(update={"model": None})
+    allocation = parse(model.backend)
+    return {
+        **model.model_dump(mode="json", exclude={"ranks"}),
+        "world_size": len(model.ranks),
+        "padded_vocabulary": padded_vocabulary(Fit(own, allocation, shape, None)),
+        "memory": None if memory is None else memory.explain(),
+        "ranks": [
+            {
+                "rank": row.rank,
+                "place": row.place,
+                "host": row.host,
+                "gpu": row.gpu,
+                **row.coordinates,
+                **{f"expert_{axis}": at for axis, at in row.expert_coordinates.items()},
+            }
+            for row in tables.rows(plan, model)
+        ],
+    }
+
+
+def _calls(
+    settings: Settings,
+    plan: Plan,
+    placed: dict[str, Placement],
+    memories: dict[str, Memory],
+) -> list[dict[str, Any]]:
+    """The calls of a step, with FLOPs of all ranks together and seconds where the GPU is known."""
+    config = settings.config
+    by_name: dict[str, Call] = {call.name: call for call in settings.algorithm.calls(config)}
+    found = []
+    for call in plan.calls:
+        cost = estimates.cost(settings, by_name[call.name], placed, memories)
+        found.append(
+            {
+                "name": call.name,
+                "model": call.layout or call.role,
+                "method": call.method.value,
+                "inputs": list(call.inputs),
+                "outputs": list(call.outputs),
+                "pre_hooks": list(call.pre_hooks),
+                "post_hooks": list(call.post_hooks),
+                "ranks": len(call.ranks),
+                "flops": cost.flops if cost else None,
+                "seconds": round(cost.seconds, 4) if cost and cost.seconds is not None else None,
+            }
+        )
+    return found
+
+
+def _fullest(
+    settings: Settings, placed: dict[str, Placement], memories: dict[str, Memory]
+) -> dict[str, Any]:
+    rank, models, size = estimates.fullest(placed, memories)
+    return {
+        "fullest_gpu": rank,
+        "models": list(models),
+        "bytes": size if models else None,
+        "gpu_bytes": hardware.memory_bytes(settings.config.cluster),
+    }
+
+
+def _warnings(plan: Plan) -> list[str]:
+    return [
+        f"{name}: a tensor-parallel group of {plan.models[name].sizes['tp']} lies on two hosts; "
+        "another cluster.workers_per_host or gpus list keeps it on one"
+        for name in tables.split_over_hosts(plan)
+    ]

@@ -1,0 +1,123 @@
+"""The numbers of a model's architecture that a plan needs, read from a Hugging Face ``config.json``
+of any family. (Whether an engine can run it is the engine's to say.)"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from slurmrl.config.schema import Model
+from slurmrl.registry import resolve
+
+FAMILIES: Final = "slurmrl.models.families:FAMILIES"
+"""The built-in decoder's table, for the defaults of fields that are left out."""
+PLAIN_MLP: Final = frozenset({"gpt2", "gpt_neox", "opt", "phi"})
+"""Families whose feed-forward part has two matrices; the others have a gate, too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes are counts of elements, heads or layers."""
+
+    hidden: int
+    inner: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    positions: int | None
+    tied: bool
+    mlp_matrices: int = 3
+    experts: int = 0
+    """Experts of a layer; 0 for a dense model."""
+    experts_per_token: int = 0
+    expert_inner: int = 0
+    shared_inner: int = 0
+    """Inner size of the experts that every token passes."""
+    dense_layers: int = 0
+    """Layers of a model with experts that have none."""
+
+    @property
+    def queries(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        return self.kv_heads * self.head_dim
+
+    @property
+    def expert_layers(self) -> int:
+        return self.layers - self.dense_layers if self.experts else 0
+
+    def kv_heads_of_rank(self, tp: int) -> int:
+        """Key-value heads that one tensor rank holds; fewer heads than ranks are copied."""
+        return max(1, -(-self.kv_heads // tp))
+
+
+def shape_of(model: Model) -> ModelShape | None:
+    """None where the role's architecture is unknown or lacks a number."""
+    if model.architecture is not None:
+        return read(model.architecture)
+    if model.path is None:
+        return None
+    try:
+        values = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return read(values) if isinstance(values, dict) else None
+
+
+def read(values: Mapping[str, Any]) -> ModelShape | None:
+    """The shape that a ``config.json`` object describes."""
+    family = resolve(FAMILIES).get(values.get("model_type"))
+    said = {name: value for name, value in values.items() if value is not None}
+    full = {**(family.defaults if family else {}), **said}
+    hidden = _number(full, "hidden_size", "n_embd", "d_model")
+    layers = _number(full, "num_hidden_layers", "n_layer")
+    heads = _number(full, "num_attention_heads", "n_head")
+    vocabulary = _number(full, "vocab_size")
+    if not (hidden and layers and heads and vocabulary):
+        return None
+    inner = _number(full, "intermediate_size", "n_inner") or 4 * hidden
+    experts = _number(full, "num_experts", "num_local_experts", "n_routed_experts") or 0
+    return ModelShape(
+        hidden=hidden,
+        inner=inner,
+        layers=layers,
+        heads=heads,
+        kv_heads=_number(full, "num_key_value_heads") or heads,
+        head_dim=_number(full, "head_dim") or max(hidden // heads, 1),
+        vocabulary=vocabulary,
+        positions=_number(full, "max_position_embeddings", "n_positions"),
+        tied=full.get("tie_word_embeddings") is True,
+        mlp_matrices=2 if full.get("model_type") in PLAIN_MLP else 3,
+        experts=experts,
+        experts_per_token=_number(full, "num_experts_per_tok") or min(2, experts),
+        expert_inner=_number(full, "moe_intermediate_size") or inner,
+        shared_inner=_shared(full),
+        dense_layers=_dense_layers(full, layers),
+    )
+
+
+def _number(values: Mapping[str, Any], *names: str) -> int | None:
+    for name in names:
+        value = values.get(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            return value
+    return None
+
+
+def _shared(values: Mapping[str, Any]) -> int:
+    number = _number(values, "n_shared_experts") or 0
+    size = _number(values, "moe_intermediate_size") or 0
+    return _number(values, "shared_expert_intermediate_size") or number * size
+
+
+def _dense_layers(values: Mapping[str, Any], layers: int) -> int:
+    listed = values.get("mlp_only_layers")
+    several = len(listed) if isinstance(listed, list) else 0
+    return min(layers, (_number(values, "first_k_dense_replace") or 0) + several)

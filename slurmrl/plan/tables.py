@@ -1,0 +1,125 @@
+"""Views of a plan: where each rank sits, what lies on each GPU, and which process groups there are.
+
+All are derived: every process of a run makes the same ones from the plan it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from slurmrl.parallel.topology import ProcessTopology
+from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
+
+Wanted: TypeAlias = tuple[str, tuple[int, ...]]
+"""What a group is for, and its ranks."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One rank of a model. ``gpu`` counts on its host (of an elastic group: on its task's)."""
+
+    rank: int
+    place: int
+    host: int
+    gpu: int
+    coordinates: dict[str, int]
+    expert_coordinates: dict[str, int]
+
+
+@dataclass(frozen=True)
+class ProcessGroup:
+    """``uses`` are ``global``, ``model NAME``, ``transfer NAME-NAME``, and ``NAME AXIS`` (``NAME
+    expert AXIS`` of the experts' own grid). Uses of the same ranks share one group."""
+
+    uses: tuple[str, ...]
+    ranks: tuple[int, ...]
+
+
+def topology(model: ModelPlan) -> ProcessTopology:
+    return ProcessTopology(tuple(model.sizes), tuple(model.sizes.values()))
+
+
+def expert_topology(model: ModelPlan) -> ProcessTopology | None:
+    """The experts' own grid over the same ranks."""
+    if not model.expert_sizes:
+        return None
+    return ProcessTopology(tuple(model.expert_sizes), tuple(model.expert_sizes.values()))
+
+
+def rows(plan: Plan, model: ModelPlan) -> list[Row]:
+    """The model's rank table, in order of its ranks."""
+    group, grid, experts = plan.group(model.group), topology(model), expert_topology(model)
+    found = []
+    for rank, place in enumerate(model.ranks):
+        host, gpu = divmod(place, group.workers_per_host)
+        coordinates = grid.coordinates(rank)
+        own = experts.coordinates(rank) if experts else {}
+        found.append(Row(rank, place, host, gpu, coordinates, own))
+    return found
+
+
+def on_gpus(plan: Plan, group: GroupPlan) -> list[dict[str, dict[str, int]]]:
+    """For each worker of a group the models that lie on it, and their coordinates there."""
+    found: list[dict[str, dict[str, int]]] = [{} for _ in range(group.world_size)]
+    for name, model in plan.models.items():
+        if model.group != group.name:
+            continue
+        grid = topology(model)
+        for rank, place in enumerate(model.ranks):
+            found[place][name] = grid.coordinates(rank)
+    return found
+
+
+def process_groups(plan: Plan) -> list[ProcessGroup]:
+    """The groups of torch.distributed in the order in which every rank of the fixed job creates
+    them, without those of one rank."""
+    uses: dict[tuple[int, ...], list[str]] = {}
+    for use, ranks in _wanted(plan):
+        if len(ranks) > 1:
+            uses.setdefault(ranks, []).append(use)
+    return [ProcessGroup(tuple(named), ranks) for ranks, named in uses.items()]
+
+
+def _wanted(plan: Plan) -> Iterator[Wanted]:
+    fixed = {n: m for n, m in plan.models.items() if not plan.group(m.group).elastic}
+    yield "global", tuple(range(plan.world_size))
+    for name, model in fixed.items():
+        yield f"model {name}", model.ranks
+        yield from _of_axes(model, topology(model), name)
+        experts = expert_topology(model)
+        if experts is not None:
+            yield from _of_axes(model, experts, f"{name} expert")
+    yield from _transfers(fixed)
+
+
+def _of_axes(model: ModelPlan, grid: ProcessTopology, name: str) -> Iterator[Wanted]:
+    for axis, size in zip(grid.axes, grid.sizes, strict=True):
+        if size == 1:
+            continue
+        for members in grid.groups(axis):
+            yield f"{name} {axis}", tuple(model.ranks[index] for index in members)
+
+
+def _transfers(models: dict[str, ModelPlan]) -> Iterator[Wanted]:
+    """All ranks of any two models that lie differently: a call's inputs move among them."""
+    names = list(models)
+    for index, first in enumerate(names):
+        for second in names[index + 1 :]:
+            one, other = models[first], models[second]
+            if (one.ranks, one.sizes) != (other.ranks, other.sizes):
+                yield f"transfer {first}-{second}", tuple(sorted({*one.ranks, *other.ranks}))
+
+
+def split_over_hosts(plan: Plan) -> list[str]:
+    """Models with a tensor-parallel group that could lie within a host and does not."""
+    found = []
+    for name, model in plan.models.items():
+        per_host, size = plan.group(model.group).workers_per_host, model.sizes["tp"]
+        if size == 1 or size > per_host:
+            continue
+        groups = topology(model).groups("tp")
+        if any(len({model.ranks[i] // per_host for i in members}) > 1 for members in groups):
+            found.append(name)
+    return found

@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from slurmrl.errors import UsageError
+from slurmrl.graph.call import Call, Method
+from slurmrl.graph.graph import Graph
+
+
+def call(name: str, inputs: str = "", outputs: str = "") -> Call:
+    return Call(
+        name, "actor", Method.INFERENCE, "m:C", tuple(inputs.split()), tuple(outputs.split())
+    )
+
+
+PPO = (
+    call("generate", "prompts", "ids logp"),
+    call("reward", "ids", "rewards"),
+    call("reference", "ids", "ref_logp"),
+    call("values", "ids", "values"),
+    call("actor_train", "ids logp rewards ref_logp values"),
+    call("critic_train", "ids rewards values"),
+)
+
+
+def names(calls: tuple[Call, ...]) -> list[str]:
+    return [one.name for one in calls]
+
+
+def test_edges_follow_from_keys() -> None:
+    graph = Graph(PPO, ["prompts"])
+    assert names(graph.order) == names(PPO)
+    assert graph.producers["values"].name == "values"
+    assert "prompts" not in graph.producers
+    assert names(graph.children(PPO[0])) == names(PPO[1:])
+    assert names(graph.parents(PPO[5])) == ["generate", "reward", "values"]
+
+
+def test_every_order_of_the_calls_sorts_each_after_its_parents_and_is_stable() -> None:
+    for shuffled in itertools.permutations(PPO):
+        graph = Graph(shuffled, ["prompts"])
+        place = {one.name: index for index, one in enumerate(graph.order)}
+        assert sorted(place) == sorted(names(PPO))
+        for one in graph.order:
+            assert all(place[p.name] < place[one.name] for p in graph.parents(one))
+        independent = [name for name in names(shuffled) if name in ("reward", "reference")]
+        assert [name for name in names(graph.order) if name in independent] == independent
+
+
+def test_random_graphs_sort_after_their_parents() -> None:
+    generator = random.Random(7)
+    for _ in range(50):
+        calls = []
+        for index in range(12):
+            count = min(index, 3)
+            inputs = " ".join(f"k{i}" for i in generator.sample(range(index), count))
+            calls.append(call(f"c{index}", inputs, f"k{index}"))
+        generator.shuffle(calls)
+        order = names(Graph(calls, []).order)
+        for one in calls:
+            for key in one.inputs:
+                assert order.index(f"c{key[1:]}") < order.index(one.name)
+
+
+@pytest.mark.parametrize(
+    ("calls", "messages"),
+    [
+        ([call("a"), call("a")], ["two calls are named 'a'"]),
+        (
+            [call("a", "", "x"), call("b", "", "x")],
+            ["key 'x' has 2 producers: call 'a', call 'b'"],
+        ),
+        ([call("a", "", "data")], ["key 'data' has 2 producers: the dataset, call 'a'"]),
+        (
+            [call("a", "dta", "x")],
+            ["call 'a' reads key 'dta', which nobody produces; did you mean 'data'?"],
+        ),
+        ([call("a", "x", "x")], ["the calls form a cycle: a -> a"]),
+        (
+            [call("z", "", "q"), call("a", "y q", "x"), call("b", "x", "y"), call("c", "y")],
+            ["the calls form a cycle: a -> b -> a"],
+        ),
+        (
+            [call("a", "no", "x"), call("a", "nor", "x")],
+            ["two calls", "key 'x' has 2 producers", "reads key 'no'", "reads key 'nor'"],
+        ),
+    ],
+)
+def test_what_does_not_fit_is_told_with_names_all_at_once(
+    calls: list[Call], messages: list[str]
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        Graph(calls, ["data"])
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(messages)
+    for line, message in zip(lines, messages, strict=True):
+        assert message in line

@@ -1,0 +1,223 @@
+"""Memory and FLOPs against other sources: the decoder's own parameters and FLOPs, and published
+figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from slurmrl.allocation import parse
+from slurmrl.config.schema import Cluster, Model, Slurm
+from slurmrl.graph.call import Method
+from slurmrl.models import flops as decoder_flops
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.decoder import Decoder
+from slurmrl.plan import estimates, hardware
+from slurmrl.plan.flops import call_flops
+from slurmrl.plan.lengths import Lengths
+from slurmrl.plan.memory import Job, estimate, kv_bytes_per_token, parameters
+from slurmrl.plan.settings import Settings
+from slurmrl.plan.shape import ModelShape, read
+
+Load = Callable[..., Settings]
+LLAMA_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+}
+LENGTHS = Lengths(sequences=64, longest=1024, new_tokens=512, assumed=False)
+
+
+def shape_of(values: dict[str, Any]) -> ModelShape:
+    shape = read(values)
+    assert shape is not None
+    return shape
+
+
+def job(values: dict[str, Any], backend: str, **changes: Any) -> Job:
+    options: dict[str, Any] = {
+        "model": Model(dtype="bfloat16", max_tokens_per_microbatch=4096),
+        "shape": shape_of(values),
+        "allocation": parse(backend),
+        "head": "lm",
+        "trained": True,
+        "computes": True,
+        "generates": False,
+        "lengths": LENGTHS,
+    }
+    return Job(**(options | changes))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_parameters_are_the_decoders(tied: bool, head: Any) -> None:
+    values = {**LLAMA_8B, "num_hidden_layers": 2, "tie_word_embeddings": tied}
+    with torch.device("meta"):
+        decoder = Decoder(ModelConfig.from_hf(values), head=head)
+    own = parameters(shape_of(values), parse("fsdp:d1"), head).total
+    assert own == sum(one.numel() for one in decoder.parameters())
+
+
+@pytest.mark.parametrize(
+    ("values", "billions"), [(LLAMA_8B, 8.030), (QWEN3_30B_A3B, 30.53)], ids=["llama", "qwen3-moe"]
+)
+def test_parameters_are_the_published_ones(values: dict[str, Any], billions: float) -> None:
+    own = parameters(shape_of(values), parse("fsdp:d1"), "lm").total
+    assert own / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("method", [Method.GENERATE, Method.INFERENCE, Method.TRAIN_STEP])
+def test_flops_are_those_that_utilisation_is_counted_with(head: Any, method: Method) -> None:
+    config, lengths = ModelConfig.from_hf(LLAMA_8B), [LENGTHS.longest] * LENGTHS.sequences
+    train = method is Method.TRAIN_STEP
+    count = decoder_flops.train_flops if train else decoder_flops.forward_flops
+    expected = count(config, lengths, head) * (3 if train else 1)
+    assert call_flops(shape_of(LLAMA_8B), head, method, LENGTHS, passes=3) == expected
+
+
+def test_only_the_experts_of_a_token_count() -> None:
+    per_token = call_flops(
+        shape_of(QWEN3_30B_A3B), "lm", Method.INFERENCE, Lengths(1, 1, 0, False), passes=1
+    )
+    assert per_token / 2 == pytest.approx(3.35e9 - 151936 * 2048, rel=0.02)  # "A3B", one embedding
+
+
+@pytest.mark.parametrize(
+    ("backend", "per_parameter"),
+    [("megatron:d1", 18), ("megatron:d2", 6 + 12 / 2), ("megatron:d8", 6 + 12 / 8), ("fsdp:d8", 2)],
+)
+def test_standing_bytes_per_parameter(backend: str, per_parameter: float) -> None:
+    """Megatron-LM's table for bfloat16 weights with float32 gradients: 18, or 6 + 12/d; ZeRO's 16/d
+    with everything in shards."""
+    found = estimate(job(LLAMA_8B, backend))
+    count = parameters(shape_of(LLAMA_8B), parse("fsdp:d1"), "lm").total
+    assert found.standing / count == pytest.approx(per_parameter, rel=1e-6)
+
+
+def test_splitting_a_model_shrinks_each_part() -> None:
+    whole = estimate(job(LLAMA_8B, "megatron:d1"))
+    for axis in ("t8", "p4", "t2p2"):
+        part = estimate(job(LLAMA_8B, f"megatron:{axis}"))
+        assert part.weights < whole.weights
+        assert part.optimizer < whole.optimizer
+    sliced = estimate(job(LLAMA_8B, "megatron:t8"))
+    assert sliced.weights == pytest.approx(whole.weights / 8, rel=0.01)
+    assert sliced.activations < whole.activations
+    assert estimate(job(LLAMA_8B, "megatron:c4")).activations < whole.activations
+
+
+def test_experts_shrink_with_their_own_sizes() -> None:
+    whole = estimate(job(QWEN3_30B_A3B, "megatron:d8"))
+    spread = estimate(job(QWEN3_30B_A3B, "megatron:d8e8"))
+    count = parameters(shape_of(QWEN3_30B_A3B), parse("fsdp:d1"), "lm")
+    saved = count.experts * (1 - 1 / 8) * 2
+    assert whole.weights - spread.weights == pytest.approx(saved, rel=1e-6)
+
+
+def test_recomputed_activations_are_one_tensor_a_layer() -> None:
+    plain = estimate(job(LLAMA_8B, "fsdp:d8"))
+    model = Model(dtype="bfloat16", max_tokens_per_microbatch=4096, gradient_checkpointing=True)
+    again = estimate(job(LLAMA_8B, "fsdp:d8", model=model))
+    kept = 32 * 4096 * 4096 * 2
+    assert again.activations < plain.activations / 5
+    assert again.activations > kept
+
+
+def test_a_model_that_is_not_trained_has_weights_only() -> None:
+    found = estimate(job(LLAMA_8B, "fsdp:d8", trained=False))
+    assert (found.gradients, found.optimizer) == (0, 0)
+    assert found.weights == pytest.approx(8.03e9 * 2 / 8, rel=1e-3)
+
+
+def test_keys_and_values_of_a_token() -> None:
+    """128 KiB for Llama 3 8B in 16 bits: 2 x 32 layers x 8 heads x 128 x 2 bytes."""
+    shape = shape_of(LLAMA_8B)
+    assert kv_bytes_per_token(shape, parse("sglang:d1"), "bfloat16") == 131072
+    assert kv_bytes_per_token(shape, parse("sglang:t4"), "bfloat16") == 32768
+    assert kv_bytes_per_token(shape, parse("sglang:t16"), "bfloat16") == 16384  # a head is copied
+    found = estimate(job(LLAMA_8B, "sglang:d4", trained=False, computes=False, generates=True))
+    assert found.kv_cache == 16 * 1024 * 131072
+
+
+@pytest.mark.parametrize(
+    ("kind", "memory", "size"),
+    [
+        ("h100", None, 80 * 2**30),
+        ("nvidia_h100_80gb_hbm3", None, 80 * 2**30),
+        ("a100", None, None),
+        ("a100_40gb", None, 40 * 2**30),
+        ("gtx", None, None),
+        (None, None, None),
+        ("h100", "40G", 40 * 2**30),
+        (None, "512", 512 * 2**20),
+    ],
+)
+def test_memory_of_a_gpu(kind: str | None, memory: str | None, size: int | None) -> None:
+    cluster = Cluster(gpu_memory=memory, slurm=Slurm(gpu_type=kind))
+    assert hardware.memory_bytes(cluster) == size
+
+
+def test_models_on_one_gpu_add_up_and_their_calls_take_turns(plan_ppo: Load) -> None:
+    settings = plan_ppo()
+    found = estimates.memories(settings)
+    fullest = estimates.standing_by_gpu(settings)
+    passing = max(max(one.activations, one.kv_cache) for one in found.values())
+    assert fullest.size == sum(one.standing for one in found.values()) + passing
+    assert fullest.models == ("actor", "critic", "ref")
+
+
+def test_seconds_are_told_for_a_known_gpu(plan_ppo: Load) -> None:
+    from slurmrl.plan.placement import placements
+
+    for kind, known in (("h100", True), ("unheard", False)):
+        settings = plan_ppo(f"cluster.slurm.gpu_type={kind}")
+        placed = placements(settings.config, ["actor", "critic", "ref"])
+        found = estimates.memories(settings)
+        for call in settings.algorithm.calls(settings.config):
+            cost = estimates.cost(settings, call, placed, found)
+            if call.role is None:
+                assert cost is None
+                continue
+            assert cost is not None
+            assert (cost.seconds is not None) is known
+            assert cost.flops > 0
+
+
+def test_an_architecture_without_numbers_is_not_estimated() -> None:
+    assert read({"model_type": "llama", "hidden_size": 8}) is None
+    assert read({"model_type": "new", **{k: v for k, v in LLAMA_8B.items() if k != "model_type"}})
+
+
+def test_a_reference_without_export_has_the_architecture_it_will_have(
+    plan_ppo: Load, folder: Any
+) -> None:
+    (folder / "start.yaml").write_text(
+        "experiment: start\nactor:\n  architecture: {model_type: llama, vocab_size: 8, "
+        "hidden_size: 8, intermediate_size: 8, num_hidden_layers: 3, num_attention_heads: 2}\n"
+    )
+    settings = plan_ppo("actor.architecture=", "actor.path=trial:start/1", "actor.tokenizer=model")
+    assert "has no export yet" in settings.missing[0].message
+    assert settings.config.actor.architecture is not None
+    assert settings.config.actor.architecture["num_hidden_layers"] == 3

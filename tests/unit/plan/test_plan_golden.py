@@ -1,0 +1,35 @@
+"""The examples' plans, as files. To write them anew: SLURMRL_WRITE_GOLDEN=1 and run this test."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from slurmrl.plan.build import make_plan
+from slurmrl.plan.report import report
+from slurmrl.plan.settings import load_settings
+from slurmrl.plan.show import text
+
+EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
+GOLDEN = Path(__file__).parent / "golden"
+
+
+def check(path: Path, found: str) -> None:
+    if os.environ.get("SLURMRL_WRITE_GOLDEN"):
+        path.write_text(found)
+    assert path.read_text() == found
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_the_plan_of_an_example_is_the_one_on_file(example: Path, tmp_path: Path) -> None:
+    """On two GPUs of a Slurm cluster. What this machine lacks of files is left out."""
+    settings = load_settings(
+        example, ["cluster.gpus_per_worker=1"], root=tmp_path / "runs", planning=True
+    )
+    shown = report(settings, make_plan(settings, scheduler="slurm"))
+    shown["missing"] = []
+    check(GOLDEN / f"{example.stem}.json", json.dumps(shown, indent=1) + "\n")
+    check(GOLDEN / f"{example.stem}.txt", text(shown) + "\n")

@@ -1,0 +1,231 @@
+"""Separate and colocated placements, rank tables and process groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from slurmrl.plan import inventory
+from slurmrl.plan.build import make_plan
+from slurmrl.plan.model import Plan
+from slurmrl.plan.placement import place, workers_per_host
+from slurmrl.plan.settings import Settings
+from slurmrl.plan.tables import on_gpus, process_groups, rows, split_over_hosts
+from slurmrl.scheduler.parse import HostRow, cluster_hosts
+from tests.unit.plan.conftest import EXPERTS
+
+Load = Callable[..., Settings]
+SEED = (
+    "actor.backend=megatron:t2",
+    "actor.gpus=0-1",
+    "critic.backend=megatron:p2",
+    "critic.gpus=2-3",
+    "ref.backend=megatron:t2p2",
+    "ref.gpus=0-3",
+)
+"""Four GPUs: the actor on the first half with tensor parallelism, the critic on the second with
+stages, the reference on all with both."""
+
+
+def plan(load: Load, *overrides: str) -> Plan:
+    return make_plan(load(*overrides), scheduler="slurm")
+
+
+def test_one_gpu_has_different_places_in_different_models(plan_ppo: Load) -> None:
+    found = plan(plan_ppo, *SEED)
+    [group] = found.groups
+    assert (group.hosts, group.workers_per_host) == (1, 4)
+    at = on_gpus(found, group)
+    assert at[1]["actor"]["tp"] == 1
+    assert (at[2]["ref"]["tp"], at[2]["ref"]["pp"], at[2]["critic"]["pp"]) == (0, 1, 0)
+    assert [sorted(on) for on in at] == [["actor", "ref"]] * 2 + [["critic", "ref"]] * 2
+
+
+def test_the_groups_of_separate_and_shared_models(plan_ppo: Load) -> None:
+    groups = {group.ranks: group.uses for group in process_groups(plan(plan_ppo, *SEED))}
+    assert groups == {
+        (0, 1, 2, 3): (
+            "global",
+            "model ref",
+            "transfer actor-critic",
+            "transfer actor-ref",
+            "transfer critic-ref",
+        ),
+        (0, 1): ("model actor", "actor tp", "ref tp"),
+        (2, 3): ("model critic", "critic pp", "ref tp"),
+        (0, 2): ("ref pp",),
+        (1, 3): ("ref pp",),
+    }
+
+
+def test_models_that_lie_alike_need_no_transfer(plan_ppo: Load) -> None:
+    [group] = process_groups(plan(plan_ppo, "actor.backend=fsdp:d4"))
+    assert group.ranks == (0, 1, 2, 3)
+    assert not any(use.startswith("transfer") for use in group.uses)
+
+
+def test_experts_have_groups_of_their_own(plan_ppo: Load) -> None:
+    text = "actor.backend=megatron:(attn:d2t2|ffn:t1e2)"
+    found = make_plan(plan_ppo(text, architecture=EXPERTS), scheduler="slurm")
+    assert found.models["actor"].expert_sizes == {"pp": 1, "dp": 2, "ep": 2, "tp": 1}
+    groups = {ranks: uses for uses, ranks in ((g.uses, g.ranks) for g in process_groups(found))}
+    assert "actor expert ep" in groups[(0, 1)]
+    assert "actor expert dp" in groups[(0, 2)]
+
+
+def test_servers_are_an_array_with_a_task_for_each_copy(plan_ppo: Load) -> None:
+    found = plan(plan_ppo, "rollout.backend=vllm:d3t2p2")
+    trainer, rollout = found.groups
+    assert (trainer.elastic, rollout.elastic) == (False, True)
+    assert (rollout.hosts, rollout.workers_per_host) == (3, 4)
+    assert found.world_size == 2
+    for row in rows(found, found.models["rollout"]):
+        assert row.host == row.coordinates["dp"]
+    generate = found.calls[0]
+    assert (generate.layout, generate.role, len(generate.ranks)) == ("rollout", "actor", 12)
+    assert generate.pre_hooks == ("reallocate actor -> rollout",)
+
+
+def test_servers_on_the_trainers_gpus_are_part_of_their_job(plan_ppo: Load) -> None:
+    found = plan(
+        plan_ppo, "actor.backend=fsdp:d4", "rollout.backend=sglang:d2t2", "rollout.gpus=0-3"
+    )
+    [group] = found.groups
+    assert group.world_size == 4
+    assert found.models["rollout"].ranks == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("workers", "tp", "per_host"),
+    [
+        (16, [], 8),
+        (12, [4], 4),
+        (12, [2], 6),
+        (13, [], 1),
+        (32, [16], 8),
+        (10, [2], 2),
+        (9, [1], 3),
+    ],
+)
+def test_equal_hosts_keep_tensor_groups_together(
+    workers: int, tp: list[int], per_host: int
+) -> None:
+    assert workers_per_host(workers, tp) == per_host
+
+
+def test_a_tensor_group_that_lies_on_two_hosts_is_told(plan_ppo: Load) -> None:
+    text = ("actor.backend=fsdp:d2", "critic.backend=megatron:t4", "critic.gpus=2-5")
+    small = plan(plan_ppo, *text, "cluster.workers_per_host=3")
+    assert split_over_hosts(small) == []  # it would fit into no host
+    halves = plan(
+        plan_ppo, *text, "ref.backend=fsdp:d2", "ref.gpus=6-7", "cluster.workers_per_host=4"
+    )
+    assert split_over_hosts(halves) == ["critic"]
+
+
+def test_every_rank_of_a_table_is_where_the_topology_says(plan_ppo: Load) -> None:
+    found = plan(plan_ppo, "actor.backend=megatron:d2t2p2c2")
+    table = rows(found, found.models["actor"])
+    places = [tuple(row.coordinates.values()) for row in table]
+    assert places == sorted(places)
+    assert len(set(places)) == 16
+    assert [(row.host, row.gpu) for row in table] == [(rank // 8, rank % 8) for rank in range(16)]
+
+
+def test_copies_of_a_server_lie_on_neighbours() -> None:
+    assert place("vllm:d2t2p2", "").ranks == (0, 1, 4, 5, 2, 3, 6, 7)
+    assert place("vllm:d2t1p2", "4-7").ranks == (4, 6, 5, 7)
+    assert place("fsdp:d2", "6-7").ranks == (6, 7)
+
+
+SINFO = """\
+n1|idle|gpu:a100:8(S:0-1)
+n2|down*|gpu:8
+n2|down*|gpu:8
+n3|mixed|gpu:h100:4,gpu:a100:2,shard:16
+n4|idle|(null)
+"""
+
+
+def test_sinfo_is_read() -> None:
+    assert cluster_hosts(SINFO) == [
+        HostRow("n1", "idle", 8),
+        HostRow("n2", "down*", 8),
+        HostRow("n3", "mixed", 6),
+        HostRow("n4", "idle", 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "lacking"),
+    [
+        (("actor.backend=fsdp:d16",), []),
+        (("actor.backend=fsdp:d32", "algorithm.n_minibatches=1"), ["takes 4 hosts with 8 GPUs"]),
+        (("actor.backend=fsdp:d32", "algorithm.n_minibatches=1",
+          "cluster.gpus_per_worker=0"), []),
+        (("rollout.backend=sglang:d99t8",), []),
+        (("cluster.slurm.gpu_directive=none", "actor.backend=fsdp:d16"), []),
+    ],
+)  # fmt: skip
+def test_what_the_cluster_lacks_is_told(
+    plan_ppo: Load, overrides: tuple[str, ...], lacking: list[str]
+) -> None:
+    settings = plan_ppo("cluster.gpus_per_worker=1", *overrides)
+    found = inventory.lacking(
+        make_plan(settings, scheduler="slurm"), settings.config, cluster_hosts(SINFO)
+    )
+    assert len(found) == len(lacking)
+    for line, part in zip(found, lacking, strict=True):
+        assert part in line
+
+
+def test_without_sinfo_nothing_is_told(plan_ppo: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    settings = plan_ppo()
+    assert inventory.ask(settings.config) is None
+    assert inventory.lacking(make_plan(settings, scheduler="slurm"), settings.config, None) == []
+
+
+def test_layouts_in_the_words_of_megatron(plan_ppo: Load) -> None:
+    sizes = (
+        "actor.backend=megatron",
+        "actor.model.tensor_model_parallel_size=2",
+        "actor.model.pipeline_model_parallel_size=2",
+        "actor.model.expert_model_parallel_size=2",
+        "cluster.hosts=2",
+        "cluster.workers_per_host=8",
+    )
+    config = plan_ppo(*sizes, architecture=EXPERTS).config
+    assert config.actor.backend == "megatron:(attn:d4t2p2|ffn:d2t2p2e2)"
+    assert config.critic is not None
+    assert config.critic.backend == config.actor.backend
+    whole = "actor.model.expert_tensor_parallel_size=1"
+    assert plan_ppo(*sizes, whole, architecture=EXPERTS).config.actor.backend == (
+        "megatron:d4t2p2e2"
+    )
+
+
+def test_an_older_mode_is_put_into_the_roles_fields(plan_ppo: Load) -> None:
+    settings = plan_ppo('actor.backend=""', "allocation_mode=sglang.d2t2p1+d1t4p1")
+    config = settings.config
+    assert (config.actor.backend, config.rollout.backend) == ("fsdp:t4", "sglang:d2t2")
+    assert config.allocation_mode == ""
+    assert settings.notes == (
+        "allocation_mode is deprecated; write instead: rollout.backend: sglang:d2t2, "
+        "actor.backend: fsdp:t4",
+    )
+
+
+def test_components_lie_one_after_the_other(plan_ppo: Load) -> None:
+    text = "fsdp[actor]:d4|fsdp[ref]:t4+fsdp[critic]:d2+sglang[rollout]:d2"
+    config = plan_ppo('actor.backend=""', f'allocation_mode="{text}"').config
+    assert config.critic is not None
+    assert config.ref is not None
+    assert (config.actor.gpus, config.ref.gpus, config.critic.gpus) == ("", "", "4-5")
+    assert config.rollout.gpus == ""
+
+
+def test_a_rollout_in_the_words_of_rlinf(plan_ppo: Load) -> None:
+    config = plan_ppo("rollout.backend=sglang", "rollout.tensor_parallel_size=4").config
+    assert config.rollout.backend == "sglang:t4"

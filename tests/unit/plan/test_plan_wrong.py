@@ -1,0 +1,307 @@
+"""Kinds of configurations that cannot work: each gives one message, at the key that is wrong."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+from slurmrl.errors import ConfigError, Problem
+from slurmrl.plan.settings import Settings
+from tests.unit.plan.conftest import EXPERTS, LARGE
+
+Load = Callable[..., Settings]
+ARCHITECTURE = LARGE
+MEGATRON = "actor.backend=megatron:"
+
+
+class Wrong(NamedTuple):
+    overrides: tuple[str, ...]
+    key: str
+    message: str
+    architecture: dict[str, Any] = ARCHITECTURE
+
+
+def wrong(
+    key: str, message: str, *overrides: str, architecture: dict[str, Any] = ARCHITECTURE
+) -> Wrong:
+    return Wrong(overrides, key, message, architecture)
+
+
+BACKEND = "actor.backend"
+KINDS = {
+    "no such backend": wrong(BACKEND, "did you mean 'megatron'", "actor.backend=megatrom:d2"),
+    "no backend": wrong(BACKEND, "unknown backend 'd4t2'", "actor.backend=d4t2"),
+    "repeated dimension": wrong(BACKEND, "'d' is there twice", "actor.backend=fsdp:d2d4"),
+    "dimension of another": wrong(BACKEND, "fsdp has no dimension 'p'", "actor.backend=fsdp:d2p2"),
+    "open parenthesis": wrong(BACKEND, "expected ')'", f"{MEGATRON}(attn:d4|ffn:d4"),
+    "halves of two sizes": wrong(BACKEND, "the same number", f"{MEGATRON}(attn:d4|ffn:d2)"),
+    "e does not divide": wrong(BACKEND, "e3 does not divide", f"{MEGATRON}d4e3"),
+    "engine alone": wrong(BACKEND, "expected ':'", "actor.backend=megatron"),
+    "components": wrong(BACKEND, "expected one allocation", "actor.backend=fsdp:d2+fsdp:d2"),
+    "older spelling": wrong(BACKEND, "unknown backend 'd2m2p2'", "actor.backend=d2m2p2"),
+    "actor cannot train": wrong(BACKEND, "sglang only generates", "actor.backend=sglang:d2"),
+    "critic's string": wrong("critic.backend", "at character 6", "critic.backend=fsdp:x2"),
+    "rollout's string": wrong("rollout.backend", "no dimension 'e'", "rollout.backend=sglang:d2e2"),
+    "copy over hosts": wrong("rollout.backend", "a host has 8", "rollout.backend=vllm:t8p2"),
+    "copy over small hosts": wrong(
+        "rollout.backend", "a host has 2", "rollout.backend=vllm:t4", "cluster.workers_per_host=2"
+    ),
+    "rollout's heads": wrong(
+        "rollout.backend", "does not divide num_attention_heads 8", "rollout.backend=sglang:t3"
+    ),
+    "heads": wrong(BACKEND, "t3 does not divide num_attention_heads 8", f"{MEGATRON}t3"),
+    "kv heads": wrong(
+        BACKEND,
+        "neither divides num_key_value_heads 6",
+        f"{MEGATRON}t4",
+        architecture={**LARGE, "num_attention_heads": 12, "num_key_value_heads": 6,
+                      "hidden_size": 96},
+    ),
+    "hidden size": wrong(
+        BACKEND,
+        "does not divide hidden_size 66",
+        f"{MEGATRON}t4",
+        architecture={**LARGE, "hidden_size": 66, "head_dim": 8},
+    ),
+    "intermediate size": wrong(
+        BACKEND,
+        "does not divide intermediate_size 98",
+        f"{MEGATRON}t4",
+        architecture={**LARGE, "intermediate_size": 98},
+    ),
+    "vocabulary": wrong(
+        "actor.model.make_vocab_size_divisible_by",
+        "vocab_size 100, padded to 256, leaves at least one of t2 ranks without",
+        f"{MEGATRON}t2",
+        architecture={**LARGE, "vocab_size": 100},
+    ),
+    "layers": wrong(BACKEND, "p5 does not divide num_hidden_layers 12", f"{MEGATRON}p5"),
+    "virtual without stages": wrong(
+        "actor.model.virtual_pipeline_model_parallel_size",
+        "needs more than one pipeline stage",
+        f"{MEGATRON}d2",
+        "actor.model.virtual_pipeline_model_parallel_size=2",
+    ),
+    "virtual layers": wrong(
+        "actor.model.virtual_pipeline_model_parallel_size",
+        "p4 times 2 does not divide num_hidden_layers 12",
+        f"{MEGATRON}p4",
+        "actor.model.virtual_pipeline_model_parallel_size=2",
+    ),
+    "interleaved micro-batches": wrong(
+        "actor.model.virtual_pipeline_model_parallel_size",
+        "needs a multiple of p3 micro-batches",
+        f"{MEGATRON}p3",
+        "actor.model.virtual_pipeline_model_parallel_size=2",
+    ),
+    "sequence parallel": wrong(
+        "actor.model.sequence_parallel",
+        "needs tensor parallelism (t above 1)",
+        f"{MEGATRON}d2",
+        "actor.model.sequence_parallel=true",
+    ),
+    "context splits sequences": wrong(
+        BACKEND,
+        "c2 cannot split sequences of up to 510 tokens evenly",
+        f"{MEGATRON}c2",
+        "rollout.max_new_tokens=254",
+    ),
+    "context splits micro-batches": wrong(
+        BACKEND,
+        "c2 cannot split micro-batches of 1002 tokens evenly",
+        f"{MEGATRON}c2",
+        "actor.max_tokens_per_microbatch=1002",
+    ),
+    "sequence parallel lengths": wrong(
+        BACKEND,
+        "a multiple of c*t = 4 is needed with sequence parallelism",
+        f"{MEGATRON}t4",
+        "rollout.max_new_tokens=255",
+    ),
+    "positions": wrong(
+        "rollout.max_new_tokens",
+        "exceed max_position_embeddings 4096",
+        "rollout.max_new_tokens=4096",
+    ),
+    "experts of a dense model": wrong(BACKEND, "the model has no experts", f"{MEGATRON}d4e2"),
+    "expert halves of a dense model": wrong(
+        BACKEND, "t4 of ffn is not allowed: the model has no experts", f"{MEGATRON}(attn:d4|ffn:t4)"
+    ),
+    "number of experts": wrong(
+        BACKEND, "e32 does not divide the number of experts 16", f"{MEGATRON}d32e32",
+        "algorithm.n_minibatches=1", architecture=EXPERTS,
+    ),
+    "expert size": wrong(
+        BACKEND,
+        "does not divide moe_intermediate_size 50",
+        f"{MEGATRON}(attn:d8|ffn:t4e2)",
+        architecture={**EXPERTS, "moe_intermediate_size": 50},
+    ),
+    "batch": wrong("algorithm.batch_size", "must be a multiple of 6", "actor.backend=fsdp:d6"),
+    "critic's batch": wrong(
+        "algorithm.batch_size", "size of critic.backend 'fsdp:d3'", "critic.backend=fsdp:d3"
+    ),
+    "minibatches": wrong(
+        BACKEND, "leaves a rank without a sequence", "actor.backend=fsdp:d32", "evaluation="
+    ),
+    "micro-batches of stages": wrong(
+        BACKEND, "p4 stages need at least as many micro-batches", f"{MEGATRON}d8p4"
+    ),
+    "evaluation samples": wrong("evaluation.samples", "at least 2", "evaluation.samples=1"),
+    "spellings disagree": wrong(
+        "actor.model.tensor_model_parallel_size",
+        "says t = 4; both must agree",
+        f"{MEGATRON}t4",
+        "actor.model.tensor_model_parallel_size=2",
+    ),
+    "expert spellings disagree": wrong(
+        "actor.model.expert_tensor_parallel_size",
+        "says t of ffn = 1",
+        f"{MEGATRON}d4e4",
+        "actor.model.expert_tensor_parallel_size=2",
+        architecture=EXPERTS,
+    ),
+    "rollout spellings disagree": wrong(
+        "rollout.tensor_parallel_size",
+        "says t = 2",
+        "rollout.backend=sglang:d2t2",
+        "rollout.tensor_parallel_size=4",
+    ),
+    "rollout sizes without an engine": wrong(
+        "rollout.tensor_parallel_size", "without rollout.backend", "rollout.tensor_parallel_size=2"
+    ),
+    "sizes beyond the hosts": wrong(
+        "actor.model.context_parallel_size",
+        "which does not divide the 8 GPUs",
+        "actor.backend=megatron",
+        "actor.model.context_parallel_size=3",
+        "cluster.hosts=1",
+    ),
+    "unknown size": wrong(
+        "actor.tensor_model_parallel_size",
+        "did you mean actor.model.tensor_model_parallel_size",
+        "actor.tensor_model_parallel_size=2",
+    ),
+    "list of GPUs": wrong("actor.gpus", "runs backwards", "actor.gpus=3-1"),
+    "too few GPUs": wrong("critic.gpus", "it has 4 GPUs, 'fsdp:d2' takes 2", "critic.gpus=0-3"),
+    "gap between GPUs": wrong(
+        "actor.gpus", "no model lies on GPUs 2-3", "critic.gpus=4-5", "critic.backend=fsdp:d2"
+    ),
+    "GPUs without an engine": wrong("rollout.gpus", "without rollout.backend", "rollout.gpus=0-1"),
+    "hosts that are not full": wrong(
+        "cluster.workers_per_host", "must divide 2", "cluster.workers_per_host=3"
+    ),
+    "too few hosts": wrong(
+        "cluster.hosts", "take 2 hosts of 8", "cluster.hosts=1", "actor.backend=fsdp:d16"
+    ),
+    "memory": wrong(
+        "cluster.gpu_memory",
+        "GPU 0 is estimated to need",
+        "cluster.gpu_memory=1M",
+        "cluster.gpus_per_worker=1",
+    ),
+    "memory of a server": wrong(
+        "rollout.backend",
+        "GiB of weights",
+        "rollout.backend=sglang:d2",
+        "cluster.gpu_memory=16G",
+        "cluster.gpus_per_worker=1",
+        "actor.backend=fsdp:d64",
+        "actor.max_tokens_per_microbatch=512",
+        "actor.gradient_checkpointing=true",
+        "actor.dtype=bfloat16",
+        "algorithm.batch_size=256",
+        architecture={**LARGE, "hidden_size": 8192, "intermediate_size": 32768},
+    ),
+    "older mode beside a backend": wrong(
+        "allocation_mode", "is not allowed beside actor.backend", "allocation_mode=d2m1p1"
+    ),
+    "older mode": wrong(
+        "allocation_mode", "there is no search", 'actor.backend=""', "allocation_mode=search"
+    ),
+    "older mode without an actor": wrong(
+        "allocation_mode", "no part of it trains", 'actor.backend=""', "allocation_mode=sglang.d2"
+    ),
+    "component of no role": wrong(
+        "allocation_mode",
+        "'teacher' is not a role",
+        'actor.backend=""',
+        "allocation_mode=fsdp[actor]:d2|fsdp[teacher]:d2",
+    ),
+    "two actors": wrong(
+        "allocation_mode", "two layouts of the actor", 'actor.backend=""',
+        "allocation_mode=fsdp:d2+fsdp:d2",
+    ),
+}  # fmt: skip
+
+
+def problems(load: Load, *overrides: str, **options: Any) -> list[Problem]:
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides, **options)
+    return list(caught.value.problems)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_configuration_gives_one_clear_message(plan_ppo: Load, kind: str) -> None:
+    case = KINDS[kind]
+    found = problems(plan_ppo, *case.overrides, architecture=case.architecture)
+    assert len(found) == 1, found
+    [problem] = found
+    assert problem.key == case.key
+    assert case.message in problem.message
+    assert problem.where == "command line" or re.search(r"ppo\.yaml:[56]$", problem.where)
+
+
+def test_there_are_at_least_forty_kinds() -> None:
+    assert len(KINDS) >= 40
+
+
+def test_all_that_is_wrong_is_told_at_once(plan_ppo: Load) -> None:
+    found = problems(
+        plan_ppo,
+        f"{MEGATRON}d3t3p5",
+        "rollout.backend=sglang:t16",
+        "actor.model.sequence_parallel=true",
+        "cluster.hosts=1",
+        "evaluation.samples=1",
+    )
+    assert {problem.key for problem in found} == {
+        "actor.backend",
+        "algorithm.batch_size",
+        "cluster.hosts",
+        "evaluation.samples",
+        "rollout.backend",
+    }
+    told = " ".join(problem.message for problem in found)
+    assert "num_attention_heads" in told
+    assert "num_hidden_layers" in told
+
+
+RIGHT = {
+    "heads, kv heads, vocabulary": f"{MEGATRON}t4",
+    "kv heads are copied": f"{MEGATRON}t8",
+    "layers": f"{MEGATRON}p6",
+    "context": f"{MEGATRON}c4",
+    "batch": "actor.backend=fsdp:d16",
+    "all": f"{MEGATRON}d2t2p2c2",
+    "one copy in a host": "rollout.backend=vllm:d3t4p2",
+}
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_what_fits_is_accepted(plan_ppo: Load, kind: str) -> None:
+    assert plan_ppo(RIGHT[kind]).config.experiment == "addition"
+
+
+@pytest.mark.parametrize("dims", ["d4e4", "(attn:d4t2|ffn:t4e2)", "(attn:d2p2|ffn:e2)"])
+def test_experts_that_fit_are_accepted(plan_ppo: Load, dims: str) -> None:
+    settings = plan_ppo(f"{MEGATRON}{dims}", architecture=EXPERTS)
+    assert settings.missing
+
+
+def test_virtual_stages_that_fit_are_accepted(plan_ppo: Load) -> None:
+    field = "actor.model.virtual_pipeline_model_parallel_size"
+    assert plan_ppo(f"{MEGATRON}p4", f"{field}=3").missing
