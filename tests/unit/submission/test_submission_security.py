@@ -1,0 +1,155 @@
+"""Run directories that nobody else can read or change, and bytes in them that we did not write."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from slurmrl.checkpoint.manifest import read_manifest, read_state
+from slurmrl.config.load import load_resolved
+from slurmrl.errors import CorruptFileError, OwnershipError, SlurmrlError
+from slurmrl.fsio import atomic
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.history.state import fold
+from slurmrl.monitor import events, metrics, snapshot
+from slurmrl.monitor.events import EventWriter
+from slurmrl.name_resolve import make
+from slurmrl.paths import RunPaths
+from slurmrl.plan.model import Plan
+from slurmrl.scheduler.local_state import ChainState
+from slurmrl.scheduler.submission import read_jobs, write_jobs, write_scripts
+from slurmrl.submission.prepare import prepare, trial_uuid
+from slurmrl.submission.submit import Proposal, propose
+from slurmrl.workers import process
+from slurmrl.workers.master.start import Failure
+from tests.fake_runs import FakeRun, write_config
+
+
+@pytest.fixture
+def proposal(tmp_path: Path) -> Proposal:
+    return propose(write_config(tmp_path), [], root=str(tmp_path / "runs"), scheduler="local")
+
+
+@pytest.mark.parametrize("umask", [0, 0o027, 0o777])
+def test_everything_is_private_whatever_the_umask(proposal: Proposal, umask: int) -> None:
+    paths = proposal.paths
+    before = os.umask(umask)
+    try:
+        assert prepare(paths, proposal.settings, proposal.plan)
+        write_scripts(paths, 1, {"trainer": "#!/bin/bash\n"})
+        write_jobs(paths, 1, {"trainer": "41"})
+        metrics.MetricsWriter(paths.metrics).write({"step": 1})
+        EventWriter(paths, "master.1").write("ready")
+        process.open_log(paths.log("trainer", 0, 0)).close()
+        History(paths.history).append(Kind.BEGIN, 1, {}, after=-1)
+        make("file", directory=paths.names).add("key", "value")
+    finally:
+        os.umask(before)
+    found = [paths.run, *paths.run.rglob("*")]
+    assert len(found) > 100
+    for path in found:
+        wanted = 0o700 if path.is_dir() else 0o600
+        assert stat.S_IMODE(path.stat().st_mode) == wanted, path
+
+
+def test_a_directory_that_others_could_change_is_refused(proposal: Proposal) -> None:
+    root = proposal.paths.run.parents[2]
+    root.mkdir()
+    root.chmod(0o777)
+    with pytest.raises(OwnershipError, match="writable by everybody"):
+        prepare(proposal.paths, proposal.settings, proposal.plan)
+    assert not proposal.paths.history.exists()
+    root.chmod(0o755)
+    assert prepare(proposal.paths, proposal.settings, proposal.plan)
+    proposal.paths.run.chmod(0o755)
+    with pytest.raises(OwnershipError, match="mode 0755"):
+        prepare(proposal.paths, proposal.settings, proposal.plan)
+
+
+HOSTILE = (
+    b"",
+    b"\x00" * 100,
+    b"\xff\xfe\xff",
+    b"[]",
+    b"null",
+    b"{}",
+    b"3",
+    b'"text"',
+    b'{"a": ',
+    b"[" * 100_000,
+    b'{"uuid": 1, "groups": 3, "elements": 5, "files": 7, "version": 1, "scheduler": []}',
+    b'{"groups": [{"name": []}], "elements": [{}], "files": [{}], "step": "x", "data": []}',
+)
+
+READERS: dict[str, tuple[Callable[[RunPaths], Path], Callable[[RunPaths], object]]] = {
+    "identity": (lambda run: run.identity, trial_uuid),
+    "plan": (lambda run: run.plan, lambda run: Plan.read(run.plan)),
+    "config": (lambda run: run.config, lambda run: load_resolved(run.config)),
+    "status": (lambda run: run.plan, snapshot.read),
+    "request": (lambda run: run.submission_request(1), snapshot.newest_submission),
+    "jobs": (lambda run: run.submission_jobs(1), lambda run: read_jobs(run, 1)),
+    "chain": (
+        lambda run: run.local_chain(1, "trainer"),
+        lambda run: ChainState.read(run.local_chain(1, "trainer")),
+    ),
+    "history": (
+        lambda run: run.history / "00000000",
+        lambda run: fold(History(run.history).read()),
+    ),
+    "name": (
+        lambda run: run.names / "key",
+        lambda run: make("file", directory=run.names).get("key"),
+    ),
+    "manifest": (
+        lambda run: run.checkpoint(1, 1) / "manifest.json",
+        lambda run: read_manifest(run.checkpoint(1, 1)),
+    ),
+    "state": (
+        lambda run: run.checkpoint(1, 1) / "state.json",
+        lambda run: read_state(run.checkpoint(1, 1)),
+    ),
+}
+TOLERANT = {"jobs", "status", "state"}
+"""Readers that take some of these: an object without what they look for is empty to them."""
+
+
+@pytest.mark.parametrize("content", HOSTILE, ids=[repr(content[:20]) for content in HOSTILE])
+@pytest.mark.parametrize("name", READERS)
+def test_hostile_bytes_end_in_errors_of_ours(tmp_path: Path, name: str, content: bytes) -> None:
+    run = FakeRun(tmp_path).paths
+    place, read = READERS[name]
+    atomic.make_private_directory(place(run).parent)
+    place(run).write_bytes(content)
+    if name in TOLERANT:
+        with suppress(SlurmrlError):
+            read(run)
+        return
+    with pytest.raises(SlurmrlError):
+        read(run)
+
+
+@pytest.mark.parametrize("content", HOSTILE, ids=[repr(content[:20]) for content in HOSTILE])
+def test_hostile_values_and_lines(tmp_path: Path, content: bytes) -> None:
+    run = FakeRun(tmp_path).paths
+    names = make("file", directory=run.names)
+    for key in ("status", "attempt/trainer/0/0", "incarnation/1/failure"):
+        names.add(key, content.decode(errors="replace"))
+    for look in (lambda: snapshot.read(run), lambda: Failure.of(names, 1)):
+        with suppress(CorruptFileError):
+            look()
+    for path in (run.metrics, run.event_file("master.1")):
+        path.write_bytes(content + b"\n")
+    assert metrics.read(run.metrics) == events.read_all(run) == []
+
+
+def test_hostile_names_of_files_are_passed_over(tmp_path: Path) -> None:
+    run = FakeRun(tmp_path).paths
+    for name in ("²", "٣", "-1", "1\n", "..x", "x" * 255):
+        (run.submissions / name).mkdir()
+    assert snapshot.submission_numbers(run) == []
