@@ -66,8 +66,12 @@ class Wandb(Section):
 class Logging(Section):
     """What is written besides `metrics.jsonl`."""
 
-    every_steps: PositiveInt = 1
+    every_steps: PositiveInt | None = 1
     """Steps between two lines of progress in the log; `metrics.jsonl` has every step."""
+    every_seconds: PositiveFloat | None = None
+    """Seconds after which the next step is logged."""
+    every_epochs: PositiveInt | None = None
+    """Epochs of the dataset between two lines."""
     tensorboard: bool = False
     """Write TensorBoard event files too (needs the tensorboard package)."""
     wandb: Wandb | None = None

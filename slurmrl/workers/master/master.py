@@ -181,7 +181,7 @@ class Master:
         self.progress.metrics = line
         self.recorder.write(line)
         self.status.update(step=step, metrics=line, phase="running")
-        if step % self.config.logging.every_steps == 0:
+        if self.progress.log_due():
             shown = {
                 name: round(value, 4) if isinstance(value, float) else value
                 for name, value in line.items()

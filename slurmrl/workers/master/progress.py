@@ -34,6 +34,7 @@ class Progress:
         )
         self.commits = _frequency(self.config.checkpoint)
         self.evaluations = _frequency(self.config.evaluation) if self.config.evaluation else None
+        self.log_lines = _frequency(self.config.logging)
         self.step = 0
         self.cursor = Cursor()
         self.consumed: list[list[int]] = []
@@ -132,6 +133,9 @@ class Progress:
         due = self.evaluations.check(self.step, self.cursor.epoch, time.monotonic())
         last = self.step >= self.config.total_steps
         return due or (last and self.config.evaluation.at_end)
+
+    def log_due(self) -> bool:
+        return self.log_lines.check(self.step, self.cursor.epoch, time.monotonic())
 
     def commit_due(self) -> bool:
         return self.commits.check(self.step, self.cursor.epoch, time.monotonic())

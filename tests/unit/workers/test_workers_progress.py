@@ -93,6 +93,14 @@ def test_frequencies(make_settings: Any) -> None:
     assert commits == (False, False, True, False, False, True)
 
 
+def test_log_lines_come_by_steps_or_by_epochs(make_settings: Any) -> None:
+    progress = start(make_settings(logging={"every_steps": 2}, total_steps=6))
+    assert [step(progress) and progress.log_due() for _ in range(6)] == [False, True] * 3
+    by_epoch = start(make_settings(logging={"every_steps": None, "every_epochs": 1}))
+    due = [bool(step(by_epoch)) and by_epoch.log_due() for _ in range(5)]
+    assert due == [False, False, True, False, True], "10 items, 4 a step"
+
+
 def test_last_step_is_evaluated_unless_told_otherwise(make_settings: Any) -> None:
     evaluation = make_settings().config.evaluation.model_dump(mode="json") | {"every_steps": 4}
     for at_end in (True, False):
