@@ -104,11 +104,11 @@ def test_command_of_workers_that_does_not_exist_fails_the_trial(
 def test_interrupted_trial_resumes_to_the_same_outcome(make_site: Callable[[str], Site]) -> None:
     """Ctrl-C on a run that is watched: it stops at a step, commits, and goes on when resumed."""
     left_alone = make_site("left_alone")
-    config = left_alone.write("config.yaml", sft_config(total_steps=30))
+    config = left_alone.write("config.yaml", sft_config(total_steps=80))
     left_alone.slurmrl("submit", str(config), "--scheduler", "local", "--wait")
 
     site = make_site("interrupted")
-    config = site.write("config.yaml", sft_config(total_steps=30))
+    config = site.write("config.yaml", sft_config(total_steps=80))
     watching = subprocess.Popen(
         [sys.executable, "-m", "slurmrl", "submit", str(config), "--scheduler", "local"],
         cwd=site.folder,
@@ -127,7 +127,7 @@ def test_interrupted_trial_resumes_to_the_same_outcome(make_site: Callable[[str]
     assert "slurmrl resume sft/1" in out
     status = site.status("sft/1")
     assert status["state"] == "INTERRUPTED"
-    assert 3 <= status["checkpoint"]["step"] < 30
+    assert 3 <= status["checkpoint"]["step"] < 80
     assert status["step"] == status["checkpoint"]["step"] == site.metrics("sft/1")[-1]["step"]
 
     site.slurmrl("resume", "sft/1", "--wait")

@@ -11,6 +11,12 @@ import pytest
 from tests.support.trials import Site, kill_one, ppo_config, sft_config
 
 CONFIGS: dict[str, Callable[..., dict[str, Any]]] = {"sft": sft_config, "ppo": ppo_config}
+STEPS = {"sft": 60, "ppo": 20}
+"""Enough that a run has not ended when it is killed at its third step."""
+
+
+def config_of(kind: str) -> dict[str, Any]:
+    return CONFIGS[kind](total_steps=STEPS[kind], checkpoint={"every_steps": 2})
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +27,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
     def outcome(kind: str) -> dict[str, Any]:
         if kind not in outcomes:
             site = Site(tmp_path_factory.mktemp(f"undisturbed-{kind}"))
-            config = site.write("config.yaml", CONFIGS[kind]())
+            config = site.write("config.yaml", config_of(kind))
             site.slurmrl("submit", str(config), "--scheduler", "local", "--wait")
             outcomes[kind] = site.outcome(f"{kind}/1")
         return outcomes[kind]
@@ -54,13 +60,13 @@ def test_run_goes_on_by_itself(
 ) -> None:
     site = Site(tmp_path)
     trial = f"{kind}/1"
-    config = site.write("config.yaml", CONFIGS[kind]())
+    config = site.write("config.yaml", config_of(kind))
     site.slurmrl("submit", str(config), "--scheduler", "local", "--detach")
     site.wait_for_step(trial, 3)
     kill_one(site.paths(trial).run, role, index)
     status = site.wait_for_end(trial)
     assert status["state"] == "COMPLETED"
-    assert status["step"] == 8
+    assert status["step"] == STEPS[kind]
     assert status["incarnation"] >= 2
     assert site.outcome(trial) == undisturbed(kind)
 
@@ -69,7 +75,7 @@ def test_chain_killed_resume_finishes(
     tmp_path: Path, undisturbed: Callable[[str], dict[str, Any]]
 ) -> None:
     site = Site(tmp_path)
-    config = site.write("config.yaml", sft_config())
+    config = site.write("config.yaml", config_of("sft"))
     site.slurmrl("submit", str(config), "--scheduler", "local", "--detach")
     site.wait_for_step("sft/1", 3)
     kill_one(site.paths("sft/1").run, "chain")

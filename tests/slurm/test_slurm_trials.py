@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.trials import Site, ppo_config, sft_config, wait_until
+from tests.support.trials import Site, ppo_config, processes, sft_config, wait_until
 
 TWO_NODES: dict[str, Any] = {
     "workers_per_host": 1,
@@ -59,6 +59,15 @@ def devices(site: Site, trial: str) -> list[dict[str, Any]]:
     return [json.loads(v) for v in names.get_subtree(f"{keys.incarnation(incarnation)}/devices")]
 
 
+def visible_devices(run: Path) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each worker process, as the kernel says it was started with."""
+    found = []
+    for pid in processes(run)["worker"]:
+        words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        found += [w.partition("=")[2] for w in words if w.startswith("CUDA_VISIBLE_DEVICES=")]
+    return sorted(found)
+
+
 def batch_pid(trial_run: Path) -> int:
     """The supervisor of a run: the batch process of its running job."""
 
@@ -78,11 +87,11 @@ def batch_pid(trial_run: Path) -> int:
 
 
 def test_two_node_trial_with_status_and_logs(site: Site) -> None:
-    submit(site, on_slurm(ppo_config()))
+    submit(site, on_slurm(ppo_config(total_steps=150, checkpoint={"every_steps": 50})))
     site.wait_for_step("ppo/1", 1)
     running = site.status("ppo/1")
     assert running["state"] == "RUNNING"
-    assert running["total_steps"] == 8
+    assert running["total_steps"] == 150
     found = tasks(site, "ppo/1")
     assert [task["state"] for task in found] == ["RUNNING", "RUNNING"]
     assert len({task["host"] for task in found}) == 2
@@ -92,18 +101,19 @@ def test_two_node_trial_with_status_and_logs(site: Site) -> None:
     for host in given:
         assert len(host["workers"]) == 1
         assert host["workers"][0] in host["given"].split(",")
+    assert visible_devices(site.paths("ppo/1").run) == sorted(host["workers"][0] for host in given)
     ended = site.wait_for_end("ppo/1")
-    assert (ended["state"], ended["step"]) == ("COMPLETED", 8)
+    assert (ended["state"], ended["step"]) == ("COMPLETED", 150)
     wait_until("the chain to be gone from the queue", lambda: not squeue("-t", "PD,R"))
 
 
 def test_killed_batch_process_is_followed_by_the_next_link(site: Site) -> None:
-    config = on_slurm(sft_config(total_steps=40))
+    config = on_slurm(sft_config(total_steps=100))
     submit(site, config)
     site.wait_for_step("sft/1", 5)
     os.kill(batch_pid(site.paths("sft/1").run), signal.SIGKILL)
     ended = site.wait_for_end("sft/1")
-    assert (ended["state"], ended["step"]) == ("COMPLETED", 40)
+    assert (ended["state"], ended["step"]) == ("COMPLETED", 100)
     assert ended["incarnation"] == 2
     undisturbed = {**config, "trial": "2"}
     submit(site, undisturbed)
@@ -122,7 +132,7 @@ def test_cancel_leaves_nothing_in_the_queue(site: Site) -> None:
 def test_two_trials_share_nodes(site: Site) -> None:
     """Both run on the same two nodes at once, on different devices, and neither sees the other."""
     nodes = {"partition": "main", "time": "30", "nodelist": "n[0-1]"}
-    config = on_slurm(sft_config(total_steps=60), slurm=nodes)
+    config = on_slurm(sft_config(total_steps=200), slurm=nodes)
     submit(site, {**config, "trial": "a"})
     submit(site, {**config, "trial": "b", "seed": 2})
     for trial in ("sft/a", "sft/b"):
@@ -137,7 +147,7 @@ def test_two_trials_share_nodes(site: Site) -> None:
     assert {host for host, _ in used} == {"n0", "n1"}
     for trial in ("sft/a", "sft/b"):
         ended = site.wait_for_end(trial)
-        assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 60, 1)
+        assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 200, 1)
 
 
 def test_pending_job_shows_why(site: Site) -> None:
