@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.trials import Site, ppo_config, processes, sft_config, wait_until
+from tests.support.trials import REPOSITORY, Site, processes, sft_config, wait_until
 
 TWO_NODES: dict[str, Any] = {
     "workers_per_host": 1,
@@ -86,24 +86,35 @@ def batch_pid(trial_run: Path) -> int:
     return wait_until(f"the batch process of {trial_run}", find)
 
 
-def test_two_node_trial_with_status_and_logs(site: Site) -> None:
-    submit(site, on_slurm(ppo_config(total_steps=150, checkpoint={"every_steps": 50})))
-    site.wait_for_step("ppo/1", 1)
-    running = site.status("ppo/1")
+def submit_example(site: Site, name: str, *overrides: str) -> None:
+    """An example of this repository on two nodes with one GPU and one worker each."""
+    cluster = ("workers_per_host=1", "gpus_per_worker=1", "interface=lo", "slurm.partition=main")
+    where = [f"cluster.{setting}" for setting in cluster]
+    path = str(REPOSITORY / "examples" / f"{name}.yaml")
+    site.slurmrl("submit", path, *overrides, *where, "--scheduler", "slurm")
+
+
+def test_ppo_example_on_two_nodes_with_status_and_logs(site: Site) -> None:
+    submit_example(site, "sft", "total_steps=2", "evaluation.samples=16")
+    assert site.wait_for_end("addition-sft/1")["state"] == "COMPLETED"
+    submit_example(site, "ppo", "total_steps=8", "evaluation.every_steps=4")
+    trial = "addition-ppo/1"
+    site.wait_for_step(trial, 1)
+    running = site.status(trial)
     assert running["state"] == "RUNNING"
-    assert running["total_steps"] == 150
-    found = tasks(site, "ppo/1")
+    assert running["total_steps"] == 8
+    found = tasks(site, trial)
     assert [task["state"] for task in found] == ["RUNNING", "RUNNING"]
     assert len({task["host"] for task in found}) == 2
-    assert "incarnation 1" in site.slurmrl("logs", "ppo/1").stdout
-    given = devices(site, "ppo/1")
+    assert "incarnation 1" in site.slurmrl("logs", trial).stdout
+    given = devices(site, trial)
     assert len(given) == 2
     for host in given:
         assert len(host["workers"]) == 1
         assert host["workers"][0] in host["given"].split(",")
-    assert visible_devices(site.paths("ppo/1").run) == sorted(host["workers"][0] for host in given)
-    ended = site.wait_for_end("ppo/1")
-    assert (ended["state"], ended["step"]) == ("COMPLETED", 150)
+    assert visible_devices(site.paths(trial).run) == sorted(host["workers"][0] for host in given)
+    ended = site.wait_for_end(trial)
+    assert (ended["state"], ended["step"]) == ("COMPLETED", 8)
     wait_until("the chain to be gone from the queue", lambda: not squeue("-t", "PD,R"))
 
 
