@@ -40,9 +40,14 @@ class FileNameStore(NameStore):
         super().__init__(owner=owner, alive=alive)
         self._directory = directory
         self._calls = calls
+        self._paths: dict[str, Path] = {}
+        """Of the keys that were used here: making a path takes longer than reading its file."""
 
     def _path(self, key: str) -> Path:
-        return self._directory / encode(key)
+        path = self._paths.get(key)
+        if path is None:
+            path = self._paths[key] = self._directory / encode(key)
+        return path
 
     def _add(self, key: str, entry: Entry, replace: bool) -> bool:
         path, data = self._path(key), pack(entry)
