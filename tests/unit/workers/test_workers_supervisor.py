@@ -9,7 +9,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -127,11 +127,13 @@ def job(folder: Path, launcher: str) -> Iterator[Job]:
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     try:
         yield Job(process, folder)
     finally:
-        process.kill()
+        with suppress(ProcessLookupError):  # under srun the agent does not die with it
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         if process.stdout is not None:
             process.stdout.close()
