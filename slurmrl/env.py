@@ -44,6 +44,9 @@ ARRAY_JOB_ID: Variable[str] = Variable(
 RESTART_COUNT: Variable[int] = Variable(
     "SLURM_RESTART_COUNT", int, 0, "Requeues of this job (Slurm)."
 )
+ROUND: Variable[int] = Variable(
+    "SLURMRL_ROUND", int, 0, "Starts of the agents inside this start of the job."
+)
 NODE_ID: Variable[int] = Variable(
     "SLURM_NODEID", int, 0, "Host index of this task in its job (Slurm)."
 )
@@ -58,6 +61,7 @@ VARIABLES: tuple[Variable[str] | Variable[int], ...] = (
     JOB_ID,
     ARRAY_JOB_ID,
     RESTART_COUNT,
+    ROUND,
     NODE_ID,
     NODE_NAME,
     VISIBLE_DEVICES,

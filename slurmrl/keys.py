@@ -31,6 +31,16 @@ def failure(incarnation: int) -> str:
     return f"incarnation/{incarnation}/failure"
 
 
+def warned(incarnation: int) -> str:
+    """What told an incarnation that its job will end: signal, cause and the time left, as JSON."""
+    return f"incarnation/{incarnation}/warned"
+
+
+def lost(host: str) -> str:
+    """A host whose agent was seen to be dead, as JSON: the incarnation and its job."""
+    return f"lost/{host}"
+
+
 def devices(incarnation: int, group: str, task: int) -> str:
     """Devices that an agent gave its workers."""
     return f"incarnation/{incarnation}/devices/{group}/{task}"

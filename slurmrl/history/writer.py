@@ -34,7 +34,7 @@ class IncarnationWriter:
     def append(self, kind: Kind, data: dict[str, Any]) -> Record:
         """Raises StaleIncarnationError or TrialEndedError (nothing was appended then, nor will
         ever be), EnvironmentFailure (then it is open whether the record is there)."""
-        return _win(self._history, kind, data, self._permitted)
+        return _append(self._history, kind, data, self._permitted)
 
     def check(self) -> TrialState:
         """The state as of now. Raises StaleIncarnationError or TrialEndedError."""
@@ -54,14 +54,29 @@ class IncarnationWriter:
         return self.incarnation
 
 
-def begin(history: History, data: dict[str, Any]) -> IncarnationWriter:
-    """Begin a new incarnation. Raises TrialEndedError if the trial has ended."""
+def begin(
+    history: History,
+    data: dict[str, Any],
+    judge: Callable[[list[Record]], dict[str, Any] | None] = lambda records: None,
+) -> IncarnationWriter:
+    """Begin a new incarnation. Raises TrialEndedError if the trial has ended.
 
-    def next_incarnation(state: TrialState) -> int:
+    ``judge`` sees all records before ours; what it returns is why there shall be no other
+    incarnation: then the trial ends as failed with that, and TrialEndedError is raised. Nothing
+    can come between what it saw and what is written.
+    """
+
+    def next_record(records: list[Record]) -> tuple[Kind, int, dict[str, Any]]:
+        state = fold(records)
         _refuse_ended(state)
-        return state.incarnation + 1
+        verdict = judge(records)
+        if verdict is not None:
+            return Kind.FAILED, state.incarnation, verdict
+        return Kind.BEGIN, state.incarnation + 1, data
 
-    record = _win(history, Kind.BEGIN, data, next_incarnation)
+    record = _win(history, next_record)
+    if record.kind is Kind.FAILED:
+        raise TrialEndedError(f"the trial has failed: {record.data.get('reason')}")
     return IncarnationWriter(history, record.incarnation)
 
 
@@ -77,7 +92,7 @@ def end(history: History, kind: Kind, data: dict[str, Any]) -> Record:
         _refuse_ended(state)
         return state.incarnation
 
-    return _win(history, kind, data, current)
+    return _append(history, kind, data, current)
 
 
 def resume(history: History, data: dict[str, Any]) -> Record:
@@ -88,17 +103,24 @@ def resume(history: History, data: dict[str, Any]) -> Record:
             raise UsageError("the trial has not ended: there is nothing to resume")
         return state.incarnation
 
-    return _win(history, Kind.RESUME, data, current)
+    return _append(history, Kind.RESUME, data, current)
 
 
-def _win(
+def _append(
     history: History, kind: Kind, data: dict[str, Any], permitted: Callable[[TrialState], int]
 ) -> Record:
     """Append after whatever is there. ``permitted`` judges the state and gives the incarnation."""
+    return _win(history, lambda records: (kind, permitted(fold(records)), data))
+
+
+def _win(
+    history: History, decide: Callable[[list[Record]], tuple[Kind, int, dict[str, Any]]]
+) -> Record:
+    """Append what ``decide`` makes of the records before: kind, incarnation and data."""
     known = 0
     for _ in range(TRIES):
         records = history.read(at_least=known)
-        incarnation = permitted(fold(records))
+        kind, incarnation, data = decide(records)
         try:
             return history.append(kind, incarnation, data, after=len(records) - 1)
         except SlotTakenError as taken:

@@ -75,7 +75,7 @@ def test_reward_that_raises_fails_the_trial(
     assert "no such verdict" in done.stdout
     status = site.status("ppo/1")
     assert status["state"] == "FAILED"
-    assert status["incarnation"] == 3
+    assert status["incarnation"] == 2
     assert "failed twice in the same way" in status["reason"]
     assert "reward_inf: LookupError: no such verdict" in status["reason"]
     assert "broken_reward.py" in status["traceback"]

@@ -6,8 +6,10 @@ import json
 import shutil
 import traceback
 from pathlib import Path
+from typing import Any
 
 from slurmrl import keys, log
+from slurmrl.config.load import load_resolved
 from slurmrl.errors import (
     NameExistsError,
     RunFailedError,
@@ -17,6 +19,7 @@ from slurmrl.errors import (
 from slurmrl.fsio import ownership
 from slurmrl.fsio.atomic import remove
 from slurmrl.history.log import History
+from slurmrl.history.record import Record
 from slurmrl.history.state import TrialState, fold
 from slurmrl.history.writer import IncarnationWriter, begin
 from slurmrl.monitor.recorder import Recorder
@@ -25,9 +28,11 @@ from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import load_run_settings
+from slurmrl.workers.master import limits
+from slurmrl.workers.master.judgement import judge
 from slurmrl.workers.master.master import Master
 from slurmrl.workers.master.progress import Progress
-from slurmrl.workers.master.start import give_up, hopeless, restore
+from slurmrl.workers.master.start import restore
 
 logger = log.get(__name__)
 
@@ -40,9 +45,10 @@ def serve(run: Path, submission: int, job: str, link: int) -> int:
     names = make("file", directory=paths.names)
     history = History(paths.history)
     try:
-        writer = begin(history, {"job": job, "submission": submission, "link": link})
-    except TrialEndedError:
-        logger.info("the trial has ended; nothing to do")
+        data = {"job": job, "submission": submission, "link": link}
+        writer = begin(history, data, lambda records: _judge(paths, names, job, records))
+    except TrialEndedError as end:
+        logger.info("nothing to do: %s", end)
         return 0
     try:
         _lead(paths, names, history, writer)
@@ -58,14 +64,24 @@ def serve(run: Path, submission: int, job: str, link: int) -> int:
     return 0
 
 
+def _judge(
+    paths: RunPaths, names: NameStore, job: str, records: list[Record]
+) -> dict[str, Any] | None:
+    """What the FAILED record says, if another incarnation would be in vain."""
+    config = load_resolved(paths.config)
+    verdict = judge(
+        records,
+        names,
+        job,
+        config.max_restarts_without_commit,
+        lambda ending: limits.explain(paths, config, ending),
+    )
+    return verdict.data if verdict is not None else None
+
+
 def _lead(paths: RunPaths, names: NameStore, history: History, writer: IncarnationWriter) -> None:
     settings = load_run_settings(paths)
-    records = history.read()
-    failure = hopeless(records, names, settings.config.max_restarts_without_commit)
-    if failure is not None:
-        give_up(writer, failure)
-        return
-    state = fold(records)
+    state = fold(history.read())
     _clean(paths, state)
     progress = Progress(settings, restore(paths, state))
     base = state.last_commit.step if state.last_commit is not None else -1

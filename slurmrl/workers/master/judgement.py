@@ -1,0 +1,167 @@
+"""Whether another incarnation makes sense, judged by how the ones before it ended. Pure, but for
+reading what they left in the name store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from slurmrl import keys
+from slurmrl.errors import NameNotFoundError
+from slurmrl.fsio import documents
+from slurmrl.history.record import Kind, Record
+from slurmrl.history.state import fold
+from slurmrl.name_resolve.base import NameStore
+
+RAISED = ("exception", "master")
+"""Causes of failures that code raised, a worker's or the master's, and will raise again."""
+TIME_LIMIT = "time_limit"
+UNFAULTED = ("preemption", "interrupt")
+"""What ends a job however good the run is: such starts are not held against it."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How an incarnation came to its end, as far as it said."""
+
+    incarnation: int
+    reason: str = ""
+    """Of its first failure, with the rank; empty where nothing failed."""
+    what: str = ""
+    """The reason without the rank: which of several was first is a matter of luck."""
+    cause: str = ""
+    step: int | None = None
+    traceback: str = ""
+    damaged: bool = False
+    """It could not read the checkpoint that it was to go on from."""
+    warned: str = ""
+    """Why its job was to end, if it was told to."""
+    requeued: bool = False
+    """Slurm has started its job once more since."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it speaks against another start: not if its job was taken away from it."""
+        taken = self.warned in UNFAULTED or (self.requeued and not self.reason)
+        return not taken and not self.damaged
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Why there is no other start."""
+
+    reason: str
+    traceback: str
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """For the FAILED record."""
+        return {"reason": self.reason, "traceback": self.traceback}
+
+
+def judge(
+    records: list[Record],
+    names: NameStore,
+    job: str,
+    max_begins: int,
+    explain_limit: Callable[[Ending], str] = lambda ending: "",
+) -> Verdict | None:
+    """Why another incarnation, in ``job``, would be in vain; None if it would not.
+
+    Either user code failed with the same exception at the same step twice, or two jobs in a row
+    reached their time limit before a commit was possible (``explain_limit`` adds figures), or
+    ``max_begins`` incarnations in a row made no commit.
+    """
+    in_vain = fold(records).begins_without_commit
+    if in_vain == 0:
+        return None
+    begun = _since_resume(records)[-(in_vain + 1) :]  # with the one that made the last commit
+    jobs_after = [*(record.data.get("job", "") for record in begun[1:]), job]
+    endings = [
+        read_ending(names, record, after) for record, after in zip(begun, jobs_after, strict=True)
+    ]
+    against = [ending for ending in endings if ending.counts]
+    vain = [ending for ending in against if ending in endings[-in_vain:]]
+    if not vain:
+        return None
+    return (
+        _same_exception(against[-2:])
+        or _time_limit(vain[-2:], explain_limit)
+        or _too_many(vain, max_begins)
+    )
+
+
+def read_ending(names: NameStore, begin: Record, next_job: str) -> Ending:
+    """How the incarnation of a BEGIN record ended; ``next_job`` is the job of the one after it."""
+    incarnation = begin.incarnation
+    said = _said(names, keys.failure(incarnation))
+    warned = _said(names, keys.warned(incarnation)).get("cause", "")
+    requeued = _requeued(str(begin.data.get("job", "")), next_job)
+    what = said.get("exception") or said.get("reason") or ("unknown" if said else "")
+    rank = ""
+    if "rank" in said:
+        rank, what = f"rank {said['rank']}, ", f"{said.get('call')}: {what}"
+    return Ending(
+        incarnation,
+        f"{rank}{what}",
+        what,
+        said.get("cause", RAISED[0] if said.get("traceback") else ""),
+        said.get("step"),
+        said.get("traceback", ""),
+        bool(said.get("damaged")),
+        warned,
+        requeued,
+    )
+
+
+def _said(names: NameStore, key: str) -> dict[str, Any]:
+    try:
+        return documents.parse(names.get(key), key)
+    except NameNotFoundError:
+        return {}
+
+
+def _requeued(job: str, after: str) -> bool:
+    """Whether ``after`` is a later start of the same job: tags are id, restart and round."""
+    id_before, _, starts_before = job.partition(".")
+    id_after, _, starts_after = after.partition(".")
+    return id_before == id_after and starts_before.split(".")[0] != starts_after.split(".")[0]
+
+
+def _since_resume(records: list[Record]) -> list[Record]:
+    """The BEGIN records after the last RESUME: the user may have mended what was wrong."""
+    begun: list[Record] = []
+    for record in records:
+        if record.kind is Kind.RESUME:
+            begun.clear()
+        elif record.kind is Kind.BEGIN:
+            begun.append(record)
+    return begun
+
+
+def _same_exception(last_two: list[Ending]) -> Verdict | None:
+    last = last_two[-1]
+    if len(last_two) < 2 or last.cause not in RAISED or not last.traceback:
+        return None
+    if (last_two[0].what, last_two[0].step) != (last.what, last.step):
+        return None
+    return Verdict(f"failed twice in the same way: {last.reason}", last.traceback)
+
+
+def _time_limit(last_two: list[Ending], explain: Callable[[Ending], str]) -> Verdict | None:
+    if len(last_two) < 2 or any(one.warned != TIME_LIMIT for one in last_two):
+        return None
+    why = explain(last_two[-1])
+    text = "the time limit is too short: two jobs in a row reached it before their first commit"
+    return Verdict(f"{text}{'; ' if why else ''}{why}", "")
+
+
+def _too_many(vain: list[Ending], max_begins: int) -> Verdict | None:
+    if len(vain) < max_begins:
+        return None
+    last = vain[-1]
+    traceback = next((one.traceback for one in reversed(vain) if one.traceback), "")
+    why = last.reason or "its processes ended without a word"
+    text = f"{len(vain)} starts in a row without a new commit; the last one: {why}"
+    return Verdict(text, traceback)

@@ -1,0 +1,306 @@
+"""Whether another start makes sense, judged by what the ones before died of."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from slurmrl import keys
+from slurmrl.errors import TrialEndedError
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind, Record
+from slurmrl.history.state import fold
+from slurmrl.history.writer import IncarnationWriter, begin, end, resume
+from slurmrl.name_resolve.memory import MemoryNameStore
+from slurmrl.paths import RunPaths
+from slurmrl.workers.master.judgement import Verdict, judge
+
+MOST = 3
+
+
+class Past:
+    """Incarnations that ended, one after the other; the next one is to be judged."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.history = History(paths.history)
+        self.names = MemoryNameStore()
+        self.job = "7.0.0"
+
+    def begins(self) -> IncarnationWriter:
+        return begin(self.history, {"job": self.job})
+
+    def ends(self, *, warned: str = "", **failure: Any) -> IncarnationWriter:
+        """An incarnation begins, and ends like this."""
+        writer = self.begins()
+        if failure:
+            self.names.add(keys.failure(writer.incarnation), json.dumps(failure))
+        if warned:
+            self.names.add(keys.warned(writer.incarnation), json.dumps({"cause": warned}))
+        return writer
+
+    def raises(
+        self,
+        exception: str,
+        *,
+        rank: int = 0,
+        step: int = 4,
+        call: str = "gen",
+        cause: str = "exception",
+    ) -> None:
+        self.ends(
+            rank=rank,
+            step=step,
+            call=call,
+            exception=exception,
+            traceback=f"at {exception}",
+            cause=cause,
+        )
+
+    def commits_and_raises(self, exception: str) -> None:
+        """It raises as above, after a commit."""
+        self.raises(exception)
+        self.commits()
+
+    def commits(self, step: int = 2) -> None:
+        """The newest incarnation had committed before it ended."""
+        incarnation = fold(self.history.read()).incarnation
+        writer = IncarnationWriter(self.history, incarnation)
+        name = f"step-{step:08d}.{incarnation}"
+        writer.append(Kind.COMMIT, {"step": step, "directory": name})
+
+    def verdict(self) -> Verdict | None:
+        return judge(self.history.read(), self.names, self.job, MOST)
+
+
+@pytest.fixture
+def past(paths: RunPaths) -> Past:
+    return Past(paths)
+
+
+def test_first_start(past: Past) -> None:
+    assert past.verdict() is None
+
+
+def test_one_failure_is_not_enough(past: Past) -> None:
+    past.raises("ValueError: a")
+    assert past.verdict() is None
+
+
+def test_same_exception_twice(past: Past) -> None:
+    past.raises("ValueError: a")
+    past.raises("ValueError: a")
+    assert past.verdict() == Verdict(
+        "failed twice in the same way: rank 0, gen: ValueError: a", "at ValueError: a"
+    )
+
+
+def test_same_exception_of_the_master_twice(past: Past) -> None:
+    for _ in range(2):
+        past.ends(reason="master: KeyError: 'x'", traceback="at KeyError", cause="master")
+    assert past.verdict() == Verdict(
+        "failed twice in the same way: master: KeyError: 'x'", "at KeyError"
+    )
+
+
+def test_broken_connections_are_no_bug(past: Past) -> None:
+    """The same words twice, of ranks that noticed the death of another one."""
+    for _ in range(2):
+        past.raises("RuntimeError: Connection closed by peer", cause="connection")
+    assert past.verdict() is None
+
+
+def test_which_rank_was_first_does_not_matter(past: Past) -> None:
+    """A bug that all ranks share is reported by whichever is faster."""
+    past.raises("ValueError: a", rank=1)
+    past.raises("ValueError: a", rank=0)
+    verdict = past.verdict()
+    assert verdict is not None
+    assert "rank 0, gen: ValueError: a" in verdict.reason
+
+
+@pytest.mark.parametrize(
+    "other", [{"exception": "ValueError: b"}, {"step": 5}, {"call": "reward_inf"}]
+)
+def test_another_exception_step_or_call(past: Past, other: dict[str, Any]) -> None:
+    past.raises("ValueError: a")
+    past.raises(**{"exception": "ValueError: a", **other})
+    assert past.verdict() is None
+
+
+def test_commit_between_begins_anew(past: Past) -> None:
+    """Whoever still makes progress may meet the same exception again."""
+    past.raises("ValueError: a")
+    past.commits_and_raises("ValueError: a")
+    assert past.verdict() is None
+
+
+def test_commit_before_both_does_not_matter(past: Past) -> None:
+    """The incarnation that made the last commit is the first of the two."""
+    past.commits_and_raises("ValueError: a")
+    assert past.verdict() is None
+    past.raises("ValueError: a")
+    assert past.verdict() is not None
+
+
+def test_preemption_between_does_not_matter(past: Past) -> None:
+    past.raises("ValueError: a")
+    past.ends(warned="preemption")
+    past.raises("ValueError: a")
+    assert past.verdict() is not None
+
+
+def test_resume_begins_anew(past: Past) -> None:
+    """The user may have mended it: the failures before do not count, the two after it do."""
+    past.raises("ValueError: a")
+    past.raises("ValueError: a")
+    end(past.history, Kind.FAILED, {})
+    resume(past.history, {})
+    assert past.verdict() is None
+    past.raises("ValueError: a")
+    assert past.verdict() is None
+    past.raises("ValueError: a")
+    assert past.verdict() is not None
+
+
+def test_sudden_deaths_at_one_step_are_no_bug(past: Past) -> None:
+    """Killed processes leave no traceback; the machine may be better tomorrow."""
+    for _ in range(2):
+        past.ends(reason="rank 1 on n0 was ended by SIGKILL", cause="died")
+    assert past.verdict() is None
+
+
+def test_too_many_starts_without_a_commit(past: Past) -> None:
+    for _ in range(MOST - 1):
+        past.ends(reason="rank 1 on n0 was ended by SIGKILL", cause="died")
+    assert past.verdict() is None
+    past.ends(reason="rank 1 on n7 was ended by SIGKILL", cause="died")
+    verdict = past.verdict()
+    assert verdict is not None
+    assert verdict.reason == (
+        f"{MOST} starts in a row without a new commit; the last one: "
+        "rank 1 on n7 was ended by SIGKILL"
+    )
+
+
+def test_too_many_starts_tell_the_newest_traceback(past: Past) -> None:
+    past.raises("ValueError: a")
+    past.raises("ValueError: b")
+    past.ends(reason="rank 1 on n7 was ended by SIGKILL", cause="died")
+    verdict = past.verdict()
+    assert verdict is not None
+    assert verdict.traceback == "at ValueError: b"
+
+
+def test_too_many_starts_without_a_word(past: Past) -> None:
+    for _ in range(MOST):
+        past.ends()
+    verdict = past.verdict()
+    assert verdict is not None
+    assert "its processes ended without a word" in verdict.reason
+
+
+def test_starts_before_the_last_commit_do_not_count(past: Past) -> None:
+    for _ in range(MOST):
+        past.ends()
+    past.commits()
+    for _ in range(MOST):
+        assert past.verdict() is None
+        past.ends()
+    verdict = past.verdict()
+    assert verdict is not None
+    assert verdict.reason.startswith(f"{MOST} starts in a row")
+
+
+@pytest.mark.parametrize("cause", ["preemption", "interrupt"])
+def test_starts_that_were_taken_away_do_not_count(past: Past, cause: str) -> None:
+    for _ in range(10):
+        past.ends(warned=cause)
+    assert past.verdict() is None
+
+
+def test_failures_in_the_grace_of_a_preemption_do_not_count(past: Past) -> None:
+    for _ in range(10):
+        past.ends(warned="preemption", reason="rank 0 was ended by SIGKILL", cause="died")
+    assert past.verdict() is None
+
+
+def test_requeued_without_a_word_does_not_count(past: Past) -> None:
+    """Preempted without any grace: Slurm's restart count is all that tells of it."""
+    for restart in range(10):
+        past.job = f"7.{restart}.0"
+        past.ends()
+    past.job = "7.10.0"
+    assert past.verdict() is None
+
+
+def test_rounds_of_one_job_count(past: Past) -> None:
+    for number in range(MOST):
+        past.job = f"7.0.{number}"
+        past.ends()
+    past.job = f"7.0.{MOST}"
+    assert past.verdict() is not None
+
+
+def test_damaged_checkpoints_do_not_count(past: Past) -> None:
+    """Each start that finds one damaged makes the next go on from the one before."""
+    for _ in range(10):
+        past.ends(
+            reason="checkpoint is damaged",
+            traceback="at x",
+            cause="exception",
+            damaged="step-00000002.1",
+        )
+    assert past.verdict() is None
+
+
+def test_time_limit_twice(past: Past) -> None:
+    past.ends(warned="time_limit")
+    assert past.verdict() is None
+    past.ends(warned="time_limit")
+    verdict = judge(
+        past.history.read(),
+        past.names,
+        past.job,
+        MOST,
+        lambda ending: f"incarnation {ending.incarnation} took long",
+    )
+    assert verdict == Verdict(
+        "the time limit is too short: two jobs in a row reached it before their first commit; "
+        "incarnation 2 took long",
+        "",
+    )
+
+
+def test_time_limit_after_a_commit(past: Past) -> None:
+    """That is how most jobs end."""
+    past.ends(warned="time_limit")
+    past.commits()
+    past.ends(warned="time_limit")
+    assert past.verdict() is None
+
+
+def test_the_verdict_ends_the_trial(past: Past) -> None:
+    with pytest.raises(TrialEndedError, match="it is broken"):
+        begin(past.history, {}, lambda records: {"reason": "it is broken", "traceback": "at 7"})
+    state = fold(past.history.read())
+    assert state.end is not None
+    assert state.end.kind is Kind.FAILED
+    assert state.end.data == {"reason": "it is broken", "traceback": "at 7"}
+
+
+def test_no_verdict_on_what_was_not_seen(past: Past) -> None:
+    """Another writer commits between the look and the end: it is judged anew."""
+    past.ends()
+    looks: list[int] = []
+
+    def verdict(records: list[Record]) -> dict[str, Any] | None:
+        looks.append(len(records))
+        if len(looks) > 1:
+            return None
+        past.commits()
+        return {"reason": "hopeless"}
+
+    assert begin(past.history, {}, verdict).incarnation == 2
+    assert looks == [1, 2]
