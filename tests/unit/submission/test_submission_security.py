@@ -15,7 +15,7 @@ from slurmrl.config.load import load_resolved
 from slurmrl.errors import CorruptFileError, OwnershipError, SlurmrlError
 from slurmrl.fsio import atomic
 from slurmrl.history.log import History
-from slurmrl.history.record import Kind
+from slurmrl.history.record import Kind, Record
 from slurmrl.history.state import fold
 from slurmrl.monitor import events, metrics, snapshot
 from slurmrl.monitor.events import EventWriter
@@ -27,7 +27,7 @@ from slurmrl.scheduler.submission import read_jobs, write_jobs, write_scripts
 from slurmrl.submission.prepare import prepare, trial_uuid
 from slurmrl.submission.submit import Proposal, propose
 from slurmrl.workers import process
-from slurmrl.workers.master.start import Failure
+from slurmrl.workers.master.judgement import read_ending
 from tests.fake_runs import FakeRun, write_config
 
 
@@ -140,7 +140,10 @@ def test_hostile_values_and_lines(tmp_path: Path, content: bytes) -> None:
     names = make("file", directory=run.names)
     for key in ("status", "attempt/trainer/0/0", "incarnation/1/failure"):
         names.add(key, content.decode(errors="replace"))
-    for look in (lambda: snapshot.read(run), lambda: Failure.of(names, 1)):
+    for look in (
+        lambda: snapshot.read(run),
+        lambda: read_ending(names, Record(0, Kind.BEGIN, 1, 0.0, {}), ""),
+    ):
         with suppress(CorruptFileError):
             look()
     for path in (run.metrics, run.event_file("master.1")):
