@@ -1,51 +1,160 @@
-"""Generalised advantage estimation over packed sequences, as whole-tensor operations."""
+"""Generalised advantage estimation over packed sequences.
+
+T packed steps, S sequences.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from slurmrl.ops.checks import FLOATS, check_first, check_offsets, check_share, check_vector, wide
+from slurmrl.ops.native.load import operators
+from slurmrl.ops.scan import Layout, contiguous, doubled, forward_sums
 
 
 def packed_gae(
     rewards: Tensor,
     values: Tensor,
     cu_seqlens: Tensor,
-    bootstrap: Tensor,
+    truncated: Tensor,
     gamma: float,
     lam: float,
+    bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Advantages and returns of each step: A_t = sum_i (gamma lam)^i delta_{t+i} with
     delta_t = r_t + gamma V_{t+1} - V_t, and returns A_t + V_t (Schulman et al. 2016,
     "High-dimensional continuous control using generalized advantage estimation", eq. 16).
 
-    :param rewards: [T], the S sequences' steps one after the other.
-    :param values: [T+S], one more per sequence: the value of the state before each step, then of
-        the state behind the last one.
-    :param cu_seqlens: [S+1], cumulative numbers of steps.
-    :param bootstrap: bool [S]; where it is False the sequence ended, and the last state's value
+    Differentiable in rewards and values. On a CPU the compiled and the torch form give the same
+    bits.
+
+    :param rewards: [T], the S sequences' steps one after the other, in float32, float64, bfloat16
+        or float16.
+    :param values: of rewards' dtype; [T+S], one more per sequence: the value of the state before
+        each step, then of the state behind the last one. With ``bootstrap_values`` [T], without
+        those behind the last one.
+    :param cu_seqlens: int32 or int64 [S+1], cumulative numbers of steps; a sequence may have none.
+    :param truncated: bool [S]; where it is False the sequence ended, and the last state's value
         counts as 0.
-    :return: advantages and returns, [T] each.
+    :param gamma: discount, between 0 and 1.
+    :param lam: lambda, between 0 and 1.
+    :param bootstrap_values: [S] of rewards' dtype, the values of the states behind the last steps.
+    :return: advantages and returns, [T] each, in float64 for float64 and in float32 for the other
+        dtypes.
     """
-    lengths = cu_seqlens[1:].long() - cu_seqlens[:-1].long()
-    sequence = torch.repeat_interleave(torch.arange(len(lengths), device=rewards.device), lengths)
-    step = torch.arange(len(rewards), device=rewards.device)
-    before = values[step + sequence]
-    behind = values[step + sequence + 1]
-    left = cu_seqlens[1:].long()[sequence] - step
-    behind = torch.where((left > 1) | bootstrap[sequence], behind, torch.zeros_like(behind))
-    delta = rewards + gamma * behind - before
-    advantages = _discounted_sums(delta, left, gamma * lam)
+    both: tuple[Tensor, Tensor] = _gae(
+        rewards, values, cu_seqlens, truncated, bootstrap_values, gamma, lam
+    )
+    return both
+
+
+@torch.library.custom_op("slurmrl::gae", mutates_args=())
+def _gae(
+    rewards: Tensor,
+    values: Tensor,
+    cu_seqlens: Tensor,
+    truncated: Tensor,
+    bootstrap_values: Tensor | None,
+    gamma: float,
+    lam: float,
+) -> tuple[Tensor, Tensor]:
+    _check(rewards, values, cu_seqlens, truncated, bootstrap_values)
+    check_share("gamma", gamma)
+    check_share("lam", lam)
+    native = operators(rewards.device, len(rewards))
+    if native is None:
+        return reference(rewards, values, cu_seqlens, truncated, gamma, lam, bootstrap_values)
+    advantages = torch.empty(rewards.shape, dtype=wide(rewards.dtype), device=rewards.device)
+    returns = torch.empty_like(advantages)
+    inputs = (rewards, values, cu_seqlens, truncated, bootstrap_values)
+    native.gae(*map(contiguous, inputs), advantages, returns, gamma, lam)
+    return advantages, returns
+
+
+@_gae.register_fake
+def _(rewards: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    advantages = rewards.new_empty(rewards.shape, dtype=wide(rewards.dtype))
+    return advantages, torch.empty_like(advantages)
+
+
+def _check(
+    rewards: Tensor,
+    values: Tensor,
+    cu_seqlens: Tensor,
+    truncated: Tensor,
+    bootstrap_values: Tensor | None,
+) -> None:
+    check_first("rewards", rewards, FLOATS)
+    steps, like = len(rewards), ((rewards.dtype,), rewards.device)
+    check_offsets("cu_seqlens", cu_seqlens, steps, rewards.device)
+    sequences = len(cu_seqlens) - 1
+    check_vector("truncated", truncated, sequences, (torch.bool,), rewards.device)
+    if bootstrap_values is None:
+        check_vector("values", values, steps + sequences, *like)
+    else:
+        check_vector("values", values, steps, *like)
+        check_vector("bootstrap_values", bootstrap_values, sequences, *like)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    rewards, values, cu_seqlens, truncated, bootstrap_values, ctx.gamma, ctx.lam = inputs
+    ctx.save_for_backward(cu_seqlens, truncated)
+    ctx.like_rewards, ctx.values = rewards.dtype, len(values)
+    ctx.aligned = bootstrap_values is not None
+
+
+def _backward(ctx: Any, grad_advantages: Tensor, grad_returns: Tensor) -> tuple[Tensor | None, ...]:
+    """dr_t = sum_i (gamma lam)^i (dA + dR)_{t-i}, and each V gets -dr and dR as the value before a
+    step, gamma dr as the value behind one."""
+    cu_seqlens, truncated = ctx.saved_tensors
+    layout = Layout(cu_seqlens, len(grad_returns))
+    grad_rewards = forward_sums(grad_advantages + grad_returns, cu_seqlens, ctx.gamma * ctx.lam)
+    before = grad_returns - grad_rewards
+    behind = ctx.gamma * grad_rewards
+    at_end = torch.where(truncated[layout.sequence], behind, torch.zeros_like(behind))
+    behind = torch.where(layout.left > 1, behind, at_end)
+    grad_bootstrap = None
+    if ctx.aligned:
+        inner = torch.where(layout.left > 1, behind, torch.zeros_like(behind))
+        grad_values = before + torch.cat([inner[-1:], inner[:-1]])
+        ends = behind - inner
+        grad_bootstrap = ends.new_zeros(len(truncated)).index_add(0, layout.sequence, ends)
+        grad_bootstrap = grad_bootstrap.to(ctx.like_rewards)
+    else:
+        place = layout.step + layout.sequence
+        zeros = before.new_zeros(ctx.values)
+        grad_values = zeros.index_copy(0, place, before) + zeros.index_copy(0, place + 1, behind)
+    dtype = ctx.like_rewards
+    return grad_rewards.to(dtype), grad_values.to(dtype), None, None, grad_bootstrap, None, None
+
+
+_gae.register_autograd(_backward, setup_context=_keep)
+
+
+def reference(
+    rewards: Tensor,
+    values: Tensor,
+    cu_seqlens: Tensor,
+    truncated: Tensor,
+    gamma: float,
+    lam: float,
+    bootstrap_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The same in pure torch."""
+    layout = Layout(cu_seqlens, len(rewards))
+    dtype = wide(rewards.dtype)
+    if bootstrap_values is None:
+        before = values.to(dtype)[layout.step + layout.sequence]
+        behind = values.to(dtype)[layout.step + layout.sequence + 1]
+    else:
+        before = values.to(dtype)
+        last = bootstrap_values.to(dtype)[layout.sequence]
+        behind = torch.where(layout.left > 1, torch.cat([before[1:], before[:1]]), last)
+    open_ended = (layout.left > 1) | truncated[layout.sequence]
+    behind = torch.where(open_ended, behind, torch.zeros_like(behind))
+    delta = rewards.to(dtype) + gamma * behind - before
+    advantages = doubled(delta, layout, gamma * lam)
     return advantages, advantages + before
-
-
-def _discounted_sums(delta: Tensor, left: Tensor, factor: float) -> Tensor:
-    """sum_i factor^i delta[t+i] up to the end of t's sequence, by doubling the number of terms:
-    log2(longest) passes over all tokens. ``left[t]`` counts the steps from t to that end."""
-    sums = delta
-    span = 1
-    longest = int(left.max()) if len(left) else 0
-    while span < longest and factor**span > 0.0:
-        further = torch.where(left[:-span] > span, sums[span:], torch.zeros_like(sums[span:]))
-        sums = torch.cat([sums[:-span] + factor**span * further, sums[-span:]])
-        span *= 2
-    return sums

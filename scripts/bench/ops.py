@@ -1,0 +1,247 @@
+"""Measure the operators: GAE in ns per token on a CPU, bandwidths on a GPU.
+
+scripts/bench/ops.py [--rounds 15]          with numba for the loop it is compared with
+(numba is not a dependency: pip install numba into an environment of your own beside slurmrl's)
+
+CPU: 512 sequences of 1,000 to 8,000 tokens in float32, each form in turn, round by round; printed
+are ns per token of process CPU time and wall time (medians, and the best wall time), on one thread
+with ratios to the loop of numba and to a copy of as many float32 numbers.
+
+GPU: GAE at three shapes, and gather and scatter over intervals of four sizes, as shares of the
+bandwidth of a device-to-device copy in the same run; and the time of GAE with one thread per
+sequence (written here, compiled by nvcc at run time) over ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+os.environ["SLURMRL_OPS"] = "native"
+
+import torch
+from torch import Tensor
+
+from slurmrl.ops.gae import packed_gae, reference
+from slurmrl.ops.intervals import Intervals, gather, scatter
+from slurmrl.ops.native import toolchain
+
+GAMMA, LAM = 0.99, 0.95
+GAE_SHAPES = ((64, 131_072), (512, 8_192), (65_536, 64))
+INTERVAL_BYTES = (16, 256, 4_096, 1 << 20)
+COPIED_BYTES = 1 << 30
+
+ONE_THREAD_PER_SEQUENCE = """
+extern "C" __global__ void one_thread(const float* r, const float* v, const int* cu,
+                                      const bool* cut, float gamma, float lam, float* adv,
+                                      float* ret, int count) {
+    const int s = blockIdx.x * blockDim.x + threadIdx.x;
+    if (s >= count) return;
+    float next = cut[s] ? v[cu[s + 1] + s] : 0.0f, carry = 0.0f;
+    for (int t = cu[s + 1] - 1; t >= cu[s]; --t) {
+        const float value = v[t + s];
+        carry = r[t] + gamma * next - value + gamma * lam * carry;
+        adv[t] = carry;
+        ret[t] = carry + value;
+        next = value;
+    }
+}
+extern "C" void run(const float* r, const float* v, const int* cu, const bool* cut, float gamma,
+                    float lam, float* adv, float* ret, int count, void* stream) {
+    one_thread<<<(count + 255) / 256, 256, 0, static_cast<cudaStream_t>(stream)>>>(
+        r, v, cu, cut, gamma, lam, adv, ret, count);
+}
+"""
+
+
+def batch(lengths: Tensor, device: str = "cpu") -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
+    steps, sequences = int(cu_seqlens[-1]), len(lengths)
+    return tuple(
+        x.to(device)
+        for x in (
+            torch.randn(steps, generator=generator),
+            torch.randn(steps + sequences, generator=generator),
+            cu_seqlens,
+            torch.rand(sequences, generator=generator) < 0.5,
+        )
+    )
+
+
+def numba_loop(
+    rewards: Tensor, values: Tensor, cu_seqlens: Tensor, truncated: Tensor
+) -> Callable[[], None]:
+    """A plain loop as a user would write it, compiled by numba."""
+    import numba
+    import numpy as np
+
+    @numba.njit
+    def loop(r, v, cu, cut, gamma, lam, adv, ret):  # type: ignore[no-untyped-def]
+        for s in range(len(cu) - 1):
+            carry = np.float32(0)
+            behind = v[cu[s + 1] + s] if cut[s] else np.float32(0)
+            for t in range(cu[s + 1] - 1, cu[s] - 1, -1):
+                value = v[t + s]
+                carry = r[t] + gamma * behind - value + gamma * lam * carry
+                adv[t] = carry
+                ret[t] = carry + value
+                behind = value
+
+    arrays = [x.numpy() for x in (rewards, values, cu_seqlens, truncated)]
+    outputs = [np.empty_like(arrays[0]) for _ in range(2)]
+    return lambda: loop(*arrays, np.float32(GAMMA), np.float32(LAM), *outputs)
+
+
+def measure_cpu(rounds: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    packed = batch(torch.randint(1_000, 8_001, (512,), generator=generator))
+    target = torch.empty_like(packed[0])
+    forms: dict[str, Callable[[], object]] = {
+        "copy": lambda: target.copy_(packed[0]),
+        "slurmrl, compiled": lambda: packed_gae(*packed, GAMMA, LAM),
+        "slurmrl, torch": lambda: reference(*packed, GAMMA, LAM),
+    }
+    try:
+        forms["numba"] = numba_loop(*packed)
+    except ImportError:
+        print("numba is not installed: its line is left out")
+    tokens = len(packed[0])
+    print(f"CPU: {tokens} tokens, 512 sequences, float32, load {os.getloadavg()[0]:.1f}")
+    wall_of_one: dict[str, float] = {}
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found = {name: times[1:] for name, times in in_turn(forms, rounds, tokens).items()}
+        for name, rounds_ns in found.items():
+            cpu, wall = (statistics.median(column) for column in zip(*rounds_ns, strict=True))
+            best = min(wall for _, wall in rounds_ns)
+            line = (
+                f"{threads} threads  {name:18} cpu {cpu:7.2f}  wall {wall:7.2f}  best {best:7.2f}"
+            )
+            if threads == 1:
+                wall_of_one[name] = best
+                line += ratios(cpu, found)
+            else:
+                line += f"  {wall_of_one[name] / best:.2f} x as fast as one thread (best)"
+            print(line)
+
+
+Rounds = dict[str, list[tuple[float, float]]]
+"""CPU and wall time of each round in ns per token, by form."""
+
+
+def in_turn(forms: dict[str, Callable[[], object]], rounds: int, tokens: int) -> Rounds:
+    times: Rounds = {name: [] for name in forms}
+    for _ in range(rounds + 1):  # the first one warms up
+        for name, run in forms.items():
+            cpu, wall = time.process_time(), time.perf_counter()
+            run()
+            spent = (time.process_time() - cpu, time.perf_counter() - wall)
+            times[name].append((spent[0] / tokens * 1e9, spent[1] / tokens * 1e9))
+    return times
+
+
+def ratios(cpu: float, found: Rounds) -> str:
+    def median_cpu(name: str) -> float:
+        return statistics.median(cpu for cpu, _ in found[name])
+
+    text = f"  {cpu / median_cpu('copy'):5.1f} x copy"
+    return text + (f"  {cpu / median_cpu('numba'):5.2f} x numba" if "numba" in found else "")
+
+
+def seconds(run: Callable[[], object], rounds: int) -> float:
+    """Median time of one call on the GPU."""
+    run()
+    found = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        found.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(found)
+
+
+def copy_bandwidth(rounds: int) -> float:
+    source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * COPIED_BYTES / seconds(lambda: target.copy_(source), rounds)
+
+
+def baseline() -> Callable[..., None]:
+    """One thread per sequence, compiled by nvcc."""
+    folder = Path(tempfile.mkdtemp(prefix="slurmrl-bench-"))
+    source, library = folder / "one_thread.cu", folder / "one_thread.so"
+    source.write_text(ONE_THREAD_PER_SEQUENCE)
+    nvcc = toolchain.find().nvcc
+    flags = ["-O3", "-arch=native", "-shared", "-Xcompiler", "-fPIC", "-o", str(library)]
+    subprocess.run([nvcc, *flags, str(source)], check=True)
+    function = ctypes.CDLL(str(library)).run
+
+    def run(packed: tuple[Tensor, ...], advantages: Tensor, returns: Tensor) -> None:
+        pointers = [ctypes.c_void_p(x.data_ptr()) for x in (*packed, advantages, returns)]
+        function(
+            *pointers[:4],
+            ctypes.c_float(GAMMA),
+            ctypes.c_float(LAM),
+            *pointers[4:],
+            len(packed[3]),
+            ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+        )
+
+    return run
+
+
+def measure_gpu(rounds: int) -> None:
+    bandwidth = copy_bandwidth(rounds)
+    print(f"GPU: {torch.cuda.get_device_name()}, copy {bandwidth / 1e9:.0f} GB/s")
+    one_thread = baseline()
+    for sequences, length in GAE_SHAPES:
+        packed = batch(torch.full((sequences,), length), "cuda")
+        outputs = (torch.empty_like(packed[0]), torch.empty_like(packed[0]))
+        ours = seconds(lambda p=packed: packed_gae(*p, GAMMA, LAM), rounds)
+        theirs = seconds(lambda p=packed, o=outputs: one_thread(p, *o), rounds)
+        share = 16 * len(packed[0]) / ours / bandwidth
+        print(f"GAE {sequences} x {length}: {share:.2f} of copy, {theirs / ours:.1f} x one thread")
+    for size in INTERVAL_BYTES:
+        measure_intervals(size, bandwidth, rounds)
+
+
+def measure_intervals(size: int, bandwidth: float, rounds: int) -> None:
+    """Half of a buffer in intervals of ``size`` bytes with gaps as long."""
+    elements = COPIED_BYTES // 8
+    step = size // 4
+    starts = torch.arange(0, 2 * elements - step, 2 * step)
+    intervals = Intervals.of(torch.stack([starts, starts + step], 1), "cuda")
+    flat = torch.empty(2 * elements, device="cuda")
+    packed = gather(flat, intervals)
+    moved = 2 * packed.numel() * 4
+    took = seconds(lambda: gather(flat, intervals), rounds)
+    print(f"gather  {size:8} B: {moved / took / bandwidth:.2f} of copy")
+    took = seconds(lambda: scatter(flat, intervals, packed), rounds)
+    print(f"scatter {size:8} B: {moved / took / bandwidth:.2f} of copy")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=15)
+    rounds = parser.parse_args().rounds
+    measure_cpu(rounds)
+    if torch.cuda.is_available():
+        measure_gpu(rounds)
+    else:
+        print("GPU: none here, nothing measured")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""A program: compile one half with ``torch.utils.cpp_extension`` and load it once.
+
+It runs in a process of its own, so that a library that does not load harms nobody, and as a file,
+so that it needs nothing but torch. It reads a recipe as JSON from standard input and leaves
+``<name>.so`` in the folder that is its argument.
+
+nvcc compiles the ``.cu`` files directly: they are free of torch, and torch's own way would link
+against a CUDA torch of nvcc's version.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def compile_cuda(recipe: dict[str, Any], folder: Path) -> list[str]:
+    """Object files of the recipe's ``.cu`` files."""
+    objects = []
+    for source in (name for name in recipe["sources"] if name.endswith(".cu")):
+        target = folder / f"{Path(source).stem}.cuda.o"
+        command = [recipe["nvcc"], *recipe["nvcc_flags"], "-c", source, "-o", str(target)]
+        print(" ".join(command), flush=True)
+        subprocess.run(command, check=True, stdin=subprocess.DEVNULL)
+        objects.append(str(target))
+    return objects
+
+
+def link_flags(recipe: dict[str, Any], objects: list[str]) -> list[str]:
+    flags = ["-Wl,--as-needed", "-Wl,--exclude-libs,ALL", *objects]
+    if objects:
+        flags += [f"-L{recipe['cuda_home']}/{name}" for name in ("lib64", "lib")]
+        flags += ["-lcudart_static", "-lrt", "-ldl", "-lpthread"]
+    return flags
+
+
+def main(folder: Path) -> None:
+    recipe = json.load(sys.stdin)
+    objects = compile_cuda(recipe, folder)
+    from torch.utils import cpp_extension  # after the part that does not need it
+
+    cpp_extension.load(
+        name=recipe["name"],
+        sources=[name for name in recipe["sources"] if not name.endswith(".cu")],
+        extra_cflags=recipe["cxx_flags"],
+        extra_ldflags=link_flags(recipe, objects),
+        extra_include_paths=[f"{recipe['cuda_home']}/include"] if objects else [],
+        build_directory=str(folder),
+        with_cuda=False,
+        is_python_module=False,
+        verbose=True,
+    )
+
+
+if __name__ == "__main__":
+    try:
+        main(Path(sys.argv[1]))
+    except subprocess.CalledProcessError as error:
+        sys.exit(f"{error.cmd[0]} failed with status {error.returncode}")

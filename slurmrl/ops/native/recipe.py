@@ -1,0 +1,110 @@
+"""What a half of the operators is made from, with what, and the key that follows from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+
+import slurmrl
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.ops.native.toolchain import Toolchain
+
+SOURCES = Path(slurmrl.__file__).parent / "cuda"
+"""A link to the repository's ``cuda/``; a folder of the wheel."""
+
+ABI_TARGET = "0x020b000000000000"
+"""The oldest torch (2.11) whose stable ABI has what the bindings call."""
+
+CXX_FLAGS = ("-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra")
+"""Fused multiply-adds would round otherwise than torch does."""
+NVCC_FLAGS = (
+    "-O3",
+    "--threads=0",
+    "-std=c++17",
+    "-Werror",
+    "all-warnings",
+    "-Xcompiler",
+    "-fPIC,-Wall",
+)
+
+
+_NONE: tuple[str, ...] = ()
+
+
+class Half(StrEnum):
+    """Which devices a library serves."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+FILES: dict[Half, tuple[str, ...]] = {
+    Half.CPU: ("cpu/binding.cpp", "cpu/scan.cpp", "cpu/intervals.cpp"),
+    Half.CUDA: ("gpu/binding.cpp", "gpu/scan.cu", "gpu/intervals.cu"),
+}
+"""The files that are compiled; headers lie beside them."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that the bytes of a library depend on, apart from the files' contents."""
+
+    half: Half
+    sources: tuple[str, ...]
+    cxx: str
+    cxx_flags: tuple[str, ...]
+    nvcc: str
+    nvcc_flags: tuple[str, ...]
+    cuda_home: str
+    versions: tuple[str, ...]
+    """What the compilers say they are, the C library and the processor's family."""
+
+    @property
+    def name(self) -> str:
+        return f"slurmrl_{self.half}"
+
+    @property
+    def key(self) -> str:
+        """Differs wherever the library would; the same in every folder and under every torch."""
+        text = asdict(self) | {"sources": None, "nvcc": None, "cuda_home": None}
+        digest = hashlib.sha256(json.dumps(text, sort_keys=True).encode())
+        for path in _inputs(self.half):
+            digest.update(f"{path.relative_to(SOURCES)} ".encode())
+            digest.update(hashlib.sha256(path.read_bytes()).digest())
+        return f"{self.name}-{digest.hexdigest()[:32]}"
+
+
+def make(half: Half, toolchain: Toolchain) -> Recipe:
+    """The recipe of a half on this machine.
+
+    Raises EnvironmentFailure where a compiler or the sources are missing.
+    """
+    if not SOURCES.is_dir():
+        raise EnvironmentFailure(f"the operators' sources are missing: no folder {SOURCES}")
+    cxx_version = toolchain.cxx_version()
+    versions = [cxx_version, " ".join(platform.libc_ver()), platform.machine()]
+    nvcc, nvcc_flags, home = "", _NONE, ""
+    if half is Half.CUDA:
+        versions.append(toolchain.nvcc_version())
+        nvcc, home = toolchain.nvcc, str(toolchain.cuda_home())
+        nvcc_flags = (*NVCC_FLAGS, *toolchain.architecture_flags())
+    return Recipe(
+        half=half,
+        sources=tuple(str(SOURCES / name) for name in FILES[half]),
+        cxx=toolchain.cxx,
+        cxx_flags=(*CXX_FLAGS, f"-DTORCH_TARGET_VERSION={ABI_TARGET}"),
+        nvcc=nvcc,
+        nvcc_flags=nvcc_flags,
+        cuda_home=home,
+        versions=tuple(versions),
+    )
+
+
+def _inputs(half: Half) -> list[Path]:
+    """The half's own files and the shared headers, in a fixed order."""
+    folder = Path(FILES[half][0]).parent
+    return sorted([*SOURCES.glob("*.h"), *(p for p in (SOURCES / folder).iterdir() if p.is_file())])

@@ -1,0 +1,122 @@
+"""Estimates made with the scan of ``scan.py``: returns, V-trace, and advantages of padded rows.
+
+T packed steps, S sequences; B rows of L steps in padded batches.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slurmrl.errors import UsageError
+from slurmrl.ops.gae import packed_gae
+from slurmrl.ops.scan import Layout, discounted_sums
+
+
+def discounted_returns(
+    rewards: Tensor, cu_seqlens: Tensor, gamma: float, bootstrap_values: Tensor | None = None
+) -> Tensor:
+    """R_t = r_t + gamma R_{t+1} [T]; behind a sequence's end R is ``bootstrap_values`` [S] or 0."""
+    return discounted_sums(rewards, cu_seqlens, gamma, tail=bootstrap_values)
+
+
+def lambda_returns(
+    rewards: Tensor,
+    values: Tensor,
+    cu_seqlens: Tensor,
+    truncated: Tensor,
+    gamma: float,
+    lam: float,
+) -> Tensor:
+    """G_t = r_t + gamma ((1 - lam) V_{t+1} + lam G_{t+1}) [T] (Sutton and Barto 2018, eq. 12.20).
+
+    Arguments as in ``packed_gae``: these are its returns.
+    """
+    return packed_gae(rewards, values, cu_seqlens, truncated, gamma, lam)[1]
+
+
+def vtrace(
+    log_ratios: Tensor,
+    rewards: Tensor,
+    values: Tensor,
+    cu_seqlens: Tensor,
+    bootstrap_values: Tensor,
+    gamma: float,
+    rho_clip: float = 1.0,
+    c_clip: float = 1.0,
+    lam: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """V-trace targets and policy-gradient advantages (Espeholt et al. 2018, "IMPALA", eq. 1).
+
+    v_t = V_t + rho_t delta_t + gamma c_t (v_{t+1} - V_{t+1}) with rho = min(rho_clip, ratio),
+    c = lam min(c_clip, ratio), delta_t = r_t + gamma V_{t+1} - V_t; the advantages are
+    rho_t (r_t + gamma v_{t+1} - V_t).
+
+    :param log_ratios: [T] log(new probability / old probability) of each action.
+    :param rewards, values: [T], of the same dtype.
+    :param bootstrap_values: [S], value of the state behind each end; 0 where the sequence ended.
+    """
+    layout = Layout(cu_seqlens, len(rewards))
+    ratios = log_ratios.exp()
+    rho, c = ratios.clamp(max=rho_clip), lam * ratios.clamp(max=c_clip)
+    ends = bootstrap_values[layout.sequence]
+    delta = rho * (rewards + gamma * _following(values, ends, layout) - values)
+    targets = values + discounted_sums(delta, cu_seqlens, gamma, decay=c).to(values.dtype)
+    return targets, rho * (rewards + gamma * _following(targets, ends, layout) - values)
+
+
+def padded_gae_overlapping(
+    rewards: Tensor, values: Tensor, dones: Tensor, truncated: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of rows in which an episode's last state is the next one's first.
+
+    ``dones[:, t+1]``: the episode ended with step t, and no value comes from behind it.
+    ``truncated[:, t+1]``: it was cut there; the value of the state in which it was cut is not in
+    the row, so step t has advantage 0.
+
+    :param rewards: [B, L]. :param values: [B, L+1]. :param dones, truncated: bool [B, L+1].
+    """
+    goes_on = ~dones[:, 1:]
+    counts = ~truncated[:, 1:]
+    delta = _deltas(rewards, values, goes_on, gamma) * counts
+    return _of_rows(delta, values, goes_on & counts, gamma * lam)
+
+
+def padded_gae(
+    rewards: Tensor, values: Tensor, on_reset: Tensor, truncated: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns of rows in which an episode's last state has a step of its own.
+
+    ``on_reset[:, t]``: step t is the first of an episode. ``truncated[:, t]``: step t stands for
+    the state in which an episode was cut; the step before it takes that state's value and no more.
+
+    :param rewards: [B, L]. :param values: [B, L+1]. :param on_reset, truncated: bool [B, L+1].
+    """
+    goes_on = ~on_reset[:, 1:]
+    delta = _deltas(rewards, values, goes_on, gamma)
+    return _of_rows(delta, values, goes_on & ~truncated[:, 1:], gamma * lam)
+
+
+def _following(x: Tensor, ends: Tensor, layout: Layout) -> Tensor:
+    """x_{t+1} [T], and ``ends`` at each sequence's last step."""
+    return torch.where(layout.left > 1, torch.cat([x[1:], x[:1]]), ends)
+
+
+def _deltas(rewards: Tensor, values: Tensor, goes_on: Tensor, gamma: float) -> Tensor:
+    if rewards.dim() != 2 or values.shape != (rewards.shape[0], rewards.shape[1] + 1):
+        raise UsageError(
+            f"values must have one column more than rewards, not {list(values.shape)} for "
+            f"{list(rewards.shape)}"
+        )
+    if goes_on.shape != rewards.shape:
+        raise UsageError(f"flags must have values' shape {list(values.shape)}")
+    return rewards + gamma * values[:, 1:] * goes_on - values[:, :-1]
+
+
+def _of_rows(delta: Tensor, values: Tensor, decay: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+    rows, steps = delta.shape
+    cu_seqlens = torch.arange(rows + 1, device=delta.device) * steps
+    flat = delta.flatten()
+    sums = discounted_sums(flat, cu_seqlens, factor, decay=decay.flatten().to(flat.dtype))
+    advantages = sums.view(rows, steps)
+    return advantages, advantages + values[:, :-1]

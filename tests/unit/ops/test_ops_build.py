@@ -1,0 +1,350 @@
+"""Building the operators: keys, one build for many processes, publication, falling back."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from filelock import FileLock
+
+from slurmrl.errors import EnvironmentFailure, OwnershipError, UsageError
+from slurmrl.ops.gae import packed_gae
+from slurmrl.ops.native import build, load, recipe, toolchain
+from slurmrl.ops.native.recipe import Half, Recipe
+from slurmrl.ops.native.toolchain import Toolchain
+from tests.support.trials import wait_until
+
+FORK = get_context("fork")
+BUILDERS = 32
+WAIT_S = 120.0
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> Path:
+    return tmp_path / "host"
+
+
+@pytest.fixture(scope="module")
+def made() -> Recipe:
+    return recipe.make(Half.CPU, toolchain.find())
+
+
+@pytest.fixture
+def forget() -> Iterator[None]:
+    """No library is loaded yet, and no warning given."""
+    load._load_or_warn.cache_clear()
+    yield
+    load._load_or_warn.cache_clear()
+
+
+@pytest.mark.parametrize("half", list(Half))
+def test_both_halves_compile_and_load(half: Half) -> None:
+    """Not skipped without compilers: scripts/test sees to them."""
+    operators = load.load(half)
+    names = {"gae", "scan", "copy"}
+    assert all(hasattr(operators, name) for name in names)
+
+
+def test_the_cuda_half_is_for_three_generations_and_later_ones() -> None:
+    flags = toolchain.find().architecture_flags()
+    for number in ("80", "90"):
+        assert f"-gencode=arch=compute_{number},code=sm_{number}" in flags
+    newest = flags[-2].rpartition("_")[2]
+    assert flags[-1] == f"-gencode=arch=compute_{newest},code=compute_{newest}"
+
+
+def test_the_library_needs_no_cuda_library() -> None:
+    path = build.library(
+        recipe.make(Half.CUDA, toolchain.find()), build.cache_folder(), build.host_folder()
+    )
+    said = subprocess.run(["ldd", str(path)], capture_output=True, text=True, check=True).stdout
+    assert "cuda" not in said.replace(str(path), "")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cxx_flags": ("-O2",)},
+        {"versions": ("another compiler",)},
+        {"nvcc_flags": ("-gencode=arch=compute_70,code=sm_70",)},
+        {"half": Half.CUDA},
+    ],
+)
+def test_the_key_follows_what_the_library_is_made_from(made: Recipe, changes: Any) -> None:
+    assert dataclasses.replace(made, **changes).key != made.key
+
+
+def test_the_key_follows_the_sources_and_nothing_else(
+    made: Recipe, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    elsewhere = tmp_path / "copy"
+    for path in recipe._inputs(Half.CPU):
+        target = elsewhere / path.relative_to(recipe.SOURCES)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(path.read_bytes())
+    key = made.key
+    monkeypatch.setattr(recipe, "SOURCES", elsewhere)
+    moved = recipe.make(Half.CPU, toolchain.find())
+    assert moved.sources != made.sources
+    assert moved.key == key
+    monkeypatch.setattr(torch, "__version__", "9.9.9")
+    assert recipe.make(Half.CPU, toolchain.find()).key == key
+    (elsewhere / "cpu" / "numbers.h").write_text("// changed\n")
+    assert recipe.make(Half.CPU, toolchain.find()).key != key
+
+
+def start(function: Callable[[], None]) -> BaseProcess:
+    process = FORK.Process(target=function)
+    process.start()
+    return process
+
+
+def note(log: Path, line: str) -> None:
+    with log.open("a") as file:
+        file.write(line + "\n")
+
+
+def lines(log: Path) -> list[str]:
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def test_many_builders_of_one_host_and_one_is_killed(
+    made: Recipe, cache: Path, host: Path, tmp_path: Path
+) -> None:
+    """32 processes want the library at once. The one that builds is killed in the middle; exactly
+    one other builds it, and all the rest get it whole."""
+    began, done, go = tmp_path / "began", tmp_path / "done", tmp_path / "go"
+    content = os.urandom(1 << 20)
+
+    def compile_slowly(found: Recipe, folder: Path) -> Path:
+        note(began, str(os.getpid()))
+        (folder / "half.so").write_bytes(content[:1000])
+        wait_until("leave to go on", go.exists, WAIT_S)
+        (folder / "whole.so").write_bytes(content)
+        return folder / "whole.so"
+
+    def want() -> None:
+        path = build.library(made, cache, host, run=compile_slowly)
+        assert path.read_bytes() == content
+        note(done, str(os.getpid()))
+
+    processes = [start(want) for _ in range(BUILDERS)]
+    wait_until("the first builder", lambda: len(lines(began)) == 1, WAIT_S)
+    os.kill(int(lines(began)[0]), signal.SIGKILL)
+    wait_until("the second builder", lambda: len(lines(began)) == 2, WAIT_S)
+    go.touch()
+    for process in processes:
+        process.join(WAIT_S)
+    killed = [process.pid for process in processes if process.exitcode == -signal.SIGKILL]
+    assert killed == [int(lines(began)[0])]
+    assert [process.exitcode for process in processes].count(0) == BUILDERS - 1
+    assert len(lines(began)) == 2
+    assert len(lines(done)) == BUILDERS - 1
+    assert [path.name for path in cache.iterdir()] == [f"{made.key}.so"]
+    assert [path.name for path in host.iterdir()] == [f"{made.key}.lock"]
+
+
+def test_hosts_that_share_a_cache_agree_on_the_first_library(
+    made: Recipe, cache: Path, tmp_path: Path
+) -> None:
+    """Each host has a lock of its own, so both build; whoever publishes first has won."""
+    both_build = threading.Barrier(2)
+    results: list[bytes] = []
+
+    def on(host: str) -> None:
+        def compile_there(found: Recipe, folder: Path) -> Path:
+            both_build.wait(WAIT_S)
+            (folder / "it.so").write_bytes(host.encode() * 1000)
+            return folder / "it.so"
+
+        path = build.library(made, cache, tmp_path / host, run=compile_there)
+        results.append(path.read_bytes())
+
+    threads = [threading.Thread(target=on, args=(host,)) for host in ("node-1", "node-2")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert len(results) == 2
+    assert results[0] == results[1]
+    assert [path.name for path in cache.iterdir()] == [f"{made.key}.so"]
+
+
+def test_a_failed_build_is_not_tried_once_more_by_each_who_waited(
+    made: Recipe, cache: Path, host: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began, asked, go = tmp_path / "began", tmp_path / "asked", tmp_path / "go"
+
+    class NotingLock(FileLock):
+        def acquire(self, *args: Any, **named: Any) -> Any:
+            note(asked, "x")
+            return super().acquire(*args, **named)
+
+    def fail(found: Recipe, folder: Path) -> Path:
+        note(began, "x")
+        wait_until("leave to go on", go.exists, WAIT_S)
+        raise EnvironmentFailure("no space in the compiler")
+
+    def want() -> None:
+        with pytest.raises(EnvironmentFailure, match="no space in the compiler"):
+            build.library(made, cache, host, run=fail)
+
+    monkeypatch.setattr(build, "FileLock", NotingLock)
+    processes = [start(want) for _ in range(4)]
+    wait_until("all to ask for the lock", lambda: len(lines(asked)) == 4, WAIT_S)
+    time.sleep(0.1)  # file times are coarser than the clock
+    go.touch()
+    for process in processes:
+        process.join(WAIT_S)
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert len(lines(began)) == 1
+    with pytest.raises(EnvironmentFailure, match="no space"):
+        build.library(made, cache, host, run=fail)
+    assert len(lines(began)) == 2, "who comes later tries again"
+
+
+def test_what_others_may_write_to_is_not_loaded(made: Recipe, cache: Path, host: Path) -> None:
+    cache.mkdir(mode=0o700)
+    cache.chmod(0o777)
+    with pytest.raises(OwnershipError, match="has mode 0777"):
+        build.library(made, cache, host)
+
+
+def test_a_compiler_that_fails_is_quoted(made: Recipe, cache: Path, host: Path) -> None:
+    broken = dataclasses.replace(made, cxx_flags=("--no-such-flag",))
+    with pytest.raises(EnvironmentFailure, match="no-such-flag"):
+        build.library(broken, cache, host)
+    assert list(cache.iterdir()) == []
+    assert not list(host.glob("*.build.*"))
+
+
+def test_without_compilers_the_reason_says_how_to_get_them() -> None:
+    with pytest.raises(EnvironmentFailure, match=r"no C\+\+ compiler here: install one"):
+        recipe.make(Half.CPU, Toolchain(cxx="", nvcc=""))
+    with pytest.raises(EnvironmentFailure, match="no nvcc here: install the CUDA toolkit"):
+        recipe.make(Half.CUDA, Toolchain(cxx=toolchain.find().cxx, nvcc=""))
+
+
+@pytest.mark.usefixtures("forget")
+def test_one_warning_and_torch_instead(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SLURMRL_OPS", "auto")
+    monkeypatch.setenv("CXX", str(tmp_path / "missing"))
+    load.load.cache_clear()
+    steps = load.SMALL_ELEMENTS
+    packed = (
+        torch.ones(steps),
+        torch.zeros(steps + 1),
+        torch.tensor([0, steps]),
+        torch.tensor([False]),
+    )
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            advantages, _ = packed_gae(*packed, 0.5, 0.5)
+    assert float(advantages[-1]) == 1.0
+    assert len(caplog.records) == 1
+    assert "pure torch" in caplog.text
+    assert "python -m slurmrl.ops.native" in caplog.text
+    assert "there is no C++ compiler here" in caplog.text
+
+
+def test_small_batches_build_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(half: Half) -> Any:
+        raise AssertionError("a library was asked for")
+
+    monkeypatch.setenv("SLURMRL_OPS", "auto")
+    monkeypatch.setattr(load, "_load_or_warn", refuse)
+    few = load.SMALL_ELEMENTS - 1
+    assert load.operators(torch.device("cpu"), few) is None
+    monkeypatch.setenv("SLURMRL_OPS", "torch")
+    assert load.operators(torch.device("cpu"), 2 * few) is None
+    assert load.operators(torch.device("meta"), 2 * few) is None
+
+
+@pytest.mark.usefixtures("forget")
+def test_native_or_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SLURMRL_OPS", "native")
+    monkeypatch.setenv("CXX", str(tmp_path / "missing"))
+    load.load.cache_clear()
+    with pytest.raises(EnvironmentFailure, match=r"there is no C\+\+ compiler"):
+        load.operators(torch.device("cpu"), 1)
+
+
+def test_an_unknown_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMRL_OPS", "cuda")
+    with pytest.raises(UsageError, match="one of auto, torch, native is allowed"):
+        load.operators(torch.device("cpu"), 1)
+
+
+def test_build_ops_says_where_the_library_is(tmp_path: Path) -> None:
+    script = Path(__file__).parents[3] / "scripts" / "build-ops"
+    done = subprocess.run([script, "cpu"], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    half, _, path = done.stdout.strip().partition(": ")
+    assert half == "cpu"
+    assert Path(path).is_file()
+    environ = {**os.environ, "CXX": "no-such-compiler"}
+    done = subprocess.run([script], capture_output=True, text=True, env=environ, timeout=600)
+    assert done.returncode == 3
+    assert done.stderr.count("there is no C++ compiler here") == 2
+
+
+DRIVER = ("tests/cpu_loops.cpp", "cpu/scan.cpp", "cpu/intervals.cpp")
+
+
+def test_the_loops_under_sanitizers(tmp_path: Path) -> None:
+    """Address and undefined-behaviour sanitizers, in a program without torch."""
+    program = tmp_path / "cpu_loops"
+    flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", *recipe.CXX_FLAGS[1:2]]
+    sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    sources = [str(recipe.SOURCES / name) for name in DRIVER]
+    command = [toolchain.find().cxx, *flags, *sanitize, *sources, "-o", str(program)]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=500)
+    assert built.returncode == 0, built.stderr
+    done = subprocess.run([program], capture_output=True, text=True, timeout=500)
+    assert (done.returncode, done.stdout) == (0, "all loops as expected\n"), done.stderr
+
+
+def test_the_wheel_carries_the_sources(tmp_path: Path) -> None:
+    root = Path(__file__).parents[3]
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    copy = tmp_path / "tree"
+    copy.mkdir()
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        (copy / name).write_bytes((root / name).read_bytes())
+    for name in ("slurmrl", "cuda"):
+        subprocess.run(["cp", "-a", str(root / name), str(copy / name)], check=True)
+    done = subprocess.run(
+        [*command, str(copy), "-w", str(tmp_path)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("slurmrl-*.whl")
+    listed = subprocess.run(
+        [sys.executable, "-m", "zipfile", "-l", str(wheel)], capture_output=True, text=True
+    ).stdout
+    wanted = [path for half in Half for path in recipe._inputs(half)]
+    missing = [
+        str(path)
+        for path in wanted
+        if f"slurmrl/cuda/{path.relative_to(recipe.SOURCES)}" not in listed
+    ]
+    assert missing == []
