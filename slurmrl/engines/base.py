@@ -14,11 +14,13 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor
 
+from slurmrl.checkpoint.pieces import Snapshot
 from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.data.sample import SequenceSample
 from slurmrl.layout.layout import Layout
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.generate import GenerationOptions, GenerationOutput
+from slurmrl.models.hf_config import HFConfig
 from slurmrl.parallel.groups import ParallelContext
 
 Outputs = dict[str, Tensor]
@@ -42,7 +44,7 @@ class Engine(ABC):
     role: str
     head: Head
     trained: bool
-    config: ModelConfig
+    config: ModelConfig | HFConfig
     context: ParallelContext
 
     @property
@@ -98,8 +100,17 @@ class Engine(ABC):
         stream of draws, so the draws do not depend on how a batch is spread."""
 
     @abstractmethod
+    def snapshot(self, *, copy: bool = True) -> Snapshot | None:
+        """This rank's part of a checkpoint; None if the model is not trained.
+
+        It stays as it is while training goes on, until the next one is taken: a copy in host
+        memory. Without ``copy`` it has to be written before anything else happens.
+        """
+
     def save(self, directory: Path) -> list[SavedFile]:
         """Write this rank's part of a checkpoint durably; nothing if the model is not trained."""
+        snapshot = self.snapshot(copy=False)
+        return [] if snapshot is None else [snapshot.write(directory)]
 
     @abstractmethod
     def load(self, directory: Path) -> None:

@@ -31,6 +31,8 @@ class Rounds:
     """Sum over the ranks."""
     some_empty: bool
     """Whether any rank has no micro-batch at all."""
+    shares: tuple[float, ...] = ()
+    """What part of the tokens of all ranks each micro-batch of this one has."""
 
     def part(self, index: int) -> tuple[int, ...] | None:
         return self.parts[index] if index < len(self.parts) else None
@@ -42,9 +44,12 @@ def agree(
     """Cut the sample into micro-batches and learn what the other ranks have."""
     lengths = item_tokens(sample)
     parts = tuple(map(tuple, microbatches(lengths, max_tokens)))
-    shares = _gather([float(len(parts)), denominator], context)
-    counts = [int(count) for count, _ in shares]
-    return Rounds(parts, max(counts), sum(share for _, share in shares), min(counts) == 0)
+    ranks = _gather([float(len(parts)), denominator, float(sum(lengths))], context)
+    counts = [int(count) for count, _, _ in ranks]
+    total = sum(tokens for _, _, tokens in ranks)
+    shares = tuple(sum(lengths[item] for item in part) / total for part in parts)
+    whole = sum(share for _, share, _ in ranks)
+    return Rounds(parts, max(counts), whole, min(counts) == 0, shares)
 
 
 def item_tokens(sample: SequenceSample) -> list[int]:

@@ -3,6 +3,7 @@ from is the business of an ``AttentionCore``."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -14,32 +15,44 @@ from slurmrl.ops.attention import Packing, packed_attention
 from slurmrl.ops.rotary import rotate
 
 
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a core must know of the layer it works for."""
+
+    layer: int
+    scale: float
+    """Factor on the scores."""
+    window: int | None
+    """How many tokens are seen, the token itself included; None for all."""
+
+
 class AttentionCore(Protocol):
     """Mixes tokens: over packed sequences, or over a cache."""
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] of one layer -> [T, Hq, D]."""
         ...
 
 
 class PackedCore:
-    """Every token sees the earlier tokens of its own sequence."""
+    """Every token sees earlier tokens of its own sequence."""
 
     def __init__(self, packing: Packing) -> None:
         self._packing = packing
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return packed_attention(q, k, v, self._packing, scale)
+    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return packed_attention(q, k, v, self._packing, spec.scale, spec.window)
 
 
 class Attention(nn.Module):
     """Self-attention with grouped key and value heads."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, scale: float | None = None) -> None:
+        """``scale`` is 1 / sqrt(head_dim) where it is not given."""
         super().__init__()
-        self.layer = layer
         self.head_dim = config.head_dim
-        self.scale = config.head_dim**-0.5
+        scale = config.head_dim**-0.5 if scale is None else scale
+        self.spec = AttentionSpec(layer, scale, config.windows[layer])
         hidden, q = config.hidden_size, config.num_heads * config.head_dim
         kv = config.num_kv_heads * config.head_dim
         self.q_proj = nn.Linear(hidden, q, bias=config.qkv_bias)
@@ -52,11 +65,13 @@ class Attention(nn.Module):
         else:
             self.q_norm = self.k_norm = nn.Identity()
 
-    def forward(self, x: Tensor, rotation: Rotation, core: AttentionCore) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
         """x [T, h] -> [T, h]."""
         heads = (-1, self.head_dim)
-        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, heads)), *rotation)
-        k = rotate(self.k_norm(self.k_proj(x).unflatten(-1, heads)), *rotation)
+        q = self.q_norm(self.q_proj(x).unflatten(-1, heads))
+        k = self.k_norm(self.k_proj(x).unflatten(-1, heads))
         v = self.v_proj(x).unflatten(-1, heads)
-        mixed: Tensor = self.o_proj(core(self.layer, q, k, v, self.scale).flatten(1))
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        mixed: Tensor = self.o_proj(core(self.spec, q, k, v).flatten(1))
         return mixed

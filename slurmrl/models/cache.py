@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slurmrl.models.attention import AttentionSpec
 from slurmrl.models.config import ModelConfig
 from slurmrl.ops.attention import Packing, cached_attention, packed_attention
 
@@ -59,11 +60,11 @@ class PrefillCore:
         self._cache, self._packing = cache, packing
         self._rows, self._positions = rows, positions
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        keys, values = self._cache.slabs[layer]
+    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = self._cache.slabs[spec.layer]
         keys[self._rows, :, self._positions] = k
         values[self._rows, :, self._positions] = v
-        return packed_attention(q, k, v, self._packing, scale)
+        return packed_attention(q, k, v, self._packing, spec.scale, spec.window)
 
 
 class DecodeCore:
@@ -75,11 +76,16 @@ class DecodeCore:
         self._rows = torch.arange(cache.lengths.shape[0], device=cache.lengths.device)
         cache.reserve(self._longest)
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        keys, values = self._cache.slabs[layer]
+    def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = self._cache.slabs[spec.layer]
         keys[self._rows, :, self._cache.lengths] = k
         values[self._rows, :, self._cache.lengths] = v
         seen = slice(0, self._longest)
         return cached_attention(
-            q, keys[:, :, seen], values[:, :, seen], self._cache.lengths + 1, scale
+            q,
+            keys[:, :, seen],
+            values[:, :, seen],
+            self._cache.lengths + 1,
+            spec.scale,
+            spec.window,
         )

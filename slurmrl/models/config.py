@@ -8,12 +8,11 @@ from typing import Any, Literal
 
 from slurmrl.errors import UsageError
 from slurmrl.models.families import Family, family_of
+from slurmrl.models.refusals import bad_sizes, malformed, unknown_fields, unsupported
 from slurmrl.models.rope import Rope
-from slurmrl.registry import near
 
 Head = Literal["lm", "value"]
 
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", "relu")
 REQUIRED = (
     "vocab_size",
     "hidden_size",
@@ -21,8 +20,6 @@ REQUIRED = (
     "num_hidden_layers",
     "num_attention_heads",
 )
-COUNTS = (*REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
-NUMBERS = (*COUNTS, "rms_norm_eps", "initializer_range", "rope_theta")
 ROPE_FIELDS = ("rope_parameters", "rope_scaling", "rope_theta")
 STRUCTURAL = (
     *REQUIRED,
@@ -47,6 +44,25 @@ DESCRIPTIVE = (
     "num_labels",
 )
 """Fields that are written anew at each export."""
+ALIASES = {"num_local_experts": "num_experts", "num_experts": "num_local_experts"}
+"""transformers takes either name for the number of experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoE:
+    """The mixture-of-experts layers of a decoder."""
+
+    experts: int
+    per_token: int
+    inner: int
+    """Inner size of one expert."""
+    normalized: bool
+    """Whether the weights of a token's experts are scaled to a sum of 1."""
+    layers: frozenset[int]
+    """The layers that have experts; the others are dense."""
+    balance: float
+    """Coefficient of the load-balancing loss in training; 0 for none. As in transformers it
+    counts where ``output_router_logits`` is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,13 +83,27 @@ class ModelConfig:
     initializer_range: float
     max_positions: int
     tie_embeddings: bool
-    rope: Rope
+    rope: Rope | None
+    """None where positions are learned embeddings."""
     qkv_bias: bool
     o_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    windows: tuple[int | None, ...]
+    """How many tokens each layer sees, the token itself included; None for all."""
+    moe: MoE | None
     extra: Mapping[str, Any]
-    """Fields of ``config.json`` that do not shape the computation, token ids among them."""
+    """Fields of ``config.json`` that have no place above, token ids among them."""
+
+    @property
+    def family(self) -> Family:
+        return family_of(self.model_type)
+
+    @property
+    def position_limit(self) -> int | None:
+        """The longest sequence that can be computed, where there is such a limit."""
+        unlimited = self.rope is not None and self.rope.kind != "dynamic"
+        return None if unlimited else self.max_positions
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], *, strict: bool = False) -> ModelConfig:
@@ -83,29 +113,30 @@ class ModelConfig:
         Raises UsageError with everything that is wrong.
         """
         family = family_of(values.get("model_type"))
-        missing = [f"'{name}' is missing" for name in REQUIRED if values.get(name) is None]
-        unknown = _unknown_fields(family, values) if strict else []
-        malformed = _malformed(values)
-        if missing or unknown or malformed:
-            raise _refused(family, missing + unknown + malformed)
-        null = {name for name in STRUCTURAL if name in values and values[name] is None}
-        full = {**family.defaults, **{k: v for k, v in values.items() if k not in null}}
-        rope, problems = Rope.from_hf(full, int(full["max_position_embeddings"]))
+        values = _translated(family, values)
+        required = [name for name in REQUIRED if name not in family.defaults]
+        missing = [f"'{name}' is missing" for name in required if values.get(name) is None]
+        known = {*STRUCTURAL, *DESCRIPTIVE, *family.defaults} - family.without
+        unknown = unknown_fields(values, known) if strict else []
+        wrong = malformed(family, values)
+        if missing or unknown or wrong:
+            raise _refused(family, missing + unknown + wrong)
+        full = _full(family, values)
+        rope, problems = _rope(family, full)
+        problems += unsupported(family, full)
+        if problems:
+            raise _refused(family, problems)
         config = _build(family, full, rope)
-        problems += _unsupported(full) + _bad_shapes(config)
+        problems = bad_sizes(_sizes(config), rotary=rope is not None)
         if problems:
             raise _refused(family, problems)
         return config
 
     def to_hf(self, *, head: Head = "lm", dtype: str = "float32") -> dict[str, Any]:
         """The ``config.json`` object that transformers loads for weights of this ``dtype``."""
-        family = family_of(self.model_type)
+        family = self.family
         task = "CausalLM" if head == "lm" else "SequenceClassification"
         values: dict[str, Any] = {
-            **self.extra,
-            "architectures": [f"{family.class_prefix}For{task}"],
-            "model_type": self.model_type,
-            "dtype": dtype,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -118,25 +149,62 @@ class ModelConfig:
             "initializer_range": self.initializer_range,
             "max_position_embeddings": self.max_positions,
             "tie_word_embeddings": self.tie_embeddings,
-            "rope_parameters": self.rope.to_hf(),
+            "rope_parameters": self.rope.to_hf() if self.rope else None,
+        }
+        described: dict[str, Any] = {
+            "architectures": [f"{family.class_prefix}For{task}"],
+            "model_type": self.model_type,
+            "dtype": dtype,
         }
         if head == "value":
-            values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-        return dict(sorted(values.items()))
+            described |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        theirs = {
+            family.fields.get(name, name): value
+            for name, value in values.items()
+            if name not in family.without
+        }
+        return dict(sorted({**self.extra, **theirs, **described}.items()))
 
 
-def _build(family: Family, full: Mapping[str, Any], rope: Rope) -> ModelConfig:
+def _translated(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields by our names, and values by their meaning."""
+    ours = {theirs: name for name, theirs in family.fields.items()}
+    if family.experts:
+        ours[ALIASES[family.experts.count]] = family.experts.count
+    named = {ours.get(name, name): value for name, value in values.items()}
+    for (name, written), meant in family.meanings.items():
+        if named.get(name) == written:
+            named[name] = meant
+    return named
+
+
+def _full(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
+    """With the family's defaults. Null means the default, but for the key-value heads, which
+    are then as many as the heads."""
+    null = {name for name in STRUCTURAL if values.get(name) is None} - {"num_key_value_heads"}
+    return {**family.defaults, **{k: v for k, v in values.items() if k not in null}}
+
+
+def _rope(family: Family, full: Mapping[str, Any]) -> tuple[Rope | None, list[str]]:
+    if "rope_parameters" in family.without:
+        return None, []
+    return Rope.from_hf(full, int(full["max_position_embeddings"]))
+
+
+def _build(family: Family, full: Mapping[str, Any], rope: Rope | None) -> ModelConfig:
     heads = int(full["num_attention_heads"])
     hidden = int(full["hidden_size"])
+    sized = {} if "head_dim" in family.without else full
+    layers = int(full["num_hidden_layers"])
     return ModelConfig(
         model_type=family.model_type,
         vocab_size=int(full["vocab_size"]),
         hidden_size=hidden,
-        intermediate_size=int(full["intermediate_size"]),
-        num_layers=int(full["num_hidden_layers"]),
+        intermediate_size=int(full["intermediate_size"] or 4 * hidden),
+        num_layers=layers,
         num_heads=heads,
-        num_kv_heads=int(full.get("num_key_value_heads") or heads),
-        head_dim=int(full.get("head_dim") or hidden // max(heads, 1)),
+        num_kv_heads=int(sized.get("num_key_value_heads") or heads),
+        head_dim=int(sized.get("head_dim") or hidden // max(heads, 1)),
         activation=str(full["hidden_act"]),
         norm_eps=float(full["rms_norm_eps"]),
         initializer_range=float(full["initializer_range"]),
@@ -147,47 +215,48 @@ def _build(family: Family, full: Mapping[str, Any], rope: Rope) -> ModelConfig:
         o_bias=family.switched(family.o_bias, full),
         mlp_bias=family.switched(family.mlp_bias, full),
         qk_norm=family.qk_norm,
-        extra={k: v for k, v in full.items() if k not in STRUCTURAL and k not in DESCRIPTIVE},
+        windows=_windows(family, full, layers),
+        moe=_moe(family, full, layers),
+        extra=_extra(family, full),
     )
 
 
-def _refused(family: Family, problems: list[str]) -> UsageError:
-    return UsageError(f"{family.model_type} config: " + "; ".join(problems))
+def _windows(family: Family, full: Mapping[str, Any], layers: int) -> tuple[int | None, ...]:
+    window = full.get("sliding_window") if full.get("use_sliding_window", True) else None
+    if family.windows == "none" or window is None:
+        return (None,) * layers
+    if family.windows == "all":
+        return (window,) * layers
+    types = full.get("layer_types")
+    if types is not None:
+        return tuple(window if kind == "sliding_attention" else None for kind in types)
+    first = int(full["max_window_layers"])
+    return tuple(window if layer >= first else None for layer in range(layers))
 
 
-def _unknown_fields(family: Family, values: Mapping[str, Any]) -> list[str]:
-    known = sorted({*STRUCTURAL, *DESCRIPTIVE, *family.defaults})
-    return [f"unknown field '{name}', {near(name, known)}" for name in values if name not in known]
+def _moe(family: Family, full: Mapping[str, Any], layers: int) -> MoE | None:
+    names = family.experts
+    if names is None:
+        return None
+    step, dense = full.get("decoder_sparse_step") or 1, full.get("mlp_only_layers") or ()
+    sparse = (n for n in range(layers) if n not in dense and (n + 1) % step == 0)
+    return MoE(
+        experts=int(full[names.count]),
+        per_token=int(full["num_experts_per_tok"]),
+        inner=int(full[names.inner]),
+        normalized=family.switched(names.normalized, full),
+        layers=frozenset(sparse),
+        balance=float(full["router_aux_loss_coef"]) if full.get("output_router_logits") else 0.0,
+    )
 
 
-def _malformed(values: Mapping[str, Any]) -> list[str]:
-    """Fields that hold something else than the number they must hold (null: the default)."""
-    problems = []
-    for name in NUMBERS:
-        value, kind = values.get(name), int if name in COUNTS else (int, float)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
-            rule = "a whole number" if name in COUNTS else "a number"
-            problems.append(f"{name} is {value!r}, must be {rule}")
-    return problems
+def _extra(family: Family, full: Mapping[str, Any]) -> dict[str, Any]:
+    placed = {*STRUCTURAL, *DESCRIPTIVE, *family.without}
+    return {name: value for name, value in full.items() if name not in placed}
 
 
-def _unsupported(full: Mapping[str, Any]) -> list[str]:
-    """Fields that ask for a computation which the decoder does not do."""
-    problems = []
-    if full["hidden_act"] not in ACTIVATIONS:
-        problems.append(f"hidden_act '{full['hidden_act']}' is not one of {', '.join(ACTIVATIONS)}")
-    if full.get("use_sliding_window"):
-        problems.append("use_sliding_window: true is not supported")
-    if set(full.get("layer_types") or ()) - {"full_attention"}:
-        problems.append("layer_types other than full_attention are not supported")
-    if full.get("partial_rotary_factor") not in (None, 1.0):
-        problems.append("partial_rotary_factor other than 1 is not supported")
-    if full.get("quantization_config"):
-        problems.append("quantized weights are not supported")
-    return problems
-
-
-def _bad_shapes(config: ModelConfig) -> list[str]:
+def _sizes(config: ModelConfig) -> dict[str, int]:
+    """Sizes that must be at least 1, by their fields."""
     sizes = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -196,13 +265,15 @@ def _bad_shapes(config: ModelConfig) -> list[str]:
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_positions,
     }
-    problems = [f"{name} is {size}, must be at least 1" for name, size in sizes.items() if size < 1]
-    if config.num_heads % max(config.num_kv_heads, 1):
-        problems.append(
-            f"num_attention_heads {config.num_heads} is not a multiple of "
-            f"num_key_value_heads {config.num_kv_heads}"
-        )
-    if config.head_dim % 2:
-        problems.append(f"head_dim {config.head_dim} is odd; rotary positions need an even one")
-    return problems
+    if config.moe:
+        sizes["number of experts"] = config.moe.experts
+        sizes["num_experts_per_tok"] = config.moe.per_token
+        sizes["inner size of the experts"] = config.moe.inner
+    windows = [window for window in config.windows if window is not None]
+    return {**sizes, "sliding_window": min(windows)} if windows else sizes
+
+
+def _refused(family: Family, problems: list[str]) -> UsageError:
+    return UsageError(f"{family.model_type} config: " + "; ".join(problems))

@@ -1,25 +1,31 @@
-"""The packed decoder. Parameters carry exactly the names of the Hugging Face safetensors files.
+"""The packed decoder. Parameters carry the names of the Hugging Face safetensors files, but
+where ``storage.py`` says otherwise.
 
 T packed tokens, S sequences, h hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
+from slurmrl.errors import UsageError
 from slurmrl.models.attention import Attention, AttentionCore, PackedCore
+from slurmrl.models.base import PackedModel
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.mlp import GatedMLP
+from slurmrl.models.moe import SparseMLP
 from slurmrl.models.norm import RMSNorm
+from slurmrl.models.packed import length_order, packed_positions
+from slurmrl.models.reader import CacheReader
+from slurmrl.models.recompute import LayerCall, Recompute, layer_call, unhooked
 from slurmrl.models.rotary import RotaryTable, Rotation
 from slurmrl.ops.attention import Packing
-
-_LayerCall = Callable[[nn.Module, Tensor, Rotation, AttentionCore], Tensor]
+from slurmrl.ops.logprobs import packed_logprobs_and_entropy
 
 
 class DecoderLayer(nn.Module):
@@ -28,11 +34,12 @@ class DecoderLayer(nn.Module):
     def __init__(self, config: ModelConfig, layer: int) -> None:
         super().__init__()
         self.self_attn = Attention(config, layer)
-        self.mlp = GatedMLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        sparse = config.moe is not None and layer in config.moe.layers
+        self.mlp = SparseMLP(config) if sparse else GatedMLP(config)
+        self.input_layernorm = _norm(config)
+        self.post_attention_layernorm = _norm(config)
 
-    def forward(self, x: Tensor, rotation: Rotation, core: AttentionCore) -> Tensor:
+    def forward(self, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
         """x [T, h] -> [T, h]."""
         x = x + self.self_attn(self.input_layernorm(x), rotation, core)
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
@@ -46,107 +53,116 @@ class DecoderBody(nn.Module):
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = _norm(config)
 
 
-class Decoder(nn.Module):
-    """A decoder with a language-model or a value head.
+class Body(Protocol):
+    """What a family's own body must have beside its layers."""
 
-    May be built under ``torch.device("meta")``; parameters are the only state.
-    """
+    embed_tokens: nn.Embedding
+    layers: nn.ModuleList
+    norm: nn.Module
+
+
+class Decoder(PackedModel):
+    """A decoder with rotary positions; families that differ override what differs."""
+
+    config: ModelConfig
+    body: type[nn.Module] = DecoderBody
 
     def __init__(self, config: ModelConfig, head: Head = "lm") -> None:
         super().__init__()
         self.config = config
-        self.head: Head = head
-        self.gradient_checkpointing = False
-        """Recompute each layer in the backward pass instead of keeping what is inside it."""
-        self.model = DecoderBody(config)
+        self.head = head
+        self.recompute: Recompute = "off"
+        self.model = self.body(config)
         if head == "value":
             self.score = nn.Linear(config.hidden_size, 1, bias=False)
         elif not config.tie_embeddings:
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self._rotary = RotaryTable(config.rope, config.head_dim)
+        self._scale = config.hidden_size**0.5 if config.family.scaled_embedding else None
+        self._rotary = RotaryTable(config.rope, config.head_dim) if config.rope else None
 
     @property
-    def layers(self) -> nn.ModuleList:
-        """The modules to wrap one by one (sharding, checkpointing)."""
-        return self.model.layers
+    def layers(self) -> Iterable[nn.Module]:
+        return self._body.layers
+
+    @property
+    def _body(self) -> Body:
+        return cast(Body, self.model)
+
+    def use(self, recompute: Recompute) -> None:
+        self.recompute = recompute
 
     def forward(self, input_ids: Tensor, cu_seqlens: Tensor, max_len: int) -> Tensor:
-        """input_ids [T], cu_seqlens [S+1] int32, longest sequence -> hidden [T, h] after the
-        final norm."""
+        """Hidden states [T, h] after the final norm."""
+        self._check_length(max_len)
         # Equal lengths side by side let attention run in few batched calls.
         order, cu_sorted = length_order(cu_seqlens, input_ids.shape[0])
         positions = packed_positions(cu_sorted, input_ids.shape[0])
         core = PackedCore(Packing(cu_sorted, max_len))
-        recompute = self.gradient_checkpointing and torch.is_grad_enabled()
-        call = _recomputed if recompute else _called
-        hidden = self._run(input_ids[order], positions, core, call)
+        hidden = self._run(input_ids[order], positions, core, layer_call(self.recompute))
         return hidden.index_select(0, order.argsort())
 
     def run_unhooked(self, input_ids: Tensor, positions: Tensor, core: AttentionCore) -> Tensor:
         """Hidden states [T, h] of tokens [T] at positions [T], by plain calls of the layers'
-        ``forward``.
-
-        For generation: a sharded engine gathers all parameters once, and its hooks on a layer
-        would give them back after each step.
-        """
-        return self._run(input_ids, positions, core, _unhooked)
+        ``forward``."""
+        return self._run(input_ids, positions, core, unhooked)
 
     def _run(
-        self, input_ids: Tensor, positions: Tensor, core: AttentionCore, call: _LayerCall
+        self, input_ids: Tensor, positions: Tensor, core: AttentionCore, call: LayerCall
     ) -> Tensor:
-        x: Tensor = self.model.embed_tokens(input_ids)
-        rotation = self._rotary.rotation(positions, x.dtype)
-        for layer in self.model.layers:
+        x = self.embed(input_ids, positions)
+        rotation = self._rotary.rotation(positions, x.dtype) if self._rotary else None
+        for layer in self.layers:
             x = call(layer, x, rotation, core)
-        out: Tensor = self.model.norm(x)
+        out: Tensor = self._body.norm(x)
         return out
+
+    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Tokens [T] at positions [T] -> [T, h]."""
+        x: Tensor = self._body.embed_tokens(input_ids)
+        if self._scale is None:
+            return x
+        # Rounded to the type of the model, as transformers does it.
+        return x * torch.tensor(self._scale, dtype=x.dtype, device="cpu").item()
 
     def head_weight(self) -> Tensor:
         """The vocabulary projection [V, h]; the embedding itself where they are tied."""
         assert self.head == "lm", "a value model has no vocabulary projection"
-        if self.config.tie_embeddings:
-            return self.model.embed_tokens.weight
-        return self.lm_head.weight
+        tied = self.config.tie_embeddings
+        return self._body.embed_tokens.weight if tied else self.lm_head.weight
 
-    def values(self, hidden: Tensor) -> Tensor:
-        """Values [T] float32 of hidden states [T, h]."""
+    def logprobs(
+        self, features: Tensor, input_ids: Tensor, cu_seqlens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        return packed_logprobs_and_entropy(
+            features, self.head_weight(), input_ids, cu_seqlens, temperature
+        )
+
+    def values(self, features: Tensor) -> Tensor:
         assert self.head == "value", "a language model has no value head"
-        return F.linear(hidden, self.score.weight).squeeze(-1).float()
+        return F.linear(features, self.score.weight).squeeze(-1).float()
+
+    def reader(self, lengths: Tensor, new_tokens: int) -> CacheReader:
+        self._check_length(int(lengths.max()) + new_tokens)
+        return CacheReader(self, self.config, lengths, new_tokens, self.head_weight())
+
+    def _check_length(self, tokens: int) -> None:
+        limit = self.config.position_limit
+        if limit is not None and tokens > limit:
+            raise UsageError(
+                f"a sequence of {tokens} tokens: this {self.config.model_type} model has "
+                f"positions for {limit} (max_position_embeddings) and none beyond"
+            )
+
+    def weigh_balance(self, weight: float) -> None:
+        moe = self.config.moe
+        if moe is not None and moe.balance:
+            blocks = [m for m in self.modules() if isinstance(m, SparseMLP)]
+            for block in blocks:
+                block.balance = moe.balance * weight / len(blocks)
 
 
-def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Position of each packed token within its sequence [T] int64."""
-    starts = cu_seqlens[:-1].long()
-    spread = torch.repeat_interleave(starts, cu_seqlens.diff().long(), output_size=tokens)
-    return torch.arange(tokens, device=cu_seqlens.device) - spread
-
-
-def length_order(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Token order [T] that puts sequences of equal length side by side, and the cu_seqlens of
-    that order."""
-    lengths = cu_seqlens.diff().long()
-    by_length = lengths.argsort(stable=True)
-    sorted_lengths = lengths[by_length]
-    cu_sorted = torch.zeros_like(cu_seqlens)
-    cu_sorted[1:] = sorted_lengths.cumsum(0)
-    first = cu_seqlens[:-1].long()[by_length] - cu_sorted[:-1].long()
-    offsets = torch.repeat_interleave(first, sorted_lengths, output_size=tokens)
-    return torch.arange(tokens, device=cu_seqlens.device) + offsets, cu_sorted
-
-
-def _called(layer: nn.Module, x: Tensor, rotation: Rotation, core: AttentionCore) -> Tensor:
-    out: Tensor = layer(x, rotation, core)
-    return out
-
-
-def _recomputed(layer: nn.Module, x: Tensor, rotation: Rotation, core: AttentionCore) -> Tensor:
-    out: Tensor = checkpoint(layer, x, rotation, core, use_reentrant=False)
-    return out
-
-
-def _unhooked(layer: nn.Module, x: Tensor, rotation: Rotation, core: AttentionCore) -> Tensor:
-    out: Tensor = layer.forward(x, rotation, core)
-    return out
+def _norm(config: ModelConfig) -> RMSNorm:
+    return RMSNorm(config.hidden_size, config.norm_eps, offset=config.family.norm_offset)

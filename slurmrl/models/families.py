@@ -1,22 +1,40 @@
-"""The families that the built-in decoder runs, one entry each.
+"""The families that the built-in decoder runs, one entry each. Torch-free.
 
 An entry says how a family's Hugging Face ``config.json`` is to be read: the class names, the
 defaults transformers gives to missing fields, and which optional parts the layers have. A part
 is True, False, or the name of the config field that switches it.
 
-To add a family that is made of parts which exist, add one entry to ``FAMILIES``.
+To add a family that is made of parts which exist, add one entry to ``FAMILIES``
+(docs/models.md shows how).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from slurmrl.errors import UnknownNameError
 from slurmrl.registry import near
 
 Switch = bool | str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """How a family's files speak of mixture-of-experts layers."""
+
+    block: str = "mlp"
+    """Name of the feed-forward block in the files."""
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    count: str = "num_local_experts"
+    """Config field of the number of experts."""
+    inner: str = "intermediate_size"
+    """Config field of an expert's inner size."""
+    normalized: Switch = True
+    """Whether the weights of a token's experts are scaled to a sum of 1."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,8 +49,31 @@ class Family:
     mlp_bias: Switch = False
     qk_norm: bool = False
     """RMSNorm over head_dim of queries and keys, before the rotation."""
+    norm_offset: bool = False
+    """Norms multiply by 1 + weight."""
+    norm_bias: bool = False
+    """Norms subtract the mean and add a bias (LayerNorm)."""
+    gated: bool = True
+    """Whether the dense feed-forward part has a gate."""
+    scaled_embedding: bool = False
+    """Embeddings are multiplied by the root of the hidden size."""
+    windows: Literal["none", "all", "chosen"] = "none"
+    """Which layers see only the last ``sliding_window`` tokens: none, all, or those that
+    ``use_sliding_window``, ``layer_types`` and ``max_window_layers`` choose."""
+    experts: Experts | None = None
+    files: str = "slurmrl.models.storage:by_name"
+    """``module:function`` that says how parameters are stored in files."""
+    decoder: str = "slurmrl.models.decoder:Decoder"
+    """``module:Class`` of what computes it; the class of a family that is built differently
+    stands in a file of its own."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """Config fields that the family calls otherwise: our name to its name."""
+    without: frozenset[str] = frozenset()
+    """Fields that most families have and this one does not."""
+    meanings: Mapping[tuple[str, object], object] = field(default_factory=dict)
+    """Values that mean another one: (our field, written value) to the value."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What transformers assumes for fields that a ``config.json`` leaves out."""
+    """What transformers assumes for fields that a ``config.json`` leaves out, by our names."""
 
     def switched(self, switch: Switch, values: Mapping[str, Any]) -> bool:
         """The state of an optional part under the config ``values``."""
@@ -50,55 +91,191 @@ COMMON_DEFAULTS: Mapping[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+WITH_TOKENS: Mapping[str, Any] = {**COMMON_DEFAULTS, "bos_token_id": 1, "eos_token_id": 2}
 QWEN_DEFAULTS: Mapping[str, Any] = {
     **COMMON_DEFAULTS,
     "max_position_embeddings": 32768,
     "use_sliding_window": False,
-    "sliding_window": None,
+    "sliding_window": 4096,
     "max_window_layers": 28,
     "layer_types": None,
 }
+MISTRAL_DEFAULTS: Mapping[str, Any] = {
+    **WITH_TOKENS,
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+}
+ROUTER_DEFAULTS: Mapping[str, Any] = {
+    "output_router_logits": False,
+    "router_aux_loss_coef": 0.001,
+}
+
+LLAMA = Family(
+    model_type="llama",
+    class_prefix="Llama",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    mlp_bias="mlp_bias",
+    defaults={
+        **WITH_TOKENS,
+        "max_position_embeddings": 2048,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "pretraining_tp": 1,
+    },
+)
+QWEN2 = Family(
+    model_type="qwen2",
+    class_prefix="Qwen2",
+    qkv_bias=True,
+    windows="chosen",
+    defaults=QWEN_DEFAULTS,
+)
+QWEN3 = Family(
+    model_type="qwen3",
+    class_prefix="Qwen3",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm=True,
+    windows="chosen",
+    defaults={**QWEN_DEFAULTS, "attention_bias": False, "head_dim": 128},
+)
+MISTRAL = Family(
+    model_type="mistral",
+    class_prefix="Mistral",
+    windows="all",
+    defaults=MISTRAL_DEFAULTS,
+)
+GEMMA = Family(
+    model_type="gemma",
+    class_prefix="Gemma",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    norm_offset=True,
+    scaled_embedding=True,
+    meanings={("hidden_act", "gelu"): "gelu_pytorch_tanh"},  # as transformers reads old files
+    defaults={
+        **COMMON_DEFAULTS,
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "tie_word_embeddings": True,
+        "attention_bias": False,
+        "use_bidirectional_attention": None,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+    },
+)
+MIXTRAL = Family(
+    model_type="mixtral",
+    class_prefix="Mixtral",
+    windows="all",
+    files="slurmrl.models.storage:experts",
+    experts=Experts(block="block_sparse_moe", gate="w1", up="w3", down="w2"),
+    defaults={
+        **MISTRAL_DEFAULTS,
+        **ROUTER_DEFAULTS,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "sliding_window": None,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "router_jitter_noise": 0.0,
+    },
+)
+QWEN3_MOE = Family(
+    model_type="qwen3_moe",
+    class_prefix="Qwen3Moe",
+    qkv_bias="attention_bias",
+    o_bias="attention_bias",
+    qk_norm=True,
+    windows="all",
+    files="slurmrl.models.storage:experts",
+    experts=Experts(
+        count="num_experts", inner="moe_intermediate_size", normalized="norm_topk_prob"
+    ),
+    defaults={
+        **COMMON_DEFAULTS,
+        **ROUTER_DEFAULTS,
+        "max_position_embeddings": 32768,
+        "num_key_value_heads": 4,
+        "attention_bias": False,
+        "use_sliding_window": False,
+        "sliding_window": 4096,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    },
+)
+GPT2 = Family(
+    model_type="gpt2",
+    class_prefix="GPT2",
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+    norm_bias=True,
+    gated=False,
+    files="slurmrl.models.storage:gpt2",
+    decoder="slurmrl.models.gpt2:GPT2",
+    fields={
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_inner",
+        "num_hidden_layers": "n_layer",
+        "num_attention_heads": "n_head",
+        "max_position_embeddings": "n_positions",
+        "hidden_act": "activation_function",
+        "rms_norm_eps": "layer_norm_epsilon",
+    },
+    without=frozenset(("num_key_value_heads", "head_dim", "rope_parameters", "attention_dropout")),
+    defaults={
+        **COMMON_DEFAULTS,
+        "hidden_act": "gelu_new",
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 1024,
+        "intermediate_size": None,
+        "tie_word_embeddings": True,
+        "bos_token_id": 50256,
+        "eos_token_id": 50256,
+        "resid_pdrop": 0.1,
+        "embd_pdrop": 0.1,
+        "attn_pdrop": 0.1,
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "reorder_and_upcast_attn": False,
+        "add_cross_attention": False,
+        "summary_type": "cls_index",
+        "summary_use_proj": True,
+        "summary_activation": None,
+        "summary_proj_to_labels": True,
+        "summary_first_dropout": 0.1,
+    },
+)
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
-    for family in (
-        Family(
-            model_type="llama",
-            class_prefix="Llama",
-            qkv_bias="attention_bias",
-            o_bias="attention_bias",
-            mlp_bias="mlp_bias",
-            defaults={
-                **COMMON_DEFAULTS,
-                "max_position_embeddings": 2048,
-                "attention_bias": False,
-                "mlp_bias": False,
-                "pretraining_tp": 1,
-                "bos_token_id": 1,
-                "eos_token_id": 2,
-            },
-        ),
-        Family(
-            model_type="qwen2",
-            class_prefix="Qwen2",
-            qkv_bias=True,
-            defaults=QWEN_DEFAULTS,
-        ),
-        Family(
-            model_type="qwen3",
-            class_prefix="Qwen3",
-            qkv_bias="attention_bias",
-            o_bias="attention_bias",
-            qk_norm=True,
-            defaults={**QWEN_DEFAULTS, "attention_bias": False, "head_dim": 128},
-        ),
-    )
+    for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GEMMA, MIXTRAL, QWEN3_MOE, GPT2)
 }
+REFUSED: Mapping[str, str] = {
+    "gemma2": "it caps scores and logits softly (attn_logit_softcapping, "
+    "final_logit_softcapping), which packed attention kernels and the chunked log-probabilities "
+    "do not do",
+    "gemma3_text": "it alternates two rotations and norms around each block",
+}
+"""Families that users may expect, and what keeps the built-in decoder from running them."""
 
 
 def family_of(model_type: object) -> Family:
-    """The entry of a ``model_type``; UnknownNameError lists the known ones."""
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
-        hint = near(str(model_type), sorted(FAMILIES))
-        raise UnknownNameError(f"model_type {model_type!r} is not a family we run; {hint}")
-    return FAMILIES[model_type]
+    """The entry of a ``model_type``; UnknownNameError lists the known ones, or says why not."""
+    if isinstance(model_type, str) and model_type in FAMILIES:
+        return FAMILIES[model_type]
+    hint = REFUSED.get(str(model_type)) or near(str(model_type), sorted(FAMILIES))
+    raise UnknownNameError(
+        f"model_type {model_type!r} is not a family we run: {hint}; "
+        "'implementation: hf' runs any that transformers knows"
+    )

@@ -3,7 +3,7 @@
 A multiplication and an addition count as two. Matrix products only, as in Chowdhery et al. 2022
 (PaLM, appendix B): norms, activations and rotations are left out, and so is the recomputation of
 checkpointed layers. Attention counts only the pairs a causal model needs, (n^2 + n) / 2 for a
-sequence of n tokens.
+sequence of n tokens, fewer with a sliding window.
 """
 
 from __future__ import annotations
@@ -14,18 +14,28 @@ from slurmrl.models.config import Head, ModelConfig
 
 
 def forward_flops_per_token(config: ModelConfig, head: Head = "lm") -> int:
-    """Matrix products with the parameters, for one token; the embedding look-up is free."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+    """Matrix products with the parameters that a token passes; the embedding look-up is free."""
+    hidden, moe = config.hidden_size, config.moe
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = hidden * (q + 2 * kv) + q * hidden
+    dense = (3 if config.family.gated else 2) * hidden * config.intermediate_size
+    sparse = hidden * (3 * moe.inner * moe.per_token + moe.experts) if moe else 0
+    with_experts = len(moe.layers) if moe else 0
+    layers = config.num_layers * (attention + dense) + with_experts * (sparse - dense)
     outputs = config.vocab_size if head == "lm" else 1
-    return 2 * (config.num_layers * (attention + 3 * hidden * inner) + hidden * outputs)
+    return 2 * (layers + hidden * outputs)
 
 
 def attention_flops(config: ModelConfig, length: int) -> int:
     """Scores and weighted sums of one sequence of ``length`` tokens, over all layers."""
-    pairs = length * (length + 1) // 2
-    return 4 * config.num_layers * config.num_heads * config.head_dim * pairs
+    pairs = sum(_pairs(length, window) for window in config.windows)
+    return 4 * config.num_heads * config.head_dim * pairs
+
+
+def _pairs(length: int, window: int | None) -> int:
+    """Pairs of a token and one that it sees."""
+    seen = min(length, window or length)
+    return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
 def forward_flops(config: ModelConfig, lengths: Iterable[int], head: Head = "lm") -> int:

@@ -1,7 +1,4 @@
-"""Batched generation with a cache, by a decoder whose parameters are plain tensors.
-
-T packed tokens, S sequences, h hidden size, V vocabulary.
-"""
+"""Batched generation by any decoder. T packed tokens, S sequences, V vocabulary."""
 
 from __future__ import annotations
 
@@ -11,9 +8,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.models.cache import DecodeCore, KVCache, PrefillCore
-from slurmrl.models.decoder import Decoder, length_order, packed_positions
-from slurmrl.ops.attention import Packing
+from slurmrl.models.base import PackedModel, Reader
 from slurmrl.ops.sampling import keyed_uniform, sample
 
 KEEP_FRACTION = 0.75
@@ -64,7 +59,7 @@ class GenerationOutput:
 
 @torch.no_grad()
 def generate(
-    decoder: Decoder,
+    decoder: PackedModel,
     input_ids: Tensor,
     cu_seqlens: Tensor,
     options: GenerationOptions,
@@ -85,38 +80,14 @@ def generate(
         return batch.output(input_ids)
     if int(lengths.min()) < 1:
         raise UsageError("an empty prompt cannot be continued")
-    weight = decoder.head_weight()
-    cache = KVCache(decoder.config, lengths, options.max_new_tokens, like=weight)
-    hidden = _read_prompts(decoder, cache, input_ids, cu_seqlens)
+    reader = decoder.reader(lengths, options.max_new_tokens)
+    logits = reader.prompts(input_ids, cu_seqlens)
     while True:
-        batch.draw(hidden @ weight.t(), seed, step, cache.lengths)
+        batch.draw(logits, seed, step, reader.lengths)
         if not batch.alive.any():
             return batch.output(input_ids)
-        batch.compact(cache)
-        hidden = _read_last(decoder, cache, batch)
-
-
-def _read_prompts(
-    decoder: Decoder, cache: KVCache, input_ids: Tensor, cu_seqlens: Tensor
-) -> Tensor:
-    """Fill the cache; the hidden state of each row's last token [S, h]."""
-    tokens = input_ids.shape[0]
-    order, cu_sorted = length_order(cu_seqlens, tokens)
-    rows = torch.arange(cache.lengths.shape[0], device=input_ids.device)
-    row_of_token = torch.repeat_interleave(rows, cache.lengths, output_size=tokens)[order]
-    positions = packed_positions(cu_sorted, tokens)
-    packing = Packing(cu_sorted, int(cache.lengths.max()))
-    core = PrefillCore(cache, packing, row_of_token, positions)
-    hidden = decoder.run_unhooked(input_ids[order], positions, core)
-    return hidden[order.argsort()[cu_seqlens[1:].long() - 1]]
-
-
-def _read_last(decoder: Decoder, cache: KVCache, batch: _Batch) -> Tensor:
-    """Read the token that each row drew last; its hidden state [S, h]."""
-    core = DecodeCore(cache)
-    hidden = decoder.run_unhooked(batch.last, cache.lengths, core)
-    cache.lengths = cache.lengths + batch.alive  # ended rows stay where they are
-    return hidden
+        batch.compact(reader)
+        logits = reader.next(batch.last, batch.alive)
 
 
 class _Batch:
@@ -161,12 +132,12 @@ class _Batch:
         self.alive = torch.zeros_like(alive) if limit else alive & ~stopped
         self.last = tokens
 
-    def compact(self, cache: KVCache) -> None:
+    def compact(self, reader: Reader) -> None:
         """Take ended rows out of the batch once there are enough of them to pay for the copy."""
         left = self.alive.nonzero().squeeze(-1)
         if left.shape[0] > KEEP_FRACTION * self.alive.shape[0]:
             return
-        cache.keep(left)
+        reader.keep(left)
         self._rows, self._keys, self.last = self._rows[left], self._keys[left], self.last[left]
         self.alive = self.alive[left]
 

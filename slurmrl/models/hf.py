@@ -1,4 +1,4 @@
-"""Hugging Face model folders as a source of weights, read box by box.
+"""Hugging Face model folders: weights are read box by box and written tensor by tensor.
 
 Whole files are never loaded: safetensors maps them, and only the bytes of a box are read.
 """
@@ -9,12 +9,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from slurmrl.checkpoint.export import SHARD_BYTES, write_weights
+from slurmrl.checkpoint.stored import Stored, file_entries, file_tensors
 from slurmrl.errors import CorruptFileError, UsageError
-from slurmrl.models.config import ModelConfig
-from slurmrl.models.shapes import EMBEDDING, LM_HEAD
+from slurmrl.layout.box import Box
+from slurmrl.layout.copy import Array
+from slurmrl.layout.layout import TensorSpec
+from slurmrl.models.build import build
+from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.decoder import Decoder
+from slurmrl.models.shapes import VALUE_HEAD, parameter_shapes
+from slurmrl.models.storage import storage_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -23,17 +33,22 @@ CONFIG_FILE = "config.json"
 
 def read_config(folder: Path) -> ModelConfig:
     """The architecture of a model folder; UsageError where it is not one or not one of ours."""
+    return ModelConfig.from_hf(read_values(folder))
+
+
+def read_values(folder: Path) -> dict[str, Any]:
+    """The ``config.json`` object of a model folder; UsageError where there is none."""
     path = folder / CONFIG_FILE
     if not path.is_file():
         raise UsageError(f"{folder} is not a Hugging Face model folder: it has no {CONFIG_FILE}")
-    return ModelConfig.from_hf(_read_json(path))
+    return _read_json(path)
 
 
 class TensorSource:
     """The tensors of one model folder. A context manager; files are opened on first use."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
         self._file_of = _index(folder)
         self._open: dict[str, Any] = {}
 
@@ -76,16 +91,97 @@ class TensorSource:
         name = self._stored_name(name)
         file = self._file_of[name]
         if file not in self._open:
-            self._open[file] = safe_open(self._folder / file, framework="pt")
+            self._open[file] = safe_open(self.folder / file, framework="pt")
         return self._open[file].get_slice(name)
 
     def _stored_name(self, name: str) -> str:
-        """Tied language-model heads are not in the files: they are the embedding."""
-        if name in self._file_of:
-            return name
-        if name == LM_HEAD and EMBEDDING in self._file_of:
-            return EMBEDDING
-        raise UsageError(f"{self._folder} has no tensor '{name}' ({len(self._file_of)} others)")
+        """Files that were saved without a head have names without the first part."""
+        for candidate in (name, name.partition(".")[2]):
+            if candidate in self._file_of:
+                return candidate
+        raise UsageError(f"{self.folder} has no tensor '{name}' ({len(self._file_of)} others)")
+
+
+class Weights:
+    """The parameters of a model folder, by the decoder's names."""
+
+    def __init__(self, files: TensorSource, config: ModelConfig, head: Head) -> None:
+        """Raises UsageError where a tensor is missing or has another shape than the config
+        implies; a value head may be missing."""
+        self._files = files
+        self._shapes = parameter_shapes(config, head)
+        self._storage = storage_of(config)
+        specs = [(name, TensorSpec(shape, "float32")) for name, shape in self._shapes.items()]
+        for name, tensor in file_tensors(specs, self._storage).items():
+            if name == VALUE_HEAD and name not in files:
+                continue
+            found, implied = files.shape(name), tensor.spec.shape
+            if found != implied:
+                raise UsageError(
+                    f"{files.folder}: '{name}' has shape {found}, its config.json implies {implied}"
+                )
+
+    def read(self, name: str, box: Box) -> Tensor:
+        """A box of a parameter, in the files' dtype. A value head that is not there is zero, so
+        that a new critic's values start at zero."""
+        parts = self._storage(name, self._shapes[name])
+        if name == VALUE_HEAD and name not in self._files:
+            return torch.zeros(box.size)
+        if parts[0].row is None:
+            return self._part(parts[0], box)
+        values = torch.empty(box.size)
+        for index, part in enumerate(parts[box.start[0] : box.stop[0]]):
+            row = self._part(part, box)
+            values = values if index else values.to(row.dtype)
+            values[index] = row
+        return values
+
+    def _part(self, stored: Stored, box: Box) -> Tensor:
+        place = stored.box(box)
+        values = self._files.read(stored.tensor, place.start, place.size)
+        return values.t() if stored.transposed else values
+
+
+def from_hf(folder: Path, head: Head = "lm", *, dtype: torch.dtype = torch.float32) -> Decoder:
+    """The decoder of a model folder, on the CPU. Beside it one tensor is in memory at a time."""
+    config = read_config(folder)
+    with torch.device("meta"):
+        decoder = build(config, head).to(dtype)
+    decoder.to_empty(device="cpu")
+    with TensorSource(folder) as files, torch.no_grad():
+        weights = Weights(files, config, head)
+        for name, parameter in decoder.named_parameters():
+            parameter.copy_(weights.read(name, Box.whole(tuple(parameter.shape))))
+    return decoder
+
+
+def to_hf(decoder: Decoder, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
+    """Write a decoder's config and weights into an existing folder, the weights byte by byte as
+    transformers' ``save_pretrained`` does. One tensor is copied at a time."""
+    parameters = dict(decoder.named_parameters())
+    specs = [
+        (name, TensorSpec(tuple(p.shape), str(p.dtype).removeprefix("torch.")))
+        for name, p in parameters.items()
+    ]
+
+    def read(name: str, box: Box) -> Array:
+        return as_array(parameters[name].detach()[box.slices])
+
+    entries = file_entries(specs, read, storage_of(decoder.config))
+    write_weights(folder, entries, shard_bytes=shard_bytes)
+    values = decoder.config.to_hf(head=decoder.head, dtype=specs[0][1].dtype)
+    text = json.dumps(values, indent=2, ensure_ascii=False) + "\n"
+    (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+
+
+def as_array(tensor: Tensor) -> Array:
+    """A tensor's elements on the host; bfloat16 as its bits."""
+    host = tensor.detach().cpu().contiguous()
+    if host.dtype == torch.bfloat16:
+        bits: Array = host.view(torch.int16).numpy().view(np.uint16)
+        return bits
+    values: Array = host.numpy()
+    return values
 
 
 def _fits(start: tuple[int, ...], size: tuple[int, ...], shape: tuple[int, ...]) -> bool:

@@ -13,11 +13,11 @@ from slurmrl.models.config import ModelConfig
 def init_tensor(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
     """The initial float32 value of a parameter.
 
-    As transformers does it: norms are one, biases zero, the rest normal with standard deviation
-    ``initializer_range``.
+    As transformers does it: norms multiply by one, biases are zero, the rest is normal with
+    standard deviation ``initializer_range``.
     """
     if name.endswith("norm.weight"):
-        return torch.ones(shape)
+        return torch.zeros(shape) if config.family.norm_offset else torch.ones(shape)
     if name.endswith(".bias"):
         return torch.zeros(shape)
     generator = torch.Generator().manual_seed(_stream(name, seed))

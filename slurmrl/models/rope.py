@@ -11,6 +11,7 @@ KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     # kind: required fields, optional fields
     "default": ((), ()),
     "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), ()),
     "yarn": (
         ("factor",),
@@ -18,11 +19,19 @@ KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     ),
 }
 WITH_ORIGINAL_LENGTH = ("llama3", "yarn")
+REFUSED: Mapping[str, str] = {
+    "longrope": "its angles depend on how long a sequence gets, so keys that are cached already "
+    "would have to be turned again while it grows",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """One kind of rotary scaling and its numbers."""
+    """One kind of rotary scaling and its numbers.
+
+    ``dynamic`` is the unscaled rotation up to the model's ``max_position_embeddings``; beyond,
+    transformers' angles depend on the longest sequence of a batch, and we refuse.
+    """
 
     kind: str = "default"
     theta: float = 10000.0
@@ -40,7 +49,8 @@ class Rope:
         stated.pop("type", None)
         theta = stated.pop("rope_theta", None) or values.get("rope_theta") or 10000.0
         if kind not in KINDS:
-            return Rope(options={}), [f"rope_type '{kind}' is not one of {', '.join(KINDS)}"]
+            reason = REFUSED.get(kind) or f"it is not one of {', '.join(KINDS)}"
+            return Rope(options={}), [f"rope_type '{kind}' is not supported: {reason}"]
         problems = _field_problems(kind, {**stated, "rope_theta": theta})
         if problems:
             return Rope(options={}), problems

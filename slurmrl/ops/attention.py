@@ -14,6 +14,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from slurmrl.errors import UsageError
+from slurmrl.ops import flash
+
+BLOCK = 256
+"""Queries of a sliding window that are computed at a time."""
 
 
 @dataclass(frozen=True)
@@ -40,16 +44,24 @@ class Packing:
         return tuple(Run(count, length) for length, count in groups)
 
 
-def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
-    """Softmax attention of each token over itself and the earlier tokens of its sequence.
+def packed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    packing: Packing,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Softmax attention of each token over itself and the earlier tokens of its sequence, or the
+    last ``window`` of these.
 
     q [T, Hq, D]; k, v [T, Hkv, D], where Hkv divides Hq. Returns [T, Hq, D].
-    Scores are multiplied by ``scale``. In half precision on a GPU torch's flash kernel takes the
-    packed tokens; otherwise each run of equal lengths is one batched call, so sequences are best
+    Scores are multiplied by ``scale``. In half precision on a GPU a flash kernel takes the packed
+    tokens; otherwise each run of equal lengths is one batched call, so sequences are best
     ordered by length (at most sqrt(2T) lengths differ).
     """
-    if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
-        return _varlen(q, k, v, packing, scale)
+    if flash.fits(q):
+        return flash.varlen_attention(q, k, v, packing.cu_seqlens, packing.max_len, scale, window)
     sizes = [run.count * run.length for run in packing.runs]
     if sum(sizes) != q.shape[0]:
         raise UsageError(f"{q.shape[0]} packed tokens, but cu_seqlens ends at {sum(sizes)}")
@@ -58,42 +70,67 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: f
     # One split, not slices: the gradient of each slice would be a tensor of all T tokens.
     qs, ks, vs = (x.split_with_sizes(sizes) for x in (q, k, v))
     parts = zip(qs, ks, vs, packing.runs, strict=True)
-    return torch.cat([_batched(*part, scale) for part in parts])
+    return torch.cat([_batched(*part, scale, window) for part in parts])
 
 
-def _batched(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float) -> Tensor:
+def _batched(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float, window: int | None) -> Tensor:
     def batch(x: Tensor) -> Tensor:
         return x.view(run.count, run.length, *x.shape[1:]).transpose(1, 2)
 
     shared = q.shape[1] != k.shape[1]
-    out = F.scaled_dot_product_attention(
-        batch(q), batch(k), batch(v), is_causal=True, scale=scale, enable_gqa=shared
-    )
+    if window is not None and window < run.length:
+        out = _blocked(batch(q), batch(k), batch(v), scale, window)
+    else:
+        out = F.scaled_dot_product_attention(
+            batch(q), batch(k), batch(v), is_causal=True, scale=scale, enable_gqa=shared
+        )
     return out.transpose(1, 2).flatten(0, 1)
 
 
-def _varlen(q: Tensor, k: Tensor, v: Tensor, packing: Packing, scale: float) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # has CUDA kernels only
+def _blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
+    """A window over one run's q [S, Hq, L, D] and k, v [S, Hkv, L, D], a block of queries at a
+    time with just the keys that any of them sees."""
+    outputs, shared, length = [], q.shape[1] != k.shape[1], q.shape[2]
+    starts = range(0, length, BLOCK)
+    sizes = [min(BLOCK, length - start) for start in starts]
+    for start, block in zip(starts, q.split_with_sizes(sizes, dim=2), strict=True):
+        stop, first = start + block.shape[2], max(0, start - window + 1)
+        distance = (
+            torch.arange(start, stop, device=q.device)[:, None]
+            - torch.arange(first, stop, device=q.device)[None, :]
+        )
+        outputs.append(
+            F.scaled_dot_product_attention(
+                block,
+                k[:, :, first:stop],
+                v[:, :, first:stop],
+                attn_mask=(distance >= 0) & (distance < window),
+                scale=scale,
+                enable_gqa=shared,
+            )
+        )
+    return torch.cat(outputs, dim=2)
 
-    cu, longest = packing.cu_seqlens, packing.max_len
-    causal = (-1, 0)
-    shared = q.shape[1] != k.shape[1]
-    out = varlen_attn(
-        q, k, v, cu, cu, longest, longest, scale=scale, window_size=causal, enable_gqa=shared
-    )
-    assert isinstance(out, Tensor)  # a tuple only where auxiliary outputs are asked for
-    return out
 
-
-def cached_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """Attention of one new token per row over that row's cached keys.
+def cached_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor,
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Attention of one new token per row over that row's cached keys, or the last ``window``.
 
     q [S, Hq, D]; k, v [S, Hkv, M, D]; lengths [S]: keys of a row that count, its own token
     included. Returns [S, Hq, D]. Query heads that share a key head are rows of one product, so
     keys are never repeated.
     """
     rows, kv_heads, longest, size = k.shape
-    mask = torch.arange(longest, device=k.device) < lengths[:, None]
+    places = torch.arange(longest, device=k.device)
+    mask = places < lengths[:, None]
+    if window is not None and window < longest:
+        mask &= places >= lengths[:, None] - window
     out = F.scaled_dot_product_attention(
         q.reshape(rows, kv_heads, -1, size), k, v, attn_mask=mask[:, None, None, :], scale=scale
     )

@@ -57,6 +57,18 @@ def packed_logprobs_and_entropy(
     return zeros.index_copy(0, rest, logp), zeros.index_copy(0, rest, entropy)
 
 
+def packed_logprobs_of_logits(
+    logits: Tensor, input_ids: Tensor, cu_seqlens: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """The same from logits [T, V] of a model that only gives them whole."""
+    rest = following_tokens(cu_seqlens, input_ids.shape[0])
+    logq = (logits.index_select(0, rest - 1).float() / temperature).log_softmax(-1)
+    logp = logq.gather(-1, input_ids[rest, None]).squeeze(-1)
+    entropy = -(logq.exp() * logq).sum(-1)
+    zeros = logp.new_zeros(input_ids.shape[0])
+    return zeros.index_copy(0, rest, logp), zeros.index_copy(0, rest, entropy)
+
+
 def following_tokens(cu_seqlens: Tensor, tokens: int) -> Tensor:
     """Indices of all tokens that are not the first of their sequence [T - S]."""
     first = torch.zeros(tokens, dtype=torch.bool, device=cu_seqlens.device)

@@ -111,6 +111,8 @@ def _group(
     elastic: bool = False,
 ) -> GroupPlan:
     cluster = config.cluster
+    # What Slurm puts back into the queue needs no other job behind it.
+    links = cluster.slurm.links if cluster.slurm.continue_ == "chain" else 1
     return GroupPlan(
         name=name,
         hosts=hosts,
@@ -118,7 +120,7 @@ def _group(
         gpus_per_worker=gpus,
         threads_per_worker=cluster.threads_per_worker,
         cpus_per_worker=cluster.cpus_per_worker or cluster.threads_per_worker,
-        links=cluster.slurm.links,
+        links=cluster.slurm.links * hosts if elastic else links,
         elastic=elastic,
     )
 

@@ -20,7 +20,7 @@ from slurmrl.graph.dataset import DATASET_KEYS
 from slurmrl.graph.graph import Graph
 from slurmrl.plan.draft import Draft
 from slurmrl.plan.layouts import LAYOUT_CHECKS, SUBMISSION_CHECKS
-from slurmrl.plan.weights import tokenizer, weights
+from slurmrl.plan.weights import implementations, tokenizer, weights
 from slurmrl.registry import near, resolve
 
 Check: TypeAlias = Callable[[Draft], Iterable[Problem]]
@@ -124,6 +124,7 @@ def _graph(
 
 CHECKS: Final[tuple[Check, ...]] = (
     *LAYOUT_CHECKS,
+    implementations,
     _dataset_types,
     _reward,
     _stop_when,

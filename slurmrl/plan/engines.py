@@ -21,9 +21,17 @@ class EngineRules:
 
     dimensions: str
     architectures: str
+    hf_architectures: str | None = None
+    """The same for ``implementation: hf``; None where the engine does not have it."""
 
 
-ENGINES: Final = {"fsdp": EngineRules("d", "slurmrl.models.config:ModelConfig")}
+ENGINES: Final = {
+    "fsdp": EngineRules(
+        "d",
+        "slurmrl.models.config:ModelConfig",
+        hf_architectures="slurmrl.models.hf_config:HFConfig",
+    )
+}
 
 
 def rules_of(allocation: Allocation) -> EngineRules:

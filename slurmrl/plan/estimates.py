@@ -130,7 +130,7 @@ def cost(
     gpu = hardware.gpu_of(config.cluster)
     if gpu is None or config.cluster.gpus_per_worker == 0:
         return CallCost(flops, None)
-    again = call.method is Method.TRAIN_STEP and model.gradient_checkpointing
+    again = call.method is Method.TRAIN_STEP and model.recompute == "full"
     seconds = compute_seconds(flops * (4 if again else 3) // 3, len(placed[name].ranks), gpu)
     if call.method is Method.GENERATE:
         read = _decoding_bytes(shape, placed[name], model, lengths, sizes[name])

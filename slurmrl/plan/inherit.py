@@ -14,7 +14,12 @@ from slurmrl.plan.modes import shape_of
 
 DEFAULT_ENGINE: Final = "fsdp"
 DEFAULT_BACKEND: Final = "fsdp:d1"
-INHERITED: Final = ("dtype", "gradient_checkpointing", "max_tokens_per_microbatch")
+INHERITED: Final = (
+    "implementation",
+    "dtype",
+    "gradient_checkpointing",
+    "max_tokens_per_microbatch",
+)
 
 
 def complete(config: Config, algorithm: Algorithm, source: Source) -> tuple[Config, list[Problem]]:

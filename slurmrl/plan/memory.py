@@ -172,8 +172,9 @@ def uses_sequence_parallel(model: Model, allocation: Allocation) -> bool:
     return allocation.backend == "megatron" and allocation.sizes["tp"] > 1 if said is None else said
 
 
-def layer_activations(job: Job) -> float:
-    """Elements that one layer keeps for its backward pass, per token of a rank."""
+def layer_activations(job: Job, *, products: bool = False) -> float:
+    """Elements that one layer keeps for its backward pass, per token of a rank: all, or its input
+    and the results of matrix ``products`` and attention alone."""
     shape, sizes = job.shape, job.allocation.sizes
     tp = sizes["tp"]
     split = tp if uses_sequence_parallel(job.model, job.allocation) else 1
@@ -182,6 +183,8 @@ def layer_activations(job: Job) -> float:
     if shape.expert_layers:
         routed = shape.experts_per_token * shape.expert_inner / _expert_tp(job.allocation)
         inner = routed + shape.shared_inner / tp
+    if products:
+        return 3 * shape.hidden / split + attention + (shape.mlp_matrices - 1) * inner
     return 4 * shape.hidden / split + attention + (shape.mlp_matrices + 1) * inner
 
 
@@ -195,8 +198,10 @@ def _activations(job: Job) -> int:
         return round(one + logits + _gathered_layer(job))
     layers = _layers_in_flight(job)
     kept = layers * one
-    if job.model.gradient_checkpointing:
+    if job.model.recompute == "full":
         kept = layers * shape.hidden * tokens * width + one
+    elif job.model.recompute == "selective":
+        kept = layers * layer_activations(job, products=True) * tokens * width + one
     return round(kept + logits + _gathered_layer(job))
 
 

@@ -30,6 +30,7 @@ class GroupPlan(_Part):
     threads_per_worker: int
     cpus_per_worker: int
     links: int
+    """Elements of its job array."""
     elastic: bool = False
 
     @property

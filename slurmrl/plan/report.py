@@ -45,9 +45,9 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
 
 
 def _group(group: GroupPlan) -> dict[str, Any]:
-    """A fixed group is one job of all its hosts, and its array's elements are successive links; an
-    elastic one has an element for each task, on one host each."""
-    array = f"0-{group.hosts - 1}" if group.elastic else f"0-{group.links - 1}%1"
+    """A fixed group is one job of all its hosts, and its array's elements are successive links; in
+    an elastic one they are tasks on one host each, of which as many run as there are hosts."""
+    array = f"0-{group.links - 1}%{group.hosts if group.elastic else 1}"
     return {
         "name": group.name,
         "elastic": group.elastic,

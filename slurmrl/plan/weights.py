@@ -7,6 +7,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from slurmrl.allocation import Allocation
+from slurmrl.allocation.backends import AXIS_OF
 from slurmrl.config.schema import Model
 from slurmrl.errors import Problem
 from slurmrl.plan.draft import Draft
@@ -19,24 +21,25 @@ def weights(draft: Draft) -> Iterator[Problem]:
     actor = draft.config.actor
     for role, model in draft.models():
         inherited = (model.path, model.architecture) == (actor.path, actor.architecture)
+        inherited &= model.implementation == actor.implementation
         if role == "actor" or not inherited:
             yield from _of_role(draft, role, model)
 
 
 def _of_role(draft: Draft, role: str, model: Model) -> Iterator[Problem]:
     if model.architecture is not None:
-        message = _refusal(draft, role, model.architecture, strict=True)
+        message = _refusal(draft, role, model, model.architecture, strict=True)
         if message:
             yield draft.problem((role, "architecture"), message)
     elif model.path is not None:
-        message = _folder(draft, role, Path(model.path))
+        message = _folder(draft, role, model, Path(model.path))
         if message:
             yield draft.problem((role, "path"), f"'{model.path}' is not allowed: {message}")
     elif not draft.writes(role, "path") and not draft.writes(role, "architecture"):
         yield draft.problem((role,), "a path or an architecture is required")
 
 
-def _folder(draft: Draft, role: str, folder: Path) -> str | None:
+def _folder(draft: Draft, role: str, model: Model, folder: Path) -> str | None:
     """What is wrong with a folder in Hugging Face form."""
     if not folder.is_dir():
         return "there is no such folder"
@@ -46,20 +49,50 @@ def _folder(draft: Draft, role: str, folder: Path) -> str | None:
         return f"its config.json cannot be read: {error.strerror}"
     except ValueError as error:
         return f"its config.json is not JSON: {error}"
-    return _refusal(draft, role, values, strict=False)
+    return _refusal(draft, role, model, values, strict=False)
 
 
-def _refusal(draft: Draft, role: str, values: Mapping[str, Any], *, strict: bool) -> str | None:
+def _refusal(
+    draft: Draft, role: str, model: Model, values: Mapping[str, Any], *, strict: bool
+) -> str | None:
     """Why the role's engine cannot run an architecture."""
     allocation = draft.allocations().get(role)
     rules = ENGINES.get(allocation.backend) if allocation else None
     if rules is None:
         return None
+    reader = rules.architectures if model.implementation == "builtin" else rules.hf_architectures
+    if reader is None:
+        return None  # told by the check of implementations
     try:
-        resolve(rules.architectures).from_hf(values, strict=strict)
+        resolve(reader).from_hf(values, strict=strict)
     except (ValueError, TypeError) as error:
         return str(error)
     return None
+
+
+def implementations(draft: Draft) -> Iterator[Problem]:
+    """transformers' models run whole on each rank."""
+    for role, model in draft.models():
+        allocation = draft.allocations().get(role)
+        if model.implementation != "hf" or allocation is None:
+            continue
+        where = role if draft.writes(role, "implementation") else "actor"
+        if where == "actor" and role != "actor" and not draft.writes(role, "backend"):
+            continue  # the actor's own problem
+        for message in _hf_problems(model, allocation):
+            yield draft.problem((where, "implementation"), f"'hf' is not allowed: {message}")
+
+
+def _hf_problems(model: Model, allocation: Allocation) -> Iterator[str]:
+    rules = ENGINES.get(allocation.backend)
+    if rules is None or rules.hf_architectures is None:
+        able = ", ".join(name for name, one in ENGINES.items() if one.hf_architectures)
+        yield f"{allocation.backend} runs its own models only; allowed backends: {able}"
+    split = [n for n, axis in AXIS_OF.items() if n != "d" and allocation.sizes[axis] > 1]
+    if split:
+        yield f"'{allocation}' splits {', '.join(split)}, and a model of transformers only d"
+    if model.recompute == "selective":
+        yield "its gradient_checkpointing is off or full, not selective"
 
 
 def tokenizer(draft: Draft) -> Iterator[Problem]:

@@ -71,14 +71,17 @@ class ParallelSizes(Section):
 
 class Model(Section):
     """One role. `critic` and `ref` take from the actor what they do not say themselves: the
-    weights (`path` or `architecture`), `tokenizer`, `backend`, `gpus`, `model`, `dtype`,
-    `gradient_checkpointing` and `max_tokens_per_microbatch`, but not the optimizer."""
+    weights (`path` or `architecture`), `implementation`, `tokenizer`, `backend`, `gpus`, `model`,
+    `dtype`, `gradient_checkpointing` and `max_tokens_per_microbatch`, but not the optimizer."""
 
     path: PathText | None = None
     """Folder in Hugging Face form, or `trial:EXPERIMENT/TRIAL` for that trial's newest export."""
     architecture: dict[str, Any] | None = None
     """A new model instead of a path, as in a Hugging Face `config.json`: `model_type`,
     `hidden_size`, … Its weights are drawn from the run's seed."""
+    implementation: Literal["builtin", "hf"] = "builtin"
+    """What computes the model: the built-in decoder with its families, or `hf` for any causal
+    model of transformers, on fsdp with data parallelism alone, and slower."""
     tokenizer: PathText | None = None
     """Folder of the tokenizer. Default: that of `path`."""
     backend: Line = ""
@@ -90,8 +93,10 @@ class Model(Section):
     """The layout in the words of Megatron and RLinf, instead of or beside that of `backend`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type that the model computes in. Weights of a trained role are kept in float32."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    gradient_checkpointing: bool | Literal["off", "selective", "full"] = False
+    """Recompute activations in the backward pass: less memory, more time. `full` (or true) keeps
+    each layer's input alone, for about a third more time; `selective` keeps the results of matrix
+    products and attention, too; `off` (or false) keeps all."""
     max_tokens_per_microbatch: PositiveInt = 16384
     """Most tokens on one rank at a time; a longer single sequence gets one of its own."""
     optimizer: Optimizer = Optimizer()
@@ -101,3 +106,10 @@ class Model(Section):
         if self.path is not None and self.architecture is not None:
             raise ValueError("path and architecture exclude each other: give one of them")
         return self
+
+    @property
+    def recompute(self) -> Literal["off", "selective", "full"]:
+        """What `gradient_checkpointing` asks for."""
+        if isinstance(self.gradient_checkpointing, bool):
+            return "full" if self.gradient_checkpointing else "off"
+        return self.gradient_checkpointing

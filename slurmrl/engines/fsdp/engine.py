@@ -1,14 +1,16 @@
-"""The fsdp engine: the built-in decoder, FSDP2 over the data-parallel ranks, AdamW."""
+"""The fsdp engine: the built-in decoder or a model of transformers, FSDP2 over the data-parallel
+ranks, AdamW."""
 
 from __future__ import annotations
 
+from functools import cached_property
 from math import isfinite
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from slurmrl.checkpoint.tensors import SavedFile
+from slurmrl.checkpoint.pieces import Snapshot
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import (
@@ -22,16 +24,14 @@ from slurmrl.engines.base import (
 from slurmrl.engines.fsdp import state
 from slurmrl.engines.fsdp.adamw import MOMENTS, AdamW, clip, global_norm
 from slurmrl.engines.fsdp.sharding import SMALL_BYTES, Shards, layout_of, shard_plan
-from slurmrl.engines.fsdp.weights import fill, model_config
+from slurmrl.engines.fsdp.weights import fill, model_config, new_model
+from slurmrl.engines.host import HostCopies
 from slurmrl.engines.microbatch import Rounds, Sums, agree, in_order
 from slurmrl.errors import UsageError
 from slurmrl.layout.box import chunk
 from slurmrl.layout.layout import Layout
-from slurmrl.models.config import Head
-from slurmrl.models.decoder import Decoder
+from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
-from slurmrl.models.shapes import parameter_shapes
-from slurmrl.ops.logprobs import packed_logprobs_and_entropy
 from slurmrl.parallel.groups import ParallelContext
 
 OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped")
@@ -66,25 +66,23 @@ class FSDPEngine(Engine):
         self.config = model_config(role, model, source)
         self._max_tokens = model.max_tokens_per_microbatch
         self._dtype = "float32" if trained else model.dtype
-        self._shapes = parameter_shapes(self.config, head)
+        decoder = new_model(self.config, head, source=source, seed=seed, dtype=self._dtype)
+        decoder.use(model.recompute)
+        decoder.requires_grad_(trained)
+        self._shapes = {name: tuple(p.shape) for name, p in decoder.named_parameters()}
         plan = shard_plan(
             self._shapes,
             context,
             mixed=trained and model.dtype == "bfloat16",
             small_bytes=small_bytes,
         )
-        self._shards = Shards(self._decoder(model), plan, context)
+        self._shards = Shards(decoder, plan, context)
         boxes = {n: chunk(s, context.dp_size, context.dp_rank) for n, s in self._shapes.items()}
         local = self._shards.local()
-        fill(local, boxes, self._shapes, self.config, seed=seed, source=source)
+        if isinstance(self.config, ModelConfig):
+            fill(local, boxes, self._shapes, self.config, head, seed=seed, source=source)
         self._optimizer = AdamW(model.optimizer, total_steps, local) if trained else None
-
-    def _decoder(self, model: Model) -> Decoder:
-        with torch.device("meta"):
-            decoder = Decoder(self.config, self.head)
-        decoder.to(getattr(torch, self._dtype))
-        decoder.gradient_checkpointing = model.gradient_checkpointing
-        return decoder.requires_grad_(self.trained)
+        self._host = HostCopies()
 
     @property
     def steps(self) -> int:
@@ -120,9 +118,11 @@ class FSDPEngine(Engine):
             self._shards.last_round(index == rounds.count - 1)
             part = rounds.part(index)
             if part is None:
+                self._shards.decoder.weigh_balance(0.0)
                 torch.autograd.backward(self._empty_round(temperature))
                 continue
             micro = sample.take(part)
+            self._shards.decoder.weigh_balance(rounds.shares[index])
             outputs = self._outputs(micro, temperature)
             loss, stats = loss_fn(outputs, micro)
             clash = sorted(set(stats) & set(OWN_STATS))
@@ -180,9 +180,7 @@ class FSDPEngine(Engine):
         hidden = decoder(ids, cu_seqlens, longest)
         if self.head == "value":
             return {"values": decoder.values(hidden)}
-        logp, entropy = packed_logprobs_and_entropy(
-            hidden, decoder.head_weight(), ids, cu_seqlens, temperature
-        )
+        logp, entropy = decoder.logprobs(hidden, ids, cu_seqlens, temperature)
         return {"logp": logp, "entropy": entropy}
 
     def _empty_round(self, temperature: float) -> Tensor:
@@ -214,12 +212,17 @@ class FSDPEngine(Engine):
                 keys=keys.to(self.context.device),
             )
 
-    def save(self, directory: Path) -> list[SavedFile]:
+    def snapshot(self, *, copy: bool = True) -> Snapshot | None:
         if self._optimizer is None:
-            return []
+            return None
         layout, tensors = self._state()
-        steps = self._optimizer.steps
-        return [state.save(directory, self.role, self.context.dp_rank, steps, layout, tensors)]
+        return state.snapshot(
+            self.role,
+            self.context.dp_rank,
+            self._optimizer.steps,
+            layout,
+            self._host.copy(tensors) if copy else tensors,
+        )
 
     def load(self, directory: Path) -> None:
         if self._optimizer is None:
@@ -235,8 +238,12 @@ class FSDPEngine(Engine):
         tensors = self._shards.local()
         for moment, values in self._optimizer.moments.items():
             tensors |= {f"{moment}/{name}": value for name, value in values.items()}
+        return self._state_layout, tensors
+
+    @cached_property
+    def _state_layout(self) -> Layout:
         prefixes = ("", *(f"{moment}/" for moment in MOMENTS))
-        return layout_of(self._shapes, self._dtype, self.context.dp_size, prefixes), tensors
+        return layout_of(self._shapes, self._dtype, self.context.dp_size, prefixes)
 
     def layout(self) -> Layout:
         return layout_of(self._shapes, self._dtype, self.context.dp_size)

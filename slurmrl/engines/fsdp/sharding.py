@@ -9,14 +9,14 @@ from math import prod
 from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from slurmrl.layout.box import Index, chunk
 from slurmrl.layout.layout import Layout, TensorSpec
 from slurmrl.layout.piece import Piece
-from slurmrl.models.decoder import Decoder
+from slurmrl.models.base import PackedModel
 from slurmrl.parallel.groups import ParallelContext
 
 SMALL_BYTES = 256 * 2**20
@@ -66,13 +66,17 @@ def layout_of(
 class Shards:
     """A decoder and this rank's share of its parameters. Between calls it is always sharded."""
 
-    def __init__(self, decoder: Decoder, plan: ShardPlan, context: ParallelContext) -> None:
-        """``decoder`` lies on the meta device; its memory is made here, uninitialised."""
+    def __init__(self, decoder: PackedModel, plan: ShardPlan, context: ParallelContext) -> None:
+        """The memory of a ``decoder`` on the meta device is made here, uninitialised."""
         self.decoder = decoder
         self.plan = plan
+        bare = any(p.is_meta for p in decoder.parameters())
         if plan.wrapped:
             _wrap(decoder, plan, context)
-        decoder.to_empty(device=context.device)
+        if bare:
+            decoder.to_empty(device=context.device)
+        else:
+            decoder.to(context.device)
 
     def local(self) -> dict[str, Tensor]:
         """This rank's chunk of every parameter, by name; writing to it changes the parameter."""
@@ -109,18 +113,24 @@ class Shards:
             self.reshard()
 
     @contextmanager
-    def gathered(self) -> Iterator[Decoder]:
+    def gathered(self) -> Iterator[PackedModel]:
         """The decoder with all parameters whole, for any number of calls without collectives."""
         with self.resharded():
             for unit in self._units():
                 unit.unshard()
-            yield self.decoder
+                unit.set_reshard_after_forward(False, recurse=False)
+            try:
+                yield self.decoder
+            finally:
+                for unit in self._units():
+                    is_root = cast(nn.Module, unit) is self.decoder
+                    unit.set_reshard_after_forward(not is_root, recurse=False)
 
     def _units(self) -> list[FSDPModule]:
         return [module for module in self.decoder.modules() if isinstance(module, FSDPModule)]
 
 
-def _wrap(decoder: Decoder, plan: ShardPlan, context: ParallelContext) -> None:
+def _wrap(decoder: PackedModel, plan: ShardPlan, context: ParallelContext) -> None:
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         if plan.mixed

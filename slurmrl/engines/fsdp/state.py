@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slurmrl.checkpoint.pieces import Part, RoleCheckpoint, write_part
-from slurmrl.checkpoint.tensors import Entry, SavedFile
+from slurmrl.checkpoint.pieces import Part, RoleCheckpoint, Snapshot
+from slurmrl.checkpoint.tensors import Entry
 from slurmrl.errors import CheckpointError
 from slurmrl.layout.copy import Array
 from slurmrl.layout.layout import Layout, TensorSpec
@@ -20,20 +20,23 @@ CPU_RANDOM = "rng/cpu"
 CUDA_RANDOM = "rng/cuda"
 
 
-def save(
-    directory: Path, role: str, rank: int, step: int, layout: Layout, tensors: Mapping[str, Tensor]
-) -> SavedFile:
-    """Write this rank's file; ``tensors`` are its chunks, by their names in ``layout``."""
+def snapshot(
+    role: str, rank: int, step: int, layout: Layout, tensors: Mapping[str, Tensor]
+) -> Snapshot:
+    """This rank's part of a checkpoint; ``tensors`` are its chunks, by their names in ``layout``.
+
+    What is written is what they hold then; the random state is that of now.
+    """
     part = Part(role, rank, layout.ranks, step, layout.tensors, layout.pieces[rank])
-    entries = [
+    entries = (
         Entry(
             piece.name,
             TensorSpec(piece.box.size, layout.tensors[piece.name].dtype),
             partial(_to_numpy, tensors[piece.name]),
         )
         for piece in part.pieces
-    ]
-    return write_part(directory, part, [*entries, *_random_state()])
+    )
+    return Snapshot(part, (*entries, *_random_state()))
 
 
 @torch.no_grad()

@@ -12,19 +12,36 @@ from torch import Tensor
 from slurmrl.config.schema.model import Model
 from slurmrl.errors import UsageError
 from slurmrl.layout.box import Box, Index
-from slurmrl.models.config import ModelConfig
-from slurmrl.models.hf import TensorSource, read_config
+from slurmrl.models.base import PackedModel
+from slurmrl.models.build import build
+from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.hf import TensorSource, Weights, read_values
+from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.init import init_tensor
 from slurmrl.models.shapes import VALUE_HEAD
 
 
-def model_config(role: str, model: Model, source: Path | None) -> ModelConfig:
+def model_config(role: str, model: Model, source: Path | None) -> ModelConfig | HFConfig:
     """The architecture of the source folder, else the one in the run's config."""
+    kind = HFConfig if model.implementation == "hf" else ModelConfig
     if source is not None:
-        return read_config(source)
+        return kind.from_hf(read_values(source))
     if model.architecture is None:
         raise UsageError(f"{role}: neither weights to start from nor an architecture are given")
-    return ModelConfig.from_hf(model.architecture)
+    return kind.from_hf(model.architecture)
+
+
+def new_model(
+    config: ModelConfig | HFConfig, head: Head, *, source: Path | None, seed: int, dtype: str
+) -> PackedModel:
+    """A built-in decoder on the meta device, to be filled; a model of transformers with its
+    weights, on the CPU."""
+    if isinstance(config, ModelConfig):
+        with torch.device("meta"):
+            return build(config, head).to(getattr(torch, dtype))
+    from slurmrl.models.hf_model import HFModel  # transformers takes seconds to import
+
+    return HFModel(config, head, source=source, seed=seed, dtype=getattr(torch, dtype))
 
 
 @torch.no_grad()
@@ -33,6 +50,7 @@ def fill(
     boxes: Mapping[str, Box],
     shapes: Mapping[str, Index],
     config: ModelConfig,
+    head: Head,
     *,
     seed: int,
     source: Path | None,
@@ -42,21 +60,15 @@ def fill(
 
     A value head that the source does not have is zero, so that values start at zero.
     """
-    with TensorSource(source) if source is not None else nullcontext() as tensors:
+    with TensorSource(source) if source is not None else nullcontext() as files:
+        weights = Weights(files, config, head) if files is not None else None
         for name, target in local.items():
             box = boxes[name]
             if not box.count:
                 continue
-            if name == VALUE_HEAD and (tensors is None or name not in tensors):
+            if weights is not None:
+                target.copy_(weights.read(name, box))
+            elif name == VALUE_HEAD:
                 target.zero_()
-            elif tensors is None:
-                target.copy_(init_tensor(name, shapes[name], config, seed)[box.slices])
             else:
-                _check_shape(tensors, name, shapes[name], source)
-                target.copy_(tensors.read(name, box.start, box.size))
-
-
-def _check_shape(tensors: TensorSource, name: str, shape: Index, source: Path | None) -> None:
-    found = tensors.shape(name)
-    if found != shape:
-        raise UsageError(f"{source}: '{name}' has shape {found}, its config.json implies {shape}")
+                target.copy_(init_tensor(name, shapes[name], config, seed)[box.slices])

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.checkpoint.pieces import RoleCheckpoint
+from slurmrl.models.build import build
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions, generate
@@ -34,7 +35,7 @@ BUDGET = {"max_tokens_per_microbatch": 16}
 def plain_decoder(head: Any, **architecture: Any) -> Decoder:
     """The same initial weights in one plain module."""
     config = ModelConfig.from_hf({**ARCHITECTURE, **architecture})
-    decoder = Decoder(config, head)
+    decoder = build(config, head)
     with torch.no_grad():
         for name, p in decoder.named_parameters():
             value = init_tensor(name, tuple(p.shape), config, seed=7)

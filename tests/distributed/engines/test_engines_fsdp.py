@@ -16,8 +16,8 @@ from slurmrl.checkpoint.export import export
 from slurmrl.checkpoint.manifest import read_manifest, verify, write_manifest
 from slurmrl.checkpoint.pieces import RoleCheckpoint
 from slurmrl.errors import CheckpointError
+from slurmrl.models.build import build
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.decoder import Decoder
 from slurmrl.models.init import init_tensor
 from slurmrl.models.shapes import parameter_shapes
 from tests.distributed.engines.cases import ARCHITECTURE, Setup, model
@@ -146,7 +146,7 @@ def test_transformers_loads_an_export(ranks: RankPool, tmp_path: Path, tied: boo
     config = ModelConfig.from_hf(architecture)
     folder = export(checkpoint, "actor", config.to_hf(), tmp_path / "export")
     loaded = AutoModelForCausalLM.from_pretrained(folder).eval()
-    decoder = Decoder(config)
+    decoder = build(config)
     decoder.load_state_dict(load_file(folder / "model.safetensors"))
     ids = torch.arange(9)
     with torch.no_grad():

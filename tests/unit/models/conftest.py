@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from slurmrl.models.build import build
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.hf import TensorSource, read_config
+from slurmrl.models.hf import from_hf
 from slurmrl.models.init import init_tensor
 
 BASE = {
@@ -27,6 +29,7 @@ BASE = {
     "max_position_embeddings": 64,
     "bos_token_id": None,
     "eos_token_id": None,
+    "pad_token_id": None,  # transformers gives the embedding of a padding token no gradient
 }
 LLAMA3 = {
     "rope_type": "llama3",
@@ -63,6 +66,28 @@ ODD: dict[str, dict[str, Any]] = {
     "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True, "rms_norm_eps": 1e-5},
     "qwen2-odd-hidden": {"model_type": "qwen2", "hidden_size": 27, "num_key_value_heads": 1},
     "qwen2-yarn": {"model_type": "qwen2", "head_dim": 16, "rope_parameters": YARN},
+    "deepseek-coder": {
+        "model_type": "llama",
+        "num_key_value_heads": 4,
+        "rope_theta": 100000,
+        "rope_scaling": {"type": "linear", "factor": 4.0},
+    },
+    "llama-dynamic-rope": {
+        "model_type": "llama",
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 300.0, "factor": 3.0},
+    },
+    "qwen2-windows": {
+        "model_type": "qwen2",
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+    },
+    "qwen3-layer-types": {
+        "model_type": "qwen3",
+        "use_sliding_window": True,
+        "sliding_window": 9,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "qwen3": {"model_type": "qwen3"},
     "qwen3-biases": {"model_type": "qwen3", "attention_bias": True, "num_key_value_heads": 4},
     "qwen3-wide-heads": {"model_type": "qwen3", "head_dim": 32, "num_key_value_heads": 1},
@@ -78,14 +103,64 @@ ODD: dict[str, dict[str, Any]] = {
             "mscale_all_dim": 0.5,
         },
     },
+    "mistral": {"model_type": "mistral", "sliding_window": 7},
+    "mistral-no-window": {"model_type": "mistral", "sliding_window": None, "head_dim": 10},
+    "mistral-window-of-one": {"model_type": "mistral", "sliding_window": 1},
+    "gemma": {"model_type": "gemma"},
+    "gemma-one-kv-head": {
+        "model_type": "gemma",
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "attention_bias": True,
+    },
+    "gemma-untied-old-act": {
+        "model_type": "gemma",
+        "tie_word_embeddings": False,
+        "hidden_act": "gelu",
+    },
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
+    "mixtral-windows": {
+        "model_type": "mixtral",
+        "num_local_experts": 3,
+        "num_experts_per_tok": 1,
+        "sliding_window": 4,
+        "intermediate_size": 10,
+        "tie_word_embeddings": True,
+    },
+    "qwen3_moe": {
+        "model_type": "qwen3_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 12,
+    },
+    "qwen3_moe-some-dense": {
+        "model_type": "qwen3_moe",
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 14,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [0],
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 6,
+    },
+    "gpt2": {"model_type": "gpt2"},
+    "gpt2-odd": {
+        "model_type": "gpt2",
+        "n_inner": 20,
+        "activation_function": "relu",
+        "tie_word_embeddings": False,
+        "scale_attn_by_inverse_layer_idx": True,
+    },
 }
 """Configs that differ from the plain case in one respect each."""
 
 
 def hf_model(values: dict[str, Any], seed: int) -> Any:
     """transformers' model of a config, every parameter random (biases and norms too)."""
-    config = AutoConfig.for_model(**{**BASE, **values})
-    model = AutoModelForCausalLM.from_config(config).eval()
+    config = AutoConfig.for_model(**(values if "vocab_size" in values else {**BASE, **values}))
+    # (Its grouped products of experts refuse sizes that are not a multiple of 16 bytes.)
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -93,19 +168,9 @@ def hf_model(values: dict[str, Any], seed: int) -> Any:
     return model
 
 
-def load_decoder(folder: Path) -> Decoder:
-    config = read_config(folder)
-    with torch.device("meta"):
-        decoder = Decoder(config)
-    with TensorSource(folder) as source:
-        state = {name: source.read(name) for name in decoder.state_dict()}
-    decoder.load_state_dict(state, assign=True)
-    return decoder
-
-
 def random_decoder(config: ModelConfig, seed: int = 0, scale: float = 10.0) -> Decoder:
     """A decoder with large random weights, so that its distributions are far from uniform."""
-    decoder = Decoder(config)
+    decoder = build(config)
     state = {
         name: init_tensor(name, tuple(value.shape), config, seed)
         * (1 if name.endswith("norm.weight") else scale)
@@ -128,7 +193,27 @@ def pair(tmp_path: Path) -> Callable[..., tuple[Decoder, Any]]:
     def make(name: str, seed: int = 0) -> tuple[Decoder, Any]:
         model = hf_model(ODD[name], seed)
         model.save_pretrained(tmp_path / name)
-        return load_decoder(tmp_path / name), model
+        return from_hf(tmp_path / name), model
+
+    return make
+
+
+@pytest.fixture
+def hf_model_of() -> Callable[[dict[str, Any], int], Any]:
+    return lambda values, seed: hf_model(values, seed)
+
+
+@pytest.fixture
+def as_decoder(tmp_path: Path) -> Callable[[Any, dict[str, torch.Tensor]], Decoder]:
+    """(transformers' model, values by its parameters' names) -> a decoder with these values."""
+
+    def make(model: Any, values: dict[str, torch.Tensor]) -> Decoder:
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            for name, parameter in other.named_parameters():
+                parameter.copy_(values[name])
+        other.save_pretrained(tmp_path / "values")
+        return from_hf(tmp_path / "values")
 
     return make
 

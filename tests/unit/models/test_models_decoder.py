@@ -2,13 +2,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from slurmrl.models.build import build
 from slurmrl.models.decoder import Decoder
+from slurmrl.models.recompute import Recompute
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.ops.logprobs import packed_logprobs_and_entropy
 
@@ -36,31 +41,85 @@ def test_logits_equal_transformers(odd_name: str, pair: Callable[..., Any]) -> N
     assert (logits - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("name", ["llama-biases", "qwen2-tied", "qwen3-wide-heads"])
-def test_gradients_equal_transformers(name: str, pair: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-biases",
+        "qwen2-tied",
+        "qwen3-wide-heads",
+        "mistral",
+        "gemma",
+        "mixtral",
+        "qwen3_moe-some-dense",
+        "gpt2",
+    ],
+)
+def test_gradients_equal_transformers(
+    name: str, pair: Callable[..., Any], as_decoder: Callable[..., Decoder]
+) -> None:
     decoder, reference = pair(name)
     sequences = random_sequences((7, 3, 7))
     mix = torch.randn(17, 37, generator=torch.Generator().manual_seed(2))
     ((decoder(*pack(sequences)) @ decoder.head_weight().T) * mix).sum().backward()
     expected = torch.cat([reference(sequence[None]).logits[0] for sequence in sequences])
     (expected * mix).sum().backward()
-    gradients = {n: p.grad for n, p in reference.named_parameters()}
+    gradients = as_decoder(reference, {n: p.grad for n, p in reference.named_parameters()})
+    whole = max(float(p.detach().norm()) for p in gradients.parameters())
     for parameter_name, parameter in decoder.named_parameters():
-        wanted = gradients[parameter_name]
-        assert wanted is not None
+        wanted = gradients.get_parameter(parameter_name).detach()
         assert parameter.grad is not None
-        assert (parameter.grad - wanted).abs().max() <= 2e-6 * wanted.abs().max(), parameter_name
+        # (Without a rotation the gradient of the keys' bias is zero but for rounding.)
+        allowed = max(2e-6 * float(wanted.abs().max()), 1e-8 * whole)
+        assert (parameter.grad - wanted).abs().max() <= allowed, parameter_name
 
 
-def test_checkpointing_changes_no_gradient(small_decoder: Callable[..., Decoder]) -> None:
+@pytest.mark.parametrize("name", ["qwen3", "mistral", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_checkpointing_changes_no_gradient(
+    name: str, mode: Recompute, small_decoder: Callable[..., Decoder]
+) -> None:
     gradients = []
-    for checkpointing in (False, True):
-        decoder = small_decoder()
-        decoder.gradient_checkpointing = checkpointing
+    for recompute in ("off", mode):
+        decoder = small_decoder(name)
+        decoder.use(recompute)
         decoder(*pack(random_sequences(LENGTHS))).square().sum().backward()
         gradients.append([p.grad for n, p in decoder.named_parameters() if "lm_head" not in n])
     for plain, recomputed in zip(*gradients, strict=True):
         assert torch.equal(plain, recomputed)
+
+
+def test_checkpointing_keeps_less(small_decoder: Callable[..., Decoder]) -> None:
+    kept: dict[Recompute, int] = {}
+    for mode in get_args(Recompute):
+        decoder = small_decoder()
+        decoder.use(mode)
+        with ActivationBytes() as counted:
+            out = decoder(*pack(random_sequences((60, 60))))
+        out.sum().backward()
+        kept[mode] = counted.total
+    assert 0 < kept["full"] < kept["selective"] < kept["off"]
+
+
+class ActivationBytes(TorchDispatchMode):
+    """Bytes of all results that are still held when the block ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: list[tuple[weakref.ref[torch.UntypedStorage], int]] = []
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for value in tree_leaves(out):
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                self._held.append((weakref.ref(storage), storage.nbytes()))
+        return out
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        alive = {id(ref()): size for ref, size in self._held if ref() is not None}
+        self.total = sum(alive.values())
 
 
 def test_a_sequence_does_not_see_its_neighbours(small_decoder: Callable[..., Decoder]) -> None:
@@ -73,7 +132,7 @@ def test_a_sequence_does_not_see_its_neighbours(small_decoder: Callable[..., Dec
 
 def test_value_head_reads_the_hidden_states(small_decoder: Callable[..., Decoder]) -> None:
     config = small_decoder().config
-    decoder = Decoder(config, "value")
+    decoder = build(config, "value")
     hidden = decoder(*pack(random_sequences((3, 2))))
     assert torch.allclose(decoder.values(hidden), hidden @ decoder.score.weight[0], atol=1e-6)
     assert "score.weight" in decoder.state_dict()
@@ -86,7 +145,7 @@ def test_shapes_table_is_the_state_dict(
 ) -> None:
     config = small_decoder(odd_name).config
     with torch.device("meta"):
-        decoder = Decoder(config, head)
+        decoder = build(config, head)
     shapes = {name: tuple(value.shape) for name, value in decoder.state_dict().items()}
     assert shapes == parameter_shapes(config, head)
     assert list(shapes) == list(parameter_shapes(config, head))
@@ -97,7 +156,7 @@ def test_a_decoder_from_the_meta_device_keeps_its_positions(
 ) -> None:
     plain = small_decoder()
     with torch.device("meta"):
-        late = Decoder(plain.config)
+        late = build(plain.config)
     late.load_state_dict(plain.state_dict(), assign=True)
     inputs = pack(random_sequences(LENGTHS))
     assert torch.equal(late(*inputs), plain(*inputs))

@@ -12,16 +12,17 @@ from slurmrl.models.flops import attention_flops, forward_flops, train_flops
 from slurmrl.models.shapes import parameter_count
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-odd-hidden", "qwen3-wide-heads"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2-odd-hidden", "qwen3-wide-heads", "gpt2", "qwen3_moe-some-dense"]
+)
 def test_estimate_equals_what_torch_counts(name: str, small_decoder: Callable[..., Any]) -> None:
     decoder: Decoder = small_decoder(name)
     ids, cu = torch.arange(30), torch.tensor([0, 30], dtype=torch.int32)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         decoder(ids, cu, 30) @ decoder.head_weight().T
     counted = counter.get_flop_counts()["Global"]
-    products = sum(
-        n for op, n in counted.items() if op in (torch.ops.aten.mm, torch.ops.aten.addmm)
-    )
+    kinds = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten._grouped_mm)
+    products = sum(n for op, n in counted.items() if op in kinds)
     config = decoder.config
     assert products == forward_flops(config, [30]) - attention_flops(config, 30)
 
@@ -34,7 +35,14 @@ def test_attention_counts_causal_pairs(small_decoder: Callable[..., Any]) -> Non
     assert train_flops(config, [7, 7]) == 6 * forward_flops(config, [7])
 
 
+def test_a_window_leaves_out_pairs(small_decoder: Callable[..., Any]) -> None:
+    config = small_decoder("qwen2-windows").config  # one of the two layers sees 5 tokens
+    per_pair = 2 * 2 * config.head_dim * config.num_heads
+    assert attention_flops(config, 4) == 2 * per_pair * 10
+    assert attention_flops(config, 8) == per_pair * (36 + 1 + 2 + 3 + 4 + 4 * 5)
+
+
 def test_parameters_are_counted_once(small_decoder: Callable[..., Any]) -> None:
-    for name in ("llama-biases", "qwen2-tied", "qwen3"):
+    for name in ("llama-biases", "qwen2-tied", "qwen3", "mixtral", "gpt2"):
         decoder: Decoder = small_decoder(name)
         assert parameter_count(decoder.config) == sum(p.numel() for p in decoder.parameters())

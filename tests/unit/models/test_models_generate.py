@@ -45,7 +45,22 @@ def rows(output: GenerationOutput) -> list[tuple[list[int], list[int]]]:
     ]
 
 
-@pytest.mark.parametrize("name", ["llama-one-kv-head", "qwen2-tied", "qwen3-wide-heads"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-one-kv-head",
+        "qwen2-tied",
+        "qwen2-windows",
+        "qwen3-wide-heads",
+        "qwen3-layer-types",
+        "mistral",
+        "mistral-window-of-one",
+        "gemma",
+        "mixtral-windows",
+        "qwen3_moe",
+        "gpt2",
+    ],
+)
 def test_logprobs_are_those_of_the_training_forward(
     name: str, small_decoder: Callable[..., Decoder]
 ) -> None:
@@ -69,7 +84,9 @@ def test_logprobs_are_those_of_the_training_forward(
     assert logp[new].std() > 0.3
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2-tied", "qwen3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2-tied", "qwen3", "mistral", "gemma", "mixtral", "gpt2"]
+)
 def test_greedy_equals_transformers(name: str, pair: Callable[..., Any]) -> None:
     decoder, reference = pair(name)
     sequences = prompts(12)
@@ -177,6 +194,18 @@ def test_a_diverged_model_is_named(small_decoder: Callable[..., Decoder]) -> Non
         decoder.head_weight().fill_(float("nan"))
     with pytest.raises(RunFailedError, match="not finite"):
         run(decoder, prompts(3), GenerationOptions(max_new_tokens=3))
+
+
+def test_sequences_longer_than_the_positions_are_refused(
+    small_decoder: Callable[..., Decoder],
+) -> None:
+    for name in ("gpt2", "llama-dynamic-rope"):
+        decoder = small_decoder(name)
+        run(decoder, [torch.arange(4)], GenerationOptions(max_new_tokens=60))
+        with pytest.raises(UsageError, match=r"of 65 tokens: .* positions for 64"):
+            run(decoder, [torch.arange(5)], GenerationOptions(max_new_tokens=60))
+        with pytest.raises(UsageError, match="of 65 tokens"):
+            decoder(torch.zeros(65, dtype=torch.int64), torch.tensor([0, 65]).int(), 65)
 
 
 @pytest.mark.parametrize(

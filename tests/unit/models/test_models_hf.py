@@ -1,14 +1,22 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForSequenceClassification
 
 from slurmrl.errors import CorruptFileError, UsageError
-from slurmrl.models.hf import TensorSource, read_config
+from slurmrl.layout.box import Box
+from slurmrl.models.build import build
+from slurmrl.models.decoder import Decoder
+from slurmrl.models.hf import TensorSource, Weights, from_hf, read_config, to_hf
 
 
 @pytest.fixture
@@ -16,7 +24,7 @@ def sharded(tmp_path: Path, pair: Callable[..., Any]) -> tuple[Path, dict[str, t
     _, model = pair("qwen2-tied")
     folder = tmp_path / "sharded"
     model.save_pretrained(folder, max_shard_size="8KB")
-    return folder, dict(model.state_dict())
+    return folder, {n: v for n, v in model.state_dict().items() if n != "lm_head.weight"}
 
 
 def test_boxes_of_sharded_files(sharded: tuple[Path, dict[str, torch.Tensor]]) -> None:
@@ -42,16 +50,165 @@ def test_empty_boxes_keep_their_dtype(sharded: tuple[Path, dict[str, torch.Tenso
     assert (box.shape, box.dtype) == ((0,), torch.float32)
 
 
-def test_a_tied_head_is_read_from_the_embedding(
-    sharded: tuple[Path, dict[str, torch.Tensor]],
+def test_tensors_of_a_model_without_its_head_lack_the_first_part(
+    tmp_path: Path, pair: Callable[..., Any]
 ) -> None:
-    folder, state = sharded
-    with TensorSource(folder) as source:
-        assert "lm_head.weight" not in source
-        assert "model.norm.weight" in source
-        assert source.names() == sorted(n for n in state if n != "lm_head.weight")
-        head = source.read("lm_head.weight", (2, 0), (1, 24))
-    assert torch.equal(head, state["model.embed_tokens.weight"][2:3])
+    for name in ("qwen2-tied", "gpt2"):
+        decoder, model = pair(name)
+        model.base_model.save_pretrained(tmp_path / "base" / name)
+        other = from_hf(tmp_path / "base" / name)
+        for (parameter_name, ours), theirs in zip(
+            decoder.named_parameters(), other.parameters(), strict=True
+        ):
+            assert torch.equal(ours, theirs), parameter_name
+
+
+@pytest.mark.parametrize("shard", ["50GB", "8KB"])
+def test_what_is_written_is_what_transformers_writes(
+    odd_name: str, shard: str, tmp_path: Path, pair: Callable[..., Any]
+) -> None:
+    decoder, model = pair(odd_name)
+    model.save_pretrained(tmp_path / "theirs", max_shard_size=shard)
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    to_hf(decoder, ours, shard_bytes=50 * 10**9 if shard == "50GB" else 8000)
+    assert tensors(ours) == tensors(tmp_path / "theirs")
+    if shard == "50GB":
+        name = "model.safetensors"
+        assert (ours / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
+
+
+def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """Type, shape and bytes of every tensor of a folder's files, by name."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        for name, value in load_file(path).items():
+            data = value.contiguous().view(torch.uint8).numpy().tobytes()
+            found[name] = (str(value.dtype), tuple(value.shape), data)
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "mixtral", "gpt2"])
+def test_value_models_go_to_transformers_and_back(
+    name: str, tmp_path: Path, small_decoder: Callable[..., Decoder]
+) -> None:
+    decoder = build(small_decoder(name).config, "value")
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            parameter.normal_()
+    to_hf(decoder, tmp_path)
+    model, report = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path, output_loading_info=True, experts_implementation="eager"
+    )
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    (tmp_path / "again").mkdir()
+    model.save_pretrained(tmp_path / "again")
+    again = from_hf(tmp_path / "again", "value")
+    for ours, theirs in zip(decoder.parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_critic_starts_from_an_actor_with_values_of_zero(
+    tmp_path: Path, pair: Callable[..., Any]
+) -> None:
+    actor, _ = pair("mixtral")
+    critic = from_hf(tmp_path / "mixtral", "value")
+    assert not critic.score.weight.any()
+    for name, parameter in critic.named_parameters():
+        if name != "score.weight":
+            assert torch.equal(parameter, actor.get_parameter(name)), name
+
+
+def test_an_actor_does_not_start_from_a_value_model(
+    tmp_path: Path, small_decoder: Callable[..., Decoder]
+) -> None:
+    to_hf(build(small_decoder("llama").config, "value"), tmp_path)
+    with pytest.raises(UsageError, match=r"no tensor 'lm_head.weight'"):
+        from_hf(tmp_path)
+
+
+def test_other_shapes_than_the_config_implies_are_refused(
+    tmp_path: Path, pair: Callable[..., Any]
+) -> None:
+    pair("mixtral")
+    path = tmp_path / "mixtral" / "config.json"
+    path.write_text(path.read_text().replace('"intermediate_size": 40', '"intermediate_size": 8'))
+    with pytest.raises(UsageError, match=r"w1.weight' has shape \(40, 24\), its config.json impl"):
+        from_hf(tmp_path / "mixtral")
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt2"])
+def test_boxes_of_parameters_are_read_alone(
+    name: str, tmp_path: Path, pair: Callable[..., Any]
+) -> None:
+    decoder, _ = pair(name)
+    with TensorSource(tmp_path / name) as files:
+        weights = Weights(files, decoder.config, "lm")
+        for parameter_name, parameter in decoder.named_parameters():
+            shape = tuple(parameter.shape)
+            start = tuple(n // 2 for n in shape)
+            box = Box(start, tuple(n - s for n, s in zip(shape, start, strict=True)))
+            assert torch.equal(weights.read(parameter_name, box), parameter[box.slices])
+            nothing = Box((shape[0], *start[1:]), (0, *box.size[1:]))
+            assert weights.read(parameter_name, nothing).shape == nothing.size
+
+
+MEMORY = """
+import sys, threading, time
+from pathlib import Path
+import torch
+from slurmrl.models.hf import from_hf, to_hf
+
+torch.set_num_threads(1)
+folder, size = Path(sys.argv[1]), int(sys.argv[2])
+peak = 0
+
+def own_bytes():
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+def watch():
+    global peak
+    while True:
+        peak = max(peak, own_bytes())
+        time.sleep(0.001)
+
+threading.Thread(target=watch, daemon=True).start()
+with torch.device("meta"):
+    torch.nn.Embedding(2, 2)  # what torch imports for it is not the model's
+before = peak = own_bytes()
+decoder = from_hf(folder)
+(folder / "again").mkdir()
+to_hf(decoder, folder / "again", shard_bytes=size // 4)
+print((peak - before) / size)
+copy = [p.detach().clone() for p in decoder.parameters()]
+print(max(peak, own_bytes()) / size - before / size)
+"""
+
+
+def test_a_model_is_never_in_memory_twice(
+    tmp_path: Path, small_decoder: Callable[..., Decoder]
+) -> None:
+    """Beside one copy a process that reads and writes a model takes little memory of its own
+    (the files' pages are the system's)."""
+    changes = {"hidden_size": 128, "intermediate_size": 1024, "num_hidden_layers": 8}
+    decoder = small_decoder("mixtral", **changes, num_local_experts=8)
+    size = 4 * sum(p.numel() for p in decoder.parameters())
+    to_hf(decoder, tmp_path)
+    result = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path), str(size)],
+        capture_output=True,
+        text=True,
+        check=False,
+        # What malloc gets back goes back to the system, however large.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"},
+    )
+    assert result.returncode == 0, result.stderr
+    once, twice = map(float, result.stdout.split())
+    assert 0.95 < once < 1.3
+    assert twice > 1.8
+    assert tensors(tmp_path / "again") == tensors(tmp_path)
 
 
 def test_wrong_boxes_and_names(sharded: tuple[Path, dict[str, torch.Tensor]]) -> None:

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 from slurmrl.errors import UsageError
 from slurmrl.ops import attention as attention_module
+from slurmrl.ops import flash
 from slurmrl.ops.attention import Packing, Run, cached_attention, packed_attention
 
 SCALE = 0.3
@@ -16,16 +22,19 @@ def cu_of(lengths: tuple[int, ...]) -> Tensor:
     return cu.to(torch.int32)
 
 
-def reference(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...]) -> Tensor:
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], window: int | None = None
+) -> Tensor:
     """Each sequence by itself with a written-out softmax, in float64."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     outputs = []
     for qs, ks, vs in zip(*(x.double().split(lengths) for x in (q, k, v)), strict=True):
         scores = torch.einsum("ihd,jhd->hij", qs, ks) * SCALE
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        pairs = torch.ones(scores.shape[-2:], dtype=torch.bool)
+        unseen = pairs.triu(1) | pairs.tril(-(window or len(pairs)))
         outputs.append(
-            torch.einsum("hij,jhd->ihd", scores.masked_fill(later, -torch.inf).softmax(-1), vs)
+            torch.einsum("hij,jhd->ihd", scores.masked_fill(unseen, -torch.inf).softmax(-1), vs)
         )
     return torch.cat(outputs)
 
@@ -37,16 +46,25 @@ def random_heads(tokens: int, heads: int, seed: int, size: int = 8) -> Tensor:
 
 @pytest.mark.parametrize("lengths", [(1,), (5, 5, 5), (1, 7, 7, 2, 1, 1), (64, 3), (2, 0, 3)])
 @pytest.mark.parametrize(("q_heads", "kv_heads"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("window", [None, 1, 4, 7, 100])
+@pytest.mark.parametrize("block", [256, 3])
 def test_forward_and_backward_equal_float64(
-    lengths: tuple[int, ...], q_heads: int, kv_heads: int
+    lengths: tuple[int, ...],
+    q_heads: int,
+    kv_heads: int,
+    window: int | None,
+    block: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(attention_module, "BLOCK", block)
+    packing = Packing(cu_of(lengths), max(lengths))
     tokens = sum(lengths)
     inputs = [random_heads(tokens, n, i) for i, n in enumerate((q_heads, kv_heads, kv_heads))]
     mix = random_heads(tokens, q_heads, 9)
     results = []
     for function in (
-        lambda q, k, v: packed_attention(q, k, v, Packing(cu_of(lengths), max(lengths)), SCALE),
-        lambda q, k, v: reference(q, k, v, lengths),
+        lambda q, k, v: packed_attention(q, k, v, packing, SCALE, window),
+        lambda q, k, v: reference(q, k, v, lengths, window),
     ):
         leaves = [x.clone().requires_grad_() for x in inputs]
         out = function(*leaves)
@@ -80,16 +98,81 @@ def test_lengths_that_do_not_fit_are_refused() -> None:
         packed_attention(q, q, q, Packing(cu_of((2, 3)), 3), SCALE)
 
 
+def test_a_window_never_makes_a_mask_of_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    masks = []
+    plain = attention_module.F.scaled_dot_product_attention
+
+    def watched(*args: Tensor, attn_mask: Tensor, **kwargs: Any) -> Tensor:
+        masks.append(attn_mask.numel())
+        return plain(*args, attn_mask=attn_mask, **kwargs)
+
+    monkeypatch.setattr(attention_module.F, "scaled_dot_product_attention", watched)
+    q = random_heads(5000, 1, 0)
+    packed_attention(q, q, q, Packing(cu_of((5000,)), 5000), SCALE, window=300)
+    assert len(masks) == -(-5000 // attention_module.BLOCK)
+    assert max(masks) == attention_module.BLOCK * (attention_module.BLOCK + 299)
+
+
+class FlashAttn(ModuleType):
+    """What we know of the package's function, computed by the reference."""
+
+    def flash_attn_varlen_func(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        *,
+        softmax_scale: float,
+        causal: bool,
+        window_size: tuple[int, int],
+    ) -> Tensor:
+        assert causal
+        assert softmax_scale == SCALE
+        assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+        lengths = tuple(cu_seqlens_q.diff().tolist())
+        assert max_seqlen_q == max_seqlen_k == max(lengths)
+        left, right = window_size
+        assert right == 0
+        return reference(q, k, v, lengths, None if left == -1 else left + 1)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_an_installed_flash_attn_is_asked_first(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = FlashAttn("flash_attn")
+    module.__spec__ = ModuleSpec("flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    monkeypatch.setattr(flash, "fits", lambda q: True)
+    flash._has_flash_attn.cache_clear()
+    lengths = (5, 1, 9)
+    q, k, v = random_heads(15, 4, 0), random_heads(15, 2, 1), random_heads(15, 2, 2)
+    try:
+        out = packed_attention(q, k, v, Packing(cu_of(lengths), 9), SCALE, window)
+    finally:
+        flash._has_flash_attn.cache_clear()
+    assert torch.equal(out, reference(q, k, v, lengths, window))
+
+
+def test_kernels_take_what_they_can() -> None:
+    assert not flash.fits(torch.zeros(3, 2, 64, dtype=torch.bfloat16))  # not on a GPU
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_one_cached_token_equals_the_last_of_a_sequence(kv_heads: int) -> None:
+@pytest.mark.parametrize("window", [None, 1, 4, 40])
+def test_one_cached_token_equals_the_last_of_a_sequence(kv_heads: int, window: int | None) -> None:
     lengths = (5, 1, 12, 3)
     tokens = sum(lengths)
     q, k, v = random_heads(tokens, 4, 0), *(random_heads(tokens, kv_heads, i) for i in (1, 2))
-    expected = reference(q, k, v, lengths)
+    expected = reference(q, k, v, lengths, window)
     last = torch.tensor(lengths).cumsum(0) - 1
     cache = torch.full((2, 4, kv_heads, 16, 8), 1e4)
     for row, (keys, values) in enumerate(zip(k.split(lengths), v.split(lengths), strict=True)):
         cache[0, row, :, : lengths[row]] = keys.transpose(0, 1)
         cache[1, row, :, : lengths[row]] = values.transpose(0, 1)
-    out = cached_attention(q[last], cache[0], cache[1], torch.tensor(lengths), SCALE)
+    out = cached_attention(q[last], cache[0], cache[1], torch.tensor(lengths), SCALE, window)
     assert (out - expected[last]).abs().max() < 1e-5

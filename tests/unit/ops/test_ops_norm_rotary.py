@@ -9,7 +9,8 @@ from slurmrl.ops.rotary import rotate
 
 
 @pytest.mark.parametrize("shape", [(7, 16), (5, 3, 8), (0, 16), (1, 1, 2)])
-def test_norm_equals_float64(shape: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norm_equals_float64(shape: tuple[int, ...], offset: float) -> None:
     generator = torch.Generator().manual_seed(0)
     x, mix = (torch.randn(shape, generator=generator) for _ in range(2))
     weight = torch.randn(shape[-1], generator=generator)
@@ -19,9 +20,9 @@ def test_norm_equals_float64(shape: tuple[int, ...]) -> None:
         a.requires_grad_()
         w.requires_grad_()
         if exact:
-            out = a / (a.square().mean(-1, keepdim=True) + 1e-5).sqrt() * w
+            out = a / (a.square().mean(-1, keepdim=True) + 1e-5).sqrt() * (w + offset)
         else:
-            out = rms_norm(a, w, 1e-5)
+            out = rms_norm(a, w, 1e-5, offset)
         (out * mix).sum().backward()
         results.append((out.detach(), a.grad, w.grad))
     for ours, expected in zip(*results, strict=True):
@@ -35,6 +36,17 @@ def test_norm_keeps_half_precision_and_counts_in_float32() -> None:
     out = rms_norm(x, torch.ones(4096, dtype=torch.bfloat16), 1e-6)
     assert out.dtype == torch.bfloat16
     assert torch.equal(out, torch.ones_like(out))
+
+
+def test_a_small_weight_beside_an_offset_is_not_rounded_away() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 64, generator=generator).bfloat16()
+    weight = (torch.randn(64, generator=generator) * 0.01).bfloat16()
+    wide = x.double()
+    normed = wide / wide.square().mean(-1, keepdim=True).sqrt()
+    exact = (normed * (1 + weight.double())).bfloat16()
+    assert (rms_norm(x, weight, 0.0, 1.0) == exact).float().mean() > 0.98
+    assert (rms_norm(x, 1 + weight, 0.0) == exact).float().mean() < 0.8
 
 
 def angles(tokens: int, pairs: int) -> Tensor:

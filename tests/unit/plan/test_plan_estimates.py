@@ -143,6 +143,11 @@ def test_recomputed_activations_are_one_tensor_a_layer() -> None:
     kept = 32 * 4096 * 4096 * 2
     assert again.activations < plain.activations / 5
     assert again.activations > kept
+    some = model.model_copy(update={"gradient_checkpointing": "selective"})
+    between = estimate(job(LLAMA_8B, "fsdp:d8", model=some)).activations
+    assert again.activations < between < plain.activations
+    off = model.model_copy(update={"gradient_checkpointing": "off"})
+    assert estimate(job(LLAMA_8B, "fsdp:d8", model=off)) == plain
 
 
 def test_a_model_that_is_not_trained_has_weights_only() -> None:

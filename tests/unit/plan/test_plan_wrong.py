@@ -216,6 +216,21 @@ KINDS = {
         "algorithm.batch_size=256",
         architecture={**LARGE, "hidden_size": 8192, "intermediate_size": 32768},
     ),
+    "transformers' model split": wrong(
+        "actor.implementation", "'fsdp:t2' splits t", "actor.implementation=hf",
+        "actor.backend=fsdp:t2",
+    ),
+    "transformers' model on another engine": wrong(
+        "actor.implementation", "megatron runs its own models only; allowed backends: fsdp",
+        "actor.implementation=hf", f"{MEGATRON}d2",
+    ),
+    "no such implementation": wrong(
+        "critic.implementation", "allowed: builtin, hf", "critic.implementation=vllm"
+    ),
+    "half of a layer of transformers": wrong(
+        "actor.implementation", "off or full, not selective",
+        "actor.implementation=hf", "actor.gradient_checkpointing=selective",
+    ),
     "older mode beside a backend": wrong(
         "allocation_mode", "is not allowed beside actor.backend", "allocation_mode=d2m1p1"
     ),

@@ -1,0 +1,79 @@
+"""The contract of all decoders: the built-in ones, and transformers' models in their place.
+
+T packed tokens, S sequences, h hidden size, V vocabulary. A decoder may be built under
+``torch.device("meta")``; its parameters are its only state.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.recompute import Recompute
+
+
+class Reader(Protocol):
+    """A batch of rows that a decoder reads token by token."""
+
+    @property
+    def lengths(self) -> Tensor:
+        """[S] tokens read of each row."""
+        ...
+
+    def prompts(self, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """Read packed prompts [T]; the logits [S, V] behind each."""
+        ...
+
+    def next(self, tokens: Tensor, alive: Tensor) -> Tensor:
+        """Read one more token [S] of each row; the logits [S, V] behind it. Rows that are not
+        ``alive`` [S] stay where they are, and their logits mean nothing."""
+        ...
+
+    def keep(self, rows: Tensor) -> None:
+        """Drop all rows but these."""
+        ...
+
+
+class PackedModel(nn.Module, ABC):
+    """A causal model over packed sequences with a language-model or a value head."""
+
+    config: ModelConfig | HFConfig
+    head: Head
+
+    @property
+    @abstractmethod
+    def layers(self) -> Iterable[nn.Module]:
+        """The modules to wrap one by one (sharding, checkpointing)."""
+
+    @abstractmethod
+    def use(self, recompute: Recompute) -> None:
+        """Say what is recomputed in backward passes instead of being kept."""
+
+    @abstractmethod
+    def forward(self, input_ids: Tensor, cu_seqlens: Tensor, max_len: int) -> Tensor:
+        """input_ids [T], cu_seqlens [S+1] int32, longest sequence -> features [T, h] that
+        ``logprobs`` and ``values`` read."""
+
+    @abstractmethod
+    def logprobs(
+        self, features: Tensor, input_ids: Tensor, cu_seqlens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        """log p(x_t | x_<t) and the entropy of the distribution that x_t was drawn from, both
+        [T] float32 and 0 at the first token of a sequence."""
+
+    @abstractmethod
+    def values(self, features: Tensor) -> Tensor:
+        """Values [T] float32."""
+
+    @abstractmethod
+    def reader(self, lengths: Tensor, new_tokens: int) -> Reader:
+        """For prompts of ``lengths`` [S] and up to ``new_tokens`` more of each."""
+
+    def weigh_balance(self, weight: float) -> None:
+        """Let the coming backward passes add ``weight`` times the load-balancing loss of the
+        config; a model without experts has none."""

@@ -1,0 +1,61 @@
+"""GPT-2: learned positions, LayerNorm, a feed-forward part without a gate.
+
+Its files hold fused and transposed weights; here they are as in all other families, and
+``storage.py`` says how they are read and written.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor, nn
+
+from slurmrl.models.attention import Attention, AttentionCore
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.decoder import Decoder
+from slurmrl.models.mlp import PlainMLP
+from slurmrl.models.rotary import Rotation
+
+
+class GPT2Layer(nn.Module):
+    """Attention and feed-forward, each behind a LayerNorm and added to the stream."""
+
+    def __init__(self, config: ModelConfig, layer: int) -> None:
+        super().__init__()
+        self.self_attn = Attention(config, layer, _scale(config, layer))
+        self.mlp = PlainMLP(config)
+        self.input_layernorm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+
+    def forward(self, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
+        """x [T, h] -> [T, h]."""
+        x = x + self.self_attn(self.input_layernorm(x), rotation, core)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class GPT2Body(nn.Module):
+    """Embeddings of tokens and positions, layers and final norm."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_positions = nn.Embedding(config.max_positions, config.hidden_size)
+        self.layers = nn.ModuleList(GPT2Layer(config, i) for i in range(config.num_layers))
+        self.norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+
+
+class GPT2(Decoder):
+    """Radford et al. 2019."""
+
+    body = GPT2Body
+
+    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        body = cast(GPT2Body, self.model)
+        x: Tensor = body.embed_tokens(input_ids) + body.embed_positions(positions)
+        return x
+
+
+def _scale(config: ModelConfig, layer: int) -> float:
+    scale = config.head_dim**-0.5 if config.extra["scale_attn_weights"] else 1.0
+    return scale / (layer + 1) if config.extra["scale_attn_by_inverse_layer_idx"] else scale

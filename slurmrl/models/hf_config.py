@@ -1,0 +1,45 @@
+"""The architecture of a model that transformers runs: its ``config.json`` as it stands.
+Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slurmrl.checkpoint.stored import Stored
+from slurmrl.errors import UsageError
+from slurmrl.layout.box import Index
+from slurmrl.models.config import Head
+
+MODULE = "inner."
+"""What parameters' names begin with that are transformers' own behind it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFConfig:
+    """What ``implementation: hf`` needs to know of a model. Whether transformers has the family
+    shows when it is made."""
+
+    model_type: str
+    values: Mapping[str, Any]
+
+    @staticmethod
+    def from_hf(values: Mapping[str, Any], *, strict: bool = False) -> HFConfig:
+        """Read a ``config.json`` object. Raises UsageError where it names no family."""
+        model_type = values.get("model_type")
+        if not isinstance(model_type, str):
+            raise UsageError(f"'model_type' is {model_type!r}, must name a family of transformers")
+        return HFConfig(model_type=model_type, values=dict(values))
+
+    def to_hf(self, *, head: Head = "lm", dtype: str = "float32") -> dict[str, Any]:
+        """The ``config.json`` object of an export."""
+        values = {**self.values, "dtype": dtype}
+        if head == "value":
+            values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        return dict(sorted(values.items()))
+
+
+def stored(name: str, shape: Index) -> tuple[Stored, ...]:
+    """Where a parameter lies in an export: under the name it has in transformers' model."""
+    return (Stored(name.removeprefix(MODULE)),)

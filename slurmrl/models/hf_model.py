@@ -1,0 +1,143 @@
+"""Any causal model of transformers behind the contract of the built-in decoders.
+
+Sequences go through it as one padded batch with a mask: every model takes that. Its logits
+[T, V] are kept whole, because only the model itself knows how it makes them.
+T packed tokens, S sequences, L the longest of them, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+
+from slurmrl.errors import UsageError
+from slurmrl.models.base import PackedModel
+from slurmrl.models.config import Head
+from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_reader import HFReader
+from slurmrl.models.packed import packed_positions, packed_rows
+from slurmrl.models.recompute import Recompute
+from slurmrl.ops.logprobs import packed_logprobs_of_logits
+
+TASKS = {"lm": AutoModelForCausalLM, "value": AutoModelForSequenceClassification}
+
+
+class HFModel(PackedModel):
+    """Holds its weights from the start: read from a folder, or drawn as transformers does it."""
+
+    def __init__(
+        self,
+        config: HFConfig,
+        head: Head,
+        *,
+        source: Path | None,
+        seed: int,
+        dtype: torch.dtype,
+    ) -> None:
+        """``source`` is the model's folder; without one the weights follow from ``seed``."""
+        super().__init__()
+        self.config = config
+        self.head = head
+        self.inner = _model(config, head, source, seed, dtype)
+        self.inner.train(False)
+        if head == "value" and not isinstance(getattr(self.inner, "score", None), nn.Linear):
+            raise UsageError(
+                f"{type(self.inner).__name__} has no linear layer 'score' that could give values"
+            )
+
+    @property
+    def layers(self) -> Iterable[nn.Module]:
+        names = self.inner._no_split_modules or ()
+        return [module for module in self.inner.modules() if type(module).__name__ in names]
+
+    def use(self, recompute: Recompute) -> None:
+        """Say what is recomputed in backward passes: ``off`` or ``full``."""
+        if recompute == "selective":
+            raise UsageError("a model of transformers recomputes all of a layer or nothing")
+        if recompute == "full":
+            enable: Callable[[], None] = self.inner.activation_checkpointing_enable
+            enable()
+            self.inner.train()  # it recomputes in no other mode; dropout is off in the config
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        cu_seqlens: Tensor,
+        max_len: int,
+        step: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Logits [T, V], or hidden states [T, h] of a value model. A ``step`` of generation is
+        a call of the model itself: it comes through here, too, because a sharded engine has its
+        hooks on this module first."""
+        if step is not None:
+            return self.inner(**step)
+        tokens = input_ids.shape[0]
+        rows, places = packed_rows(cu_seqlens, tokens), packed_positions(cu_seqlens, tokens)
+        shape = (cu_seqlens.shape[0] - 1, max_len)
+        ids = input_ids.new_zeros(shape).index_put((rows, places), input_ids)
+        columns = torch.arange(max_len, device=ids.device)
+        mask = (columns < cu_seqlens.diff()[:, None]).long()
+        inner = self.inner.base_model if self.head == "value" else self.inner
+        found = inner(input_ids=ids, attention_mask=mask, use_cache=False)
+        features = found.logits if self.head == "lm" else found.last_hidden_state
+        return features[rows, places]
+
+    def logprobs(
+        self, features: Tensor, input_ids: Tensor, cu_seqlens: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        return packed_logprobs_of_logits(features, input_ids, cu_seqlens, temperature)
+
+    def values(self, features: Tensor) -> Tensor:
+        score = cast(nn.Linear, self.inner.score)
+        values: Tensor = score(features)
+        return values.squeeze(-1).float()
+
+    def reader(self, lengths: Tensor, new_tokens: int) -> HFReader:
+        return HFReader(self, self.inner.config, lengths)
+
+
+def _model(
+    config: HFConfig, head: Head, source: Path | None, seed: int, dtype: torch.dtype
+) -> PreTrainedModel:
+    task: Any = TASKS[head]
+    more = {} if head == "lm" else {"num_labels": 1}
+    try:
+        if source is not None:
+            settings = _without_dropout(AutoConfig.from_pretrained(source, **more))
+            model, report = task.from_pretrained(
+                source, config=settings, dtype=dtype, output_loading_info=True
+            )
+            fresh = "score.weight" in report["missing_keys"]
+        else:
+            values = {k: v for k, v in config.values.items() if k != "model_type"}
+            settings = _without_dropout(AutoConfig.for_model(config.model_type, **values, **more))
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = task.from_config(settings, dtype=dtype)
+            fresh = True
+    except (ValueError, KeyError, OSError) as error:
+        raise UsageError(
+            f"transformers cannot make a {config.model_type} model: {error}"
+        ) from error
+    if head == "value" and fresh and hasattr(model, "score"):
+        nn.init.zeros_(model.score.weight)  # values of a new critic start at zero
+    made: PreTrainedModel = model
+    return made
+
+
+def _without_dropout(settings: Any) -> Any:
+    """Old and new policies must see the same model."""
+    for name, value in settings.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(settings, name, 0.0)
+    return settings

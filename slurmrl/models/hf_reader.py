@@ -1,0 +1,71 @@
+"""Reading rows token by token with a model and a cache of transformers.
+
+S sequences, L the longest prompt, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from slurmrl.errors import UsageError
+from slurmrl.models.packed import packed_positions, packed_rows
+
+if TYPE_CHECKING:
+    from slurmrl.models.hf_model import HFModel
+
+
+class HFReader:
+    """The ``Reader`` of transformers' models: prompts are padded on the left."""
+
+    def __init__(self, model: HFModel, settings: Any, lengths: Tensor) -> None:
+        self.lengths = lengths
+        self._model = model
+        self._takes = frozenset(inspect.signature(model.inner.forward).parameters)
+        self._cache = DynamicCache(config=settings)
+        self._mask = lengths.new_zeros((lengths.shape[0], 0))
+
+    def prompts(self, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        tokens, longest = input_ids.shape[0], int(self.lengths.max())
+        rows = packed_rows(cu_seqlens, tokens)
+        columns = packed_positions(cu_seqlens, tokens) + (longest - self.lengths)[rows]
+        ids = input_ids.new_zeros((self.lengths.shape[0], longest))
+        ids[rows, columns] = input_ids
+        mask = torch.zeros_like(ids)
+        mask[rows, columns] = 1
+        return self._read(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0))
+
+    def next(self, tokens: Tensor, alive: Tensor) -> Tensor:
+        logits = self._read(tokens[:, None], self._mask.new_ones((len(tokens), 1)), self._places())
+        self.lengths = self.lengths + alive
+        return logits
+
+    def keep(self, rows: Tensor) -> None:
+        self.lengths, self._mask = self.lengths[rows], self._mask[rows]
+        self._cache.batch_select_indices(rows)
+
+    def _places(self) -> Tensor:
+        return self.lengths[:, None]
+
+    def _read(self, ids: Tensor, mask: Tensor, places: Tensor) -> Tensor:
+        self._mask = torch.cat((self._mask, mask), dim=1)
+        wanted = {
+            "input_ids": ids,
+            "attention_mask": self._mask,
+            "position_ids": places,
+            "past_key_values": self._cache,
+            "use_cache": True,
+            "logits_to_keep": 1,
+        }
+        missing = {"attention_mask", "past_key_values"} - self._takes
+        if missing:
+            name = type(self._model.inner).__name__
+            raise UsageError(f"{name} cannot generate here: it takes no {', '.join(missing)}")
+        step = {name: value for name, value in wanted.items() if name in self._takes}
+        found = self._model(ids, ids, 0, step)
+        logits: Tensor = found.logits[:, -1]
+        return logits

@@ -1,0 +1,33 @@
+"""Where tokens stand among packed sequences. T packed tokens, S sequences."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Position of each packed token within its sequence [T] int64."""
+    starts = cu_seqlens[:-1].long()
+    spread = torch.repeat_interleave(starts, cu_seqlens.diff().long(), output_size=tokens)
+    return torch.arange(tokens, device=cu_seqlens.device) - spread
+
+
+def packed_rows(cu_seqlens: Tensor, tokens: int) -> Tensor:
+    """Which sequence each packed token belongs to [T] int64."""
+    lengths = cu_seqlens.diff().long()
+    rows = torch.arange(lengths.shape[0], device=cu_seqlens.device)
+    return torch.repeat_interleave(rows, lengths, output_size=tokens)
+
+
+def length_order(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Token order [T] that puts sequences of equal length side by side, and the cu_seqlens of
+    that order."""
+    lengths = cu_seqlens.diff().long()
+    by_length = lengths.argsort(stable=True)
+    sorted_lengths = lengths[by_length]
+    cu_sorted = torch.zeros_like(cu_seqlens)
+    cu_sorted[1:] = sorted_lengths.cumsum(0)
+    first = cu_seqlens[:-1].long()[by_length] - cu_sorted[:-1].long()
+    offsets = torch.repeat_interleave(first, sorted_lengths, output_size=tokens)
+    return torch.arange(tokens, device=cu_seqlens.device) + offsets, cu_sorted

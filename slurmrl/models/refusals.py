@@ -1,0 +1,89 @@
+"""What is wrong with a ``config.json``, each problem as a sentence. Torch-free.
+
+Field names are ours; a family that calls a field otherwise has been translated before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from slurmrl.models.families import Family
+from slurmrl.registry import near
+
+ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "num_experts_per_tok",
+    "sliding_window",
+    "decoder_sparse_step",
+)
+NUMBERS = ("rms_norm_eps", "initializer_range", "rope_theta", "router_aux_loss_coef")
+MUST_BE_OFF = ("add_cross_attention", "use_bidirectional_attention", "quantization_config")
+"""Fields that ask for a computation which the decoder does not do."""
+
+
+def unknown_fields(values: Mapping[str, Any], known: Collection[str]) -> list[str]:
+    names = sorted(known)
+    return [f"unknown field '{name}', {near(name, names)}" for name in values if name not in known]
+
+
+def malformed(family: Family, values: Mapping[str, Any]) -> list[str]:
+    """Fields that hold something else than the number they must hold (null: the default)."""
+    problems = []
+    experts = (family.experts.count, family.experts.inner) if family.experts else ()
+    counts = {*SIZES, *experts}
+    for name in (*sorted(counts), *NUMBERS):
+        value, kind = values.get(name), int if name in counts else (int, float)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kind)):
+            rule = "a whole number" if name in counts else "a number"
+            problems.append(f"{name} is {value!r}, must be {rule}")
+    return problems
+
+
+def unsupported(family: Family, full: Mapping[str, Any]) -> list[str]:
+    """Fields that ask for a computation which the decoder does not do."""
+    problems = [f"{name} is not supported" for name in MUST_BE_OFF if full.get(name)]
+    if full["hidden_act"] not in ACTIVATIONS:
+        problems.append(f"hidden_act '{full['hidden_act']}' is not one of {', '.join(ACTIVATIONS)}")
+    if full.get("partial_rotary_factor") not in (None, 1.0):
+        problems.append("partial_rotary_factor other than 1 is not supported")
+    return problems + _layer_types(family, full)
+
+
+def _layer_types(family: Family, full: Mapping[str, Any]) -> list[str]:
+    types = full.get("layer_types")
+    if types is None:
+        return []
+    allowed = ["full_attention", "sliding_attention"][: 2 if family.windows == "chosen" else 1]
+    if not isinstance(types, list) or set(types) - set(allowed):
+        return [f"layer_types must be a list of {' or '.join(allowed)}"]
+    layers = full["num_hidden_layers"]
+    return [] if len(types) == layers else [f"layer_types has {len(types)} of {layers} layers"]
+
+
+def bad_sizes(sizes: Mapping[str, int], *, rotary: bool) -> list[str]:
+    """Sizes by field name that cannot be, each by itself or together."""
+    problems = [f"{name} is {size}, must be at least 1" for name, size in sizes.items() if size < 1]
+    heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
+    if heads % max(kv_heads, 1):
+        problems.append(
+            f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}"
+        )
+    if rotary and sizes["head_dim"] % 2:
+        problems.append(f"head_dim {sizes['head_dim']} is odd; rotary positions need an even one")
+    if not rotary and sizes["head_dim"] * heads != sizes["hidden_size"]:
+        problems.append(
+            f"hidden_size {sizes['hidden_size']} is not a multiple of num_attention_heads {heads}"
+        )
+    experts, chosen = sizes.get("number of experts"), sizes.get("num_experts_per_tok", 0)
+    if experts is not None and chosen > experts:
+        problems.append(f"num_experts_per_tok is {chosen}, but there are {experts} experts")
+    return problems

@@ -1,0 +1,83 @@
+"""The kernels that take packed sequences as they are: flash-attn where it is installed, else
+torch's own. Both run on GPUs in half precision.
+
+T packed tokens, S sequences, Hq query heads, Hkv key and value heads, D head size.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from functools import cache
+
+import torch
+from torch import Tensor
+
+HALF = (torch.bfloat16, torch.float16)
+HEAD_MULTIPLE = 8
+MAX_HEAD_DIM = 256
+
+
+def fits(q: Tensor) -> bool:
+    """Whether a kernel takes these queries [T, Hq, D]."""
+    size = q.shape[-1]
+    return q.is_cuda and q.dtype in HALF and size % HEAD_MULTIPLE == 0 and size <= MAX_HEAD_DIM
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    scale: float,
+    window: int | None,
+) -> Tensor:
+    """Causal attention within each sequence, each token over itself and at most ``window`` - 1
+    tokens before it.
+
+    q [T, Hq, D]; k, v [T, Hkv, D]; cu_seqlens [S+1] int32. Returns [T, Hq, D].
+    """
+    seen = (-1 if window is None else window - 1, 0)
+    kernel = _flash_attn if _has_flash_attn() else _torch
+    return kernel(q, k, v, cu_seqlens, longest, scale, seen)
+
+
+@cache
+def _has_flash_attn() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None
+
+
+def _flash_attn(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu: Tensor,
+    longest: int,
+    scale: float,
+    seen: tuple[int, int],
+) -> Tensor:
+    kernel = importlib.import_module("flash_attn").flash_attn_varlen_func
+    out: Tensor = kernel(
+        q, k, v, cu, cu, longest, longest, softmax_scale=scale, causal=True, window_size=seen
+    )
+    return out
+
+
+def _torch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu: Tensor,
+    longest: int,
+    scale: float,
+    seen: tuple[int, int],
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    shared = q.shape[1] != k.shape[1]
+    out = varlen_attn(
+        q, k, v, cu, cu, longest, longest, scale=scale, window_size=seen, enable_gqa=shared
+    )
+    assert isinstance(out, Tensor)  # a tuple only where auxiliary outputs are asked for
+    return out

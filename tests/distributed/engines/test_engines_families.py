@@ -1,0 +1,244 @@
+"""Every family through the fsdp engine, and transformers' models in the built-in decoder's
+place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from slurmrl.checkpoint.export import export
+from slurmrl.checkpoint.manifest import write_manifest
+from slurmrl.checkpoint.pieces import RoleCheckpoint
+from slurmrl.models.build import build
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.decoder import Decoder
+from slurmrl.models.generate import GenerationOptions
+from slurmrl.models.hf import from_hf, to_hf
+from slurmrl.models.init import init_tensor
+from slurmrl.models.moe import SparseMLP, balance_loss
+from slurmrl.models.storage import file_form
+from tests.distributed.engines import cases
+from tests.distributed.engines.cases import ARCHITECTURE, Setup, batch, model
+from tests.pool import RankPool
+
+HERE = "tests.distributed.engines.cases"
+SPLIT = [[1, 5], [0, 2, 3, 4, 6, 7, 8, 9]]
+WINDOWED = {**ARCHITECTURE, "model_type": "mistral", "sliding_window": 4}
+MOE = {
+    **ARCHITECTURE,
+    "model_type": "qwen3_moe",
+    "num_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 14,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": WINDOWED,
+    "gemma": {**ARCHITECTURE, "model_type": "gemma"},
+    "mixtral": {**ARCHITECTURE, "model_type": "mixtral", "num_local_experts": 3},
+    "qwen3_moe": MOE,
+    "gpt2": {
+        "model_type": "gpt2",
+        "vocab_size": 33,
+        "n_embd": 20,
+        "n_layer": 3,
+        "n_head": 4,
+        "n_positions": 40,
+        "initializer_range": 0.2,
+    },
+}
+UNITS = {"root": {}, "layers": {"small_bytes": 0}}
+
+
+def plain_decoder(architecture: dict[str, Any]) -> Decoder:
+    config = ModelConfig.from_hf(architecture)
+    decoder = build(config)
+    with torch.no_grad():
+        for name, p in decoder.named_parameters():
+            p.copy_(init_tensor(name, tuple(p.shape), config, seed=7))
+    return decoder
+
+
+def plain_loss(decoder: Decoder) -> Tensor:
+    """The loss of the whole batch in one process."""
+    sample = batch()
+    ids, cu = sample.tensor("input_ids"), sample.cu_seqlens("input_ids")
+    logp, entropy = decoder.logprobs(decoder(ids, cu, max(cases.LENGTHS)), ids, cu, 1.0)
+    total, _ = cases.loss({"logp": logp, "entropy": entropy}, sample)
+    return total / cases.denominator(sample)
+
+
+def assert_gradients(checkpoint: Path, expected: dict[str, Tensor], bound: float = 2e-6) -> None:
+    """The first moments after one step are the gradients."""
+    saved = RoleCheckpoint(checkpoint, "actor")
+    assert {name for name, _ in saved.weights()} == set(expected)
+    whole = sum(g.double().square().sum().item() for g in expected.values()) ** 0.5
+    for name, gradient in expected.items():
+        found = torch.from_numpy(saved.read(f"exp_avg/{name}"))
+        allowed = max(bound * gradient.abs().max().item(), 1e-8 * whole)
+        assert (found - gradient).abs().max().item() <= allowed, name
+
+
+def gradients(decoder: Decoder) -> dict[str, Tensor]:
+    return {n: p.grad for n, p in decoder.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_of_every_family_are_those_of_one_process(
+    ranks: RankPool, tmp_path: Path, family: str, units: str
+) -> None:
+    settings = model(architecture=FAMILIES[family], max_tokens_per_microbatch=16)
+    setup = Setup(model=settings, options=UNITS[units], split=SPLIT)
+    results = ranks(2, f"{HERE}:train", setup, save=tmp_path)
+    decoder = plain_decoder(FAMILIES[family])
+    expected = plain_loss(decoder)
+    expected.backward()  # type: ignore[no-untyped-call]
+    assert results[0][0][0]["loss"] == pytest.approx(expected.item(), rel=2e-6)
+    assert_gradients(tmp_path, gradients(decoder))
+
+
+@pytest.mark.parametrize("family", ["gemma", "mixtral", "gpt2"])
+def test_an_export_is_what_the_decoder_writes(ranks: RankPool, tmp_path: Path, family: str) -> None:
+    setup = Setup(model=model(architecture=FAMILIES[family]), split=SPLIT)
+    results = ranks(2, f"{HERE}:train", setup, save=tmp_path)
+    files = [file for _, saved in results for file in saved]
+    write_manifest(tmp_path, step=1, files=files, state={})
+    values, storage = file_form(FAMILIES[family], "builtin", "lm")
+    folder = export(tmp_path, "actor", values, tmp_path / "export", storage=storage)
+    _, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    (tmp_path / "again").mkdir()
+    to_hf(from_hf(folder), tmp_path / "again")
+    name = "model.safetensors"
+    assert (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("mode", "units", "dtype"),
+    [
+        ("selective", "root", "float32"),
+        ("selective", "layers", "bfloat16"),
+        ("full", "layers", "float32"),
+    ],
+)
+def test_recomputation_changes_nothing(
+    ranks: RankPool, tmp_path: Path, mode: str, units: str, dtype: str
+) -> None:
+    found = []
+    for checkpointing in (False, mode):
+        settings = model(architecture=MOE, gradient_checkpointing=checkpointing, dtype=dtype)
+        setup = Setup(model=settings, options=UNITS[units], split=SPLIT)
+        folder = tmp_path / str(checkpointing)
+        folder.mkdir()
+        ranks(2, f"{HERE}:train", setup, save=folder)
+        saved = RoleCheckpoint(folder, "actor")
+        found.append({name: saved.read(f"exp_avg/{name}") for name, _ in saved.weights()})
+    for name, plain in found[0].items():
+        assert (plain == found[1][name]).all(), name
+
+
+def test_experts_are_balanced_where_the_config_asks_for_it(ranks: RankPool, tmp_path: Path) -> None:
+    """One micro-batch: its balancing loss is the mean over the layers, times the coefficient."""
+    architecture = {**MOE, "output_router_logits": True, "router_aux_loss_coef": 0.3}
+    setup = Setup(model=model(architecture=architecture), split=[list(range(10))])
+    ranks(1, f"{HERE}:train", setup, save=tmp_path)
+    decoder = plain_decoder(MOE)
+    found: list[Tensor] = []
+
+    def watch(block: SparseMLP, inputs: tuple[Tensor], _: Tensor) -> None:
+        probabilities = (inputs[0] @ block.gate.weight.t()).softmax(-1)
+        chosen = probabilities.topk(2).indices.flatten()
+        counts = torch.stack([(chosen == expert).sum() for expert in range(3)])
+        found.append(balance_loss(probabilities, counts))
+
+    for block in decoder.modules():
+        if isinstance(block, SparseMLP):
+            block.register_forward_hook(watch)
+    total = plain_loss(decoder) + 0.3 * sum(found, torch.zeros(())) / 3
+    assert len(found) == 3
+    total.backward()  # type: ignore[no-untyped-call]
+    assert_gradients(tmp_path, gradients(decoder), bound=1e-5)
+    share = balance_loss(torch.full((8, 4), 0.25), torch.full((4,), 4))
+    assert share.item() == pytest.approx(2.0)  # evenly spread: the experts of a token
+
+
+@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize("mode", ["off", "full"])
+def test_a_model_of_transformers_trains_like_the_builtin(
+    ranks: RankPool, tmp_path: Path, units: str, mode: str
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    to_hf(plain_decoder(WINDOWED), source)
+    stats = {}
+    for implementation in ("builtin", "hf"):
+        settings = model(
+            implementation=implementation,
+            gradient_checkpointing=mode,
+            max_tokens_per_microbatch=16,
+        )
+        setup = Setup(model=settings, options=UNITS[units], split=SPLIT, source=source)
+        folder = tmp_path / implementation
+        folder.mkdir()
+        results = ranks(2, f"{HERE}:train", setup, range(3), save=folder)
+        stats[implementation] = results[0][0]
+    for ours, theirs in zip(stats["builtin"], stats["hf"], strict=True):
+        assert theirs == pytest.approx(ours, rel=1e-4)
+    saved = [RoleCheckpoint(tmp_path / name, "actor") for name in stats]
+    for name, _ in saved[0].weights():
+        ours, theirs = saved[0].read(name), saved[1].read(f"inner.{name}")
+        assert abs(ours - theirs).max() < 1e-4, name
+
+
+def test_an_export_of_a_model_of_transformers_is_loaded(ranks: RankPool, tmp_path: Path) -> None:
+    architecture = {**MOE, "moe_intermediate_size": 16}  # a size that its kernels take
+    setup = Setup(model=model(architecture=architecture, implementation="hf"), split=SPLIT)
+    results = ranks(2, f"{HERE}:train", setup, save=tmp_path)
+    files = [file for _, saved in results for file in saved]
+    write_manifest(tmp_path, step=1, files=files, state={})
+    values, storage = file_form(architecture, "hf", "lm")
+    folder = export(tmp_path, "actor", values, tmp_path / "export", storage=storage)
+    loaded, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    saved = RoleCheckpoint(tmp_path, "actor")
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, torch.from_numpy(saved.read(f"inner.{name}"))), name
+
+
+@pytest.mark.parametrize("units", UNITS)
+def test_a_model_of_transformers_generates_like_the_builtin(
+    ranks: RankPool, tmp_path: Path, units: str
+) -> None:
+    """Ranks make different numbers of steps, before any other call."""
+    to_hf(plain_decoder(WINDOWED), tmp_path)
+    options = GenerationOptions(max_new_tokens=12, stop_token_ids=(3, 4, 5, 6))
+    found = []
+    for implementation in ("builtin", "hf"):
+        settings = model(implementation=implementation)
+        setup = Setup(model=settings, options=UNITS[units], split=SPLIT, source=tmp_path)
+        results = ranks(2, f"{HERE}:completions", setup, options)
+        found.append({name: rows for result in results for name, rows in result.items()})
+    assert found[0].keys() == found[1].keys()
+    for name, rows in found[0].items():
+        for (ours, our_logp), (theirs, their_logp) in zip(rows, found[1][name], strict=True):
+            assert ours == theirs
+            assert our_logp == pytest.approx(their_logp, abs=1e-4)
+
+
+def test_a_critic_of_transformers_starts_at_zero_and_learns(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    settings = model(architecture=FAMILIES["gemma"], implementation="hf")
+    setup = Setup(model=settings, head="value", split=SPLIT)
+    results = ranks(2, f"{HERE}:train", setup, range(2))
+    first, second = results[0][0]
+    returns = batch().tensor("returns").square().sum().item()
+    assert first["error"] == pytest.approx(returns, rel=1e-6)
+    assert second["error"] != first["error"]

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slurmrl.errors import UsageError
+from slurmrl.models.config import Head
+from slurmrl.models.generate import GenerationOptions, generate
+from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_model import HFModel
+
+SIZES = {"vocab_size": 37, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+GEMMA2 = {
+    **SIZES,
+    "model_type": "gemma2",
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "sliding_window": 6,
+    "initializer_range": 0.3,
+    "attention_dropout": 0.5,
+}
+FALCON = {
+    **SIZES,
+    "model_type": "falcon",
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "initializer_range": 0.3,
+}
+LENGTHS = (5, 1, 9, 12)
+
+
+def made(
+    values: dict[str, Any], head: Head = "lm", source: Path | None = None, seed: int = 3
+) -> HFModel:
+    config = HFConfig.from_hf(values)
+    return HFModel(config, head, source=source, seed=seed, dtype=torch.float32)
+
+
+def packed() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 37, (sum(LENGTHS),), generator=generator)
+    cu = torch.nn.functional.pad(torch.tensor(LENGTHS).cumsum(0), (1, 0)).to(torch.int32)
+    return ids, cu
+
+
+@pytest.mark.parametrize("values", [GEMMA2, FALCON], ids=["gemma2", "falcon"])
+def test_outputs_are_those_of_each_sequence_alone(values: dict[str, Any]) -> None:
+    model = made(values)
+    ids, cu = packed()
+    features = model(ids, cu, max(LENGTHS))
+    logp, entropy = model.logprobs(features, ids, cu, temperature=0.7)
+    for sequence, found, spread in zip(
+        ids.split(LENGTHS), logp.split(LENGTHS), entropy.split(LENGTHS), strict=True
+    ):
+        assert found[0] == spread[0] == 0
+        if len(sequence) == 1:
+            continue
+        logits = model.inner(sequence[None]).logits[0].double() / 0.7
+        exact = torch.distributions.Categorical(logits=logits[:-1])
+        assert torch.allclose(found[1:].double(), exact.log_prob(sequence[1:]), atol=1e-5)
+        assert torch.allclose(spread[1:].double(), exact.entropy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("values", [GEMMA2, FALCON], ids=["gemma2", "falcon"])
+def test_generated_logprobs_are_those_of_the_training_forward(values: dict[str, Any]) -> None:
+    model = made(values)
+    ids, cu = packed()
+    options = GenerationOptions(max_new_tokens=14, temperature=0.8, stop_token_ids=(3, 4, 5, 6))
+    keys = torch.arange(len(LENGTHS))
+    output = generate(model, ids, cu, options, seed=1, step=2, keys=keys)
+    lengths = output.lengths
+    assert len(set(lengths - torch.tensor(LENGTHS))) > 1  # some rows left the batch
+    whole = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    features = model(output.tokens, whole, int(lengths.max()))
+    logp, _ = model.logprobs(features, output.tokens, whole, temperature=0.8)
+    new = output.logprobs != 0
+    assert new.sum() == (lengths - output.prompt_lengths).sum()
+    assert (logp - output.logprobs)[new].abs().max() < 1e-4
+
+
+def test_a_new_value_model_gives_zeros_and_learns() -> None:
+    model = made(FALCON, "value")
+    ids, cu = packed()
+    features = model(ids, cu, max(LENGTHS))
+    values = model.values(features)
+    assert values.shape == ids.shape
+    assert not values.any()
+    (values - 1).square().sum().backward()
+    assert model.inner.score.weight.grad.any()
+
+
+def test_weights_follow_from_the_seed_or_the_folder(tmp_path: Path) -> None:
+    torch.manual_seed(8)
+    before = torch.get_rng_state()
+    first, again, other = made(GEMMA2), made(GEMMA2), made(GEMMA2, seed=4)
+    assert torch.equal(before, torch.get_rng_state())
+    name = "inner.model.layers.0.mlp.up_proj.weight"
+    assert torch.equal(first.get_parameter(name), again.get_parameter(name))
+    assert not torch.equal(first.get_parameter(name), other.get_parameter(name))
+    first.inner.save_pretrained(tmp_path)
+    read = made(GEMMA2, source=tmp_path, seed=4)
+    assert torch.equal(first.get_parameter(name), read.get_parameter(name))
+    assert read.inner.config.attention_dropout == 0.0
+
+
+def test_recomputation_changes_no_gradient() -> None:
+    gradients = []
+    for mode in ("off", "full"):
+        model = made(GEMMA2)
+        model.use(mode)  # type: ignore[arg-type]
+        model(*packed(), max(LENGTHS)).square().sum().backward()
+        gradients.append([p.grad for p in model.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert torch.equal(plain, recomputed)
+    with pytest.raises(UsageError, match="all of a layer or nothing"):
+        model.use("selective")
+
+
+def test_layers_are_found_for_sharding() -> None:
+    model = made(GEMMA2)
+    assert [type(layer).__name__ for layer in model.layers] == ["Gemma2DecoderLayer"] * 2
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"hidden_size": 3}, "'model_type' is None, must name a family"),
+        ({**GEMMA2, "model_type": "gemmatwo"}, "transformers cannot make a gemmatwo model"),
+        ({**GEMMA2, "model_type": "t5"}, "transformers cannot make a t5 model"),
+    ],
+)
+def test_what_cannot_be_made_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        made(values)
+
+
+def test_the_builtin_decoder_agrees(pair: Callable[..., Any], tmp_path: Path) -> None:
+    decoder, reference = pair("qwen3")
+    model = made(reference.config.to_dict(), source=tmp_path / "qwen3")
+    ids, cu = packed()
+    ours = decoder.logprobs(decoder(ids, cu, max(LENGTHS)), ids, cu, 1.0)
+    theirs = model.logprobs(model(ids, cu, max(LENGTHS)), ids, cu, 1.0)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert (mine - other).abs().max() < 1e-5

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from slurmrl.ops.experts import grouped_linear
+
+
+@pytest.mark.parametrize("counts", [(3, 0, 2), (0, 0, 7), (1, 1, 1), (0, 0, 0)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(8, 12), (5, 7)], ids=["kernel", "loop"])
+def test_each_token_meets_its_experts_matrix(
+    counts: tuple[int, ...], inputs: int, outputs: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(counts)
+    x = torch.randn(tokens, inputs, generator=generator, requires_grad=True)
+    weight = torch.randn(3, outputs, inputs, generator=generator, requires_grad=True)
+    mix = torch.randn(tokens, outputs, generator=generator)
+    out = grouped_linear(x, weight, torch.tensor(counts))
+    (out * mix).sum().backward()
+    expert = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
+    wide, matrices = (t.detach().double().requires_grad_() for t in (x, weight))
+    exact = torch.einsum("ti,toi->to", wide, matrices[expert])
+    (exact * mix).sum().backward()
+    for ours, expected in ((out, exact), (x.grad, wide.grad), (weight.grad, matrices.grad)):
+        assert ours is not None
+        assert expected is not None
+        assert torch.allclose(ours.double(), expected, atol=1e-5)
