@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slurmrl.checkpoint.pieces import RoleCheckpoint
+from slurmrl.checkpoint.stored import Storage, by_name, file_entries
 from slurmrl.checkpoint.tensors import Entry, write_tensors
 from slurmrl.errors import CheckpointError, EnvironmentFailure
 from slurmrl.fsio.calls import REAL, SystemCalls
@@ -29,7 +29,7 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-SHARD_BYTES = 5 * 10**9
+SHARD_BYTES = 50 * 10**9
 """Size at which transformers starts a new file."""
 Shard = list[Entry]
 
@@ -42,21 +42,24 @@ def export(
     *,
     tokenizer: Path | None = None,
     generation: Mapping[str, Any] | None = None,
+    storage: Storage = by_name,
     shard_bytes: int = SHARD_BYTES,
     calls: SystemCalls = REAL,
 ) -> Path:
     """Write ``role`` of a checkpoint directory as a folder that transformers loads.
 
     ``config`` is the object for config.json and ``generation`` overrides what
-    generation_config.json takes from it. The folder is written under a temporary name and then
-    renamed, so it is whole or not there; an older one is replaced. Weights keep the type they
-    are stored in, one tensor is in memory at a time.
+    generation_config.json takes from it; ``storage`` says how the files hold the parameters. The
+    folder is written under a temporary name and then renamed, so it is whole or not there; an
+    older one is replaced. Weights keep the type they are stored in, one tensor is in memory at
+    a time.
     """
     weights = RoleCheckpoint(checkpoint, role)
     temporary = temporary_beside(target)
     try:
         calls.mkdir(temporary)
-        _write_weights(temporary, weights, shard_bytes, calls)
+        entries = file_entries(weights.weights(), weights.read, storage)
+        write_weights(temporary, entries, shard_bytes=shard_bytes, calls=calls)
         dtype = _dtype(weights)
         _write_json(temporary / "config.json", {**config, "dtype": dtype}, calls)
         values = {**_generation(config), **(generation or {})}
@@ -74,10 +77,14 @@ def export(
     return target
 
 
-def _write_weights(
-    folder: Path, weights: RoleCheckpoint, shard_bytes: int, calls: SystemCalls
+def write_weights(
+    folder: Path,
+    entries: Sequence[Entry],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    calls: SystemCalls = REAL,
 ) -> None:
-    entries = [Entry(name, spec, partial(weights.read, name)) for name, spec in weights.weights()]
+    """The weight files of a model folder, as ``save_pretrained`` of transformers writes them."""
     shards = _shards(entries, shard_bytes)
     names = _shard_names(len(shards))
     for name, shard in zip(names, shards, strict=True):

@@ -5,21 +5,31 @@ A checkpoint exists once the history names it, which happens after its manifest 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from slurmrl.checkpoint.tensors import SavedFile, checksum
-from slurmrl.errors import CheckpointError, CorruptFileError
+from slurmrl.errors import (
+    CheckpointError,
+    CorruptFileError,
+    DamagedCheckpointError,
+    EnvironmentFailure,
+)
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.failures import cause, explain
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
 VERSION = 1
+UNREADABLE = (errno.EIO, errno.EISDIR)
+"""Errors of a file itself. Others (ESTALE, EACCES, …) tell nothing about what was written."""
 
 
 @dataclass(frozen=True)
@@ -53,46 +63,70 @@ def write_manifest(
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Raises CheckpointError where it is missing or not ours."""
-    values = _read(directory / MANIFEST)
+    """Raises DamagedCheckpointError where it is missing or not whole, CheckpointError where another
+    version of this program wrote it."""
+    path = directory / MANIFEST
+    values = _read(path)
     try:
         if values["version"] != VERSION:
             raise CheckpointError(
-                f"{directory / MANIFEST} has version {values['version']}, this program reads "
-                f"{VERSION}"
+                f"{path} has version {values['version']}, this program reads {VERSION}"
             )
         return Manifest(values["step"], tuple(SavedFile(**file) for file in values["files"]))
     except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{directory / MANIFEST} is not a manifest: {error!r}") from error
+        raise DamagedCheckpointError(
+            f"{path} is not a manifest: {error!r}", directory.name
+        ) from error
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """The state that ``write_manifest`` was given."""
+    """The state that ``write_manifest`` was given. Raises DamagedCheckpointError."""
     return _read(directory / STATE)
 
 
 def verify(directory: Path, *, checksums: bool = True) -> Manifest:
-    """Check every file's size and, unless told not to, its checksum.
+    """Check every file's size and, unless told not to, its checksum (that of the state always).
 
-    Raises CheckpointError with everything that is wrong.
+    Raises DamagedCheckpointError with everything that is wrong.
     """
     manifest = read_manifest(directory)
-    found = (_problem(directory, file, checksums) for file in manifest.files)
-    problems = [problem for problem in found if problem]
-    if problems:
-        raise CheckpointError(f"checkpoint {directory}: " + "; ".join(problems))
+    _check(directory, manifest.files, checksums)
     return manifest
 
 
+def verify_share(directory: Path, rank: int, ranks: int) -> None:
+    """Check one of ``ranks`` equal shares of the files: together the ranks read each file once.
+
+    Raises DamagedCheckpointError.
+    """
+    _check(directory, read_manifest(directory).files[rank::ranks], True)
+
+
+def _check(directory: Path, files: Iterable[SavedFile], checksums: bool) -> None:
+    found = (_problem(directory, file, checksums or file.name == STATE) for file in files)
+    problems = [problem for problem in found if problem]
+    if problems:
+        raise DamagedCheckpointError(
+            f"checkpoint {directory}: " + "; ".join(problems), directory.name
+        )
+
+
 def _problem(directory: Path, file: SavedFile, checksums: bool) -> str:
+    """Opened before it is judged: NFS looks at a file's size anew then."""
     path = directory / file.name
-    if not path.is_file():
+    try:
+        with path.open("rb") as opened:
+            size = os.fstat(opened.fileno()).st_size
+            if size != file.size:
+                return f"{file.name} has {size} bytes instead of {file.size}"
+            if checksums and checksum(opened) != file.checksum:
+                return f"{file.name} has another checksum"
+    except FileNotFoundError:
         return f"{file.name} is missing"
-    size = path.stat().st_size
-    if size != file.size:
-        return f"{file.name} has {size} bytes instead of {file.size}"
-    if checksums and checksum(path) != file.checksum:
-        return f"{file.name} has another checksum"
+    except OSError as error:
+        if error.errno not in UNREADABLE:
+            raise explain(error, "read", path) from error
+        return f"{file.name} cannot be read: {error.strerror}"
     return ""
 
 
@@ -104,6 +138,10 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return documents.read(path)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} does not exist") from error
+        raise DamagedCheckpointError(f"{path} does not exist", path.parent.name) from error
     except CorruptFileError as error:
-        raise CheckpointError(str(error)) from error
+        raise DamagedCheckpointError(str(error), path.parent.name) from error
+    except EnvironmentFailure as error:
+        if cause(error) not in UNREADABLE:
+            raise
+        raise DamagedCheckpointError(str(error), path.parent.name) from error

@@ -9,7 +9,7 @@ random state) may stand beside them.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,12 +80,20 @@ def file_name(role: str, rank: int) -> str:
     return f"{role}.{rank}.safetensors"
 
 
-def write_part(
-    directory: Path, part: Part, arrays: Iterable[Entry], *, calls: SystemCalls = REAL
-) -> SavedFile:
-    """Write one rank's file, durably."""
-    path = directory / file_name(part.role, part.rank)
-    return write_tensors(path, arrays, {KEY: part.to_json()}, calls=calls)
+@dataclass(frozen=True)
+class Snapshot:
+    """One rank's part of a role, ready to be written by any thread."""
+
+    part: Part
+    arrays: tuple[Entry, ...]
+
+    def path(self, directory: Path) -> Path:
+        return directory / file_name(self.part.role, self.part.rank)
+
+    def write(self, directory: Path, *, calls: SystemCalls = REAL) -> SavedFile:
+        """Write the rank's file, durably. Raises EnvironmentFailure."""
+        metadata = {KEY: self.part.to_json()}
+        return write_tensors(self.path(directory), self.arrays, metadata, calls=calls)
 
 
 class RoleCheckpoint:

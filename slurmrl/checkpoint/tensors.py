@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from io import BufferedIOBase
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -94,10 +95,9 @@ def write_tensors(
     return SavedFile(path.name, size, f"sha256:{digest.hexdigest()}")
 
 
-def checksum(path: Path) -> str:
-    """``sha256:…`` of a file's bytes."""
-    with path.open("rb") as file:
-        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+def checksum(file: BufferedIOBase) -> str:
+    """``sha256:…`` of a file's bytes, from where it stands."""
+    return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
 class TensorFile:

@@ -167,6 +167,18 @@ def make_private_directory(path: Path, *, calls: SystemCalls = REAL) -> None:
     Raises EnvironmentFailure.
     """
     try:
+        _make_one(path, calls)
+    except FileNotFoundError:
+        make_private_directory(path.parent, calls=calls)
+        try:
+            _make_one(path, calls)
+        except FileNotFoundError as error:  # what automounters say about a name they do not know
+            raise explain(error, "make directory", path) from error
+
+
+def _make_one(path: Path, calls: SystemCalls) -> None:
+    """Raises FileNotFoundError where its parent is missing, EnvironmentFailure otherwise."""
+    try:
         calls.mkdir(path, DIRECTORY_MODE)
         mode = S_IMODE(calls.stat(path).st_mode)
         if mode & 0o777 != DIRECTORY_MODE:
@@ -176,8 +188,7 @@ def make_private_directory(path: Path, *, calls: SystemCalls = REAL) -> None:
         if not path.is_dir():
             raise EnvironmentFailure(f"{path} is in the way: not a directory") from error
     except FileNotFoundError:
-        make_private_directory(path.parent, calls=calls)
-        make_private_directory(path, calls=calls)
+        raise
     except OSError as error:
         raise explain(error, "make directory", path) from error
 

@@ -29,6 +29,16 @@ ESTALE, ETIMEDOUT, but also EEXIST and ENOENT: a server repeats a request whose 
 it may have, so the outcome has to be looked up."""
 
 
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+"""Errors that removing files helps against."""
+
+
+def cause(failure: EnvironmentFailure) -> int:
+    """The error number that `explain` was given; 0 for a failure of another kind."""
+    error = failure.__cause__
+    return (error.errno or 0) if isinstance(error, OSError) else 0
+
+
 def explain(error: OSError, action: str, path: Path) -> EnvironmentFailure:
     """What to raise for an OSError that nobody expects: the action, the path and the reason."""
     reason = os.strerror(error.errno) if error.errno else str(error)

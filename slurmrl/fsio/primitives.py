@@ -69,6 +69,6 @@ def write_new(path: Path, data: bytes, durable: bool, calls: SystemCalls) -> Non
 
 
 def discard(path: Path, calls: SystemCalls) -> None:
-    """Try to remove a temporary file; one that stays is swept later."""
+    """Try to remove a file that means nothing; one that stays is swept later."""
     with suppress(OSError):
         calls.unlink(path)

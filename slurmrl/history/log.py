@@ -39,6 +39,8 @@ class History:
         self._calls = calls
         self._clock = clock
         self._records: list[Record] = []
+        self._single: dict[int, Record] = {}
+        """Those that `record` has read."""
         self._listed_once = False
         """The directory was there, so its absence is a failure and no empty history."""
 
@@ -60,6 +62,28 @@ class History:
         raise CorruptFileError(
             f"{self._directory}: slot {len(self._records)} is missing, slot {least - 1} was made"
         )
+
+    def count(self) -> int:
+        """How many records there are, without reading them."""
+        count = self._listed()
+        while self._look_at(count):  # made since the listing, or hidden from it
+            count += 1
+        return count
+
+    def record(self, slot: int) -> Record:
+        """One of the first `count` records. Raises as `read`."""
+        for pause_s in HIDDEN_PAUSES_S:
+            if pause_s:
+                self._calls.sleep(pause_s)
+                self._listed()
+            if self._look_at(slot):
+                return self._single[slot]
+        raise CorruptFileError(f"{self._directory}: slot {slot} is missing, a later one was made")
+
+    def _look_at(self, slot: int) -> bool:
+        if slot not in self._single and (record := self._read_slot(slot)) is not None:
+            self._single[slot] = record
+        return slot in self._single
 
     def append(self, kind: Kind, incarnation: int, data: dict[str, Any], *, after: int) -> Record:
         """Win slot ``after + 1``; ``after`` is the last slot that the caller has read (-1: none).
@@ -92,5 +116,5 @@ class History:
                 raise explain(error, "list", self._directory) from error
             return 0
         self._listed_once = True
-        slots = (int(name) for name in names if len(name) >= SLOT_DIGITS and name.isdecimal())
-        return max(slots, default=-1) + 1
+        long = filter(str.isdecimal, [name for name in names if len(name) >= SLOT_DIGITS])
+        return max(map(int, long), default=-1) + 1

@@ -12,11 +12,13 @@ from slurmrl.errors import CorruptFileError
 
 class Kind(StrEnum):
     BEGIN = "begin"
-    """An incarnation begins."""
+    """An incarnation begins: ``base``, the directory of the commit that it goes on from, or null;
+    where it is left out, the newest."""
     COMMIT = "commit"
     """A checkpoint exists from here on: ``step``, ``directory``."""
     DELETE = "delete"
-    """A commit is gone; its files may be removed after this: ``step``, ``directory``."""
+    """A commit is gone; its files may be removed after this: ``step``, ``directory``, and the
+    ``reason`` if it was found damaged."""
     EXPORT = "export"
     """A model was exported: ``step``, ``directory``."""
     FINISHED = "finished"

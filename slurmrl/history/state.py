@@ -42,6 +42,8 @@ class TrialState:
     """The newest of them: where the next incarnation goes on."""
     end: Record | None = None
     """The end of the trial, unless it was resumed since."""
+    base: str | None = None
+    """Directory of the commit that the newest incarnation goes on from; None: it starts anew."""
     begins_without_commit: int = 0
     """Incarnations begun since the last commit or resume."""
     exports: tuple[Export, ...] = ()
@@ -77,17 +79,20 @@ def _apply(record: Record, fields: dict[str, Any], commits: dict[str, Commit]) -
     begins = fields.get("begins_without_commit", 0)
     if record.kind is Kind.BEGIN:
         fields.update(
-            begins_without_commit=begins + 1, begin_data=record.data, begin_slot=record.slot
+            begins_without_commit=begins + 1,
+            begin_data=record.data,
+            begin_slot=record.slot,
+            base=record.data.get("base", next(reversed(commits), None)),
         )
     elif record.kind is Kind.COMMIT:
-        step, directory = _place(record)
+        step, directory = place(record)
         commits.pop(directory, None)
         commits[directory] = Commit(step, directory, record.incarnation, record.data)
         fields.update(begins_without_commit=0)
     elif record.kind is Kind.DELETE:
-        commits.pop(_place(record)[1], None)
+        commits.pop(place(record)[1], None)
     elif record.kind is Kind.EXPORT:
-        export = Export(*_place(record), record.incarnation)
+        export = Export(*place(record), record.incarnation)
         fields.update(exports=(*fields.get("exports", ()), export))
     elif record.kind is Kind.RESUME:
         fields.update(end=None, begins_without_commit=0)
@@ -95,7 +100,7 @@ def _apply(record: Record, fields: dict[str, Any], commits: dict[str, Commit]) -
         fields.update(end=record, ended_slot=record.slot)
 
 
-def _place(record: Record) -> tuple[int, str]:
+def place(record: Record) -> tuple[int, str]:
     """The step and the directory in a record's data."""
     step, directory = record.data.get("step"), record.data.get("directory")
     if type(step) is not int or not isinstance(directory, str) or not _is_name(directory):

@@ -56,10 +56,11 @@ class IncarnationWriter:
 
 def begin(
     history: History,
-    data: dict[str, Any],
+    data: dict[str, Any] | Callable[[TrialState], dict[str, Any]],
     judge: Callable[[list[Record]], dict[str, Any] | None] = lambda records: None,
 ) -> IncarnationWriter:
-    """Begin a new incarnation. Raises TrialEndedError if the trial has ended.
+    """Begin a new incarnation; ``data`` may follow from the state that it begins on. Raises
+    TrialEndedError if the trial has ended.
 
     ``judge`` sees all records before ours; what it returns is why there shall be no other
     incarnation: then the trial ends as failed with that, and TrialEndedError is raised. Nothing
@@ -72,7 +73,7 @@ def begin(
         verdict = judge(records)
         if verdict is not None:
             return Kind.FAILED, state.incarnation, verdict
-        return Kind.BEGIN, state.incarnation + 1, data
+        return Kind.BEGIN, state.incarnation + 1, data(state) if callable(data) else data
 
     record = _win(history, next_record)
     if record.kind is Kind.FAILED:

@@ -1,62 +1,216 @@
-"""Commits: checkpoint files, manifest, then the history slot; and the cleaning up of old ones."""
+"""Commits: the ranks' files, the manifest, then the history slot; and the deletion of old ones.
+
+A checkpoint is started, and looked after while the ranks train on. It exists once the history
+names it, and has failed when its directory is gone again; either is told by an `Outcome`.
+"""
 
 from __future__ import annotations
 
 import shutil
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slurmrl import log
+from slurmrl.backoff import Backoff
 from slurmrl.checkpoint.manifest import write_manifest
+from slurmrl.checkpoint.retention import kept_by
+from slurmrl.config.schema.frequency import Checkpoint
+from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.atomic import make_private_directory
+from slurmrl.fsio.failures import DEFINITE, FULL, cause
 from slurmrl.history.record import Kind
 from slurmrl.history.state import Commit
 from slurmrl.history.writer import IncarnationWriter
 from slurmrl.paths import RunPaths
 from slurmrl.workers import messages
 from slurmrl.workers.master.workforce import Workforce
+from slurmrl.workers.messages import Message
+from slurmrl.workers.patience import RETRY_S, patiently
 
 logger = log.get(__name__)
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """How a checkpoint ended."""
+
+    step: int
+    seconds: float
+    """From its start to its end."""
+    stall_s: float
+    """In which training waited for it: ranks that copied, and the master where it could not go on.
+    (Not: its file operations while the ranks had work to do.)"""
+    error: str | None = None
+    """Why it failed; None: it is committed."""
+
+
+@dataclass
+class Writing:
+    """The checkpoint that the ranks are at."""
+
+    step: int
+    directory: Path
+    state: dict[str, Any]
+    number: int
+    """Of its SAVE."""
+    began: float
+    asynchronous: bool
+    stall_s: float = 0.0
+
+
 class Committer:
+    """One checkpoint at a time. ``sync`` puts on disk what must not be behind a commit."""
+
     def __init__(
         self,
         paths: RunPaths,
         writer: IncarnationWriter,
         workforce: Workforce,
         commits: tuple[Commit, ...],
-        keep_last: int,
+        settings: Checkpoint,
         timeout_s: float,
+        sync: Callable[[], None] = lambda: None,
     ) -> None:
         self.paths = paths
         self.writer = writer
         self.workforce = workforce
         self.commits = list(commits)
-        self.keep_last = keep_last
+        self.settings = settings
         self.timeout_s = timeout_s
+        self._sync = sync
+        self._writing: Writing | None = None
 
     @property
     def last_step(self) -> int | None:
         return self.commits[-1].step if self.commits else None
 
-    def commit(self, step: int, state: dict[str, Any]) -> None:
-        """Write a checkpoint of ``step`` and make it exist by naming it in the history."""
+    # -- one checkpoint ----------------------------------------------------------------------
+
+    def start(self, step: int, state: dict[str, Any], *, asynchronous: bool) -> Outcome | None:
+        """Tell the ranks to save ``step``; the one before must be over (`wait`). The outcome if
+        it cannot even be started."""
+        assert self._writing is None, "one checkpoint at a time"
+        began = time.monotonic()
         directory = self.paths.checkpoint(step, self.writer.incarnation)
-        make_private_directory(directory)
-        (number,) = self.workforce.post(
-            {"type": messages.SAVE, "step": step, "directory": directory.name}
-        )
-        answers = self.workforce.collect(number, f"saving step {step}", self.timeout_s)
+        save = {"type": messages.SAVE, "step": step, "directory": directory.name}
+        writing = Writing(step, directory, deepcopy(state), -1, began, asynchronous)
+        try:
+            make_private_directory(directory)
+        except EnvironmentFailure as error:
+            return self._give_up(writing, str(error), full=cause(error) in FULL)
+        (writing.number,) = self.workforce.post({**save, "asynchronous": asynchronous})
+        writing.stall_s = time.monotonic() - began
+        self._writing = writing
+        return None
+
+    def poll(self) -> Outcome | None:
+        """Commit once all ranks have saved; None before that, and if there is nothing to do."""
+        if self._writing is None:
+            return None
+        answers = self.workforce.saved(self._writing.number)
+        if answers is None:
+            return None
+        writing, self._writing = self._writing, None
+        if writing.asynchronous:
+            writing.stall_s += max(answer["seconds"] for answer in answers.values())
+        return self._finish(writing, answers)
+
+    def wait(self) -> Outcome | None:
+        """Until the checkpoint that is being written is over; None if there is none. Raises
+        WaitTimeoutError, StaleIncarnationError, TrialEndedError."""
+        writing = self._writing
+        if writing is None:
+            return None
+        began = time.monotonic()
+        what = f"saving step {writing.step}"
+        self.workforce.wait_saved(writing.number, what, self.timeout_s)
+        writing.stall_s += time.monotonic() - began
+        return self.poll()
+
+    def _finish(self, writing: Writing, answers: dict[int, Message]) -> Outcome:
+        failed = [rank for rank in sorted(answers) if "error" in answers[rank]]
+        if failed:
+            reason = f"rank {failed[0]}: {answers[failed[0]]['error']}"
+            return self._give_up(writing, reason, full=any(answers[r]["full"] for r in failed))
         files = [file for rank in sorted(answers) for file in answers[rank]["files"]]
-        write_manifest(directory, step=step, files=files, state=state)
-        record = self.writer.append(Kind.COMMIT, {"step": step, "directory": directory.name})
-        self.commits.append(Commit(step, directory.name, record.incarnation, record.data))
-        logger.info("committed step %d", step)
+        try:
+            self._sync()
+            write_manifest(writing.directory, step=writing.step, files=files, state=writing.state)
+        except EnvironmentFailure as error:
+            return self._give_up(writing, str(error), full=cause(error) in FULL)
+        return self._name(writing)
+
+    def _name(self, writing: Writing) -> Outcome:
+        """Win the slot. Where it is not clear whether it was won, the directory must stay: try
+        on. (A second record of the same commit would say nothing new.)"""
+        directory = writing.directory.name
+        backoff = Backoff(*RETRY_S)
+        while True:
+            try:
+                record = self.writer.append(
+                    Kind.COMMIT, {"step": writing.step, "directory": directory}
+                )
+                return self._committed(
+                    writing, Commit(writing.step, directory, record.incarnation, record.data)
+                )
+            except EnvironmentFailure as error:
+                logger.warning("cannot commit step %d: %s", writing.step, error)
+                state = patiently("read the history", self.writer.check)
+                found = [commit for commit in state.commits if commit.directory == directory]
+                if found:
+                    return self._committed(writing, found[0])
+                if cause(error) in DEFINITE:
+                    return self._give_up(writing, str(error), full=cause(error) in FULL)
+            backoff.sleep()
+
+    def _committed(self, writing: Writing, commit: Commit) -> Outcome:
+        self.commits.append(commit)
+        logger.info("committed step %d", commit.step)
         self._delete_old()
+        return self._outcome(writing)
+
+    def _give_up(self, writing: Writing, reason: str, *, full: bool) -> Outcome:
+        """The files go at once: where a disk is full they are in everybody's way."""
+        logger.warning("no checkpoint of step %d: %s", writing.step, reason)
+        shutil.rmtree(writing.directory, ignore_errors=True)
+        if full:
+            self._make_room()
+        return self._outcome(writing, reason)
+
+    def _outcome(self, writing: Writing, error: str | None = None) -> Outcome:
+        """Waiting and copying may have been at the same time."""
+        seconds = time.monotonic() - writing.began
+        return Outcome(writing.step, seconds, min(writing.stall_s, seconds), error)
+
+    # -- old ones ----------------------------------------------------------------------------
 
     def _delete_old(self) -> None:
-        """Drop commits beyond the newest ``keep_last``: first from the history, then from disk."""
-        while len(self.commits) > self.keep_last:
-            old = self.commits.pop(0)
-            self.writer.append(Kind.DELETE, {"step": old.step, "directory": old.directory})
-            shutil.rmtree(self.paths.checkpoints / old.directory, ignore_errors=True)
+        for commit in self._kept_by_nothing(self.settings.keep_last):
+            self._delete(commit)
+
+    def _make_room(self) -> None:
+        """On a full disk one commit is enough: give up the oldest of those that would go with
+        time, so that the next try may fit; and what was kept of damaged ones."""
+        for damaged in self.paths.damaged_checkpoints():
+            shutil.rmtree(damaged, ignore_errors=True)
+        for commit in self._kept_by_nothing(1)[:1]:
+            logger.warning("the disk is full: step %d is given up", commit.step)
+            self._delete(commit)
+
+    def _kept_by_nothing(self, keep_last: int) -> list[Commit]:
+        reasons = kept_by(self.commits, keep_last, self.settings.keep_every_steps)
+        return [commit for commit in self.commits if not reasons[commit.directory]]
+
+    def _delete(self, commit: Commit) -> None:
+        """First from the history, then from disk. Left for the next time where it fails."""
+        try:
+            self.writer.append(Kind.DELETE, {"step": commit.step, "directory": commit.directory})
+        except EnvironmentFailure as error:
+            logger.warning("cannot delete step %d: %s", commit.step, error)
+            return
+        self.commits.remove(commit)
+        shutil.rmtree(self.paths.checkpoints / commit.directory, ignore_errors=True)

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from slurmrl.checkpoint.export import export
-from slurmrl.checkpoint.pieces import Part, RoleCheckpoint, write_part
+from slurmrl.checkpoint.pieces import Part, RoleCheckpoint, Snapshot
 from slurmrl.checkpoint.tensors import Entry
 from slurmrl.errors import CheckpointError, EnvironmentFailure
 from slurmrl.fsio.calls import SystemCalls
@@ -43,7 +43,7 @@ def write_checkpoint(directory: Path, dtype: str, ranks: int) -> dict[str, np.nd
             pieces.append(Piece.contiguous(name, box))
             entries.append(Entry(name, TensorSpec(box.size, dtype), lambda v=values: v))
         part = Part("actor", rank, ranks, 4, tensors, tuple(pieces))
-        write_part(directory, part, entries)
+        Snapshot(part, tuple(entries)).write(directory)
     return whole
 
 

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
-from slurmrl.checkpoint.manifest import read_manifest, read_state, verify, write_manifest
+from slurmrl.checkpoint.manifest import (
+    read_manifest,
+    read_state,
+    verify,
+    verify_share,
+    write_manifest,
+)
 from slurmrl.checkpoint.tensors import checksum
-from slurmrl.errors import CheckpointError
+from slurmrl.errors import CheckpointError, DamagedCheckpointError, EnvironmentFailure
 from slurmrl.fsio.calls import SystemCalls
 
 STATE = {"cursor": [1, 20], "kl_coef": 0.1}
@@ -40,7 +49,8 @@ def checkpoint(tmp_path: Path) -> Path:
     for name in ("actor.0.safetensors", "actor.1.safetensors"):
         (directory / name).write_bytes(name.encode() * 3)
         path = directory / name
-        files.append({"name": name, "size": path.stat().st_size, "checksum": checksum(path)})
+        with path.open("rb") as file:
+            files.append({"name": name, "size": path.stat().st_size, "checksum": checksum(file)})
     write_manifest(directory, step=7, files=files, state=STATE)
     return directory
 
@@ -78,17 +88,62 @@ def test_everything_wrong_is_named_at_once(checkpoint: Path) -> None:
 
 
 def test_sizes_alone_can_be_checked(checkpoint: Path) -> None:
+    """But for the state's: it is small, and a master goes on from it."""
+    path = checkpoint / "actor.0.safetensors"
+    path.write_bytes(path.read_bytes()[::-1])
+    assert verify(checkpoint, checksums=False).step == 7
     text = (checkpoint / "state.json").read_text()
     (checkpoint / "state.json").write_text(text.replace("20", "21"))
-    assert verify(checkpoint, checksums=False).step == 7
+    with pytest.raises(DamagedCheckpointError, match=r"state\.json has another checksum"):
+        verify(checkpoint, checksums=False)
+
+
+def test_shares_of_all_ranks_are_the_whole(checkpoint: Path) -> None:
+    for ranks in (1, 2, 3, 5):
+        for rank in range(ranks):
+            verify_share(checkpoint, rank, ranks)
+    path = checkpoint / "actor.1.safetensors"
+    path.write_bytes(path.read_bytes()[::-1])
+    for ranks in (1, 2, 3, 5):
+        found = []
+        for rank in range(ranks):
+            try:
+                verify_share(checkpoint, rank, ranks)
+            except DamagedCheckpointError as error:
+                found.append(error)
+        assert [error.directory for error in found] == ["step"]
+        assert "actor.1.safetensors has another checksum" in str(found[0])
+
+
+def test_a_file_that_cannot_be_read_is_damage(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint / "actor.0.safetensors"
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(DamagedCheckpointError, match=r"actor\.0\.safetensors cannot be read"):
+        verify(checkpoint)
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT, errno.EACCES])
+def test_a_directory_that_does_not_answer_is_no_damage(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def broken(self: Path, mode: str) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(Path, "open", broken)
+    with pytest.raises(EnvironmentFailure):
+        verify(checkpoint)
 
 
 def test_a_manifest_that_is_not_ours_is_refused(checkpoint: Path) -> None:
     path = checkpoint / "manifest.json"
     values = json.loads(path.read_text())
     path.write_text(json.dumps({**values, "version": 9}))
-    with pytest.raises(CheckpointError, match="has version 9, this program reads 1"):
+    with pytest.raises(CheckpointError, match="has version 9, this program reads 1") as caught:
         read_manifest(checkpoint)
+    assert not isinstance(caught.value, DamagedCheckpointError), "a newer program can read it"
     path.write_text(json.dumps({"version": 1}))
     with pytest.raises(CheckpointError, match="is not a manifest"):
         read_manifest(checkpoint)

@@ -345,6 +345,12 @@ class Counting(SystemCalls):
         return super().__getattribute__(name)
 
 
+def test_a_folder_that_is_no_place_for_folders(tmp_path: Path) -> None:
+    """The proc file system, like an automounter, says that a name does not exist."""
+    with pytest.raises(EnvironmentFailure, match=r"cannot make directory /proc/nothing-here: .*"):
+        atomic.make_private_directory(Path("/proc/nothing-here/below"))
+
+
 def test_reading_takes_four_operations(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x")
     calls = Counting()

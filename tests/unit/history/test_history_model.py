@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from slurmrl.config.schema.frequency import Checkpoint
 from slurmrl.errors import (
     CorruptFileError,
     SlotTakenError,
@@ -32,7 +33,7 @@ from slurmrl.errors import (
 )
 from slurmrl.history import writer as history_writer
 from slurmrl.history.record import Kind, Record
-from slurmrl.history.state import TrialState, fold
+from slurmrl.history.state import Commit, TrialState, fold
 from slurmrl.history.writer import IncarnationWriter, begin, end, resume
 from slurmrl.workers.master import committer as committer_module
 from slurmrl.workers.master import serve
@@ -113,7 +114,10 @@ class ModelRanks:
     def post(self, message: dict[str, Any]) -> list[int]:
         return [0]
 
-    def collect(self, number: int, what: str, timeout_s: float) -> dict[int, Any]:
+    def wait_saved(self, number: int, what: str, timeout_s: float) -> None:
+        pass
+
+    def saved(self, number: int) -> dict[int, Any]:
         return {}
 
 
@@ -138,9 +142,11 @@ def master(replay: Replay) -> None:
     base = state.last_commit.step if state.last_commit is not None else 0
     if state.last_commit is not None:
         replay.act("load", state.last_commit.directory, writer.incarnation)
-    committing = Committer(paths, writer, ranks, state.commits, 1, 60.0)
+    settings = Checkpoint(keep_last=1)
+    committing = Committer(paths, writer, ranks, state.commits, settings, 60.0)
     for step in range(base + 1, STEPS + 1):
-        committing.commit(step, {})
+        committing.start(step, {}, asynchronous=False)
+        committing.wait()
     writer.append(Kind.FINISHED, {})
 
 
@@ -369,12 +375,11 @@ def test_a_clean_up_of_everything_unnamed_is_found(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_deletion_before_its_slot_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def delete_old(self: Committer) -> None:
-        while len(self.commits) > self.keep_last:
-            old = self.commits.pop(0)
-            committer_module.shutil.rmtree(self.paths.checkpoints / old.directory)
-            self.writer.append(Kind.DELETE, {"step": old.step, "directory": old.directory})
+    def delete(self: Committer, old: Commit) -> None:
+        self.commits.remove(old)
+        committer_module.shutil.rmtree(self.paths.checkpoints / old.directory)
+        self.writer.append(Kind.DELETE, {"step": old.step, "directory": old.directory})
 
-    monkeypatch.setattr(Committer, "_delete_old", delete_old)
+    monkeypatch.setattr(Committer, "_delete", delete)
     with pytest.raises(AssertionError, match="not on disk"):
         explored(master, master)

@@ -1,0 +1,145 @@
+#!/usr/bin/env python3
+"""How long training waits for a checkpoint: asynchronous against synchronous, in one run.
+
+scripts/bench/checkpoint.py [--directory DIR ...] [--rounds 5] [--steps 4] [--hidden 512]
+    [--layers 8]
+
+One rank trains a decoder on CPUs, by the worker's own engine and saver. A round is a few steps
+without a checkpoint, with one that is waited for, and with one that is written meanwhile; the modes
+take turns so that all see the same machine. The stall is the time in which the rank cannot train:
+copying, or copying and writing; "whole" is what a checkpoint costs in all: the steps' time beyond
+that of steps without one, which also holds what the writer takes from the training threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slurmrl.config.schema.model import Model
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines import ENGINES
+from slurmrl.engines.base import Engine, Outputs
+from slurmrl.parallel.groups import build
+from slurmrl.plan.model import ModelPlan
+from slurmrl.workers.worker.saver import Saver
+
+MODES = ("none", "synchronous", "asynchronous")
+SEQUENCES, TOKENS = 4, 128
+VOCABULARY = 8192
+
+
+def make_engine(hidden: int, layers: int) -> Engine:
+    architecture = {
+        "model_type": "qwen2",
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": 4 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+    }
+    placed: Any = argparse.Namespace(role="actor", ranks=(0,), sizes={"dp": 1})
+    plan: ModelPlan = placed
+    context = build([plan], rank=0, device=torch.device("cpu"))["actor"]
+    engine: Engine = ENGINES.load("fsdp")(
+        "actor",
+        Model(architecture=architecture),
+        head="lm",
+        trained=True,
+        context=context,
+        seed=1,
+        total_steps=1000,
+        source=None,
+    )
+    return engine
+
+
+def loss(outputs: Outputs, sample: SequenceSample) -> tuple[Tensor, dict[str, Tensor]]:
+    return -outputs["logp"].sum(), {}
+
+
+def batch() -> SequenceSample:
+    tokens = torch.randint(VOCABULARY, (SEQUENCES * TOKENS,))
+    ids = [str(number) for number in range(SEQUENCES)]
+    return SequenceSample.from_default([TOKENS] * SEQUENCES, ids, {"input_ids": tokens})
+
+
+def measure(engine: Engine, mode: str, folder: Path, steps: int) -> tuple[float, float, float]:
+    """Seconds of the steps in all, in which the rank waited, and from the checkpoint's start until
+    it was on disk."""
+    saver, sample = Saver(0), batch()
+    done: list[float] = []
+    began = time.monotonic()
+    if mode != "none":
+        snapshot = engine.snapshot(copy=mode == "asynchronous")
+        assert snapshot is not None
+        save = saver.start if mode == "asynchronous" else saver.write
+        save([snapshot], folder, 0, lambda said: done.append(time.monotonic()))
+    stall_s = time.monotonic() - began
+    for _ in range(steps):
+        engine.train_batch(sample, loss, float(SEQUENCES * TOKENS))
+    trained = time.monotonic()
+    saver.wait()
+    return trained - began, stall_s, (done[0] - began) if done else 0.0
+
+
+def run(engine: Engine, where: Path, rounds: int, steps: int) -> None:
+    found: dict[str, list[tuple[float, float, float]]] = {mode: [] for mode in MODES}
+    size = 0
+    for number in range(rounds + 1):  # the first one is to warm up: buffers are made
+        for mode in MODES:
+            folder = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=where))
+            taken = measure(engine, mode, folder, steps)
+            size = max(size, sum(file.stat().st_size for file in folder.iterdir()))
+            shutil.rmtree(folder)
+            if number:
+                found[mode].append(taken)
+    plain_s = statistics.median(total for total, _, _ in found["none"])
+    print(f"{where}: {size / 1e6:.0f} MB, step {plain_s / steps:.3f} s, {rounds} rounds of {steps}")
+    stalls = {mode: statistics.median(one[1] for one in found[mode]) for mode in MODES[1:]}
+    for mode, stall_s in stalls.items():
+        whole_s = statistics.median(one[0] for one in found[mode]) - plain_s
+        written_s = statistics.median(one[2] for one in found[mode])
+        ratio = stall_s / stalls["synchronous"]
+        print(
+            f"  {mode:13s} stall {stall_s:7.3f} s  ({ratio:5.3f})  whole {whole_s:7.3f} s"
+            f"  on disk after {written_s:7.3f} s"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--directory", type=Path, action="append")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    with tempfile.TemporaryDirectory() as folder:
+        store = dist.FileStore(f"{folder}/store", 1)
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        engine = make_engine(options.hidden, options.layers)
+        print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, 1 training thread")
+        for directory in options.directory or [Path("/tmp"), Path("/dev/shm")]:
+            run(engine, directory, options.rounds, options.steps)
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

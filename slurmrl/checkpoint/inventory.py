@@ -1,0 +1,107 @@
+"""The checkpoints of a trial, for people: what there is, why it stays, and whether it is whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from slurmrl.checkpoint.manifest import read_manifest, verify
+from slurmrl.checkpoint.retention import kept_by
+from slurmrl.config.load import load_resolved
+from slurmrl.errors import CheckpointError
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind, Record
+from slurmrl.history.state import Commit, TrialState, fold
+from slurmrl.paths import RunPaths
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A commit, or one that was set aside as damaged and is not removed yet."""
+
+    step: int
+    incarnation: int
+    directory: str
+    time: float
+    """Seconds since the epoch when it was committed, by the master's clock."""
+    files: int
+    bytes: int
+    """Both 0 where the manifest cannot be read."""
+    kept_by: list[str]
+    """``last``, ``every`` (see `retention`), ``export`` (a model was exported from it)."""
+    problem: str | None
+    """What is wrong with its files."""
+    set_aside: bool = False
+
+
+def inventory(paths: RunPaths, *, checksums: bool) -> list[Stored]:
+    """All by their steps; sizes are always looked at. A run may delete what is looked at: then it
+    is left out. Raises EnvironmentFailure."""
+    records = History(paths.history).read()
+    state = fold(records)
+    times = {r.data["directory"]: r.time for r in records if r.kind is Kind.COMMIT}
+    reasons = _reasons(paths, state)
+    found = [_look(paths, commit, times, reasons, checksums) for commit in state.commits]
+    if any(one.problem for one in found):
+        left = {commit.directory for commit in fold(History(paths.history).read()).commits}
+        found = [one for one in found if not one.problem or one.directory in left]
+    return sorted([*found, *_set_aside(paths, records, times)], key=lambda one: one.step)
+
+
+def _reasons(paths: RunPaths, state: TrialState) -> dict[str, list[str]]:
+    settings = load_resolved(paths.config).checkpoint
+    reasons = kept_by(state.commits, settings.keep_last, settings.keep_every_steps)
+    exported = {export.step for export in state.exports}
+    return {
+        commit.directory: reasons[commit.directory] + ["export"] * (commit.step in exported)
+        for commit in state.commits
+    }
+
+
+def _look(
+    paths: RunPaths,
+    commit: Commit,
+    times: dict[str, float],
+    reasons: dict[str, list[str]],
+    checksums: bool,
+) -> Stored:
+    directory = paths.checkpoints / commit.directory
+    problem, sizes = None, []
+    try:
+        sizes = [file.size for file in read_manifest(directory).files]
+        verify(directory, checksums=checksums)
+    except CheckpointError as error:
+        problem = str(error)
+    return Stored(
+        commit.step,
+        commit.incarnation,
+        commit.directory,
+        times[commit.directory],
+        len(sizes),
+        sum(sizes),
+        reasons[commit.directory],
+        problem,
+    )
+
+
+def _set_aside(paths: RunPaths, records: list[Record], times: dict[str, float]) -> list[Stored]:
+    found = []
+    for record in records:
+        directory = str(record.data.get("directory"))
+        if record.kind is Kind.DELETE and "reason" in record.data:
+            kept = paths.damaged_checkpoint(directory)
+            if kept.is_dir():
+                files = [file.stat().st_size for file in kept.iterdir()]
+                found.append(
+                    Stored(
+                        record.data["step"],
+                        record.incarnation,
+                        kept.name,
+                        times[directory],
+                        len(files),
+                        sum(files),
+                        [],
+                        str(record.data["reason"]),
+                        set_aside=True,
+                    )
+                )
+    return found

@@ -1,0 +1,105 @@
+"""How parameters lie in the tensors of a model folder's files. Torch-free.
+
+Most parameters are a tensor of their own name. A mixture of experts has a tensor for each row of
+a parameter; others have several parameters side by side in one tensor, or transposed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from slurmrl.checkpoint.tensors import Entry
+from slurmrl.layout.box import Box, Index
+from slurmrl.layout.copy import Array
+from slurmrl.layout.layout import TensorSpec
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One parameter, or one row of it, in a file's tensor."""
+
+    tensor: str
+    row: int | None = None
+    """The row of the parameter that it is; None for the whole."""
+    transposed: bool = False
+    first: int = 0
+    """Where it begins in the last dim of the tensor."""
+
+    def box(self, parameter: Box) -> Box:
+        """Where the elements of a box of the parameter lie in the tensor."""
+        start, size = list(parameter.start), list(parameter.size)
+        if self.row is not None:
+            start, size = start[1:], size[1:]
+        if self.transposed:
+            start, size = start[::-1], size[::-1]
+        if self.first:
+            start[-1] += self.first
+        return Box(tuple(start), tuple(size))
+
+    def of(self, shape: Index) -> Box:
+        """The box of a parameter of ``shape`` that it holds."""
+        if self.row is None:
+            return Box.whole(shape)
+        return Box((self.row, *(0 for _ in shape[1:])), (1, *shape[1:]))
+
+
+Storage = Callable[[str, Index], tuple[Stored, ...]]
+"""Name and shape of a parameter -> where it is stored."""
+
+
+def by_name(name: str, shape: Index) -> tuple[Stored, ...]:
+    """Every parameter is a tensor of its own name."""
+    return (Stored(name),)
+
+
+@dataclass(frozen=True)
+class FileTensor:
+    """A tensor of a file, and the parameters or rows that lie in it, side by side."""
+
+    spec: TensorSpec
+    pieces: tuple[tuple[str, TensorSpec, Stored], ...]
+
+
+def file_tensors(
+    parameters: Iterable[tuple[str, TensorSpec]], storage: Storage
+) -> dict[str, FileTensor]:
+    """The tensors that these parameters are stored in, by name, in the parameters' order."""
+    found: dict[str, list[tuple[str, TensorSpec, Stored]]] = {}
+    for name, spec in parameters:
+        for stored in storage(name, spec.shape):
+            found.setdefault(stored.tensor, []).append((name, spec, stored))
+    return {tensor: _file_tensor(pieces) for tensor, pieces in found.items()}
+
+
+def _file_tensor(pieces: list[tuple[str, TensorSpec, Stored]]) -> FileTensor:
+    pieces.sort(key=lambda piece: piece[2].first)
+    boxes = [stored.box(stored.of(spec.shape)) for _, spec, stored in pieces]
+    shape = boxes[0].size if len(boxes) == 1 else (*boxes[0].size[:-1], boxes[-1].stop[-1])
+    return FileTensor(TensorSpec(shape, pieces[0][1].dtype), tuple(pieces))
+
+
+def file_entries(
+    parameters: Iterable[tuple[str, TensorSpec]],
+    read: Callable[[str, Box], Array],
+    storage: Storage,
+) -> list[Entry]:
+    """The tensors to write for these parameters; ``read`` gives a box of one when its turn
+    comes."""
+    return [
+        Entry(name, tensor.spec, partial(_assembled, read, tensor))
+        for name, tensor in file_tensors(parameters, storage).items()
+    ]
+
+
+def _assembled(read: Callable[[str, Box], Array], tensor: FileTensor) -> Array:
+    arrays = []
+    for name, spec, stored in tensor.pieces:
+        box = stored.of(spec.shape)
+        values = read(name, box).reshape(box.size if stored.row is None else box.size[1:])
+        arrays.append(values.T if stored.transposed else values)
+    whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, -1)
+    return np.asarray(whole, order="C")  # (ascontiguousarray would give a scalar a dim)

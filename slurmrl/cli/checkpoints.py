@@ -1,0 +1,79 @@
+"""``slurmrl checkpoints``."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING
+
+import click
+
+from slurmrl.cli import render
+from slurmrl.cli.options import common, json_option
+from slurmrl.monitor.words import age
+
+if TYPE_CHECKING:
+    from slurmrl.checkpoint.inventory import Stored
+
+HEADINGS = ("STEP", "INCARNATION", "AGE", "SIZE", "FILES", "KEPT BY", "STATE")
+
+
+@click.command()
+@click.argument("trial", metavar="EXPERIMENT/TRIAL")
+@click.option(
+    "--verify/--no-verify",
+    default=True,
+    help="Read all files and compare their checksums, or only look at their sizes.",
+)
+@json_option
+@common
+def checkpoints(trial: str, verify: bool, as_json: bool, root: str | None) -> int:
+    """List a trial's checkpoints and say whether they are as they were written. Exits with 1 if one
+    that the trial could go on from is damaged."""
+    from dataclasses import asdict
+
+    from slurmrl.checkpoint.inventory import inventory
+    from slurmrl.submission import trials
+
+    paths = trials.find(trials.root_folder(root), trial)
+    found = inventory(paths, checksums=verify)
+    if as_json:
+        click.echo(json.dumps([asdict(one) for one in found]))
+    else:
+        click.echo(_text(found, verified=verify) if found else "no checkpoints yet")
+    return int(any(one.problem and not one.set_aside for one in found))
+
+
+def _text(found: list[Stored], *, verified: bool) -> str:
+    rows = [
+        (
+            str(one.step),
+            str(one.incarnation),
+            age(max(time.time() - one.time, 0.0)),
+            size(one.bytes),
+            str(one.files),
+            ", ".join(one.kept_by) or "-",
+            _state(one, verified),
+        )
+        for one in found
+    ]
+    problems = [f"  step {one.step}: {one.problem}" for one in found if one.problem]
+    return "\n".join([*render.table([HEADINGS, *rows]), *problems])
+
+
+def _state(one: Stored, verified: bool) -> str:
+    if one.set_aside:
+        return "damaged, set aside"
+    if one.problem:
+        return "damaged"
+    return "verified" if verified else "sizes right"
+
+
+def size(count: int) -> str:
+    """``1.4 GB``"""
+    value = float(count)
+    for unit in ("B", "kB", "MB", "GB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} TB"

@@ -1,0 +1,143 @@
+"""The end of a history, for lookers: a few records are read however many there are.
+
+Whoever decides something folds the whole history (`state`). This is for showing: every look of
+``slurmrl status`` would otherwise read thousands of files. It rests on two things that hold for
+every history: no incarnation's records stand among those of an older one, so that BEGINs are found
+by bisection; and a COMMIT or a BEGIN after an end needs a RESUME between them.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind, Record
+from slurmrl.history.state import Commit, Export, place
+
+BACK = 64
+"""How far behind a BEGIN the commit before it is looked for."""
+
+
+@dataclass(frozen=True)
+class Begun:
+    """What the history says about one incarnation."""
+
+    number: int
+    time: float
+    data: dict[str, Any]
+    """All that its BEGIN says."""
+    base: int | None
+    """Step of the last commit before it; None if there was none, or one far back."""
+    commit: Record | None
+    """The last that it made."""
+    end: Record | None
+    """The newest end of the trial before the next incarnation began, resumed since or not."""
+
+
+@dataclass(frozen=True)
+class Recent:
+    """As in `TrialState` where the names are the same."""
+
+    incarnation: int = 0
+    last_commit: Commit | None = None
+    end: Record | None = None
+    export: Export | None = None
+    """The newest."""
+    begun: tuple[Begun, ...] = field(default=())
+    """The newest incarnations, the oldest of them first."""
+
+
+def recent(
+    directory: Path, *, incarnations: int = 1, exports: bool = True, calls: SystemCalls = REAL
+) -> Recent:
+    """Look at the end of a history. Without ``exports`` none is looked for: where there is none
+    that takes all records. Raises as `History.read`."""
+    history = History(directory, calls=calls)
+    count = history.count()
+    if count == 0:
+        return Recent()
+    newest = history.record(count - 1).incarnation
+    numbers = range(max(1, newest - incarnations + 1), newest + 1)
+    return Recent(
+        newest,
+        _last_commit(history, count),
+        _end(history, count),
+        _newest_export(history, count) if exports else None,
+        tuple(_begun(history, number, count) for number in numbers),
+    )
+
+
+def begin_of(directory: Path, incarnation: int, *, calls: SystemCalls = REAL) -> Record | None:
+    """The BEGIN of an incarnation; None if it has not begun. Raises as `History.read`."""
+    history = History(directory, calls=calls)
+    count = history.count()
+    slot = _slot_of(history, incarnation, count)
+    found = history.record(slot) if slot < count else None
+    return found if found is not None and found.incarnation == incarnation else None
+
+
+def _backwards(history: History, before: int, stop: int = 0) -> Iterator[Record]:
+    for slot in range(before - 1, max(stop, 0) - 1, -1):
+        yield history.record(slot)
+
+
+def _last_commit(history: History, count: int) -> Commit | None:
+    deleted = set()
+    for record in _backwards(history, count):
+        if record.kind is Kind.DELETE:
+            deleted.add(place(record)[1])
+        elif record.kind is Kind.COMMIT:
+            step, directory = place(record)
+            if directory not in deleted:
+                return Commit(step, directory, record.incarnation, record.data)
+    return None
+
+
+def _end(history: History, count: int) -> Record | None:
+    for record in _backwards(history, count):
+        if record.kind.is_end:
+            return record
+        if record.kind in (Kind.BEGIN, Kind.COMMIT, Kind.RESUME):
+            return None
+    return None
+
+
+def _ended(history: History, before: int) -> Record | None:
+    """The end that was the last word of an incarnation, whatever commands did after it."""
+    for record in _backwards(history, before):
+        if record.kind.is_end:
+            return record
+        if record.kind in (Kind.BEGIN, Kind.COMMIT):
+            return None
+    return None
+
+
+def _newest_export(history: History, count: int) -> Export | None:
+    for record in _backwards(history, count):
+        if record.kind is Kind.EXPORT:
+            return Export(*place(record), record.incarnation)
+    return None
+
+
+def _begun(history: History, number: int, count: int) -> Begun:
+    begin = history.record(_slot_of(history, number, count))
+    after = _slot_of(history, number + 1, count)
+    commit = _commit_before(history, after, begin.slot)
+    base = _commit_before(history, begin.slot, begin.slot - BACK)
+    step = None if base is None else place(base)[0]
+    return Begun(number, begin.time, begin.data, step, commit, _ended(history, after))
+
+
+def _slot_of(history: History, incarnation: int, count: int) -> int:
+    """Slot of an incarnation's BEGIN; ``count`` if it has not begun."""
+    return bisect_left(range(count), incarnation, key=lambda n: history.record(n).incarnation)
+
+
+def _commit_before(history: History, slot: int, stop: int) -> Record | None:
+    found = (record for record in _backwards(history, slot, stop) if record.kind is Kind.COMMIT)
+    return next(found, None)

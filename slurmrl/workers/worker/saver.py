@@ -1,0 +1,80 @@
+"""Writing this rank's part of a checkpoint, in the background while training goes on."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from slurmrl import log
+from slurmrl.checkpoint.pieces import Snapshot
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio.calls import REAL
+from slurmrl.fsio.failures import FULL, cause
+from slurmrl.fsio.primitives import discard
+from slurmrl.workers import messages
+from slurmrl.workers.messages import Message
+
+logger = log.get(__name__)
+
+
+class Saver:
+    """Writes one checkpoint at a time and says SAVED at its end: with the files, or with the error
+    where the directory does not take them, which ends nothing. What else is raised is a bug and is
+    raised again by `wait`."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._thread: threading.Thread | None = None
+        self._bug: Exception | None = None
+
+    def start(
+        self,
+        snapshots: Sequence[Snapshot],
+        directory: Path,
+        seq: int,
+        say: Callable[[Message], None],
+    ) -> None:
+        """Write in a thread, which calls ``say`` when all is on disk."""
+
+        def run() -> None:
+            say(self._write(snapshots, directory, seq))
+
+        self._thread = threading.Thread(target=run, name="saver", daemon=True)
+        self._thread.start()
+
+    def write(
+        self,
+        snapshots: Sequence[Snapshot],
+        directory: Path,
+        seq: int,
+        say: Callable[[Message], None],
+    ) -> None:
+        """Write before this returns."""
+        say(self._write(snapshots, directory, seq))
+        self.wait()
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._bug is not None:
+            raise self._bug
+
+    def _write(self, snapshots: Sequence[Snapshot], directory: Path, seq: int) -> Message:
+        answer = {"type": messages.SAVED, "rank": self._rank, "seq": seq}
+        try:
+            files = [asdict(snapshot.write(directory)) for snapshot in snapshots]
+        except EnvironmentFailure as error:
+            logger.warning("%s", error)
+            for snapshot in snapshots:  # or there may be no room to tell anybody
+                discard(snapshot.path(directory), REAL)
+            return {**answer, "error": str(error), "full": cause(error) in FULL}
+        except Exception as error:  # noqa: BLE001 - a thread's boundary: the rank raises it
+            traceback.print_exc()
+            self._bug = error
+            return {**answer, "error": f"{type(error).__name__}: {error}", "full": False}
+        return {**answer, "files": files}

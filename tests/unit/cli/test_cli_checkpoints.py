@@ -1,0 +1,221 @@
+"""``slurmrl checkpoints`` and ``slurmrl export`` on trials that run and that have ended."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from slurmrl.checkpoint import export as export_module
+from slurmrl.checkpoint.manifest import write_manifest
+from slurmrl.checkpoint.pieces import Part, RoleCheckpoint, Snapshot
+from slurmrl.checkpoint.tensors import Entry
+from slurmrl.cli.checkpoints import size
+from slurmrl.cli.main import main
+from slurmrl.config.load import dump
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.history.writer import begin
+from slurmrl.layout.box import Box
+from slurmrl.layout.layout import TensorSpec
+from slurmrl.layout.piece import Piece
+from slurmrl.plan.build import make_plan
+from slurmrl.plan.settings import load_settings
+from tests.fake_runs import FakeRun, write_config
+
+SHAPES = {"model.norm.weight": (4,), "lm_head.weight": (3, 4)}
+
+
+class Trial:
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "runs"
+        run = FakeRun(self.root)
+        self.paths = run.paths
+        overrides = ("checkpoint.keep_every_steps=4",)
+        settings = load_settings(write_config(folder), overrides)
+        (folder / "tokenizer.json").write_text("{}")
+        self.paths.config.write_text(dump(settings.config))
+        self.paths.plan.write_text(make_plan(settings, scheduler="local").to_json())
+        self.writer = begin(History(self.paths.history), {})
+
+    def commit(self, step: int) -> None:
+        directory = self.paths.checkpoint(step, 1)
+        directory.mkdir()
+        tensors = {name: TensorSpec(shape, "float32") for name, shape in SHAPES.items()}
+        pieces = tuple(Piece.contiguous(n, Box.whole(t.shape)) for n, t in tensors.items())
+        entries = tuple(
+            Entry(name, spec, lambda s=spec: np.full(s.shape, step, dtype="<f4"))
+            for name, spec in tensors.items()
+        )
+        file = Snapshot(Part("actor", 0, 1, step, tensors, pieces), entries).write(directory)
+        write_manifest(directory, step=step, files=[vars(file)], state={"step": step})
+        self.writer.append(Kind.COMMIT, {"step": step, "directory": directory.name})
+
+    def delete(self, step: int, **more: Any) -> None:
+        directory = self.paths.checkpoint(step, 1)
+        self.writer.append(Kind.DELETE, {"step": step, "directory": directory.name, **more})
+        shutil.rmtree(directory)
+
+    def run(self, *arguments: str) -> int:
+        return main([arguments[0], "add/1", *arguments[1:], "--root", str(self.root)])
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> Trial:
+    return Trial(tmp_path)
+
+
+def test_nothing_yet(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
+    assert trial.run("checkpoints") == 0
+    assert capsys.readouterr().out == "no checkpoints yet\n"
+    assert trial.run("export") == 2
+    assert "add/1 has no checkpoint yet" in capsys.readouterr().err
+
+
+def test_a_table_says_why_each_stays(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (4, 6, 8):
+        trial.commit(step)
+    trial.writer.append(Kind.EXPORT, {"step": 8, "directory": "step-00000008"})
+    assert trial.run("checkpoints") == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    assert head.split("  ")[0] == "STEP"
+    assert [line.split()[0] for line in lines] == ["4", "6", "8"]
+    assert all(line.endswith("verified") for line in lines)
+    assert " last, every, export " in lines[2]
+    assert trial.run("checkpoints", "--no-verify", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["kept_by"] for row in rows] == [["every"], ["last"], ["last", "every", "export"]]
+    assert [row["problem"] for row in rows] == [None] * 3
+    files = trial.paths.checkpoint(8, 1)
+    total = sum((files / name).stat().st_size for name in ("actor.0.safetensors", "state.json"))
+    assert (rows[2]["files"], rows[2]["bytes"]) == (2, total)
+
+
+def test_damage_is_told_and_exits_with_1(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (2, 4):
+        trial.commit(step)
+    path = trial.paths.checkpoint(4, 1) / "actor.0.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    assert trial.run("checkpoints", "--no-verify") == 0
+    assert "sizes right" in capsys.readouterr().out
+    assert trial.run("checkpoints") == 1
+    out = capsys.readouterr().out
+    assert "actor.0.safetensors has another checksum" in out
+    path.unlink()
+    assert trial.run("checkpoints", "--no-verify") == 1
+    assert "actor.0.safetensors is missing" in capsys.readouterr().out
+
+
+def test_what_was_set_aside_is_shown_and_does_not_count(
+    trial: Trial, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (2, 4):
+        trial.commit(step)
+    trial.delete(4, reason="actor.0.safetensors is missing")
+    trial.paths.damaged_checkpoint("step-00000004.1").mkdir()
+    assert trial.run("checkpoints") == 0
+    out = capsys.readouterr().out
+    assert "damaged, set aside" in out
+    assert "step 4: actor.0.safetensors is missing" in out
+
+
+def test_a_commit_that_the_run_deletes_meanwhile_is_left_out(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from slurmrl.checkpoint import inventory as module
+
+    for step in (2, 4):
+        trial.commit(step)
+    real = module.read_manifest
+
+    def slow(directory: Path) -> Any:
+        if directory.name == "step-00000002.1":
+            trial.delete(2)
+        return real(directory)
+
+    monkeypatch.setattr(module, "read_manifest", slow)
+    assert trial.run("checkpoints", "--json") == 0
+    assert [row["step"] for row in json.loads(capsys.readouterr().out)] == [4]
+
+
+def test_export_of_the_newest_of_a_step_and_to_a_folder(
+    trial: Trial, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (2, 4):
+        trial.commit(step)
+    assert trial.run("export") == 0
+    folder = Path(capsys.readouterr().out.strip())
+    assert folder == trial.paths.export(4)
+    trial.writer.append(Kind.FINISHED, {"step": 4, "reason": "total_steps"})
+    out = tmp_path / "some" / "where"
+    assert trial.run("export", "--step", "2", "--out", str(out)) == 0
+    assert json.loads((out / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+    first, last = ((path / "model.safetensors").read_bytes() for path in (out, folder))
+    assert len(first) == len(last)
+    assert first != last
+
+
+def test_refusals(trial: Trial, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (2, 4):
+        trial.commit(step)
+    assert trial.run("export", "--step", "3") == 2
+    assert "no checkpoint of step 3; there are: 2, 4" in capsys.readouterr().err
+    assert trial.run("export", "--role", "critic") == 2
+    assert "'critic' is not in the checkpoints; there are: actor" in capsys.readouterr().err
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("all of it")
+    assert trial.run("export", "--out", str(tmp_path / "mine")) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert (tmp_path / "mine" / "thesis.txt").exists()
+    assert not list(trial.paths.exports.iterdir())
+
+
+class Deleting(RoleCheckpoint):
+    """The run deletes the commit between its choice and its reading."""
+
+    trial: Trial
+
+    def __init__(self, directory: Path, role: str) -> None:
+        if directory.name == "step-00000004.1" and directory.exists():
+            self.trial.commit(6)
+            self.trial.delete(4)
+        super().__init__(directory, role)
+
+
+def test_a_commit_that_goes_while_it_is_exported(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The newest is another one then; a step that was asked for is not there any more."""
+    trial.commit(4)
+    Deleting.trial = trial
+    monkeypatch.setattr(export_module, "RoleCheckpoint", Deleting)
+    assert trial.run("export") == 0
+    assert Path(capsys.readouterr().out.strip()) == trial.paths.export(6)
+
+
+def test_a_step_that_goes_while_it_is_exported(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trial.commit(4)
+    Deleting.trial = trial
+    monkeypatch.setattr(export_module, "RoleCheckpoint", Deleting)
+    assert trial.run("export", "--step", "4") == 2
+    assert "no checkpoint of step 4; there are: 6" in capsys.readouterr().err
+
+
+def test_a_damaged_one_is_an_error(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
+    trial.commit(4)
+    (trial.paths.checkpoint(4, 1) / "actor.0.safetensors").write_bytes(b"x")
+    assert trial.run("export") == 1
+    assert "actor.0.safetensors" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (999, "999 B"), (320_000, "320 kB"), (84 * 10**12, "84 TB")]
+)
+def test_sizes(count: int, text: str) -> None:
+    assert size(count) == text
