@@ -5,7 +5,8 @@ Subclasses keep everything they carry in ``args``, so that the default pickling 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 
 class SlurmrlError(Exception):
@@ -15,7 +16,15 @@ class SlurmrlError(Exception):
 
 
 class RunFailedError(SlurmrlError, RuntimeError):
-    """The run itself failed (a call raised, or no progress was made)."""
+    """The run itself failed (a call raised, or no progress was made). ``args[1]``, where there is
+    one, is what is known of it (see `workers.failure`)."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+    @property
+    def failure(self) -> Mapping[str, Any]:
+        return self.args[1] if len(self.args) > 1 else {}
 
 
 class UsageError(SlurmrlError, ValueError):
@@ -117,6 +126,18 @@ class CorruptFileError(SlurmrlError, ValueError):
 
 class CheckpointError(SlurmrlError, RuntimeError):
     """A checkpoint is missing, incomplete or does not fit."""
+
+
+class DamagedCheckpointError(CheckpointError):
+    """A committed checkpoint is not as it was written. ``args``: the message, and the name of its
+    folder in ``checkpoints/``."""
+
+    @property
+    def directory(self) -> str:
+        return str(self.args[1]) if len(self.args) > 1 else ""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
 
 
 class LayoutError(SlurmrlError, ValueError):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+ATTEMPTS = "attempt"
+"""Root of all claims."""
+
 
 def attempt(group: str, task: int, number: int) -> str:
     """Claim of one start of a task; its value says job, host and process."""

@@ -1,7 +1,7 @@
 """A pipe of messages between a process and its child, over one end of a socket pair.
 
 Nothing blocks unless asked to: what the kernel's buffer does not take is queued, and sent on by
-whatever is called next.
+whatever is called next. Several threads may send; one receives.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import select
 import socket
+import threading
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ class Connection:
         self._eof = False
         self._deaf = False
         """The peer does not read any more."""
+        self._sending = threading.Lock()
 
     @classmethod
     def from_fd(cls, descriptor: int) -> Connection:
@@ -74,16 +76,23 @@ class Connection:
 
     def send(self, message: Message) -> None:
         """Send, or queue what does not fit. Dropped if the peer has gone (see `closed`)."""
-        self._outbox.append(Outgoing(memoryview(encode(message))))
-        self.flush()
+        self._queue(Outgoing(memoryview(encode(message))))
 
     def send_with_fd(self, message: Message, descriptor: int) -> None:
         """Send a message and a copy of an open descriptor, for the peer's `take_fd`."""
-        self._outbox.append(Outgoing(memoryview(encode(message)), os.dup(descriptor)))
-        self.flush()
+        self._queue(Outgoing(memoryview(encode(message)), os.dup(descriptor)))
 
     def flush(self) -> bool:
         """Send on what is queued, as far as it fits; True if nothing is left."""
+        with self._sending:
+            return self._flush()
+
+    def _queue(self, outgoing: Outgoing) -> None:
+        with self._sending:
+            self._outbox.append(outgoing)
+            self._flush()
+
+    def _flush(self) -> bool:
         while self._outbox and not self._deaf and self.fileno() >= 0:
             first = self._outbox[0]
             try:
@@ -144,8 +153,9 @@ class Connection:
 
     def close(self) -> None:
         """Close this end, the peer sees the end of its messages."""
-        self._drop_outbox()
-        self._socket.close()
+        with self._sending:
+            self._drop_outbox()
+            self._socket.close()
         while (descriptor := self.take_fd()) is not None:
             os.close(descriptor)
 

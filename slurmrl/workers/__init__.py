@@ -1,8 +1,8 @@
-"""The processes of a run: supervisor (one per job), agent (one per host), worker (one per rank),
-master (one per trial). Only ``workers.worker`` imports torch.
+"""The processes of a run: supervisor (one per job), agent (one per host), worker (one per rank and
+incarnation), master (one per incarnation). Only ``workers.worker`` imports torch.
 
-    supervisor ──► agent ──► worker, worker, …      one pipe per worker
-                     └─────► master                  on the first host of the trainer group
+    supervisor ──► agent ──► template ──► worker      a pipe from the agent to each of them
+                     └─────► master                   on the first host of the trainer group
 
 The master appends messages to one control log; agents read it and pass each message to their
 workers; workers answer through their agent, which appends to a log of its own that the master

@@ -5,14 +5,22 @@ Master to workers (control log, in execution order on every rank; ``seq`` number
 ========  =====================================================================================
 load      ``step, items [[epoch, index], …], evaluation``: take the batch from the dataset
 call      ``step, name, scalars, evaluation``: execute one call of the dataflow graph
-save      ``step, directory``: write this rank's part of a checkpoint
-exit      the incarnation ends here
+save      ``step, directory, asynchronous``: write this rank's part of a checkpoint
+exit      the incarnation ends here, as it should
+over      the incarnation ends here, because something failed
 ========  =====================================================================================
 
 Workers to master (through the agent's log): ``ready`` (``rank, size, fingerprint``), ``done``
-(``rank, seq, stats, seconds, tokens, texts, files``), ``error`` (``rank, step, call, exception,
-traceback``). Agents themselves add ``hello`` (``group, task, attempt, host, job``) and
-``warning`` (``signal``: the job will end soon). Agent to worker, once: ``start``.
+(``rank, seq, stats, seconds, tokens, texts``), ``saved`` (``rank, seq`` of the ``save``, ``files``,
+or ``error`` and whether the disk was ``full``; an asynchronous one comes after the ``done``).
+Agents themselves add ``hello`` (``group, task, attempt, host, job``), ``warning`` (``signal, cause,
+time_left_s``: the job will end soon) and ``failed`` (``failure``: why the incarnation must end, see
+`workers.failure`).
+
+Only on a host: agent to worker, once, ``start``; worker to agent ``error`` (``rank, step, call,
+exception, traceback``, ``damaged``: a checkpoint's directory, ``echo``: it looks like the end of
+another rank); worker and master to agent ``pulse``; agent to template ``fork`` (with the new
+worker's pipe) and ``kill``; template to agent ``ended`` (``code``: how its worker ended).
 """
 
 from __future__ import annotations
@@ -25,10 +33,18 @@ LOAD = "load"
 CALL = "call"
 SAVE = "save"
 EXIT = "exit"
+OVER = "over"
 
 START = "start"
 READY = "ready"
 DONE = "done"
+SAVED = "saved"
 ERROR = "error"
 HELLO = "hello"
 WARNING = "warning"
+FAILED = "failed"
+
+PULSE = "pulse"
+FORK = "fork"
+KILL = "kill"
+ENDED = "ended"

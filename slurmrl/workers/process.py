@@ -9,13 +9,14 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from slurmrl import log
 from slurmrl.channel.pipe import Connection
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.atomic import make_private_directory
@@ -23,9 +24,35 @@ from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.failures import explain
 from slurmrl.fsio.primitives import make_private
 
+logger = log.get(__name__)
+
 IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 PIPE_FD_OPTION = "--pipe-fd"
+PULSE_OPTION = "--pulse-s"
 _PR_SET_PDEATHSIG = 1
+_PR_SET_NAME = 15
+_PR_SET_CHILD_SUBREAPER = 36
+KILL_TIMEOUT_S = 10.0
+"""How long killed children may take to be gone. One that the kernel holds in a system call (a file
+system or a GPU that does not answer) takes longer, and nothing can be done about it."""
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL``, or ``signal 40`` for those without a name of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def name_process(name: str) -> None:
+    """What ``ps -o comm`` and ``top`` call this process; 15 bytes are kept."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of what the children of this process leave behind."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
@@ -49,17 +76,37 @@ class Child:
 
     def ending(self) -> str:
         """How it ended, in words."""
-        code = self.process.returncode
-        if code is not None and code < 0:
-            return f"{self.name} was ended by {signal.Signals(-code).name}"
-        return f"{self.name} exited with code {code}"
+        return ending(self.name, self.process.returncode)
 
-    def close(self) -> None:
-        """End it if it still runs."""
+    def kill(self) -> None:
+        """Also ends a process that is stopped."""
         if self.ended() is None:
             self.process.kill()
-        self.process.wait()
-        os.close(self.pidfd)
+
+    def close(self, timeout_s: float = KILL_TIMEOUT_S) -> None:
+        """End it if it still runs."""
+        close_all([self], timeout_s)
+
+
+def ending(name: str, code: int | None) -> str:
+    """How a process ended, in words. ``code`` is negative for a signal."""
+    if code is not None and code < 0:
+        return f"{name} was ended by {signal_name(-code)}"
+    return f"{name} exited with code {code}"
+
+
+def close_all(children: Iterable[Child], timeout_s: float = KILL_TIMEOUT_S) -> None:
+    """End children together. Those that are not gone in time are left behind."""
+    closed = list(children)
+    for child in closed:
+        child.kill()
+    deadline = time.monotonic() + timeout_s
+    for child in closed:
+        try:
+            child.process.wait(max(deadline - time.monotonic(), 0.0))
+        except subprocess.TimeoutExpired:
+            logger.error("%s does not go away although it was killed", child.name)
+        os.close(child.pidfd)
 
 
 def spawn(
@@ -112,8 +159,8 @@ def spawn_with_pipe(
     prefix: Sequence[str] = (),
 ) -> tuple[Child, Connection]:
     """The same with a pipe, whose other end the child finds behind ``--pipe-fd``."""
-    ours, theirs = socket.socketpair()
-    with theirs:
+    ours, theirs = Connection.pair()
+    try:
         child = spawn(
             name,
             module,
@@ -123,7 +170,12 @@ def spawn_with_pipe(
             prefix=prefix,
             descriptors=[theirs.fileno()],
         )
-    return child, Connection(ours)
+    except EnvironmentFailure:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return child, ours
 
 
 def open_log(path: Path) -> IO[bytes]:

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.trials import Site, kill_one, ppo_config, sft_config
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.monitor.events import read_all
+from slurmrl.paths import RunPaths
+from tests.support.trials import (
+    Site,
+    kill_one,
+    ppo_config,
+    processes,
+    sft_config,
+    wait_until,
+)
 
 CONFIGS: dict[str, Callable[..., dict[str, Any]]] = {"sft": sft_config, "ppo": ppo_config}
 STEPS = {"sft": 60, "ppo": 20}
@@ -38,37 +51,164 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
 long = pytest.mark.long
 
 
+def begun_by(site: Site, trial: str) -> list[tuple[int, str]]:
+    """Link and round of each incarnation."""
+    records = History(site.paths(trial).history).read()
+    return [
+        (record.data["link"], record.data["job"].rpartition(".")[2])
+        for record in records
+        if record.kind is Kind.BEGIN
+    ]
+
+
+def started(site: Site, kind: str, **cluster: Any) -> Path:
+    """The run directory of a detached trial that has come to its third step."""
+    changes = {"cluster": {"gpus_per_worker": 0, **cluster}} if cluster else {}
+    config = site.write("config.yaml", {**config_of(kind), **changes})
+    site.slurmrl("submit", str(config), "--scheduler", "local", "--detach")
+    site.wait_for_step(f"{kind}/1", 3)
+    return site.paths(f"{kind}/1").run
+
+
+def check_end(site: Site, kind: str, undisturbed: Callable[[str], dict[str, Any]]) -> None:
+    trial = f"{kind}/1"
+    status = site.wait_for_end(trial)
+    assert status["state"] == "COMPLETED"
+    assert status["step"] == STEPS[kind]
+    assert site.outcome(trial) == undisturbed(kind)
+    wait_until("all processes to leave", lambda: not any(processes(site.paths(trial).run).values()))
+
+
 @pytest.mark.parametrize(
     ("kind", "role", "index"),
     [
         ("ppo", "worker", 1),
         ("sft", "master", 0),
+        pytest.param("sft", "template", 1, marks=long),
         pytest.param("ppo", "worker", 0, marks=long),
         pytest.param("ppo", "master", 0, marks=long),
-        pytest.param("ppo", "agent", 0, marks=long),
-        pytest.param("ppo", "supervisor", 0, marks=long),
         pytest.param("sft", "worker", 0, marks=long),
-        pytest.param("sft", "agent", 0, marks=long),
     ],
 )
-def test_run_goes_on_by_itself(
+def test_the_same_agent_serves_the_next_incarnation(
     tmp_path: Path,
     undisturbed: Callable[[str], dict[str, Any]],
     kind: str,
     role: str,
     index: int,
 ) -> None:
+    """With new workers, which are forked from the templates that are there."""
     site = Site(tmp_path)
     trial = f"{kind}/1"
-    config = site.write("config.yaml", config_of(kind))
-    site.slurmrl("submit", str(config), "--scheduler", "local", "--detach")
-    site.wait_for_step(trial, 3)
-    kill_one(site.paths(trial).run, role, index)
-    status = site.wait_for_end(trial)
-    assert status["state"] == "COMPLETED"
-    assert status["step"] == STEPS[kind]
-    assert status["incarnation"] >= 2
-    assert site.outcome(trial) == undisturbed(kind)
+    run = started(site, kind)
+    before = processes(run)
+    kill_one(run, role, index)
+    after = wait_until("the next incarnation's workers", lambda: others(run, before))
+    assert after["agent"] == before["agent"]
+    assert len(set(after["template"]) & set(before["template"])) == (1 if role == "template" else 2)
+    check_end(site, kind, undisturbed)
+    assert begun_by(site, trial) == [(0, "0"), (0, "0")]
+
+
+ONCE = '''
+from pathlib import Path
+from slurmrl.rewards.exact_match import ExactMatch
+
+class Once(ExactMatch):
+    """Raises once in the life of a trial, at its fifth judgement."""
+
+    def __init__(self, *, folder):
+        self.marker, self.calls = Path(folder) / "raised", 0
+
+    def __call__(self, prompts, completions, rows):
+        self.calls += 1
+        if self.calls == 5:
+            try:
+                self.marker.touch(exist_ok=False)
+            except FileExistsError:
+                pass
+            else:
+                raise LookupError("no such verdict")
+        return super().__call__(prompts, completions, rows)
+'''
+
+
+@pytest.mark.long
+def test_user_code_that_raises_once_is_tried_again(
+    tmp_path: Path, undisturbed: Callable[[str], dict[str, Any]]
+) -> None:
+    """By the same agent, on which all ranks but one were well."""
+    modules = tmp_path / "modules"
+    modules.mkdir()
+    (modules / "once.py").write_text(ONCE)
+    site = Site(tmp_path)
+    config = {
+        **config_of("ppo"),
+        "reward": {"name": "once:Once", "options": {"folder": str(tmp_path)}},
+        "cluster": {
+            "gpus_per_worker": 0,
+            "slurm": {"setup": [f"export PYTHONPATH={modules}"]},
+        },
+    }
+    submit = ("submit", str(site.write("config.yaml", config)), "--scheduler", "local")
+    site.slurmrl(*submit, "--detach")
+    check_end(site, "ppo", undisturbed)
+    assert begun_by(site, "ppo/1") == [(0, "0"), (0, "0")]
+    events = read_all(site.paths("ppo/1"))
+    failures = [event for event in events if event["kind"] == "failure"]
+    assert [(event["cause"], event["reason"].split(": ", 1)[1]) for event in failures] == [
+        ("exception", "LookupError: no such verdict")
+    ]
+
+
+def others(run: Path, before: dict[str, list[int]]) -> dict[str, list[int]] | None:
+    """The processes of a run, once it has two workers and a master that were not there before."""
+    now = processes(run)
+    new = [set(now[role]) - set(before[role]) for role in ("worker", "master")]
+    return now if [len(pids) for pids in new] == [2, 1] else None
+
+
+@pytest.mark.parametrize(
+    ("kind", "role"),
+    [("sft", "worker"), pytest.param("ppo", "master", marks=long)],
+)
+@pytest.mark.long
+def test_a_hung_process_is_found_and_replaced(
+    tmp_path: Path, undisturbed: Callable[[str], dict[str, Any]], kind: str, role: str
+) -> None:
+    site = Site(tmp_path)
+    run = started(site, kind, silence_s=20)
+    before = processes(run)
+    os.kill(before[role][-1], signal.SIGSTOP)
+    after = wait_until("the next incarnation's workers", lambda: others(run, before))
+    assert after["agent"] == before["agent"]
+    check_end(site, kind, undisturbed)
+    assert begun_by(site, f"{kind}/1") == [(0, "0"), (0, "0")]
+    failures = [event for event in read_all(RunPaths(run)) if event["kind"] == "failure"]
+    assert [event["cause"] for event in failures] == ["hung"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "role", "begun"),
+    [
+        ("sft", "agent", [(0, "0"), (0, "1")]),
+        pytest.param("ppo", "agent", [(0, "0"), (0, "1")], marks=long),
+        pytest.param("ppo", "supervisor", [(0, "0"), (1, "0")], marks=long),
+    ],
+)
+def test_agents_are_started_again(
+    tmp_path: Path,
+    undisturbed: Callable[[str], dict[str, Any]],
+    kind: str,
+    role: str,
+    begun: list[tuple[int, str]],
+) -> None:
+    """In the same link by its supervisor; without that by the next link."""
+    site = Site(tmp_path)
+    run = started(site, kind)
+    kill_one(run, role)
+    check_end(site, kind, undisturbed)
+    assert begun_by(site, f"{kind}/1") == begun
 
 
 def test_chain_killed_resume_finishes(

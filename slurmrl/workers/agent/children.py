@@ -1,126 +1,256 @@
-"""The processes of one host: its workers, and the master on the first host of the group."""
+"""The processes of one host: its workers with their templates, and the master on the first host of
+the group."""
 
 from __future__ import annotations
 
 import os
 import selectors
 import shlex
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import IO
 
 from slurmrl.channel.follower import Follower
 from slurmrl.channel.pipe import Connection
-from slurmrl.errors import WorkerDiedError
+from slurmrl.config.schema.cluster import Cluster
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import GroupPlan
-from slurmrl.workers import process
+from slurmrl.workers import messages, process, pulse
 from slurmrl.workers.agent.identity import Identity
+from slurmrl.workers.agent.slot import Ended, Slot
 from slurmrl.workers.messages import Message
 
+END_TIMEOUT_S = 5.0
+"""How long a template may take to have its worker killed before it is killed itself."""
+MASTER = "the master"
 
-@dataclass(frozen=True)
-class Worker:
-    """A rank's process and the pipe to it."""
 
-    rank: int
-    child: process.Child
-    pipe: Connection
+@dataclass
+class News:
+    """What a turn has brought."""
+
+    said: list[Message] = field(default_factory=list)
+    """By workers, signs of life left out."""
+    ended: list[Ended] = field(default_factory=list)
 
 
 class Children:
     """Starts, hears and ends the processes of this host."""
 
-    def __init__(self, paths: RunPaths, group: GroupPlan, identity: Identity) -> None:
+    def __init__(
+        self, paths: RunPaths, group: GroupPlan, identity: Identity, cluster: Cluster
+    ) -> None:
         self.paths = paths
         self.group = group
         self.identity = identity
-        self.workers: list[Worker] = []
+        self.slots: list[Slot] = []
         self.master: process.Child | None = None
+        self._master_pipe: Connection | None = None
+        self._container = shlex.split(cluster.slurm.container or "")
+        self._pulse_s = pulse.interval_s(cluster.heartbeat_s, cluster.silence_s)
+        self._watch: pulse.Watch[int | None] = pulse.Watch(cluster.silence_s)
         self._selector = selectors.DefaultSelector()
+        self._news = News()
 
     @property
     def first_rank(self) -> int:
         return self.identity.task * self.group.workers_per_host
 
-    def start_workers(self, devices: list[str], container: str | None, output: IO[bytes]) -> None:
-        """Start all workers at once, each with its devices visible before Python starts: they
-        import torch while the incarnation forms."""
-        for rank, visible in enumerate(devices, start=self.first_rank):
-            environment = {
+    # -- starting ----------------------------------------------------------------------------
+
+    def start_workers(self, devices: list[str], output: IO[bytes]) -> None:
+        """One worker per entry of ``devices``, forked from a template that has them visible
+        before Python starts. Templates outlive their workers, and start where there is none.
+
+        Raises EnvironmentFailure where the command cannot be executed.
+        """
+        if not self.slots:
+            self.slots = [
+                Slot(rank, self.identity.host, partial(self._start_template, rank, visible))
+                for rank, visible in enumerate(devices, start=self.first_rank)
+            ]
+        for slot in self.slots:
+            if slot.template is None:
+                slot.start_template(output)
+                self._listen_to_template(slot)
+        for slot in self.slots:
+            slot.fork()
+            assert slot.pipe is not None
+            self._listen(slot.pipe.fileno(), partial(self._hear_worker, slot, slot.pipe))
+
+    def _listen_to_template(self, slot: Slot) -> None:
+        assert slot.template is not None
+        assert slot.line is not None
+        self._listen(slot.template.pidfd, partial(self._template_ended, slot))
+        self._listen(slot.line.fileno(), partial(self._hear_template, slot))
+
+    def _start_template(
+        self, rank: int, visible: str, name: str, output: IO[bytes]
+    ) -> tuple[process.Child, Connection]:
+        return process.spawn_with_pipe(
+            name,
+            "slurmrl.workers.worker",
+            ["--run", str(self.paths.run), "--rank", str(rank), *self._pulse_option()],
+            output=output,
+            environment={
                 **os.environ,
                 "CUDA_VISIBLE_DEVICES": visible,
                 "OMP_NUM_THREADS": str(self.group.threads_per_worker),
-            }
-            child, pipe = process.spawn_with_pipe(
-                f"rank {rank} on {self.identity.host}",
-                "slurmrl.workers.worker",
-                ["--run", str(self.paths.run), "--rank", str(rank)],
-                output=output,
-                environment=environment,
-                prefix=shlex.split(container or ""),
-            )
-            self.workers.append(Worker(rank, child, pipe))
-            self._selector.register(pipe.fileno(), selectors.EVENT_READ, self.workers[-1])
-            self._selector.register(child.pidfd, selectors.EVENT_READ, child)
+            },
+            prefix=self._container,
+        )
 
     def start_master(self, submission: int, output: IO[bytes]) -> None:
         arguments = ["--run", str(self.paths.run), "--submission", str(submission)]
-        arguments += ["--job", self.identity.job]
-        self.master = process.spawn(
-            "the master",
+        arguments += ["--job", self.identity.job, *self._pulse_option()]
+        self.master, self._master_pipe = process.spawn_with_pipe(
+            MASTER,
             "slurmrl.workers.master",
             arguments,
             output=output,
             environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         )
-        self._selector.register(self.master.pidfd, selectors.EVENT_READ, self.master)
+        self._listen(self.master.pidfd, partial(self._master_ended, self.master))
+        self._listen(self._master_pipe.fileno(), partial(self._hear_master, self._master_pipe))
+
+    def _pulse_option(self) -> list[str]:
+        return [process.PULSE_OPTION, str(self._pulse_s)]
+
+    # -- while they run ----------------------------------------------------------------------
 
     def broadcast(self, message: Message) -> None:
-        for worker in self.workers:
-            worker.pipe.send(message)
+        for slot in self.slots:
+            slot.send(message)
 
     def wake_on(self, follower: Follower) -> None:
         """End a `turn` also when the logs of a follower have changed."""
         if follower.fileno() >= 0:
-            self._selector.register(follower.fileno(), selectors.EVENT_READ, follower)
+            self._listen(follower.fileno(), follower.drain)  # whoever waits here reads it next
 
-    def turn(self, timeout_s: float) -> tuple[list[Message], list[process.Child]]:
-        """Wait at most ``timeout_s``; what workers said, and which children ended."""
-        for worker in self.workers:
-            worker.pipe.flush()  # what a busy worker's buffer did not take so far
-        heard: list[Message] = []
-        ended: list[process.Child] = []
+    def sleep_on(self, follower: Follower) -> None:
+        """No more of that."""
+        self._unlisten(follower.fileno())
+
+    def turn(self, timeout_s: float) -> News:
+        """Wait at most ``timeout_s`` until a child speaks or ends. The last words of one that
+        ended come no later than its end."""
+        for slot in self.slots:
+            slot.flush()  # what a busy worker's buffer did not take so far
+        self._news = News()
         for key, _ in self._selector.select(timeout_s):
-            if isinstance(key.data, Follower):
-                key.data.drain()  # whoever waits here reads it next
-            elif isinstance(key.data, Worker):
-                heard += key.data.pipe.receive_available()
-                if key.data.pipe.closed:
-                    self._selector.unregister(key.fd)
-            else:
-                self._selector.unregister(key.fd)
-                key.data.process.wait()
-                ended.append(key.data)
-        return heard, ended
+            handler: Callable[[], None] = key.data
+            handler()
+        return self._news
+
+    def silent(self) -> list[int | None]:
+        """Ranks that have given no sign of life for too long; None stands for the master."""
+        return self._watch.silent()
+
+    def name(self, rank: int | None) -> str:
+        return MASTER if rank is None else self.slots[rank - self.first_rank].name
+
+    @property
+    def master_runs(self) -> bool:
+        return self.master is not None and self.master.ended() is None
 
     def all_ended(self) -> bool:
-        return all(child.ended() is not None for child in self._all())
+        return not self.master_runs and not any(slot.running for slot in self.slots)
 
-    def _all(self) -> list[process.Child]:
-        children = [worker.child for worker in self.workers]
-        return [*children, self.master] if self.master is not None else children
+    # -- what they say -----------------------------------------------------------------------
+
+    def _hear_worker(self, slot: Slot, pipe: Connection) -> None:
+        said = pipe.receive_available()
+        if said:
+            self._watch.heard(slot.rank)
+        self._news.said += [one for one in said if one["type"] != messages.PULSE]
+        if pipe.closed:
+            self._unlisten(pipe.fileno())
+
+    def _hear_template(self, slot: Slot) -> None:
+        if slot.line is not None:
+            self._end(slot, slot.hear_template())
+            if slot.line.closed:
+                self._unlisten(slot.line.fileno())
+
+    def _template_ended(self, slot: Slot) -> None:
+        self._end(slot, slot.template_ended())
+        self._drop_templates([slot])
+
+    def _end(self, slot: Slot, ended: list[Ended]) -> None:
+        if ended:
+            if slot.pipe is not None:
+                self._hear_worker(slot, slot.pipe)
+            self._watch.forget(slot.rank)
+            self._news.ended += ended
+
+    def _hear_master(self, pipe: Connection) -> None:
+        if pipe.receive_available():
+            self._watch.heard(None)
+        if pipe.closed:
+            self._unlisten(pipe.fileno())
+
+    def _master_ended(self, master: process.Child) -> None:
+        self._unlisten(master.pidfd)
+        self._watch.forget(None)
+        self._news.ended.append(Ended(master.name, master.process.wait(), None))
+
+    # -- ending ------------------------------------------------------------------------------
+
+    def end(self, *, grace_s: float = 0.0) -> None:
+        """End the workers at once and together, and the master if it has not left after
+        ``grace_s``. Templates stay; one that does not answer is ended too, with its worker."""
+        for slot in self.slots:
+            slot.kill()
+        began = time.monotonic()
+        while not self.all_ended() and (passed_s := time.monotonic() - began) < END_TIMEOUT_S:
+            if self.master is not None and passed_s >= grace_s:
+                self.master.kill()
+            self.turn(0.05)
+        for slot in self.slots:
+            self._drop_worker(slot)
+        self._drop_templates([slot for slot in self.slots if slot.running])
+        self._drop_master()
 
     def close(self) -> None:
-        """End whatever still runs."""
-        for child in self._all():
-            child.close()
-        for worker in self.workers:
-            worker.pipe.close()
+        """End everything. A worker goes before its template: who comes next on this host may need
+        the device that it holds."""
+        self.end()
+        self._drop_templates(self.slots)
         self._selector.close()
 
+    def _drop_worker(self, slot: Slot) -> None:
+        if slot.pipe is not None:
+            self._unlisten(slot.pipe.fileno())
+        self._watch.forget(slot.rank)
+        slot.drop_worker()
 
-def check(ended: list[process.Child]) -> None:
-    """Raise WorkerDiedError for the first child that did not exit with 0."""
-    for child in ended:
-        if child.process.returncode != 0:
-            raise WorkerDiedError(child.ending())
+    def _drop_templates(self, slots: Sequence[Slot]) -> None:
+        children = []
+        for slot in slots:
+            self._drop_worker(slot)
+            if slot.line is not None:
+                self._unlisten(slot.line.fileno())
+            if (template := slot.drop_template()) is not None:
+                self._unlisten(template.pidfd)
+                children.append(template)
+        process.close_all(children)
+
+    def _drop_master(self) -> None:
+        self._watch.forget(None)
+        if self.master is not None and self._master_pipe is not None:
+            self._unlisten(self.master.pidfd)
+            self._unlisten(self._master_pipe.fileno())
+            self._master_pipe.close()
+            self.master.close()
+        self.master = self._master_pipe = None
+
+    # -- the selector ------------------------------------------------------------------------
+
+    def _listen(self, descriptor: int, handler: Callable[[], None]) -> None:
+        self._selector.register(descriptor, selectors.EVENT_READ, handler)
+
+    def _unlisten(self, descriptor: int) -> None:
+        if descriptor in self._selector.get_map():
+            self._selector.unregister(descriptor)

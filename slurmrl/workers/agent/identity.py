@@ -23,7 +23,7 @@ class Identity:
     """How often this task was started before."""
     host: str
     job: str
-    """The start of a job that this agent belongs to: job id and Slurm's restart count."""
+    """The round that this agent belongs to: job id, Slurm's restart count, number of the round."""
     job_id: str
     """The job as Slurm's commands name it, ``123_4`` for an array element."""
     pid: int
@@ -43,7 +43,8 @@ def claim(
 ) -> Identity:
     """Take the next free attempt of this process's task."""
     task = env.LINK.get(environ) if elastic else env.NODE_ID.get(environ)
-    job = f"{env.JOB_ID.get(environ) or os.getpid()}.{env.RESTART_COUNT.get(environ)}"
+    start = f"{env.RESTART_COUNT.get(environ)}.{env.ROUND.get(environ)}"
+    job = f"{env.JOB_ID.get(environ) or os.getpid()}.{start}"
     host = env.NODE_NAME.get(environ) or socket.gethostname()
     taken = len(store.find_subtree(keys.attempts(group, task)))
     for attempt in itertools.count(taken):

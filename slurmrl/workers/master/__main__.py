@@ -1,4 +1,5 @@
-"""``python -m slurmrl.workers.master --run RUN --submission N --job JOB``"""
+"""``python -m slurmrl.workers.master --run RUN --submission N --job JOB --pipe-fd FD
+--pulse-s S``"""
 
 from __future__ import annotations
 
@@ -7,8 +8,11 @@ import sys
 from pathlib import Path
 
 from slurmrl import env, log
+from slurmrl.channel.pipe import Connection
 from slurmrl.fsio import ownership
+from slurmrl.workers import pulse
 from slurmrl.workers.master.serve import serve
+from slurmrl.workers.process import PIPE_FD_OPTION, PULSE_OPTION
 
 
 def main() -> int:
@@ -16,9 +20,12 @@ def main() -> int:
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--submission", type=int, required=True)
     parser.add_argument("--job", required=True, help="the job that this incarnation runs in")
+    parser.add_argument(PIPE_FD_OPTION, type=int, required=True)
+    parser.add_argument(PULSE_OPTION, type=float, required=True, help="between signs of life")
     options = parser.parse_args()
     ownership.make_umask_private()
     log.configure("master")
+    pulse.start(Connection.from_fd(options.pipe_fd), options.pulse_s)
     return serve(options.run, options.submission, options.job, env.LINK.get())
 
 

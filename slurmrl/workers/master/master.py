@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from slurmrl import log
+from slurmrl.backoff import Backoff
 from slurmrl.config.schema import Config
 from slurmrl.errors import CheckpointError
 from slurmrl.fsio.atomic import replace
@@ -27,14 +29,22 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.workers import messages
 from slurmrl.workers.master import step_metrics
-from slurmrl.workers.master.committer import Committer
+from slurmrl.workers.master.committer import Committer, Outcome
 from slurmrl.workers.master.exporting import export_actor
 from slurmrl.workers.master.progress import Progress
 from slurmrl.workers.master.publish import StatusPublisher
+from slurmrl.workers.master.roster import Roster
 from slurmrl.workers.master.workforce import Workforce
 from slurmrl.workers.pace import Pace
+from slurmrl.workers.patience import patiently
 
 logger = log.get(__name__)
+T = TypeVar("T")
+
+LOOKS_PER_TTL = 4
+"""Looks for agents that have not said hello, in the time that an agent has to renew its lease."""
+LAST_RETRY_S = (2.0, 60.0)
+"""First and longest pause before the last commit is tried again."""
 
 
 class Master:
@@ -65,10 +75,18 @@ class Master:
             self._while_waiting,
             longest_poll_s=pace.poll_s,
         )
+        self.roster = Roster(
+            names,
+            plan,
+            self.workforce.mailbox.agents,
+            incarnation=writer.incarnation,
+            job=str(state.begin_data.get("job")),
+            look_s=config.cluster.lease_ttl_s / LOOKS_PER_TTL,
+        )
         self.status = StatusPublisher(
             names,
             paths,
-            self.workforce.mailbox.agents,
+            self.roster,
             incarnation=writer.incarnation,
             total_steps=config.total_steps,
             lease_ttl_s=config.cluster.lease_ttl_s,
@@ -79,25 +97,29 @@ class Master:
             writer,
             self.workforce,
             state.commits,
-            keep_last=config.checkpoint.keep_last,
-            timeout_s=config.step_timeout_s,
+            config.checkpoint,
+            config.step_timeout_s,
+            recorder.sync,
         )
         self.progress = progress
         self.recorder = recorder
         self.fresh = state.last_commit is None
+        self._stall_s: float | None = None
+        """Of checkpoints that ended since the last line of metrics; None if there were none."""
 
     # -- the whole run -----------------------------------------------------------------------
 
     def run(self) -> None:
         """Run until the trial is finished or the job is to end; the ranks are told to exit."""
+        began = time.monotonic()
         self._wait_for_ranks()
-        self.events.write("ready", step=self.progress.step)
+        seconds = round(time.monotonic() - began, 3)
+        self.events.write("ready", step=self.progress.step, seconds=seconds)
         if self.fresh:
             self._start()
         while not self.workforce.warned and self.progress.finish_reason() is None:
             self._step()
-        if self.committer.last_step != self.progress.step:
-            self._commit()
+        self._commit_last()
         reason = self.progress.finish_reason()
         if reason is not None:
             self._finish(reason)
@@ -108,7 +130,10 @@ class Master:
         self.recorder.close()
 
     def _while_waiting(self) -> None:
-        self.status.tick()
+        self.roster.look()
+        self.status.tick(self.workforce.waiting)
+        self.roster.report_lost(self.status.dead())
+        self._tell(self.committer.poll())
 
     def _wait_for_ranks(self) -> None:
         ready = self.workforce.wait_ready(self.config.cluster.start_timeout_s)
@@ -128,6 +153,7 @@ class Master:
 
     def _step(self) -> None:
         began = time.monotonic()
+        self._tell(self.committer.poll())
         step = self.progress.step + 1
         scalars = self.progress.scalars()
         items = self.progress.take_batch()
@@ -138,7 +164,7 @@ class Master:
             metrics.update(self._evaluate())
         self._record({**metrics, **scalars, "time/total": time.monotonic() - began})
         if self.progress.commit_due():
-            self._commit()
+            self._checkpoint(asynchronous=self.config.checkpoint.asynchronous)
 
     # -- parts of a step ---------------------------------------------------------------------
 
@@ -178,8 +204,10 @@ class Master:
     def _record(self, metrics: dict[str, Any]) -> None:
         step = self.progress.step
         line = {"step": step, "epoch": self.progress.cursor.epoch, **metrics}
+        if self._stall_s is not None:
+            line["time/checkpoint_stall"], self._stall_s = self._stall_s, None
         self.progress.metrics = line
-        self.recorder.write(line)
+        self._patiently("write the metrics", partial(self.recorder.write, line))
         self.status.update(step=step, metrics=line, phase="running")
         if self.progress.log_due():
             shown = {
@@ -193,15 +221,52 @@ class Master:
         if rows:
             lines = "".join(json.dumps({"step": step, **row}) + "\n" for row in rows)
             path = self.paths.samples / f"step-{step:08d}.jsonl"
-            replace(path, lines.encode(), durable=False)
+            write = partial(replace, path, lines.encode(), durable=False)
+            self._patiently("write samples", write)
 
-    def _commit(self) -> None:
-        self.recorder.sync()
-        began = time.monotonic()
-        self.committer.commit(self.progress.step, self.progress.state())
-        self.status.committed(self.progress.step)
+    def _patiently(self, what: str, action: Callable[[], T]) -> T:
+        """Try on while the directory does not take it: it may be full of a checkpoint that has
+        failed, and goes while this waits."""
+        return patiently(what, action, self.workforce.rest)
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def _checkpoint(self, *, asynchronous: bool) -> None:
+        """Commit this step; the one before must be over first."""
+        self._tell(self.committer.wait())
+        step, state = self.progress.step, self.progress.state()
+        self._tell(self.committer.start(step, state, asynchronous=asynchronous))
+        if not asynchronous:
+            self._tell(self.committer.wait())
+
+    def _commit_last(self) -> None:
+        """Commit the step that this incarnation stops at, however often that has to be tried: all
+        since the last commit would be lost. Whatever ends the job ends this too."""
+        backoff = Backoff(*LAST_RETRY_S)
+        self._tell(self.committer.wait())
+        while self.committer.last_step != self.progress.step:
+            self._checkpoint(asynchronous=False)
+            if self.committer.last_step != self.progress.step:
+                pause_s = backoff.next_s()
+                logger.warning("step %d is tried again in %.0f s", self.progress.step, pause_s)
+                self.workforce.rest(pause_s)
+
+    def _tell(self, outcome: Outcome | None) -> None:
+        """Say how a checkpoint ended; one that failed leaves the run going."""
+        if outcome is None:
+            return
+        self._stall_s = (self._stall_s or 0.0) + outcome.stall_s
+        if outcome.error is not None:
+            failed = {"step": outcome.step, "reason": outcome.error}
+            self.status.update(checkpoint_failed=failed)
+            self.events.write("checkpoint_failed", **failed)
+            return
+        self.status.committed(outcome.step)
         self.events.write(
-            "commit", step=self.progress.step, seconds=round(time.monotonic() - began, 3)
+            "commit",
+            step=outcome.step,
+            seconds=round(outcome.seconds, 3),
+            stall_s=round(outcome.stall_s, 3),
         )
 
     def _finish(self, reason: str) -> None:
@@ -213,6 +278,9 @@ class Master:
         self.events.write("finished", step=step, reason=reason)
 
     def _export(self, step: int) -> None:
-        folder = export_actor(self.paths, self.config, self.committer.commits[-1])
+        commit = self.committer.commits[-1]
+        folder = self._patiently(
+            "export the actor", lambda: export_actor(self.paths, self.config, commit)
+        )
         self.writer.append(Kind.EXPORT, {"step": step, "directory": folder.name})
         self.events.write("export", step=step, directory=str(folder))

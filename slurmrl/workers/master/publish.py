@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from slurmrl import keys, log
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.lease import LeaseObserver
+from slurmrl.lease import LeaseObserver, LeaseView
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.workers.messages import Message
@@ -37,6 +37,7 @@ class StatusPublisher:
         self._lease_ttl_s = lease_ttl_s
         self._interval_s = interval_s
         self._observers: dict[str, LeaseObserver] = {}
+        self._views: dict[str, LeaseView] = {}
         self._tasks: dict[str, Any] = {}
         """What was seen of the agents' leases the last time the interval had passed."""
         self._next = 0.0
@@ -47,21 +48,30 @@ class StatusPublisher:
             "total_steps": total_steps,
             "phase": "starting",
             "metrics": {},
+            "checkpoint_failed": None,
+            "waiting": None,
         }
 
     def update(self, **changes: Any) -> None:
-        """Change what is said (``step``, ``metrics``, ``phase``) and say it now."""
-        self._said.update(changes)
+        """Change what is said (``step``, ``metrics``, ``phase``,
+        ``checkpoint_failed``: step and reason of the newest, until one succeeds) and say it now."""
+        self._said.update(changes, waiting=None)
         self._publish()
 
     def committed(self, step: int) -> None:
         self._committed = (step, time.monotonic())
+        self._said["checkpoint_failed"] = None
         self._publish()
 
-    def tick(self) -> None:
-        """Say it again when the interval has passed."""
+    def tick(self, waiting: Callable[[], Mapping[str, Any] | None] = lambda: None) -> None:
+        """Say it again when the interval has passed, and which ranks are waited for."""
         if time.monotonic() >= self._next:
+            self._said["waiting"] = waiting()
             self._publish()
+
+    def dead(self) -> list[str]:
+        """Agents whose lease was not renewed for its time to live when it was looked at last."""
+        return [label for label, view in self._views.items() if not view.alive]
 
     def _publish(self) -> None:
         now = time.monotonic()
@@ -87,7 +97,7 @@ class StatusPublisher:
         if label not in self._observers:
             path = self._paths.lease(agent["group"], agent["task"], agent["attempt"])
             self._observers[label] = LeaseObserver(path, ttl_s=self._lease_ttl_s)
-        view = self._observers[label].observe()
+        view = self._views[label] = self._observers[label].observe()
         return {
             "lease_age_s": view.age_s,
             "host": agent["host"],

@@ -2,33 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import shutil
+import socket
 import traceback
 from pathlib import Path
 from typing import Any
 
-from slurmrl import keys, log
+from slurmrl import env, log
 from slurmrl.config.load import load_resolved
-from slurmrl.errors import (
-    NameExistsError,
-    RunFailedError,
-    StaleIncarnationError,
-    TrialEndedError,
-)
+from slurmrl.errors import RunFailedError, StaleIncarnationError, TrialEndedError
 from slurmrl.fsio import ownership
 from slurmrl.fsio.atomic import remove
 from slurmrl.history.log import History
 from slurmrl.history.record import Record
 from slurmrl.history.state import TrialState, fold
-from slurmrl.history.writer import IncarnationWriter, begin
+from slurmrl.history.writer import IncarnationWriter
+from slurmrl.monitor.events import EventWriter
 from slurmrl.monitor.recorder import Recorder
 from slurmrl.name_resolve import make
 from slurmrl.name_resolve.base import NameStore
-from slurmrl.paths import RunPaths
+from slurmrl.paths import DAMAGED_PREFIX, RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import load_run_settings
+from slurmrl.workers.failure import describe, publish
 from slurmrl.workers.master import limits
+from slurmrl.workers.master.base import begin_on_base, set_aside
 from slurmrl.workers.master.judgement import judge
 from slurmrl.workers.master.master import Master
 from slurmrl.workers.master.progress import Progress
@@ -45,21 +43,31 @@ def serve(run: Path, submission: int, job: str, link: int) -> int:
     names = make("file", directory=paths.names)
     history = History(paths.history)
     try:
-        data = {"job": job, "submission": submission, "link": link}
-        writer = begin(history, data, lambda records: _judge(paths, names, job, records))
+        host = env.NODE_NAME.get() or socket.gethostname()
+        data = {"job": job, "submission": submission, "link": link, "host": host}
+        writer, damages = begin_on_base(
+            paths, names, history, data, lambda records: _judge(paths, names, job, records)
+        )
     except TrialEndedError as end:
         logger.info("nothing to do: %s", end)
         return 0
+    events = EventWriter(paths, f"master.{writer.incarnation}")
+    master = None
     try:
-        _lead(paths, names, history, writer)
+        said = {"incarnation": writer.incarnation, "base": writer.check().base}
+        events.write("begin", **said, job=job, link=link)
+        set_aside(paths, writer, damages, events)
+        master = _prepare(paths, names, history, writer)
+        master.run()
     except TrialEndedError as end:
         logger.info("leaving: %s", end)
     except StaleIncarnationError as error:
         logger.warning("leaving: %s", error)
         return 1
     except Exception as error:  # noqa: BLE001 - the process boundary: report it and end
-        traceback.print_exc()
-        _report(names, writer.incarnation, error)
+        _fail(names, writer.incarnation, events, error)
+        if master is not None:
+            master.workforce.end()
         return 1
     return 0
 
@@ -79,15 +87,19 @@ def _judge(
     return verdict.data if verdict is not None else None
 
 
-def _lead(paths: RunPaths, names: NameStore, history: History, writer: IncarnationWriter) -> None:
+def _prepare(
+    paths: RunPaths, names: NameStore, history: History, writer: IncarnationWriter
+) -> Master:
     settings = load_run_settings(paths)
     state = fold(history.read())
+    if state.incarnation > 1 and state.base is None:
+        logger.warning("no checkpoint to go on from: the trial starts from its beginning")
     _clean(paths, state)
     progress = Progress(settings, restore(paths, state))
     base = state.last_commit.step if state.last_commit is not None else -1
     recorder = Recorder(paths, settings.config.logging, last_step=base)
     plan = Plan.read(paths.plan)
-    Master(paths, settings.config, plan, names, writer, state, progress, recorder).run()
+    return Master(paths, settings.config, plan, names, writer, state, progress, recorder)
 
 
 def _clean(paths: RunPaths, state: TrialState) -> None:
@@ -95,12 +107,15 @@ def _clean(paths: RunPaths, state: TrialState) -> None:
     checkpoints, and control logs that nobody reads any more.
 
     Only theirs: they cannot commit any more, while a newer incarnation may have begun since
-    ``state`` was read and may be writing.
+    ``state`` was read and may be writing. What was set aside as damaged stays until a later
+    incarnation than the one that wrote it has committed.
     """
     named = {commit.directory for commit in state.commits}
+    committed = max((commit.incarnation for commit in state.commits), default=0)
     for directory in paths.checkpoints.iterdir():
         writer = directory.name.rpartition(".")[2]
-        old = writer.isdecimal() and int(writer) < state.incarnation
+        damaged = directory.name.startswith(DAMAGED_PREFIX)
+        old = writer.isdecimal() and int(writer) < (committed if damaged else state.incarnation)
         if old and directory.name not in named:
             shutil.rmtree(directory, ignore_errors=True)
     for log_file in paths.control.iterdir():
@@ -109,13 +124,12 @@ def _clean(paths: RunPaths, state: TrialState) -> None:
             remove(log_file)
 
 
-def _report(names: NameStore, incarnation: int, error: Exception) -> None:
-    """Publish why this incarnation failed, unless a rank was first."""
-    failure = {
-        "reason": f"master: {type(error).__name__}: {error}",
-        "traceback": "" if isinstance(error, RunFailedError) else traceback.format_exc(),
-    }
-    try:
-        names.add(keys.failure(incarnation), json.dumps(failure), delete_on_exit=False)
-    except NameExistsError:
-        logger.info("another failure was reported first")
+def _fail(names: NameStore, incarnation: int, events: EventWriter, error: Exception) -> None:
+    """Say why this incarnation failed, unless a rank was first."""
+    if isinstance(error, RunFailedError):
+        logger.error("%s", error)
+    else:
+        traceback.print_exc()
+    failure = describe(error, "master")
+    events.write("failed", reason=failure["reason"])
+    publish(names, incarnation, failure)

@@ -6,11 +6,12 @@ import itertools
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from slurmrl import log
 from slurmrl.channel.follower import Follower
 from slurmrl.channel.log import LogReader, LogWriter
-from slurmrl.errors import RunFailedError, WaitTimeoutError
+from slurmrl.errors import EnvironmentFailure, RunFailedError, WaitTimeoutError
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.workers import messages
@@ -18,6 +19,10 @@ from slurmrl.workers.messages import Message
 from slurmrl.workers.patience import patiently
 
 logger = log.get(__name__)
+
+
+REST_S = 0.2
+"""Longest pause between two looks at the logs while the master rests."""
 
 
 @dataclass
@@ -28,6 +33,8 @@ class Mailbox:
     """READY by rank."""
     done: dict[int, dict[int, Message]] = field(default_factory=dict)
     """DONE by message number, then by rank."""
+    saved: dict[int, dict[int, Message]] = field(default_factory=dict)
+    """SAVED by the number of its SAVE, then by rank."""
     agents: dict[str, Message] = field(default_factory=dict)
     """HELLO by ``group/task``."""
     warning: str | None = None
@@ -39,12 +46,14 @@ class Mailbox:
             self.ready[message["rank"]] = message
         elif kind == messages.DONE:
             self.done.setdefault(message["seq"], {})[message["rank"]] = message
+        elif kind == messages.SAVED:
+            self.saved.setdefault(message["seq"], {})[message["rank"]] = message
         elif kind == messages.HELLO:
             self.agents[f"{message['group']}/{message['task']}"] = message
         elif kind == messages.WARNING:
             self.warning = message["signal"]
-        elif kind == messages.ERROR:
-            raise RunFailedError(f"rank {message['rank']}: {message['exception']}")
+        elif kind == messages.FAILED:
+            raise RunFailedError(message["failure"]["reason"], message["failure"])
 
 
 class Workforce:
@@ -73,6 +82,8 @@ class Workforce:
         self._agents = Follower(readers, paths.control, longest_poll_s=longest_poll_s)
         self._while_waiting = while_waiting
         self._numbers = itertools.count()
+        self._waits: tuple[str, Callable[[], set[int]], float] | None = None
+        """What `_wait` waits for now, for whom, and since when."""
 
     @property
     def ranks(self) -> range:
@@ -94,6 +105,14 @@ class Workforce:
         batches = iter([batch])
         return lambda: self._log.append(*next(batches, ()))
 
+    def end(self) -> None:
+        """Tell the agents that this incarnation is over, if they can be told: they find out
+        themselves, only later."""
+        try:
+            self._log.append({"type": messages.OVER})
+        except EnvironmentFailure as error:
+            logger.warning("the agents are not told of the end: %s", error)
+
     def wait_ready(self, timeout_s: float) -> dict[int, Message]:
         """READY of every rank."""
         ready = self.mailbox.ready
@@ -106,6 +125,30 @@ class Workforce:
         self._wait(f"to finish {what}", lambda: set(self.ranks) - done.keys(), timeout_s)
         return self.mailbox.done.pop(number)
 
+    def saved(self, number: int) -> dict[int, Message] | None:
+        """What every rank said to SAVE ``number``, its DONE and its SAVED in one, once all have
+        said both; until then None."""
+        if self._unsaved(number):
+            return None
+        done, saved = self.mailbox.done.pop(number), self.mailbox.saved.pop(number)
+        return {rank: {**done[rank], **saved[rank]} for rank in self.ranks}
+
+    def wait_saved(self, number: int, what: str, timeout_s: float) -> None:
+        """Until `saved` has an answer."""
+        self._wait(f"to finish {what}", lambda: self._unsaved(number), timeout_s)
+
+    def _unsaved(self, number: int) -> set[int]:
+        done, saved = self.mailbox.done.get(number, {}), self.mailbox.saved.get(number, {})
+        return set(self.ranks) - (done.keys() & saved.keys())
+
+    def rest(self, seconds: float) -> None:
+        """Wait before another try of something; errors of ranks are raised meanwhile."""
+        end = time.monotonic() + seconds
+        while (left_s := end - time.monotonic()) > 0:
+            if not self.poll():
+                self._while_waiting()
+                time.sleep(min(left_s, REST_S))
+
     def poll(self) -> bool:
         """Take in what is new; True if anything was."""
         news = self._agents.read()
@@ -113,10 +156,18 @@ class Workforce:
             self.mailbox.put(message)
         return bool(news)
 
+    def waiting(self) -> dict[str, Any] | None:
+        """The ranks that are waited for, for what, and for how long; None if for none."""
+        if self._waits is None:
+            return None
+        what, missing, since = self._waits
+        return {"for": sorted(missing()), "what": what, "since_s": time.monotonic() - since}
+
     def _wait(self, what: str, missing: Callable[[], set[int]], timeout_s: float) -> None:
         """Time in which the directory does not answer does not count."""
         left_s = timeout_s
         looked_at = time.monotonic()
+        self._waits = what, missing, looked_at
         while missing():
             if self.poll():
                 continue
@@ -129,6 +180,7 @@ class Workforce:
                 )
             self._while_waiting()
             self._agents.wait()
+        self._waits = None
 
     def _describe(self, ranks: Iterable[int]) -> str:
         return ", ".join(f"rank {rank}{self._where(rank)}" for rank in sorted(ranks))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -21,6 +20,7 @@ from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
 from slurmrl.workers.messages import Message
+from slurmrl.workers.worker.saver import Saver
 from slurmrl.workers.worker.store import SampleStore
 
 
@@ -48,6 +48,7 @@ class Executor:
         self.tokenizer = tokenizer
         self.store = SampleStore()
         self._interfaces: dict[str, Interface] = {}
+        self._saver = Saver(rank)
 
     def describe_data(self) -> dict[str, Any]:
         """What the master needs to know of the data, the same on every rank."""
@@ -94,17 +95,21 @@ class Executor:
             torch.cuda.synchronize()
         return self._answer(began, stats=result.stats, texts=result.texts)
 
-    def save(self, message: Message) -> Message:
-        """Write this rank's part of a checkpoint of every trained model."""
+    def save(self, message: Message, say: Callable[[Message], None]) -> Message:
+        """Write this rank's part of a checkpoint of every trained model, or only copy it to host
+        memory and write it while messages go on; ``say`` gets SAVED once it is on disk, perhaps
+        from another thread."""
         began = time.monotonic()
-        directory = self.paths.checkpoints / message["directory"]
-        files = [
-            asdict(file)
+        self._saver.wait()
+        taken = [
+            engine.snapshot(copy=message["asynchronous"])
             for role, engine in self.engines.items()
             if self.plan.models[role].trained
-            for file in engine.save(directory)
         ]
-        return self._answer(began, files=files)
+        save = self._saver.start if message["asynchronous"] else self._saver.write
+        directory = self.paths.checkpoints / message["directory"]
+        save([one for one in taken if one is not None], directory, message["seq"], say)
+        return self._answer(began)
 
     # -- parts -------------------------------------------------------------------------------
 
@@ -132,6 +137,7 @@ class Executor:
         return result
 
     def close(self) -> None:
+        self._saver.wait()
         for interface in self._interfaces.values():
             interface.close()
 
@@ -141,12 +147,10 @@ class Executor:
         *,
         stats: Mapping[str, tuple[float, float]] | None = None,
         texts: Sequence[Mapping[str, Any]] = (),
-        files: Sequence[Mapping[str, Any]] = (),
     ) -> Message:
         return {
             "stats": dict(stats or {}),
             "seconds": time.monotonic() - began,
             "tokens": self.store.tokens(),
             "texts": list(texts),
-            "files": list(files),
         }

@@ -10,9 +10,11 @@ from typing import Any
 
 from slurmrl import log
 from slurmrl.channel.pipe import Connection
+from slurmrl.errors import DamagedCheckpointError
 from slurmrl.paths import RunPaths
 from slurmrl.workers import messages
 from slurmrl.workers.messages import Message
+from slurmrl.workers.worker.errors import recognise
 from slurmrl.workers.worker.executor import Executor
 from slurmrl.workers.worker.setup import build
 
@@ -41,7 +43,7 @@ def serve(run: Path, rank: int, pipe: Connection) -> int:
             if message["type"] == messages.EXIT:
                 executor.close()
                 return 0
-            answer = _execute(executor, message)
+            answer = _execute(executor, message, pipe)
             pipe.send({"type": messages.DONE, "rank": rank, "seq": message["seq"], **answer})
         logger.warning("the agent is gone")
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the process boundary: report it
@@ -53,14 +55,14 @@ def serve(run: Path, rank: int, pipe: Connection) -> int:
     os._exit(1)
 
 
-def _execute(executor: Executor, message: Message) -> Message:
+def _execute(executor: Executor, message: Message, pipe: Connection) -> Message:
     kind = message["type"]
     if kind == messages.LOAD:
         return executor.load(message)
     if kind == messages.CALL:
         return executor.call(message)
     if kind == messages.SAVE:
-        return executor.save(message)
+        return executor.save(message, pipe.send)
     raise ValueError(f"unknown message type {kind!r}")
 
 
@@ -74,6 +76,8 @@ def _linger(pipe: Connection) -> None:
 
 def _describe(error: BaseException, rank: int, doing: Message) -> dict[str, Any]:
     return {
+        **({"damaged": error.directory} if isinstance(error, DamagedCheckpointError) else {}),
+        **recognise(error),
         "type": messages.ERROR,
         "rank": rank,
         "step": doing.get("step"),

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+from slurmrl.checkpoint.manifest import verify_share
 from slurmrl.config.schema import Model
 from slurmrl.data import dataset
 from slurmrl.data.tokenizer import load_tokenizer
@@ -38,6 +40,8 @@ def build(paths: RunPaths, rank: int, start: Message, listener: int | None) -> E
     contexts = groups.build(plan.models.values(), rank=rank, device=accelerator.device)
     engines = _engines(settings, plan, contexts)
     if start["base"] is not None:
+        verify_share(paths.checkpoints / start["base"], rank, plan.world_size)
+        dist.barrier()  # who finds damage says so before anybody stumbles over it
         for engine in engines.values():
             engine.load(paths.checkpoints / start["base"])
     return _executor(paths, settings, plan, rank, engines)

@@ -14,6 +14,9 @@ from slurmrl.graph.call import Method
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Plan
 from slurmrl.plan.settings import Settings, load_settings
+from slurmrl.submission.prepare import prepare
+from slurmrl.submission.submit import propose
+from tests.fake_runs import write_config
 
 MODEL = {
     "model_type": "llama",
@@ -33,6 +36,15 @@ def paths(tmp_path: Path) -> RunPaths:
     for directory in found.directories():
         make_private_directory(directory)
     return found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunPaths:
+    """A run directory with a configuration and a plan: SFT on one host."""
+    root = str(tmp_path / "runs")
+    proposal = propose(write_config(tmp_path), [], root=root, scheduler="local")
+    prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)
+    return proposal.paths
 
 
 @pytest.fixture

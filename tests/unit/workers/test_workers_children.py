@@ -12,54 +12,45 @@ from typing import Any
 import pytest
 
 from slurmrl.channel.pipe import Connection
-from slurmrl.errors import WorkerDiedError
+from slurmrl.config.schema.cluster import Cluster
+from slurmrl.errors import EnvironmentFailure
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.workers import process
-from slurmrl.workers.agent.children import Children, check
+from slurmrl.workers.agent import children as children_module
+from slurmrl.workers.agent.children import Children, News
 from slurmrl.workers.agent.identity import Identity
+from slurmrl.workers.agent.slot import Ended
+from tests.support.trials import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
 STUB = """
 import os, sys
 from slurmrl.channel.pipe import Connection
-pipe = Connection.from_fd(int(sys.argv[sys.argv.index("--pipe-fd") + 1]))
-rank = int(sys.argv[sys.argv.index("--rank") + 1])
-pipe.send({"rank": rank, "devices": os.environ["CUDA_VISIBLE_DEVICES"],
-           "threads": os.environ["OMP_NUM_THREADS"]})
+from slurmrl.workers.worker import template
+def option(name):
+    return sys.argv[sys.argv.index(name) + 1]
+rank = int(option("--rank"))
+pipe = template.serve(Connection.from_fd(int(option("--pipe-fd"))), rank)
+if pipe is None:
+    sys.exit(0)
+pipe.send({"type": "hello", "rank": rank, "pid": os.getpid(), "template": os.getppid(),
+           "devices": os.environ["CUDA_VISIBLE_DEVICES"], "pulse": option("--pulse-s"),
+           "threads": os.environ["OMP_NUM_THREADS"], "comm": open("/proc/self/comm").read()})
 while (message := pipe.receive(60)) is not None:
     if message.get("exit") is not None:
         sys.exit(message["exit"])
-    pipe.send({"rank": rank, "size": len(message["text"]), "echo": message["text"]})
+    pipe.send({"type": message.get("type", "echo"), "rank": rank, "size": len(message["text"]),
+               "echo": message["text"]})
 """
-Turns = Callable[[Callable[[], bool]], None]
-
-
-@pytest.fixture
-def children(
-    paths: RunPaths,
-    plans: Callable[..., Plan],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[Children]:
-    """Host 1 of 2, with two stub workers: ranks 2 and 3."""
-    (tmp_path / "stub_worker.py").write_text(STUB)
-    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
-    spawn = process.spawn_with_pipe
-
-    def spawn_stub(
-        name: str, module: str, arguments: list[str], **more: Any
-    ) -> tuple[process.Child, Connection]:
-        assert module == "slurmrl.workers.worker"
-        return spawn(name, "stub_worker", arguments, **more)
-
-    monkeypatch.setattr(process, "spawn_with_pipe", spawn_stub)
-    identity = Identity("trainer", 1, 0, "n1", "41.0", "41_0", os.getpid())
-    found = Children(paths, plans(hosts=2).groups[0], identity)
-    with process.open_log(tmp_path / "workers.log") as output:
-        found.start_workers(["GPU-a", ""], None, output)
-    yield found
-    found.close()
+MASTER = """
+import sys, time
+from slurmrl.channel.pipe import Connection
+pipe = Connection.from_fd(int(sys.argv[sys.argv.index("--pipe-fd") + 1]))
+assert sys.argv[sys.argv.index("--job") + 1] == "41.0.0"
+pipe.send({"type": "pulse"})
+time.sleep(600)
+"""
 
 
 class Ear:
@@ -67,83 +58,224 @@ class Ear:
 
     def __init__(self, children: Children) -> None:
         self.children = children
-        self.heard: list[dict[str, Any]] = []
-        self.ended: list[process.Child] = []
+        self.said: list[dict[str, Any]] = []
+        self.ended: list[Ended] = []
 
     def until(self, enough: Callable[[], bool]) -> None:
         deadline = time.monotonic() + 60
         while not enough():
-            assert time.monotonic() < deadline, (self.heard, self.ended)
-            heard, ended = self.children.turn(0.05)
-            self.heard += heard
-            self.ended += ended
+            assert time.monotonic() < deadline, (self.said, self.ended)
+            news: News = self.children.turn(0.05)
+            self.said += news.said
+            self.ended += news.ended
+
+    def of(self, rank: int) -> dict[str, Any]:
+        return next(one for one in reversed(self.said) if one["rank"] == rank)
+
+    def fork(self, folder: Path) -> None:
+        """Workers of the next incarnation, up and heard."""
+        self.said.clear()
+        self.ended.clear()
+        with process.open_log(folder / "workers.log") as output:
+            self.children.start_workers(["GPU-a", ""], output)
+        self.until(lambda: len(self.said) == 2)
 
 
 @pytest.fixture
-def ear(children: Children) -> Ear:
-    found = Ear(children)
-    found.until(lambda: len(found.heard) == 2)
-    return found
+def ear(
+    paths: RunPaths,
+    plans: Callable[..., Plan],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Ear]:
+    """Host 1 of 2, with two stub workers: ranks 2 and 3."""
+    (tmp_path / "stub_worker.py").write_text(STUB)
+    (tmp_path / "stub_master.py").write_text(MASTER)
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
+    monkeypatch.setattr(children_module, "END_TIMEOUT_S", 1.0)
+    spawn = process.spawn_with_pipe
+
+    def spawn_stub(
+        name: str, module: str, arguments: list[str], **more: Any
+    ) -> tuple[process.Child, Connection]:
+        stub = {
+            "slurmrl.workers.worker": "stub_worker",
+            "slurmrl.workers.master": "stub_master",
+        }[module]
+        return spawn(name, stub, arguments, **more)
+
+    monkeypatch.setattr(process, "spawn_with_pipe", spawn_stub)
+    identity = Identity("trainer", 1, 0, "n1", "41.0.0", "41_0", os.getpid())
+    cluster = Cluster(heartbeat_s=2.0, silence_s=4.0)
+    found = Ear(Children(paths, plans(hosts=2).groups[0], identity, cluster))
+    found.fork(tmp_path)
+    yield found
+    found.children.close()
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def test_workers_know_rank_devices_and_threads(ear: Ear) -> None:
-    assert sorted(ear.heard, key=lambda message: int(message["rank"])) == [
-        {"rank": 2, "devices": "GPU-a", "threads": "1"},
-        {"rank": 3, "devices": "", "threads": "1"},
-    ]
+    for rank, devices in ((2, "GPU-a"), (3, "")):
+        said = ear.of(rank)
+        assert (said["devices"], said["threads"], said["pulse"]) == (devices, "1", "1.0")
+        assert said["comm"] == f"rank {rank}\n"
+        comm = Path(f"/proc/{said['template']}/comm").read_text()
+        assert comm == f"template {rank}\n"
 
 
 def test_large_messages_go_out_piece_by_piece(ear: Ear) -> None:
     """A worker that is slow to read does not block its agent, and nothing is lost."""
     text = "x" * 5_000_000
-    ear.heard.clear()
+    ear.said.clear()
     ear.children.broadcast({"text": text})
     ear.children.broadcast({"text": "short"})
-    ear.until(lambda: len(ear.heard) == 4)
+    ear.until(lambda: len(ear.said) == 4)
     for rank in (2, 3):
-        sizes = [message["size"] for message in ear.heard if message["rank"] == rank]
+        sizes = [message["size"] for message in ear.said if message["rank"] == rank]
         assert sizes == [len(text), len("short")]
-    assert all(set(message["echo"]) <= set("xshort") for message in ear.heard)
+    assert all(set(message["echo"]) <= set("xshort") for message in ear.said)
+
+
+def test_signs_of_life_are_heard_and_not_passed_on(ear: Ear) -> None:
+    ear.said.clear()
+    ear.children.broadcast({"type": "pulse", "text": ""})
+    ear.children.broadcast({"text": "after"})
+    ear.until(lambda: len(ear.said) == 2)
+    assert {message["echo"] for message in ear.said} == {"after"}
 
 
 def test_end_is_told_once(ear: Ear) -> None:
-    ear.children.workers[0].pipe.send({"exit": 0})
+    ear.children.slots[0].send({"exit": 0})
     ear.until(lambda: bool(ear.ended))
-    assert [child.name for child in ear.ended] == ["rank 2 on n1"]
-    check(ear.ended)
+    assert ear.ended == [Ended("rank 2 on n1", 0, 2)]
     assert not ear.children.all_ended()
     ear.children.broadcast({"exit": 0})  # what goes to the dead is dropped
     ear.until(lambda: len(ear.ended) == 2)
     assert ear.children.all_ended()
-    check(ear.ended)
 
 
 def test_death_is_told_with_name_and_signal(ear: Ear) -> None:
-    os.kill(ear.children.workers[1].child.process.pid, signal.SIGKILL)
+    os.kill(ear.of(3)["pid"], signal.SIGKILL)
     ear.until(lambda: bool(ear.ended))
-    with pytest.raises(WorkerDiedError, match="rank 3 on n1 was ended by SIGKILL"):
-        check(ear.ended)
+    assert ear.ended == [Ended("rank 3 on n1", -signal.SIGKILL, 3)]
+    assert str(ear.ended[0]) == "rank 3 on n1 was ended by SIGKILL"
 
 
 def test_exit_code_is_told(ear: Ear) -> None:
-    ear.children.workers[0].pipe.send({"exit": 5})
+    ear.children.slots[0].send({"exit": 5})
     ear.until(lambda: bool(ear.ended))
-    with pytest.raises(WorkerDiedError, match="rank 2 on n1 exited with code 5"):
-        check(ear.ended)
+    assert str(ear.ended[0]) == "rank 2 on n1 exited with code 5"
 
 
 def test_last_words_come_before_the_end(ear: Ear) -> None:
     """What a worker said before it died is heard no later than that it died."""
-    ear.heard.clear()
-    worker = ear.children.workers[0]
-    worker.pipe.send({"text": "last"})
-    worker.pipe.send({"exit": 3})
+    ear.said.clear()
+    slot = ear.children.slots[0]
+    slot.send({"text": "last"})
+    slot.send({"exit": 3})
     ear.until(lambda: bool(ear.ended))
-    assert [message["echo"] for message in ear.heard] == ["last"]
+    assert [message["echo"] for message in ear.said] == ["last"]
 
 
-def test_close_ends_what_runs(ear: Ear) -> None:
+def test_the_next_workers_come_from_the_same_templates(ear: Ear, tmp_path: Path) -> None:
+    before = {rank: ear.of(rank) for rank in (2, 3)}
+    ear.children.end()
+    assert all(gone(before[rank]["pid"]) for rank in (2, 3))
+    assert not any(gone(before[rank]["template"]) for rank in (2, 3))
+    for _ in range(3):
+        ear.fork(tmp_path)
+        for rank in (2, 3):
+            assert ear.of(rank)["template"] == before[rank]["template"]
+            assert ear.of(rank)["pid"] != before[rank]["pid"]
+        ear.children.end()
+    assert ear.ended == [], "those that were ended by us are not told"
+
+
+def test_death_of_a_template_is_that_of_its_worker(ear: Ear, tmp_path: Path) -> None:
+    said = ear.of(2)
+    os.kill(said["template"], signal.SIGKILL)
+    ear.until(lambda: bool(ear.ended))
+    assert [str(one) for one in ear.ended] == ["the template of rank 2 on n1 was ended by SIGKILL"]
+    wait_until("its worker to die", lambda: gone(said["pid"]), 60)
+    ear.children.end()
+    ear.fork(tmp_path)
+    assert ear.of(2)["template"] != said["template"]
+
+
+def test_stopped_processes_are_ended_all_the_same(ear: Ear, tmp_path: Path) -> None:
+    """A stopped worker is killed by its template; a stopped template is killed with its worker."""
+    worker, other = ear.of(2), ear.of(3)
+    os.kill(worker["pid"], signal.SIGSTOP)
+    os.kill(other["template"], signal.SIGSTOP)
+    ear.children.end()
+    assert gone(worker["pid"])
+    assert not gone(worker["template"])
+    assert gone(other["template"])
+    wait_until("the other worker to die", lambda: gone(other["pid"]), 60)
+    ear.fork(tmp_path)
+    assert ear.of(2)["template"] == worker["template"]
+
+
+def test_close_leaves_nothing(ear: Ear) -> None:
+    pids = [ear.of(rank)[key] for rank in (2, 3) for key in ("pid", "template")]
     ear.children.close()
-    codes = [worker.child.process.returncode for worker in ear.children.workers]
-    assert codes == [-signal.SIGKILL, -signal.SIGKILL]
-    ear.children.workers.clear()
+    assert all(gone(pid) for pid in pids)
+    ear.children = Children(
+        ear.children.paths, ear.children.group, ear.children.identity, Cluster()
+    )
+
+
+def test_master_is_heard_and_ended(ear: Ear, tmp_path: Path) -> None:
+    with process.open_log(tmp_path / "master.log") as output:
+        ear.children.start_master(1, output)
+    assert ear.children.master is not None
+    pid = ear.children.master.process.pid
+    assert ear.children.master_runs
+    os.kill(pid, signal.SIGKILL)
+    ear.until(lambda: bool(ear.ended))
+    assert ear.ended == [Ended("the master", -signal.SIGKILL, None)]
+    assert not ear.children.master_runs
+    ear.children.end()
+    with process.open_log(tmp_path / "master.log") as output:
+        ear.children.start_master(1, output)
+    assert ear.children.master_runs
+    ear.children.end()
+    assert not ear.children.master_runs
+
+
+def test_silence_is_told_of_those_that_were_heard(
+    ear: Ear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(ear.children._watch, "_clock", lambda: now)
+    ear.children.silent()
+    for _ in range(4):
+        now += 1.0
+        silent = ear.children.silent()
+    assert sorted(rank for rank in silent if rank is not None) == [2, 3]
+    assert ear.children.name(2) == "rank 2 on n1"
+    assert ear.children.name(None) == "the master"
+    ear.said.clear()
+    ear.children.slots[0].send({"text": "here"})
+    ear.until(lambda: bool(ear.said))
+    assert ear.children.silent() == [3]
+
+
+def test_command_that_does_not_exist(
+    paths: RunPaths, plans: Callable[..., Plan], tmp_path: Path
+) -> None:
+    identity = Identity("trainer", 0, 0, "n1", "41.0.0", "41_0", os.getpid())
+    cluster = Cluster.model_validate({"slurm": {"container": "no-such-container exec"}})
+    children = Children(paths, plans().groups[0], identity, cluster)
+    with (
+        process.open_log(tmp_path / "workers.log") as output,
+        pytest.raises(EnvironmentFailure, match="no-such-container"),
+    ):
+        children.start_workers(["", ""], output)
+    children.close()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,6 +15,7 @@ import pytest
 
 from slurmrl.checkpoint.manifest import read_state, verify
 from slurmrl.checkpoint.tensors import checksum
+from slurmrl.config.schema.frequency import Checkpoint
 from slurmrl.errors import StaleIncarnationError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.history.log import History
@@ -21,7 +25,7 @@ from slurmrl.history.writer import begin
 from slurmrl.paths import RunPaths
 from slurmrl.workers import messages
 from slurmrl.workers.master import serve
-from slurmrl.workers.master.committer import Committer
+from slurmrl.workers.master.committer import Committer, Outcome
 from slurmrl.workers.master.workforce import Workforce
 
 WRITES = (
@@ -43,28 +47,39 @@ class Killed(BaseException):
 
 
 class FakeWorkforce:
-    """Two ranks, each of which writes a file; or ranks that fail."""
+    """Two ranks, each of which writes a file while it is waited for; or ranks that fail."""
 
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
         self.posted: list[dict[str, Any]] = []
         self.error: Exception | None = None
+        """Raised by waiting."""
+        self.says: dict[int, dict[str, Any]] = {}
+        """What a rank says in place of its files."""
+        self.answers: dict[int, dict[int, dict[str, Any]]] = {}
 
     def post(self, *batch: dict[str, Any]) -> list[int]:
         self.posted += batch
         return [len(self.posted) - 1]
 
-    def collect(self, number: int, what: str, timeout_s: float) -> dict[int, dict[str, Any]]:
+    def wait_saved(self, number: int, what: str, timeout_s: float) -> None:
         if self.error is not None:
             raise self.error
-        message = self.posted[number]
-        directory = self.paths.checkpoints / message["directory"]
-        return {rank: {"files": [self._file(directory, rank)]} for rank in (1, 0)}
+        directory = self.paths.checkpoints / self.posted[number]["directory"]
+        files = {rank: {"files": [self._file(directory, rank)]} for rank in (1, 0)}
+        seconds = {rank: {"seconds": rank / 8} for rank in (1, 0)}
+        self.answers[number] = {
+            rank: {**seconds[rank], **self.says.get(rank, files[rank])} for rank in (1, 0)
+        }
+
+    def saved(self, number: int) -> dict[int, dict[str, Any]] | None:
+        return self.answers.pop(number, None)
 
     def _file(self, directory: Path, rank: int) -> dict[str, Any]:
         path = directory / f"actor.{rank}.safetensors"
-        path.write_bytes(f"weights of rank {rank} in {directory.name}".encode())
-        return {"name": path.name, "size": path.stat().st_size, "checksum": checksum(path)}
+        data = f"weights of rank {rank} in {directory.name}".encode()
+        path.write_bytes(data)
+        return {"name": path.name, "size": len(data), "checksum": checksum(BytesIO(data))}
 
 
 class Trial:
@@ -72,12 +87,13 @@ class Trial:
         self.paths = paths
         self.workforce = FakeWorkforce(paths)
 
-    def committer(self, keep_last: int = 2) -> Committer:
+    def committer(self, keep_last: int = 2, **settings: Any) -> Committer:
         """Of a new incarnation, which has cleaned up as the master does."""
         writer = begin(History(self.paths.history), {})
         serve._clean(self.paths, self.state)
         workforce = cast(Workforce, self.workforce)
-        return Committer(self.paths, writer, workforce, self.state.commits, keep_last, 10.0)
+        checkpoint = Checkpoint(keep_last=keep_last, **settings)
+        return Committer(self.paths, writer, workforce, self.state.commits, checkpoint, 10.0)
 
     @property
     def state(self) -> TrialState:
@@ -102,9 +118,18 @@ def trial(paths: RunPaths) -> Trial:
     return Trial(paths)
 
 
+def save(committer: Committer, step: int, *, asynchronous: bool = False) -> Outcome:
+    """One checkpoint from its start to its end."""
+    outcome = committer.start(step, {"step": step}, asynchronous=asynchronous)
+    outcome = outcome or committer.wait()
+    assert outcome is not None
+    return outcome
+
+
 def commit(committer: Committer, *steps: int) -> None:
     for step in steps:
-        committer.commit(step, {"step": step})
+        outcome = save(committer, step)
+        assert outcome.error is None
 
 
 def test_commit_is_whole_and_named(trial: Trial) -> None:
@@ -115,7 +140,12 @@ def test_commit_is_whole_and_named(trial: Trial) -> None:
     assert trial.check() == 3
     assert trial.on_disk == ["step-00000003.1"]
     assert trial.workforce.posted == [
-        {"type": messages.SAVE, "step": 3, "directory": "step-00000003.1"}
+        {
+            "type": messages.SAVE,
+            "step": 3,
+            "directory": "step-00000003.1",
+            "asynchronous": False,
+        }
     ]
     manifest = verify(trial.paths.checkpoint(3, 1))
     names = [file.name for file in manifest.files]
@@ -150,6 +180,147 @@ def test_commits_of_earlier_incarnations_are_counted(trial: Trial) -> None:
     assert later.last_step == 2
     commit(later, 3)
     assert trial.on_disk == ["step-00000003.2"]
+
+
+def test_every_nth_step_is_kept_for_good(trial: Trial) -> None:
+    committer = trial.committer(keep_last=1, keep_every_steps=4)
+    commit(committer, *range(2, 12, 2))
+    assert [one.step for one in trial.state.commits] == [4, 8, 10]
+    commit(trial.committer(keep_last=2, keep_every_steps=4), 12, 14, 16)
+    assert [one.step for one in trial.state.commits] == [4, 8, 12, 14, 16]
+    trial.check()
+
+
+def test_nothing_is_committed_before_all_ranks_have_saved(trial: Trial) -> None:
+    committer = trial.committer()
+    state = {"step": 3}
+    assert committer.start(3, state, asynchronous=True) is None
+    state["step"] = 99  # the run goes on
+    for _ in range(3):
+        assert committer.poll() is None
+    assert trial.check() is None
+    outcome = committer.wait()
+    assert outcome is not None
+    assert (outcome.step, outcome.error) == (3, None)
+    assert 0 < outcome.stall_s <= outcome.seconds
+    assert trial.check() == 3
+    assert committer.wait() is None
+    assert committer.poll() is None
+
+
+def test_ranks_that_cannot_write_leave_the_older_commits(trial: Trial) -> None:
+    committer = trial.committer()
+    commit(committer, 1)
+    trial.workforce.says = {1: {"error": "cannot write x: quota", "full": False}}
+    outcome = save(committer, 2)
+    assert outcome.error == "rank 1: cannot write x: quota"
+    assert trial.check() == 1
+    assert trial.on_disk == ["step-00000001.1"], "what was written goes at once"
+    trial.workforce.says = {}
+    commit(committer, 2)
+    assert trial.check() == 2
+
+
+def test_a_full_disk_costs_the_older_commits_but_the_newest(trial: Trial) -> None:
+    committer = trial.committer(keep_last=3, keep_every_steps=2)
+    commit(committer, 1, 2, 3, 5)
+    trial.paths.damaged_checkpoint("step-00000001.0").mkdir()
+    assert [one.step for one in trial.state.commits] == [2, 3, 5]
+    trial.workforce.says = {0: {"error": "no space", "full": True}}
+    assert save(committer, 7).error == "rank 0: no space"
+    assert trial.on_disk == ["step-00000002.1", "step-00000005.1"]
+    assert save(committer, 9).error is not None
+    assert [one.step for one in trial.state.commits] == [2, 5]
+    assert trial.check() == 5
+
+
+class Refusing(SystemCalls):
+    """Refuses to make or link files in some directories."""
+
+    def __init__(self) -> None:
+        self.refused: dict[str, int] = {}
+        """Errors by a part of the path."""
+        self.late = False
+        """The link is made, and the answer is an error all the same."""
+
+    def link(self, source: Path, target: Path) -> None:
+        number = self._number(target)
+        if self.late or not number:
+            super().link(source, target)
+        if number:
+            raise OSError(number, os.strerror(number))
+
+    def mkdir(self, path: Path, mode: int = 0o700) -> None:
+        if number := self._number(path):
+            raise OSError(number, os.strerror(number))
+        super().mkdir(path, mode)
+
+    def rename(self, source: Path, target: Path) -> None:
+        if number := self._number(target):
+            raise OSError(number, os.strerror(number))
+        super().rename(source, target)
+
+    def read(self, descriptor: int, count: int) -> bytes:
+        if self.late and self.refused.pop("read", 0):
+            raise OSError(errno.EIO, "lost")
+        return super().read(descriptor, count)
+
+    def sleep(self, seconds: float) -> None:
+        pass
+
+    def _number(self, path: Path) -> int:
+        return next((n for part, n in self.refused.items() if part in str(path)), 0)
+
+
+@pytest.fixture
+def refusing(monkeypatch: pytest.MonkeyPatch) -> Refusing:
+    """In place of the real calls, everywhere."""
+    calls = Refusing()
+    for name in ("link", "mkdir", "rename", "read", "sleep"):
+        monkeypatch.setattr(SystemCalls, name, wrapped(calls, name, getattr(SystemCalls, name)))
+    return calls
+
+
+def wrapped(calls: Refusing, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self: SystemCalls, *arguments: Any) -> Any:
+        chosen = real if self is calls else getattr(Refusing, name)
+        return chosen(calls, *arguments)
+
+    return call
+
+
+@pytest.mark.parametrize("what", ["checkpoints/", "manifest.json", "state.json", "history/"])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_at_any_part_of_a_commit(
+    trial: Trial, refusing: Refusing, what: str, number: int
+) -> None:
+    committer = trial.committer(keep_last=2)
+    commit(committer, 1, 2)
+    refusing.refused = {what: number}
+    outcome = save(committer, 3)
+    assert outcome.error is not None
+    assert errno.errorcode[number] in outcome.error
+    refusing.refused = {}
+    kept = [1, 2] if what == "history/" else [2]
+    assert [one.step for one in trial.state.commits] == kept
+    assert trial.check() == 2
+    assert len(trial.on_disk) == len(kept)
+    commit(committer, 4)
+    assert trial.check() == 4
+
+
+def test_a_slot_that_was_won_without_an_answer_counts(trial: Trial, refusing: Refusing) -> None:
+    """The link was made, the reply was lost, and looking it up failed too."""
+    committer = trial.committer()
+    refusing.late, refusing.refused = True, {"history/": errno.EIO, "read": 1}
+    assert committer.start(1, {"step": 1}, asynchronous=False) is None
+    outcome = committer.wait()
+    assert outcome is not None
+    assert outcome.error is None
+    refusing.refused = {}
+    assert trial.check() == 1
+    kinds = [record.kind for record in History(trial.paths.history).read()]
+    assert kinds == [Kind.BEGIN, Kind.COMMIT]
 
 
 def test_rank_that_fails_leaves_no_commit(trial: Trial) -> None:

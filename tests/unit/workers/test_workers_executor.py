@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import shutil
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
 from typing import Any, cast
 
 import pytest
@@ -15,6 +19,7 @@ from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.data.dataset import Dataset
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Engine
+from slurmrl.fsio.failures import explain
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.workers.worker import executor as executor_module
@@ -45,8 +50,28 @@ class FakeEngine:
     def __init__(self, role: str) -> None:
         self.role = role
 
-    def save(self, directory: Path) -> list[SavedFile]:
-        return [SavedFile(f"{self.role}.safetensors", 7, "sha256:0")]
+    def snapshot(self, *, copy: bool) -> FakeSnapshot:
+        return FakeSnapshot(self.role, copy)
+
+
+@dataclass
+class FakeSnapshot:
+    role: str
+    copied: bool
+
+    def path(self, directory: Path) -> Path:
+        return directory / self.role
+
+    def write(self, directory: Path) -> SavedFile:
+        thread = threading.current_thread() is not threading.main_thread()
+        assert thread is self.copied, "only a copy may be written while the rank goes on"
+        if not directory.parent.exists():
+            raise explain(FileNotFoundError(2, "gone"), "write", directory)
+        if directory.name == "full":
+            raise explain(OSError(28, "full"), "write", directory) from OSError(28, "full")
+        if directory.name == "bug":
+            raise KeyError("bug")
+        return SavedFile(f"{self.role}.safetensors", 7, "sha256:0")
 
 
 class FakeInterface(Interface):
@@ -186,7 +211,6 @@ def test_call_gets_its_inputs_and_adds_its_outputs(make_ranks: Callable[..., Ran
         assert set(executor.store.sample.keys) == {"input_ids", "prompt_mask", "rewards"}
         assert answer["stats"] == {"reward": (0.5 * sample.bs, float(sample.bs))}
         assert answer["texts"] == [{"id": sample.ids[0]}]
-        assert answer["files"] == []
 
 
 def test_call_with_a_role_gets_its_engine(make_ranks: Callable[..., Ranks]) -> None:
@@ -228,12 +252,48 @@ def test_interface_is_kept_and_closed(make_ranks: Callable[..., Ranks]) -> None:
     assert all(interface.closed for interface in ranks.interfaces)
 
 
-def test_only_trained_models_are_saved(make_ranks: Callable[..., Ranks]) -> None:
-    ranks = make_ranks(1)
-    message = {"type": "save", "step": 3, "directory": "step-00000003.1"}
-    assert ranks.executors[0].save(message)["files"] == [
-        {"name": "actor.safetensors", "size": 7, "checksum": "sha256:0"}
-    ]
+def save(executor: Executor, directory: str, *, asynchronous: bool) -> dict[str, Any]:
+    """What the rank says about a checkpoint's files."""
+    said: Queue[dict[str, Any]] = Queue()
+    message = {"type": "save", "step": 3, "directory": directory, "seq": 7}
+    answer = executor.save({**message, "asynchronous": asynchronous}, said.put)
+    assert answer["seconds"] >= 0
+    found = said.get(timeout=60)
+    assert (found.pop("type"), found.pop("rank"), found.pop("seq")) == ("saved", 0, 7)
+    return found
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_only_trained_models_are_saved(
+    make_ranks: Callable[..., Ranks], asynchronous: bool
+) -> None:
+    executor = make_ranks(1).executors[0]
+    for directory in ("step-00000003.1", "step-00000005.1"):
+        assert save(executor, directory, asynchronous=asynchronous)["files"] == [
+            {"name": "actor.safetensors", "size": 7, "checksum": "sha256:0"}
+        ]
+    executor.close()
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_disk_that_takes_no_checkpoint_does_not_end_the_rank(
+    make_ranks: Callable[..., Ranks], asynchronous: bool
+) -> None:
+    executor = make_ranks(1).executors[0]
+    full = save(executor, "full", asynchronous=asynchronous)
+    assert "No space left on device" in full["error"]
+    assert full["full"] is True
+    assert "files" in save(executor, "step-00000003.1", asynchronous=asynchronous)
+    shutil.rmtree(executor.paths.checkpoints)
+    gone = save(executor, "step-00000004.1", asynchronous=asynchronous)
+    assert gone["full"] is False
+
+
+def test_a_bug_in_the_thread_is_raised_by_the_rank(make_ranks: Callable[..., Ranks]) -> None:
+    executor = make_ranks(1).executors[0]
+    assert save(executor, "bug", asynchronous=True)["error"] == "KeyError: 'bug'"
+    with pytest.raises(KeyError, match="bug"):
+        save(executor, "step-00000003.1", asynchronous=True)
 
 
 def test_description_of_the_data(make_ranks: Callable[..., Ranks]) -> None:

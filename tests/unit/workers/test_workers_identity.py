@@ -19,6 +19,7 @@ SLURM = {
     "SLURM_ARRAY_JOB_ID": "45",
     "SLURM_ARRAY_TASK_ID": "2",
     "SLURM_RESTART_COUNT": "1",
+    "SLURMRL_ROUND": "4",
     "SLURM_NODEID": "3",
     "SLURMD_NODENAME": "n7",
 }
@@ -28,17 +29,18 @@ def test_identity_under_slurm() -> None:
     identity = claim(MemoryNameStore(), "trainer", elastic=False, environ=SLURM)
     assert identity.task == 3
     assert identity.label == "trainer/3"
-    assert identity.job == "47.1"
+    assert identity.job == "47.1.4"
     assert identity.job_id == "45_2"
     assert identity.host == "n7"
 
 
-def test_requeued_job_is_another_job() -> None:
+def test_requeued_job_and_next_round_are_others() -> None:
     """The master's BEGIN names the start of the job; that of the start before must not match."""
     store = MemoryNameStore()
     first = claim(store, "trainer", elastic=False, environ=SLURM)
     second = claim(store, "trainer", elastic=False, environ={**SLURM, "SLURM_RESTART_COUNT": "2"})
-    assert first.job != second.job
+    third = claim(store, "trainer", elastic=False, environ={**SLURM, "SLURMRL_ROUND": "5"})
+    assert len({first.job, second.job, third.job}) == 3
 
 
 def test_elastic_task_is_the_array_index() -> None:

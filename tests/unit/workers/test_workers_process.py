@@ -164,3 +164,29 @@ def test_parent_that_is_gone_already(tmp_path: Path) -> None:
     )
     assert done.returncode == -signal.SIGKILL
     assert done.stdout == ""
+
+
+def test_names_of_signals() -> None:
+    assert process.signal_name(signal.SIGKILL) == "SIGKILL"
+    assert process.signal_name(signal.SIGRTMIN + 3) == f"signal {signal.SIGRTMIN + 3}"
+    assert process.ending("x", -(signal.SIGRTMIN + 3)) == (
+        f"x was ended by signal {signal.SIGRTMIN + 3}"
+    )
+
+
+def test_children_are_ended_together_and_none_is_waited_for_too_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One that the kernel holds in a system call cannot be ended; here its kill does not come
+    through."""
+    held, other = (
+        process.Child(name, subprocess.Popen(["sleep", "600"])) for name in ("held", "other")
+    )
+    monkeypatch.setattr(held, "kill", lambda: None)
+    try:
+        process.close_all([held, other], timeout_s=0.2)
+        assert held.ended() is None
+        assert other.process.returncode == -signal.SIGKILL
+    finally:
+        held.process.kill()
+        held.process.wait()

@@ -79,9 +79,20 @@ def test_first_words(desk: Desk) -> None:
         "total_steps": 60,
         "phase": "starting",
         "metrics": {},
+        "checkpoint_failed": None,
+        "waiting": None,
         "checkpoint": None,
         "tasks": {},
     }
+
+
+def test_who_is_waited_for_until_something_is_done(desk: Desk) -> None:
+    waiting = {"for": [3], "what": "to finish gen of step 4", "since_s": 2.0}
+    desk.publisher.tick(lambda: waiting)
+    assert desk.names.said()["waiting"] == waiting
+    desk.publisher.tick(lambda: pytest.fail("asked for although nothing is said"))
+    desk.publisher.update(step=4)
+    assert desk.names.said()["waiting"] is None
 
 
 def test_ticks_write_once_per_interval(desk: Desk) -> None:

@@ -14,11 +14,19 @@ from pathlib import Path
 
 import pytest
 
+from slurmrl import keys
+from slurmrl.errors import SchedulerError
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.writer import begin, end, resume
+from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
-from slurmrl.workers.supervisor import agent_command, parse, reason_to_leave
+from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.parse import HostRow
+from slurmrl.workers.supervisor.__main__ import parse
+from slurmrl.workers.supervisor.allocation import Allocation, is_dead
+from slurmrl.workers.supervisor.link import reason_to_leave
+from slurmrl.workers.supervisor.rounds import FRUITLESS_ROUNDS, agent_command
 from tests.support.trials import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
@@ -81,14 +89,21 @@ def test_command_of_the_agents(paths: RunPaths) -> None:
 SUPERVISOR = """
 import sys
 from argparse import Namespace
-from slurmrl.workers import supervisor
-supervisor.agent_command = lambda options: [sys.executable, "-c", sys.argv[2]]
-sys.exit(supervisor.Supervision(Namespace(launcher=sys.argv[1])).run())
+from pathlib import Path
+from slurmrl.paths import RunPaths
+from slurmrl.workers.supervisor import rounds
+from slurmrl.workers.supervisor.allocation import Allocation
+paths = RunPaths(Path.cwd() / "run")
+for directory in paths.directories():
+    directory.mkdir(parents=True)
+rounds.agent_command = lambda *_, **__: [sys.executable, "-c", sys.argv[2]]
+options = Namespace(launcher=sys.argv[1], group="trainer", submission=1)
+sys.exit(rounds.Rounds(options, paths, Allocation(paths, 1)).run())
 """
 AGENT = """
 import os, signal, time
 from pathlib import Path
-from slurmrl.workers.supervisor import SIGNALS
+from slurmrl.workers.supervisor.rounds import SIGNALS
 def hear(number, frame):
     print("heard", signal.Signals(number).name, flush=True)
     if number != signal.SIGUSR2:
@@ -161,11 +176,92 @@ def test_srun_gets_the_warning_only(tmp_path: Path) -> None:
         assert running.process.poll() is None
 
 
-def test_agent_ended_by_a_signal(tmp_path: Path) -> None:
+def test_agents_are_started_again_until_nothing_begins(tmp_path: Path) -> None:
+    history = History(tmp_path / "run" / "history")
+    with job(tmp_path, "direct") as running:
+        for number in range(FRUITLESS_ROUNDS + 2):
+            agent = int(running.line().split()[1])
+            if number in (0, 2):
+                begin(history, {})
+            if number == 3:
+                break
+            os.kill(agent, signal.SIGKILL)
+        os.kill(agent, signal.SIGKILL)
+        os.kill(int(running.line().split()[1]), signal.SIGKILL)
+        assert running.process.wait(timeout=60) == 128 + signal.SIGKILL
+        assert running.line() == ""
+
+
+def test_no_round_after_a_warning(tmp_path: Path) -> None:
+    with job(tmp_path, "direct") as running:
+        running.line()
+        running.open_agent()
+        begin(History(tmp_path / "run" / "history"), {})
+        running.process.send_signal(signal.SIGUSR2)
+        assert running.line() == "heard SIGUSR2"
+        running.process.send_signal(signal.SIGTERM)
+        assert running.line() == "heard SIGTERM"
+        assert running.process.wait(timeout=60) == 3
+        assert running.line() == ""
+
+
+def test_no_round_after_the_end(tmp_path: Path) -> None:
     with job(tmp_path, "direct") as running:
         agent = int(running.line().split()[1])
+        history = History(tmp_path / "run" / "history")
+        begin(history, {})
+        end(history, Kind.CANCELLED, {})
         os.kill(agent, signal.SIGKILL)
         assert running.process.wait(timeout=60) == 128 + signal.SIGKILL
+        assert running.line() == ""
+
+
+@pytest.mark.parametrize("state", ["down", "down*", "allocated*", "fail", "failing", "unknown"])
+def test_hosts_that_nothing_is_started_on(state: str) -> None:
+    assert is_dead(state)
+
+
+@pytest.mark.parametrize("state", ["allocated", "mixed", "idle", "draining", "completing"])
+def test_hosts_that_are_good(state: str) -> None:
+    assert not is_dead(state)
+
+
+def lose(paths: RunPaths, host: str, job: str) -> None:
+    with make("file", directory=paths.names) as names:
+        value = json.dumps({"incarnation": 1, "job": job})
+        names.add(keys.lost(host), value, delete_on_exit=False)
+
+
+def test_spares_take_the_place_of_lost_hosts(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SlurmClient, "hosts", lambda *_: [HostRow("n2", "down*", 0)])
+    allocation = Allocation(paths, 2, ("n0", "n1", "n2", "n3", "n4"), job="7.0")
+    assert allocation.choose() == ("n0", "n1")
+    lose(paths, "n1", "7.0.0")
+    lose(paths, "n3", "6.0.0")  # in another job: it may be well again
+    assert allocation.choose() == ("n0", "n3")
+    lose(paths, "n4", "7.0.1")
+    assert allocation.choose() == ("n0", "n3")
+    lose(paths, "n0", "7.0.1")
+    assert allocation.choose() is None
+
+
+def test_hosts_are_good_where_slurm_does_not_say(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def silent(*_: object) -> list[HostRow]:
+        raise SchedulerError("sinfo is not on PATH")
+
+    monkeypatch.setattr(SlurmClient, "hosts", silent)
+    allocation = Allocation(paths, 1, ("n0", "n1"), job="7.0")
+    lose(paths, "n0", "7.0.0")
+    assert allocation.choose() == ("n1",)
+
+
+def test_command_on_chosen_hosts(paths: RunPaths) -> None:
+    command = agent_command(options(paths, "srun"), ("n0", "n2"), overlap=True)
+    assert {"--nodelist=n0,n2", "--nodes=2", "--ntasks=2", "--overlap"} <= set(command)
 
 
 def test_agent_dies_with_its_supervisor(tmp_path: Path) -> None:

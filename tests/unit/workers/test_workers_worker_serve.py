@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 import pytest
 
 from slurmrl.channel.pipe import Connection
+from slurmrl.errors import DamagedCheckpointError
 from slurmrl.workers import messages
 from slurmrl.workers.worker import serve as serve_module
 
@@ -36,8 +37,9 @@ class FakeExecutor:
             raise self.raises[message["name"]]
         return {"stats": {"called": message["name"]}}
 
-    def save(self, message: dict[str, Any]) -> dict[str, Any]:
-        return {"files": [message["directory"]]}
+    def save(self, message: dict[str, Any], say: Callable[[Any], None]) -> dict[str, Any]:
+        say({"type": messages.SAVED, "rank": 3, "seq": message["seq"], "files": []})
+        return {"tokens": 0}
 
     def close(self) -> None:
         self.closed = True
@@ -97,10 +99,11 @@ def test_messages_are_answered_in_order(ready: Rank) -> None:
     ready.agent.send({"type": messages.CALL, "seq": 1, "name": "gen", "step": 1})
     ready.agent.send({"type": messages.SAVE, "seq": 2, "directory": "d"})
     done = {"type": messages.DONE, "rank": 3}
-    assert [ready.hear() for _ in range(3)] == [
+    assert [ready.hear() for _ in range(4)] == [
         {**done, "seq": 0, "tokens": 2},
         {**done, "seq": 1, "stats": {"called": "gen"}},
-        {**done, "seq": 2, "files": ["d"]},
+        {"type": messages.SAVED, "rank": 3, "seq": 2, "files": []},
+        {**done, "seq": 2, "tokens": 0},
     ]
 
 
@@ -139,6 +142,13 @@ def test_error_is_described_and_the_rank_stays(ready: Rank, error: BaseException
     assert ready.thread.is_alive()
     ready.agent.close()
     assert ready.end() == 1
+
+
+def test_a_damaged_checkpoint_is_named(ready: Rank) -> None:
+    error = DamagedCheckpointError("step-7.2: actor.0 has another checksum", "step-7.2")
+    ready.executor.raises["gen"] = error
+    ready.agent.send({"type": messages.CALL, "seq": 5, "name": "gen", "step": 9})
+    assert ready.hear()["damaged"] == "step-7.2"
 
 
 def test_long_errors_are_cut(ready: Rank) -> None:

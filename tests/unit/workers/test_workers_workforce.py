@@ -99,6 +99,25 @@ def test_deadline_of_the_start(site: Site) -> None:
         site.workforce.wait_ready(0.0)
 
 
+def test_who_is_waited_for(site: Site) -> None:
+    seen: list[Any] = []
+    site.agents[0].append(hello(0), done(0, 5), done(1, 5))
+    site.script = [
+        lambda: seen.append(site.workforce.waiting()),
+        lambda: site.agents[1].append(done(3, 5)),
+        lambda: seen.append(site.workforce.waiting()),
+        lambda: site.agents[1].append(done(2, 5)),
+    ]
+    assert site.workforce.waiting() is None
+    site.workforce.collect(5, "gen of step 3", 10)
+    assert [(one["for"], one["what"]) for one in seen] == [
+        ([2, 3], "to finish gen of step 3"),
+        ([2], "to finish gen of step 3"),
+    ]
+    assert 0 <= seen[0]["since_s"] <= seen[1]["since_s"]
+    assert site.workforce.waiting() is None
+
+
 def test_ready_ranks(site: Site) -> None:
     for rank in range(4):
         site.agents[rank // 2].append({"type": messages.READY, "rank": rank, "size": rank})
@@ -111,10 +130,24 @@ def test_ready_ranks(site: Site) -> None:
 
 
 def test_error_of_a_rank_ends_the_wait(site: Site) -> None:
-    error = {"type": messages.ERROR, "rank": 2, "exception": "ValueError: bad"}
-    site.agents[1].append(done(3, 0), error)
-    with pytest.raises(RunFailedError, match="rank 2: ValueError: bad"):
+    failure = {"cause": "exception", "reason": "rank 2: ValueError: bad", "rank": 2}
+    site.agents[1].append(done(3, 0), {"type": messages.FAILED, "failure": failure})
+    with pytest.raises(RunFailedError, match="rank 2: ValueError: bad") as caught:
         site.workforce.collect(0, "a call", 10)
+    assert caught.value.failure == failure
+
+
+def test_the_end_is_told_once_and_never_waited_for(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site.workforce.end()
+    assert [message["type"] for message in site.control.read()] == [messages.OVER]
+
+    def fail(*arguments: Any) -> None:
+        raise EnvironmentFailure("the server is away")
+
+    monkeypatch.setattr(LogWriter, "append", fail)
+    site.workforce.end()
 
 
 def test_warning_is_seen_while_collecting(site: Site) -> None:

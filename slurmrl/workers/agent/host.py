@@ -1,0 +1,154 @@
+"""What an agent has for as long as it lives, whatever incarnations come and go."""
+
+from __future__ import annotations
+
+import os
+from typing import IO
+
+from slurmrl import log
+from slurmrl.config.load import load_resolved
+from slurmrl.errors import (
+    EnvironmentFailure,
+    NameExistsError,
+    StaleIncarnationError,
+    TrialEndedError,
+)
+from slurmrl.fsio import documents
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.history.state import TrialState, fold
+from slurmrl.lease import Lease
+from slurmrl.monitor.events import EventWriter
+from slurmrl.name_resolve import make
+from slurmrl.parallel import gpu
+from slurmrl.paths import RunPaths
+from slurmrl.plan.model import Plan
+from slurmrl.workers import process
+from slurmrl.workers.agent.children import Children
+from slurmrl.workers.agent.identity import claim
+from slurmrl.workers.agent.keeper import Keeper
+from slurmrl.workers.agent.memory import OomKills
+from slurmrl.workers.agent.warning import Warnings
+from slurmrl.workers.pace import Pace
+
+logger = log.get(__name__)
+
+
+class Host:
+    """Claims the task and holds its lease. Raises SlurmrlError where this host cannot start."""
+
+    def __init__(self, paths: RunPaths, submission: int, group: str) -> None:
+        self.paths = paths
+        self.submission = submission
+        config = load_resolved(paths.config)
+        self.cluster = config.cluster
+        self.most_failures = config.max_restarts_without_commit
+        self.plan = Plan.read(paths.plan)
+        self.group = self.plan.group(group)
+        self.history = History(paths.history)
+        self.identity = claim(
+            make("file", directory=paths.names), group, elastic=self.group.elastic
+        )
+        self.pace = Pace.of(self.group.hosts, self.cluster.heartbeat_s)
+        lease = paths.lease(group, self.identity.task, self.identity.attempt)
+        self.names = make("file", directory=paths.names, owner=lease.name)
+        self.serving = 0
+        """The incarnation that a newer one would end; 0 between two."""
+        self.keeper = Keeper(
+            Lease(lease).beat,
+            self.check_fence,
+            beat_s=self.pace.beat_s,
+            check_s=self.pace.check_s,
+            ttl_s=self.cluster.lease_ttl_s,
+        )
+        self.children = Children(paths, self.group, self.identity, self.cluster)
+        self.warnings = Warnings(
+            local=_is_local(paths, submission), lead_s=self.cluster.slurm.signal_lead_s
+        )
+        self.oom = OomKills()
+        writer = f"agent.{group}.{self.identity.task}.{self.identity.attempt}"
+        self.events = EventWriter(paths, writer)
+
+    @property
+    def leads(self) -> bool:
+        """Whether the master runs here."""
+        return self.identity.task == 0
+
+    def devices(self) -> list[str]:
+        """What each worker sees. Raises EnvironmentFailure."""
+        given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return gpu.assign(given, self.group.workers_per_host, self.group.gpus_per_worker)
+
+    def open_log(self, group: str) -> IO[bytes]:
+        """Of this task, or of the ``master``. Raises EnvironmentFailure."""
+        return process.open_log(self.paths.log(group, self.identity.task, self.identity.attempt))
+
+    def begun(self, after: int) -> TrialState | None:
+        """The trial's state if an incarnation of this job has begun after incarnation ``after``.
+
+        Raises TrialEndedError, EnvironmentFailure, and StaleIncarnationError if another job's has.
+        """
+        state = self._state()
+        if self._superseded(state, after):
+            raise StaleIncarnationError(f"another job has begun incarnation {state.incarnation}")
+        return state if self._ours(state) and state.incarnation > after else None
+
+    def superseded(self, after: int) -> bool:
+        """Whether another job has begun an incarnation after ``after``, one of ours. Raises
+        TrialEndedError, EnvironmentFailure."""
+        return self._superseded(self._state(), after)
+
+    def _superseded(self, state: TrialState, after: int) -> bool:
+        """Before an incarnation of ours that of the job before is the newest (``after`` 0)."""
+        return 0 < after < state.incarnation and not self._ours(state)
+
+    def _ours(self, state: TrialState) -> bool:
+        return bool(state.begin_data.get("job") == self.identity.job)
+
+    def _state(self) -> TrialState:
+        state = fold(self.history.read())
+        if state.end is not None:
+            raise TrialEndedError(f"the trial has ended ({state.end.kind}); nothing to do")
+        return state
+
+    def check_fence(self) -> None:
+        """Raise where the incarnation that is served must end: a newer one has begun, or the trial
+        was cancelled or given up. (A finished one says exit in its log.)
+
+        Raises StaleIncarnationError, TrialEndedError, EnvironmentFailure.
+        """
+        if self.serving == 0:
+            return
+        state = fold(self.history.read())
+        if state.incarnation > self.serving:
+            raise StaleIncarnationError(f"incarnation {state.incarnation} has begun")
+        finished = state.end is not None and state.end.kind is Kind.FINISHED
+        if state.ended_slot > state.begin_slot and not finished:
+            how = "and was resumed since" if state.end is None else f"({state.end.kind})"
+            raise TrialEndedError(f"the trial has ended {how}")
+
+    def publish(self, key: str, value: str, *, delete_on_exit: bool = False) -> None:
+        """Add a key whose value nobody else can have. Raises EnvironmentFailure."""
+        try:
+            self.names.add(key, value, delete_on_exit=delete_on_exit)
+        except NameExistsError:  # an earlier try may have got through after all
+            if self.names.get(key) != value:
+                raise
+
+    def close(self) -> None:
+        """End what still runs, and take back the names that end with this process; without this
+        they do with its lease."""
+        self.children.close()
+        try:
+            self.names.reset()
+        except EnvironmentFailure as error:
+            logger.warning("cannot take back our names: %s", error)
+
+
+def _is_local(paths: RunPaths, submission: int) -> bool:
+    """Whether this submission went to the local scheduler."""
+    path = paths.submission_request(submission)
+    try:
+        return bool(documents.read(path).get("scheduler") == "local")
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,297 @@
+"""One incarnation on one host: fork workers (and start the master), form, relay messages until it
+ends.
+
+Every wait goes through `turn`, which also beats the lease, collects what the children say and
+notices children that ended or hang; so nothing that happens on this host goes unseen while waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+import uuid
+from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
+
+from slurmrl import keys, log
+from slurmrl.backoff import Backoff
+from slurmrl.channel.follower import Follower
+from slurmrl.channel.log import LogReader, LogWriter
+from slurmrl.errors import (
+    EnvironmentFailure,
+    NameExistsError,
+    NameNotFoundError,
+    SlurmrlError,
+    StaleIncarnationError,
+    WaitTimeoutError,
+)
+from slurmrl.history.state import TrialState
+from slurmrl.workers import messages
+from slurmrl.workers.agent import address
+from slurmrl.workers.agent.host import Host
+from slurmrl.workers.agent.symptoms import Symptoms
+from slurmrl.workers.failure import Failure, describe, publish
+from slurmrl.workers.messages import Message
+from slurmrl.workers.patience import patiently
+
+logger = log.get(__name__)
+T = TypeVar("T")
+
+FORM_TIMEOUT_S = 600.0
+"""Longest wait for the incarnation to begin and for rank 0's address."""
+LATE_BEGIN_S = 30.0
+"""Longest wait for the incarnation to begin when this host has failed already."""
+EXIT_TIMEOUT_S = 60.0
+"""Longest wait for workers that were told to exit."""
+MASTER_GRACE_S = 3.0
+"""How long a master may take to tell the other hosts that its incarnation is over."""
+
+
+class Incarnation:
+    """The next one of this job after incarnation ``after``."""
+
+    def __init__(self, host: Host, after: int) -> None:
+        self.host = host
+        self.after = after
+        self.number = 0
+        """0 until it has begun."""
+        self.replies: LogWriter | None = None
+        self._unsaid = False
+        """Whether something waits in `replies` that the directory did not take."""
+        self._nonce = uuid.uuid4().hex
+        self._symptoms = Symptoms(
+            host.identity.host, host.children, host.oom, host.cluster.silence_s
+        )
+        self._master_log: Follower | None = None
+
+    def run(self) -> None:
+        """Serve it until the master says exit.
+
+        Raises StaleIncarnationError when it is over without a fault of this host, TrialEndedError,
+        and other SlurmrlErrors for what went wrong here (see `fail`).
+        """
+        self._start()
+        state = self.wait("the master to begin", self._begun, FORM_TIMEOUT_S)
+        self._join(state.incarnation)
+        self._form(state)
+        self._relay()
+
+    # -- forming -----------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        host = self.host
+        devices = host.devices()
+        if host.leads:
+            with self.patiently("open a log", lambda: host.open_log("master")) as output:
+                host.children.start_master(host.submission, output)
+        with self.patiently("open a log", lambda: host.open_log(host.group.name)) as output:
+            host.children.start_workers(devices, output)
+
+    def _begun(self) -> TrialState | None:
+        return self.host.begun(self.after)
+
+    def _join(self, number: int) -> None:
+        """From here on a newer incarnation ends this one."""
+        self.number = self.host.serving = number
+        logger.info("incarnation %d", number)
+        self.host.events.write("join", incarnation=number)
+        self.patiently("make a log", self._open_replies)
+
+    def _open_replies(self) -> None:
+        path = self.host.paths.agent_log(self.number, self.host.group.name, self.host.identity.task)
+        self.replies = LogWriter(path, nonce=self._nonce)
+        self.say({"type": messages.HELLO, **vars(self.host.identity)})
+
+    def _form(self, state: TrialState) -> None:
+        """Meet at rank 0's address, and tell each worker where that is and which commit to load."""
+        host = self.host
+        self._publish_devices()
+        own = address.fabric_address(host.cluster.interface, host.group.hosts)
+        with contextlib.ExitStack() as stack:
+            listener = None
+            if host.children.first_rank == 0:
+                listener = stack.enter_context(address.listen(own))
+                self._publish_store(listener)
+            start = {
+                "type": messages.START,
+                "store": self.wait("rank 0's address", self._find_store, FORM_TIMEOUT_S),
+                "world_size": host.plan.world_size,
+                "interface": address.interface_of(own),
+                "base": state.base,
+            }
+            for slot in host.children.slots:
+                takes = listener if slot.rank == 0 else None
+                slot.send(start, takes.fileno() if takes is not None else None)
+
+    def _publish_devices(self) -> None:
+        host = self.host
+        value = {
+            "job_id": host.identity.job_id,
+            "host": host.identity.host,
+            "given": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+            "workers": host.devices(),
+        }
+        self._publish(
+            keys.devices(self.number, host.group.name, host.identity.task), json.dumps(value)
+        )
+
+    def _publish_store(self, listener: socket.socket) -> None:
+        """The listening socket is bound here, so that its port is ours before anyone is told."""
+        where, port = listener.getsockname()
+        self._publish(keys.store(self.number), f"{where}:{port}", delete_on_exit=True)
+
+    def _publish(self, key: str, value: str, *, delete_on_exit: bool = False) -> None:
+        self.patiently(
+            f"publish {key}",
+            lambda: self.host.publish(key, value, delete_on_exit=delete_on_exit),
+        )
+
+    def _find_store(self) -> str | None:
+        try:
+            return self.host.names.get(keys.store(self.number))
+        except NameNotFoundError:
+            self.host.names.refresh()
+            return None
+
+    # -- relaying ----------------------------------------------------------------------------
+
+    def _relay(self) -> None:
+        """Hand the master's messages to the workers until it says exit; none while our lease may
+        be lost."""
+        host = self.host
+        master = self._master_log = Follower(
+            [LogReader(host.paths.master_log(self.number))],
+            host.paths.control,
+            longest_poll_s=host.pace.poll_s,
+        )
+        host.children.wake_on(master)
+        waiting: deque[Message] = deque()
+        while True:
+            news = master.read()
+            if any(message["type"] == messages.OVER for message in news):
+                raise StaleIncarnationError(f"the master has ended incarnation {self.number}")
+            waiting += news
+            while waiting and host.keeper.may_start():
+                message = waiting.popleft()
+                host.children.broadcast(message)
+                if message["type"] == messages.EXIT:
+                    self._symptoms.told_to_exit = True
+                    self.wait("workers to exit", self._all_ended, EXIT_TIMEOUT_S)
+                    return
+            self._turn_until_news(master, may_stop=bool(waiting))
+
+    def _turn_until_news(self, master: Follower, *, may_stop: bool) -> None:
+        """One turn, and on until the master's log is to be read again. With ``may_stop`` one."""
+        beat_s = self.host.pace.beat_s
+        end = time.monotonic() + master.pause_s()
+        while True:
+            left_s = end - time.monotonic()
+            self.turn(min(max(left_s, 0.0), beat_s))
+            if may_stop or master.woken or left_s <= beat_s:
+                return
+
+    def _all_ended(self) -> bool | None:
+        return True if self.host.children.all_ended() else None
+
+    # -- one turn of the loop ----------------------------------------------------------------
+
+    def wait(self, what: str, poll: Callable[[], T | None], timeout_s: float) -> T:
+        """Poll until there is a value; time in which the directory does not answer does not
+        count."""
+        host = self.host
+        backoff = Backoff(last_s=min(host.pace.poll_s, host.pace.beat_s))
+        waited_s = 0.0
+        while (value := self.patiently(f"wait for {what}", poll)) is None:
+            if waited_s > timeout_s:
+                raise WaitTimeoutError(
+                    f"{host.identity.label} on {host.identity.host} waited {timeout_s:.0f} s "
+                    f"for {what}"
+                )
+            began = time.monotonic()
+            self.turn(backoff.next_s())
+            waited_s += time.monotonic() - began
+        return value
+
+    def patiently(self, what: str, action: Callable[[], T]) -> T:
+        """Do something on the shared directory, again and again while that does not answer."""
+        return patiently(what, action, self.turn)
+
+    def turn(self, timeout_s: float) -> None:
+        """Wait at most ``timeout_s`` for a child to speak or end; beat the lease when due."""
+        self.host.keeper.turn()
+        news = self.host.children.turn(min(timeout_s, self._symptoms.longest_turn_s))
+        self._tell_warning()
+        self.say(*(one for one in news.said if one["type"] != messages.ERROR))
+        self._symptoms.judge(news)
+
+    def _tell_warning(self) -> None:
+        """To the master and in the name store, as soon as there is an incarnation to tell it of."""
+        if self.replies is None or (warned := self.host.warnings.take()) is None:
+            return
+        self.say({"type": messages.WARNING, **warned.known})
+        self.host.events.write("warned", **warned.known)
+        with contextlib.suppress(NameExistsError, EnvironmentFailure):  # another host's will do
+            self.host.names.add(
+                keys.warned(self.number), json.dumps(warned.known), delete_on_exit=False
+            )
+
+    def say(self, *news: Message) -> None:
+        """Tell the master. What the directory does not take now goes first the next time."""
+        if self.replies is None or not (news or self._unsaid):
+            return
+        self._unsaid = True
+        try:
+            self.replies.append(*news)
+            self._unsaid = False
+        except EnvironmentFailure as error:
+            logger.warning("cannot tell the master, trying on: %s", error)
+
+    # -- its end -----------------------------------------------------------------------------
+
+    def fail(self, error: SlurmrlError) -> Failure:
+        """Say what went wrong here: to everybody, unless another failure was first, and to the
+        master, so that it ends this incarnation on the other hosts too."""
+        host = self.host
+        failure = describe(error, f"{host.identity.label} on {host.identity.host}")
+        failure.setdefault("host", host.identity.host)
+        logger.error("%s", failure["reason"])
+        self._learn()
+        self._tell_warning()
+        if self.number == 0 or publish(host.names, self.number, failure):
+            short = {key: failure[key] for key in ("cause", "reason", "rank") if key in failure}
+            host.events.write("failure", incarnation=self.number, **short)
+        self.say({"type": messages.FAILED, "failure": failure})
+        return failure
+
+    def _learn(self) -> None:
+        """A failure before the incarnation has begun counts as its failure, or starting over
+        would never come to an end: give the master time to begin."""
+        children = self.host.children
+        backoff = Backoff()
+        deadline = time.monotonic() + LATE_BEGIN_S
+        try:
+            while self.number == 0 and time.monotonic() < deadline:
+                gone = self.host.leads and not children.master_runs
+                if (state := self._begun()) is not None:
+                    self.number = state.incarnation
+                    self._open_replies()
+                elif gone:
+                    return
+                children.turn(backoff.next_s())
+        except (SlurmrlError, FileExistsError) as error:
+            logger.info("%s", error)
+
+    def close(self) -> None:
+        """End its processes on this host. The master may leave by itself where others listen to
+        it."""
+        host = self.host
+        host.serving = 0
+        alone = len(host.plan.groups) == 1 and host.group.hosts == 1
+        host.children.end(grace_s=0.0 if alone else MASTER_GRACE_S)
+        if self._master_log is not None:
+            host.children.sleep_on(self._master_log)
+            self._master_log.close()

@@ -1,0 +1,54 @@
+"""Whether the kernel has ended processes of ours for want of memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+OWN_CGROUPS = Path("/proc/self/cgroup")
+COUNTER = "oom_kill"
+
+
+class OomKills:
+    """The kernel's count of such kills, as precise as this machine has it: in our control group
+    (version 2, else 1), else on the whole host. Children of ours are in that group or below it, in
+    containers as well."""
+
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._path = next((path for path in _counters(root) if _count(path) is not None), None)
+        self._seen = self._count()
+
+    def happened(self) -> bool:
+        """Whether there was one since the last time this was asked, or since the beginning."""
+        before, self._seen = self._seen, self._count()
+        return self._seen > before
+
+    def _count(self) -> int:
+        return (_count(self._path) if self._path is not None else None) or 0
+
+
+def _counters(root: Path) -> list[Path]:
+    """Files that may hold the count, the most precise one first."""
+    found: list[Path] = []
+    mounted = root / "sys/fs/cgroup"
+    for line in _read(root / OWN_CGROUPS.relative_to("/")).splitlines():
+        _, controllers, group = line.split(":", 2)
+        own = group.lstrip("/")
+        if not controllers:
+            found += [mounted / own / "memory.events", mounted / "unified" / own / "memory.events"]
+        elif "memory" in controllers.split(","):
+            found.append(mounted / "memory" / own / "memory.oom_control")
+    return [*found, root / "proc/vmstat"]
+
+
+def _count(path: Path) -> int | None:
+    """The number in the counter's line, or None without one."""
+    fields = [line.split() for line in _read(path).splitlines()]
+    counts = [words[1] for words in fields if len(words) == 2 and words[0] == COUNTER]
+    return int(counts[0]) if counts and counts[0].isdecimal() else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,104 @@
+"""A rank's place on a host: its template, and the worker of the present incarnation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import IO, TypeAlias
+
+from slurmrl.channel.pipe import Connection
+from slurmrl.workers import messages, process
+from slurmrl.workers.messages import Message
+
+Start: TypeAlias = Callable[[str, IO[bytes]], tuple[process.Child, Connection]]
+"""Starts a template of this name with its output there, and a pipe on which it takes orders."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that is gone."""
+
+    name: str
+    code: int
+    """Exit code, negative for a signal."""
+    rank: int | None
+    """None for the master."""
+
+    def __str__(self) -> str:
+        return process.ending(self.name, self.code)
+
+
+class Slot:
+    def __init__(self, rank: int, host: str, start: Start) -> None:
+        self.rank = rank
+        self.name = f"rank {rank} on {host}"
+        self.template: process.Child | None = None
+        self.line: Connection | None = None
+        """To the template."""
+        self.pipe: Connection | None = None
+        """To the worker."""
+        self.running = False
+        """Whether a worker was asked for and has not ended."""
+        self._start = start
+
+    def start_template(self, output: IO[bytes]) -> None:
+        """Raises EnvironmentFailure."""
+        self.template, self.line = self._start(f"the template of {self.name}", output)
+
+    def fork(self) -> None:
+        """Ask the template for a worker."""
+        assert self.line is not None
+        assert not self.running
+        self.pipe, theirs = Connection.pair()
+        self.line.send_with_fd({"type": messages.FORK}, theirs.fileno())
+        theirs.close()
+        self.running = True
+
+    def send(self, message: Message, descriptor: int | None = None) -> None:
+        """To the worker, with an open descriptor."""
+        assert self.pipe is not None
+        if descriptor is None:
+            self.pipe.send(message)
+        else:
+            self.pipe.send_with_fd(message, descriptor)
+
+    def kill(self) -> None:
+        """Have the worker killed; that it is gone is heard later."""
+        if self.running and self.line is not None:
+            self.line.send({"type": messages.KILL})
+
+    def flush(self) -> None:
+        for pipe in (self.line, self.pipe):
+            if pipe is not None:
+                pipe.flush()
+
+    def hear_template(self) -> list[Ended]:
+        """Its worker's end, once."""
+        said = self.line.receive_available() if self.line is not None else []
+        codes = [message["code"] for message in said if message["type"] == messages.ENDED]
+        return [one for code in codes for one in self._end(self.name, code)]
+
+    def template_ended(self) -> list[Ended]:
+        """Its worker has ended with it."""
+        assert self.template is not None
+        ended = self.hear_template()  # what it said before
+        ended += self._end(self.template.name, self.template.process.wait())
+        return ended
+
+    def drop_worker(self) -> None:
+        if self.pipe is not None:
+            self.pipe.close()
+            self.pipe = None
+
+    def drop_template(self) -> process.Child | None:
+        """Let go of the template, and with it of the worker; the caller closes it."""
+        self.drop_worker()
+        if self.line is not None:
+            self.line.close()
+            self.line = None
+        template, self.template, self.running = self.template, None, False
+        return template
+
+    def _end(self, name: str, code: int) -> list[Ended]:
+        was_running, self.running = self.running, False
+        return [Ended(name, code, self.rank)] if was_running else []

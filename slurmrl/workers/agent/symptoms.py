@@ -1,0 +1,91 @@
+"""What a host's processes do, judged: which of it means that the incarnation has failed."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable
+
+from slurmrl.errors import RunFailedError
+from slurmrl.workers import messages
+from slurmrl.workers.agent.children import Children, News
+from slurmrl.workers.agent.memory import OomKills
+from slurmrl.workers.agent.slot import Ended
+from slurmrl.workers.failure import Cause, Failure
+from slurmrl.workers.messages import Message
+
+ECHO_GRACE_S = 2.0
+"""How long an exception that looks like the end of another rank waits for that end to be known,
+which tells more."""
+ECHO_TURN_S = 0.1
+
+
+class Symptoms:
+    """Raises RunFailedError for the first failure, with what is known of it."""
+
+    def __init__(
+        self,
+        host: str,
+        children: Children,
+        oom: OomKills,
+        silence_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.told_to_exit = False
+        """Whether workers may end."""
+        self._host = host
+        self._children = children
+        self._oom = oom
+        self._silence_s = silence_s
+        self._clock = clock
+        self._echo: Message | None = None
+        self._echo_until = math.inf
+
+    @property
+    def longest_turn_s(self) -> float:
+        """How long to wait at most before the next look."""
+        return math.inf if self._echo is None else ECHO_TURN_S
+
+    def judge(self, news: News) -> None:
+        errors = [message for message in news.said if message["type"] == messages.ERROR]
+        for error in errors:
+            if not error.get("echo"):
+                raise _failed(self._of_error(error))
+            if self._echo is None:
+                self._echo, self._echo_until = error, self._clock() + ECHO_GRACE_S
+        for ended in news.ended:
+            self._judge_end(ended)
+        for rank in self._children.silent():
+            raise _failed(self._of_silence(rank))
+        if self._echo is not None and self._clock() >= self._echo_until:
+            raise _failed(self._of_error(self._echo))
+
+    def _judge_end(self, ended: Ended) -> None:
+        early = ended.rank is not None and not self.told_to_exit
+        if ended.code == 0 and not early:
+            return
+        reason = str(ended) if ended.code else f"{ended.name} exited before it was told to"
+        cause = Cause.MASTER if ended.rank is None else Cause.DIED
+        if ended.code == -signal.SIGKILL and self._oom.happened():
+            cause, reason = Cause.OOM, f"{reason}: the kernel had no memory left for it"
+        raise _failed(self._known(cause, reason, ended.rank))
+
+    def _of_silence(self, rank: int | None) -> Failure:
+        name = self._children.name(rank)
+        text = f"{name} gave no sign of life for {self._silence_s:g} s and was killed"
+        return self._known(Cause.HUNG, text, rank)
+
+    def _of_error(self, error: Message) -> Failure:
+        known = {key: value for key, value in error.items() if key not in ("type", "echo", "oom")}
+        cause = Cause.OOM if error.get("oom") else Cause.EXCEPTION
+        reason = f"rank {error['rank']}: {error['exception']}"
+        return {**self._known(cause, reason, error["rank"]), **known}
+
+    def _known(self, cause: Cause, reason: str, rank: int | None) -> Failure:
+        known: Failure = {"cause": cause, "reason": reason, "host": self._host}
+        return known if rank is None else {**known, "rank": rank}
+
+
+def _failed(failure: Failure) -> RunFailedError:
+    return RunFailedError(failure["reason"], failure)

@@ -1,0 +1,79 @@
+"""Signals that say the job will end: what they mean, as far as that can be known."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from types import FrameType
+
+from slurmrl import env, log
+from slurmrl.workers import process
+
+logger = log.get(__name__)
+
+SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+LATE_S = 90.0
+"""Slurm may send a warning up to a minute before its time, and a busy host takes some more."""
+
+
+@dataclass(frozen=True)
+class Warned:
+    signal: str
+    cause: str
+    """``time_limit``, ``preemption``, ``interrupt`` (of a local run) or ``unknown``."""
+    time_left_s: float | None
+    """Until the time limit, if that is known."""
+
+    @property
+    def known(self) -> dict[str, object]:
+        return asdict(self)
+
+
+class Warnings:
+    """Takes the signals from `listen` on.
+
+    ``lead_s`` is how long before the time limit the scheduler was asked to warn.
+    """
+
+    def __init__(
+        self, *, local: bool, lead_s: float, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._local = local
+        self._lead_s = lead_s
+        self._clock = clock
+        self._first: int | None = None
+        self._told = False
+
+    def listen(self) -> None:
+        for number in SIGNALS:
+            signal.signal(number, self._receive)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # the supervisor held them back
+
+    @property
+    def received(self) -> bool:
+        return self._first is not None
+
+    def take(self) -> Warned | None:
+        """The first warning, once."""
+        if self._first is None or self._told:
+            return None
+        self._told = True
+        warned = self._judge(process.signal_name(self._first))
+        logger.info("received %s (%s): this job is to end soon", warned.signal, warned.cause)
+        return warned
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._first is None:
+            self._first = number
+
+    def _judge(self, name: str) -> Warned:
+        if self._local:
+            return Warned(name, "interrupt", None)
+        end = env.JOB_END.get()
+        if end is None:
+            return Warned(name, "unknown", None)
+        left_s = end - self._clock()
+        cause = "time_limit" if left_s <= self._lead_s + LATE_S else "preemption"
+        return Warned(name, cause, round(left_s, 1))

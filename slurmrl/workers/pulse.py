@@ -1,0 +1,66 @@
+"""Signs of life over a pipe, and noticing where they stop.
+
+A process that is stopped, or hangs with the interpreter held, sends none, although it is there. One
+that waits for other ranks does; the master's deadline is for those.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable
+from typing import Generic, TypeVar
+
+from slurmrl.channel.pipe import Connection
+from slurmrl.workers import messages
+
+K = TypeVar("K", bound=Hashable)
+
+PULSES_PER_SILENCE = 4
+GAPS_PER_SILENCE = 4
+"""The time between two looks counts for at most this part of the silence: somebody who did not run
+has heard nothing because of that."""
+
+
+def interval_s(heartbeat_s: float, silence_s: float) -> float:
+    """Between two pulses, so that several are missing before silence means anything."""
+    return min(heartbeat_s, silence_s / PULSES_PER_SILENCE)
+
+
+def start(pipe: Connection, every_s: float) -> None:
+    """Send a pulse at once and every so often, in a thread that ends with the process or the pipe.
+    None is sent while earlier messages wait for a reader: those are signs of life too."""
+
+    def beat() -> None:
+        while not pipe.closed:
+            if pipe.flush():
+                pipe.send({"type": messages.PULSE})
+            time.sleep(every_s)
+
+    threading.Thread(target=beat, name="pulse", daemon=True).start()
+
+
+class Watch(Generic[K]):
+    """For how long each of several processes has been silent. One counts from its first sign of
+    life on: how long it may take to start is for others to say."""
+
+    def __init__(self, silence_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._silence_s = silence_s
+        self._clock = clock
+        self._looked_at = clock()
+        self._ages: dict[K, float] = {}
+
+    def heard(self, key: K) -> None:
+        self._ages[key] = 0.0
+
+    def forget(self, key: K) -> None:
+        self._ages.pop(key, None)
+
+    def silent(self) -> list[K]:
+        """Those that have been silent for too long."""
+        now = self._clock()
+        passed_s = min(now - self._looked_at, self._silence_s / GAPS_PER_SILENCE)
+        self._looked_at = now
+        for key in self._ages:
+            self._ages[key] += passed_s
+        return [key for key, age_s in self._ages.items() if age_s >= self._silence_s]

@@ -1,0 +1,95 @@
+"""What this job was given: its hosts, which of them are still good, and when it ends."""
+
+from __future__ import annotations
+
+import json
+import time
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from slurmrl import env, keys, log
+from slurmrl.errors import EnvironmentFailure, NameNotFoundError
+from slurmrl.name_resolve import make as make_names
+from slurmrl.paths import RunPaths
+from slurmrl.plan.model import Plan
+from slurmrl.scheduler import parse
+from slurmrl.scheduler.client import SlurmClient
+
+logger = log.get(__name__)
+
+DEAD_STATES = ("down", "fail", "unknown", "powered_down", "powering_down")
+"""First words of what sinfo says of hosts that nothing can be started on."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Hosts in Slurm's order; none where there is no Slurm."""
+
+    paths: RunPaths
+    needed: int
+    """Hosts that the group runs on; the others are spares."""
+    hosts: tuple[str, ...] = ()
+    end: float | None = None
+    """When the job reaches its time limit, by this host's clock."""
+    job: str = ""
+    """Job id and restart count."""
+
+    @staticmethod
+    def of_this_job(options: Namespace, paths: RunPaths) -> Allocation:
+        needed = Plan.read(paths.plan).group(options.group).hosts
+        if options.launcher == "direct":
+            return Allocation(paths, needed)
+        hosts = parse.hosts(env.NODE_LIST.get())
+        job = f"{env.JOB_ID.get()}.{env.RESTART_COUNT.get()}"
+        return Allocation(paths, needed, hosts, _end_of_job(), job)
+
+    def choose(self) -> tuple[str, ...] | None:
+        """The hosts of the next round, the first good ones; None where too few are left."""
+        good = usable(self.hosts, self.lost())
+        return good[: self.needed] if len(good) >= self.needed else None
+
+    def lost(self) -> set[str]:
+        """Hosts whose agents were seen to be dead in this start of the job."""
+        try:
+            with make_names("file", directory=self.paths.names) as names:
+                return {host for host in self.hosts if self._is_lost(names.get, host)}
+        except EnvironmentFailure as error:
+            logger.warning("cannot look for lost hosts, trying on: %s", error)
+            return set()
+
+    def _is_lost(self, get: Callable[[str], str], host: str) -> bool:
+        try:
+            said = json.loads(get(keys.lost(host)))
+        except (NameNotFoundError, ValueError):
+            return False
+        return str(said.get("job", "")).startswith(f"{self.job}.")
+
+
+def usable(hosts: Iterable[str], lost: Iterable[str]) -> tuple[str, ...]:
+    """The hosts that were not lost, and that Slurm, if it answers, does not call dead."""
+    left = [host for host in hosts if host not in set(lost)]
+    try:
+        rows = SlurmClient().hosts(None, left) if left else []
+    except EnvironmentFailure as error:
+        logger.info("Slurm does not say which hosts are up: %s", error)
+        return tuple(left)
+    dead = {row.name for row in rows if is_dead(row.state)}
+    return tuple(host for host in left if host not in dead)
+
+
+def is_dead(state: str) -> bool:
+    """Whether nothing can be started on a host in this state; a star: it does not answer."""
+    return state.endswith("*") or state.startswith(DEAD_STATES)
+
+
+def _end_of_job() -> float | None:
+    known = env.SLURM_END_TIME.get()
+    if known is not None:
+        return known
+    try:
+        left_s = SlurmClient().time_left_s(env.JOB_ID.get())
+    except EnvironmentFailure as error:
+        logger.info("Slurm does not say when this job ends: %s", error)
+        return None
+    return time.time() + left_s if left_s is not None else None

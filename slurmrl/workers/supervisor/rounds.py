@@ -1,0 +1,158 @@
+"""Starting the agents of a job, and starting them again after some of them died."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from types import FrameType
+
+from slurmrl import env, log
+from slurmrl.history.log import History
+from slurmrl.history.state import fold
+from slurmrl.monitor.events import EventWriter
+from slurmrl.paths import RunPaths
+from slurmrl.workers.process import die_with
+from slurmrl.workers.supervisor.allocation import Allocation
+from slurmrl.workers.supervisor.link import reason_to_leave
+
+logger = log.get(__name__)
+
+SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
+FRUITLESS_ROUNDS = 2
+"""Rounds in a row in which no incarnation began, after which the job is given up."""
+LOOK_S = 15.0
+"""Between looks for hosts that the master has seen to be lost."""
+LOST_GRACE_S = 30.0
+"""How long srun may take to end by itself when a host was lost: it waits for every host."""
+
+
+def agent_command(
+    options: Namespace, hosts: Sequence[str] = (), *, overlap: bool = False
+) -> list[str]:
+    """What starts the agents: on ``hosts``, or where none are named on all of the job's.
+    ``overlap``: what a step before has not given back yet is used all the same."""
+    agent = [sys.executable, "-P", "-m", "slurmrl.workers.agent"]
+    agent += ["--run", str(options.run), "--submission", str(options.submission)]
+    agent += ["--group", options.group]
+    if options.launcher == "direct":
+        return agent
+    # --export=ALL hands on what the batch script's set-up lines made; a lost agent ends the step.
+    srun = ["srun", "--export=ALL", "--kill-on-bad-exit=1", "--mpi=none", "--input=none"]
+    if hosts:
+        srun += [f"--nodelist={','.join(hosts)}", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}"]
+    if overlap:
+        srun.append("--overlap")
+    return [*srun, *agent]
+
+
+class Rounds:
+    """The agents' process, the signals that go on to it, and what comes after it."""
+
+    def __init__(self, options: Namespace, paths: RunPaths, allocation: Allocation) -> None:
+        self.options = options
+        self.paths = paths
+        self.allocation = allocation
+        self.events = EventWriter(paths, f"supervisor.{options.group}.{_job()}")
+        self.child: subprocess.Popen[bytes] | None = None
+        self.warned = False
+
+    def run(self) -> int:
+        """The exit code of the last round; a signal's number is added to 128."""
+        for warning in SIGNALS:
+            signal.signal(warning, self._relay)
+        self.events.write("start", link=env.LINK.get(), job=_job(), hosts=self.allocation.hosts)
+        code, why = 0, ""
+        fruitless = 0
+        for number in itertools.count():
+            hosts = self.allocation.choose() if self.allocation.hosts else ()
+            if hosts is None:
+                code, why = code or 1, "too few hosts of this job are left"
+                break
+            before = self._incarnation()
+            code = self._round(number, hosts)
+            fruitless = 0 if self._incarnation() > before else fruitless + 1
+            reason = self._reason_to_leave(code, fruitless)
+            if reason is not None:
+                why = reason
+                break
+        logger.info("leaving after round %d: %s", number, why)
+        self.events.write("end", code=code, why=why)
+        return code
+
+    def _reason_to_leave(self, code: int, fruitless: int) -> str | None:
+        if code == 0:
+            return "the agents have ended as they should"
+        if self.warned:
+            return "this job is to end"
+        if fruitless >= FRUITLESS_ROUNDS:
+            return f"nothing began in {fruitless} rounds"
+        return reason_to_leave(self.paths, self.options.submission)
+
+    def _incarnation(self) -> int:
+        return fold(History(self.paths.history).read()).incarnation
+
+    # -- one round ---------------------------------------------------------------------------
+
+    def _round(self, number: int, hosts: Sequence[str]) -> int:
+        logger.info("round %d%s", number, f" on {', '.join(hosts)}" if hosts else "")
+        self.events.write("round", round=number, hosts=list(hosts))
+        child = self._start(number, hosts)
+        if child is None:
+            return 1
+        end_at = None
+        while (code := self._wait(child)) is None:
+            if end_at is None and set(hosts) & self.allocation.lost():
+                end_at = time.monotonic() + LOST_GRACE_S
+            if end_at is not None and time.monotonic() >= end_at:
+                child.terminate()  # srun ends its step
+        return code if code >= 0 else 128 - code
+
+    def _start(self, number: int, hosts: Sequence[str]) -> subprocess.Popen[bytes] | None:
+        """Signals wait until there is somebody to pass them on to, and in the agent until it has
+        handlers of its own. None: one came already."""
+        direct = self.options.launcher == "direct"
+        end = self.allocation.end
+        environ = {env.ROUND.name: str(number), env.JOB_END.name: "" if end is None else str(end)}
+        parent = os.getpid()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            if self.warned or set(signal.sigpending()) & set(SIGNALS):
+                return None
+            self.child = subprocess.Popen(
+                agent_command(self.options, hosts, overlap=number > 0),
+                env={**os.environ, **environ},
+                preexec_fn=(lambda: die_with(parent)) if direct else _unblock,
+            )
+            return self.child
+        finally:
+            _unblock()
+
+    def _wait(self, child: subprocess.Popen[bytes]) -> int | None:
+        """Its exit code, or None after a while. Only a job of several hosts can lose one."""
+        try:
+            return child.wait(LOOK_S if len(self.allocation.hosts) > 1 else None)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _relay(self, number: int, frame: FrameType | None) -> None:
+        """Slurm itself sends TERM to every task of a step; only the warning needs passing on
+        there."""
+        self.warned = True
+        if self.child is not None and (
+            number == signal.SIGUSR2 or self.options.launcher == "direct"
+        ):
+            self.child.send_signal(number)
+
+
+def _job() -> str:
+    return f"{env.JOB_ID.get() or os.getpid()}.{env.RESTART_COUNT.get()}"
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)

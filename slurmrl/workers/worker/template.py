@@ -1,0 +1,121 @@
+"""The process that a rank's workers are forked from: everything is imported, nothing has begun.
+
+A template is started once per rank and agent, with the rank's devices in its environment. For each
+incarnation the agent sends ``fork`` with the worker's end of a new pipe; the worker's end comes
+back as ``ended``. A template uses no GPU and starts no thread, so a worker that was forked from it
+computes what one that was started anew would.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import time
+from pathlib import Path
+
+from slurmrl import log
+from slurmrl.channel.pipe import Connection
+from slurmrl.engines import ENGINES
+from slurmrl.paths import RunPaths
+from slurmrl.plan.model import Plan
+from slurmrl.registry import resolve
+from slurmrl.workers import messages, process
+
+logger = log.get(__name__)
+
+OWN_PACKAGE = "slurmrl."
+LEFTOVERS_S = 2.0
+"""How long what a worker has left behind may take to be gone after it was killed."""
+
+
+def preload(run: Path) -> None:
+    """Import what the workers of this run will need. Not the user's modules: those may do anything
+    when they are imported."""
+    from transformers import AutoTokenizer  # noqa: F401
+
+    import slurmrl.workers.worker.serve  # noqa: F401
+
+    plan = Plan.read(RunPaths(run).plan)
+    for model in plan.models.values():
+        ENGINES.load(model.engine)
+    for call in (*plan.calls, *plan.evaluation_calls):
+        if call.interface.startswith(OWN_PACKAGE):
+            resolve(call.interface)
+
+
+def serve(agent: Connection, rank: int) -> Connection | None:
+    """Fork workers as told. Returns in each worker, with its pipe; and in the template, with None,
+    when the agent is gone (the running worker dies with the template)."""
+    process.name_process(f"template {rank}")
+    process.adopt_orphans()
+    worker: int | None = None
+    while not agent.closed:
+        _wait(agent, worker)
+        if worker is not None and (code := _ended(worker)) is not None:
+            _clear_leftovers()
+            worker = None
+            agent.send({"type": messages.ENDED, "code": code})
+        for message in agent.receive_available():
+            if message["type"] == messages.KILL and worker is not None:
+                os.kill(worker, signal.SIGKILL)
+            elif message["type"] == messages.FORK:
+                descriptor = agent.take_fd()
+                assert descriptor is not None
+                assert worker is None, "one worker at a time"
+                worker = _fork(rank)
+                if worker == 0:
+                    agent.close()
+                    return Connection.from_fd(descriptor)
+                os.close(descriptor)
+    return None
+
+
+def _fork(rank: int) -> int:
+    """The worker's pid; 0 in the worker."""
+    log.flush()
+    template = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        process.die_with(template)
+        process.name_process(f"rank {rank}")
+    return pid
+
+
+def _wait(agent: Connection, worker: int | None) -> None:
+    """Until the agent says something or the worker has ended."""
+    poller = select.poll()
+    poller.register(agent, select.POLLIN)
+    pidfd = os.pidfd_open(worker) if worker is not None else None
+    try:
+        if pidfd is not None:
+            poller.register(pidfd, select.POLLIN)
+        poller.poll()
+    finally:
+        if pidfd is not None:
+            os.close(pidfd)
+
+
+def _ended(worker: int) -> int | None:
+    """Exit code, negative for a signal, or None while it runs."""
+    pid, status = os.waitpid(worker, os.WNOHANG)
+    return os.waitstatus_to_exitcode(status) if pid else None
+
+
+def _clear_leftovers() -> None:
+    """End what the worker has started and left behind: it may hold the GPU, and nobody else knows
+    of it."""
+    deadline = time.monotonic() + LEFTOVERS_S
+    while time.monotonic() < deadline and (left := _children()):
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.001)
+
+
+def _children() -> list[int]:
+    """Pids of all children of this process, those that are ended and not waited for included."""
+    try:
+        return [int(pid) for pid in Path("/proc/thread-self/children").read_text().split()]
+    except OSError:  # a kernel without this list
+        return []

@@ -1,0 +1,142 @@
+"""Two agents of one job, as srun starts them, side by side on this machine: what one of them meets
+ends the incarnation for both."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl import keys
+from slurmrl.fsio import documents
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.history.state import fold
+from slurmrl.monitor.events import read_all
+from slurmrl.name_resolve import make
+from slurmrl.paths import RunPaths
+from slurmrl.submission.prepare import prepare
+from slurmrl.submission.submit import propose
+from slurmrl.workers.agent.agent import AGAIN, OK
+from tests.support.trials import REPOSITORY, Site, processes, sft_config, wait_until
+
+LEAVE_S = 120.0
+
+
+class Job:
+    """A trial on two hosts with one worker each; the test is its supervisor."""
+
+    def __init__(self, folder: Path) -> None:
+        site = Site(folder)
+        cluster = {
+            "hosts": 2,
+            "workers_per_host": 1,
+            "gpus_per_worker": 0,
+            "interface": "lo",
+            "lease_ttl_s": 20,
+        }
+        config = sft_config(total_steps=100_000, cluster=cluster, checkpoint={"every_seconds": 1})
+        path = site.write("config.yaml", config)
+        proposal = propose(path, [], root=str(site.root), scheduler="slurm")
+        prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)
+        self.paths: RunPaths = proposal.paths
+        self.agents = [self._start(task) for task in range(2)]
+
+    def _start(self, task: int) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-P", "-m", "slurmrl.workers.agent"]
+        command += ["--run", str(self.paths.run), "--submission", "1", "--group", "trainer"]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(REPOSITORY),
+            "SLURM_JOB_ID": "41",
+            "SLURM_NODEID": str(task),
+            "SLURMD_NODENAME": f"n{task}",
+        }
+        return subprocess.Popen(command, env=environment)
+
+    def wait_for_commit_of(self, incarnation: int) -> None:
+        def committed() -> bool:
+            records = History(self.paths.history).read()
+            return any(r.kind is Kind.COMMIT and r.incarnation == incarnation for r in records)
+
+        wait_until(f"a commit of incarnation {incarnation}", committed, 240)
+
+    def failure(self, incarnation: int) -> dict[str, Any]:
+        key = keys.failure(incarnation)
+        return documents.parse(make("file", directory=self.paths.names).get(key), key)
+
+    def child(self, task: int, role: str) -> int:
+        """The worker or the master of a host."""
+        agents = {parent: agent.pid for parent, agent in enumerate(self.agents)}
+        for pid in processes(self.paths.run)[role]:
+            lineage = ancestors(pid)
+            if agents[task] in lineage:
+                return pid
+        raise AssertionError(f"host {task} has no {role}")
+
+    def end(self) -> list[int]:
+        """Tell the agents that the job ends; their exit codes."""
+        for agent in self.agents:
+            agent.send_signal(signal.SIGUSR2)
+        return [agent.wait(LEAVE_S) for agent in self.agents]
+
+
+def ancestors(pid: int) -> list[int]:
+    found = []
+    while pid > 1:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        pid = int(stat.rpartition(")")[2].split()[1])
+        found.append(pid)
+    return found
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    found = Job(tmp_path)
+    yield found
+    for agent in found.agents:
+        agent.kill()
+        agent.wait()
+    wait_until("all processes to leave", lambda: not any(processes(found.paths.run).values()))
+
+
+def test_a_failure_of_one_host_is_the_end_for_both(job: Job) -> None:
+    job.wait_for_commit_of(1)
+    os.kill(job.child(1, "worker"), signal.SIGKILL)
+    job.wait_for_commit_of(2)
+    assert job.failure(1) == {
+        "cause": "died",
+        "reason": "rank 1 on n1 was ended by SIGKILL",
+        "host": "n1",
+        "rank": 1,
+    }
+    os.kill(job.child(0, "master"), signal.SIGKILL)
+    job.wait_for_commit_of(3)
+    assert job.failure(2)["cause"] == "master"
+    assert job.end() == [OK, OK]
+    state = fold(History(job.paths.history).read())
+    assert state.incarnation == 3
+    told = [event for event in read_all(job.paths) if event["kind"] == "failure"]
+    assert [(event["writer"], event["incarnation"]) for event in told] == [
+        ("agent.trainer.1.0", 1),
+        ("agent.trainer.0.0", 2),
+    ]
+
+
+@pytest.mark.long
+def test_a_lost_host_ends_the_round(job: Job) -> None:
+    """It does not answer any more, and its ranks have gone with it."""
+    job.wait_for_commit_of(1)
+    job.agents[1].kill()
+    assert job.agents[0].wait(LEAVE_S) == AGAIN
+    lost = make("file", directory=job.paths.names).get(keys.lost("n1"))
+    said = documents.parse(lost, "lost")
+    assert said["job"] == "41.0.0"
+    first = job.failure(fold(History(job.paths.history).read()).incarnation)
+    assert (first["cause"], first["host"]) == ("lost_host", "n1")

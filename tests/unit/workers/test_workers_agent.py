@@ -1,0 +1,242 @@
+"""An agent's life: what it does after an incarnation, by how that ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from slurmrl import keys
+from slurmrl.channel.log import LogReader
+from slurmrl.errors import (
+    EnvironmentFailure,
+    RunFailedError,
+    SlurmrlError,
+    StaleIncarnationError,
+    TrialEndedError,
+)
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.history.writer import begin, end
+from slurmrl.monitor import events
+from slurmrl.paths import RunPaths
+from slurmrl.workers import messages
+from slurmrl.workers.agent import agent as agent_module
+from slurmrl.workers.agent import incarnation as incarnation_module
+from slurmrl.workers.agent.agent import AGAIN, FAILED, OK, Agent
+from slurmrl.workers.agent.host import Host
+from slurmrl.workers.agent.incarnation import Incarnation
+from slurmrl.workers.agent.warning import SIGNALS
+
+DIED = RunFailedError("rank 1 died", {"cause": "died", "reason": "rank 1 died", "rank": 1})
+Step = Callable[[Incarnation], None]
+
+
+class Script(Incarnation):
+    """Incarnations that do what a test says, without processes."""
+
+    steps: list[Step]
+
+    def run(self) -> None:
+        type(self).steps.pop(0)(self)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def host(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    monkeypatch.setattr(agent_module, "Incarnation", Script)
+    monkeypatch.setattr(Agent, "_take_log", lambda agent: None)
+    monkeypatch.setattr(incarnation_module, "LATE_BEGIN_S", 0.1)
+    Script.steps = []
+    found = Host(run, 1, "trainer")
+    yield found
+    assert Script.steps == []
+
+
+def begins(*, job: str | None = None) -> Step:
+    """The master begins an incarnation, and this host joins it."""
+
+    def step(incarnation: Incarnation) -> None:
+        host = incarnation.host
+        begin(host.history, {"job": job or host.identity.job})
+        state = host.begun(incarnation.after)
+        assert state is not None
+        incarnation._join(state.incarnation)
+
+    return step
+
+
+def fails(error: SlurmrlError) -> Step:
+    def step(incarnation: Incarnation) -> None:
+        raise error
+
+    return step
+
+
+def both(*steps: Step) -> Step:
+    def step(incarnation: Incarnation) -> None:
+        for one in steps:
+            one(incarnation)
+
+    return step
+
+
+def live(host: Host, *steps: Step) -> int:
+    Script.steps = list(steps)
+    return Agent(host).run()
+
+
+def failure(host: Host, number: int) -> dict[str, Any]:
+    names = Host(host.paths, 1, "trainer").names
+    found: dict[str, Any] = json.loads(names.get(keys.failure(number)))
+    return found
+
+
+def test_an_incarnation_that_ends_as_it_should(host: Host) -> None:
+    assert live(host, begins()) == OK
+
+
+def test_after_a_failure_the_next_one_is_served(host: Host) -> None:
+    assert live(host, both(begins(), fails(DIED)), both(begins(), fails(DIED)), begins()) == OK
+    assert [record.incarnation for record in host.history.read()] == [1, 2, 3]
+    assert failure(host, 1) == failure(host, 2) == {**DIED.failure, "host": host.identity.host}
+    said = LogReader(host.paths.agent_log(2, "trainer", 0)).read()
+    assert [message["type"] for message in said] == [messages.HELLO, messages.FAILED]
+    assert said[1]["failure"]["reason"] == "rank 1 died"
+
+
+def test_events_tell_the_story(host: Host) -> None:
+    live(host, both(begins(), fails(DIED)), begins())
+    told = [
+        {key: value for key, value in event.items() if key not in ("time", "writer", "host")}
+        for event in events.read_all(host.paths)
+        if event["writer"] == "agent.trainer.0.0"
+    ]
+    assert told == [
+        {"kind": "start", "job": host.identity.job, "round": 0},
+        {"kind": "join", "incarnation": 1},
+        {
+            "kind": "failure",
+            "incarnation": 1,
+            "cause": "died",
+            "reason": "rank 1 died",
+            "rank": 1,
+        },
+        {"kind": "join", "incarnation": 2},
+        {"kind": "end", "code": OK},
+    ]
+
+
+def test_the_end_of_others_is_no_failure_of_ours(host: Host) -> None:
+    over = fails(StaleIncarnationError("the master has ended incarnation 1"))
+    assert live(host, both(begins(), over), begins()) == OK
+    assert keys.failure(1) not in Host(host.paths, 1, "trainer").names.find_subtree("incarnation")
+
+
+def test_an_ended_trial_is_left(host: Host) -> None:
+    def gives_up(incarnation: Incarnation) -> None:
+        end(incarnation.host.history, Kind.FAILED, {"reason": "in vain"})
+
+    assert live(host, both(begins(), fails(TrialEndedError("cancelled")))) == OK
+    assert live(host, both(begins(), gives_up, fails(DIED))) == OK
+
+
+def test_another_job_takes_over(host: Host) -> None:
+    """This one must not begin again, or the two would end each other's incarnations for ever."""
+
+    def taken(incarnation: Incarnation) -> None:
+        begin(incarnation.host.history, {"job": "99.0.0"})
+        incarnation.host.check_fence()
+
+    assert live(host, both(begins(), taken)) == OK
+
+
+def test_incarnations_of_the_job_before_end_nothing(host: Host) -> None:
+    begin(host.history, {"job": "1.0.0"})
+    assert host.begun(0) is None
+    assert live(host, both(begins(), fails(DIED)), begins()) == OK
+
+
+def test_no_other_incarnation_after_a_warning(host: Host) -> None:
+    def warned(incarnation: Incarnation) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        incarnation._tell_warning()
+
+    assert live(host, both(begins(), warned, fails(DIED))) == FAILED
+    names = Host(host.paths, 1, "trainer").names
+    assert json.loads(names.get(keys.warned(1)))["signal"] == "SIGTERM"
+    said = LogReader(host.paths.agent_log(1, "trainer", 0)).read()
+    assert [message["type"] for message in said][1:] == [messages.WARNING, messages.FAILED]
+
+
+def test_a_warned_host_whose_incarnation_ends_well(host: Host) -> None:
+    def warned(incarnation: Incarnation) -> None:
+        os.kill(os.getpid(), signal.SIGUSR2)
+
+    assert live(host, both(warned, begins())) == OK
+
+
+def test_a_lost_host_ends_the_round(host: Host) -> None:
+    def lost(incarnation: Incarnation) -> None:
+        said = {"cause": "lost_host", "reason": "n7 is lost", "host": "n7"}
+        incarnation.host.names.add(keys.failure(1), json.dumps(said))
+        raise StaleIncarnationError("the master has ended incarnation 1")
+
+    assert live(host, both(begins(), lost)) == AGAIN
+
+
+def test_an_environment_that_does_not_do(host: Host) -> None:
+    assert live(host, both(begins(), fails(EnvironmentFailure("no such interface")))) == FAILED
+    assert failure(host, 1)["cause"] == "environment"
+
+
+def test_failures_before_anything_began_come_to_an_end(host: Host) -> None:
+    """The history cannot count what never began."""
+    most = host.most_failures
+    assert live(host, *[fails(DIED)] * (most + 1)) == FAILED
+    assert host.history.read() == []
+
+
+def test_a_failure_before_the_beginning_counts_for_what_begins(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The master is given time to begin, so that the history counts this start."""
+    monkeypatch.setattr(incarnation_module, "LATE_BEGIN_S", 60.0)
+    monkeypatch.setattr(type(host.children), "master_runs", property(lambda children: True))
+    turns = host.children.turn
+
+    def turn(timeout_s: float) -> Any:
+        if not host.history.read():
+            begin(host.history, {"job": host.identity.job})
+        return turns(timeout_s)
+
+    monkeypatch.setattr(host.children, "turn", turn)
+    monkeypatch.setattr(type(host.children), "end", lambda children, **more: None)
+    assert live(host, fails(EnvironmentFailure("cannot start rank 0 by 'nothing'"))) == FAILED
+    assert "cannot start rank 0" in failure(host, 1)["reason"]
+    said = LogReader(host.paths.agent_log(1, "trainer", 0)).read()
+    assert [message["type"] for message in said] == [messages.HELLO, messages.FAILED]
+
+
+def test_a_directory_that_does_not_answer_after_a_failure(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stalls(incarnation: Incarnation) -> None:
+        def fail(history: History, *arguments: Any, **more: Any) -> None:
+            raise EnvironmentFailure("the server is away")
+
+        monkeypatch.setattr(History, "read", fail)
+        monkeypatch.setattr(agent_module, "LOOK_TIMEOUT_S", 0.0)
+
+    assert live(host, both(begins(), stalls, fails(DIED))) == FAILED

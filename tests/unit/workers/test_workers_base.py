@@ -1,0 +1,190 @@
+"""Which commit an incarnation goes on from when files are damaged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl import keys
+from slurmrl.checkpoint.manifest import write_manifest
+from slurmrl.checkpoint.tensors import checksum
+from slurmrl.errors import EnvironmentFailure, StaleIncarnationError
+from slurmrl.fsio.calls import SystemCalls
+from slurmrl.history.log import HIDDEN_PAUSES_S, History
+from slurmrl.history.record import Kind
+from slurmrl.history.state import TrialState, fold
+from slurmrl.history.writer import IncarnationWriter, begin
+from slurmrl.monitor import events
+from slurmrl.monitor.events import EventWriter
+from slurmrl.name_resolve import make
+from slurmrl.paths import RunPaths
+from slurmrl.workers.master import base as base_module
+from slurmrl.workers.master import serve
+from slurmrl.workers.master.base import Damage, begin_on_base, choose, set_aside
+
+
+class Past:
+    """A trial with commits of steps 2, 4 and 6, all by incarnation 1."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.paths = paths
+        self.names = make("file", directory=paths.names)
+        self.history = History(paths.history)
+        self.writer = begin(self.history, {})
+        for step in (2, 4, 6):
+            self.commit(step)
+
+    @property
+    def state(self) -> TrialState:
+        return fold(self.history.read())
+
+    @property
+    def on_disk(self) -> list[str]:
+        return sorted(entry.name for entry in self.paths.checkpoints.iterdir())
+
+    def directory(self, step: int, incarnation: int = 1) -> Path:
+        return self.paths.checkpoint(step, incarnation)
+
+    def commit(self, step: int) -> None:
+        directory = self.directory(step, self.writer.incarnation)
+        directory.mkdir()
+        path = directory / "actor.0.safetensors"
+        path.write_bytes(b"x" * 100)
+        with path.open("rb") as file:
+            saved = {"name": path.name, "size": 100, "checksum": checksum(file)}
+        write_manifest(directory, step=step, files=[saved], state={"step": step})
+        self.writer.append(Kind.COMMIT, {"step": step, "directory": directory.name})
+
+    def truncate(self, step: int) -> None:
+        (self.directory(step) / "actor.0.safetensors").write_bytes(b"x" * 99)
+
+    def begin(self) -> tuple[IncarnationWriter, list[Damage]]:
+        """As `serve` does it."""
+        writer, damages = begin_on_base(
+            self.paths, self.names, self.history, {"job": "1"}, lambda records: None
+        )
+        self.writer = writer
+        set_aside(self.paths, writer, damages, EventWriter(self.paths, "master"))
+        serve._clean(self.paths, self.state)
+        return writer, damages
+
+
+@pytest.fixture
+def past(paths: RunPaths) -> Past:
+    return Past(paths)
+
+
+def test_the_newest_commit_is_the_base(past: Past) -> None:
+    _, damages = past.begin()
+    assert damages == []
+    assert past.state.base == past.directory(6).name
+    assert past.state.begin_data == {"job": "1", "base": past.directory(6).name}
+
+
+@pytest.mark.parametrize("what", ["short", "gone", "manifest", "state", "all"])
+def test_a_damaged_commit_is_passed_over_deleted_and_kept_for_a_while(
+    past: Past, what: str
+) -> None:
+    newest = past.directory(6)
+    if what == "short":
+        past.truncate(6)
+    elif what == "gone":
+        (newest / "actor.0.safetensors").unlink()
+    elif what == "manifest":
+        (newest / "manifest.json").write_bytes((newest / "manifest.json").read_bytes()[:30])
+    elif what == "state":
+        (newest / "state.json").write_text('{"step": 7}\n')
+    else:
+        newest.rename(past.paths.run / "elsewhere")
+    _, damages = past.begin()
+    assert [damage.commit.step for damage in damages] == [6]
+    state = past.state
+    assert state.base == past.directory(4).name
+    assert state.last_commit is not None
+    assert state.last_commit.step == 4
+    deleted = [r for r in past.history.read() if r.kind is Kind.DELETE]
+    assert [record.data["directory"] for record in deleted] == [newest.name]
+    assert deleted[0].data["reason"] == damages[0].reason
+    kept = [] if what == "all" else [f"damaged-{newest.name}"]
+    assert past.on_disk == sorted([*kept, past.directory(2).name, past.directory(4).name])
+    told = events.read_all(past.paths)
+    assert [(event["kind"], event["step"]) for event in told] == [("damaged", 6)]
+    past.begin()
+    assert past.on_disk[: len(kept)] == kept, "nothing was committed since"
+    past.commit(6)
+    past.begin()
+    assert not past.paths.damaged_checkpoints()
+    assert past.state.base == past.directory(6, 3).name
+
+
+def test_without_a_commit_that_can_be_used_the_trial_starts_anew(past: Past) -> None:
+    for step in (2, 4, 6):
+        past.truncate(step)
+    _, damages = past.begin()
+    assert [damage.commit.step for damage in damages] == [6, 4, 2]
+    assert past.state.base is None
+    assert past.state.commits == ()
+
+
+def test_what_ranks_found_damaged_is_believed(past: Past) -> None:
+    said: dict[str, Any] = {"damaged": past.directory(6).name, "exception": "another checksum"}
+    past.names.add(keys.failure(1), json.dumps(said), delete_on_exit=False)
+    _, damages = past.begin()
+    assert [damage.reason for damage in damages] == ["another checksum"]
+    assert past.state.base == past.directory(4).name
+
+
+def test_killed_before_the_deletion_it_is_found_again(past: Past) -> None:
+    said = {"damaged": past.directory(6).name, "exception": "another checksum"}
+    past.names.add(keys.failure(1), json.dumps(said), delete_on_exit=False)
+    begin_on_base(past.paths, past.names, past.history, {}, lambda records: None)
+    assert past.state.base == past.directory(4).name, "the agents take it from BEGIN"
+    _, damages = past.begin()
+    assert [damage.commit.step for damage in damages] == [6]
+
+
+def test_a_stale_incarnation_sets_nothing_aside(past: Past) -> None:
+    past.truncate(6)
+    writer, damages = begin_on_base(past.paths, past.names, past.history, {}, lambda records: None)
+    begin(past.history, {})
+    with pytest.raises(StaleIncarnationError):
+        set_aside(past.paths, writer, damages, EventWriter(past.paths, "master"))
+    assert past.directory(6).is_dir()
+    assert len(past.state.commits) == 3
+
+
+def test_where_caches_can_lie_it_is_looked_at_again(
+    past: Past, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A good checkpoint must not be given up for an old size in a cache."""
+    monkeypatch.setattr(base_module, "is_local", lambda directory: False)
+    path = past.directory(6) / "actor.0.safetensors"
+    past.truncate(6)
+    slept = [0.0]
+
+    def sleep(seconds: float) -> None:
+        slept[0] += seconds
+        if slept[0] >= 30:  # the cache has expired
+            path.write_bytes(b"x" * 100)
+
+    assert choose(past.paths, past.names, past.state, sleep) == (past.directory(6).name, [])
+    past.truncate(6)
+    slept[0] = -1000.0
+    _, damages = choose(past.paths, past.names, past.state, sleep)
+    assert len(damages) == 1
+    assert slept[0] + 1000 == pytest.approx(sum(HIDDEN_PAUSES_S))
+
+
+def test_a_directory_that_does_not_answer_damages_nothing(
+    past: Past, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(self: SystemCalls, path: Path, flags: int, mode: int = 0o600) -> int:
+        raise OSError(13, "Permission denied")
+
+    state = past.state
+    monkeypatch.setattr(SystemCalls, "open", stale)
+    with pytest.raises(EnvironmentFailure):
+        choose(past.paths, past.names, state, lambda seconds: None)

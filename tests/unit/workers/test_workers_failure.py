@@ -1,0 +1,80 @@
+"""What is told of a failure, and that the first one counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slurmrl.errors import (
+    DamagedCheckpointError,
+    EnvironmentFailure,
+    RunFailedError,
+    WaitTimeoutError,
+)
+from slurmrl.name_resolve.memory import MemoryNameStore
+from slurmrl.workers import failure, patience
+from slurmrl.workers.failure import describe, first, publish
+
+
+def raised(error: Exception) -> Exception:
+    try:
+        raise error
+    except Exception as caught:  # noqa: BLE001 - it is ours
+        return caught
+
+
+def test_what_an_error_carries_is_told() -> None:
+    known = {"cause": "hung", "reason": "rank 3 is silent", "rank": 3}
+    assert describe(RunFailedError("rank 3 is silent", known), "master") == known
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [
+        (WaitTimeoutError("waited 5 s for rank 3"), "deadline"),
+        (EnvironmentFailure("no address"), "environment"),
+    ],
+)
+def test_causes_by_type(error: Exception, cause: str) -> None:
+    assert describe(raised(error), "master") == {"cause": cause, "reason": f"master: {error}"}
+
+
+def test_other_exceptions_have_a_traceback() -> None:
+    found = describe(raised(KeyError("x")), "master")
+    assert (found["cause"], found["reason"]) == ("exception", "master: KeyError: 'x'")
+    assert "test_workers_failure.py" in found["traceback"]
+
+
+def test_a_damaged_checkpoint_is_named() -> None:
+    found = describe(raised(DamagedCheckpointError("too short", "step-4.1")), "master")
+    assert found["damaged"] == "step-4.1"
+    assert found["reason"] == "master: too short"
+
+
+def test_the_first_one_counts() -> None:
+    names = MemoryNameStore()
+    assert first(names, 3) is None
+    assert publish(names, 3, {"cause": "died", "reason": "one"})
+    assert not publish(names, 3, {"cause": "died", "reason": "two"})
+    assert first(names, 3) == {"cause": "died", "reason": "one"}
+    assert first(names, 4) is None
+
+
+class Stalling(MemoryNameStore):
+    left = 2
+
+    def add(self, name: str, value: object, **more: Any) -> None:
+        if self.left:
+            self.left -= 1
+            raise EnvironmentFailure("the server is away")
+        super().add(name, value, **more)
+
+
+def test_a_directory_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patience, "RETRY_S", (0.001, 0.002))
+    names = Stalling()
+    assert publish(names, 3, {"cause": "died", "reason": "one"})
+    names.left = 10**9
+    monkeypatch.setattr(failure, "PUBLISH_TIMEOUT_S", 0.0)
+    assert not publish(names, 4, {"cause": "died", "reason": "one"})

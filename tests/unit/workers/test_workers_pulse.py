@@ -1,0 +1,105 @@
+"""Signs of life: sent as long as somebody reads, missed when they stop, and nobody's fault when
+the listener itself did not run."""
+
+from __future__ import annotations
+
+import pytest
+
+from slurmrl.channel.pipe import Connection
+from slurmrl.workers import messages, pulse
+from slurmrl.workers.pulse import Watch
+
+SILENCE_S = 60.0
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def watch(clock: Clock) -> Watch[int]:
+    found: Watch[int] = Watch(SILENCE_S, clock)
+    found.heard(3)
+    return found
+
+
+def pass_time(watch: Watch[int], clock: Clock, seconds: float, step_s: float = 1.0) -> list[int]:
+    silent = watch.silent()
+    end = clock.now + seconds
+    while clock.now < end:
+        clock.now += step_s
+        silent = watch.silent()
+    return silent
+
+
+def test_silence_is_noticed_after_its_time(watch: Watch[int], clock: Clock) -> None:
+    assert pass_time(watch, clock, SILENCE_S - 1) == []
+    assert pass_time(watch, clock, 1) == [3]
+
+
+def test_a_sign_of_life_begins_anew(watch: Watch[int], clock: Clock) -> None:
+    for _ in range(100):
+        assert pass_time(watch, clock, SILENCE_S / 2) == []
+        watch.heard(3)
+
+
+def test_one_that_was_never_heard_is_not_watched(watch: Watch[int], clock: Clock) -> None:
+    """Imports may take long; whether a rank comes up at all is asked by the master."""
+    watch.forget(3)
+    assert pass_time(watch, clock, 3600) == []
+    watch.heard(4)
+    assert pass_time(watch, clock, SILENCE_S) == [4]
+
+
+def test_time_in_which_the_listener_did_not_run_does_not_count(
+    watch: Watch[int], clock: Clock
+) -> None:
+    """It was stopped for an hour, and everybody with it: those get time to say something."""
+    clock.now += 3600
+    assert watch.silent() == []
+    assert pass_time(watch, clock, SILENCE_S / 2) == []
+    assert pass_time(watch, clock, SILENCE_S / 2) == [3]
+
+
+@pytest.mark.parametrize(
+    ("heartbeat_s", "silence_s", "expected"),
+    [(2.0, 60.0, 2.0), (2.0, 4.0, 1.0), (30.0, 60.0, 15.0)],
+)
+def test_several_pulses_fit_into_a_silence(
+    heartbeat_s: float, silence_s: float, expected: float
+) -> None:
+    assert pulse.interval_s(heartbeat_s, silence_s) == expected
+
+
+def test_pulses_come_while_messages_do() -> None:
+    ours, theirs = Connection.pair()
+    pulse.start(theirs, 0.01)
+    for _ in range(3):
+        assert ours.receive(60) == {"type": messages.PULSE}
+    theirs.send({"type": "other"})
+    said = [ours.receive(60) for _ in range(20)]
+    assert {"type": "other"} in said
+    ours.close()
+    assert theirs.receive(60) is None  # the thread sees that, too, and ends
+    theirs.close()
+
+
+def test_a_pipe_that_nobody_reads_is_not_filled_up() -> None:
+    ours, theirs = Connection.pair()
+    theirs.send({"type": "large", "text": "x" * 5_000_000})
+    pulse.start(theirs, 0.001)
+    first = ours.receive(60)
+    assert first is not None
+    assert first["type"] == "large"
+    assert ours.receive(60) == {"type": messages.PULSE}
+    ours.close()
+    assert theirs.receive(60) is None
+    theirs.close()

@@ -1,0 +1,120 @@
+"""Agents that are lost: those that were heard and those that only claimed their task."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from slurmrl import keys
+from slurmrl.errors import EnvironmentFailure, NameNotFoundError, RunFailedError
+from slurmrl.name_resolve.memory import MemoryNameStore
+from slurmrl.plan.model import Plan
+from slurmrl.workers.master.roster import Roster
+
+JOB = "41.0.0"
+
+
+class Names(MemoryNameStore):
+    stalled = False
+
+    def find_subtree(self, root: str) -> list[str]:
+        if self.stalled:
+            raise EnvironmentFailure("the server is away")
+        return super().find_subtree(root)
+
+
+class Bed:
+    def __init__(self, plan: Plan) -> None:
+        self.now = 0.0
+        self.names = Names()
+        self.heard: dict[str, dict[str, Any]] = {}
+        self.roster = Roster(
+            self.names,
+            plan,
+            self.heard,
+            incarnation=5,
+            job=JOB,
+            look_s=15.0,
+            clock=lambda: self.now,
+        )
+
+    def claim(self, task: int, attempt: int, *, job: str = JOB, host: str = "") -> None:
+        said = {"group": "trainer", "task": task, "attempt": attempt, "job": job, "job_id": "41"}
+        value = json.dumps({**said, "host": host or f"n{task}"})
+        self.names.add(keys.attempt("trainer", task, attempt), value)
+
+    def look(self, seconds: float = 15.0) -> list[str]:
+        self.now += seconds
+        self.roster.look()
+        return sorted(self.roster)
+
+
+@pytest.fixture
+def bed(plans: Callable[..., Plan]) -> Bed:
+    return Bed(plans(hosts=12))
+
+
+def test_those_that_were_heard_are_known_at_once(bed: Bed) -> None:
+    bed.heard["trainer/3"] = {"host": "n3"}
+    assert sorted(bed.roster) == ["trainer/3"]
+    assert len(bed.roster) == 1
+    assert bed.roster["trainer/3"] == {"host": "n3"}
+
+
+def test_claims_of_the_others_are_looked_for_after_a_while(bed: Bed) -> None:
+    bed.claim(1, 0)
+    bed.claim(11, 0)
+    bed.heard["trainer/1"] = {"host": "heard"}
+    assert bed.look(14.0) == ["trainer/1"]
+    assert bed.look(1.0) == ["trainer/1", "trainer/11"]
+    assert bed.roster["trainer/1"]["host"] == "heard"
+    assert bed.roster["trainer/11"]["attempt"] == 0
+    bed.claim(2, 0)
+    assert bed.look() == ["trainer/1", "trainer/11", "trainer/2"]
+
+
+def test_only_the_newest_claim_of_this_job_counts(bed: Bed) -> None:
+    for attempt in range(11):
+        bed.claim(1, attempt, job="40.0.0" if attempt < 10 else JOB)
+    bed.claim(2, 0, job="41.0.0x")
+    assert bed.look() == ["trainer/1"]
+    assert bed.roster["trainer/1"]["attempt"] == 10
+
+
+def test_a_directory_that_does_not_answer(bed: Bed) -> None:
+    bed.claim(1, 0)
+    bed.names.stalled = True
+    assert bed.look() == []
+    bed.names.stalled = False
+    assert bed.look() == ["trainer/1"]
+
+
+def test_a_lost_host_ends_the_incarnation_and_is_named(bed: Bed) -> None:
+    bed.claim(1, 0)
+    bed.look()
+    with pytest.raises(RunFailedError, match="host n1 is lost") as caught:
+        bed.roster.report_lost(["trainer/0", "trainer/1"])
+    assert caught.value.failure["cause"] == "lost_host"
+    assert caught.value.failure["host"] == "n1"
+    assert json.loads(bed.names.get(keys.lost("n1"))) == {"incarnation": 5, "job": JOB}
+    with pytest.raises(NameNotFoundError):
+        bed.names.get(keys.lost("n0"))
+
+
+def test_the_lease_of_our_own_host_is_no_case_for_us(bed: Bed) -> None:
+    bed.claim(0, 0)
+    bed.look()
+    bed.roster.report_lost(["trainer/0"])
+    bed.roster.report_lost([])
+
+
+def test_a_host_that_is_lost_again(bed: Bed) -> None:
+    bed.names.add(keys.lost("n1"), json.dumps({"incarnation": 1, "job": "40.0.0"}))
+    bed.claim(1, 0)
+    bed.look()
+    with pytest.raises(RunFailedError):
+        bed.roster.report_lost(["trainer/1"])
+    assert json.loads(bed.names.get(keys.lost("n1")))["job"] == JOB

@@ -1,0 +1,177 @@
+"""Which of what happens on a host is the failure that is told."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from slurmrl.errors import RunFailedError
+from slurmrl.workers import messages
+from slurmrl.workers.agent.children import News
+from slurmrl.workers.agent.slot import Ended
+from slurmrl.workers.agent.symptoms import ECHO_GRACE_S, Symptoms
+
+KILLED = -int(signal.SIGKILL)
+
+
+class FakeChildren:
+    def __init__(self) -> None:
+        self.quiet: list[int | None] = []
+
+    def silent(self) -> list[int | None]:
+        return self.quiet
+
+    def name(self, rank: int | None) -> str:
+        return "the master" if rank is None else f"rank {rank} on n1"
+
+
+class FakeKernel:
+    oom = False
+
+    def happened(self) -> bool:
+        return self.oom
+
+
+class Bed:
+    def __init__(self) -> None:
+        self.now = 100.0
+        self.children, self.kernel = FakeChildren(), FakeKernel()
+        self.symptoms = Symptoms(
+            "n1",
+            self.children,  # type: ignore[arg-type]
+            self.kernel,  # type: ignore[arg-type]
+            60.0,
+            lambda: self.now,
+        )
+
+    def see(self, *said: dict[str, Any], ended: tuple[Ended, ...] = ()) -> None:
+        self.symptoms.judge(News(list(said), list(ended)))
+
+    def failure(self, *said: dict[str, Any], ended: tuple[Ended, ...] = ()) -> dict[str, Any]:
+        with pytest.raises(RunFailedError) as caught:
+            self.see(*said, ended=ended)
+        assert str(caught.value) == caught.value.failure["reason"]
+        return dict(caught.value.failure)
+
+
+@pytest.fixture
+def bed() -> Bed:
+    return Bed()
+
+
+def error(rank: int, exception: str, **more: Any) -> dict[str, Any]:
+    known = {"rank": rank, "step": 4, "call": "gen", "exception": exception, "traceback": "at x"}
+    return {"type": messages.ERROR, **known, **more}
+
+
+def died(rank: int | None, code: int = KILLED) -> Ended:
+    return Ended(FakeChildren().name(rank), code, rank)
+
+
+def test_exception_of_a_rank(bed: Bed) -> None:
+    assert bed.failure(error(3, "ValueError: bad", damaged="step-4.1")) == {
+        "cause": "exception",
+        "reason": "rank 3: ValueError: bad",
+        "host": "n1",
+        "rank": 3,
+        "step": 4,
+        "call": "gen",
+        "exception": "ValueError: bad",
+        "traceback": "at x",
+        "damaged": "step-4.1",
+    }
+
+
+def test_exception_for_want_of_memory_keeps_its_traceback(bed: Bed) -> None:
+    failure = bed.failure(error(3, "OutOfMemoryError: 80 GiB", oom=True))
+    assert (failure["cause"], failure["traceback"]) == ("oom", "at x")
+    assert "oom" not in failure
+
+
+def test_death_of_a_worker(bed: Bed) -> None:
+    assert bed.failure(ended=(died(3),)) == {
+        "cause": "died",
+        "reason": "rank 3 on n1 was ended by SIGKILL",
+        "host": "n1",
+        "rank": 3,
+    }
+
+
+def test_death_of_the_master(bed: Bed) -> None:
+    failure = bed.failure(ended=(died(None),))
+    assert failure == {
+        "cause": "master",
+        "reason": "the master was ended by SIGKILL",
+        "host": "n1",
+    }
+
+
+@pytest.mark.parametrize("rank", [3, None])
+def test_killed_by_the_kernel(bed: Bed, rank: int | None) -> None:
+    bed.kernel.oom = True
+    failure = bed.failure(ended=(died(rank),))
+    assert failure["cause"] == "oom"
+    assert "was ended by SIGKILL: the kernel had no memory left for it" in failure["reason"]
+
+
+def test_memory_has_nothing_to_do_with_other_ends(bed: Bed) -> None:
+    bed.kernel.oom = True
+    assert bed.failure(ended=(died(3, -signal.SIGSEGV),))["cause"] == "died"
+    assert bed.failure(ended=(died(3, 1),))["cause"] == "died"
+
+
+def test_signals_without_a_name(bed: Bed) -> None:
+    failure = bed.failure(ended=(died(3, -(signal.SIGRTMIN + 3)),))
+    assert failure["reason"] == f"rank 3 on n1 was ended by signal {signal.SIGRTMIN + 3}"
+
+
+def test_a_worker_that_leaves_too_early(bed: Bed) -> None:
+    """``os._exit(0)`` in user code is no good end."""
+    failure = bed.failure(ended=(died(3, 0),))
+    assert failure["reason"] == "rank 3 on n1 exited before it was told to"
+    assert failure["cause"] == "died"
+
+
+def test_ends_as_they_should_be(bed: Bed) -> None:
+    bed.see(ended=(died(None, 0),))  # the master; the history says why
+    bed.symptoms.told_to_exit = True
+    bed.see(ended=(died(3, 0), died(None, 0)))
+    assert bed.failure(ended=(died(3, 5),))["reason"] == "rank 3 on n1 exited with code 5"
+
+
+@pytest.mark.parametrize("rank", [2, None])
+def test_silence(bed: Bed, rank: int | None) -> None:
+    bed.children.quiet = [rank]
+    failure = bed.failure()
+    assert failure["cause"] == "hung"
+    assert failure["reason"].endswith("gave no sign of life for 60 s and was killed")
+    assert failure.get("rank") == rank
+
+
+def test_an_echo_waits_for_what_it_echoes(bed: Bed) -> None:
+    bed.see(error(2, "RuntimeError: Connection closed by peer", echo=True))
+    bed.now += ECHO_GRACE_S / 2
+    bed.see()
+    assert bed.failure(ended=(died(3),))["reason"] == "rank 3 on n1 was ended by SIGKILL"
+
+
+def test_a_real_exception_comes_before_an_echo(bed: Bed) -> None:
+    echo = error(2, "RuntimeError: Connection reset by peer", echo=True)
+    assert bed.failure(echo, error(3, "KeyError: 1"))["rank"] == 3
+
+
+def test_an_echo_that_stays_alone_is_told(bed: Bed) -> None:
+    bed.see(error(2, "RuntimeError: Connection closed by peer", echo=True))
+    assert bed.symptoms.longest_turn_s < ECHO_GRACE_S
+    bed.see(error(3, "RuntimeError: Connection closed by peer", echo=True))
+    bed.now += ECHO_GRACE_S
+    failure = bed.failure()
+    assert (failure["rank"], failure["cause"]) == (2, "exception")
+    assert "echo" not in failure
+
+
+def test_nothing_happened(bed: Bed) -> None:
+    bed.see({"type": messages.READY, "rank": 1})
+    assert bed.symptoms.longest_turn_s == float("inf")

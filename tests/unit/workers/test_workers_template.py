@@ -1,0 +1,198 @@
+"""The process that workers are forked from: what it has done before, and what it clears away."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slurmrl.channel.pipe import Connection
+from slurmrl.paths import RunPaths
+from slurmrl.workers import messages, process
+from slurmrl.workers.agent.slot import Slot
+from tests.support.trials import wait_until
+
+REPOSITORY = Path(__file__).parents[3]
+UNTOUCHED = """
+import os, sys
+from pathlib import Path
+import torch
+
+def refuse(*arguments, **options):
+    raise AssertionError("a template asked for GPUs")
+
+for name in ("is_available", "device_count", "init", "_lazy_init", "current_device"):
+    setattr(torch.cuda, name, refuse)
+from slurmrl.workers.worker import template
+template.preload(Path(sys.argv[1]))
+assert not torch.cuda.is_initialized()
+assert "slurmrl.workers.worker.executor" in sys.modules
+assert "slurmrl.engines.fsdp.engine" in sys.modules
+assert "slurmrl.algorithms.sft.interface" in sys.modules
+assert "user_reward" not in sys.modules
+print(len(os.listdir("/proc/self/task")))
+"""
+WORKER = """
+import os, subprocess, sys
+from slurmrl.channel.pipe import Connection
+from slurmrl.workers.worker import template
+pipe = template.serve(Connection.from_fd(int(sys.argv[sys.argv.index("--pipe-fd") + 1])), 0)
+if pipe is None:
+    sys.exit(0)
+left = subprocess.Popen([sys.executable, "-c",
+    "import os, time; print(os.getpid(), flush=True); os.fork(); time.sleep(600)"],
+    stdout=subprocess.PIPE, start_new_session=True, text=True)
+pipe.send({"type": "up", "pid": os.getpid(), "left": int(left.stdout.readline())})
+message = pipe.receive(60)
+os.kill(os.getpid(), message["signal"])
+"""
+
+COMPUTE = """
+import hashlib, os, sys
+from pathlib import Path
+import torch
+from slurmrl.parallel import device
+from slurmrl.workers.worker import template
+
+def compute():
+    device.set_up(device.choose(), threads=2, deterministic=True)
+    torch.manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(300, 500), torch.nn.GELU(), torch.nn.Linear(500, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(5):
+        loss = model(torch.randn(400, 300)).logsumexp(-1).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    data = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    print(hashlib.sha256(data).hexdigest(), flush=True)
+
+template.preload(Path(sys.argv[1]))
+for _ in range(int(sys.argv[2])):
+    pid = os.fork()
+    if pid == 0:
+        compute()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+if sys.argv[2] == "0":
+    compute()
+"""
+
+
+def test_forked_workers_compute_what_a_fresh_one_does(run: RunPaths) -> None:
+    def results(forks: int) -> list[str]:
+        done = subprocess.run(
+            [sys.executable, "-c", COMPUTE, str(run.run), str(forks)],
+            cwd=REPOSITORY,
+            env={**os.environ, "OMP_NUM_THREADS": "2", "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.split()
+
+    fresh = results(0)
+    assert len(fresh) == 1
+    assert results(2) == fresh * 2
+
+
+def test_preloading_touches_no_gpu_and_starts_no_thread(run: RunPaths) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", UNTOUCHED, str(run.run)],
+        cwd=REPOSITORY,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1"]
+
+
+@pytest.fixture
+def slot(tmp_path: Path) -> Iterator[Slot]:
+    (tmp_path / "stub.py").write_text(WORKER)
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{tmp_path}"}
+    found = Slot(
+        0,
+        "n1",
+        lambda name, output: process.spawn_with_pipe(
+            name, "stub", [], output=output, environment=environment
+        ),
+    )
+    with process.open_log(tmp_path / "log") as output:
+        found.start_template(output)
+    yield found
+    if (template := found.drop_template()) is not None:
+        template.close()
+
+
+def start(slot: Slot) -> dict[str, int]:
+    slot.fork()
+    assert slot.pipe is not None
+    said = slot.pipe.receive(60)
+    assert said is not None
+    return said
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV, signal.SIGRTMIN + 2])
+def test_what_a_worker_leaves_behind_goes_with_it(slot: Slot, number: int) -> None:
+    """Also what left its process group; it could hold the GPU against the next worker."""
+    said = start(slot)
+    assert alive(said["left"])
+    slot.send({"type": "end", "signal": int(number)})
+    assert slot.line is not None
+    assert slot.line.receive(60) == {"type": messages.ENDED, "code": -int(number)}
+    assert not alive(said["left"])
+
+
+def test_everything_goes_with_the_agent_s_end_of_the_line(slot: Slot) -> None:
+    """In a container the template may not be the process that the agent can kill."""
+    said = start(slot)
+    assert slot.line is not None
+    slot.line.close()
+    assert slot.template is not None
+    assert slot.template.process.wait(timeout=60) == 0
+    wait_until("the worker to die", lambda: not alive(said["pid"]), 60)
+
+
+def test_orders_before_the_template_is_ready_wait(slot: Slot) -> None:
+    slot.fork()
+    slot.kill()
+    assert slot.line is not None
+    assert slot.line.receive(60) == {"type": messages.ENDED, "code": -signal.SIGKILL}
+    assert slot.pipe is not None
+    slot.drop_worker()
+    slot.running = False
+    assert start(slot)["pid"] > 0
+
+
+def test_an_order_for_nobody(slot: Slot) -> None:
+    """The worker ended by itself while the order was under way."""
+    assert slot.line is not None
+    slot.line.send({"type": messages.KILL})
+    assert start(slot)["pid"] > 0
+
+
+def test_a_pipe_is_held_by_nobody_else(slot: Slot) -> None:
+    said = start(slot)
+    os.kill(said["pid"], signal.SIGKILL)
+    assert slot.pipe is not None
+    assert slot.pipe.receive(60) is None
+    assert slot.pipe.closed
+    other, mine = Connection.pair()
+    other.close()
+    mine.close()

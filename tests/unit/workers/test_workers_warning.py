@@ -1,0 +1,75 @@
+"""What a signal means: by whom it is sent and how much time is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from slurmrl import env
+from slurmrl.workers.agent.warning import SIGNALS, Warned, Warnings
+
+NOW = 1_000_000.0
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def warned(
+    monkeypatch: pytest.MonkeyPatch, end: str, *, local: bool = False, lead_s: float = 120.0
+) -> Warned | None:
+    monkeypatch.setenv(env.JOB_END.name, end)
+    warnings = Warnings(local=local, lead_s=lead_s, clock=lambda: NOW)
+    warnings.listen()
+    assert not warnings.received
+    os.kill(os.getpid(), signal.SIGUSR2)
+    assert warnings.received
+    return warnings.take()
+
+
+@pytest.mark.parametrize(
+    ("end", "cause", "left_s"),
+    [
+        (str(NOW + 100), "time_limit", 100.0),
+        (str(NOW + 209.94), "time_limit", 209.9),
+        (str(NOW + 211), "preemption", 211.0),
+        (str(NOW - 5), "time_limit", -5.0),
+        ("", "unknown", None),
+    ],
+)
+def test_causes(
+    monkeypatch: pytest.MonkeyPatch, end: str, cause: str, left_s: float | None
+) -> None:
+    assert warned(monkeypatch, end) == Warned("SIGUSR2", cause, left_s)
+
+
+def test_a_local_run_is_interrupted_by_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert warned(monkeypatch, "", local=True) == Warned("SIGUSR2", "interrupt", None)
+
+
+def test_the_first_signal_is_told_once() -> None:
+    warnings = Warnings(local=True, lead_s=120.0)
+    warnings.listen()
+    for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    found = warnings.take()
+    assert found is not None
+    assert found.signal == "SIGTERM"
+    assert warnings.take() is None
+    assert warnings.received
+
+
+def test_signals_that_were_held_back_are_heard() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    os.kill(os.getpid(), signal.SIGTERM)
+    warnings = Warnings(local=True, lead_s=120.0)
+    assert not warnings.received
+    warnings.listen()
+    assert warnings.received
