@@ -22,6 +22,7 @@ import pytest
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.base import (
     GroupRequest,
+    JobIds,
     JobState,
     Scheduler,
     SubmissionRequest,
@@ -69,7 +70,9 @@ def request_of(
 
 
 @contextmanager
-def submitted(scheduler: Scheduler, request: SubmissionRequest) -> Iterator[dict[str, str]]:
+def submitted(
+    scheduler: Scheduler, request: SubmissionRequest
+) -> Iterator[dict[str, tuple[str, ...]]]:
     """Jobs of a request that are gone afterwards, whatever happens."""
     jobs = scheduler.submit(request)
     try:
@@ -86,17 +89,17 @@ def wait_until(condition: Callable[[], Any], what: str) -> None:
         time.sleep(0.05)
 
 
-def active(scheduler: Scheduler, jobs: dict[str, str]) -> list[TaskState]:
+def active(scheduler: Scheduler, jobs: JobIds) -> list[TaskState]:
     return [task for task in scheduler.query(jobs) if task.state.active]
 
 
-def state(scheduler: Scheduler, jobs: dict[str, str], element: int) -> JobState | None:
+def state(scheduler: Scheduler, jobs: JobIds, element: int) -> JobState | None:
     found = [task.state for task in scheduler.query(jobs) if task.element == element]
     assert len(found) <= 1, "an element is listed once"
     return found[0] if found else None
 
 
-def wait_running(scheduler: Scheduler, jobs: dict[str, str], element: int) -> None:
+def wait_running(scheduler: Scheduler, jobs: JobIds, element: int) -> None:
     wait_until(lambda: state(scheduler, jobs, element) is JobState.RUNNING, f"link {element} runs")
 
 
@@ -115,7 +118,7 @@ def test_links_run_one_after_the_other_and_leave_their_output(
             lambda: [state(scheduler, jobs, link) for link in (0, 1)] == [JobState.COMPLETED] * 2,
             "both links complete",
         )
-        logs = sorted((request.run.logs / "trainer").glob(f"*{jobs['trainer']}_*.out"))
+        logs = sorted((request.run.logs / "trainer").glob(f"*{jobs['trainer'][0]}_*.out"))
         assert [log.read_text() for log in logs] == ["link 0\n", "link 1\n"]
 
 
@@ -123,7 +126,7 @@ def test_running_and_pending_links_are_named_by_element(scheduler: Scheduler, as
     with submitted(scheduler, ask(STAY, links=3)) as jobs:
         wait_running(scheduler, jobs, 0)
         tasks = scheduler.query(jobs)
-        job = jobs["trainer"]
+        (job,) = jobs["trainer"]
         assert [task.job_id for task in tasks] == [f"{job}_0", f"{job}_1", f"{job}_2"]
         assert [task.state for task in tasks] == [JobState.RUNNING, *[JobState.PENDING] * 2]
         assert {task.group for task in tasks} == {"trainer"}
@@ -206,7 +209,7 @@ def test_a_link_gets_a_clean_environment(
     assert environ["GREETING"] == 'hello "you"'
     assert environ["PYTHONPATH"] == str(request.run.code)
     assert environ["HOME"] == os.environ["HOME"]
-    assert environ["SLURM_ARRAY_JOB_ID"] == jobs["trainer"]
+    assert (environ["SLURM_ARRAY_JOB_ID"],) == jobs["trainer"]
     assert "SOME_TOKEN" not in environ
     assert "SBATCH_JOB_NAME" not in environ
 

@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from slurmrl.paths import RunPaths
@@ -47,6 +48,31 @@ class TaskState:
     reason: str
     """Why it pends or how it ended, in the scheduler's words; may be empty."""
     hosts: tuple[str, ...]
+    words: str = ""
+    """Why it waits and what can be done about it, or how it ended; empty for one that runs."""
+    exit_code: int | None = None
+    """Of the batch process of an element that has ended, where it is known."""
+    signal: int | None = None
+    """The signal that ended it, where there was one."""
+    time_left_s: float | None = None
+    """Until the time limit of a running element; None: no limit, or unknown."""
+    start: str = ""
+    """When it started, or is expected to: local time as the scheduler writes it."""
+    restarts: int = 0
+    """How often the scheduler has put the element back into the queue."""
+
+
+JobIds = Mapping[str, tuple[str, ...]]
+"""Group -> ids of its job arrays, in the order in which they run: the one that was submitted, and
+those that extended the chain since. Elements are numbered on from array to array."""
+
+
+class Continue(StrEnum):
+    """What follows a link that ends before its trial does."""
+
+    CHAIN = "chain"
+    REQUEUE = "requeue"
+    NONE = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +88,8 @@ class GroupRequest:
     """Array elements: successive links of a fixed group, tasks of an elastic one."""
     elastic: bool = False
     """Elements are single-host tasks of which ``hosts`` run at once."""
+    spares: int = 0
+    """Further hosts of a fixed group's job, which take the place of lost ones."""
     command: tuple[str, ...] = ()
     """What an element executes; empty: the batch supervisor of this group."""
 
@@ -80,6 +108,13 @@ class SubmissionRequest:
     groups: tuple[GroupRequest, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
     """The ``cluster`` section of the configuration as plain values."""
+    snapshot: int = 1
+    """Which of the trial's snapshots of code the jobs run."""
+
+    @property
+    def code(self) -> Path:
+        """Folder of that snapshot: what PYTHONPATH names first."""
+        return self.run.snapshot(self.snapshot)
 
     def job_name(self, group: str) -> str:
         """Name under which the job is found again when its id was lost in a crash."""
@@ -95,8 +130,8 @@ class SubmissionRequest:
 
 
 class Scheduler(ABC):
-    """Starts the groups of a trial as chains of links. ``jobs`` maps a group to its job id, as
-    ``submit`` or ``recover`` returned it."""
+    """Starts the groups of a trial as chains of links. ``jobs`` maps a group to its job ids, as
+    ``submit`` or ``recover`` returned them."""
 
     @abstractmethod
     def check(self) -> None:
@@ -108,29 +143,38 @@ class Scheduler(ABC):
         cannot be written into a script."""
 
     @abstractmethod
-    def submit(self, request: SubmissionRequest) -> dict[str, str]:
-        """Submit every group; returns group -> job id, which it also writes to the run directory.
+    def submit(self, request: SubmissionRequest) -> dict[str, tuple[str, ...]]:
+        """Submit every group; returns the job ids, which it also writes to the run directory.
+        A chain that is longer than a limit of the cluster is shortened, with a warning.
         Raises SchedulerError; what was submitted before is cancelled."""
 
     @abstractmethod
-    def recover(self, run: RunPaths, number: int) -> dict[str, str]:
+    def extend(self, run: RunPaths, number: int, group: str, *, by: str) -> str:
+        """Add elements to a group of a submission that run after those it has; returns the job id.
+
+        ``by`` says who asks, for messages. Raises UsageError where this scheduler has no such
+        thing or somebody else is extending it, SchedulerError where it refuses.
+        """
+
+    @abstractmethod
+    def recover(self, run: RunPaths, number: int) -> dict[str, tuple[str, ...]]:
         """Job ids of a submission, also of one that crashed before it wrote them down; groups that
         never got a job are left out."""
 
     @abstractmethod
-    def query(self, jobs: Mapping[str, str]) -> list[TaskState]:
+    def query(self, jobs: JobIds) -> list[TaskState]:
         """State of all elements of all jobs, in one question; by group, then element."""
 
     @abstractmethod
-    def cancel(self, jobs: Mapping[str, str], *, after: int = -1) -> None:
+    def cancel(self, jobs: JobIds, *, after: int = -1) -> None:
         """End the elements whose index is above ``after``: pending ones never start, running ones
         get TERM, then KILL. Jobs that have ended are no error."""
 
     @abstractmethod
-    def interrupt(self, jobs: Mapping[str, str]) -> None:
+    def interrupt(self, jobs: JobIds) -> None:
         """Ask running elements to stop at a step (USR2); no further link starts. A link that has no
         handler for the signal yet may miss it."""
 
     @abstractmethod
-    def kill(self, jobs: Mapping[str, str]) -> None:
+    def kill(self, jobs: JobIds) -> None:
         """End everything at once with KILL."""

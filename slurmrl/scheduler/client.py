@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from slurmrl.errors import SchedulerError
-from slurmrl.scheduler import environment, parse
+from slurmrl.scheduler import environment, parse, rows
 
 TIMEOUT_S = 120.0
 """How long one command may take; Slurm's own message time-out is 10 s and it retries."""
 
 FORGOTTEN = "Invalid job id specified"
 """What Slurm says about a single job that it no longer knows."""
+
+NO_ACCOUNTING = ("accounting storage is disabled", "is not on PATH")
+"""What sacct, or the lack of it, says where there is no accounting."""
 
 
 class SlurmClient:
@@ -27,18 +30,32 @@ class SlurmClient:
         """Raise unless a controller answers."""
         self._run("scontrol", "ping")
 
-    def hosts(self, partition: str | None) -> list[parse.HostRow]:
-        """Hosts of the partitions (None: of all), whatever state they are in."""
+    def version(self) -> str:
+        """Slurm's version: ``22.05.8``, where some packagers say ``slurm-wlm 22.05.8``."""
+        return self._run("sbatch", "--version").strip().rpartition(" ")[2]
+
+    def try_out(self, script: Path) -> None:
+        """Raise unless sbatch would take the script; nothing is submitted."""
+        self._run("sbatch", "--test-only", str(script), environ=environment.of_job(os.environ))
+
+    def hosts(self, partition: str | None, names: Sequence[str] = ()) -> list[parse.HostRow]:
+        """Hosts of the partitions (None: of all), whatever state they are in; or of these names."""
         where = [f"--partition={partition}"] if partition else []
+        where += [f"--nodes={','.join(names)}"] if names else []
         form = f"--format={parse.HOSTS_FORMAT}"
         return parse.cluster_hosts(self._run("sinfo", "--noheader", "--Node", form, *where))
 
-    def submit(self, script: Path) -> str:
-        """Submit a script; returns the job id."""
-        environ = environment.of_job(os.environ)
-        return parse.job_id(self._run("sbatch", "--parsable", str(script), environ=environ))
+    def time_left_s(self, job: str) -> float | None:
+        """Seconds until a running job reaches its time limit; None without one."""
+        return parse.duration_s(self._run("squeue", "--noheader", "--format=%L", f"--jobs={job}"))
 
-    def queue(self, jobs: Iterable[str]) -> list[parse.QueueRow]:
+    def submit(self, script: Path, *options: str) -> str:
+        """Submit a script; options win over its directives. Returns the job id."""
+        environ = environment.of_job(os.environ)
+        command = ("sbatch", "--parsable", *options, str(script))
+        return parse.job_id(self._run(*command, environ=environ))
+
+    def queue(self, jobs: Iterable[str]) -> list[rows.QueueRow]:
         """Rows of these jobs, ended ones included as long as Slurm remembers them."""
         try:
             return self._queue(f"--jobs={','.join(jobs)}")
@@ -47,8 +64,35 @@ class SlurmClient:
                 return []
             raise
 
-    def queue_by_name(self, names: Iterable[str]) -> list[parse.QueueRow]:
+    def queue_by_name(self, names: Iterable[str]) -> list[rows.QueueRow]:
         return self._queue(f"--name={','.join(names)}")
+
+    def accounting(self, jobs: Iterable[str]) -> list[rows.QueueRow] | None:
+        """What the accounting database knows of these jobs; None where there is none."""
+        form = (f"--format={rows.ACCOUNTING_FORMAT}", f"--jobs={','.join(jobs)}")
+        try:
+            text = self._run("sacct", "--noheader", "--parsable2", "--allocations", *form)
+        except SchedulerError as error:
+            if any(words in str(error) for words in NO_ACCOUNTING):
+                return None
+            raise
+        return rows.accounting(text)
+
+    def settings(self) -> dict[str, str]:
+        """The cluster's configuration (``scontrol show config``)."""
+        return parse.assignments(self._run("scontrol", "show", "config"))
+
+    def submit_limits(self, user: str) -> str:
+        """Limits of a user's associations and their use, as scontrol prints them."""
+        return self._run("scontrol", "show", "assoc_mgr", f"users={user}", "flags=assoc")
+
+    def requeue(self, element: str) -> None:
+        """Put a running element back into the queue: it is ended, and starts again."""
+        self._run("scontrol", "requeue", element)
+
+    def throttle(self, job: str, count: int) -> None:
+        """Change how many elements of an array may run at once."""
+        self._run("scontrol", "update", f"JobId={job}", f"ArrayTaskThrottle={count}")
 
     def cancel(self, elements: Iterable[str]) -> None:
         """Cancel jobs or ranges of elements (``41_[2-7]``); ended ones are no error."""
@@ -59,9 +103,9 @@ class SlurmClient:
         whom = "--full" if steps else "--batch"
         self._run("scancel", "--quiet", whom, f"--signal={name}", *elements)
 
-    def _queue(self, selection: str) -> list[parse.QueueRow]:
-        form = f"--format={parse.QUEUE_FORMAT}"
-        return parse.queue(self._run("squeue", "--noheader", "--states=all", form, selection))
+    def _queue(self, selection: str) -> list[rows.QueueRow]:
+        form = f"--Format={rows.QUEUE_FORMAT}"
+        return rows.queue(self._run("squeue", "--noheader", "--states=all", form, selection))
 
     def _run(self, *command: str, environ: Mapping[str, str] | None = None) -> str:
         try:

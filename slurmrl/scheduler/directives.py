@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slurmrl.errors import UsageError
-from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
+from slurmrl.scheduler.base import Continue, GroupRequest, SubmissionRequest
 
 PASSED = (
     "partition",
@@ -29,6 +29,7 @@ OURS = {
     "--export": "",
     "--export-file": "",
     "--job-name": "-J",
+    "--no-kill": "-k",
     "--no-requeue": "",
     "--nodes": "-N",
     "--ntasks": "-n",
@@ -47,19 +48,21 @@ OURS = {
 def table(request: SubmissionRequest, group: GroupRequest) -> dict[str, str | bool]:
     """All directives of a group. Raises UsageError for a value that a script cannot hold."""
     slurm = slurm_options(request)
+    spares = 0 if group.elastic else group.spares
     result: dict[str, str | bool] = {
         "array": _array(group),
         "chdir": str(request.run.run),
         "cpus-per-task": str(group.workers_per_host * group.cpus_per_worker),
         "export": "ALL",  # of what our client gives sbatch: see environment.EXPORTED
         "job-name": request.job_name(group.name),
-        "nodes": "1" if group.elastic else str(group.hosts),
+        "nodes": "1" if group.elastic else str(group.hosts + spares),
         "ntasks-per-node": "1",
         "open-mode": "append",
         "output": _output(request, group),
-        "requeue": True,
+        "no-requeue" if _mode(request) is Continue.NONE else "requeue": True,
         "signal": f"B:USR2@{slurm.get('signal_lead_s', 120)}",
     }
+    result |= {"no-kill": True} if spares else {}
     result |= _gpus(group, slurm) | _memory(group, request.options)
     result |= {key: str(slurm[key]) for key in PASSED if slurm.get(key) is not None}
     for key, value in result.items():
@@ -83,6 +86,11 @@ def check_value(key: str, value: str) -> None:
         raise UsageError(f"--{key}={value!r}: a directive cannot hold control characters")
     if "\\" in value:
         raise UsageError(f"--{key}={value!r}: a directive cannot hold a backslash")
+
+
+def _mode(request: SubmissionRequest) -> Continue:
+    """What follows a link of a fixed group."""
+    return Continue(slurm_options(request).get("continue") or Continue.CHAIN)
 
 
 def _array(group: GroupRequest) -> str:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
-from slurmrl.errors import EnvironmentFailure, SchedulerError
+from slurmrl.errors import EnvironmentFailure, SchedulerError, UsageError
 from slurmrl.paths import RunPaths
-from slurmrl.scheduler import environment, parse, processes, render, submission
+from slurmrl.scheduler import environment, processes, render, submission
 from slurmrl.scheduler.base import (
     GroupRequest,
+    JobIds,
     JobState,
     Scheduler,
     SubmissionRequest,
     TaskState,
 )
 from slurmrl.scheduler.local_state import SIGNALS, ChainState, chain_process, job_id
+from slurmrl.scheduler.tasks import forgotten
 
 CHAIN = "slurmrl.scheduler.local_chain"
 
@@ -34,44 +36,49 @@ class LocalScheduler(Scheduler):
     def scripts(self, request: SubmissionRequest) -> dict[str, str]:
         return {group.name: render.script(request, group, "direct") for group in request.groups}
 
-    def submit(self, request: SubmissionRequest) -> dict[str, str]:
+    def submit(self, request: SubmissionRequest) -> dict[str, tuple[str, ...]]:
         for group in request.groups:
             if group.hosts > 1:
                 raise SchedulerError(
                     f"group {group.name} asks for {group.hosts} hosts; the local scheduler has one"
                 )
         submission.write_scripts(request.run, request.number, self.scripts(request))
-        jobs = {group.name: self._start(request, group) for group in request.groups}
+        jobs: dict[str, tuple[str, ...]] = {
+            group.name: (self._start(request, group),) for group in request.groups
+        }
         submission.write_jobs(request.run, request.number, jobs)
         return jobs
 
-    def recover(self, run: RunPaths, number: int) -> dict[str, str]:
+    def extend(self, run: RunPaths, number: int, group: str, *, by: str) -> str:
+        raise UsageError("a local chain cannot be extended: resume the trial when it has ended")
+
+    def recover(self, run: RunPaths, number: int) -> dict[str, tuple[str, ...]]:
         jobs = submission.read_jobs(run, number)
         if jobs is None:
             groups = submission.job_names(run, number).values()
             states = {group: ChainState.read(run.local_chain(number, group)) for group in groups}
-            jobs = {group: state.job for group, state in states.items() if state is not None}
-        for group, job in jobs.items():
+            jobs = {group: (state.job,) for group, state in states.items() if state is not None}
+        for group, job in _each(jobs):
             self._files[job] = run.local_chain(number, group)
         return jobs
 
-    def query(self, jobs: Mapping[str, str]) -> list[TaskState]:
-        return [task for group, job in jobs.items() for task in self._tasks(group, job)]
+    def query(self, jobs: JobIds) -> list[TaskState]:
+        return [task for group, job in _each(jobs) for task in self._tasks(group, job)]
 
-    def cancel(self, jobs: Mapping[str, str], *, after: int = -1) -> None:
-        for group, job in jobs.items():
+    def cancel(self, jobs: JobIds, *, after: int = -1) -> None:
+        for group, job in _each(jobs):
             keeps = any(
                 task.element <= after and task.state is JobState.RUNNING
                 for task in self._tasks(group, job)
             )
             self._signal(job, signal.SIGUSR1 if keeps else signal.SIGTERM)
 
-    def interrupt(self, jobs: Mapping[str, str]) -> None:
-        for job in jobs.values():
+    def interrupt(self, jobs: JobIds) -> None:
+        for _, job in _each(jobs):
             self._signal(job, signal.SIGUSR2)
 
-    def kill(self, jobs: Mapping[str, str]) -> None:
-        for job in jobs.values():
+    def kill(self, jobs: JobIds) -> None:
+        for _, job in _each(jobs):
             self._signal(job, signal.SIGQUIT)
 
     def _start(self, request: SubmissionRequest, group: GroupRequest) -> str:
@@ -83,7 +90,7 @@ class LocalScheduler(Scheduler):
         pid = os.posix_spawn(
             request.python,
             [request.python, "-P", "-m", CHAIN, *arguments],
-            environ | {"PYTHONPATH": str(run.code)},
+            environ | {"PYTHONPATH": str(request.code)},
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_OPEN, 1, output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),
@@ -104,7 +111,7 @@ class LocalScheduler(Scheduler):
         alive = chain_process(job).alive()
         state = self._state(job)
         if state is None:
-            return [_starting(group, job) if alive else parse.forgotten(group, job)]
+            return [_starting(group, job) if alive else forgotten(group, job)]
         if alive or state.elsewhere:
             return state.tasks(group)
         return state.after_sudden_end().tasks(group)
@@ -119,6 +126,10 @@ class LocalScheduler(Scheduler):
         file = self._files.get(job) or _file_of(chain_process(job))
         state = ChainState.read(file) if file else None
         return state if state is not None and state.job == job else None
+
+
+def _each(jobs: JobIds) -> Iterator[tuple[str, str]]:
+    return ((group, job) for group, ids in jobs.items() for job in ids)
 
 
 def _file_of(process: processes.ProcessId) -> Path | None:

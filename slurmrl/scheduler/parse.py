@@ -1,31 +1,12 @@
-"""Slurm's answers read by pure functions."""
+"""Words of Slurm's answers read by pure functions: ids, ranges of elements, hosts, times, exits."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slurmrl.errors import SchedulerError
-from slurmrl.scheduler import states
-from slurmrl.scheduler.base import JobState, TaskState
-
-QUEUE_FORMAT = "%F|%K|%T|%N|%j|%r"
-"""squeue's fields: array's job id, element or elements, state, hosts, name, reason. The reason can
-be free text, so it stands last."""
-
-
-@dataclass(frozen=True)
-class QueueRow:
-    """One line of squeue: one element, or all pending elements of an array."""
-
-    job: str
-    elements: tuple[int, ...]
-    raw: str
-    hosts: tuple[str, ...]
-    name: str
-    reason: str
-
 
 HOSTS_FORMAT = "%N|%T|%G"
 """sinfo's fields, one line for each host and partition: host, state, generic resources."""
@@ -105,50 +86,34 @@ def hosts(text: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def queue(text: str) -> list[QueueRow]:
-    """The rows of ``squeue --noheader --format=QUEUE_FORMAT``."""
-    rows = []
-    for line in text.splitlines():
-        if not line.strip():
-            continue
-        fields = line.strip().split("|", 5)
-        if len(fields) != 6:
-            raise SchedulerError(f"not a line that squeue was asked for: {line!r}")
-        job, index, raw, host_list, name, reason = fields
-        reason = "" if reason in ("None", "N/A", "(null)") else reason
-        rows.append(QueueRow(job, elements(index), raw, hosts(host_list), name, reason))
-    return rows
+NO_EXIT = (None, None)
 
 
-def task_states(rows: Iterable[QueueRow], jobs: Mapping[str, str]) -> list[TaskState]:
-    """States by group (in the order of ``jobs``) and element. A job of whose elements nothing is
-    said is element 0 in the state of its row; one without any row has been forgotten by Slurm:
-    UNKNOWN."""
-    by_job: dict[str, list[QueueRow]] = {}
-    for row in rows:
-        by_job.setdefault(row.job, []).append(row)
-    result: list[TaskState] = []
-    for group, job in jobs.items():
-        found = by_job.get(job, [])
-        tasks = [_task(group, row, element) for row in found for element in row.elements]
-        if found and not tasks:
-            tasks = [_task(group, found[0], 0)]
-        result += sorted(tasks, key=lambda task: task.element) or [forgotten(group, job)]
-    return result
+def exit_status(text: str) -> tuple[int | None, int | None]:
+    """Exit code and signal: sacct's and scontrol's ``3:0``, squeue's wait status ``768``."""
+    code, colon, number = text.strip().partition(":")
+    if not code.isdigit() or (colon and not number.isdigit()):
+        return NO_EXIT
+    if colon:
+        return int(code), int(number) or None
+    return int(code) >> 8 & 255, int(code) & 127 or None
 
 
-def _task(group: str, row: QueueRow, element: int) -> TaskState:
-    return TaskState(
-        job_id=f"{row.job}_{element}",
-        group=group,
-        element=element,
-        state=states.interpret(row.raw).state,
-        raw=row.raw,
-        reason=row.reason,
-        hosts=row.hosts,
-    )
+def duration_s(text: str) -> float | None:
+    """``1-02:03:04``, ``02:03:04``, ``03:04``; None for UNLIMITED, INVALID and the like."""
+    found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
+    if not found:
+        return None
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
 
 
-def forgotten(group: str, job: str) -> TaskState:
-    """The state of a job that its scheduler no longer knows."""
-    return TaskState(job, group, 0, JobState.UNKNOWN, "", "the scheduler has forgotten it", ())
+def assignments(text: str) -> dict[str, str]:
+    """``Name = value`` lines, as ``scontrol show config`` prints them."""
+    found = re.findall(r"^(\S+)\s*=\s*(.*?)\s*$", text, re.MULTILINE)
+    return dict(found)
+
+
+def said(text: str) -> str:
+    """A field, empty where Slurm says that there is nothing."""
+    return "" if text in ("None", "N/A", "(null)", "Unknown") else text

@@ -19,27 +19,44 @@ def script(request: SubmissionRequest, group: GroupRequest, launcher: str) -> st
 
     unset: Any = None  # submitit's own defaults are not ours
     return _make_sbatch_string(
-        command=f"exec {shlex.join(request.command(group, launcher))}",
+        command=f"exec {_prefix(group)}{shlex.join(request.command(group, launcher))}",
         folder=request.run.logs / group.name,
         job_name=unset,
         time=unset,
         wckey=unset,
         stderr_to_stdout=True,
-        setup=_setup(request),
+        setup=_setup(request, group),
         additional_parameters=directives.table(request, group),
         use_srun=False,
     )
 
 
-def _setup(request: SubmissionRequest) -> list[str]:
+WARNED_EARLY = "trap '(sleep 3; kill -USR2 $$) &' USR2"
+"""A warning during the set-up lines is sent again when the supervisor is up; it has this pid."""
+
+BLOCK = """\
+trap '' USR2
+slurmrl_block=
+env --block-signal=USR2 true 2>/dev/null && slurmrl_block='env --block-signal=USR2'"""
+"""From here on a warning waits, blocked, until the supervisor has its handler. Where env is too old
+for that (coreutils before 8.31), one that comes while Python starts is lost."""
+
+
+def _prefix(group: GroupRequest) -> str:
+    """Only the supervisor knows that it must unblock the signal."""
+    return "" if group.command else "$slurmrl_block "
+
+
+def _setup(request: SubmissionRequest, group: GroupRequest) -> list[str]:
     """Shell lines before the command. Slurm reads directives up to the first of them."""
-    code = shlex.quote(str(request.run.code))
+    code = shlex.quote(str(request.code))
     return [
         *directives.extra_lines(request),
-        # A warning that comes before Python is up must not kill the shell.
-        "trap '' USR1 USR2",
+        "trap '' USR1",
+        "trap '' USR2" if group.command else WARNED_EARLY,
         *setup_lines(request),
         f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}"',
+        *([] if group.command else [BLOCK]),
     ]
 
 

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import shutil
 from collections.abc import Callable, Mapping
 
+from slurmrl import log
 from slurmrl.errors import EnvironmentFailure, SchedulerError
-from slurmrl.paths import RunPaths
-from slurmrl.scheduler import parse, render, submission
-from slurmrl.scheduler.base import JobState, Scheduler, SubmissionRequest, TaskState
+from slurmrl.paths import RunPaths, user_name
+from slurmrl.scheduler import directives, extensions, limits, parse, render, submission, tasks
+from slurmrl.scheduler.base import (
+    GroupRequest,
+    JobIds,
+    JobState,
+    Scheduler,
+    SubmissionRequest,
+    TaskState,
+)
 from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.extend import Extender
+from slurmrl.scheduler.memory import Memory
+
+logger = log.get(__name__)
 
 TRANSIENT = ("Socket timed out", "Unable to contact slurm controller", "did not answer")
 """Failures of sbatch after which the job may nevertheless have been submitted."""
@@ -19,6 +32,7 @@ TRANSIENT = ("Socket timed out", "Unable to contact slurm controller", "did not 
 class SlurmScheduler(Scheduler):
     def __init__(self, client: SlurmClient | None = None) -> None:
         self._client = client or SlurmClient()
+        self._memory = Memory(self._client)
 
     def check(self) -> None:
         if shutil.which("sbatch") is None:
@@ -30,13 +44,15 @@ class SlurmScheduler(Scheduler):
     def scripts(self, request: SubmissionRequest) -> dict[str, str]:
         return {group.name: render.script(request, group, "srun") for group in request.groups}
 
-    def submit(self, request: SubmissionRequest) -> dict[str, str]:
-        scripts = self.scripts(request)
-        submission.write_scripts(request.run, request.number, scripts)
-        jobs: dict[str, str] = {}
+    def submit(self, request: SubmissionRequest) -> dict[str, tuple[str, ...]]:
+        most = self._most_links(request)
+        groups = tuple(_shortened(group, most) for group in request.groups)
+        request = dataclasses.replace(request, groups=groups)
+        submission.write_scripts(request.run, request.number, self.scripts(request))
+        jobs: dict[str, tuple[str, ...]] = {}
         try:
-            for group in scripts:
-                jobs[group] = self._submit(request, group)
+            for group in groups:
+                jobs[group.name] = (self._submit(request, group),)
         except SchedulerError:
             with contextlib.suppress(SchedulerError):
                 self.cancel(jobs)
@@ -44,58 +60,115 @@ class SlurmScheduler(Scheduler):
         submission.write_jobs(request.run, request.number, jobs)
         return jobs
 
-    def recover(self, run: RunPaths, number: int) -> dict[str, str]:
-        jobs = submission.read_jobs(run, number)
-        if jobs is not None:
-            return jobs
-        return self._find(submission.job_names(run, number))
+    def extend(self, run: RunPaths, number: int, group: str, *, by: str) -> str:
+        jobs = self.recover(run, number)
+        return Extender(self._client, run, number, group).extend(self.query(jobs), by=by)
 
-    def query(self, jobs: Mapping[str, str]) -> list[TaskState]:
-        if not jobs:
+    def recover(self, run: RunPaths, number: int) -> dict[str, tuple[str, ...]]:
+        groups = submission.job_names(run, number)
+        first = submission.read_jobs(run, number)
+        more = {group: extensions.read(run, number, group) for group in groups.values()}
+        names = {} if first is not None else dict.fromkeys(groups)
+        names |= {one.name: None for each in more.values() for one in each if one.job is None}
+        found = self._find(names)
+        first = first or {group: (found[name],) for name, group in groups.items() if name in found}
+        return {
+            group: ids
+            + tuple(filter(None, (one.job or found.get(one.name) for one in more.get(group, ()))))
+            for group, ids in first.items()
+        }
+
+    def query(self, jobs: JobIds) -> list[TaskState]:
+        ids = [job for each in jobs.values() for job in each]
+        if not ids:
             return []
-        return parse.task_states(self._client.queue(jobs.values()), jobs)
+        return tasks.task_states(self._memory.complete(self._client.queue(ids), ids), jobs)
 
-    def cancel(self, jobs: Mapping[str, str], *, after: int = -1) -> None:
+    def cancel(self, jobs: JobIds, *, after: int = -1) -> None:
         self._cancel(jobs, lambda task: task.state.active and task.element > after)
 
-    def interrupt(self, jobs: Mapping[str, str]) -> None:
+    def interrupt(self, jobs: JobIds) -> None:
         running = self._end_chain(jobs)
         if running:
             self._client.signal("USR2", running, steps=False)
 
-    def kill(self, jobs: Mapping[str, str]) -> None:
+    def kill(self, jobs: JobIds) -> None:
         running = self._end_chain(jobs)
         if running:
             self._client.signal("KILL", running, steps=True)
 
-    def _submit(self, request: SubmissionRequest, group: str) -> str:
+    def requeue(self, element: str) -> None:
+        """Put a running element (``41_3``) back into the queue. Raises SchedulerError."""
+        self._client.requeue(element)
+
+    def _most_links(self, request: SubmissionRequest) -> int | None:
+        """The longest array that the cluster takes from this user; None if it does not say."""
         try:
-            return self._client.submit(request.run.submission_script(request.number, group))
+            found = [limits.of_arrays(self._client.settings())]
         except SchedulerError as error:
-            if not any(words in str(error) for words in TRANSIENT):
-                raise
-            found = self._find({request.job_name(group): group})
-            if group not in found:
-                raise
-            return found[group]
+            logger.info("Slurm does not say how long an array may be: %s", error)
+            return None
+        with contextlib.suppress(SchedulerError):  # no accounting, or not for ordinary users
+            account = directives.slurm_options(request).get("account")
+            answer = self._client.submit_limits(user_name())
+            found.append(limits.of_user(answer, user_name(), account))
+        return min((limit for limit in found if limit is not None), default=None)
 
-    def _find(self, groups_by_name: Mapping[str, str]) -> dict[str, str]:
-        if not groups_by_name:
-            return {}
-        rows = self._client.queue_by_name(groups_by_name)
-        return {groups_by_name[row.name]: row.job for row in rows}
+    def _submit(self, request: SubmissionRequest, group: GroupRequest) -> str:
+        """Submit one group, with half as many elements each time that a limit is in the way."""
+        script = request.run.submission_script(request.number, group.name)
+        try:
+            return self._client.submit(script)
+        except SchedulerError as error:
+            if any(words in str(error) for words in TRANSIENT):
+                return self._find_lost(request, group, error)
+            if not limits.TOO_MANY.search(str(error)) or group.links == 1:
+                raise
+            refused = error
+        logger.info("sbatch refused %d elements: %s", group.links, refused)
+        group = _shortened(group, group.links // 2)
+        text = render.script(request, group, "srun")
+        submission.write_scripts(request.run, request.number, {group.name: text})
+        return self._submit(request, group)
 
-    def _end_chain(self, jobs: Mapping[str, str]) -> list[str]:
+    def _find_lost(
+        self, request: SubmissionRequest, group: GroupRequest, error: SchedulerError
+    ) -> str:
+        name = request.job_name(group.name)
+        found = self._find({name: None})
+        if name not in found:
+            raise error
+        return found[name]
+
+    def _find(self, names: Mapping[str, None]) -> dict[str, str]:
+        """Job ids of those of the names that Slurm knows."""
+        return {row.name: row.job for row in self._client.queue_by_name(names)} if names else {}
+
+    def _end_chain(self, jobs: JobIds) -> list[str]:
         """Cancel the links that have not started; returns the names of the running elements."""
         self._cancel(jobs, lambda task: task.state is JobState.PENDING)
         return [task.job_id for task in self.query(jobs) if task.state is JobState.RUNNING]
 
-    def _cancel(self, jobs: Mapping[str, str], which: Callable[[TaskState], bool]) -> None:
+    def _cancel(self, jobs: JobIds, which: Callable[[TaskState], bool]) -> None:
         """Cancel elements by range: a bare job id can mean the whole array or its last element."""
         chosen: dict[str, list[int]] = {}
         for task in self.query(jobs):
             if which(task):
-                chosen.setdefault(jobs[task.group], []).append(task.element)
+                chosen.setdefault(task.job_id.partition("_")[0], []).append(task.element)
         names = [f"{job}_[{parse.element_list(values)}]" for job, values in chosen.items()]
         if names:
             self._client.cancel(names)
+
+
+def _shortened(group: GroupRequest, most: int | None) -> GroupRequest:
+    if most is None or group.links <= most:
+        return group
+    links = max(most, 1)
+    logger.warning(
+        "this cluster takes %d of the %d jobs that group %s was to have in its queue; when they "
+        "are used up, slurmrl resume adds some",
+        links,
+        group.links,
+        group.name,
+    )
+    return dataclasses.replace(group, links=links)

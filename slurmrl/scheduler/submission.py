@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import atomic, documents
 from slurmrl.paths import RunPaths
+from slurmrl.scheduler.base import JobIds
 
 
 def write_scripts(run: RunPaths, number: int, scripts: Mapping[str, str]) -> None:
@@ -19,11 +20,13 @@ def write_scripts(run: RunPaths, number: int, scripts: Mapping[str, str]) -> Non
         atomic.replace(run.submission_script(number, group), text.encode())
 
 
-def write_jobs(run: RunPaths, number: int, jobs: Mapping[str, str]) -> None:
-    atomic.replace(run.submission_jobs(number), json.dumps(dict(jobs)).encode())
+def write_jobs(run: RunPaths, number: int, jobs: JobIds) -> None:
+    """Note the array of each group that was submitted; later ones are in ``extensions``."""
+    first = {group: ids[0] for group, ids in jobs.items()}
+    atomic.replace(run.submission_jobs(number), json.dumps(first).encode())
 
 
-def read_jobs(run: RunPaths, number: int) -> dict[str, str] | None:
+def read_jobs(run: RunPaths, number: int) -> dict[str, tuple[str, ...]] | None:
     """The job ids by group; None if the submission did not get as far as writing them.
 
     Raises CorruptFileError for a file that is not ours.
@@ -33,7 +36,7 @@ def read_jobs(run: RunPaths, number: int) -> dict[str, str] | None:
         jobs = documents.read(path)
     except FileNotFoundError:
         return None
-    return {str(group): str(job) for group, job in jobs.items()}
+    return {str(group): (str(job),) for group, job in jobs.items()}
 
 
 def job_names(run: RunPaths, number: int) -> dict[str, str]:
@@ -43,13 +46,14 @@ def job_names(run: RunPaths, number: int) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     groups = [name.removesuffix(".sh") for name in files if name.endswith(".sh")]
-    return {_job_name(run, number, group): group for group in groups}
+    return {directive(run, number, group, "job-name"): group for group in groups}
 
 
-def _job_name(run: RunPaths, number: int, group: str) -> str:
+def directive(run: RunPaths, number: int, group: str, name: str) -> str:
+    """A directive's value in a script that was written. Raises CorruptFileError without one."""
     path = run.submission_script(number, group)
     text = atomic.read(path).decode(errors="replace")
-    found = re.search(r"^#SBATCH --job-name=(.+)$", text, re.MULTILINE)
+    found = re.search(rf"^#SBATCH --{name}=(.+)$", text, re.MULTILINE)
     if not found:
-        raise CorruptFileError(f"{path}: no job name in it")
+        raise CorruptFileError(f"{path}: no --{name} in it")
     return shlex.split(found[1])[0]

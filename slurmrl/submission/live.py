@@ -10,7 +10,7 @@ from slurmrl.errors import WaitTimeoutError
 from slurmrl.monitor.snapshot import newest_submission
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler import make
-from slurmrl.scheduler.base import Scheduler, TaskState
+from slurmrl.scheduler.base import JobIds, Scheduler, TaskState
 
 LEAVE_TIMEOUT_S = 60.0
 """How long the jobs of an ended trial may take to end after they were cancelled."""
@@ -22,7 +22,7 @@ class Jobs:
 
     number: int
     scheduler: Scheduler
-    ids: dict[str, str]
+    ids: JobIds
 
     def active(self) -> list[TaskState]:
         """Elements that wait or run."""

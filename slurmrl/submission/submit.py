@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurmrl import log
 from slurmrl.config.load import load_resolved
 from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.fsio import atomic
@@ -31,13 +32,16 @@ from slurmrl.plan import inventory
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings, load_settings
-from slurmrl.recover import differences
+from slurmrl.recover import consequences, differences, follow_actor, may_change
 from slurmrl.scheduler import choose, make
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
-from slurmrl.submission import trials
+from slurmrl.submission import own_code, snapshot, trials
 from slurmrl.submission.live import Jobs, clear_away, newest_jobs
 from slurmrl.submission.prepare import is_prepared, prepare, rewrite, trial_uuid
+from slurmrl.submission.record import Recorder, recorded_folders
 from slurmrl.workers.pace import Pace
+
+logger = log.get(__name__)
 
 
 @dataclass(frozen=True)
@@ -49,13 +53,19 @@ class Proposal:
     paths: RunPaths
     kind: str
     """The scheduler: ``local`` or ``slurm``."""
+    recorder: Recorder
+    """The code that a snapshot would be taken of."""
+    update_code: bool = False
+    """Take a new snapshot although there is one."""
 
     @property
     def trial(self) -> str:
         return f"{self.paths.experiment}/{self.paths.trial}"
 
-    def request(self, number: int, trial_id: str) -> SubmissionRequest:
+    def request(self, number: int, trial_id: str, code: int) -> SubmissionRequest:
+        """``code`` is the number of the snapshot that the jobs run."""
         return SubmissionRequest(
+            snapshot=code,
             number=number,
             uuid=trial_id,
             trial=self.trial,
@@ -70,6 +80,7 @@ class Proposal:
                     cpus_per_worker=group.cpus_per_worker,
                     links=group.links,
                     elastic=group.elastic,
+                    spares=self.settings.config.cluster.slurm.spares,
                 )
                 for group in self.plan.groups
             ),
@@ -80,7 +91,7 @@ class Proposal:
         """The batch scripts, by group, of the next submission."""
         number = max(submission_numbers(self.paths), default=0) + 1
         known = trial_uuid(self.paths) if self.paths.identity.exists() else uuid.uuid4().hex
-        return make(self.kind).scripts(self.request(number, known))
+        return make(self.kind).scripts(self.request(number, known, snapshot.current(self.paths)))
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,8 @@ class Submitted:
     """Incarnations that the trial had before."""
     resumed_step: int | None = None
     """The commit that the trial goes on from; None for one that starts at the beginning."""
+    notes: tuple[str, ...] = ()
+    """What is otherwise than before, and what that means."""
 
     @property
     def trial(self) -> str:
@@ -122,22 +135,36 @@ def propose(
     if new:
         name = _free_name(settings)
         settings = load_settings(config, [*overrides, f"trial={json.dumps(name)}"], root=chosen)
-    return _planned(settings, scheduler)
+    folders = [config.parent.absolute(), Path.cwd()]
+    return _planned(settings, scheduler, _own_code(settings, folders))
 
 
 def propose_resume(
-    paths: RunPaths, overrides: Sequence[str], *, scheduler: str | None = None
+    paths: RunPaths,
+    overrides: Sequence[str],
+    *,
+    scheduler: str | None = None,
+    update_code: bool = False,
 ) -> Proposal:
-    """The trial of a run directory, with changes. Raises UsageError if it was never prepared."""
+    """The trial of a run directory, with changes. ``update_code`` runs the code as it is now and
+    not that of the newest submission. Raises UsageError if the trial was never prepared."""
     if not is_prepared(paths):
         raise UsageError(
             f"{paths.experiment}/{paths.trial} was never submitted completely: submit it again"
         )
+    before = load_resolved(paths.config)
+    overrides = follow_actor(before, overrides)
     settings = load_settings(paths.config, overrides, root=paths.run.parents[2])
     found = _paths(settings)
     if found != paths:
         raise UsageError("resume cannot rename a trial: submit the configuration with --new")
-    return _planned(settings, scheduler)
+    if not update_code:
+        if settings.config.code != before.code:
+            raise UsageError("code: the trial keeps the code that it has; add --update-code")
+        return _planned(settings, scheduler, own_code.OwnCode())
+    folders = [*recorded_folders(paths.snapshot(snapshot.current(paths))), Path.cwd()]
+    code = _own_code(settings, list(dict.fromkeys(folders)))
+    return _planned(settings, scheduler, code, update_code=True)
 
 
 def submit(proposal: Proposal) -> Submitted:
@@ -151,24 +178,44 @@ def submit(proposal: Proposal) -> Submitted:
     sinks.check(proposal.settings.config.logging)
     proposal.scripts()  # what cannot be written into a script is refused before anything is
     state: TrialState = fold([])
-    fresh = prepare(proposal.paths, proposal.settings, proposal.plan)
+    notes: list[str] = []
+    fresh = prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)
     if not fresh:
         state = _check_resumable(proposal)
         if _complete(proposal, state):
             return Submitted(proposal.paths, proposal.kind, None)
-    number = _claim(proposal)
+        if state.last_commit is not None:
+            before = load_resolved(proposal.paths.config)
+            notes += consequences(before, proposal.settings.config)
+    code = _snapshot(proposal)
+    number = _claim(proposal, code)
+    if proposal.update_code:
+        notes.append(f"runs the code of now: {proposal.paths.snapshot(code)}")
     if not fresh:
         rewrite(proposal.paths, proposal.settings, proposal.plan)
     if state.end is not None:
         resume(History(proposal.paths.history), {"submission": number})
-    ids = scheduler.submit(proposal.request(number, trial_uuid(proposal.paths)))
+    ids = scheduler.submit(proposal.request(number, trial_uuid(proposal.paths), code))
     jobs = Jobs(number, scheduler, ids)
     _refuse_if_overtaken(proposal, jobs)
     step = state.last_commit.step if state.last_commit else None
-    return Submitted(proposal.paths, proposal.kind, jobs, state.incarnation, step)
+    return Submitted(proposal.paths, proposal.kind, jobs, state.incarnation, step, tuple(notes))
 
 
-def _planned(settings: Settings, scheduler: str | None) -> Proposal:
+def _own_code(settings: Settings, folders: Sequence[Path]) -> own_code.OwnCode:
+    code = own_code.find(settings.config, settings.source, folders)
+    for note in code.notes:
+        logger.warning("%s", note)
+    return code
+
+
+def _planned(
+    settings: Settings,
+    scheduler: str | None,
+    code: own_code.OwnCode,
+    *,
+    update_code: bool = False,
+) -> Proposal:
     """The resolved configuration says which scheduler was chosen in the end."""
     config = settings.config
     kind = choose(scheduler or config.cluster.scheduler)
@@ -181,7 +228,8 @@ def _planned(settings: Settings, scheduler: str | None) -> Proposal:
         if lacking:
             where = str(settings.source.path)
             raise ConfigError(tuple(Problem(where, "cluster", text) for text in lacking))
-    return Proposal(settings, plan, _paths(settings), kind)
+    recorder = Recorder(config, settings.source.path, code, kind)
+    return Proposal(settings, plan, _paths(settings), kind, recorder, update_code)
 
 
 def _paths(settings: Settings) -> RunPaths:
@@ -212,7 +260,8 @@ def _check_resumable(proposal: Proposal) -> TrialState:
     if changed:
         lines = "".join(f"\n  {line}" for line in changed)
         raise UsageError(
-            f"{proposal.trial} exists with another configuration; use --new, or undo:{lines}"
+            f"{proposal.trial} exists with another configuration; use --new, or undo:{lines}\n"
+            f"A trial goes on with another: {may_change()}"
         )
     if jobs and active:
         clear_away(jobs)
@@ -230,14 +279,29 @@ def _complete(proposal: Proposal, state: TrialState) -> bool:
     return at_end or (end.data["reason"] != "total_steps" and config.stop_when == before.stop_when)
 
 
-def _claim(proposal: Proposal) -> int:
+def _snapshot(proposal: Proposal) -> int:
+    """The snapshot of code that the next submission runs. A new one counts from the moment when
+    the submission's request names it."""
+    if not proposal.update_code:
+        return snapshot.current(proposal.paths)
+    return snapshot.add(proposal.paths, proposal.recorder.code, proposal.recorder)
+
+
+def _claim(proposal: Proposal, code: int) -> int:
     """Take the next submission. Raises UsageError if somebody else is taking it."""
     number = max(submission_numbers(proposal.paths), default=0) + 1
     hosts = sum(group.hosts for group in proposal.plan.groups)
     request = {
         "scheduler": proposal.kind,
+        "snapshot": code,
+        "continue": proposal.settings.config.cluster.slurm.continue_,
         "total_steps": proposal.settings.config.total_steps,
         "heartbeat_s": Pace.of(hosts, proposal.settings.config.cluster.heartbeat_s).beat_s,
+        "signal_lead_s": (
+            proposal.settings.config.cluster.slurm.signal_lead_s
+            if proposal.kind == "slurm"
+            else None
+        ),
         "nonce": uuid.uuid4().hex,
         "time": time.time(),
         "host": socket.gethostname(),

@@ -86,13 +86,22 @@ def test_a_job_spans_its_hosts_with_its_gpus(scheduler: SlurmScheduler, ask: Ask
 
 
 @pytest.mark.parametrize(
-    "name", ["with space", "it's", 'a "quote"', "100% #1", "Größe", "$HOME `id` ; &"]
+    "name",
+    [
+        "with space",
+        "it's",
+        'a "quote"',
+        "100% #1",
+        "Größe",
+        "$HOME `id` ; &",
+        "a,b=[0-3] 'ß' %A\"é",
+    ],
 )
 def test_any_name_survives_the_script(scheduler: SlurmScheduler, tmp_path: Path, name: str) -> None:
     request = request_of(tmp_path / name, "import os; print(os.getcwd())", links=1)
     with submitted(scheduler, request) as jobs:
         wait_until(lambda: state(scheduler, jobs, 0) is JobState.COMPLETED, "the link completes")
-        log = request.run.batch_log("trainer", f"slurm-{jobs['trainer']}_0")
+        log = request.run.batch_log("trainer", f"slurm-{jobs['trainer'][0]}_0")
         assert log.read_text() == f"{request.run.run}\n"
 
 
@@ -119,10 +128,10 @@ def test_a_requeued_link_keeps_its_name_and_its_output(scheduler: SlurmScheduler
 
 
 def test_jobs_that_slurm_never_had_are_unknown(scheduler: SlurmScheduler, ask: Ask) -> None:
-    (task,) = scheduler.query({"trainer": "999999"})
+    (task,) = scheduler.query({"trainer": ("999999",)})
     assert task.state is JobState.UNKNOWN
     with submitted(scheduler, ask("pass", links=1)) as jobs:
-        both = scheduler.query({**jobs, "rollout": "999999"})
+        both = scheduler.query({**jobs, "rollout": ("999999",)})
         assert [task.group for task in both] == ["trainer", "rollout"]
         assert both[1].state is JobState.UNKNOWN
 

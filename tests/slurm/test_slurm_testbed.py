@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.scheduler.processes import ProcessId
+from tests.support.trials import wait_until
 
 TESTBED = Path(__file__).parents[2] / "scripts" / "slurm-testbed"
 TIMEOUT_S = 60.0
@@ -73,3 +75,29 @@ def wait_for_process(file: Path) -> ProcessId:
     process = ProcessId.of(int(file.read_text()))
     assert process is not None
     return process
+
+
+def test_a_killed_slurmd_is_started_again(directory: Path) -> None:
+    bed_command("up", "--nodes", "1", "--gpus", "1", "--dir", str(directory))
+    daemon = ProcessId.of(int((directory / "pid" / "slurmd.n0.pid").read_text()))
+    assert daemon is not None
+    os.kill(daemon.pid, signal.SIGKILL)
+    wait_until("slurmd to be gone", lambda: not daemon.alive())
+    assert bed_command("start", "n0", "--dir", str(directory)).returncode == 0
+    wait_until("a new one", lambda: ProcessId.of(int(pid_of(directory))) not in (None, daemon))
+    wait_until("the node", lambda: "idle" in slurm(directory, "sinfo", "-h", "-o", "%T").split())
+
+
+def test_nodes_without_networks_cannot_be_cut(directory: Path) -> None:
+    bed_command("up", "--nodes", "1", "--gpus", "1", "--dir", str(directory))
+    for arguments, words in (
+        (("cut", "n0"), "no networks of their own"),
+        (("cut", "n7"), "cut NODE"),
+        (("rename", "n0"), "rename NODE NAME"),
+    ):
+        refused = bed_command(*arguments, "--dir", str(directory))
+        assert (refused.returncode, words in refused.stderr) == (1, True)
+
+
+def pid_of(directory: Path) -> str:
+    return (directory / "pid" / "slurmd.n0.pid").read_text() or "0"

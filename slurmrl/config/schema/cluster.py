@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field
 
 from slurmrl.config.schema.base import (
     Line,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -58,8 +59,16 @@ class Slurm(Section):
     licenses: Word | None = None
     """Licences that the job takes."""
     links: Annotated[int, Field(gt=0, le=1000)] = 8
-    """Length of the chain: how many jobs may succeed each other before the trial needs
-    `slurmrl resume`. They are the elements of one array that run one after the other."""
+    """Length of the chain: how many jobs may succeed each other, the elements of one array that run
+    one after the other. Where sbatch works on compute nodes, a trial that commits adds as many when
+    they run out, else `slurmrl resume` does. In an elastic group, how many may succeed each other
+    in each place."""
+    continue_: Annotated[Literal["chain", "requeue", "none"], Field(alias="continue")] = "chain"
+    """What goes on with a trial when its job ends: the next of `links` jobs, the same job put back
+    into the queue (`requeue`; `links` does not count then, and what kills the batch process itself
+    ends the chain), or `none`: one job, which Slurm does not requeue either."""
+    spares: NonNegativeInt = 0
+    """Further hosts in a fixed group's job that take the place of hosts that are lost."""
     signal_lead_s: PositiveInt = 120
     """Seconds before the time limit at which the run is told to commit and stop."""
     extra_lines: Sequence[Line] = ()
@@ -103,6 +112,9 @@ class Cluster(Section):
     """Seconds between two heartbeats of an agent."""
     lease_ttl_s: PositiveFloat = 60.0
     """Seconds without a heartbeat after which an agent counts as dead."""
+    silence_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 60.0
+    """Seconds without a sign of life after which a worker or the master counts as hung and is
+    killed. (Ranks that wait for each other are alive; `step_timeout_s` is for those.)"""
     start_timeout_s: PositiveFloat = 600.0
     """Seconds in which all workers of a new incarnation must have come up."""
     slurm: Slurm = Slurm()

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from slurmrl.errors import EnvironmentFailure, SchedulerError, UnknownNameError
-from slurmrl.scheduler import choose, environment, make
+from slurmrl.paths import user_name
+from slurmrl.scheduler import choose, environment, limits, make
+from slurmrl.scheduler.base import JobState
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.local import LocalScheduler
-from slurmrl.scheduler.parse import QueueRow
+from slurmrl.scheduler.rows import QueueRow
 from slurmrl.scheduler.slurm import SlurmScheduler
 from tests.scheduler_contract import request_of
 
@@ -62,7 +65,11 @@ def test_commands_see_no_options_in_their_environment(
     monkeypatch.setenv("SQUEUE_FORMAT", "%i")
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_CONF", "/the/conf")
-    install(commands, "squeue", 'echo "1|0|RUNNING|n|$SLURM_CONF|$SQUEUE_FORMAT$SLURM_JOB_ID"')
+    install(
+        commands,
+        "squeue",
+        'echo "1|0|RUNNING|n|$SLURM_CONF|0|1:00|N/A|0|$SQUEUE_FORMAT$SLURM_JOB_ID|"',
+    )
     (row,) = SlurmClient().queue(["1"])
     assert (row.name, row.reason) == ("/the/conf", "")
 
@@ -98,10 +105,28 @@ class ScriptedClient(SlurmClient):
         self.rows = rows
         self.submit_error = submit_error
         self.cancelled: list[str] = []
+        self.limits = ""
+        self.most: int | None = None
+        self.accounts: list[QueueRow] | None = None
+        self.asked: list[tuple[str, ...]] = []
 
-    def submit(self, script: Path) -> str:
+    def settings(self) -> dict[str, str]:
+        return {"MaxArraySize": "1001"}
+
+    def submit_limits(self, user: str) -> str:
+        return self.limits
+
+    def accounting(self, jobs: Iterable[str]) -> list[QueueRow] | None:
+        self.asked.append(tuple(jobs))
+        return self.accounts
+
+    def submit(self, script: Path, *options: str) -> str:
         if self.submit_error:
             raise SchedulerError(self.submit_error)
+        array = re.search(r"--array=0-(\d+)", script.read_text())
+        assert array
+        if self.most is not None and int(array[1]) >= self.most:
+            raise SchedulerError("sbatch: error: AssocMaxSubmitJobLimit")
         return "41"
 
     def queue(self, jobs: Iterable[str]) -> list[QueueRow]:
@@ -122,14 +147,14 @@ def test_cancel_names_ranges_of_elements() -> None:
     client = ScriptedClient(
         [row((0,), "FAILED"), row((2,), "RUNNING"), row((3, 4, 5, 7), "PENDING")]
     )
-    SlurmScheduler(client).cancel({"trainer": "41"})
-    SlurmScheduler(client).cancel({"trainer": "41"}, after=2)
+    SlurmScheduler(client).cancel({"trainer": ("41",)})
+    SlurmScheduler(client).cancel({"trainer": ("41",)}, after=2)
     assert client.cancelled == ["41_[2-5,7]", "41_[3-5,7]"]
 
 
 def test_nothing_to_cancel_asks_for_nothing() -> None:
     client = ScriptedClient([row((0,), "COMPLETED")])
-    SlurmScheduler(client).cancel({"trainer": "41"})
+    SlurmScheduler(client).cancel({"trainer": ("41",)})
     assert client.cancelled == []
 
 
@@ -138,7 +163,7 @@ def test_a_submission_whose_answer_was_lost_is_found_by_name(tmp_path: Path) -> 
     lost = "sbatch failed (1): Socket timed out on send/recv operation"
     there = row((0, 1), "PENDING", request.job_name("trainer"))
     assert SlurmScheduler(ScriptedClient([there], submit_error=lost)).submit(request) == {
-        "trainer": "41"
+        "trainer": ("41",)
     }
     with pytest.raises(SchedulerError, match="Socket timed out"):
         SlurmScheduler(ScriptedClient([], submit_error=lost)).submit(request)
@@ -158,3 +183,92 @@ def test_this_process_has_an_identity() -> None:
     assert me is not None
     assert me.alive()
     assert not ProcessId(me.pid, me.start_ticks + 1).alive()
+
+
+ASSOCIATIONS = """\
+Current Association Manager state
+
+Association Records
+
+ClusterName=bed Account=root UserName= Priority=0 ID=1
+    GrpJobs=N(3) GrpJobsAccrue=N(0)
+    GrpSubmitJobs=N(3) GrpWall=N(0.00)
+    MaxJobs= MaxJobsAccrue= MaxSubmitJobs= MaxWallPJ=
+ClusterName=bed Account=lab UserName= Priority=0 ID=3
+    GrpSubmitJobs=20(15) GrpWall=N(0.00)
+ClusterName=bed Account=lab UserName=me(1000) Partition= Priority=0 ID=4
+    ParentAccount= Lft= DefAssoc=Yes
+    GrpSubmitJobs=N(3) GrpWall=N(0.00)
+    MaxJobs=2(0) MaxJobsAccrue= MaxSubmitJobs=9(3) MaxWallPJ=
+ClusterName=bed Account=poor UserName=me(1000) Partition= Priority=0 ID=5
+    ParentAccount= Lft= DefAssoc=No
+    MaxJobs=2(0) MaxJobsAccrue= MaxSubmitJobs=1(1) MaxWallPJ=
+"""
+
+
+@pytest.mark.parametrize(
+    ("user", "account", "room"),
+    [("me", None, 5), ("me", "lab", 5), ("me", "poor", 0), ("you", None, None)],
+)
+def test_how_many_more_jobs_a_user_may_submit(
+    user: str, account: str | None, room: int | None
+) -> None:
+    assert limits.of_user(ASSOCIATIONS, user, account) == room
+
+
+def test_a_cluster_without_arrays_is_refused_in_words() -> None:
+    assert limits.of_arrays({"MaxArraySize": "5"}) == 5
+    assert limits.of_arrays({}) is None
+    with pytest.raises(EnvironmentFailure, match="job arrays switched off"):
+        limits.of_arrays({"MaxArraySize": "0"})
+
+
+@pytest.mark.parametrize(("most", "links"), [(None, 6), (3, 3), (1, 1)])
+def test_a_chain_that_is_too_long_is_shortened_and_it_is_said(
+    tmp_path: Path, most: int | None, links: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By what the cluster says beforehand (room for 6), and by halves when sbatch refuses."""
+    request = request_of(tmp_path, "pass", links=12)
+    client = ScriptedClient([])
+    client.limits = ASSOCIATIONS.replace("UserName=me(", f"UserName={user_name()}(")
+    client.limits = client.limits.replace("20(15)", "N(15)")
+    client.most = most
+    SlurmScheduler(client).submit(request)
+    script = request.run.submission_script(1, "trainer").read_text()
+    assert f"--array=0-{links - 1}%1" in script
+    assert f"takes {links} of the" in caplog.text
+
+
+def test_one_link_that_is_refused_is_an_error(tmp_path: Path) -> None:
+    client = ScriptedClient([])
+    client.most = 0
+    with pytest.raises(SchedulerError, match="AssocMaxSubmitJobLimit"):
+        SlurmScheduler(client).submit(request_of(tmp_path, "pass", links=4))
+
+
+def test_what_the_queue_forgot_comes_from_the_accounting_and_is_asked_once() -> None:
+    client = ScriptedClient([row((2,), "RUNNING"), row((3,), "PENDING")])
+    client.accounts = [row((0,), "TIMEOUT"), row((1,), "PREEMPTED"), row((2,), "RUNNING")]
+    scheduler = SlurmScheduler(client)
+    for _ in range(2):
+        found = scheduler.query({"trainer": ("41",)})
+        assert [task.raw for task in found] == ["TIMEOUT", "PREEMPTED", "RUNNING", "PENDING"]
+    assert client.asked == [("41",)]
+
+
+def test_without_accounting_it_is_asked_once() -> None:
+    client = ScriptedClient([])
+    scheduler = SlurmScheduler(client)
+    for _ in range(2):
+        (task,) = scheduler.query({"trainer": ("41",)})
+        assert task.state is JobState.UNKNOWN
+    assert len(client.asked) == 1
+
+
+def test_no_accounting_is_no_error(commands: Path) -> None:
+    assert SlurmClient().accounting(["1"]) is None
+    install(commands, "sacct", "echo 'Slurm accounting storage is disabled' >&2; exit 1")
+    assert SlurmClient().accounting(["1"]) is None
+    install(commands, "sacct", "echo 'sacct: error: Connection refused' >&2; exit 1")
+    with pytest.raises(SchedulerError, match="refused"):
+        SlurmClient().accounting(["1"])

@@ -87,7 +87,7 @@ def test_links_die_with_their_chain(scheduler: LocalScheduler, ask: Ask) -> None
     with submitted(scheduler, request) as jobs:
         wait_until(lambda: pids(request), "link 0 has started")
         wait_running(scheduler, jobs, 0)
-        chain_process(jobs["trainer"]).send(signal.SIGKILL)
+        chain_process(jobs["trainer"][0]).send(signal.SIGKILL)
         wait_until(lambda: ProcessId.of(pids(request)[0]) is None, "the link ends")
         wait_until(lambda: not active(scheduler, jobs), "the chain is seen to have ended")
         tasks = scheduler.query(jobs)
@@ -133,7 +133,7 @@ def test_two_groups_have_a_chain_each(scheduler: LocalScheduler, ask: Ask) -> No
 
 
 def test_a_chain_that_left_no_trace_is_unknown(scheduler: LocalScheduler) -> None:
-    (task,) = scheduler.query({"trainer": f"local-{os.getpid()}-1"})
+    (task,) = scheduler.query({"trainer": (f"local-{os.getpid()}-1",)})
     assert task.state is JobState.UNKNOWN
 
 

@@ -1,4 +1,4 @@
-"""Slurm's texts: what squeue and sbatch print (recorded from 22.05 on the test bed)."""
+"""Words of Slurm's answers."""
 
 from __future__ import annotations
 
@@ -8,46 +8,6 @@ from hypothesis import strategies as st
 
 from slurmrl.errors import SchedulerError
 from slurmrl.scheduler import parse
-from slurmrl.scheduler.base import JobState
-
-QUEUE = """\
-2|1-3%1|PENDING||slurmrl-0123-1-trainer|JobArrayTaskLimit
-2|0|RUNNING|n[0-1]|slurmrl-0123-1-trainer|None
-7|N/A|COMPLETED|n2|other|None
-8|[4-9%4]|PENDING||rollout|Reserved for |a| user
-8|3|COMPLETING|n3|rollout|None
-"""
-
-
-def test_queue() -> None:
-    jobs = {"rollout": "8", "trainer": "2", "single": "7", "gone": "9"}
-    tasks = parse.task_states(parse.queue(QUEUE), jobs)
-    shown = [(task.group, task.job_id, task.state.value, task.hosts) for task in tasks]
-    assert shown == [
-        ("rollout", "8_3", "RUNNING", ("n3",)),
-        *[("rollout", f"8_{element}", "PENDING", ()) for element in range(4, 10)],
-        ("trainer", "2_0", "RUNNING", ("n0", "n1")),
-        *[("trainer", f"2_{element}", "PENDING", ()) for element in range(1, 4)],
-        ("single", "7_0", "COMPLETED", ("n2",)),
-        ("gone", "9", "UNKNOWN", ()),
-    ]
-    assert tasks[1].reason == "Reserved for |a| user"
-    assert tasks[7].reason == ""
-
-
-def test_cancelled_pending_links_hide_no_other_link() -> None:
-    """Slurm then shows them as one row without elements."""
-    text = "2|N/A|CANCELLED||name|JobArrayTaskLimit\n2|0|RUNNING|n0|name|None\n"
-    (task,) = parse.task_states(parse.queue(text), {"trainer": "2"})
-    assert (task.element, task.state) == (0, JobState.RUNNING)
-    first = text.splitlines()[0]
-    (task,) = parse.task_states(parse.queue(first), {"trainer": "2"})
-    assert (task.element, task.state) == (0, JobState.CANCELLED)
-
-
-def test_a_line_that_is_none_is_refused() -> None:
-    with pytest.raises(SchedulerError, match="slurm_load_jobs"):
-        parse.queue("slurm_load_jobs error: Unable to contact slurm controller\n")
 
 
 @pytest.mark.parametrize(
@@ -99,3 +59,38 @@ def test_job_id(text: str) -> None:
 def test_what_is_no_job_id(text: str) -> None:
     with pytest.raises(SchedulerError, match="job id"):
         parse.job_id(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("768", (3, None)), ("9", (0, 9)), ("0", (0, None)), ("3:0", (3, None)), ("0:15", (0, 15))],
+)
+def test_exit_status(text: str, expected: tuple[int | None, int | None]) -> None:
+    assert parse.exit_status(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "N/A", "1:x"])
+def test_no_exit_status(text: str) -> None:
+    assert parse.exit_status(text) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("10:00", 600.0),
+        ("2:03:04", 7384.0),
+        ("1-00:00:01", 86401.0),
+        ("UNLIMITED", None),
+        ("INVALID", None),
+        ("NOT_SET", None),
+    ],
+)
+def test_duration(text: str, expected: float | None) -> None:
+    assert parse.duration_s(text) == expected
+
+
+def test_assignments() -> None:
+    text = (
+        "Configuration data as of 2026-11-21\nMaxArraySize            = 1001\nX = a = b\nEmpty = \n"
+    )
+    assert parse.assignments(text) == {"MaxArraySize": "1001", "X": "a = b", "Empty": ""}

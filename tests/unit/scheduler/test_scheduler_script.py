@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,38 +17,7 @@ from slurmrl.scheduler import directives, render
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
 from slurmrl.scheduler.local import LocalScheduler
 from slurmrl.scheduler.slurm import SlurmScheduler
-
-GOLDEN = """\
-#!/bin/bash
-
-# Parameters
-#SBATCH --account='a b'
-#SBATCH --array=0-7%1
-#SBATCH --chdir='/shared/it'"'"'s 100% mine'
-#SBATCH --cpus-per-task=8
-#SBATCH --export=ALL
-#SBATCH --gres=gpu:h100:2
-#SBATCH --job-name=slurmrl-01234567-3-trainer
-#SBATCH --mem=32G
-#SBATCH --nodes=2
-#SBATCH --ntasks-per-node=1
-#SBATCH --open-mode=append
-#SBATCH --output='/shared/it'"'"'s 100%% mine/logs/trainer/slurm-%A_%a.out'
-#SBATCH --requeue
-#SBATCH --signal=B:USR2@120
-#SBATCH --time=1:00:00
-
-# setup
-#SBATCH --exclusive
-trap '' USR1 USR2
-module load cuda
-export PYTHONPATH='/shared/it'"'"'s 100% mine/code'"${PYTHONPATH:+:$PYTHONPATH}"
-
-# command
-export SUBMITIT_EXECUTOR=slurm
-exec '/opt/my python' -m slurmrl.workers.supervisor --run '/shared/it'"'"'s 100% mine' \
---submission 3 --group trainer --launcher srun
-"""
+from tests.support.trials import wait_until
 
 OPTIONS: dict[str, Any] = {
     "mem_per_worker": "16G",
@@ -79,19 +50,94 @@ def request(options: dict[str, Any] | None = None, **slurm: Any) -> SubmissionRe
     )
 
 
-def test_golden_script() -> None:
-    assert SlurmScheduler().scripts(request(OPTIONS)) == {"trainer": GOLDEN}
+GOLDEN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "chain": ({}, {}),
+    "everything": (
+        {
+            "partition": "gpu,long",
+            "qos": "high",
+            "constraint": "a100|h100",
+            "nodelist": "n[0-3,7]",
+            "exclude": "n9",
+            "reservation": "spring school",
+            "licenses": "sim:2",
+            "signal_lead_s": 600,
+            "setup": ["module load cuda", 'export GREETING="Grüße, $USER"'],
+        },
+        {},
+    ),
+    "gpus_per_node": ({"gpu_directive": "gpus-per-node"}, {}),
+    "no_gpu_names": ({"gpu_directive": "none", "constraint": "gpu"}, {}),
+    "spares": ({"spares": 1}, {"spares": 1}),
+    "requeue": ({"continue": "requeue"}, {"links": 1}),
+    "single": ({"continue": "none"}, {"links": 1}),
+    "elastic": ({"partition": "preemptible"}, {"elastic": True, "hosts": 4, "links": 32}),
+}
+"""Name of a golden file -> options of ``cluster.slurm``, shape of the group."""
+
+
+def golden(name: str) -> str:
+    return Path(__file__).with_name("golden").joinpath(f"{name}.sh").read_text()
+
+
+def rendered(name: str) -> SubmissionRequest:
+    slurm, shape = GOLDEN[name]
+    found = request(OPTIONS, **slurm)
+    return dataclasses.replace(found, groups=(dataclasses.replace(GROUP, **shape),))
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_golden_scripts(name: str) -> None:
+    assert SlurmScheduler().scripts(rendered(name)) == {"trainer": golden(name)}
 
 
 def test_the_local_script_differs_in_its_launcher_alone() -> None:
-    local = LocalScheduler().scripts(request(OPTIONS))["trainer"]
-    assert local == GOLDEN.replace("--launcher srun", "--launcher direct")
+    local = LocalScheduler().scripts(rendered("chain"))["trainer"]
+    assert local == golden("chain").replace("--launcher srun", "--launcher direct")
 
 
-def test_the_script_is_valid_shell(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", GOLDEN)
+def test_the_script_is_valid_shell(tmp_path: Path, name: str) -> None:
     script = tmp_path / "script.sh"
-    script.write_text(GOLDEN)
+    script.write_text(golden(name))
     subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+STAND_IN = """\
+#!{python}
+import pathlib, signal, time
+here = pathlib.Path({folder!r})
+(here / "python").touch()
+time.sleep({import_s})
+def handler(number, frame):
+    (here / "warned").touch()
+signal.signal(signal.SIGUSR2, handler)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR2])
+deadline = time.monotonic() + 60
+while not (here / "warned").exists() and time.monotonic() < deadline:
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.parametrize(("sent_in", "import_s"), [("setup", 0.0), ("python", 0.5)])
+def test_a_warning_before_the_supervisor_is_up_is_not_lost(
+    tmp_path: Path, sent_in: str, import_s: float
+) -> None:
+    """During the set-up lines (with ``set -eu``), and while Python imports."""
+    stand_in = tmp_path / "python3"
+    stand_in.write_text(
+        STAND_IN.format(python=sys.executable, folder=str(tmp_path), import_s=import_s)
+    )
+    stand_in.chmod(0o700)
+    setup = ["set -eu", f"touch '{tmp_path}/setup'", "sleep 0.5"]
+    asked = dataclasses.replace(request(setup=setup), python=str(stand_in))
+    script = tmp_path / "script.sh"
+    script.write_text(SlurmScheduler().scripts(asked)["trainer"])
+    with subprocess.Popen(["bash", str(script)], stdout=subprocess.DEVNULL) as process:
+        wait_until(f"the script to come to {sent_in}", (tmp_path / sent_in).exists)
+        process.send_signal(signal.SIGUSR2)
+        assert process.wait(60) == 0
+    assert (tmp_path / "warned").exists()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,95 @@
+"""Elastic groups: single-host tasks of which a number is wanted at any time.
+
+Their array is throttled (``%P``) and has more elements than run at once, so that Slurm itself puts
+a queued one in the place of one that ends. Where Slurm's commands work on the host that looks after
+the group, missing tasks are submitted one by one, and the throttle follows what is wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from slurmrl.errors import UsageError
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler import extensions, parse
+from slurmrl.scheduler.base import JobState, TaskState
+from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.extend import Extender
+from slurmrl.scheduler.slurm import SlurmScheduler
+
+
+@dataclass(frozen=True)
+class Change:
+    """What brings a group to the number of tasks that is wanted."""
+
+    submit: int = 0
+    """Tasks to add."""
+    cancel: tuple[TaskState, ...] = ()
+    """Elements to end: queued ones first, then the youngest."""
+    throttle: int | None = None
+    """How many elements of the group's arrays may run at once, if that has to change."""
+
+
+def balance(desired: int, tasks: Sequence[TaskState], throttle: int) -> Change:
+    """What to do so that ``desired`` tasks run, given the elements of a group and how many of them
+    may run at once. Elements beyond the throttle are spares and stay."""
+    running = [task for task in tasks if task.state is JobState.RUNNING]
+    queued = [task for task in tasks if task.state is JobState.PENDING]
+    active = len(running) + len(queued)
+    surplus = sorted(running, key=lambda task: task.element)[desired:]
+    return Change(
+        submit=max(desired - active, 0),
+        cancel=(*(queued if desired == 0 else ()), *surplus),
+        throttle=desired if desired != throttle and queued and desired > 0 else None,
+    )
+
+
+class ElasticGroup:
+    """One elastic group of one submission, as its master looks after it."""
+
+    def __init__(
+        self, run: RunPaths, number: int, group: str, client: SlurmClient | None = None
+    ) -> None:
+        self._client = client or SlurmClient()
+        self._scheduler = SlurmScheduler(self._client)
+        self._run, self._number, self._group = run, number, group
+        self._throttle: int | None = None
+
+    def keep(self, desired: int) -> Change:
+        """See to it that ``desired`` tasks run or are about to; returns what was done.
+
+        Raises SchedulerError where Slurm's commands do not work here: then the queued spares are
+        all there is.
+        """
+        jobs = {
+            group: ids
+            for group, ids in self._scheduler.recover(self._run, self._number).items()
+            if group == self._group
+        }
+        if not jobs:
+            raise UsageError(f"submission {self._number} has no group {self._group}")
+        tasks = self._scheduler.query(jobs)
+        if self._throttle is None:
+            _, self._throttle = extensions.length(self._run, self._number, self._group)
+        change = balance(desired, tasks, self._throttle)
+        if change.throttle is not None:
+            for job in {task.job_id.partition("_")[0] for task in tasks if task.state.active}:
+                self._client.throttle(job, change.throttle)
+            self._throttle = change.throttle
+        self._cancel(change.cancel)
+        if change.submit:
+            self._extend(tasks, change.submit)
+        return change
+
+    def _cancel(self, chosen: Sequence[TaskState]) -> None:
+        by_job: dict[str, list[int]] = {}
+        for task in chosen:
+            by_job.setdefault(task.job_id.partition("_")[0], []).append(task.element)
+        names = [f"{job}_[{parse.element_list(values)}]" for job, values in by_job.items()]
+        if names:
+            self._client.cancel(names)
+
+    def _extend(self, tasks: Sequence[TaskState], count: int) -> str:
+        extender = Extender(self._client, self._run, self._number, self._group)
+        return extender.extend(tasks, by=f"keeper of {self._group}", count=count)

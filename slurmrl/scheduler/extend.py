@@ -1,0 +1,138 @@
+"""Extending a group of a submission by another array that starts when those before it are used up.
+
+Exactly one array comes of each claim (see ``extensions``); a claim that nobody will fulfil any more
+is passed over.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+from slurmrl import log
+from slurmrl.errors import SchedulerError, UsageError
+from slurmrl.history.log import History
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler import extensions, limits
+from slurmrl.scheduler.base import TaskState
+from slurmrl.scheduler.client import TIMEOUT_S, SlurmClient
+from slurmrl.scheduler.extensions import Claim, Extension
+
+logger = log.get(__name__)
+
+SETTLE_S = TIMEOUT_S + 30.0
+"""After this time a claim without a job is void: its sbatch was given up by then."""
+LOOK_S = 5.0
+
+
+class Extender:
+    """One group of one submission."""
+
+    def __init__(
+        self,
+        client: SlurmClient,
+        run: RunPaths,
+        number: int,
+        group: str,
+        *,
+        sleep: Callable[[float], None] = time.sleep,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._client, self._run, self._number, self._group = client, run, number, group
+        self._sleep, self._clock = sleep, clock
+
+    def extend(self, tasks: Sequence[TaskState], *, by: str, count: int | None = None) -> str:
+        """Submit another array; returns its job id. ``tasks``: the elements that there are;
+        ``count``: how many more, all at once (None: as many as at first, in the same manner).
+
+        Raises UsageError if somebody else extends it at the moment or array indices run out,
+        SchedulerError where sbatch refuses.
+        """
+        before = extensions.read(self._run, self._number, self._group)
+        if before and before[-1].job is None:
+            found = self._settle(before[-1], tasks, by)
+            if found is not None:
+                return found
+        claim = self._claim(before, by, count)
+        if not extensions.take(self._run, self._number, self._group, claim):
+            raise UsageError(f"group {self._group} is being extended by somebody else")
+        active = {
+            task.job_id.partition("_")[0]
+            for task in tasks
+            if task.group == self._group and task.state.active
+        }
+        job = self._submit(claim, () if count else sorted(active, key=int))
+        extensions.note(self._run, self._number, self._group, claim.index, job)
+        return job
+
+    def _claim(self, before: Sequence[Extension], by: str, count: int | None) -> Claim:
+        at_first, _ = extensions.length(self._run, self._number, self._group)
+        last = before[-1].claim if before else None
+        first = last.first + last.count if last else at_first
+        most = limits.of_arrays(self._client.settings())
+        room = at_first if most is None else most - first
+        wanted = count or at_first
+        if room <= 0:
+            raise UsageError(
+                f"group {self._group} has used all {most} array indices of this cluster: resume "
+                "the trial when its last link has ended"
+            )
+        return Claim.of_this_process(
+            index=last.index + 1 if last else 1,
+            first=first,
+            count=min(wanted, room) if most is not None else wanted,
+            by=by,
+            records=History(self._run.history).count(),
+        )
+
+    def _submit(self, claim: Claim, after: Sequence[str]) -> str:
+        """Call sbatch, for half as many elements each time that a limit is in the way; numbers
+        that are not used stay unused."""
+        _, at_once = extensions.length(self._run, self._number, self._group)
+        options = [f"--job-name={self._name(claim.index)}"]
+        if after:
+            options.append(f"--dependency=afterany:{':'.join(after)}")
+        script = self._run.submission_script(self._number, self._group)
+        count = claim.count
+        while True:
+            throttle = at_once if after else count
+            array = f"--array={claim.first}-{claim.first + count - 1}%{throttle}"
+            try:
+                return self._client.submit(script, array, *options)
+            except SchedulerError as error:
+                if count == 1 or not limits.TOO_MANY.search(str(error)):
+                    raise
+                logger.info("sbatch refused %d more elements: %s", count, error)
+                count //= 2
+
+    def _settle(self, last: Extension, tasks: Sequence[TaskState], by: str) -> str | None:
+        """The job of a claim that nobody has noted; None once it is void."""
+        deadline = self._clock() + SETTLE_S
+        while True:
+            job = self._noted(last) or self._by_name(last)
+            if job is not None:
+                extensions.note(self._run, self._number, self._group, last.claim.index, job)
+                return job
+            if _is_void(last.claim, tasks, by) or self._clock() >= deadline:
+                return None
+            self._sleep(LOOK_S)
+
+    def _noted(self, last: Extension) -> str | None:
+        for one in extensions.read(self._run, self._number, self._group):
+            if one.claim.index == last.claim.index:
+                return one.job
+        return None
+
+    def _by_name(self, last: Extension) -> str | None:
+        return next((row.job for row in self._client.queue_by_name([last.name])), None)
+
+    def _name(self, index: int) -> str:
+        return extensions.name(self._run, self._number, self._group, index)
+
+
+def _is_void(claim: Claim, tasks: Sequence[TaskState], by: str) -> bool:
+    """Whether its claimant cannot be about to submit: it was this element, before a requeue, or
+    one that has ended, or a process that is gone."""
+    element = next((task for task in tasks if task.job_id == claim.by), None)
+    ended = element is not None and not element.state.active
+    return claim.by == by or ended or claim.claimant_is_gone

@@ -1,0 +1,195 @@
+"""Slurm's reasons why a job waits or how it ended, in words and with what can be done about it.
+
+The names are those of ``job_reason_string`` in Slurm 22.05 to 25.05 and of its page "Job Reason
+Codes". Limits have composed names (``QOSMaxGRESPerUser``), so they are read by their parts.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+_WAIT: Final = "nothing to do but wait"
+_ADMIN: Final = "ask the administrators"
+_HELD: Final = "scontrol release JOBID lets it go"
+
+REASONS: Final[dict[str, tuple[str, str]]] = {
+    "Priority": (
+        "jobs of higher priority are in front of it",
+        "wait, or ask for a shorter time or another partition",
+    ),
+    "Resources": ("it is next, but the hosts it needs are busy", _WAIT),
+    "Dependency": ("it waits for the job before it to end", _WAIT),
+    "DependencyNeverSatisfied": (
+        "the job it waits for ended in a way that never lets it start",
+        "cancel it and resume the trial",
+    ),
+    "JobArrayTaskLimit": ("it waits for the link before it to end", _WAIT),
+    "BeginTime": (
+        "its earliest start time has not come; after a requeue Slurm waits a while",
+        _WAIT,
+    ),
+    "ReqNodeNotAvail": (
+        "hosts that it asks for are down, drained or reserved",
+        "see sinfo -R; loosen nodelist, exclude or constraint, or shorten time so that it ends "
+        "before a maintenance window",
+    ),
+    "NodeDown": ("a host that it needs is down", "wait for the host, or exclude it"),
+    "BadConstraints": (
+        "no host fulfils what it asks for",
+        "compare constraint, gpu_type, memory and cores with sinfo -o '%N %f %G %m %c'",
+    ),
+    "Constraints": (
+        "no host fulfils what it asks for",
+        "compare constraint, gpu_type, memory and cores with sinfo -o '%N %f %G %m %c'",
+    ),
+    "PartitionNodeLimit": (
+        "it asks for more hosts than the partition allows",
+        "see scontrol show partition; ask for fewer hosts or choose another partition",
+    ),
+    "PartitionTimeLimit": (
+        "its time limit is above that of the partition",
+        "lower cluster.slurm.time: the chain goes on after each time limit",
+    ),
+    "PartitionDown": ("the partition takes no jobs at the moment", _ADMIN),
+    "PartitionInactive": ("the partition is switched off", _ADMIN),
+    "PartitionConfig": ("the partition's limits do not allow it", "see scontrol show partition"),
+    "Licenses": ("licences that it asks for are all in use", _WAIT),
+    "Reservation": ("its reservation has not begun or is full", _WAIT),
+    "ReservationInvalid": (
+        "its reservation is not there or not yours",
+        "cancel, and resume with another cluster.slurm.reservation",
+    ),
+    "ReservationDeleted": (
+        "its reservation was deleted",
+        "cancel, and resume with another cluster.slurm.reservation",
+    ),
+    "JobHeldUser": ("you hold it", _HELD),
+    "JobHeldAdmin": ("an administrator holds it", _ADMIN),
+    "JobHoldMaxRequeue": ("it was requeued too often and is held", _HELD),
+    "InvalidAccount": (
+        "its account does not exist or is not yours",
+        "correct cluster.slurm.account",
+    ),
+    "InvalidQOS": ("its QOS does not exist or is not yours", "correct cluster.slurm.qos"),
+    "AccountNotAllowed": (
+        "the partition does not take its account",
+        "choose another account or partition",
+    ),
+    "QOSNotAllowed": (
+        "the partition or the account does not take its QOS",
+        "choose another qos or partition",
+    ),
+    "QOSUsageThreshold": ("the QOS's usage threshold is exceeded", _WAIT),
+    "AccountingPolicy": ("a limit of the accounting is reached", "see sacctmgr show assoc"),
+    "MaxMemPerLimit": (
+        "it asks for more memory per core or host than is allowed",
+        "lower cluster.mem_per_worker",
+    ),
+    "SchedDefer": ("the controller starts jobs later, in groups", _WAIT),
+    "Cleaning": ("what its last start left is being cleaned up", _WAIT),
+    "Prolog": ("the site's prolog prepares its hosts", _WAIT),
+    "FrontEndDown": ("no front-end host is up", _ADMIN),
+    "FedJobLock": ("the federation of clusters decides who runs it", _WAIT),
+    "BurstBufferResources": ("the burst buffer is full", _WAIT),
+    "BurstBufferStageIn": ("files are being staged in", _WAIT),
+    "BurstBufferOperation": ("the burst buffer failed", _ADMIN),
+    "PowerNotAvail": ("the cluster's power budget is used up", _WAIT),
+    "PowerReserved": ("power is reserved for others", _WAIT),
+    "DeadLine": ("its deadline passed", "resume the trial without a deadline"),
+    "JobLaunchFailure": (
+        "its hosts could not start it",
+        "see the batch log; the user, the directory or the interpreter may be missing there",
+    ),
+    "SystemFailure": ("Slurm itself failed", _ADMIN),
+    "NonZeroExitCode": ("it ended with an exit code other than 0", "see slurmrl logs"),
+    "RaisedSignal": ("a signal ended it", "see slurmrl logs"),
+    "TimeLimit": ("it reached its time limit", "the next link goes on from the last commit"),
+    "InactiveLimit": ("it was inactive for too long", _ADMIN),
+    "OutOfMemory": (
+        "it used more memory than it asked for",
+        "raise cluster.mem_per_worker or lower max_tokens_per_mb",
+    ),
+}
+"""Slurm's name -> (what it means, what to do)."""
+
+PHRASES: Final[tuple[tuple[str, str], ...]] = (
+    ("nodes required for job are down", "ReqNodeNotAvail"),
+    ("launch failed requeued held", "JobLaunchFailure"),
+    ("job requeued in held state", "JobHeldUser"),
+    ("reservation deleted", "ReservationDeleted"),
+    ("node failure", "NodeDown"),
+)
+"""Free texts that Slurm shows in place of a name -> the name that explains them."""
+
+_LIMIT: Final = re.compile(
+    r"(?P<owner>Assoc|Association|QOS|(?=Max\w+PerAccount))(?P<scope>Grp|Max|Min)?"
+    r"(?P<what>[A-Z]\w*?)(?:Per(?P<per>Job|Node|User|Account))?(?:Limit|NotSatisfied)?"
+)
+_OWNERS: Final = {"Assoc": "account", "Association": "account", "QOS": "QOS", "": "QOS"}
+_SUBJECTS: Final = (
+    ("submit", "jobs that may wait at once"),
+    ("job", "jobs that may run at once"),
+    ("gres", "GPUs or other devices"),
+    ("gpu", "GPUs"),
+    ("cpu", "CPU cores"),
+    ("mem", "memory"),
+    ("node", "hosts"),
+    ("bill", "billing units"),
+    ("bb", "burst buffer"),
+    ("license", "licences"),
+    ("energy", "energy"),
+    ("wall", "time"),
+    ("time", "time"),
+    ("prio", "priority"),
+    ("resource", "resources"),
+)
+
+
+def explain(reason: str) -> str:
+    """A reason in words, with advice after a semicolon; empty if Slurm gives none. What this
+    version does not know is quoted."""
+    text = reason.strip().strip("()")
+    if text in ("", "None", "N/A", "null"):
+        return ""
+    name, details = _name(text)
+    if name in REASONS:
+        words, advice = REASONS[name]
+        return f"{words}{f' ({details})' if details else ''}; {advice}"
+    return _limit(name) or f"Slurm's reason is {text!r}"
+
+
+def _name(text: str) -> tuple[str, str]:
+    """``ReqNodeNotAvail, UnavailableNodes:n1`` -> its name and the details."""
+    plain = text.replace("_", " ").lower()
+    for phrase, name in PHRASES:
+        if phrase in plain:
+            return name, ""
+    name, _, details = text.partition(",")
+    return name.strip(), details.strip(" _")
+
+
+def _limit(name: str) -> str:
+    """The composed names, such as ``QOSMaxGRESPerUser`` and ``AssocGrpCPUMinutesLimit``."""
+    found = _LIMIT.fullmatch(name)
+    if not found:
+        return ""
+    owner, scope = _OWNERS[found["owner"]], found["scope"]
+    what, per = found["what"].lower(), found["per"] or ""
+    subject = next((words for part, words in _SUBJECTS if part in what), "resources")
+    if "minutes" in what:
+        budget = "of running jobs" if "run" in what else "over time"
+        return (
+            f"the {owner}'s budget of {subject} x minutes {budget} is used up; wait until usage "
+            "decays, ask for a shorter time, or use another account or qos"
+        )
+    if scope == "Min":
+        return f"it asks for less {subject} than the {owner} demands; ask for more"
+    if per in ("Job", "Node") or (subject == "time" and scope != "Grp"):
+        one = "host" if per == "Node" else "job"
+        return f"it asks for more {subject} than the {owner} allows one {one}; ask for less"
+    whose = {"User": "your", "Account": "your account's"}.get(per, f"the {owner}'s")
+    return (
+        f"{whose} limit on {subject} is reached; wait until other jobs end, or use another account "
+        "or qos"
+    )

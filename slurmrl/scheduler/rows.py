@@ -1,0 +1,105 @@
+"""Lines of squeue and sacct as rows of one kind."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from slurmrl.errors import SchedulerError
+from slurmrl.scheduler import parse, states
+
+QUEUE_FIELDS = (
+    "ArrayJobID",
+    "ArrayTaskID",
+    "State",
+    "NodeList",
+    "Name",
+    "exit_code",
+    "TimeLeft",
+    "StartTime",
+    "RestartCnt",
+    "Reason",
+)
+QUEUE_FORMAT = ",".join(f"{name}:|" for name in QUEUE_FIELDS)
+"""What squeue is asked for. A field with a suffix and no size is never cut short. The reason can be
+free text, so it stands last."""
+
+
+@dataclass(frozen=True)
+class QueueRow:
+    """One line of squeue or sacct: one element, or all pending elements of an array."""
+
+    job: str
+    elements: tuple[int, ...]
+    raw: str
+    hosts: tuple[str, ...]
+    name: str
+    reason: str
+    exit_code: int | None = None
+    signal: int | None = None
+    time_left_s: float | None = None
+    start: str = ""
+    restarts: int = 0
+
+
+def queue(text: str) -> list[QueueRow]:
+    """The rows of ``squeue --noheader --Format=QUEUE_FORMAT``."""
+    rows = []
+    for line in text.splitlines():
+        if not line.strip():
+            continue
+        fields = line.strip().removesuffix("|").split("|", len(QUEUE_FIELDS) - 1)
+        if len(fields) != len(QUEUE_FIELDS):
+            raise SchedulerError(f"not a line that squeue was asked for: {line!r}")
+        job, index, raw, host_list, name, code, left, start, restarts, reason = fields
+        exit_code, number = (
+            parse.exit_status(code) if not states.interpret(raw).state.active else parse.NO_EXIT
+        )
+        rows.append(
+            QueueRow(
+                job,
+                parse.elements(index),
+                raw,
+                parse.hosts(host_list),
+                name,
+                parse.said(reason),
+                exit_code,
+                number,
+                parse.duration_s(left),
+                parse.said(start),
+                int(restarts) if restarts.isdigit() else 0,
+            )
+        )
+    return rows
+
+
+ACCOUNTING_FIELDS = ("JobID", "State", "ExitCode", "NodeList", "JobName", "Start", "Reason")
+ACCOUNTING_FORMAT = ",".join(ACCOUNTING_FIELDS)
+"""What sacct is asked for, as ``--parsable2`` with one line per element (``--allocations``)."""
+
+
+def accounting(text: str) -> list[QueueRow]:
+    """The rows of ``sacct --noheader --parsable2 --allocations --format=ACCOUNTING_FORMAT``."""
+    result = []
+    for line in text.splitlines():
+        fields = line.strip().split("|", len(ACCOUNTING_FIELDS) - 1)
+        found = re.fullmatch(r"(\d+)(?:_(\d+|\[.*\]))?(?:\+\d+)?", fields[0])
+        if len(fields) != len(ACCOUNTING_FIELDS) or not found:
+            raise SchedulerError(f"not a line that sacct was asked for: {line!r}")
+        _, raw, code, host_list, name, start, reason = fields
+        ended = not states.interpret(raw).state.active
+        exit_code, number = parse.exit_status(code) if ended else parse.NO_EXIT
+        result.append(
+            QueueRow(
+                found[1],
+                parse.elements(found[2] or ""),
+                raw,
+                () if host_list == "None assigned" else parse.hosts(host_list),
+                name,
+                parse.said(reason),
+                exit_code,
+                number,
+                start=parse.said(start),
+            )
+        )
+    return result

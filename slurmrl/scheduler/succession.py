@@ -1,0 +1,189 @@
+"""What comes after a link, as the link itself sees to it: it makes sure that successors are queued
+while the trial gets on, puts itself back into the queue where that is asked for, and takes back
+what an ended trial does not need."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from slurmrl import env, log
+from slurmrl.errors import EnvironmentFailure, SlurmrlError, UsageError
+from slurmrl.fsio import documents
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler import extensions
+from slurmrl.scheduler.base import Continue, JobState, TaskState
+from slurmrl.scheduler.slurm import SlurmScheduler
+
+logger = log.get(__name__)
+
+FEW = 2
+"""With fewer successors in the queue than this, a link asks for more."""
+TRIES = 3
+RETRY_S = 120.0
+"""Between tries of an sbatch that failed; it may be the controller that was away."""
+RECHECK_S = 600.0
+"""Between looks whether a trial without a commit has one now."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """The element of a fixed group's array that this process belongs to."""
+
+    run: RunPaths
+    submission: int
+    group: str
+    job: str
+    """Id of its array."""
+    index: int
+    restart: int = 0
+
+    @staticmethod
+    def here(run: RunPaths, submission: int, group: str) -> Link:
+        job, restart = env.ARRAY_JOB_ID.get(), env.RESTART_COUNT.get()
+        return Link(run, submission, group, job, env.LINK.get(), restart)
+
+    @property
+    def element(self) -> str:
+        """Its name for Slurm. A bare job id can mean the whole array."""
+        return f"{self.job}_{self.index}"
+
+
+class TopUp(Enum):
+    """Why no more links were asked for."""
+
+    ENOUGH = "enough links are queued"
+    NO_CHAIN = "this trial has no chain of links"
+    NO_COMMIT = "nothing was committed since links were last added"
+
+
+def top_up(link: Link, scheduler: SlurmScheduler | None = None) -> str | TopUp:
+    """Extend the chain if few successors are left; the id of the new array, or why there is none.
+
+    A trial that commits nothing gets no more links, else one that fails at once would never end.
+    Raises EnvironmentFailure where Slurm's commands do not work on this host, UsageError if
+    somebody else is extending the chain at the moment.
+    """
+    if continues(link) is not Continue.CHAIN:
+        return TopUp.NO_CHAIN
+    scheduler = scheduler or SlurmScheduler()
+    tasks = scheduler.query(scheduler.recover(link.run, link.submission))
+    if len(successors(tasks, link.group, link.element)) >= FEW:
+        return TopUp.ENOUGH
+    if not _committed(link):
+        return TopUp.NO_COMMIT
+    return scheduler.extend(link.run, link.submission, link.group, by=link.element)
+
+
+def start_top_up(link: Link, told: Callable[[str], None]) -> threading.Thread:
+    """Do that beside the link's work, which must not wait for sbatch; ``told`` hears the id of an
+    array that was added. Signals are left to the caller's threads."""
+    thread = threading.Thread(target=_keep_trying, args=(link, told), name="top-up", daemon=True)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        thread.start()  # with every signal blocked
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return thread
+
+
+def continue_after(link: Link, scheduler: SlurmScheduler | None = None) -> str:
+    """See to it that the trial, which has not ended, goes on when this link ends; says how.
+
+    Call it last: a link that is put back into the queue gets TERM at once. One in which nothing
+    began is not, since it would fail for ever.
+    """
+    goes_on = continues(link)
+    if goes_on is Continue.NONE:
+        return "nothing follows this job (continue: none)"
+    scheduler = scheduler or SlurmScheduler()
+    try:
+        if goes_on is Continue.REQUEUE:
+            return _requeue(link, scheduler)
+        tasks = scheduler.query(scheduler.recover(link.run, link.submission))
+    except EnvironmentFailure as error:
+        return f"what follows this job is not known here: {error}"
+    after = successors(tasks, link.group, link.element)
+    if not after:
+        return "no link is left: slurmrl resume goes on with the trial"
+    return f"{after[0].job_id} follows, {len(after)} left"
+
+
+def end_chain(link: Link, scheduler: SlurmScheduler | None = None) -> None:
+    """The last act of a trial: cancel the links after this one, and all of its other groups. Where
+    scancel does not work here, each finds out by itself."""
+    scheduler = scheduler or SlurmScheduler()
+    try:
+        jobs = scheduler.recover(link.run, link.submission)
+        own = {group: ids for group, ids in jobs.items() if group == link.group}
+        scheduler.cancel(own or {link.group: (link.job,)}, after=link.index)
+        scheduler.cancel({group: ids for group, ids in jobs.items() if group != link.group})
+    except EnvironmentFailure as error:
+        logger.info("the links left over are not cancelled here: %s", error)
+
+
+def successors(tasks: list[TaskState], group: str, element: str = "") -> list[TaskState]:
+    """The queued elements of a group, in the order in which they will start."""
+    queued = [
+        task
+        for task in tasks
+        if task.group == group and task.state is JobState.PENDING and task.job_id != element
+    ]
+    return sorted(queued, key=lambda task: task.element)
+
+
+def continues(link: Link) -> Continue:
+    """What the submission's request asks for. Submissions of older versions are chains."""
+    request = documents.read(link.run.submission_request(link.submission))
+    with documents.expecting(link.run.submission_request(link.submission)):
+        return Continue(request.get("continue", Continue.CHAIN))
+
+
+def _committed(link: Link) -> bool:
+    """Whether there was a commit since the chain was last extended, or was submitted."""
+    before = extensions.read(link.run, link.submission, link.group)
+    since = before[-1].claim.records if before else None
+    for record in History(link.run.history).read():
+        if since is None and record.kind is Kind.BEGIN:
+            since = record.slot if record.data.get("submission") == link.submission else None
+        if since is not None and record.slot >= since and record.kind is Kind.COMMIT:
+            return True
+    return False
+
+
+def _requeue(link: Link, scheduler: SlurmScheduler) -> str:
+    tag = f"{env.JOB_ID.get()}.{link.restart}."
+    begins = [r for r in History(link.run.history).read() if r.kind is Kind.BEGIN]
+    if not any(f"{record.data.get('job', '')}.".startswith(tag) for record in begins):
+        return "nothing began in this job, so it is not put back into the queue"
+    scheduler.requeue(link.element)
+    return f"{link.element} was put back into the queue"
+
+
+def _keep_trying(link: Link, told: Callable[[str], None]) -> None:
+    failures = 0
+    while failures < TRIES:
+        pause_s = RETRY_S
+        try:
+            outcome = top_up(link)
+        except (EnvironmentFailure, UsageError) as error:
+            failures += 1
+            logger.info("the chain was not extended: %s", error)
+        except SlurmrlError as error:
+            logger.warning("the chain cannot be extended: %s", error)
+            return
+        else:
+            if isinstance(outcome, str):
+                logger.info("the chain was extended: job %s", outcome)
+                told(outcome)
+                return
+            if outcome is not TopUp.NO_COMMIT:
+                return
+            pause_s = RECHECK_S
+        time.sleep(pause_s)

@@ -1,0 +1,50 @@
+"""More links for a trial that lives and has few left."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from slurmrl.config.load import load_resolved
+from slurmrl.history.log import History
+from slurmrl.history.state import fold
+from slurmrl.monitor.snapshot import newest_submission
+from slurmrl.paths import RunPaths, user_name
+from slurmrl.plan.model import Plan
+from slurmrl.scheduler.base import Continue
+from slurmrl.scheduler.succession import FEW, successors
+from slurmrl.submission.live import newest_jobs
+from slurmrl.submission.submit import Submitted
+
+
+def add_links(paths: RunPaths) -> Submitted | None:
+    """Queue another array behind the links of a live trial; None where that is not the case: it has
+    ended or waits for a resume, has enough links left, or is no chain of Slurm jobs.
+
+    Raises UsageError, SchedulerError.
+    """
+    submission = newest_submission(paths)
+    if submission is None or submission.scheduler != "slurm" or not _is_chain(paths):
+        return None
+    if fold(History(paths.history).read()).end is not None:
+        return None
+    jobs = newest_jobs(paths)
+    active = jobs.active() if jobs else []
+    short = [
+        group.name
+        for group in Plan.read(paths.plan).groups
+        if not group.elastic
+        and any(task.group == group.name for task in active)
+        and len(successors(active, group.name)) < FEW
+    ]
+    if jobs is None or not short:
+        return None
+    me = f"{user_name()}@{socket.gethostname()}:{os.getpid()}"
+    added = {name: jobs.scheduler.extend(paths, jobs.number, name, by=me) for name in short}
+    words = ", ".join(f"{name}: job {job}" for name, job in added.items())
+    note = f"it is live and had few links left; more were queued behind them ({words})"
+    return Submitted(paths, submission.scheduler, newest_jobs(paths), notes=(note,))
+
+
+def _is_chain(paths: RunPaths) -> bool:
+    return Continue(load_resolved(paths.config).cluster.slurm.continue_) is Continue.CHAIN

@@ -1,0 +1,51 @@
+"""Test beds of a test's own: with accounting, or with a network for each node."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+TESTBED = Path(__file__).parents[2] / "scripts" / "slurm-testbed"
+TIMEOUT_S = 180.0
+
+
+def run_bed(*arguments: str) -> None:
+    """Run the test bed's command, which must work."""
+    done = _call(*arguments)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@contextmanager
+def bed(*options: str, needs: tuple[str, ...] = ()) -> Iterator[Path]:
+    """Its directory; SLURM_CONF names its configuration meanwhile. Skips, with what it says, where
+    it is one of the reasons in ``needs``."""
+    with tempfile.TemporaryDirectory(prefix="slurm-bed-") as directory:
+        done = _call("up", "--dir", directory, *options)
+        said = (done.stdout + done.stderr).strip()
+        if done.returncode != 0 and any(reason in said for reason in needs):
+            pytest.skip(said)
+        assert done.returncode == 0, said
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("SLURM_CONF", f"{directory}/slurm.conf")
+                yield Path(directory)
+        finally:
+            run_bed("down", "--dir", directory)
+
+
+def _call(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(TESTBED), *arguments],
+        env={**os.environ, "PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )

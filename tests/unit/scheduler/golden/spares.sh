@@ -1,0 +1,33 @@
+#!/bin/bash
+
+# Parameters
+#SBATCH --account='a b'
+#SBATCH --array=0-7%1
+#SBATCH --chdir='/shared/it'"'"'s 100% mine'
+#SBATCH --cpus-per-task=8
+#SBATCH --export=ALL
+#SBATCH --gres=gpu:h100:2
+#SBATCH --job-name=slurmrl-01234567-3-trainer
+#SBATCH --mem=32G
+#SBATCH --no-kill
+#SBATCH --nodes=3
+#SBATCH --ntasks-per-node=1
+#SBATCH --open-mode=append
+#SBATCH --output='/shared/it'"'"'s 100%% mine/logs/trainer/slurm-%A_%a.out'
+#SBATCH --requeue
+#SBATCH --signal=B:USR2@120
+#SBATCH --time=1:00:00
+
+# setup
+#SBATCH --exclusive
+trap '' USR1
+trap '(sleep 3; kill -USR2 $$) &' USR2
+module load cuda
+export PYTHONPATH='/shared/it'"'"'s 100% mine/code'"${PYTHONPATH:+:$PYTHONPATH}"
+trap '' USR2
+slurmrl_block=
+env --block-signal=USR2 true 2>/dev/null && slurmrl_block='env --block-signal=USR2'
+
+# command
+export SUBMITIT_EXECUTOR=slurm
+exec $slurmrl_block '/opt/my python' -m slurmrl.workers.supervisor --run '/shared/it'"'"'s 100% mine' --submission 3 --group trainer --launcher srun

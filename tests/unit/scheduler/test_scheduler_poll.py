@@ -1,0 +1,97 @@
+"""How often a scheduler is asked."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.scheduler.base import JobState, TaskState
+from slurmrl.scheduler.poll import SHARED_LONGEST_S, SHARED_SHORTEST_S, SchedulerPoll
+from tests.fake_runs import FakeScheduler
+
+JOBS = {"trainer": ("41",)}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def scheduler() -> FakeScheduler:
+    return FakeScheduler([TaskState("41_0", "trainer", 0, JobState.PENDING, "PENDING", "", ())])
+
+
+@pytest.fixture
+def poll(scheduler: FakeScheduler, clock: Clock) -> SchedulerPoll:
+    return SchedulerPoll("slurm", scheduler, clock=clock)
+
+
+def test_pauses_grow_while_nothing_changes(
+    poll: SchedulerPoll, scheduler: FakeScheduler, clock: Clock
+) -> None:
+    assert poll.pause_s == 0
+    pauses = []
+    for _ in range(10):
+        poll.query(JOBS)
+        pauses.append(poll.pause_s)
+        clock.now += poll.pause_s
+    assert pauses[0] == SHARED_SHORTEST_S
+    assert pauses == sorted(pauses)
+    assert pauses[-1] == SHARED_LONGEST_S
+    assert scheduler.questions == 10
+
+
+def test_a_change_makes_it_quick_again(
+    poll: SchedulerPoll, scheduler: FakeScheduler, clock: Clock
+) -> None:
+    for _ in range(4):
+        poll.query(JOBS)
+        clock.now += poll.pause_s
+    scheduler.tasks = [dataclasses.replace(scheduler.tasks[0], raw="RUNNING")]
+    assert poll.query(JOBS)[0].raw == "RUNNING"
+    assert poll.pause_s == SHARED_SHORTEST_S
+
+
+def test_time_that_goes_by_is_no_change(
+    poll: SchedulerPoll, scheduler: FakeScheduler, clock: Clock
+) -> None:
+    poll.query(JOBS)
+    clock.now += poll.pause_s
+    scheduler.tasks = [dataclasses.replace(scheduler.tasks[0], time_left_s=5.0, start="soon")]
+    poll.query(JOBS)
+    assert poll.pause_s > SHARED_SHORTEST_S
+
+
+def test_nobody_is_asked_before_it_is_due(poll: SchedulerPoll, scheduler: FakeScheduler) -> None:
+    first = poll.query(JOBS)
+    assert poll.query(JOBS) == first
+    assert scheduler.questions == 1
+    poll.query({**JOBS, "rollout": ("42",)})
+    assert scheduler.questions == 2
+    poll.hurry()
+    poll.query({**JOBS, "rollout": ("42",)})
+    assert scheduler.questions == 3
+
+
+def test_a_scheduler_that_does_not_answer_is_asked_ever_less_often(
+    poll: SchedulerPoll, scheduler: FakeScheduler, clock: Clock
+) -> None:
+    scheduler.problem = "away"
+    pauses = []
+    for _ in range(3):
+        with pytest.raises(EnvironmentFailure, match="away"):
+            poll.query(JOBS)
+        pauses.append(poll.pause_s)
+        clock.now += poll.pause_s
+    assert pauses == sorted(set(pauses))
