@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+
 import click
 
 from slurmrl.cli.options import common, submitting
-from slurmrl.cli.start import start
+from slurmrl.cli.start import describe, start
 
 
 @click.command()
 @click.argument("trial", metavar="EXPERIMENT/TRIAL")
 @submitting
+@click.option(
+    "--update-code",
+    is_flag=True,
+    help="Run slurmrl and your own code as they are now. Default: as they were when the trial was "
+    "submitted.",
+)
 @common
 def resume(
     trial: str,
@@ -18,16 +26,27 @@ def resume(
     scheduler: str | None,
     wait: bool | None,
     as_json: bool,
+    update_code: bool,
     root: str | None,
 ) -> int:
     """Go on with a trial from its last commit, by the configuration in its run directory.
 
     Settings that do not change what is computed (total_steps, stop_when, cluster, checkpoint, …)
-    can be changed.
+    can be changed, and the layout (actor.backend=fsdp:d4): then the order of the data and the
+    optimizer state are kept, and what is not is said.
+
+    A live trial with few Slurm jobs left in its chain gets more of them.
     """
     from slurmrl.submission import trials
+    from slurmrl.submission.links import add_links
     from slurmrl.submission.submit import propose_resume
 
     paths = trials.find(trials.root_folder(root), trial)
-    proposal = propose_resume(paths, overrides, scheduler=scheduler)
+    unchanged = not overrides and not update_code and scheduler in (None, "auto", "slurm")
+    longer = add_links(paths) if unchanged else None
+    if longer is not None:
+        said = f"{trial}: {'; '.join(longer.notes)}"
+        click.echo(json.dumps(describe(longer)) if as_json else said)
+        return 0
+    proposal = propose_resume(paths, overrides, scheduler=scheduler, update_code=update_code)
     return start(proposal, wait=wait, as_json=as_json)

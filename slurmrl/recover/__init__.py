@@ -1,5 +1,6 @@
 """What a trial may be resumed with."""
 
-from slurmrl.recover.differences import differences
+from slurmrl.recover.differences import differences, may_change
+from slurmrl.recover.layout import consequences, follow_actor
 
-__all__ = ["differences"]
+__all__ = ["consequences", "differences", "follow_actor", "may_change"]

@@ -9,6 +9,7 @@ from slurmrl.config.schema import Config
 MAY_CHANGE = frozenset(
     {
         "root",
+        "code",
         "total_steps",
         "stop_when",
         "max_restarts_without_commit",
@@ -27,22 +28,54 @@ MAY_CHANGE = frozenset(
 what it computes."""
 
 
+FOLLOWERS = ("critic", "ref")
+"""Roles that lie where the actor does unless they say otherwise."""
+
+LAYOUT = frozenset(
+    f"{role}.{name}"
+    for role in ("actor", *FOLLOWERS)
+    for name in ("backend", "gpus", "model", "max_tokens_per_microbatch", "gradient_checkpointing")
+)
+"""Dotted keys that change on how many ranks and in what portions the same is computed. They may
+change too, at the price that `layout.consequences` tells."""
+
+
 def differences(old: Config, new: Config) -> list[str]:
     """What keeps a trial that began with ``old`` from going on with ``new``: one line a setting,
     ``actor.optimizer.lr: 1e-05 in the trial, 3e-05 now``; empty if they agree."""
-    return _compare(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
+    found = _differing(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
+    return [
+        f"{key}: {before} in the trial, {now} now"
+        for key, before, now in found
+        if not _is_at_or_below(key, MAY_CHANGE | LAYOUT)
+    ]
 
 
-def _compare(old: Any, new: Any, key: str) -> list[str]:
-    if key in MAY_CHANGE:
-        return []
+def changes(old: Config, new: Config, keys: frozenset[str]) -> list[str]:
+    """Settings at or below ``keys`` that differ: ``actor.backend: 'fsdp:d2' -> 'fsdp:d4'``."""
+    found = _differing(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
+    return [f"{key}: {before} -> {now}" for key, before, now in found if _is_at_or_below(key, keys)]
+
+
+def may_change() -> str:
+    """The settings that can be changed, for a message."""
+    return ", ".join(sorted(MAY_CHANGE | LAYOUT))
+
+
+def _differing(old: Any, new: Any, key: str) -> list[tuple[str, str, str]]:
+    """Dotted key and both values of everything that differs."""
     if isinstance(old, dict) and isinstance(new, dict):
         return [
             line
             for name in dict.fromkeys([*old, *new])
-            for line in _compare(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+            for line in _differing(old.get(name), new.get(name), f"{key}.{name}" if key else name)
         ]
-    return [] if old == new else [f"{key}: {_shown(old)} in the trial, {_shown(new)} now"]
+    return [] if old == new else [(key, _shown(old), _shown(new))]
+
+
+def _is_at_or_below(key: str, keys: frozenset[str]) -> bool:
+    parts = key.split(".")
+    return any(".".join(parts[:length]) in keys for length in range(1, len(parts) + 1))
 
 
 def _shown(value: Any) -> str:

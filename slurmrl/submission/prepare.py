@@ -7,28 +7,26 @@ trial without it (its submitter was killed) goes through the same steps again.
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import time
 import uuid
-from pathlib import Path
 
 import slurmrl
 from slurmrl import log
 from slurmrl.config.load import dump
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import atomic, documents, ownership
-from slurmrl.fsio.calls import REAL
-from slurmrl.fsio.primitives import write_new
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings
+from slurmrl.submission import snapshot
+from slurmrl.submission.record import Recorder
 
 logger = log.get(__name__)
 
 
-def prepare(paths: RunPaths, settings: Settings, plan: Plan) -> bool:
+def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: Recorder) -> bool:
     """Make the run directory; False if the trial exists already, which then stays as it is.
+    ``recorder`` says which code is copied, and writes down where it came from.
 
     Raises EnvironmentFailure where the directory cannot be made or does not support links, or
     where others could change it.
@@ -43,7 +41,7 @@ def prepare(paths: RunPaths, settings: Settings, plan: Plan) -> bool:
     atomic.probe_link(paths.run)
     claim = {"uuid": uuid.uuid4().hex, "time": time.time(), "version": slurmrl.__version__}
     atomic.exclusive_create(paths.identity, json.dumps(claim).encode())
-    snapshot_code(paths)
+    snapshot.take(paths, recorder.code, recorder)
     write_plan(paths, plan)
     # Two submitters of the same configuration may both hear that they wrote it: they agree.
     return atomic.exclusive_create(paths.config, dump(settings.config).encode())
@@ -73,31 +71,3 @@ def rewrite(paths: RunPaths, settings: Settings, plan: Plan) -> None:
     """Put a changed configuration in place of the one that the trial ran with so far."""
     write_plan(paths, plan)
     atomic.replace(paths.config, dump(settings.config).encode())
-
-
-def snapshot_code(paths: RunPaths) -> None:
-    """Copy this package, so that later edits do not reach the run. It is copied beside its place
-    and moved there whole; a snapshot that is there already stays."""
-    target = paths.code / "slurmrl"
-    if target.exists():
-        return
-    copy = paths.code / f".slurmrl.{uuid.uuid4().hex}"
-    _copy_private(Path(slurmrl.__file__).parent, copy)
-    try:
-        os.rename(copy, target)
-    except OSError:
-        if not target.exists():
-            raise
-        shutil.rmtree(copy)
-
-
-def _copy_private(source: Path, target: Path) -> None:
-    """Copy a package's folder; modes and compiled files are left behind."""
-    atomic.make_private_directory(target)
-    for entry in sorted(source.iterdir()):
-        if entry.name.startswith(".") or entry.name == "__pycache__" or entry.suffix == ".pyc":
-            continue
-        if entry.is_dir():
-            _copy_private(entry, target / entry.name)
-        else:
-            write_new(target / entry.name, entry.read_bytes(), False, REAL)

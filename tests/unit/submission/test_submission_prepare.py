@@ -13,7 +13,8 @@ from slurmrl.config.load import load_resolved
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.plan.model import Plan
 from slurmrl.submission import prepare as module
-from slurmrl.submission.prepare import is_prepared, prepare, snapshot_code, trial_uuid
+from slurmrl.submission import snapshot
+from slurmrl.submission.prepare import is_prepared, prepare, trial_uuid
 from slurmrl.submission.submit import Proposal, propose
 from tests.fake_runs import write_config
 
@@ -24,7 +25,7 @@ def proposal(tmp_path: Path) -> Proposal:
 
 
 def make(proposal: Proposal) -> bool:
-    return prepare(proposal.paths, proposal.settings, proposal.plan)
+    return prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)
 
 
 def test_a_run_directory_has_all_that_the_run_needs(proposal: Proposal) -> None:
@@ -53,7 +54,7 @@ def paths_and_bytes(proposal: Proposal) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files}
 
 
-@pytest.mark.parametrize("step", ["snapshot_code", "write_plan", "dump"])
+@pytest.mark.parametrize("step", ["take", "write_plan", "dump"])
 def test_a_killed_preparation_is_taken_up(
     proposal: Proposal, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -64,7 +65,7 @@ def test_a_killed_preparation_is_taken_up(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, step, kill)
+        patch.setattr(snapshot if step == "take" else module, step, kill)
         with pytest.raises(Killed):
             make(proposal)
     assert not is_prepared(proposal.paths)
@@ -93,9 +94,9 @@ def test_a_snapshot_that_is_there_stays(proposal: Proposal) -> None:
     make(proposal)
     marker = proposal.paths.code / "slurmrl" / "marker"
     marker.touch()
-    snapshot_code(proposal.paths)
+    snapshot.take(proposal.paths, proposal.recorder.code, proposal.recorder)
     assert marker.exists()
-    assert [path.name for path in proposal.paths.code.iterdir()] == ["slurmrl"]
+    assert not list(proposal.paths.run.glob(".code.*"))
 
 
 def test_a_place_where_nothing_can_be_made(tmp_path: Path) -> None:

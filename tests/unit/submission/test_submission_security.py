@@ -41,7 +41,7 @@ def test_everything_is_private_whatever_the_umask(proposal: Proposal, umask: int
     paths = proposal.paths
     before = os.umask(umask)
     try:
-        assert prepare(paths, proposal.settings, proposal.plan)
+        assert prepare(paths, proposal.settings, proposal.plan, proposal.recorder)
         write_scripts(paths, 1, {"trainer": "#!/bin/bash\n"})
         write_jobs(paths, 1, {"trainer": "41"})
         metrics.MetricsWriter(paths.metrics).write({"step": 1})
@@ -63,13 +63,13 @@ def test_a_directory_that_others_could_change_is_refused(proposal: Proposal) -> 
     root.mkdir()
     root.chmod(0o777)
     with pytest.raises(OwnershipError, match="writable by everybody"):
-        prepare(proposal.paths, proposal.settings, proposal.plan)
+        prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)
     assert not proposal.paths.history.exists()
     root.chmod(0o755)
-    assert prepare(proposal.paths, proposal.settings, proposal.plan)
+    assert prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)
     proposal.paths.run.chmod(0o755)
     with pytest.raises(OwnershipError, match="mode 0755"):
-        prepare(proposal.paths, proposal.settings, proposal.plan)
+        prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)
 
 
 HOSTILE = (

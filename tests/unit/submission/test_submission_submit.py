@@ -64,7 +64,7 @@ def test_a_new_trial(again: Submit, scheduler: FakeScheduler, config: Path) -> N
     assert submitted.trial == "add/7"
     assert submitted.paths == RunPaths.of(config.parent / "runs", user_name(), "add", "7")
     assert submitted.jobs is not None
-    assert (submitted.jobs.number, submitted.jobs.ids) == (1, {"trainer": "41"})
+    assert (submitted.jobs.number, submitted.jobs.ids) == (1, {"trainer": ("41",)})
     assert submitted.resumed_step is None
     request = json.loads(submitted.paths.submission_request(1).read_text())
     assert (request["scheduler"], request["total_steps"], request["heartbeat_s"]) == ("local", 6, 2)

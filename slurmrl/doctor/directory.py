@@ -1,0 +1,101 @@
+"""The shared directory as one host sees it: who owns it, and how long its operations take."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from slurmrl.doctor.check import Check, failed, ok, warning
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio import ownership
+from slurmrl.fsio.calls import REAL
+from slurmrl.fsio.failures import explain
+from slurmrl.fsio.primitives import opened, read_all, write_new
+
+ROUNDS = 8
+BLOCK = b"x" * 4096
+SLOW_S = 0.2
+"""Median of one operation above which starts and commits of a run become slow."""
+SLOW_ADVICE = (
+    "the file server is slow or busy: runs work, but start and commit slowly; try another file "
+    "system, and keep cluster.heartbeat_s well above this"
+)
+
+
+def owner(folder: Path) -> Check:
+    """``folder`` is one that we made. Raises EnvironmentFailure where others could change it."""
+    warnings = ownership.check(folder)
+    path = folder / f"owner.{uuid.uuid4().hex}"
+    try:
+        write_new(path, b"", False, REAL)
+        found = path.stat()
+        path.unlink()
+    except OSError as error:
+        raise explain(error, "make a file in", folder) from error
+    mode = found.st_mode & 0o777
+    if found.st_uid != os.geteuid() or mode != 0o600:
+        return failed(
+            "ownership",
+            f"a file made by {os.geteuid()} with mode 0600 belongs to {found.st_uid}, {mode:04o}",
+            "the file system maps users or modes (root squash, idmap, ACLs): use another one",
+        )
+    if warnings:
+        advice = "if that is not meant, choose another --root or change the folder's mode"
+        return warning("ownership", "; ".join(warnings), advice)
+    return ok("ownership", f"ours, mode 0700; umask {_umask():04o}")
+
+
+def latency(folder: Path) -> list[Check]:
+    """Times of the operations that the protocols are made of; medians of a few rounds."""
+    rounds = [_round(folder / f"latency.{uuid.uuid4().hex}") for _ in range(ROUNDS)]
+    return [_latency(name, [times[name] for times in rounds]) for name in rounds[0]]
+
+
+def _round(path: Path) -> dict[str, float]:
+    linked, moved = path.with_suffix(".linked"), path.with_suffix(".moved")
+    operations: dict[str, Callable[[], None]] = {
+        "create+fsync": lambda: write_new(path, BLOCK, True, REAL),
+        "read": lambda: _read(path),
+        "link": lambda: REAL.link(path, linked),
+        "rename": lambda: REAL.rename(path, moved),
+    }
+    times = {}
+    for name, operation in operations.items():
+        began = time.perf_counter()
+        try:
+            operation()
+        except OSError as error:
+            raise EnvironmentFailure(f"{name} failed: {error.strerror or error}") from error
+        times[name] = time.perf_counter() - began
+    REAL.unlink(linked)
+    REAL.unlink(moved)
+    return times
+
+
+def _latency(name: str, times: list[float]) -> Check:
+    median, most = statistics.median(times), max(times)
+    measured = f"median {seconds(median)}, longest {seconds(most)}"
+    values = {"median_s": median, "longest_s": most}
+    if median > SLOW_S:
+        return warning(f"directory: {name}", measured, SLOW_ADVICE, **values)
+    return ok(f"directory: {name}", measured, **values)
+
+
+def _read(path: Path) -> None:
+    with opened(path, os.O_RDONLY, REAL) as descriptor:
+        if read_all(descriptor, REAL) != BLOCK:
+            raise EnvironmentFailure(f"{path} does not hold what was written into it")
+
+
+def _umask() -> int:
+    found = os.umask(ownership.PRIVATE_UMASK)
+    os.umask(found)
+    return found
+
+
+def seconds(value: float) -> str:
+    return f"{value * 1e3:.2f} ms" if value < 1 else f"{value:.1f} s"

@@ -1,0 +1,87 @@
+"""The whole examination."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from slurmrl.config.schema import Cluster
+from slurmrl.doctor import login, software
+from slurmrl.doctor.check import Check, guarded
+from slurmrl.doctor.job import Job, Say, Shape, scratch
+from slurmrl.errors import SchedulerError
+from slurmrl.plan.build import make_plan
+from slurmrl.plan.model import Plan
+from slurmrl.plan.settings import Settings
+from slurmrl.scheduler import choose
+from slurmrl.scheduler.client import SlurmClient
+
+HOSTS = 2
+"""Hosts of the job where the cluster has so many: one cannot be asked what another one sees."""
+USABLE = ("idle", "mixed", "allocated", "completing", "planned")
+SINFO_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What is to be looked at."""
+
+    config: Path | None
+    overrides: tuple[str, ...]
+    root: Path | None
+    """``--root`` or SLURMRL_ROOT; None leaves it to the configuration."""
+    fallback: Path
+    """The root where neither says one."""
+    scheduler: str | None
+    job: bool
+    timeout_s: float
+
+
+def examine(what: Examination, say: Say) -> list[Check]:
+    """All checks; ``say`` is told what is waited for."""
+    settings: Settings | None = None
+    found: list[Check] = []
+    if what.config is not None:
+        settings, found = login.configuration(what.config, what.overrides, what.root)
+    config = settings.config if settings else None
+    cluster = config.cluster if config else Cluster()
+    asked = what.scheduler or cluster.scheduler
+    kind = choose(asked)
+    plan = make_plan(settings, scheduler=kind) if settings else None
+    found += [*login.scheduler(asked, kind, settings, plan), *login.machine()]
+    root = Path(config.root) if config else what.root or what.fallback
+
+    def look_at_root() -> list[Check]:
+        with scratch(root) as paths:
+            beside = login.root(paths.run)
+            if not what.job:
+                return _here(beside)
+            job = Job(paths, kind, cluster, _shape(kind, cluster, plan), what.timeout_s, say)
+            return [*_here(beside), *job.run()]
+
+    more = guarded("root", login.ROOT_ADVICE, look_at_root)
+    return [*_here(found), *more, *software.same_everywhere(found, more)]
+
+
+def _here(checks: list[Check]) -> list[Check]:
+    return [one.at(socket.gethostname()) for one in checks]
+
+
+def _shape(kind: str, cluster: Cluster, plan: Plan | None) -> Shape:
+    """That of the configuration's job, with a second host where there is one."""
+    group = next((one for one in plan.groups if not one.elastic), None) if plan else None
+    shape = Shape(hosts=1)
+    if group is not None:
+        shape = Shape(
+            group.hosts, group.workers_per_host, group.gpus_per_worker, group.cpus_per_worker
+        )
+    if kind == "local" or shape.hosts >= HOSTS:
+        return shape
+    try:
+        rows = SlurmClient(timeout_s=SINFO_TIMEOUT_S).hosts(cluster.slurm.partition)
+    except SchedulerError:
+        return shape
+    fit = [row for row in rows if row.gpus >= shape.gpus and row.state.strip("*~#$@+-") in USABLE]
+    hosts = max(shape.hosts, min(HOSTS, len(fit)))
+    return Shape(hosts, shape.workers_per_host, shape.gpus_per_worker, shape.cpus_per_worker)

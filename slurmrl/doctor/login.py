@@ -1,0 +1,68 @@
+"""The checks of the machine from which jobs are submitted."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from slurmrl.doctor import directory, disk, limits, software
+from slurmrl.doctor.check import Check, failed, guarded, ok, warning
+from slurmrl.errors import ConfigError
+from slurmrl.plan import inventory
+from slurmrl.plan.model import Plan
+from slurmrl.plan.settings import Settings, load_settings
+from slurmrl.scheduler import AUTO
+
+ROOT_ADVICE = "choose a folder of yours on a directory that all hosts share: --root or SLURMRL_ROOT"
+
+
+def configuration(
+    path: Path, overrides: tuple[str, ...], root: Path | None
+) -> tuple[Settings | None, list[Check]]:
+    """The settings of a configuration, if they make sense, and what is wrong with them."""
+    try:
+        settings = load_settings(path, overrides, root=root, planning=True)
+    except ConfigError as error:
+        return None, [failed("configuration", str(one), "") for one in error.problems]
+    problems = [failed("configuration", str(one), "") for one in settings.missing]
+    return settings, problems or [ok("configuration", f"{path} can be submitted")]
+
+
+def scheduler(asked: str, kind: str, settings: Settings | None, plan: Plan | None) -> list[Check]:
+    """Whether Slurm answers, and has what the configuration takes; ``kind`` is what was made of
+    the scheduler that was ``asked`` for."""
+    advice = "see whether Slurm's commands work in your shell (module load slurm, SLURM_CONF)"
+    if kind == "local" and asked == AUTO and shutil.which("sbatch"):
+        return [warning("scheduler", "local: sbatch is here, but no controller answers", advice)]
+    if kind == "local":
+        return [ok("scheduler", "local: this machine alone")]
+    found = [
+        *guarded("slurm version", advice, software.slurm),
+        *guarded("scontrol", advice, software.controller),
+    ]
+    if settings is None or plan is None:
+        return found
+    lacking = inventory.lacking(plan, settings.config, inventory.ask(settings.config))
+    found += [failed("hosts", one, "see 'sinfo -N -o \"%N %t %G\"'") for one in lacking]
+    return found if lacking else [*found, ok("hosts", "the cluster has what the layout takes")]
+
+
+def machine() -> list[Check]:
+    """What does not depend on where the runs lie."""
+    return [
+        *limits.check(),
+        software.python(),
+        *software.packages(gpus=False),
+        software.optional_packages(),
+    ]
+
+
+def root(folder: Path) -> list[Check]:
+    """``folder`` lies beside the runs and is ours."""
+    return [
+        *guarded("ownership", ROOT_ADVICE, lambda: directory.owner(folder)),
+        *guarded("directory: operations", ROOT_ADVICE, lambda: directory.latency(folder)),
+        *guarded("disk space", ROOT_ADVICE, lambda: disk.space(folder)),
+        *guarded("inodes", ROOT_ADVICE, lambda: disk.inodes(folder)),
+        disk.quota(folder),
+    ]

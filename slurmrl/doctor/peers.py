@@ -1,0 +1,142 @@
+"""What the hosts of the short job ask each other over the network: the time, and to look for or to
+make a file in the shared directory. One request a connection, one line of JSON each way."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import socket
+import socketserver
+import threading
+import time
+from pathlib import Path
+from typing import Any, Final
+
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio.calls import REAL
+from slurmrl.fsio.primitives import write_new
+
+CONNECT_S: Final = 5.0
+POLL_S: Final = 0.005
+LONGEST_DELAY_S: Final = 10.0
+"""How long somebody looks for a file that is there. NFS forgets after up to 60 s that a file was
+missing; whatever is above this is long enough to be told."""
+MOST_BYTES: Final = 65536
+_NAME: Final = re.compile(r"file\.\d+\.\d+")
+
+
+class _Listener(socketserver.ThreadingTCPServer):
+    request_queue_size = 256
+    """All hosts of a job connect at about the same time."""
+    daemon_threads = True
+
+
+class Server:
+    """Answers those who know the token, in threads of its own."""
+
+    def __init__(self, folder: Path, token: str, address: str) -> None:
+        self.has_connected = threading.Event()
+        """Set once this host needs the others no more."""
+        self.said_bye = threading.Event()
+        outer, self._folder, self._token = self, folder, token
+
+        class Handler(socketserver.StreamRequestHandler):
+            timeout = LONGEST_DELAY_S + CONNECT_S
+
+            def handle(self) -> None:
+                reply = outer.answer(self.rfile.readline(MOST_BYTES))
+                self.wfile.write(json.dumps(reply).encode() + b"\n")
+
+        self._server = _Listener((address, 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        return int(self._server.server_address[1])
+
+    def answer(self, line: bytes) -> dict[str, Any]:
+        """Errors become an answer too: the asker reports them."""
+        try:
+            request = json.loads(line)
+            if not hmac.compare_digest(str(request["token"]), self._token):
+                return {"error": "wrong token"}
+            if request["do"] == "wait" and not self.has_connected.wait(LONGEST_DELAY_S):
+                return {"error": "still connects to others"}
+            if request["do"] == "bye":
+                self.said_bye.set()
+            return act(self._folder, str(request["do"]), str(request.get("name", "")))
+        except (LookupError, TypeError, ValueError, OSError) as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def act(folder: Path, do: str, name: str) -> dict[str, Any]:
+    """Do what one host asks of another, or of itself."""
+    if do in ("time", "wait", "bye"):
+        return {"time": time.time()}
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"not a name to look for: {name!r}")
+    path = folder / name
+    if do == "miss":
+        return {"there": path.exists()}
+    if do == "make":
+        data = name.encode() * 100
+        write_new(path, data, True, REAL)
+        return {"digest": hashlib.sha256(data).hexdigest()}
+    if do == "see":
+        return see(path)
+    raise ValueError(f"nobody knows how to {do!r}")
+
+
+def see(path: Path) -> dict[str, Any]:
+    """Look until the file is there; seconds that it took, None where it did not come, and what it
+    holds."""
+    began = time.monotonic()
+    while (waited_s := time.monotonic() - began) < LONGEST_DELAY_S:
+        try:
+            data = path.read_bytes()
+        except FileNotFoundError:
+            time.sleep(POLL_S)
+            continue
+        return {"delay_s": waited_s, "digest": hashlib.sha256(data).hexdigest()}
+    return {"delay_s": None, "digest": ""}
+
+
+def ask(address: str, token: str, do: str, name: str = "") -> dict[str, Any]:
+    """Ask the server at ``host:port``. Raises OSError for one that cannot be reached,
+    EnvironmentFailure for one that could not do it."""
+    host, _, port = address.rpartition(":")
+    timeout_s = CONNECT_S if do in ("time", "bye") else LONGEST_DELAY_S + CONNECT_S
+    with socket.create_connection((host, int(port)), CONNECT_S) as connection:
+        connection.settimeout(timeout_s)
+        request = {"token": token, "do": do, "name": name}
+        connection.sendall(json.dumps(request).encode() + b"\n")
+        with connection.makefile("rb") as reader:
+            line = reader.readline(MOST_BYTES)
+    try:
+        reply: dict[str, Any] = json.loads(line)
+    except ValueError as error:
+        raise EnvironmentFailure(f"{address} did not answer: {line[:100]!r}") from error
+    if "error" in reply:
+        raise EnvironmentFailure(f"{address}: {reply['error']}")
+    return reply
+
+
+def clock_offset(address: str, token: str) -> tuple[float, float]:
+    """How far the other host's clock is ahead of ours, and half of the round trip, within which
+    that is known; both in seconds (the smallest round trip of five, Cristian 1989)."""
+    best = (0.0, float("inf"))
+    for _ in range(5):
+        began_wall, began = time.time(), time.monotonic()
+        theirs = ask(address, token, "time")["time"]
+        half = (time.monotonic() - began) / 2
+        if half < best[1]:
+            best = (theirs - (began_wall + half), half)
+    return best

@@ -1,0 +1,94 @@
+"""The program that the short job runs on each of its hosts.
+
+``python -P -m slurmrl.doctor.probe FOLDER`` reads ``ask.json`` there and leaves
+``result.<task>.json``. It ends within a minute whatever the others do.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from slurmrl import env
+from slurmrl.doctor import commands, directory, disk, gpus, limits, meeting, software
+from slurmrl.doctor.check import Check, failed, guarded, ok
+from slurmrl.fsio import atomic, documents, ownership
+
+ASK = "ask.json"
+CONTENT = "content"
+DIRECTORY_ADVICE = "the compute nodes must mount the directory of --root, writable for you"
+
+
+def result_name(task: int) -> str:
+    return f"result.{task}.json"
+
+
+def look(folder: Path, task: int, request: dict[str, Any]) -> list[Check]:
+    """All checks of one host."""
+    expected = int(request["gpus"])
+    own = folder / f"own.{task}"
+    own.mkdir(mode=0o700, exist_ok=True)
+    found = [
+        *guarded("same directory", DIRECTORY_ADVICE, lambda: _content(folder, request)),
+        *guarded("ownership", DIRECTORY_ADVICE, lambda: directory.owner(own)),
+        *guarded("directory: operations", DIRECTORY_ADVICE, lambda: directory.latency(own)),
+        *limits.check(),
+        *guarded("gpus", gpus.ASK, lambda: _gpus(expected)),
+        software.driver(expected > 0),
+        software.python(),
+        *software.packages(expected > 0),
+        *guarded("temporary space", "set TMPDIR", _temporary),
+    ]
+    if request["script"] is not None:
+        found += commands.check(Path(request["script"]))
+    interface = request["interface"]
+    place = meeting.Place(folder, str(request["token"]), task, int(request["hosts"]), interface)
+    found += guarded("interface", meeting.NETWORK_ADVICE, lambda: meeting.check(place))
+    name = env.NODE_NAME.get() or socket.gethostname()
+    return [one.at(name) for one in found]
+
+
+def _content(folder: Path, request: dict[str, Any]) -> Check:
+    """Whether this host reads what the login node wrote."""
+    digest = hashlib.sha256(atomic.read(folder / CONTENT)).hexdigest()
+    if digest != request["content"]:
+        advice = "the hosts do not share one directory, or its client caches wrongly"
+        return failed("same directory", "other content than the login node wrote", advice)
+    return ok("same directory", "reads what the login node wrote")
+
+
+def _gpus(expected: int) -> Check:
+    return gpus.check(expected, env.VISIBLE_DEVICES.get(), gpus.seen())
+
+
+def _temporary() -> Check:
+    """Room where libraries put their temporary files; few notice that it is full."""
+    folder = tempfile.gettempdir()
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    measured = f"{free / disk.GIB:.1f} GiB free in {folder}"
+    if free < disk.LEAST_BYTES:
+        advice = "set TMPDIR to another folder in cluster.slurm.setup"
+        return failed("temporary space", measured, advice, free_bytes=float(free))
+    return ok("temporary space", measured, free_bytes=float(free))
+
+
+def main(arguments: list[str]) -> int:
+    folder = Path(arguments[0])
+    ownership.make_umask_private()
+    task = env.NODE_ID.get()
+    request = documents.read(folder / ASK)
+    checks = look(folder, task, request)
+    text = json.dumps({"checks": [one.to_json() for one in checks]})
+    atomic.replace(folder / result_name(task), text.encode())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

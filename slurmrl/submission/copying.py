@@ -1,0 +1,77 @@
+"""Copies of code: readable by their owner only, without what nobody imports."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+
+from slurmrl.errors import EnvironmentFailure, UsageError
+from slurmrl.fsio import atomic
+from slurmrl.fsio.calls import REAL
+from slurmrl.fsio.failures import explain
+from slurmrl.fsio.primitives import write_new
+
+LARGEST_BYTES = 64 * 2**20
+MOST_FILES = 10_000
+"""More than that is data, and copying it would surprise whoever named a folder."""
+
+
+def check_size(source: Path) -> None:
+    """Raise UsageError for a folder that is too large to be code."""
+    count, size = 0, 0
+    for _, path in files(source):
+        count, size = count + 1, size + path.stat().st_size
+        if count > MOST_FILES or size > LARGEST_BYTES:
+            raise UsageError(
+                f"'{source}' is more than {MOST_FILES} files or {LARGEST_BYTES >> 20} MiB: name "
+                "the code that the run imports, and leave data out of its folder"
+            )
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy a file or a folder durably. Symbolic links are followed; hidden and compiled files,
+    and what is no file at all, are left out, as are modes.
+
+    Raises EnvironmentFailure with the file that could not be read or written.
+    """
+    if source.is_dir():
+        atomic.make_private_directory(target)
+    for relative, path in files(source):
+        copied = target / relative
+        atomic.make_private_directory(copied.parent)
+        try:
+            write_new(copied, path.read_bytes(), True, REAL)
+        except EnvironmentFailure:
+            raise
+        except OSError as error:
+            raise explain(error, "copy", path) from error
+
+
+def files(source: Path) -> Iterator[tuple[PurePath, Path]]:
+    """The files to copy, with their names in the copy; one for a file itself. Raises
+    EnvironmentFailure for a folder that cannot be listed."""
+    if not source.is_dir():
+        yield PurePath(), source
+        return
+    yield from _below(source, PurePath(), frozenset())
+
+
+def _below(
+    folder: Path, relative: PurePath, above: frozenset[str]
+) -> Iterator[tuple[PurePath, Path]]:
+    """``above`` are the real folders on the way here: a link back to one of them is not taken."""
+    real = os.path.realpath(folder)
+    if real in above:
+        return
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError as error:
+        raise explain(error, "list", folder) from error
+    for entry in entries:
+        if entry.name.startswith(".") or entry.name == "__pycache__" or entry.suffix == ".pyc":
+            continue
+        if entry.is_dir():
+            yield from _below(entry, relative / entry.name, above | {real})
+        elif entry.is_file():
+            yield relative / entry.name, entry

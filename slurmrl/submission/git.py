@@ -1,0 +1,116 @@
+"""What git says about a folder: commit, state and changes. git itself is asked and changes nothing
+(no lock, no refreshed index); where it does not answer, a note says why."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_S = 20.0
+MOST_STATUS_BYTES = 256 * 2**10
+MOST_DIFF_BYTES = 4 * 2**20
+
+
+@dataclass
+class Answer:
+    """What one command said, cut to what is kept of it."""
+
+    text: bytes
+    note: str = ""
+    failed: bool = False
+
+
+@dataclass
+class Repository:
+    """The work tree that a folder lies in."""
+
+    root: Path
+    commit: str
+    """Empty before the first commit."""
+    branch: str
+    status: str
+    diff: bytes
+    """Against the commit, staged changes included; untracked files are only in ``status``."""
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "root": str(self.root),
+            "commit": self.commit,
+            "branch": self.branch,
+            "status": self.status.splitlines(),
+            "diff_bytes": len(self.diff),
+            "notes": self.notes,
+        }
+
+
+def look(folder: Path) -> Repository | str:
+    """The repository of a folder, or why nothing is known about one."""
+    root = _ask(folder, "rev-parse", "--show-toplevel")
+    if root.failed:
+        return root.note
+    top = Path(os.fsdecode(root.text).rstrip("\n"))
+    commit, branch = (
+        _ask(top, "rev-parse", "--verify", "HEAD"),
+        _ask(top, "branch", "--show-current"),
+    )
+    status = _ask(
+        top, "status", "--porcelain=v1", "--untracked-files=normal", most=MOST_STATUS_BYTES
+    )
+    against = [] if commit.failed else ["HEAD"]
+    options = ("--no-color", "--no-ext-diff", "--no-textconv")
+    diff = _ask(top, "diff", *options, *against, "--", most=MOST_DIFF_BYTES)
+    return Repository(
+        root=top,
+        commit="" if commit.failed else _text(commit),
+        branch="" if branch.failed else _text(branch),
+        status=status.text.decode(errors="replace"),
+        diff=diff.text,
+        notes=[one.note for one in (status, diff) if one.note],
+    )
+
+
+def untracked(repository: Repository, paths: Iterable[Path]) -> list[Path]:
+    """Those of the files that lie in the work tree and that git does not track."""
+    inside = [path for path in paths if path.is_file() and path.is_relative_to(repository.root)]
+    if not inside:
+        return []
+    tracked = _ask(repository.root, "ls-files", "-z", "--", *map(str, inside))
+    names = set(os.fsdecode(tracked.text).split("\0"))
+    return [path for path in inside if str(path.relative_to(repository.root)) not in names]
+
+
+def _text(answer: Answer) -> str:
+    return answer.text.decode(errors="replace").strip()
+
+
+def _ask(folder: Path, *words: str, most: int = 2**20) -> Answer:
+    """Run one command; more than ``most`` bytes of its answer are cut off with a note."""
+    command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", *words]
+    with tempfile.TemporaryFile() as output:
+        try:
+            done = subprocess.run(
+                command,
+                env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.PIPE,
+                timeout=TIMEOUT_S,
+                check=False,
+            )
+        except FileNotFoundError:
+            return Answer(b"", "git is not installed", failed=True)
+        except subprocess.TimeoutExpired:
+            return Answer(b"", f"git {words[0]} took more than {TIMEOUT_S:.0f} s", failed=True)
+        if done.returncode != 0:
+            said = done.stderr.decode(errors="replace").strip().splitlines()
+            return Answer(b"", f"git {words[0]}: {said[0] if said else 'failed'}", failed=True)
+        size = output.tell() or output.seek(0, os.SEEK_END)
+        output.seek(0)
+        note = f"git {words[0]}: cut off after {most} of {size} bytes" if size > most else ""
+        return Answer(output.read(most), note)

@@ -1,0 +1,157 @@
+"""Which code of the user's own a run needs: what ``code`` lists, the module of the reward, and what
+those import from beside them. Found without importing any of it: it may need torch or a GPU."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from pathlib import Path
+
+from slurmrl.config.schema import Config
+from slurmrl.config.source import Source
+from slurmrl.errors import ConfigError, Problem, UsageError
+from slurmrl.submission import copying
+
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Folders of installed packages: those stay where they are, and their versions are written down."""
+
+
+@dataclass(frozen=True)
+class OwnCode:
+    """What is copied, under its own name, and what could not be found."""
+
+    folders: tuple[Path, ...] = ()
+    """Where modules are looked for before the interpreter's own path."""
+    paths: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+
+def find(config: Config, source: Source, folders: Sequence[Path]) -> OwnCode:
+    """Raises ConfigError for entries of ``code`` that cannot be copied."""
+    problems = [
+        source.problem(("code", index), message)
+        for index, path in enumerate(config.code)
+        for message in _wrong(Path(path), [Path(one) for one in config.code[:index]])
+    ]
+    if problems:
+        raise ConfigError(tuple(problems))
+    found = {Path(path).stem: Path(path) for path in config.code}
+    notes = []
+    importlib.invalidate_caches()
+    for key, module in _references(config):
+        top = module.partition(".")[0]
+        if top in found or top == "slurmrl":
+            continue
+        place = _locate(top, folders)
+        if place is None:
+            notes.append(
+                f"{key}: no module '{top}' is found from here; the run must find it by itself"
+            )
+        elif not _installed(place):
+            found[top] = place
+    found = _with_imported(found)
+    _check_sizes([path for path in found.values() if str(path) not in config.code], source)
+    return OwnCode(tuple(folders), tuple(found.values()), tuple(notes))
+
+
+def _wrong(path: Path, before: Sequence[Path]) -> Iterator[str]:
+    if not path.exists():
+        yield f"'{path}' is not allowed: there is no such file or folder"
+        return
+    if path.is_file() and path.suffix not in (".py", ".so"):
+        yield f"'{path}' is not allowed: it is no Python file"
+    name = path.name.partition(".")[0]
+    if name == "slurmrl":
+        yield f"'{path}' is not allowed: it would hide slurmrl, which is copied anyhow"
+    if name in sys.stdlib_module_names:
+        yield f"'{path}' is not allowed: it would hide the standard library's {name}"
+    if path.name in [one.name for one in before]:
+        yield f"'{path}' is not allowed: another entry has the same name"
+    try:
+        copying.check_size(path)
+    except UsageError as error:
+        yield str(error)
+
+
+def _references(config: Config) -> Iterator[tuple[str, str]]:
+    """Modules that settings name as ``package.module:Class``."""
+    if config.reward is not None and ":" in config.reward.name:
+        yield "reward.name", config.reward.name.partition(":")[0]
+
+
+def _locate(name: str, folders: Sequence[Path]) -> Path | None:
+    """The file or folder of a top-level module; None for a built-in one and where there is none."""
+    spec = PathFinder.find_spec(name, [*map(str, folders), *sys.path])
+    try:
+        spec = spec or find_spec(name)  # packages that a hook of their own makes importable
+    except ValueError:
+        return None
+    if spec is None:
+        return None
+    if spec.submodule_search_locations:
+        return Path(next(iter(spec.submodule_search_locations)))
+    return Path(spec.origin) if spec.has_location and spec.origin else None
+
+
+def _installed(path: Path) -> bool:
+    base = Path(importlib.__file__).parents[1]
+    return bool(INSTALLED & set(path.parts)) or path.is_relative_to(base)
+
+
+def _with_imported(found: dict[str, Path]) -> dict[str, Path]:
+    """Add what these import from the folder in which they lie themselves."""
+    result = dict(found)
+    waiting = list(found.values())
+    while waiting:
+        path = waiting.pop()
+        for name in _imported(path):
+            if name in result or name == "slurmrl" or name in sys.stdlib_module_names:
+                continue
+            beside = _beside(path.parent, name)
+            if beside is not None:
+                result[name] = beside
+                waiting.append(beside)
+    return result
+
+
+def _imported(path: Path) -> set[str]:
+    """Top-level names that Python files import. One that is not valid Python says so in the run."""
+    names: set[str] = set()
+    for _, file in copying.files(path):
+        if file.suffix != ".py":
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+                names.add(node.module.partition(".")[0])
+    return names
+
+
+def _beside(folder: Path, name: str) -> Path | None:
+    if (folder / name / "__init__.py").is_file():
+        return folder / name
+    return folder / f"{name}.py" if (folder / f"{name}.py").is_file() else None
+
+
+def _check_sizes(paths: Iterable[Path], source: Source) -> None:
+    problems = []
+    for path in paths:
+        try:
+            copying.check_size(path)
+        except UsageError as error:
+            problems.append(Problem(str(source.path), "code", str(error)))
+    if problems:
+        raise ConfigError(tuple(problems))

@@ -1,0 +1,133 @@
+"""What is written down beside a snapshot of code: where it came from, and with what it ran.
+
+Of the environment only the variables of RECORDED are kept: tokens must not get into run
+directories. git's remotes are left out for the same reason.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import slurmrl
+from slurmrl.config.schema import Config
+from slurmrl.errors import SchedulerError
+from slurmrl.fsio import documents
+from slurmrl.fsio.calls import REAL
+from slurmrl.fsio.primitives import write_new
+from slurmrl.scheduler.client import SlurmClient
+from slurmrl.submission import copying, git, versions
+from slurmrl.submission.own_code import OwnCode
+
+FILE: Final = "environment.json"
+CONFIG: Final = "submitted.yaml"
+UNTRACKED: Final = "untracked-files"
+RECORDED: Final = (
+    "PATH",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+    "VIRTUAL_ENV",
+    "CONDA_DEFAULT_ENV",
+    "CUDA_HOME",
+    "LOADEDMODULES",
+    "SLURM_CONF",
+    "SLURMRL_ROOT",
+    "LANG",
+)
+MOST_UNTRACKED_BYTES: Final = 2**20
+SLURM_TIMEOUT_S: Final = 10.0
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Writes the record of one submission into a snapshot."""
+
+    config: Config
+    config_file: Path
+    code: OwnCode
+    scheduler: str
+
+    def __call__(self, folder: Path) -> None:
+        values = {
+            "time": time.time(),
+            "host": socket.gethostname(),
+            "directory": os.getcwd(),
+            "command": sys.argv,
+            "slurmrl": slurmrl.__version__,
+            **versions.interpreter(),
+            "slurm": _slurm_version() if self.scheduler == "slurm" else None,
+            "environment": {name: os.environ[name] for name in RECORDED if name in os.environ},
+            "code": [str(path) for path in self.code.paths],
+            "folders": [str(path) for path in self.code.folders],
+            "notes": list(self.code.notes),
+            "git": dict(self._repositories(folder)),
+            "packages": versions.packages(),
+        }
+        copying.copy(self.config_file, folder / CONFIG)
+        _write(folder / FILE, (json.dumps(values, indent=1) + "\n").encode())
+
+    def _repositories(self, folder: Path) -> Iterator[tuple[str, Any]]:
+        """Those of the working directory and of this package; what they changed goes into files."""
+        seen: dict[Path, str] = {}
+        places = {"directory": Path.cwd(), "slurmrl": Path(slurmrl.__file__).parent}
+        for name, place in places.items():
+            found = git.look(place)
+            if isinstance(found, str):
+                yield name, {"notes": [found]}
+            elif found.root in seen:
+                yield name, {"same_as": seen[found.root]}
+            else:
+                seen[found.root] = name
+                if found.diff:
+                    _write(folder / f"{name}.diff", found.diff)
+                found.notes += self._copy_untracked(folder, found)
+                yield name, found.to_json()
+
+    def _copy_untracked(self, folder: Path, repository: git.Repository) -> list[str]:
+        """Keep small files that the configuration names and that no commit holds."""
+        notes = []
+        for path in git.untracked(repository, _named_files(self.config)):
+            size = path.stat().st_size
+            relative = path.relative_to(repository.root)
+            if size > MOST_UNTRACKED_BYTES:
+                notes.append(f"{relative} is not in git and, with {size} bytes, not copied")
+            elif not (target := folder / UNTRACKED / relative).exists():
+                copying.copy(path, target)
+        return notes
+
+
+def recorded_folders(snapshot: Path) -> list[Path]:
+    """Where the code of a snapshot was looked for; none for one without a record."""
+    path = snapshot / FILE
+    try:
+        values = documents.read(path)
+    except FileNotFoundError:
+        return []
+    with documents.expecting(path):
+        return [Path(str(folder)) for folder in values["folders"]]
+
+
+def _named_files(config: Config) -> list[Path]:
+    """Files that settings name and that are not copied as code."""
+    found = [config.dataset.path]
+    if config.evaluation is not None:
+        found.append(config.evaluation.dataset.path)
+    return [Path(os.path.realpath(path)) for path in dict.fromkeys(found)]
+
+
+def _slurm_version() -> str | None:
+    try:
+        return SlurmClient(timeout_s=SLURM_TIMEOUT_S).version()
+    except SchedulerError:
+        return None
+
+
+def _write(path: Path, data: bytes) -> None:
+    write_new(path, data, True, REAL)

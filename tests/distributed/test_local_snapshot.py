@@ -1,0 +1,28 @@
+"""A local run keeps the code that it was submitted with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.own_reward import NAME, rewards, write_reward
+from tests.support.trials import Site, kill_one, ppo_config
+
+
+def test_edits_reach_a_run_only_when_it_is_told_to_take_them(tmp_path: Path) -> None:
+    site = Site(tmp_path)
+    write_reward(tmp_path, 1.0)
+    config = ppo_config(
+        total_steps=12, checkpoint={"every_steps": 2}, evaluation=None, reward={"name": NAME}
+    )
+    site.slurmrl("submit", str(site.write("ppo.yaml", config)), "--scheduler", "local", "--detach")
+    site.wait_for_step("ppo/1", 2)
+    write_reward(tmp_path, 0.25)
+    kill_one(site.paths("ppo/1").run, "worker")  # whoever comes next imports everything anew
+    assert site.wait_for_end("ppo/1")["state"] == "COMPLETED"
+    assert site.status("ppo/1")["incarnation"] >= 2
+    assert set(rewards(site.metrics("ppo/1")).values()) == {1.0}
+    site.slurmrl("resume", "ppo/1", "total_steps=14", "--wait")
+    updated = site.slurmrl("resume", "ppo/1", "total_steps=16", "--update-code", "--wait")
+    assert "runs the code of now" in updated.stdout
+    found = rewards(site.metrics("ppo/1"))
+    assert [found[step] for step in (12, 13, 14, 15, 16)] == [1.0, 1.0, 1.0, 0.25, 0.25]

@@ -1,0 +1,64 @@
+"""``slurmrl doctor --job`` on the nodes of a real Slurm."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.trials import Site, sft_config
+
+
+@pytest.fixture
+def site(tmp_path: Path, slurm_bed: Any) -> Site:
+    return Site(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)})
+
+
+def look(site: Site, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
+    done = site.slurmrl("doctor", *arguments, "--scheduler", "slurm", "--json", code=code)
+    found: list[dict[str, Any]] = json.loads(done.stdout)["checks"]
+    return found
+
+
+def queue() -> str:
+    command = ["squeue", "-h", "-t", "PD,R,CG", "-o", "%i"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_two_nodes_look_around(site: Site) -> None:
+    """Without a configuration; the nodes share this machine's network."""
+    checks = look(site, "--job")
+    assert [one for one in checks if one["state"] == "failed"] == []
+    hosts = {one["where"] for one in checks if one["name"] == "same directory"}
+    assert len(hosts) == 2
+    names = {one["name"] for one in checks}
+    assert {"connections", "clock difference", "scontrol in jobs", "sbatch in jobs"} <= names
+    (delays,) = [one for one in checks if one["name"] == "directory between hosts"]
+    assert set(delays["values"]) == {"there_s", "back_s"}
+    assert not site.root.exists()
+    assert queue() == ""
+
+
+def test_gpus_that_slurm_gives_are_counted(site: Site) -> None:
+    cluster = {"workers_per_host": 2, "gpus_per_worker": 1, "interface": "lo"}
+    config = sft_config(cluster={**cluster, "slurm": {"partition": "main"}})
+    path = site.write("sft.yaml", config)
+    checks = look(site, str(path), "--job", code=1)  # the fake GPUs have no driver
+    given = [one["values"]["given"] for one in checks if one["name"] == "gpus"]
+    assert given == [2.0, 2.0]
+    failed = {one["name"] for one in checks if one["state"] == "failed"}
+    assert failed <= {"gpu driver", "torch on gpus"}
+
+
+def test_a_job_that_stays_pending(site: Site) -> None:
+    slurm = {"partition": "main", "extra_lines": ["--begin=now+1hour"]}
+    path = site.write("sft.yaml", sft_config(cluster={"gpus_per_worker": 0, "slurm": slurm}))
+    checks = look(site, str(path), "--job", "--timeout", "3", code=1)
+    (job,) = [one for one in checks if one["name"] == "job"]
+    assert "PENDING" in job["measured"]
+    assert "after 3 s; it was cancelled" in job["measured"]
+    assert queue() == ""
+    assert not site.root.exists()

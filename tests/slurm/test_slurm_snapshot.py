@@ -1,0 +1,32 @@
+"""Code that is edited while a job pends."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.own_reward import NAME, rewards, write_reward
+from tests.support.trials import Site, ppo_config
+
+
+@pytest.fixture
+def site(tmp_path: Path, slurm_bed: Any) -> Site:
+    return Site(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)})
+
+
+def test_a_pending_job_runs_the_code_that_was_submitted(site: Site) -> None:
+    write_reward(site.folder, 1.0)
+    slurm = {"partition": "main", "time": "30", "extra_lines": ["--hold"]}
+    cluster = {"workers_per_host": 1, "gpus_per_worker": 1, "interface": "lo", "slurm": slurm}
+    config = ppo_config(total_steps=2, evaluation=None, reward={"name": NAME}, cluster=cluster)
+    site.slurmrl("submit", str(site.write("ppo.yaml", config)), "--scheduler", "slurm")
+    assert site.status("ppo/1")["state"] == "PENDING"
+    write_reward(site.folder, 0.25)
+    (task, *_) = [one for group in site.status("ppo/1")["groups"] for one in group["tasks"]]
+    job = task["job_id"].partition("_")[0]
+    subprocess.run(["scontrol", "release", job], check=True)
+    assert site.wait_for_end("ppo/1")["state"] == "COMPLETED"
+    assert rewards(site.metrics("ppo/1")) == {1: 1.0, 2: 1.0}

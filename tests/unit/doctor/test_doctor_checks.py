@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import stat
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from slurmrl.doctor import commands, directory, disk, gpus, limits, software
+from slurmrl.doctor.check import Check, State, failed, guarded, ok
+from slurmrl.errors import EnvironmentFailure, SchedulerError
+from slurmrl.fsio import atomic
+from slurmrl.fsio.calls import SystemCalls
+from slurmrl.scheduler.client import SlurmClient
+
+
+def states(checks: list[Check]) -> dict[str, State]:
+    return {one.name: one.state for one in checks}
+
+
+def test_a_check_survives_json() -> None:
+    check = failed("gpus", "none", "ask for some", given=0.0).at("n0")
+    assert Check.from_json(json.loads(json.dumps(check.to_json()))) == check
+
+
+def test_what_keeps_from_looking_is_a_failed_check() -> None:
+    def look() -> Check:
+        raise EnvironmentFailure("no such place")
+
+    assert guarded("root", "choose another", look) == [
+        failed("root", "no such place", "choose another")
+    ]
+    assert guarded("root", "", lambda: ok("root", "there")) == [ok("root", "there")]
+
+
+@pytest.mark.parametrize(
+    ("files", "state"),
+    [(1024, State.WARNING), (65536, State.OK), (resource.RLIM_INFINITY, State.OK)],
+)
+def test_limits(files: int, state: State) -> None:
+    found = limits.check(lambda kind: (files, files) if kind == resource.RLIMIT_NOFILE else (9, 9))
+    assert states(found) == {"open files": state, "processes": State.WARNING}
+    assert "ulimit -u" in found[1].advice
+
+
+def statvfs(monkeypatch: pytest.MonkeyPatch, **values: int) -> None:
+    usual = {"f_frsize": 4096, "f_blocks": 2**30, "f_bavail": 2**29, "f_files": 10**7}
+    found = SimpleNamespace(**{**usual, "f_favail": 10**6, **values})
+    monkeypatch.setattr(os, "statvfs", lambda folder: found)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "state"), [(2**29, State.OK), (2**20, State.WARNING), (2**10, State.FAILED)]
+)
+def test_disk_space(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, blocks: int, state: State
+) -> None:
+    statvfs(monkeypatch, f_bavail=blocks)
+    found = disk.space(tmp_path)
+    assert (found.state, found.values["free_bytes"]) == (state, blocks * 4096)
+
+
+def test_inodes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert disk.inodes(tmp_path).state in State
+    statvfs(monkeypatch, f_favail=17)
+    assert disk.inodes(tmp_path).state is State.WARNING
+    statvfs(monkeypatch, f_files=0, f_favail=0)
+    assert disk.inodes(tmp_path).state is State.OK
+
+
+QUOTA = """\
+Disk quotas for user ada (uid 1000):
+     Filesystem  blocks   quota   limit   grace   files   quota   limit   grace
+srv:/home  9900000* 9000000 10000000 1700000000 12345       0       0       0
+"""
+LFS_QUOTA = "/lustre  1048576  0  2097152  -  90  0  100  -  \n"
+
+
+def test_quotas_of_both_tools_are_read() -> None:
+    (home,) = disk.parse_quota(QUOTA)
+    assert (home.filesystem, home.used_kib, home.limit_kib) == ("srv:/home", 9900000, 9000000)
+    assert home.used > 1
+    (lustre,) = disk.parse_quota(LFS_QUOTA)
+    assert (lustre.used, lustre.files_limit) == (0.9, 100)
+    assert str(lustre) == "/lustre: 1.0 GiB of 2.0 GiB, 90 of 100 files"
+    assert disk.parse_quota("Disk quotas for user root (uid 0): none\n") == []
+
+
+@pytest.mark.parametrize(("text", "state"), [(QUOTA, State.WARNING), ("", State.OK)])
+def test_a_full_quota_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, state: State
+) -> None:
+    (tmp_path / "answer").write_text(text)
+    (tmp_path / "quota").write_text(
+        f'#!/bin/sh\nread x < "{tmp_path}/answer"; cat "{tmp_path}/answer"\n'
+    )
+    (tmp_path / "quota").chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    found = disk.quota(tmp_path)
+    assert found.state is state
+
+
+def test_the_directory_is_ours_and_answers(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    atomic.make_private_directory(folder)
+    assert directory.owner(folder).state in (State.OK, State.WARNING)
+    found = directory.latency(folder)
+    names = ["create+fsync", "read", "link", "rename"]
+    assert [one.name for one in found] == [f"directory: {name}" for name in names]
+    assert all(one.values["longest_s"] >= one.values["median_s"] > 0 for one in found)
+    assert list(folder.iterdir()) == []
+    folder.chmod(0o777)
+    with pytest.raises(EnvironmentFailure, match="mode 0777"):
+        directory.owner(folder)
+
+
+def test_a_file_system_that_maps_modes_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "mine"
+    atomic.make_private_directory(folder)
+
+    def careless(path: Path, data: bytes, durable: bool, calls: SystemCalls) -> None:
+        path.write_bytes(data)
+        path.chmod(stat.S_IRUSR | stat.S_IROTH)
+
+    monkeypatch.setattr(directory, "write_new", careless)
+    found = directory.owner(folder)
+    assert (found.state, "0404" in found.measured) == (State.FAILED, True)
+
+
+def test_a_file_system_without_links_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class NoLinks(SystemCalls):
+        def link(self, source: Path, target: Path) -> None:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr(directory, "REAL", NoLinks())
+    with pytest.raises(EnvironmentFailure, match="link failed: Operation not supported"):
+        directory.latency(tmp_path)
+
+
+def test_a_slow_directory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "SLOW_S", 0.0)
+    assert set(states(directory.latency(tmp_path)).values()) == {State.WARNING}
+
+
+UUIDS = ["GPU-11111111-aaaa", "GPU-22222222-bbbb"]
+
+
+@pytest.mark.parametrize(
+    ("expected", "visible", "seen", "state"),
+    [
+        (0, "", None, State.OK),
+        (0, "NoDevFiles", [], State.OK),
+        (2, "0,1", None, State.OK),
+        (2, "0,1", UUIDS, State.OK),
+        (1, "GPU-2222", UUIDS[1:], State.OK),
+        (1, "GPU-2222", UUIDS, State.WARNING),
+        (2, "0", UUIDS, State.FAILED),
+        (1, "3", UUIDS, State.FAILED),
+        (1, "GPU-3333", UUIDS, State.FAILED),
+        (1, "0", [], State.FAILED),
+    ],
+)
+def test_gpus(expected: int, visible: str, seen: list[str] | None, state: State) -> None:
+    assert gpus.check(expected, visible, seen).state is state
+
+
+def test_the_list_of_nvidia_smi() -> None:
+    text = (
+        "GPU 0: NVIDIA H100 80GB HBM3 (UUID: GPU-11111111-aaaa)\n"
+        "  MIG 1g.10gb     Device  0: (UUID: MIG-9)\n"
+        "GPU 1: NVIDIA H100 80GB HBM3 (UUID: GPU-22222222-bbbb)\n"
+    )
+    assert gpus.listed(text) == UUIDS
+
+
+def test_torch_for_cpus_does_not_serve_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str | None:
+        return "2.9.0+cpu"
+
+    monkeypatch.setattr(software, "version_of", version)
+    assert states(software.packages(gpus=True))["torch on gpus"] is State.FAILED
+    assert states(software.packages(gpus=False)) == {"packages": State.OK}
+    monkeypatch.setattr(software, "version_of", lambda name: None)
+    (found,) = software.packages(gpus=False)
+    assert (found.state, found.advice.startswith("pip install torch")) == (State.FAILED, True)
+
+
+def test_hosts_with_other_software_are_named() -> None:
+    login = [ok("python", "3.11.7"), ok("packages", "torch 2")]
+    same = [ok("python", "3.11.7").at("n0"), ok("packages", "torch 2").at("n0")]
+    assert software.same_everywhere(login, same) == []
+    (found,) = software.same_everywhere(login, [*same, ok("python", "3.12.1").at("n1")])
+    assert (found.state, found.measured) == (State.WARNING, "n1: python 3.12.1")
+
+
+def test_commands_that_do_not_work_in_jobs_are_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise SchedulerError("sbatch is not on PATH")
+
+    monkeypatch.setattr(SlurmClient, "ping", lambda self: None)
+    monkeypatch.setattr(SlurmClient, "try_out", refuse)
+    found = commands.check(tmp_path / "script.sh")
+    assert states(found) == {"scontrol in jobs": State.OK, "sbatch in jobs": State.WARNING}
+    assert "slurmrl resume" in found[1].advice

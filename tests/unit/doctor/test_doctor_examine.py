@@ -1,0 +1,214 @@
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.cli.main import main
+from slurmrl.doctor import examine as examine_module
+from slurmrl.doctor import job as job_module
+from slurmrl.doctor.check import Check, State
+from slurmrl.doctor.examine import Examination, examine
+from slurmrl.errors import SchedulerError
+from slurmrl.scheduler.base import JobState, SubmissionRequest
+from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.parse import HostRow
+from slurmrl.submission import live
+from tests.fake_runs import FakeScheduler, task, write_config
+
+
+def look(root: Path, said: list[str] | None = None, **more: Any) -> dict[str, Check]:
+    """Checks by name; of several with one name the worst."""
+    values: dict[str, Any] = {
+        "config": None,
+        "overrides": (),
+        "root": root,
+        "fallback": root,
+        "scheduler": "local",
+        "job": False,
+        "timeout_s": 60.0,
+        **more,
+    }
+    checks = examine(Examination(**values), (said if said is not None else []).append)
+    order = list(State)
+    return {one.name: one for one in sorted(checks, key=lambda one: order.index(one.state))}
+
+
+def test_a_job_on_the_local_scheduler_leaves_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "runs"
+    found = look(root, job=True)
+    assert [one for one in found.values() if one.state is State.FAILED] == []
+    assert {"same directory", "gpus", "interface", "other hosts", "temporary space"} <= set(found)
+    assert not root.exists()
+
+
+def test_a_root_with_runs_keeps_them(tmp_path: Path) -> None:
+    from slurmrl.paths import user_name
+
+    mine = tmp_path / user_name() / "experiment" / "1"
+    mine.mkdir(parents=True)
+    look(tmp_path)
+    assert list((tmp_path / user_name()).iterdir()) == [mine.parent]
+
+
+def test_a_root_that_cannot_be_made_is_one_failed_check(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    found = look(tmp_path / "file" / "runs")
+    assert [one.name for one in found.values() if one.state is State.FAILED] == ["root"]
+    assert "open files" in found
+
+
+def test_problems_of_a_configuration_are_checks(tmp_path: Path) -> None:
+    path = write_config(tmp_path)
+    assert look(tmp_path / "r", config=path)["configuration"].state is State.OK
+    wrong = look(tmp_path / "r", config=path, overrides=("sed=3",))["configuration"]
+    assert (wrong.state, "sed" in wrong.measured) == (State.FAILED, True)
+    (tmp_path / "data.jsonl").unlink()
+    missing = look(tmp_path / "r", config=path)["configuration"]
+    assert (missing.state, "no such file" in missing.measured) == (State.FAILED, True)
+
+
+def test_a_slurm_that_does_not_answer_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sbatch").write_text("#!/bin/sh\nexit 1\n")
+    (tmp_path / "scontrol").write_text("#!/bin/sh\nexit 1\n")
+    for name in ("sbatch", "scontrol"):
+        (tmp_path / name).chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert look(tmp_path / "r", scheduler="auto")["scheduler"].state is State.WARNING
+    assert look(tmp_path / "r", scheduler="local")["scheduler"].state is State.OK
+    assert look(tmp_path / "r", scheduler="slurm")["scontrol"].state is State.FAILED
+
+
+@pytest.fixture
+def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
+    """A Slurm whose controller answers and whose queue is played by the fake."""
+    fake = FakeScheduler()
+    rows = [HostRow("n0", "idle", 0), HostRow("n1", "mixed", 0), HostRow("n2", "down*", 0)]
+    monkeypatch.setattr(SlurmClient, "ping", lambda self: None)
+    monkeypatch.setattr(SlurmClient, "version", lambda self: "22.05.8")
+    monkeypatch.setattr(SlurmClient, "hosts", lambda self, partition: rows)
+    monkeypatch.setattr(job_module, "make", lambda kind: fake)
+    return fake
+
+
+def test_a_job_that_does_not_start_is_cancelled_and_told(
+    tmp_path: Path, slurm: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_module, "SAY_EVERY_S", 0.0)
+    slurm.tasks = [task(0, JobState.PENDING, reason="Priority")]
+    monkeypatch.setattr(FakeScheduler, "cancel", _forget)
+    said: list[str] = []
+    found = look(tmp_path / "r", said, scheduler="slurm", job=True, timeout_s=0.5)
+    assert "PENDING (Priority) after 0 s; it was cancelled" in found["job"].measured
+    assert any("job 41_0: PENDING (Priority), for" in line for line in said)
+    assert not (tmp_path / "r").exists()
+    (request,) = slurm.requests
+    assert [group.hosts for group in request.groups] == [2]
+    assert request.options["slurm"]["time"] == job_module.MINUTES
+
+
+def _forget(self: FakeScheduler, jobs: object, *, after: int = -1) -> None:
+    self.tasks = []
+
+
+def test_a_job_that_cannot_be_cancelled_is_told(
+    tmp_path: Path, slurm: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "LEAVE_TIMEOUT_S", 0.0)
+    slurm.tasks = [task(0, JobState.PENDING, reason="Priority")]
+    what = Examination(None, (), tmp_path, tmp_path, "slurm", True, 0.1)
+    advice = [one.advice for one in examine(what, lambda text: None) if one.name == "job"]
+    assert len(advice) == 2
+    assert "end it with scancel" in advice
+
+
+def test_a_job_without_results_shows_the_end_of_its_output(
+    tmp_path: Path, slurm: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_module, "LATE_S", 0.0)
+    submit = slurm.submit
+
+    def run(request: SubmissionRequest) -> Any:
+        log = request.run.batch_log("doctor", "slurm-41_0")
+        log.parent.mkdir(parents=True)
+        log.write_text("srun: error: no such partition\n")
+        slurm.tasks = [task(0, JobState.FAILED, reason="NonZeroExitCode")]
+        return submit(request)
+
+    monkeypatch.setattr(slurm, "submit", run)
+    check = look(tmp_path / "r", scheduler="slurm", job=True)["job"]
+    assert check.state is State.FAILED
+    assert "no result from host 0, 1 of 2: job 41_0: FAILED (NonZeroExitCode)" in check.measured
+    assert check.measured.endswith("srun: error: no such partition")
+
+
+def test_a_job_that_is_refused_is_a_failed_check(
+    tmp_path: Path, slurm: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(request: SubmissionRequest) -> None:
+        raise SchedulerError("sbatch failed (1): invalid account")
+
+    monkeypatch.setattr(slurm, "submit", refuse)
+    found = look(tmp_path / "r", scheduler="slurm", job=True)
+    assert "invalid account" in found["job"].measured
+    assert not (tmp_path / "r").exists()
+
+
+def test_the_job_has_the_shape_of_the_configuration(
+    tmp_path: Path, slurm: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [HostRow(f"n{index}", "idle", 8) for index in range(4)]
+    monkeypatch.setattr(SlurmClient, "hosts", lambda self, partition: rows)
+    monkeypatch.setattr(job_module, "LATE_S", 0.0)
+    config = write_config(tmp_path)
+    shape = ("actor.backend=fsdp:d8", "cluster.workers_per_host=2")
+    look(tmp_path / "r", config=config, overrides=shape, scheduler="slurm", job=True)
+    (request,) = slurm.requests
+    (group,) = request.groups
+    assert (group.hosts, group.workers_per_host, group.gpus_per_worker) == (4, 2, 1)
+    assert group.links == 1
+
+
+def test_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SLURMRL_ROOT", str(tmp_path / "runs"))
+    umask = os.umask(0o077)
+    try:
+        assert main(["doctor", "--scheduler", "local", "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert shown["failed"] == 0
+        assert {"name", "state", "measured", "advice", "where", "values"} == set(shown["checks"][0])
+        assert main(["doctor", "--scheduler", "local", "--root", "/proc/x"]) == 1
+        text = capsys.readouterr().out
+        assert "FAILED" in text
+        assert "add --job" in text.splitlines()[-1]
+    finally:
+        os.umask(umask)
+
+
+def test_hosts_that_say_the_same_share_a_row() -> None:
+    from slurmrl.cli.doctor import _together
+    from slurmrl.doctor.check import ok, warning
+
+    hosts = [f"n{index}" for index in range(6)]
+    same = [ok("python", "3.11").at(host) for host in hosts[:2]]
+    times = [ok("latency", f"{index} ms").at(host) for index, host in enumerate(hosts)]
+    odd = [warning("python", "3.9", "upgrade").at("n5")]
+    groups = _together([*same, *times, *odd])
+    assert [(group[0].name, len(group)) for group in groups] == [
+        ("python", 2),
+        ("python", 1),
+        ("latency", 6),
+    ]
+
+
+def test_a_local_job_is_not_made_larger(tmp_path: Path) -> None:
+    from slurmrl.config.schema import Cluster
+
+    assert examine_module._shape("local", Cluster(), None).hosts == 1

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurmrl.config.schema import Config
+from slurmrl.plan.settings import load_settings
+from slurmrl.recover import consequences, differences, follow_actor, may_change
+from tests.support.trials import Site, ppo_config
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return Site(tmp_path).write("ppo.yaml", ppo_config())
+
+
+def resolved(path: Path, *overrides: str) -> Config:
+    return load_settings(path, overrides).config
+
+
+def backends(config: Config) -> dict[str, str]:
+    assert config.critic is not None
+    assert config.ref is not None
+    roles = {"actor": config.actor, "critic": config.critic, "ref": config.ref}
+    return {role: model.backend for role, model in roles.items()}
+
+
+def moved(path: Path, *overrides: str) -> Config:
+    """The configuration as ``resume`` makes it from the resolved one."""
+    from slurmrl.config.load import dump
+
+    before = resolved(path)
+    kept = path.with_name("config.yaml")
+    kept.write_text(dump(before))
+    return resolved(kept, *follow_actor(before, overrides))
+
+
+@pytest.mark.parametrize(
+    "override", ["actor.backend=fsdp:d4", " actor.backend =fsdp:d4", "actor.backend='fsdp:d4'"]
+)
+def test_roles_that_lie_with_the_actor_move_with_it(path: Path, override: str) -> None:
+    assert set(backends(moved(path, override)).values()) == {"fsdp:d4"}
+
+
+def test_the_last_override_of_a_follower_wins(path: Path) -> None:
+    overrides = ("critic.backend=fsdp:d4", "actor.backend=fsdp:d4")
+    assert set(backends(moved(path, *overrides)).values()) == {"fsdp:d4"}
+    assert follow_actor(resolved(path), overrides)[-2:] == list(overrides)
+
+
+def test_without_a_move_nothing_is_added(path: Path) -> None:
+    overrides = ["total_steps=9", "actor.optimizer.lr=1.0"]
+    assert follow_actor(resolved(path), overrides) == overrides
+
+
+def test_a_new_layout_may_be_resumed_and_its_price_is_told(path: Path) -> None:
+    before, after = resolved(path), moved(path, "actor.backend=fsdp:d4")
+    assert differences(before, after) == []
+    told = consequences(before, after)
+    assert told[0].startswith("another layout: actor.backend: 'fsdp:d2' -> 'fsdp:d4'; critic.")
+    assert "kept exactly" in told[1]
+    assert "random state is drawn anew" in told[2]
+    assert "2 minibatches are made on each rank" in told[2]
+
+
+def test_other_micro_batches_change_sums_only(path: Path) -> None:
+    before = resolved(path)
+    after = resolved(path, "actor.max_tokens_per_microbatch=64")
+    assert differences(before, after) == []
+    *_, lost = consequences(before, after)
+    assert lost == "not bit for bit as before: sums are added in another order"
+
+
+def test_the_same_layout_has_no_consequences(path: Path) -> None:
+    assert consequences(resolved(path), resolved(path, "total_steps=9", "checkpoint={}")) == []
+
+
+def test_what_may_change_is_listed() -> None:
+    listed = may_change().split(", ")
+    assert {"total_steps", "cluster", "actor.backend", "ref.gpus"} <= set(listed)
+    assert listed == sorted(listed)

@@ -1,0 +1,72 @@
+"""More links for a trial that is alive."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from slurmrl.errors import UsageError
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.history.writer import end
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler.base import JobState
+from slurmrl.submission.links import add_links
+from slurmrl.submission.submit import propose, propose_resume, submit
+from tests.fake_runs import FakeScheduler, task, write_config
+
+
+@pytest.fixture
+def paths(tmp_path: Path, scheduler: FakeScheduler) -> RunPaths:
+    """A trial whose jobs are in a Slurm that the tests play."""
+    return submitted(tmp_path)
+
+
+def submitted(folder: Path, *overrides: str) -> RunPaths:
+    root = str(folder / "runs")
+    found = submit(propose(write_config(folder), overrides, root=root, scheduler="local")).paths
+    request = json.loads(found.submission_request(1).read_text())
+    found.submission_request(1).write_text(json.dumps({**request, "scheduler": "slurm"}))
+    return found
+
+
+def last_link(scheduler: FakeScheduler, queued: int) -> None:
+    waiting = [task(index, JobState.PENDING) for index in range(7, 7 + queued)]
+    scheduler.tasks = [task(6, JobState.RUNNING), *waiting]
+
+
+def test_a_live_trial_with_few_links_gets_more(paths: RunPaths, scheduler: FakeScheduler) -> None:
+    last_link(scheduler, queued=1)
+    found = add_links(paths)
+    assert found is not None
+    assert found.jobs is not None
+    assert found.jobs.ids == {"trainer": ("41", "42")}
+    assert "trainer: job 42" in found.notes[0]
+    assert scheduler.done == ["extend trainer"]
+
+
+def test_one_with_enough_is_live_as_before(paths: RunPaths, scheduler: FakeScheduler) -> None:
+    last_link(scheduler, queued=2)
+    assert add_links(paths) is None
+    with pytest.raises(UsageError, match="is live"):
+        submit(propose_resume(paths, []))
+
+
+def test_an_ended_or_interrupted_trial_is_resumed_as_before(
+    paths: RunPaths, scheduler: FakeScheduler
+) -> None:
+    scheduler.tasks = [task(7, JobState.TIMEOUT)]
+    assert add_links(paths) is None
+    last_link(scheduler, queued=0)
+    end(History(paths.history), Kind.CANCELLED, {})
+    assert add_links(paths) is None
+    assert scheduler.done == []
+
+
+def test_a_single_job_is_no_chain(tmp_path: Path, scheduler: FakeScheduler) -> None:
+    paths = submitted(tmp_path, "cluster.slurm.continue=none")
+    assert scheduler.requests[0].groups[0].links == 1
+    last_link(scheduler, queued=0)
+    assert add_links(paths) is None

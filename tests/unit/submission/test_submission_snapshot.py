@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from slurmrl.errors import ConfigError, EnvironmentFailure
+from slurmrl.paths import RunPaths
+from slurmrl.submission import copying, git, own_code, snapshot
+from slurmrl.submission.record import Recorder, recorded_folders
+from slurmrl.submission.submit import Proposal, propose, propose_resume, submit
+from tests.fake_runs import FakeScheduler, write_config
+
+REWARD = "import helper\nclass Mine:\n    score = helper.SCORE\n"
+
+
+@pytest.fixture
+def user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a configuration and a reward that imports a module beside it."""
+    folder = tmp_path / "user"
+    folder.mkdir()
+    write_config(folder)
+    (folder / "my_reward.py").write_text(REWARD)
+    (folder / "helper.py").write_text("SCORE = 1\n")
+    (folder / "unrelated.py").write_text("raise RuntimeError\n")
+    monkeypatch.chdir(tmp_path)
+    return folder
+
+
+def proposed(user: Path, *overrides: str) -> Proposal:
+    root = str(user.parent / "runs")
+    return propose(user / "sft.yaml", overrides, root=root, scheduler="local")
+
+
+def copied(snapshot_folder: Path) -> set[str]:
+    """What is in it besides this package and what a checkout of it has changed."""
+    return {path.name for path in snapshot_folder.iterdir()} - {"slurmrl", "slurmrl.diff"}
+
+
+def record(folder: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((folder / "environment.json").read_text())
+    return found
+
+
+MINE = "reward={name: 'my_reward:Mine'}"
+
+
+def test_the_rewards_module_and_what_it_imports_are_copied(
+    user: Path, scheduler: FakeScheduler
+) -> None:
+    paths = submit(proposed(user, MINE)).paths
+    assert {"my_reward.py", "helper.py", "environment.json", "submitted.yaml"} == copied(paths.code)
+    assert (paths.code / "my_reward.py").read_text() == REWARD
+    assert (paths.code / "my_reward.py").stat().st_mode & 0o777 == 0o600
+    assert (paths.code / "submitted.yaml").read_text() == (user / "sft.yaml").read_text()
+
+
+def test_listed_code_is_copied_without_what_nobody_imports(
+    user: Path, scheduler: FakeScheduler
+) -> None:
+    package = user / "package"
+    (package / "part" / "__pycache__").mkdir(parents=True)
+    (package / ".git").mkdir()
+    (package / "part" / "__pycache__" / "x.pyc").touch()
+    (package / "part" / "table.json").write_text("{}")
+    (package / "__init__.py").write_text("import helper\n")
+    (package / "part" / "loop").symlink_to(package)
+    os.mkfifo(package / "pipe")  # reading it would wait for ever
+    paths = submit(proposed(user, f"code=[{package}]")).paths
+    assert {"package", "helper.py"} < copied(paths.code)
+    found = {str(p.relative_to(paths.code)) for p in (paths.code / "package").rglob("*")}
+    assert found == {"package/part", "package/__init__.py", "package/part/table.json"}
+
+
+def test_paths_of_code_are_relative_to_the_configuration(user: Path) -> None:
+    with (user / "sft.yaml").open("a") as file:
+        file.write("code: [helper.py]\n")
+    assert proposed(user).recorder.code.paths == (user / "helper.py",)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("missing.py", "there is no such file or folder"),
+        ("notes.txt", "it is no Python file"),
+        ("json.py", "would hide the standard library's json"),
+        ("slurmrl", "would hide slurmrl"),
+    ],
+)
+def test_code_that_cannot_be_copied_is_refused(user: Path, name: str, reason: str) -> None:
+    for there in ("notes.txt", "json.py"):
+        (user / there).touch()
+    (user / "slurmrl").mkdir()
+    with pytest.raises(ConfigError, match=reason) as caught:
+        proposed(user, f"code=[{user / 'helper.py'}, {user / name}]")
+    assert [problem.key for problem in caught.value.problems] == ["code.1"]
+    assert not (user.parent / "runs").exists()
+
+
+def test_two_entries_of_one_name_are_refused(user: Path) -> None:
+    (user / "other").mkdir()
+    shutil.copy(user / "helper.py", user / "other")
+    with pytest.raises(ConfigError, match="another entry has the same name"):
+        proposed(user, f"code=[{user / 'helper.py'}, {user / 'other' / 'helper.py'}]")
+
+
+def test_data_is_not_code(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "LARGEST_BYTES", 8)
+    with pytest.raises(ConfigError, match="leave data out of its folder"):
+        proposed(user, MINE)
+
+
+def test_a_module_that_is_not_here_is_told(user: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert proposed(user, "reward={name: 'no_such_module_here:R'}").recorder.code.paths == ()
+    assert "no module 'no_such_module_here' is found" in caplog.text
+
+
+def test_installed_packages_stay_where_they_are(user: Path) -> None:
+    assert proposed(user, "reward={name: 'pytest:Item'}").recorder.code == own_code.OwnCode(
+        folders=(user, user.parent)
+    )
+
+
+def test_a_changed_file_does_not_reach_a_snapshot(user: Path, scheduler: FakeScheduler) -> None:
+    paths = submit(proposed(user, MINE)).paths
+    (user / "helper.py").write_text("SCORE = 2\n")
+    assert submit(proposed(user, MINE)).notes == ()
+    again = submit(propose_resume(paths, []))
+    assert again.notes == ()
+    assert (paths.code / "helper.py").read_text() == "SCORE = 1\n"
+    assert [request.code for request in scheduler.requests] == [paths.code] * 3
+
+
+def test_update_code_takes_the_present_code(
+    user: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = submit(proposed(user, MINE)).paths
+    (user / "helper.py").write_text("SCORE = 2\n")
+    elsewhere = user.parent / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    updated = submit(propose_resume(paths, [], update_code=True))
+    second = paths.run / "code.2"
+    assert updated.notes == (f"runs the code of now: {second}",)
+    assert (second / "helper.py").read_text() == "SCORE = 2\n"
+    assert (paths.code / "helper.py").read_text() == "SCORE = 1\n"
+    assert recorded_folders(second) == [user, user.parent, elsewhere]
+    submit(propose_resume(paths, []))
+    assert [request.code for request in scheduler.requests] == [paths.code, second, second]
+    assert snapshot.current(paths) == 2
+
+
+def test_code_is_changed_together_with_the_snapshot(user: Path, scheduler: FakeScheduler) -> None:
+    paths = submit(proposed(user, MINE)).paths
+    override = f"code=[{user / 'unrelated.py'}]"
+    with pytest.raises(Exception, match="add --update-code"):
+        propose_resume(paths, [override])
+    submit(propose_resume(paths, [override], update_code=True))
+    assert "unrelated.py" in copied(paths.snapshot(2))
+
+
+@pytest.mark.parametrize("step", ["copying", "record", "rename"])
+def test_a_snapshot_is_there_whole_or_not_at_all(
+    user: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """A full disk while an update is copied, described or put in place: the old one runs on."""
+    paths = submit(proposed(user, MINE)).paths
+
+    def full(*arguments: object) -> None:
+        raise EnvironmentFailure("no space left")
+
+    update = propose_resume(paths, [], update_code=True)
+    with monkeypatch.context() as patch:
+        if step == "copying":
+            patch.setattr(copying, "write_new", full)
+        elif step == "record":
+            patch.setattr(Recorder, "__call__", full)
+        else:
+            patch.setattr(os, "rename", full)
+        with pytest.raises(EnvironmentFailure, match="no space left"):
+            submit(update)
+    assert snapshot.current(paths) == 1
+    assert [path.name for path in paths.run.glob("*code*")] == ["code"]
+    submit(update)
+    assert snapshot.current(paths) == 2
+
+
+def test_an_update_whose_submitter_was_killed_counts_for_nothing(
+    user: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(*arguments: object) -> None:
+        raise Killed
+
+    paths = submit(proposed(user, MINE)).paths
+    with monkeypatch.context() as patch:
+        patch.setattr("slurmrl.submission.submit._claim", kill)
+        with pytest.raises(Killed):
+            submit(propose_resume(paths, [], update_code=True))
+    assert paths.snapshot(2).exists()
+    assert snapshot.current(paths) == 1
+    submit(propose_resume(paths, [], update_code=True))
+    assert snapshot.current(paths) == 3
+
+
+def test_the_record_holds_no_secret(
+    user: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret_0123")
+    paths = submit(proposed(user)).paths
+    for path in paths.run.rglob("*"):
+        assert not path.is_file() or b"hf_secret_0123" not in path.read_bytes()
+    found = record(paths.code)
+    assert isinstance(found["packages"], dict)
+    assert found["packages"]["pytest"] == pytest.__version__
+    assert found["directory"] == str(user.parent)
+
+
+@pytest.fixture
+def repository(user: Path) -> Path:
+    def run(*words: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", "-C", str(user), *identity, *words], check=True, capture_output=True)
+
+    run("init", "-b", "trunk")
+    run("add", "helper.py", "sft.yaml")
+    run("commit", "-m", "first")
+    (user / "helper.py").write_text("SCORE = 3\n")
+    return user
+
+
+def test_git_says_commit_state_and_changes(repository: Path) -> None:
+    found = git.look(repository)
+    assert isinstance(found, git.Repository)
+    assert (found.root, found.branch, len(found.commit)) == (repository, "trunk", 40)
+    assert " M helper.py" in found.status.splitlines()
+    assert "?? my_reward.py" in found.status.splitlines()
+    assert b"+SCORE = 3" in found.diff
+    named = [repository / "data.jsonl", repository / "helper.py", Path("/etc/hosts")]
+    assert git.untracked(found, named) == [repository / "data.jsonl"]
+
+
+def test_a_large_diff_is_cut_with_a_note(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(git, "MOST_DIFF_BYTES", 20)
+    found = git.look(repository)
+    assert isinstance(found, git.Repository)
+    assert len(found.diff) == 20
+    assert any("cut off after 20 of" in note for note in found.notes)
+
+
+def test_a_folder_without_git_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert "not a git repository" in str(git.look(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git.look(tmp_path) == "git is not installed"
+
+
+def test_the_record_of_a_repository(
+    repository: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changes go into a file, and what the configuration names and no commit holds is kept."""
+    monkeypatch.chdir(repository)
+    code = submit(proposed(repository)).paths.code
+    assert b"+SCORE = 3" in (code / "directory.diff").read_bytes()
+    assert (code / "untracked-files" / "data.jsonl").read_bytes() == (
+        repository / "data.jsonl"
+    ).read_bytes()
+    repositories = record(code)["git"]
+    assert isinstance(repositories, dict)
+    assert repositories["directory"]["branch"] == "trunk"
+
+
+def test_a_trial_of_an_older_version_has_one_snapshot(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.submission(1).mkdir(parents=True)
+    paths.submission_request(1).write_text('{"scheduler": "local"}')
+    assert snapshot.current(paths) == 1
+    assert recorded_folders(paths.code) == []
