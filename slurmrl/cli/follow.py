@@ -14,6 +14,7 @@ from slurmrl.monitor.snapshot import read
 from slurmrl.monitor.status import assemble
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.base import TaskState
+from slurmrl.scheduler.poll import SchedulerPoll
 from slurmrl.submission.live import Jobs
 
 POLL_S = {"local": 0.5}
@@ -65,6 +66,9 @@ class Follower:
         self._local = kind == "local"
         self._poll_s = POLL_S.get(kind, SHARED_POLL_S)
         self._jobs = jobs
+        self._query = (
+            jobs.scheduler.query if self._local else SchedulerPoll(kind, jobs.scheduler).query
+        )
         self._view = view
         self._sleep = sleep
         self._tasks: list[TaskState] = []
@@ -93,7 +97,7 @@ class Follower:
     def _look(self) -> dict[str, Any]:
         problem = None
         try:
-            self._tasks = self._jobs.scheduler.query(self._jobs.ids)
+            self._tasks = self._query(self._jobs.ids)
         except EnvironmentFailure as error:
             problem = str(error)  # what was known before stands until it answers again
         return assemble(read(self._paths), self._tasks, problem=problem)

@@ -13,6 +13,7 @@ import click
 
 from slurmrl.cli import render
 from slurmrl.monitor.metrics import read_latest
+from slurmrl.monitor.words import age
 from slurmrl.paths import RunPaths
 
 MOST_LINES = 100
@@ -127,12 +128,9 @@ def picture(status: render.Status) -> Any:
 
 
 def remaining(status: render.Status) -> str:
-    """Time to the last step if all steps take as long as the newest one."""
-    step_s = status["metrics"].get("time/total")
-    if not isinstance(step_s, int | float) or status["total_steps"] is None:
-        return ""
-    left = max(status["total_steps"] - status["step"], 0)
-    return f"{step_s:.3g} s/step, {render.age(left * step_s)} left" if left else ""
+    """Time to the last step at the pace of the newest ones."""
+    step_s, left_s = status["timing"]["step_s"], status["timing"]["left_s"]
+    return f"{step_s:.3g} s/step, {age(left_s)} left" if step_s and left_s else ""
 
 
 def make_view(*, silent: bool, earlier: int) -> View:

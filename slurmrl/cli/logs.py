@@ -23,17 +23,32 @@ POLL_S = 0.3
 @click.option("-f", "--follow", is_flag=True, help="Print what is added until the trial ends.")
 @click.option("--group", help="Only this group. Default: all.")
 @click.option("--task", type=click.IntRange(min=0), help="Only this task. Default: all.")
+@click.option(
+    "--incarnation",
+    type=click.IntRange(min=1),
+    help="What those wrote who served this incarnation (see slurmrl status). Default: the newest.",
+)
 @common
-def logs(trial: str, follow: bool, group: str | None, task: int | None, root: str | None) -> int:
+def logs(
+    trial: str,
+    follow: bool,
+    group: str | None,
+    task: int | None,
+    incarnation: int | None,
+    root: str | None,
+) -> int:
     """Print what a trial's newest attempts wrote; batch output where no agent has started yet."""
-    from slurmrl.monitor.log_files import newest
+    from slurmrl.monitor.log_files import newest, serving
     from slurmrl.submission import trials
 
     paths = trials.find(trials.root_folder(root), trial)
+    if incarnation is not None and follow:
+        raise click.UsageError("--incarnation is over or the newest: it cannot be followed")
     if follow:
         _follow(paths, group, task)
         return 0
-    files = newest(paths, group, task)
+    attempts = serving(paths, incarnation) if incarnation is not None else None
+    files = newest(paths, group, task, attempts=attempts)
     if not files:
         click.echo(f"no logs in {paths.logs} yet", err=True)
     Printer().print(files, torn=True)

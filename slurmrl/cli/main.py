@@ -32,10 +32,18 @@ COMMANDS = {
     "plan": Entry("slurmrl.cli.plan:plan", "Show what would run where, without submitting it."),
     "graph": Entry("slurmrl.cli.graph:graph", "Show the calls of a step and what they pass on."),
     "status": Entry("slurmrl.cli.status:status", "Show how trials are doing."),
+    "events": Entry("slurmrl.cli.events:events", "Print what happened in a trial, in order."),
+    "checkpoints": Entry(
+        "slurmrl.cli.checkpoints:checkpoints", "List and verify a trial's checkpoints."
+    ),
+    "export": Entry(
+        "slurmrl.cli.export:export", "Write a checkpoint's model in Hugging Face form."
+    ),
     "logs": Entry("slurmrl.cli.logs:logs", "Print what a trial's processes wrote."),
     "names": Entry("slurmrl.cli.names:names", "Show a trial's names, their owners and leases."),
     "cancel": Entry("slurmrl.cli.cancel:cancel", "End a trial and its jobs."),
     "resume": Entry("slurmrl.cli.resume:resume", "Go on with an ended or interrupted trial."),
+    "doctor": Entry("slurmrl.cli.doctor:doctor", "Check whether trials can run here."),
 }
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from slurmrl.monitor.words import age, first_line
+
 Status = Mapping[str, Any]
 
 SHOWN = ("reward", "eval/reward", "loss", "kl", "entropy", "tokens_per_s")
 """Metrics that stand in a line of progress, where a run has them."""
-HEADINGS = ("TRIAL", "STATE", "STEP", "REWARD", "EVAL", "TOKENS/S", "COMMIT", "NOTE")
+HEADINGS = ("TRIAL", "STATE", "STEP", "REWARD", "EVAL", "TOKENS/S", "COMMIT", "DIAGNOSIS")
+SHOWN_HOSTS = 3
 
 
 def number(value: Any) -> str:
@@ -17,15 +20,6 @@ def number(value: Any) -> str:
     if not isinstance(value, int | float):
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
-
-
-def age(seconds: float | None) -> str:
-    if seconds is None:
-        return ""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
 
 
 def progress(status: Status) -> str:
@@ -48,7 +42,8 @@ def commit(status: Status) -> str:
 
 
 def note(status: Status) -> str:
-    """Why it failed, why it waits, or what makes the rest doubtful; one line, may be empty."""
+    """Why it failed, why it waits, or what makes the rest doubtful; one line that does not change
+    with the time, may be empty."""
     if status["state"] in ("FAILED", "CANCELLED"):
         return first_line(status["reason"])
     if status.get("problem"):
@@ -62,10 +57,6 @@ def note(status: Status) -> str:
     if status["state"] == "PENDING":
         return f"waits: {', '.join(sorted(waiting))}" if waiting else "waits"
     return "unconfirmed: no heartbeat seen" if status.get("unconfirmed") else ""
-
-
-def first_line(text: str | None) -> str:
-    return (text or "").strip().partition("\n")[0]
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -86,17 +77,48 @@ def one(status: Status) -> str:
     """Everything about one trial."""
     lines = [
         f"{status['trial']}  {status['state']}  step {progress(status)}",
+        f"  {status['diagnosis']}",
+        *(f"  also: {finding['text']}" for finding in status["findings"][1:]),
         f"  {metrics(status['metrics'])}".rstrip(),
-        f"  commit {commit(status)}   incarnation {status['incarnation']}",
+        f"  commit {commit(status)}   incarnation {status['incarnation']}{ratio(status)}",
         f"  run directory {status['run']}",
     ]
     if status["export"]:
         lines.append(f"  exported model {status['export']}")
-    if note(status):
-        lines.append(f"  {note(status)}")
     if status["traceback"]:
-        lines += ["", status["traceback"].rstrip()]
-    return "\n".join([line for line in lines if line] + _tasks(status))
+        lines.append(f"\n{status['traceback'].rstrip()}")
+    return "\n".join([line for line in lines if line] + _tasks(status) + story(status))
+
+
+def ratio(status: Status) -> str:
+    value = status["timing"]["effective_ratio"]
+    return "" if value is None else f"   {value:.0%} of the time went into steps that count"
+
+
+def story(status: Status) -> list[str]:
+    """How each of the newest incarnations came to its end."""
+    rows: list[tuple[str, ...]] = [
+        ("START", "JOB", "HOSTS", "STEPS", "COMMIT", "TOOK", "HOW IT ENDED")
+    ]
+    for row in status["incarnations"]:
+        rows.append(
+            (
+                str(row["number"]),
+                row["job_id"] or "-",
+                brief(row["hosts"]),
+                f"{row['from_step']}-{row['to_step']}",
+                "-" if row["commit"] is None else str(row["commit"]),
+                age(row["seconds"]),
+                row["how"],
+            )
+        )
+    return ["", *table(rows)] if len(rows) > 1 else []
+
+
+def brief(names: Sequence[str]) -> str:
+    """``n0,n1 +6``"""
+    more = f" +{len(names) - SHOWN_HOSTS}" if len(names) > SHOWN_HOSTS else ""
+    return f"{','.join(names[:SHOWN_HOSTS])}{more}" or "-"
 
 
 def conclusion(status: Status, again: str) -> str:
@@ -129,7 +151,7 @@ def _row(status: Status) -> tuple[str, ...]:
         number(values.get("eval/reward")),
         number(values.get("tokens_per_s")),
         commit(status),
-        note(status),
+        status["diagnosis"],
     )
 
 
@@ -147,9 +169,13 @@ def _tasks(status: Status) -> list[str]:
                     task["state"],
                     "-" if attempt is None else str(attempt),
                     f"{heartbeat} ago" if heartbeat else "-",
-                    task["reason"],
+                    task["reason"] if task["state"] != "RUNNING" else "",
                 )
             )
-    links = sum(group["links_left"] for group in status["groups"])
-    left = [f"{links} successor{'s' if links != 1 else ''} queued"] if links else []
-    return ["", *table(rows), *left] if len(rows) > 1 else left
+    left = status["links_left"]
+    words = [f"{left} successor{'s' if left != 1 else ''} queued"] if left else []
+    link = status["link"]
+    if link is not None and link["time_left_s"] is not None:
+        words.insert(0, f"{age(link['time_left_s'])} left of {link['job_id']}")
+    tail = [", ".join(words)] if words else []
+    return ["", *table(rows), *tail] if len(rows) > 1 else tail

@@ -50,17 +50,24 @@ def describe(submitted: Submitted) -> dict[str, Any]:
         "run": str(submitted.paths.run),
         "scheduler": submitted.kind,
         "submission": jobs.number if jobs else None,
-        "jobs": jobs.ids if jobs else {},
+        "jobs": _jobs(submitted),
         "resumed_step": submitted.resumed_step,
+        "notes": list(submitted.notes),
     }
 
 
 def _headline(submitted: Submitted) -> str:
-    ids = submitted.jobs.ids if submitted.jobs else {}
-    jobs = ", ".join(f"{group}: {job}" for group, job in ids.items())
+    jobs = ", ".join(f"{group}: {job}" for group, job in _jobs(submitted).items())
     step = submitted.resumed_step
     goes_on = f", goes on from step {step}" if step is not None else ""
-    return f"{submitted.trial} submitted to {submitted.kind} ({jobs}){goes_on}"
+    lines = [f"{submitted.trial} submitted to {submitted.kind} ({jobs}){goes_on}"]
+    return "\n".join([*lines, *(f"  {note}" for note in submitted.notes)])
+
+
+def _jobs(submitted: Submitted) -> dict[str, str]:
+    """Job ids by group; several of a group are joined by commas, as Slurm's commands take them."""
+    ids = submitted.jobs.ids if submitted.jobs else {}
+    return {group: ",".join(each) for group, each in ids.items()}
 
 
 def _lines(submitted: Submitted) -> list[str]:

@@ -7,19 +7,28 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from slurmrl.errors import EnvironmentFailure, SlurmrlError
 from slurmrl.lease import read_counter
-from slurmrl.monitor.snapshot import Snapshot, read
+from slurmrl.monitor.snapshot import GLANCE, STORY, Snapshot, read
 from slurmrl.monitor.status import assemble
 from slurmrl.paths import RunPaths
-from slurmrl.scheduler.base import JobState, Scheduler, TaskState
+from slurmrl.scheduler.base import JobIds, JobState, TaskState
 
 HEARTBEATS = 1.5
 """How many heartbeat intervals status waits for a lease to move."""
 
-SchedulerFactory = Callable[[str], Scheduler]
+
+class Asked(Protocol):
+    """What is needed of a scheduler."""
+
+    def recover(self, run: RunPaths, number: int) -> dict[str, tuple[str, ...]]: ...
+
+    def query(self, jobs: JobIds) -> list[TaskState]: ...
+
+
+SchedulerFactory = Callable[[str], Asked]
 
 
 class Found:
@@ -39,13 +48,15 @@ def collect(
     trials: Sequence[RunPaths],
     schedulers: SchedulerFactory,
     *,
+    detailed: bool = False,
     unreadable: Callable[[RunPaths, SlurmrlError], None] | None = None,
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[dict[str, Any]]:
-    """The documented object of each trial (see ``status``). A run directory that cannot be read
+    """The documented object of each trial (see ``status``), with all of its story where
+    ``detailed``. A run directory that cannot be read
     is told to ``unreadable`` and left out; without that it raises."""
-    snapshots = _read_all(trials, unreadable)
+    snapshots = _read_all(trials, STORY if detailed else GLANCE, unreadable)
     found = ask(snapshots, schedulers)
     watched = [
         snapshot
@@ -65,12 +76,14 @@ def collect(
 
 
 def _read_all(
-    trials: Sequence[RunPaths], unreadable: Callable[[RunPaths, SlurmrlError], None] | None
+    trials: Sequence[RunPaths],
+    incarnations: int,
+    unreadable: Callable[[RunPaths, SlurmrlError], None] | None,
 ) -> list[Snapshot]:
     snapshots = []
     for paths in trials:
         try:
-            snapshots.append(read(paths))
+            snapshots.append(read(paths, incarnations))
         except SlurmrlError as error:
             if unreadable is None:
                 raise
@@ -96,15 +109,15 @@ def ask(snapshots: Sequence[Snapshot], schedulers: SchedulerFactory) -> dict[str
     return found
 
 
-def _query(scheduler: Scheduler, snapshots: Sequence[Snapshot]) -> list[tuple[Snapshot, TaskState]]:
-    jobs: dict[str, str] = {}
+def _query(scheduler: Asked, snapshots: Sequence[Snapshot]) -> list[tuple[Snapshot, TaskState]]:
+    jobs: dict[str, tuple[str, ...]] = {}
     owners: dict[str, tuple[Snapshot, str]] = {}
     for snapshot in snapshots:
         assert snapshot.submission is not None
         recovered = scheduler.recover(snapshot.paths, snapshot.submission.number)
-        for group, job in recovered.items():
+        for group, ids in recovered.items():
             key = f"{snapshot.trial}:{group}"  # groups of several trials in one question
-            jobs[key], owners[key] = job, (snapshot, group)
+            jobs[key], owners[key] = ids, (snapshot, group)
     answers = []
     for task in scheduler.query(jobs):
         snapshot, group = owners[task.group]

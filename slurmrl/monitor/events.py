@@ -1,17 +1,33 @@
 """What happened in a run: one file of JSON lines per writer, merged when read.
 
 Times are each writer's own clock; merged they are for people to read, nothing is decided by them.
+A writer that was killed leaves a torn last line, and a later one of the same name appends to it:
+lines that are no events are passed over.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import time
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from slurmrl.errors import CorruptFileError
+from slurmrl import log
+from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic, documents
 from slurmrl.paths import RunPaths
+
+logger = log.get(__name__)
+
+Event = dict[str, Any]
+"""``time``, ``writer``, ``kind`` and what belongs to the kind."""
+
+SUFFIX = ".jsonl"
+END_BYTES = 32 * 1024
+"""What is read from each end of a writer's file by those who need to know how it began and what
+it said last."""
 
 
 class EventWriter:
@@ -24,18 +40,80 @@ class EventWriter:
     def write(self, kind: str, **data: Any) -> None:
         """``data`` is JSON; it cannot have the keys ``time``, ``writer`` and ``kind``."""
         event = {"time": time.time(), "writer": self._writer, "kind": kind, **data}
-        atomic.append(self._path, json.dumps(event).encode() + b"\n")
+        try:
+            atomic.append(self._path, json.dumps(event).encode() + b"\n")
+        except EnvironmentFailure as error:  # people miss a line; the run need not end for it
+            logger.warning("the event %s was not written: %s", kind, error)
 
 
-def read_all(paths: RunPaths) -> list[dict[str, Any]]:
+def read_all(paths: RunPaths) -> list[Event]:
     """All writers' events by time; those of one writer keep their order."""
-    events = []
-    for file in sorted(paths.events.glob("*.jsonl")):
-        for raw in file.read_bytes().split(b"\n")[:-1]:
-            try:
-                event = documents.parse(raw, file)
-            except CorruptFileError:
-                continue  # torn by a crash
-            if isinstance(event.get("time"), int | float):
-                events.append(event)
+    return Reader(paths).read()
+
+
+def read_ends(paths: RunPaths, writer: str) -> list[Event]:
+    """The first and the last events of one writer; all of them, unless they are very many."""
+    path = paths.event_file(writer)
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            if size <= 2 * END_BYTES:
+                return _parse(file.read(), path)
+            first = file.read(END_BYTES)
+            file.seek(size - END_BYTES)
+            last = file.read().partition(b"\n")[2]
+    except FileNotFoundError:
+        return []
+    return _parse(first, path) + _parse(last, path)
+
+
+class Reader:
+    """Reads what was added since the last time, new writers' files included."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._offsets: dict[str, int] = {}
+
+    def read(self) -> list[Event]:
+        """New events by time; those of one writer keep their order. A line that is not whole yet
+        comes when it is."""
+        try:
+            names = atomic.list_names(self._paths.events)
+        except FileNotFoundError:
+            return []
+        found: list[Event] = []
+        for name in names:
+            if name.endswith(SUFFIX):
+                found += self._new(name)
+        return in_order(found)
+
+    def _new(self, name: str) -> list[Event]:
+        path = self._paths.event_file(name.removesuffix(SUFFIX))
+        offset = self._offsets.get(name, 0)
+        try:
+            with path.open("rb") as file:
+                file.seek(offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []  # the listing is older than a deletion by hand
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offsets[name] = offset + len(whole)
+        return _parse(whole, path)
+
+
+def in_order(events: Iterable[Event]) -> list[Event]:
     return sorted(events, key=lambda event: float(event["time"]))
+
+
+def _parse(data: bytes, path: Path) -> list[Event]:
+    """The events in whole lines."""
+    events = []
+    for raw in data.split(b"\n")[:-1]:
+        try:
+            event = documents.parse(raw, path)
+        except CorruptFileError:
+            continue  # torn by a crash
+        if isinstance(event.get("time"), int | float) and isinstance(event.get("kind"), str):
+            events.append({**event, "writer": path.name.removesuffix(SUFFIX)})
+    return events

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from slurmrl import keys
 from slurmrl.errors import UnknownNameError
+from slurmrl.fsio import documents
+from slurmrl.history.recent import begin_of
+from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
 from slurmrl.registry import near
 
@@ -20,16 +25,26 @@ class LogFile:
     path: Path
 
 
-def newest(paths: RunPaths, group: str | None = None, task: int | None = None) -> list[LogFile]:
-    """The newest attempt's file of each task, by group and task; for a group in which no agent
-    has started, the newest output of a batch process.
+Attempts = Mapping[tuple[str, int], int]
+"""Attempt by group and task."""
+
+
+def newest(
+    paths: RunPaths,
+    group: str | None = None,
+    task: int | None = None,
+    *,
+    attempts: Attempts | None = None,
+) -> list[LogFile]:
+    """The newest attempt's file of each task, by group and task, or those of ``attempts``; for a
+    group in which no agent has started, the newest output of a batch process.
 
     Raises UnknownNameError for a group or a task that wrote nothing while others did.
     """
     groups = sorted(folder.name for folder in paths.logs.glob("*") if folder.is_dir())
     if group is not None:
         groups = [_known("group", group, groups)] if groups else []
-    files = {name: _of_group(paths, name) for name in groups}
+    files = {name: _of_group(paths, name, attempts) for name in groups}
     if task is not None and any(files.values()):
         known = sorted({label.rpartition("/")[2] for of in files.values() for label in of})
         _known("task", str(task), known)
@@ -41,16 +56,36 @@ def newest(paths: RunPaths, group: str | None = None, task: int | None = None) -
     ]
 
 
-def _of_group(paths: RunPaths, group: str) -> dict[str, Path]:
+def serving(paths: RunPaths, incarnation: int) -> Attempts:
+    """The attempts that served an incarnation: those of the job in which it began. Their files can
+    hold others of that job as well. Raises UnknownNameError."""
+    begin = begin_of(paths.history, incarnation)
+    if begin is None:
+        raise UnknownNameError(f"incarnation {incarnation} has not begun; see slurmrl status")
+    found = {}
+    with make("file", directory=paths.names) as names:
+        for text in names.get_subtree(keys.ATTEMPTS):
+            attempt = documents.parse(text, keys.ATTEMPTS)
+            with documents.expecting(keys.ATTEMPTS):
+                if attempt["job"] == begin.data.get("job"):
+                    found[str(attempt["group"]), int(attempt["task"])] = int(attempt["attempt"])
+    return found
+
+
+def _of_group(paths: RunPaths, group: str, only: Attempts | None) -> dict[str, Path]:
     attempts: dict[int, int] = {}
     folder = paths.logs / group
     for name in (file.name for file in folder.iterdir()):
         match = AGENT_LOG.fullmatch(name)
         if match:
             task, attempt = int(match[1]), int(match[2])
+            if only is not None and only.get((group, task)) != attempt:
+                continue
             attempts[task] = max(attempt, attempts.get(task, 0))
     if attempts:
         return {f"{group}/{t}": paths.log(group, t, a) for t, a in sorted(attempts.items())}
+    if only is not None:
+        return {}
     stats = [(path, path.stat()) for path in folder.glob("*.out")]
     written = [(stat.st_mtime_ns, path) for path, stat in stats if stat.st_size]
     return {f"{group}/batch": max(written)[1]} if written else {}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,16 @@ class MetricsWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._torn = False
+        """The last write failed, perhaps in the middle of its line."""
 
     def write(self, values: Mapping[str, Any]) -> None:
-        atomic.append(self._path, encode(values))
+        """Raises EnvironmentFailure, after which it can be tried again."""
+        line = encode(values)
+        data = b"\n" + line if self._torn else line
+        self._torn = True
+        atomic.append(self._path, data)
+        self._torn = False
 
     def sync(self) -> None:
         """Wait until all lines are on disk: a commit must not be ahead of its metrics."""
@@ -44,7 +52,7 @@ def cut(path: Path, last_step: int) -> None:
         old = atomic.read(path)
     except FileNotFoundError:
         return
-    kept = b"".join(encode(line) for line in _lines(old) if line["step"] <= last_step)
+    kept = b"".join(encode(line) for line in _lines(_whole(old)) if line["step"] <= last_step)
     if kept != old:
         atomic.replace(path, kept)
 
@@ -52,7 +60,7 @@ def cut(path: Path, last_step: int) -> None:
 def read(path: Path) -> list[dict[str, Any]]:
     """All lines; a torn last one and a missing file count as not written yet."""
     try:
-        return list(_lines(path.read_bytes()))
+        return list(_lines(_whole(path.read_bytes())))
     except FileNotFoundError:
         return []
 
@@ -69,30 +77,32 @@ def read_latest(path: Path, n: int) -> list[dict[str, Any]]:
                 data = file.read(size - start)
                 if start:
                     data = data.partition(b"\n")[2]
-                lines = list(_lines(data))
-                if len(lines) >= n or not start:
-                    return lines[-n:] if n else []
+                lines = list(islice(_lines(reversed(_whole(data))), n))
+                if len(lines) == n or not start:
+                    return lines[::-1]
                 want *= 2
     except FileNotFoundError:
         return []
 
 
-def latest(path: Path, lines: int = 200) -> dict[str, Any]:
-    """The newest line, with the newest evaluation's values where that line has none itself.
-
-    An evaluation further back than ``lines`` lines is not looked for.
-    """
+def newest(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The last of some lines, with the values of the last evaluation among them."""
     newest: dict[str, Any] = {}
-    for line in read_latest(path, lines):
+    for line in lines:
         evaluated = {name: value for name, value in newest.items() if name.startswith("eval/")}
         newest = {**evaluated, **line}
     return newest
 
 
-def _lines(data: bytes) -> Iterator[dict[str, Any]]:
-    """Whole lines that hold an object with a step. What a crash left in the middle of the file
-    (a torn line that a later one was appended to) is passed over."""
-    for raw in data.split(b"\n")[:-1]:
+def _whole(data: bytes) -> list[bytes]:
+    """The lines that have an end."""
+    return data.split(b"\n")[:-1]
+
+
+def _lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+    """The lines that hold an object with a step. What a crash left in the middle of the file (a
+    torn line that a later one was appended to) is passed over."""
+    for raw in lines:
         try:
             line = json.loads(raw)
         except (ValueError, RecursionError):

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slurmrl import keys
-from slurmrl.errors import NameNotFoundError
+from slurmrl.errors import CorruptFileError, NameNotFoundError
 from slurmrl.fsio import atomic, documents
-from slurmrl.history.log import History
-from slurmrl.history.state import TrialState, fold
-from slurmrl.monitor import metrics
+from slurmrl.history.recent import Begun, Recent, recent
+from slurmrl.monitor import events, metrics, throughput
+from slurmrl.monitor.events import Event
 from slurmrl.name_resolve import make
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
+
+GLANCE = 3
+"""Incarnations whose traces are read for a diagnosis."""
+STORY = 20
+"""Incarnations that are told of, the newest ones."""
+LINES = 200
+"""Lines of metrics that are read: the newest evaluation stands in one of them."""
+FIRST_STARTS = 5
+"""Incarnations among which the first one is looked for that came as far as training."""
+MOST_METRICS_BYTES = 32 * 1024 * 1024
+"""Metrics that are added up at most, for the story of one trial."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +38,10 @@ class Submission:
     scheduler: str
     total_steps: int
     heartbeat_s: float
+    time: float | None = None
+    """When it was asked for, by the clock of the host that submitted."""
+    signal_lead_s: float | None = None
+    """Seconds before the time limit at which Slurm warns; None: unknown, or no Slurm."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +51,33 @@ class Group:
     name: str
     hosts: int
     elastic: bool
+    workers_per_host: int = 1
+
+
+@dataclass(frozen=True)
+class Traces:
+    """What one incarnation left behind. Each part may be missing, whatever the run does now."""
+
+    begun: Begun
+    failure: Mapping[str, Any]
+    """What its first failing rank said."""
+    warned: Mapping[str, Any]
+    """What told it that its job will end."""
+    attempt: Mapping[str, Any]
+    """The first agent of its job."""
+    master: Sequence[Event]
+    agent: Sequence[Event]
+    """What that agent said of this incarnation."""
+    supervisor: Sequence[Event]
+    """What the batch process of its job said."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
     paths: RunPaths
-    state: TrialState
+    now: float
+    """Seconds since the epoch by our own clock: only for what people are told."""
+    state: Recent
     submission: Submission | None
     """The newest one; None for a trial that was made but never submitted."""
     groups: tuple[Group, ...]
@@ -48,7 +85,19 @@ class Snapshot:
     """What the master of the current incarnation said last; empty if it said nothing yet."""
     attempts: Mapping[tuple[str, int], Mapping[str, Any]]
     """The newest attempt of each task that was ever started, by group and task."""
-    metrics: Mapping[str, Any]
+    incarnations: Sequence[Traces]
+    """The newest ones, the oldest of them first."""
+    lines: Sequence[Mapping[str, Any]]
+    """The newest lines of metrics."""
+    trained_s: float | None = None
+    """Time of all steps that count; None where nobody asked, or they are too many to add up."""
+    first_step_at: float | None = None
+    """When the ranks were ready for the first step, by their master's clock."""
+
+    @property
+    def metrics(self) -> Mapping[str, Any]:
+        """The newest line, with the newest evaluation among the lines."""
+        return metrics.newest(self.lines)
 
     @property
     def trial(self) -> str:
@@ -63,22 +112,82 @@ class Snapshot:
         return self.paths.lease(group, 0, attempt["attempt"]) if attempt else None
 
 
-def read(paths: RunPaths) -> Snapshot:
-    """Look at a run directory. Raises CorruptFileError for files that are not ours."""
-    state = fold(History(paths.history).read())
+def read(paths: RunPaths, incarnations: int = GLANCE) -> Snapshot:
+    """Look at a run directory, and at the traces of its newest incarnations. How many files that
+    takes does not depend on how long the trial has lived. Raises CorruptFileError for files that
+    are not ours, EnvironmentFailure."""
+    state = recent(paths.history, incarnations=incarnations, exports=_exported(paths))
     groups = _groups(paths)
     with make("file", directory=paths.names) as names:
         said = _said(names, state.incarnation)
         attempts = _attempts(names, groups)
+        leaders = _leaders(names, groups, attempts, incarnations)
+        traces = [_traces(paths, names, begun, leaders) for begun in state.begun]
     return Snapshot(
         paths,
+        time.time(),
         state,
         newest_submission(paths),
         groups,
         said,
         attempts,
-        metrics.latest(paths.metrics),
+        traces,
+        metrics.read_latest(paths.metrics, LINES),
+        *(_times(paths, state.incarnation) if incarnations > GLANCE else ()),
     )
+
+
+def _times(paths: RunPaths, incarnations: int) -> tuple[float | None, float | None]:
+    """Time of all steps, and when the first of them could begin."""
+    first = None
+    for number in range(1, min(incarnations, FIRST_STARTS) + 1):
+        ready = [e for e in events.read_ends(paths, f"master.{number}") if e["kind"] == "ready"]
+        if ready:
+            first = float(ready[0]["time"])
+            break
+    try:
+        size = paths.metrics.stat().st_size
+    except FileNotFoundError:
+        return None, first
+    if size > MOST_METRICS_BYTES:
+        return None, first
+    return throughput.trained_s(metrics.read(paths.metrics)), first
+
+
+def _exported(paths: RunPaths) -> bool:
+    try:
+        return bool(atomic.list_names(paths.exports))
+    except FileNotFoundError:
+        return False
+
+
+def _traces(
+    paths: RunPaths, names: NameStore, begun: Begun, leaders: Sequence[Mapping[str, Any]]
+) -> Traces:
+    job = begun.data.get("job")
+    attempt = next((one for one in leaders if job and one.get("job") == job), {})
+    return Traces(
+        begun,
+        _value(names, keys.failure(begun.number)),
+        _value(names, keys.warned(begun.number)),
+        attempt,
+        events.read_ends(paths, f"master.{begun.number}"),
+        _agent(paths, attempt, begun.number),
+        _supervisor(paths, str(attempt.get("group") or ""), str(job or "")),
+    )
+
+
+def _agent(paths: RunPaths, attempt: Mapping[str, Any], incarnation: int) -> list[Event]:
+    if not attempt:
+        return []
+    writer = f"agent.{attempt.get('group')}.{attempt.get('task')}.{attempt.get('attempt')}"
+    return [e for e in events.read_ends(paths, writer) if e.get("incarnation") == incarnation]
+
+
+def _supervisor(paths: RunPaths, group: str, tag: str) -> list[Event]:
+    """What the batch process of a job said; ``tag`` is JOBID.RESTARTCOUNT.ROUND."""
+    start = ".".join(tag.split(".")[:2])
+    return events.read_ends(paths, f"supervisor.{group}.{start}") if group and start else []
 
 
 def newest_submission(paths: RunPaths) -> Submission | None:
@@ -94,6 +203,8 @@ def newest_submission(paths: RunPaths) -> Submission | None:
                 str(request["scheduler"]),
                 int(request["total_steps"]),
                 float(request["heartbeat_s"]),
+                _seconds(request.get("time")),
+                _seconds(request.get("signal_lead_s")),
             )
     return None
 
@@ -114,29 +225,74 @@ def _groups(paths: RunPaths) -> tuple[Group, ...]:
         return ()
     with documents.expecting(paths.plan):
         return tuple(
-            Group(str(group["name"]), int(group["hosts"]), bool(group["elastic"]))
+            Group(
+                str(group["name"]),
+                int(group["hosts"]),
+                bool(group["elastic"]),
+                int(group.get("workers_per_host", 1)),
+            )
             for group in plan["groups"]
         )
 
 
+def _seconds(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
 def _said(names: NameStore, incarnation: int) -> Mapping[str, Any]:
+    said = _value(names, keys.status())
+    return said if said.get("incarnation") == incarnation else {}
+
+
+def _value(names: NameStore, key: str) -> Mapping[str, Any]:
+    """The object in a key; empty if it is not there."""
     try:
-        said = documents.parse(names.get(keys.status()), keys.status())
+        return documents.parse(names.get(key), key)
     except NameNotFoundError:
         return {}
-    return said if said.get("incarnation") == incarnation else {}
 
 
 def _attempts(
     names: NameStore, groups: tuple[Group, ...]
 ) -> dict[tuple[str, int], Mapping[str, Any]]:
-    newest: dict[tuple[str, int], Mapping[str, Any]] = {}
+    """The newest attempt of each task: of the others only the keys are looked at."""
+    newest: dict[tuple[str, int], int] = {}
     for group in groups:
-        for text in names.get_subtree(keys.group_attempts(group.name)):
-            where = keys.group_attempts(group.name)
-            attempt = documents.parse(text, where)
-            with documents.expecting(where):
-                key = (group.name, int(attempt["task"]))
-                if key not in newest or attempt["attempt"] > newest[key]["attempt"]:
-                    newest[key] = attempt
-    return newest
+        for task, number in _numbers(names, group.name):
+            newest[group.name, task] = max(number, newest.get((group.name, task), 0))
+    return {
+        (group, task): _attempt(names, group, task, number)
+        for (group, task), number in sorted(newest.items())
+    }
+
+
+def _numbers(names: NameStore, group: str) -> Iterator[tuple[int, int]]:
+    """Task and attempt of each claim."""
+    root = keys.group_attempts(group)
+    for key in names.find_subtree(root):
+        task, _, number = key.removeprefix(f"{root}/").partition("/")
+        if task.isdecimal() and number.isdecimal():
+            yield int(task), int(number)
+
+
+def _attempt(names: NameStore, group: str, task: int, number: int) -> Mapping[str, Any]:
+    key = keys.attempt(group, task, number)
+    attempt = _value(names, key)
+    if attempt and attempt.get("attempt") != number:
+        raise CorruptFileError(f"{key} does not hold what it should: {attempt}")
+    return attempt or {"attempt": number}
+
+
+def _leaders(
+    names: NameStore,
+    groups: tuple[Group, ...],
+    attempts: Mapping[tuple[str, int], Mapping[str, Any]],
+    count: int,
+) -> list[Mapping[str, Any]]:
+    """The newest attempts of the task beside the master, the newest first: each incarnation began
+    in the job of one of them."""
+    if not groups or (groups[0].name, 0) not in attempts:
+        return []
+    newest = int(attempts[groups[0].name, 0]["attempt"])
+    numbers = range(newest, max(-1, newest - count), -1)
+    return [_attempt(names, groups[0].name, 0, number) for number in numbers]

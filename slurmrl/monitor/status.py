@@ -19,6 +19,43 @@ This object is a contract: fields may be added, none is ever changed or removed.
       "traceback": null,                      of the first rank that failed
       "run": "/…/EXPERIMENT/TRIAL",           the run directory
       "export": "/…/export/step-00000060",    the newest exported model; null if there is none
+      "diagnosis": "running, step 12 of 60, …",   what is to be said first, on one line
+      "findings": [{"code": "running", "text": "…"}, …],   all that is to be said; never empty,
+                                              the first is the diagnosis. Codes: docs/status.md
+      "phase": "starting" | "running" | "finished" | null,   of the present incarnation; null where
+                                              its master has not spoken yet, or speaks no more
+      "warned": null,                         what told the present incarnation to end, in words
+      "waiting": {"for": [3], "hosts": ["n1"], "what": "to finish gen of step 3",
+                  "since_s": 2.1} | null,
+                                              ranks that the master waited for when it spoke last
+      "links_left": 6,                        queued successors, over all groups and arrays
+      "link": {"job_id": "41_1", "time_left_s": 1200.0} | null,   null unless a job runs; the time
+                                              is null where unknown or without limit
+      "pending": {"reason": "Priority", "words": "…", "since_s": 40.2, "expected_start": null}
+                 | null,                      null unless PENDING; the start as the scheduler
+                                              expects it, in its local time: "2026-01-31T09:30:00"
+      "checkpoint_failures": {"count": 2, "step": 30, "reason": "…", "last_commit_s": 2400.0}
+                             | null,          commits that failed since the last one
+      "timing": {
+        "step_s": 12.3,                       mean of the newest steps; null before the first
+        "left_s": 240.0,                      to the last step at that pace
+        "start_s": 14.0,                      begin of the present incarnation until ready to train
+        "commit_s": 1.2, "commit_stall_s": 0.1,   slowest of its newest commits, and training's part
+        "signal_lead_s": 120.0,               how long before a time limit Slurm warns
+        "effective_ratio": 0.93               time of the steps that count / time since the first;
+      },                                      null in overviews. Each can be null: unknown
+      "incarnations": [{                      the newest ones, oldest first: 20 of one trial, 3 in
+        "number": 2,                          overviews
+        "job_id": "41_1" | null, "link": 1 | null, "hosts": ["n0", …],
+        "began": 1767225600.0,                by the clock of its first host
+        "from_step": 10, "to_step": 12,       last step known; those after "commit" are done again
+        "commit": 10 | null,                  its last one
+        "cause": "running" | "finished" | "cancelled" | "gave_up" | "time_limit" | "preemption" |
+                 "interrupt" | "exception" | "died" | "oom" | "hung" | "deadline" | "lost_host" |
+                 "master" | "environment" | "killed" | "unknown",   others may come
+        "how": "worker 3 on n1 died: SIGKILL",
+        "seconds": 31.2                       until its last sign of life
+      }, …],
       "problem": "…",                         only where the scheduler could not be asked
       "unconfirmed": true                     only where the master's lease did not move
     }
@@ -30,6 +67,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slurmrl.history.record import Kind
+from slurmrl.monitor import present, story
+from slurmrl.monitor.diagnosis import diagnose
 from slurmrl.monitor.snapshot import Group, Snapshot
 from slurmrl.scheduler.base import JobState, TaskState
 
@@ -60,12 +99,20 @@ def assemble(
         "traceback": (end.data.get("traceback") or None) if end else None,
         "run": str(snapshot.paths.run),
         "export": _export(snapshot),
+        "incarnations": story.tell(snapshot, tasks, state),
     }
+    status["links_left"] = sum(group["links_left"] for group in status["groups"])
+    status |= present.describe(snapshot, tasks, status)
     if problem is not None:
         status["problem"] = problem
     if alive is False and (state == "RUNNING" or (problem is not None and end is None)):
         status["unconfirmed"] = True
-    return status
+    findings = diagnose(status)
+    return {
+        **status,
+        "diagnosis": findings[0].text,
+        "findings": [finding._asdict() for finding in findings],
+    }
 
 
 def trial_state(snapshot: Snapshot, tasks: Sequence[TaskState], *, alive: bool) -> str:
@@ -92,8 +139,8 @@ def _step(snapshot: Snapshot, state: str) -> int:
 
 
 def _export(snapshot: Snapshot) -> str | None:
-    exports = snapshot.state.exports
-    return str(snapshot.paths.exports / exports[-1].directory) if exports else None
+    export = snapshot.state.export
+    return str(snapshot.paths.exports / export.directory) if export else None
 
 
 def _checkpoint(snapshot: Snapshot, state: str) -> dict[str, Any] | None:

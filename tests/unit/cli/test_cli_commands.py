@@ -76,21 +76,138 @@ def test_status_of_an_unknown_trial(root: Path, capsys: pytest.CaptureFixture[st
     assert "did you mean 'add/1'" in capsys.readouterr().err
 
 
-def test_watching_ends_with_the_trial(
-    root: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str], monkeypatch: Any
-) -> None:
+@pytest.fixture
+def waiting(root: Path, scheduler: FakeScheduler) -> FakeRun:
     run = FakeRun(root)
     run.submission()
-    scheduler.jobs[run.paths.run, 1] = {"trainer": "41"}
-    scheduler.tasks = [task(0, JobState.PENDING, reason="Priority")]
+    scheduler.jobs[run.paths.run, 1] = {"trainer": ("41",)}
+    scheduler.tasks = [task(0, JobState.PENDING, reason="Priority", words="others come first")]
+    return run
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, *happenings: Any, arguments: Any = ()) -> int:
+    """``status add/1 --watch``; at each pause the next thing happens."""
+    waits = iter(happenings)
+    monkeypatch.setattr("slurmrl.cli.status.time.sleep", lambda seconds: next(waits)())
+    return main(["status", "add/1", "--watch", *arguments])
+
+
+def test_watching_ends_with_the_trial(
+    waiting: FakeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert watch(monkeypatch, lambda: waiting.end(Kind.FAILED, reason="NaN")) == 0
+    output = capsys.readouterr().out
+    assert output.index("Priority - others come first") < output.index("stopped: NaN")
+
+
+def test_without_a_terminal_only_changes_are_printed(
+    waiting: FakeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nothing = [lambda: None] * 5
+    end = [lambda: waiting.end(Kind.CANCELLED, reason="cancelled by me")]
+    assert watch(monkeypatch, *nothing, *end, arguments=["--json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [json.loads(line)["state"] for line in lines] == ["PENDING", "CANCELLED"]
+
+
+def test_pauses_grow_while_nothing_changes(
+    waiting: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
 
     def sleep(seconds: float) -> None:
-        run.end(Kind.FAILED, reason="NaN")
+        pauses.append(seconds)
+        if len(pauses) == 12:
+            waiting.end(Kind.CANCELLED)
 
     monkeypatch.setattr("slurmrl.cli.status.time.sleep", sleep)
     assert main(["status", "add/1", "--watch"]) == 0
-    output = capsys.readouterr().out
-    assert output.index("waits: Priority") < output.index("NaN")
+    assert pauses[0] <= 1.0
+    assert 20 <= max(pauses) <= 30
+
+
+def test_watching_survives_a_directory_that_does_not_answer(
+    waiting: FakeRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    history = waiting.paths.history
+    away = history.with_name("away")
+
+    def hide() -> None:
+        history.rename(away)
+        history.write_text("no directory")
+
+    def show() -> None:
+        history.unlink()
+        away.rename(history)
+        waiting.end(Kind.CANCELLED, reason="cancelled by me")
+
+    assert watch(monkeypatch, hide, show) == 0
+    captured = capsys.readouterr()
+    assert "cannot look: " in captured.err
+    assert "cancelled by me at step 0 of 60; slurmrl resume add/1 goes on" in captured.out
+
+
+def test_ctrl_c_ends_watching(waiting: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    assert watch(monkeypatch, interrupt) == 130
+
+
+# -- events ------------------------------------------------------------------------------------
+
+
+def test_events_of_all_writers(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = FakeRun(root)
+    run.event("master.1", "ready", step=0)
+    run.event("agent.trainer.0.0", "failure", cause="died", reason="worker\x1b[2J\n 1", rank=1)
+    assert main(["events", "add/1"]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.split() == ["+0.0", "s", "master.1", "ready", "step=0"]
+    assert second.split()[2:4] == ["agent.trainer.0.0", "failure"]
+    assert second.endswith("cause=died  reason=worker [2J  1  rank=1")
+    assert main(["events", "add/1", "--json", "--kind", "ready"]) == 0
+    assert printed(capsys)["step"] == 0
+    assert main(["events", "add/1", "--kind", "redy"]) == 0
+    assert capsys.readouterr().err == "no such events; there are: failure, ready\n"
+
+
+@pytest.mark.parametrize(("since", "code"), [("1h", 0), ("0s", 0), ("soon", 2), ("3 weeks", 2)])
+def test_events_since(
+    root: Path, capsys: pytest.CaptureFixture[str], since: str, code: int
+) -> None:
+    FakeRun(root).event("master.1", "ready", step=0)
+    assert main(["events", "add/1", "--since", since]) == code
+    assert ("ready" in capsys.readouterr().out) is (since == "1h")
+
+
+def test_following_events_ends_with_the_trial(
+    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = FakeRun(root)
+    run.event("master.1", "ready", step=0)
+
+    def new_file() -> None:
+        run.event("master.2", "ready", step=4)
+
+    def half() -> None:
+        with run.paths.event_file("master.2").open("a") as file:
+            file.write('{"time": 1e12, "kind": "fini')
+
+    def rest() -> None:
+        with run.paths.event_file("master.2").open("a") as file:
+            file.write('shed"}\n')
+        run.end(Kind.CANCELLED)
+
+    waits = iter([new_file, half, rest])
+    monkeypatch.setattr("slurmrl.cli.events.time.sleep", lambda seconds: next(waits)())
+    assert main(["events", "add/1", "-f", "--json"]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["writer"], one["kind"]) for one in lines] == [
+        ("master.1", "ready"),
+        ("master.2", "ready"),
+        ("master.2", "finished"),
+    ]
 
 
 # -- logs --------------------------------------------------------------------------------------
@@ -189,6 +306,7 @@ def test_submission_as_json(
         "submission": 1,
         "jobs": {"trainer": "41"},
         "resumed_step": None,
+        "notes": [],
     }
 
 

@@ -42,7 +42,7 @@ class Scene:
         self.happenings: list[Callable[[], object]] = []
 
     def follow(self) -> dict[str, Any]:
-        jobs = Jobs(1, self.scheduler, {"trainer": "41"})
+        jobs = Jobs(1, self.scheduler, {"trainer": ("41",)})
         return Follower(self.run.paths, self.kind, jobs, self.view, sleep=self._sleep).run()
 
     def _sleep(self, seconds: float) -> None:

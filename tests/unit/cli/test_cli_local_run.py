@@ -31,7 +31,7 @@ TIMEOUT_S = 60.0
 class StandInScheduler(LocalScheduler):
     """The local scheduler, except for what a link executes."""
 
-    def submit(self, request: SubmissionRequest) -> dict[str, str]:
+    def submit(self, request: SubmissionRequest) -> dict[str, tuple[str, ...]]:
         steps, mode = os.environ["STAND_IN"].split()
         command = (request.python, "-P", str(STAND_IN), str(request.run.run), steps, mode)
         groups = tuple(replace(group, command=command) for group in request.groups)

@@ -6,40 +6,7 @@ import pytest
 
 from slurmrl.cli import render
 from slurmrl.cli.live import PlainView, picture, remaining
-
-
-def status(**changes: Any) -> dict[str, Any]:
-    task = {
-        "job_id": "41_1",
-        "host": "n0",
-        "state": "RUNNING",
-        "attempt": 1,
-        "lease_age_s": 0.4,
-        "reason": "",
-    }
-    base = {
-        "trial": "add/1",
-        "state": "RUNNING",
-        "step": 12,
-        "total_steps": 60,
-        "incarnation": 2,
-        "metrics": {"step": 12, "reward": 0.41234567, "tokens_per_s": 1234.5, "time/total": 2.0},
-        "checkpoint": {"step": 10, "age_s": 200.0},
-        "groups": [{"name": "trainer", "links_left": 6, "tasks": [task]}],
-        "reason": None,
-        "traceback": None,
-        "run": "/runs/me/add/1",
-        "export": None,
-    }
-    return {**base, **changes}
-
-
-def waiting(reason: str) -> dict[str, Any]:
-    one = status(state="PENDING", step=0, checkpoint=None, metrics={}, incarnation=0)
-    one["groups"][0]["tasks"][0].update(
-        state="PENDING", reason=reason, host=None, attempt=None, lease_age_s=None
-    )
-    return one
+from tests.fake_status import incarnation, pending, status, timing
 
 
 @pytest.mark.parametrize(
@@ -59,37 +26,57 @@ def test_ages(seconds: float | None, text: str) -> None:
 
 
 def test_many_trials_in_columns() -> None:
-    lines = render.many([status(), waiting("Priority")]).splitlines()
+    lines = render.many([status(), pending("Priority", "other jobs come first")]).splitlines()
     assert lines == [
-        "TRIAL  STATE    STEP   REWARD  EVAL  TOKENS/S  COMMIT              NOTE",
-        "add/1  RUNNING  12/60  0.4123  -     1,234     step 10, 3 min ago",
-        "add/1  PENDING  0/60   -       -     -         none yet            waits: Priority",
+        "TRIAL  STATE    STEP   REWARD  EVAL  TOKENS/S  COMMIT              DIAGNOSIS",
+        "add/1  RUNNING  12/60  0.4123  -     1,234     step 10, 3 min ago  "
+        "running, step 12 of 60, 2 s a step, about 96 s left",
+        "add/1  PENDING  0/60   -       -     -         none yet            "
+        "pends since 3 h: Priority - other jobs come first",
     ]
 
 
 def test_one_trial() -> None:
     assert render.one(status()).splitlines() == [
         "add/1  RUNNING  step 12/60",
+        "  running, step 12 of 60, 2 s a step, about 96 s left",
         "  reward 0.4123  tokens_per_s 1,234",
-        "  commit step 10, 3 min ago   incarnation 2",
+        "  commit step 10, 3 min ago   incarnation 2   93% of the time went into steps that count",
         "  run directory /runs/me/add/1",
         "",
         "TASK       JOB   HOST  STATE    ATTEMPT  HEARTBEAT",
         "trainer/0  41_1  n0    RUNNING  1        0 s ago",
-        "6 successors queued",
+        "20 min left of 41_1, 6 successors queued",
+        "",
+        "START  JOB   HOSTS  STEPS  COMMIT  TOOK   HOW IT ENDED",
+        "1      41_0  n0,n1  0-12   10      3 min  worker 3 on n1 died: SIGKILL",
+        "2      41_1  n0,n1  10-12  -       3 min  running",
     ]
 
 
+def test_all_findings_are_shown() -> None:
+    found = [{"code": "signal_lead", "text": "x"}, {"code": "running", "text": "running, y"}]
+    text = render.one(status(diagnosis="x", findings=found))
+    assert text.splitlines()[1:3] == ["  x", "  also: running, y"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "text"), [([], "-"), (["a"], "a"), ([f"n{i}" for i in range(9)], "n0,n1,n2 +6")]
+)
+def test_long_host_lists_are_cut(hosts: list[str], text: str) -> None:
+    assert text in render.one(status(incarnations=[incarnation(1, hosts=hosts)]))
+
+
 def test_a_failed_trial_says_why() -> None:
-    text = render.one(status(state="FAILED", reason="rank 1: NaN\nmore", traceback="Trace\n  x\n"))
-    assert "\n  rank 1: NaN\n" in text
+    failed = status(state="FAILED", reason="rank 1: NaN\nmore", traceback="Trace\n  x\n")
+    text = render.one(failed)
     assert "Trace\n  x" in text
     assert render.note(status(state="FAILED", reason="rank 1: NaN\nmore")) == "rank 1: NaN"
 
 
 def test_a_waiting_trial_says_what_for() -> None:
-    assert render.note(waiting("Resources")) == "waits: Resources"
-    assert render.note(waiting("")) == "waits"
+    assert render.note(pending("Resources")) == "waits: Resources"
+    assert render.note(pending("")) == "waits"
 
 
 def test_doubts_are_said() -> None:
@@ -119,12 +106,11 @@ def test_what_is_said_at_the_end(changes: dict[str, Any], words: list[str]) -> N
 
 def test_time_left() -> None:
     assert remaining(status()) == "2 s/step, 96 s left"
-    assert remaining(status(step=60)) == ""
-    assert remaining(status(metrics={})) == ""
-    assert remaining(status(total_steps=None)) == ""
+    assert remaining(status(timing=timing(left_s=0.0))) == ""
+    assert remaining(status(timing=timing(step_s=None, left_s=None))) == ""
 
 
-@pytest.mark.parametrize("one", [status(), status(total_steps=None), waiting("Priority")])
+@pytest.mark.parametrize("one", [status(), status(total_steps=None), pending("Priority")])
 def test_the_picture_shows_it_all(one: dict[str, Any]) -> None:
     from rich.console import Console
 

@@ -35,7 +35,7 @@ def running(root: Path, trial: str, scheduler: FakeScheduler, job: str) -> tuple
     run.submission()
     run.begin()
     run.attempt(f"{job}_0")
-    scheduler.jobs[run.paths.run, 1] = {"trainer": job}
+    scheduler.jobs[run.paths.run, 1] = {"trainer": (job,)}
     scheduler.tasks.append(task(0, JobState.RUNNING, job=job))
     lease = Lease(run.paths.lease("trainer", 0, 0))
     lease.beat()
@@ -75,7 +75,7 @@ def test_ended_and_waiting_trials_cost_no_wait(tmp_path: Path) -> None:
     ended.end(Kind.CANCELLED)
     waiting = FakeRun(tmp_path, trial="2")
     waiting.submission()
-    scheduler.jobs[waiting.paths.run, 1] = {"trainer": "42"}
+    scheduler.jobs[waiting.paths.run, 1] = {"trainer": ("42",)}
     time = Time()
     statuses = collect(
         [ended.paths, waiting.paths], lambda kind: scheduler, sleep=time.sleep, clock=time.clock

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import UnknownNameError
-from slurmrl.monitor.log_files import newest
+from slurmrl.monitor.log_files import newest, serving
 from tests.fake_runs import FakeRun
 
 
@@ -57,3 +57,21 @@ def test_unknown_names(run: FakeRun, group: str | None, task: int | None, messag
 
 def test_nothing_was_written_yet(tmp_path: Path) -> None:
     assert names(FakeRun(tmp_path), "trainer") == []
+
+
+def test_the_logs_of_one_incarnation(run: FakeRun) -> None:
+    for number, host in ((0, "n0"), (9, "n1"), (10, "n2")):
+        run.attempt(f"41_{number}", number=number, host=host, job=f"{number}.0.0")
+    run.attempt("41_9", task=1, number=3, job="9.0.0")
+    for job in ("0.0.0", "9.0.0", "9.0.0"):
+        run.begin(job=job)
+    found = newest(run.paths, "trainer", attempts=serving(run.paths, 1))
+    assert [file.path.name for file in found] == ["0.0.log"]
+    for incarnation in (2, 3):
+        found = newest(run.paths, attempts=serving(run.paths, incarnation))
+        assert [(file.label, file.path.name) for file in found] == [
+            ("trainer/0", "0.9.log"),
+            ("trainer/1", "1.3.log"),
+        ]
+    with pytest.raises(UnknownNameError, match="incarnation 4 has not begun"):
+        serving(run.paths, 4)

@@ -75,7 +75,7 @@ def test_latest_lines_of_a_file_larger_than_one_read(
 
 def test_no_file_means_no_lines(path: Path) -> None:
     assert metrics.read(path) == metrics.read_latest(path, 3) == []
-    assert metrics.latest(path) == {}
+    assert metrics.newest(metrics.read_latest(path, 9)) == {}
     metrics.cut(path, 3)
     assert not path.exists()
 
@@ -86,7 +86,11 @@ def test_latest_keeps_the_newest_evaluation(path: Path) -> None:
     writer.write({"step": 1, "reward": 0.3, "kl": 0.01})
     writer.write({"step": 2, "reward": 0.4, "eval/reward": 0.5})
     writer.write({"step": 3, "reward": 0.6})
-    assert metrics.latest(path) == {"step": 3, "reward": 0.6, "eval/reward": 0.5}
+    assert metrics.newest(metrics.read_latest(path, 9)) == {
+        "step": 3,
+        "reward": 0.6,
+        "eval/reward": 0.5,
+    }
 
 
 @pytest.mark.parametrize(("last", "kept"), [(-1, []), (0, [0]), (2, [0, 1, 2]), (9, [0, 1, 2, 3])])

@@ -14,6 +14,17 @@ from tests.fake_runs import FakeRun, task
 RUNNING, PENDING, FAILED = JobState.RUNNING, JobState.PENDING, JobState.FAILED
 
 
+CONTRACT = (
+    *("trial", "state", "step", "total_steps", "incarnation", "metrics", "checkpoint", "groups"),
+    *("reason", "traceback", "run", "export"),
+)
+"""The fields of the first version, in full."""
+ADDED = {
+    *("diagnosis", "findings", "phase", "warned", "waiting", "links_left", "link", "pending"),
+    *("checkpoint_failures", "timing", "incarnations"),
+}
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> FakeRun:
     run = FakeRun(tmp_path)
@@ -41,7 +52,8 @@ def test_the_documented_object_of_a_running_trial(run: FakeRun, tmp_path: Path) 
         task(1, RUNNING, hosts=("n0",)),
         *(task(index, PENDING, reason="JobArrayTaskLimit") for index in (2, 3)),
     ]
-    assert look(run, *elements, alive=True) == {
+    found = look(run, *elements, alive=True)
+    assert {name: found[name] for name in CONTRACT} == {
         "trial": "add/1",
         "state": "RUNNING",
         "step": 12,
@@ -70,6 +82,10 @@ def test_the_documented_object_of_a_running_trial(run: FakeRun, tmp_path: Path) 
         "run": str(run.paths.run),
         "export": None,
     }
+
+
+def test_fields_are_only_added(run: FakeRun) -> None:
+    assert set(look(run)) == {*CONTRACT, *ADDED}
 
 
 def test_a_trial_that_waits(run: FakeRun) -> None:
@@ -121,6 +137,7 @@ def test_the_newest_of_many_attempts_counts_by_number(run: FakeRun) -> None:
 def test_the_history_says_how_a_trial_ended(run: FakeRun, kind: Kind, state: str) -> None:
     run.begin()
     run.commit(20)
+    run.paths.export(20).mkdir()
     run.append(Kind.EXPORT, step=20, directory="step-00000020")
     run.attempt("41_0")
     run.end(kind, step=20, reason="because", traceback="Traceback")

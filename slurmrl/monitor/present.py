@@ -1,0 +1,108 @@
+"""What a trial is at now: what it waits for, how fast it is, what is left. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slurmrl.monitor import story, throughput
+from slurmrl.monitor.snapshot import Snapshot, Traces
+from slurmrl.scheduler.base import JobState, TaskState
+
+
+def describe(
+    snapshot: Snapshot, tasks: Sequence[TaskState], status: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Fields of the status object; ``status`` holds the state, the step and the incarnations."""
+    state, told = status["state"], status["incarnations"]
+    lives = bool(told) and told[-1]["cause"] == "running"
+    newest = snapshot.incarnations[-1] if snapshot.incarnations else None
+    return {
+        "phase": snapshot.said.get("phase") if lives or snapshot.state.end else None,
+        "warned": story.warning(newest) if lives and newest is not None else None,
+        "waiting": _waiting(snapshot) if lives else None,
+        "link": _link(tasks) if state == "RUNNING" else None,
+        "pending": _pending(snapshot, tasks) if state == "PENDING" else None,
+        "checkpoint_failures": _failed_commits(snapshot, newest) if newest else None,
+        "timing": _timing(snapshot, state, status["step"]),
+    }
+
+
+def _waiting(snapshot: Snapshot) -> dict[str, Any] | None:
+    """What the master said, and on which hosts the ranks are that it waits for."""
+    said = snapshot.said.get("waiting")
+    if not said or not said.get("for"):
+        return None
+    per_host = {group.name: group.workers_per_host for group in snapshot.groups[:1]}
+    places = [f"{name}/{rank // n}" for name, n in per_host.items() for rank in said["for"]]
+    tasks = snapshot.said.get("tasks", {})
+    hosts = [tasks[place]["host"] for place in places if place in tasks]
+    return {**said, "hosts": list(dict.fromkeys(hosts))}
+
+
+def _link(tasks: Sequence[TaskState]) -> dict[str, Any] | None:
+    running = [task for task in tasks if task.state is JobState.RUNNING]
+    if not running:
+        return None
+    return {"job_id": running[0].job_id, "time_left_s": running[0].time_left_s}
+
+
+def _pending(snapshot: Snapshot, tasks: Sequence[TaskState]) -> dict[str, Any]:
+    waiting = [task for task in tasks if task.state is JobState.PENDING]
+    task = min(waiting, key=lambda one: one.element)
+    submission = snapshot.submission
+    since = [submission.time] if submission is not None and submission.time is not None else []
+    if snapshot.incarnations:
+        since.append(story.last_word(snapshot.incarnations[-1]))
+    return {
+        "reason": task.reason,
+        "words": task.words or task.reason,
+        "since_s": max(snapshot.now - max(since), 0.0) if since else None,
+        "expected_start": task.start or None,
+    }
+
+
+def _failed_commits(snapshot: Snapshot, newest: Traces) -> dict[str, Any] | None:
+    kinds = [event["kind"] for event in newest.master]
+    after = len(kinds) - kinds[::-1].index("commit") if "commit" in kinds else 0
+    failed = [event for event in newest.master[after:] if event["kind"] == "checkpoint_failed"]
+    said = snapshot.said.get("checkpoint_failed")
+    failed = failed or ([said] if said else [])  # events may not fit on the full disk
+    if not failed:
+        return None
+    commits = [one.begun.commit for one in snapshot.incarnations if one.begun.commit]
+    return {
+        "count": len(failed),
+        "step": failed[-1].get("step"),
+        "reason": str(failed[-1].get("reason", "")),
+        "last_commit_s": max(snapshot.now - commits[-1].time, 0.0) if commits else None,
+    }
+
+
+def _timing(snapshot: Snapshot, state: str, step: int) -> dict[str, Any]:
+    """The pace is that of the newest steps, whichever incarnations they were of."""
+    events = [event for traces in snapshot.incarnations for event in traces.master]
+    newest = snapshot.incarnations[-1] if snapshot.incarnations else None
+    step_s = throughput.step_s(snapshot.lines, events)
+    total = snapshot.submission.total_steps if snapshot.submission else None
+    commit_s, stall_s = throughput.commits(events)
+    return {
+        "step_s": step_s,
+        "left_s": throughput.left_s(step_s, step, total) if not snapshot.state.end else None,
+        "start_s": throughput.start_s(newest.begun.time, newest.master) if newest else None,
+        "commit_s": commit_s,
+        "commit_stall_s": stall_s,
+        "signal_lead_s": snapshot.submission.signal_lead_s if snapshot.submission else None,
+        "effective_ratio": throughput.effective_ratio(
+            snapshot.trained_s, snapshot.first_step_at, _until(snapshot, state)
+        ),
+    }
+
+
+def _until(snapshot: Snapshot, state: str) -> float | None:
+    """Up to when the trial's time counts, by the clocks of its own hosts where they still speak."""
+    if snapshot.state.end is not None:
+        return snapshot.state.end.time
+    if state == "RUNNING" and "time" in snapshot.said:
+        return float(snapshot.said["time"])
+    return story.last_word(snapshot.incarnations[-1]) if snapshot.incarnations else None

@@ -1,0 +1,271 @@
+"""The story of a trial: its newest incarnations and how each of them ended. Pure functions.
+
+An incarnation may have been killed at any moment, so the end is put together from what is there:
+what its first failing rank said, what its job was warned of, the master's last event, the
+scheduler's word, or nothing at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from slurmrl.history.record import Kind
+from slurmrl.monitor.events import Event
+from slurmrl.monitor.snapshot import Snapshot, Traces
+from slurmrl.monitor.words import first_line
+from slurmrl.scheduler.base import JobState, TaskState
+
+OWN_FAULTS = ("exception", "oom", "hung", "deadline", "master")
+"""Failures that say more than a warning that the job got as well."""
+WARNINGS = {
+    "time_limit": "time limit",
+    "preemption": "preempted ({signal})",
+    "interrupt": "told to stop ({signal})",
+    "unknown": "told to end ({signal})",
+}
+GUESSED = ("preemption", "unknown")
+JOB_ENDS = {
+    JobState.TIMEOUT: "time_limit",
+    JobState.PREEMPTED: "preemption",
+    JobState.NODE_FAIL: "lost_host",
+    JobState.OUT_OF_MEMORY: "oom",
+    JobState.CANCELLED: "interrupt",
+    JobState.FAILED: "killed",
+}
+_CHILD_ENDED = re.compile(r"SIG[A-Z0-9]+|exited with code \d+")
+
+
+class End(NamedTuple):
+    cause: str
+    """See `status`."""
+    how: str
+
+
+def tell(snapshot: Snapshot, tasks: Sequence[TaskState], state: str) -> list[dict[str, Any]]:
+    """The documented objects, the oldest incarnation first."""
+    told = snapshot.incarnations
+    after = [*told[1:], None]
+    return [
+        _row(snapshot, one, next_one, tasks, state)
+        for one, next_one in zip(told, after, strict=False)
+    ]
+
+
+def last_word(traces: Traces) -> float:
+    """When an incarnation gave its last sign, by the clocks of those who gave it."""
+    times = [float(event["time"]) for event in (*traces.master, *traces.agent)]
+    records = (traces.begun.commit, traces.begun.end)
+    return max([*times, traces.begun.time, *(one.time for one in records if one is not None)])
+
+
+def _ended_at(traces: Traces, after: Traces | None) -> float:
+    """In the same start of a job the next incarnation begins as soon as this one has ended."""
+    if after is not None and _job_start(traces) == _job_start(after) != "":
+        return after.begun.time
+    return last_word(traces)
+
+
+def _job_start(traces: Traces) -> str:
+    """Job and restart count of an incarnation's tag."""
+    return ".".join(str(traces.begun.data.get("job") or "").split(".")[:2])
+
+
+def _row(
+    snapshot: Snapshot,
+    traces: Traces,
+    after: Traces | None,
+    tasks: Sequence[TaskState],
+    state: str,
+) -> dict[str, Any]:
+    begun, newest = traces.begun, traces.begun.number == snapshot.state.incarnation
+    running = newest and state == "RUNNING" and not traces.failure and _in_job(traces, tasks)
+    end = _running(snapshot) if running else ending(traces, tasks)
+    until = float(snapshot.said.get("time", snapshot.now)) if running else _ended_at(traces, after)
+    commit = begun.commit.data["step"] if begun.commit else None
+    return {
+        "number": begun.number,
+        "job_id": traces.attempt.get("job_id"),
+        "link": begun.data.get("link"),
+        "hosts": hosts(snapshot, traces),
+        "began": begun.time,
+        "from_step": _from_step(traces),
+        "to_step": _to_step(traces, commit, snapshot.said.get("step") if running else None),
+        "commit": commit,
+        "cause": end.cause,
+        "how": end.how,
+        "seconds": max(until - begun.time, 0.0),
+    }
+
+
+def _in_job(traces: Traces, tasks: Sequence[TaskState]) -> bool:
+    """Whether an incarnation can be that of a job that runs now: else its own job has ended, and
+    the next one has not begun another yet."""
+    job_id = traces.attempt.get("job_id")
+    running = {task.job_id: task for task in tasks if task.state is JobState.RUNNING}
+    if not running or not job_id:
+        return True  # nobody knows
+    restarts = str(traces.begun.data.get("job") or "").split(".")[1:2]
+    started = int(restarts[0]) if restarts and restarts[0].isdecimal() else None
+    return job_id in running and (started is None or running[job_id].restarts <= started)
+
+
+def _running(snapshot: Snapshot) -> End:
+    phase = snapshot.said.get("phase", "starting")
+    return End("running", "starting" if phase == "starting" else "running")
+
+
+def _from_step(traces: Traces) -> int:
+    ready = _newest(traces.master, "ready")
+    step = ready.get("step") if ready else traces.begun.base
+    return step if isinstance(step, int) else 0
+
+
+def _to_step(traces: Traces, commit: int | None, said: Any) -> int:
+    ends = [event.get("step") for event in traces.master if event["kind"] in ("stopped", "commit")]
+    failed = traces.failure.get("step")
+    before = failed - 1 if isinstance(failed, int) else None
+    steps = [*ends, before, commit, said, _from_step(traces)]
+    return max(step for step in steps if isinstance(step, int))
+
+
+def hosts(snapshot: Snapshot, traces: Traces) -> list[str]:
+    """Hosts of an incarnation, as far as known."""
+    tag = str(traces.begun.data.get("job") or "")
+    number = int(found[2]) if (found := re.fullmatch(r"(.*)\.(\d+)", tag)) else 0
+    for event in reversed(traces.supervisor):
+        if event["kind"] == "round" and event.get("round") == number and event.get("hosts"):
+            return [str(host) for host in _list(event["hosts"])]
+    current = [one for one in snapshot.attempts.values() if tag and one.get("job") == tag]
+    found_hosts = [str(one["host"]) for one in current or [traces.attempt] if one.get("host")]
+    return list(dict.fromkeys(found_hosts))
+
+
+def ending(traces: Traces, tasks: Sequence[TaskState]) -> End:
+    """How an incarnation ended that does not run any more."""
+    own = traces.failure.get("cause") or _infer(traces.failure) if traces.failure else ""
+    if traces.begun.end is not None and traces.begun.end.kind is Kind.FINISHED:
+        return End("finished", "finished")
+    if own in OWN_FAULTS:
+        return End(own, failure_words(own, traces.failure))
+    if (words := warning(traces)) is not None:
+        return _contradicted(traces, tasks) or _warned(traces, words)
+    if own:
+        return End(own, failure_words(own, traces.failure))
+    return _unsaid(traces) or _by_scheduler(traces, tasks) or _silent(traces)
+
+
+def failure_words(cause: str, failure: Mapping[str, Any]) -> str:
+    """What went wrong, on one line."""
+    reason = first_line(failure.get("exception") or failure.get("reason"))
+    host = f" on {failure['host']}" if failure.get("host") else ""
+    worker = f"worker {failure['rank']}{host}" if "rank" in failure else f"a process{host}"
+    if cause == "died":
+        found = _CHILD_ENDED.search(reason)
+        return f"{worker} died: {found[0] if found and 'rank' in failure else reason}"
+    if cause == "oom":
+        return f"{worker} was killed: out of memory"
+    if cause == "hung":
+        return f"{worker} hung{_where(failure)}"
+    if cause == "lost_host":
+        return f"host {failure.get('host') or '(unknown)'} lost"
+    if cause == "exception" and "rank" in failure:
+        return f"rank {failure['rank']}{host}: {reason}{_where(failure)}"
+    words = {"deadline": "too slow: ", "environment": f"cannot go on{host}: "}.get(cause, "")
+    return f"{words}{reason}" or cause
+
+
+def _where(failure: Mapping[str, Any]) -> str:
+    """``, train_step of step 4``"""
+    parts = [str(failure[key]) for key in ("call",) if failure.get(key)]
+    step = failure.get("step")
+    parts += [f"of step {step}" if parts else f"step {step}"] if step is not None else []
+    return f", {' '.join(parts)}" if parts else ""
+
+
+def _infer(failure: Mapping[str, Any]) -> str:
+    """The cause of a failure that does not name it."""
+    reason = str(failure.get("reason") or "")
+    if failure.get("exception"):
+        return "exception"
+    if reason.startswith("master: "):
+        return "master"
+    return "died" if _CHILD_ENDED.search(reason) else "environment"
+
+
+def warning(traces: Traces) -> str | None:
+    """What told an incarnation that its job will end."""
+    if not traces.warned:
+        return None
+    words = WARNINGS.get(str(traces.warned.get("cause")), WARNINGS["unknown"])
+    return words.format(signal=traces.warned.get("signal", "a signal"))
+
+
+def _warned(traces: Traces, words: str) -> End:
+    cause = str(traces.warned.get("cause") or "unknown")
+    stopped = _newest(traces.master, "stopped")
+    if stopped:
+        return End(cause, f"{words}, handed over at step {stopped.get('step')}")
+    return End(cause, words if traces.begun.commit else f"{words}, before it could commit")
+
+
+def _unsaid(traces: Traces) -> End | None:
+    """Ends that are no failure of anybody: the history's, or the master's last event."""
+    if traces.begun.end is not None:
+        cancelled = traces.begun.end.kind is Kind.CANCELLED
+        reason = first_line(traces.begun.end.data.get("reason"))
+        return (
+            End("cancelled", reason or "cancelled")
+            if cancelled
+            else End("gave_up", f"gave up: {reason}")
+        )
+    if stopped := _newest(traces.master, "stopped"):
+        return End("interrupt", f"told to end, handed over at step {stopped.get('step')}")
+    if failed := _newest(traces.master, "failed"):
+        return End("master", first_line(failed.get("reason")) or "the master failed")
+    if lost := _newest(traces.supervisor, "lost_host"):
+        return End("lost_host", f"host {lost.get('host')} lost")
+    return None
+
+
+def _by_scheduler(traces: Traces, tasks: Sequence[TaskState]) -> End | None:
+    """What the scheduler says about the job, while it remembers it. An element that waits or runs
+    was started again and says nothing about how it ended before."""
+    task = _task(traces, tasks)
+    cause = JOB_ENDS.get(task.state) if task else None
+    if task is None or cause is None:
+        return None
+    return End(cause, f"job {task.job_id}: {task.words or task.reason or task.state.value}")
+
+
+def _task(traces: Traces, tasks: Sequence[TaskState]) -> TaskState | None:
+    """The element in which an incarnation lived."""
+    job_id = traces.attempt.get("job_id")
+    return next((task for task in tasks if job_id and task.job_id == job_id), None)
+
+
+def _contradicted(traces: Traces, tasks: Sequence[TaskState]) -> End | None:
+    """A signal alone does not say who sent it: when a batch process is killed or a job cancelled,
+    its steps get what a preempted job gets. The scheduler knows better, if it still does."""
+    task = _task(traces, tasks)
+    if traces.warned.get("cause") not in GUESSED or task is None:
+        return None
+    if task.state is JobState.FAILED and task.signal is None:
+        return None  # the exit code is our own
+    end = _by_scheduler(traces, tasks)
+    return end if end is not None and end.cause != traces.warned["cause"] else None
+
+
+def _silent(traces: Traces) -> End:
+    if end := _newest(traces.supervisor, "end"):
+        return End("unknown", f"its agents ended: {end.get('why') or end.get('code')}")
+    return End("killed", "ended without a word: its batch process or host was killed")
+
+
+def _newest(events: Sequence[Event], kind: str) -> Event | None:
+    return next((event for event in reversed(events) if event["kind"] == kind), None)
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []

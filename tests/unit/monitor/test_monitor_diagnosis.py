@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slurmrl.monitor.diagnosis import diagnose
+from tests.fake_status import incarnation, pending, status, timing
+
+SLOW = timing(step_s=280.0, commit_s=20.0, left_s=13440.0)
+SHORT = [
+    incarnation(number, cause="time_limit", how="time limit", commit=None) for number in (1, 2)
+]
+WAITING = {"for": [3], "hosts": ["n1"], "what": "to finish gen of step 13", "since_s": 200.0}
+MANY = {"for": list(range(16)), "hosts": [f"n{i}" for i in range(8)], "what": "to be ready"}
+FULL = {"count": 2, "step": 30, "reason": "no space left\nmore", "last_commit_s": 2400.0}
+ENDED = incarnation(2, cause="preemption", how="preempted (SIGTERM), handed over at step 12")
+
+
+def ended(state: str, reason: str | None, **changes: Any) -> dict[str, Any]:
+    return status(state=state, reason=reason, **changes)
+
+
+CASES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "running": (
+        status(),
+        "running",
+        "running, step 12 of 60, 2 s a step, about 96 s left",
+    ),
+    "running, no step yet": (
+        status(step=0, timing=timing(step_s=None, left_s=None)),
+        "running",
+        "running, step 0 of 60",
+    ),
+    "starting": (status(phase="starting"), "starting", "starting"),
+    "starting, waits for somebody": (
+        status(phase="starting", waiting={**MANY, "since_s": 8.0}),
+        "starting",
+        "starting, waits for ranks 0, 1, 2, 3, 4, 5, 6, 7 and 8 more (n0, n1, n2, n3 …) "
+        "to be ready",
+    ),
+    "waits long": (
+        status(waiting=WAITING),
+        "waiting",
+        "waits since 3 min for rank 3 (n1) to finish gen of step 13",
+    ),
+    "long steps may take long": (
+        status(waiting=WAITING, timing=timing(step_s=50.0, left_s=2400.0)),
+        "running",
+        "running, step 12 of 60, 50 s a step, about 40 min left",
+    ),
+    "restarts": (
+        status(incarnations=[incarnation(1, how="worker 3 on n1 died: SIGKILL")]),
+        "restarting",
+        "starts again after: worker 3 on n1 died: SIGKILL",
+    ),
+    "told to stop": (
+        status(warned="time limit"),
+        "stopping",
+        "stops at the next step and commits: time limit",
+    ),
+    "no heartbeat": (
+        status(unconfirmed=True),
+        "unconfirmed",
+        "unconfirmed: no heartbeat of its first host was seen",
+    ),
+    "no scheduler": (
+        status(problem="squeue did not answer\nmore"),
+        "scheduler",
+        "the scheduler does not answer: squeue did not answer",
+    ),
+    "full disk": (
+        status(checkpoint_failures=FULL),
+        "checkpoints",
+        "checkpoints fail: no space left, last commit 40 min ago",
+    ),
+    "full disk from the start": (
+        status(checkpoint_failures={**FULL, "last_commit_s": None}),
+        "checkpoints",
+        "checkpoints fail: no space left, no commit yet",
+    ),
+    "short lead": (
+        status(timing=SLOW),
+        "signal_lead",
+        "the warning comes 120 s before the limit but a step and a commit take 300 s: raise "
+        "cluster.slurm.signal_lead_s",
+    ),
+    "short lead without Slurm": (
+        status(timing={**SLOW, "signal_lead_s": None}),
+        "running",
+        "running, step 12 of 60, 280 s a step, about 4 h left",
+    ),
+    "short limit": (
+        status(incarnations=[*SHORT, incarnation(3, cause="running")]),
+        "time_limit",
+        "time limit too short: 2 starts in a row reached it before a commit; raise "
+        "cluster.slurm.time or commit more often",
+    ),
+    "a commit between": (
+        status(
+            incarnations=[
+                SHORT[0],
+                {**SHORT[1], "commit": 3},
+                incarnation(3, cause="running"),
+            ]
+        ),
+        "running",
+        "running, step 12 of 60, 2 s a step, about 96 s left",
+    ),
+    "last link": (
+        status(links_left=0, timing=timing(left_s=7200.0)),
+        "last_link",
+        "this is the last link: it ends in 20 min, about 2 h of training are left; then slurmrl "
+        "resume add/1",
+    ),
+    "last link, long enough": (
+        status(links_left=0),
+        "running",
+        "running, step 12 of 60, 2 s a step, about 96 s left",
+    ),
+    "waits": (
+        pending("Priority", "other jobs come first"),
+        "pending",
+        "pends since 3 h: Priority - other jobs come first",
+    ),
+    "waits, start known": (
+        pending(
+            "Resources",
+            pending={
+                "reason": "Resources",
+                "words": "Resources",
+                "since_s": 50.0,
+                "expected_start": "2026-01-31T09:30:00",
+            },
+        ),
+        "pending",
+        "pends since 50 s: Resources; expected to start 2026-01-31 09:30:00",
+    ),
+    "waits, nothing known": (pending("", pending=None), "pending", "pends"),
+    "interrupted": (
+        status(state="INTERRUPTED", incarnations=[ENDED]),
+        "interrupted",
+        "interrupted: no links left; slurmrl resume add/1 (last: preempted (SIGTERM), handed over "
+        "at step 12)",
+    ),
+    "never began": (
+        status(state="INTERRUPTED", incarnations=[]),
+        "interrupted",
+        "interrupted before it began: no links left; slurmrl resume add/1",
+    ),
+    "never submitted": (
+        status(state="INTERRUPTED", total_steps=None, incarnations=[]),
+        "not_submitted",
+        "was never submitted; submit its configuration again",
+    ),
+    "finished": (
+        ended("COMPLETED", "total_steps", step=60),
+        "finished",
+        "finished at step 60 of 60",
+    ),
+    "finished early": (
+        ended("COMPLETED", "stop_when: reward > 0.9", step=31),
+        "finished",
+        "finished at step 31 of 60 (stop_when: reward > 0.9)",
+    ),
+    "failed": (
+        ended(
+            "FAILED",
+            "failed twice in the same way: rank 0, loss: ValueError: x\nmore",
+            traceback="Traceback",
+        ),
+        "failed",
+        "stopped: failed twice in the same way: rank 0, loss: ValueError: x, see below",
+    ),
+    "failed without a word": (ended("FAILED", None), "failed", "stopped: it failed"),
+    "cancelled": (
+        ended("CANCELLED", "cancelled by me"),
+        "cancelled",
+        "cancelled by me at step 12 of 60; slurmrl resume add/1 goes on",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_first_finding(case: str) -> None:
+    found, code, text = CASES[case]
+    assert diagnose(found)[0] == (code, text)
+
+
+def test_the_rest_follows_by_urgency() -> None:
+    found = diagnose(
+        status(
+            problem="squeue did not answer",
+            waiting={**WAITING, "since_s": 2000.0},
+            checkpoint_failures=FULL,
+            timing=SLOW,
+            links_left=0,
+            warned="time limit",
+        )
+    )
+    assert [finding.code for finding in found] == [
+        *("scheduler", "waiting", "checkpoints", "signal_lead", "last_link", "stopping", "running")
+    ]
+
+
+def test_an_ended_trial_has_one_finding() -> None:
+    found = diagnose(ended("FAILED", "x", checkpoint_failures=FULL, problem="p", timing=SLOW))
+    assert [finding.code for finding in found] == ["failed"]

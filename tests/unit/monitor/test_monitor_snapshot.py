@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl import keys
+from slurmrl.errors import CorruptFileError
+from slurmrl.history.record import Kind
+from slurmrl.monitor.snapshot import STORY, read
+from slurmrl.monitor.status import assemble
+from slurmrl.name_resolve.file import FileNameStore
+from tests.fake_runs import FakeRun
+
+SLACK = 12
+"""Looks that bisection in a ten times longer history takes more, for each incarnation."""
+
+
+def live(root: Path, incarnations: int) -> FakeRun:
+    """A run that began so often; each time it made commits and died in a job of its own."""
+    run = FakeRun(root, trial=str(incarnations))
+    run.submission()
+    for number in range(1, incarnations + 1):
+        job = f"{number}.0.0"
+        run.attempt(f"41_{number}", number=number - 1, job=job)
+        run.begin(job=job, link=number)
+        run.commit(2 * number)
+        run.commit(2 * number + 1)
+        run.name(keys.failure(number), cause="died", reason="SIGKILL")
+        run.event(f"master.{number}", "ready", step=2 * number)
+        run.event(f"supervisor.trainer.{number}.0", "start", hosts=["n0"])
+    run.metrics(*({"step": step, "time/total": 1.0} for step in range(1, 2 * incarnations)))
+    return run
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Every file that was opened through `fsio` or `Path.open`."""
+    files: list[Any] = []
+    real, real_path = os.open, Path.open
+
+    def count(path: Any, *arguments: Any, **options: Any) -> int:
+        files.append(path)
+        return real(path, *arguments, **options)
+
+    def count_path(path: Path, *arguments: Any, **options: Any) -> Any:
+        files.append(path)
+        return real_path(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", count)
+    monkeypatch.setattr(Path, "open", count_path)
+    return files
+
+
+def test_how_much_is_read_does_not_grow_with_the_life_of_a_trial(
+    tmp_path: Path, opened: list[Any]
+) -> None:
+    counts = []
+    for incarnations in (30, 300):
+        run = live(tmp_path, incarnations)
+        opened.clear()
+        found = read(run.paths, STORY)
+        counts.append(len(opened))
+        assert [one.begun.number for one in found.incarnations][-1] == incarnations
+        assert all(one.failure and one.supervisor and one.attempt for one in found.incarnations)
+    short, long = counts
+    assert long <= short + STORY * SLACK / 2
+    opened.clear()
+    read(run.paths)
+    assert len(opened) < 80
+
+
+def test_looking_changes_nothing(tmp_path: Path) -> None:
+    run = live(tmp_path, 3)
+    before = {path: path.stat().st_mtime_ns for path in run.paths.run.rglob("*")}
+    assemble(read(run.paths, STORY), [])
+    assert {path: path.stat().st_mtime_ns for path in run.paths.run.rglob("*")} == before
+
+
+@pytest.mark.parametrize("torn", ["", "{", '{"time": 1}', '{"time": "x", "kind": 3}', "\x00\xff"])
+def test_torn_events_are_passed_over(tmp_path: Path, torn: str) -> None:
+    run = live(tmp_path, 1)
+    run.paths.event_file("master.1").write_text(torn + "\n")
+    run.paths.event_file("supervisor.trainer.1.0").write_text(torn)
+    (traces,) = read(run.paths, STORY).incarnations
+    assert traces.master == traces.supervisor == []
+    assert assemble(read(run.paths, STORY), [])["incarnations"][0]["cause"] == "died"
+
+
+@pytest.mark.parametrize("part", ["events", "metrics.jsonl", "plan.json", "export", "submissions"])
+def test_parts_that_are_not_there_yet(tmp_path: Path, part: str) -> None:
+    """Whoever makes a run directory may have come only so far, or a cache shows only so much."""
+    run = live(tmp_path, 2)
+    (run.paths.run / part).rename(tmp_path / "away")
+    status = assemble(read(run.paths, STORY), [])
+    assert status["state"] == "INTERRUPTED"
+    assert status["incarnation"] == 2
+
+
+def test_a_claim_whose_content_a_cache_hides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The listing shows a newer attempt, its file is not seen yet."""
+    run = live(tmp_path, 2)
+    real = FileNameStore._keys
+    monkeypatch.setattr(
+        FileNameStore, "_keys", lambda store, root: [*real(store, root), "attempt/trainer/0/2"]
+    )
+    status = assemble(read(run.paths, STORY), [])
+    assert status["groups"][0]["tasks"][0]["attempt"] == 2
+    assert [row["job_id"] for row in status["incarnations"]] == ["41_1", "41_2"]
+
+
+def test_files_that_are_not_ours_are_named(tmp_path: Path) -> None:
+    run = live(tmp_path, 1)
+    run.name(keys.attempt("trainer", 0, 7), attempt=3)
+    with pytest.raises(CorruptFileError, match="attempt/trainer/0/7"):
+        read(run.paths)
+
+
+def test_an_export_is_found_behind_later_records(tmp_path: Path) -> None:
+    run = live(tmp_path, 2)
+    run.paths.export(4).mkdir()
+    run.append(Kind.EXPORT, step=4, directory="step-00000004")
+    for step in range(10, 20):
+        run.commit(step)
+    assert assemble(read(run.paths), [])["export"] == str(run.paths.export(4))

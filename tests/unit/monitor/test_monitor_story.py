@@ -1,0 +1,232 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl import keys
+from slurmrl.history.record import Kind
+from slurmrl.monitor.snapshot import STORY, read
+from slurmrl.monitor.status import assemble
+from slurmrl.monitor.story import failure_words
+from slurmrl.scheduler.base import JobState, TaskState
+from tests.fake_runs import FakeRun, task
+
+WORKER = {"host": "n1", "rank": 3, "call": "train_step", "step": 4}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> FakeRun:
+    run = FakeRun(tmp_path)
+    run.submission()
+    return run
+
+
+def rows(run: FakeRun, *tasks: TaskState, alive: bool = False) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = assemble(read(run.paths, STORY), tasks, alive=alive)[
+        "incarnations"
+    ]
+    return found
+
+
+def start(run: FakeRun, job: str = "7.0.0", number: int = 0, job_id: str = "41_0") -> int:
+    """A job of two hosts starts and its master begins."""
+    run.attempt(job_id, number=number, job=job)
+    return run.begin(job=job, link=number)
+
+
+@pytest.mark.parametrize(
+    ("failure", "words"),
+    [
+        (
+            {"cause": "exception", "exception": "ValueError: x\nmore", **WORKER},
+            "rank 3 on n1: ValueError: x, train_step of step 4",
+        ),
+        (
+            {"cause": "died", "reason": "rank 3 was ended by SIGKILL", **WORKER},
+            "worker 3 on n1 died: SIGKILL",
+        ),
+        (
+            {"cause": "died", "reason": "rank 3 exited with code 7", "rank": 3},
+            "worker 3 died: exited with code 7",
+        ),
+        ({"cause": "died", "reason": "rank 0 was ended by SIGKILL", "host": "n1"}, None),
+        ({"cause": "oom", **WORKER}, "worker 3 on n1 was killed: out of memory"),
+        ({"cause": "hung", **WORKER}, "worker 3 on n1 hung, train_step of step 4"),
+        ({"cause": "hung", "host": "n0"}, "a process on n0 hung"),
+        ({"cause": "deadline", "reason": "waited 600 s"}, "too slow: waited 600 s"),
+        ({"cause": "lost_host", "host": "n2"}, "host n2 lost"),
+        ({"cause": "master", "reason": "master: KeyError: 1"}, "master: KeyError: 1"),
+        (
+            {"cause": "environment", "reason": "no space", "host": "n1"},
+            "cannot go on on n1: no space",
+        ),
+        ({"cause": "something new", "reason": "", "host": "n1"}, "something new"),
+    ],
+)
+def test_failures_in_words(failure: dict[str, Any], words: str | None) -> None:
+    expected = words or "a process on n1 died: rank 0 was ended by SIGKILL"
+    assert failure_words(failure["cause"], failure) == expected
+
+
+@pytest.mark.parametrize(
+    ("failure", "cause"),
+    [
+        ({"exception": "ValueError", "rank": 1, "call": "loss", "step": 1}, "exception"),
+        ({"reason": "master: ValueError"}, "master"),
+        ({"reason": "rank 1 was ended by SIGKILL", "host": "n0"}, "died"),
+        ({"reason": "the directory is gone", "host": "n0"}, "environment"),
+    ],
+)
+def test_failures_of_older_versions_name_no_cause(
+    run: FakeRun, failure: dict[str, Any], cause: str
+) -> None:
+    run.name(keys.failure(start(run)), **failure)
+    assert rows(run)[0]["cause"] == cause
+
+
+@pytest.mark.parametrize(
+    ("warned", "stopped", "cause", "how"),
+    [
+        ("time_limit", True, "time_limit", "time limit, handed over at step 12"),
+        ("preemption", True, "preemption", "preempted (SIGTERM), handed over at step 12"),
+        ("preemption", False, "preemption", "preempted (SIGTERM), before it could commit"),
+        ("interrupt", True, "interrupt", "told to stop (SIGTERM), handed over at step 12"),
+        ("unknown", True, "unknown", "told to end (SIGTERM), handed over at step 12"),
+    ],
+)
+def test_warnings_in_words(run: FakeRun, warned: str, stopped: bool, cause: str, how: str) -> None:
+    number = start(run)
+    run.name(keys.warned(number), signal="SIGTERM", cause=warned, time_left_s=None)
+    if stopped:
+        run.event(f"master.{number}", "stopped", step=12)
+    (row,) = rows(run)
+    assert (row["cause"], row["how"]) == (cause, how)
+
+
+def test_a_programming_error_says_more_than_the_warning_after_it(run: FakeRun) -> None:
+    number = start(run)
+    run.name(keys.warned(number), signal="SIGTERM", cause="preemption")
+    run.name(keys.failure(number), cause="exception", exception="ValueError: x", **WORKER)
+    assert rows(run)[0]["cause"] == "exception"
+
+
+def test_a_death_after_the_warning_is_the_preemption(run: FakeRun) -> None:
+    number = start(run)
+    run.name(keys.warned(number), signal="SIGTERM", cause="preemption")
+    run.name(keys.failure(number), cause="died", reason="SIGTERM", **WORKER)
+    assert rows(run)[0]["cause"] == "preemption"
+
+
+@pytest.mark.parametrize(
+    ("state", "signal", "cause"),
+    [
+        (JobState.PREEMPTED, None, "preemption"),
+        (JobState.COMPLETED, None, "preemption"),
+        (JobState.FAILED, None, "preemption"),
+        (JobState.FAILED, 9, "killed"),
+        (JobState.CANCELLED, None, "interrupt"),
+        (JobState.RUNNING, None, "preemption"),
+        (JobState.UNKNOWN, None, "preemption"),
+    ],
+)
+def test_the_scheduler_knows_better_who_sent_a_signal(
+    run: FakeRun, state: JobState, signal: int | None, cause: str
+) -> None:
+    number = start(run)
+    run.name(keys.warned(number), signal="SIGTERM", cause="preemption")
+    start(run, "8.0.0", 1, "41_1")
+    first, _ = rows(run, task(0, state, signal=signal, words="ended"))
+    assert first["cause"] == cause
+
+
+@pytest.mark.parametrize(
+    ("state", "cause"),
+    [
+        (JobState.TIMEOUT, "time_limit"),
+        (JobState.PREEMPTED, "preemption"),
+        (JobState.NODE_FAIL, "lost_host"),
+        (JobState.OUT_OF_MEMORY, "oom"),
+        (JobState.FAILED, "killed"),
+        (JobState.PENDING, "killed"),
+        (JobState.UNKNOWN, "killed"),
+    ],
+)
+def test_where_nobody_said_anything_the_scheduler_may_know(
+    run: FakeRun, state: JobState, cause: str
+) -> None:
+    start(run)
+    (row,) = rows(run, task(0, state, words="what the scheduler says"))
+    assert row["cause"] == cause
+    known = state not in (JobState.PENDING, JobState.UNKNOWN)
+    silent = "ended without a word: its batch process or host was killed"
+    assert row["how"] == ("job 41_0: what the scheduler says" if known else silent)
+
+
+def test_ends_that_the_history_knows(run: FakeRun) -> None:
+    start(run)
+    run.end(Kind.CANCELLED, reason="cancelled by me")
+    run.resume()
+    start(run, "8.0.0", 1, "42_0")
+    run.end(Kind.FAILED, reason="failed twice\nand more")
+    run.resume()
+    start(run, "9.0.0", 2, "43_0")
+    run.commit(60)
+    run.end(Kind.FINISHED, step=60, reason="total_steps")
+    found = [(row["cause"], row["how"], row["job_id"]) for row in rows(run)]
+    assert found == [
+        ("cancelled", "cancelled by me", "41_0"),
+        ("gave_up", "gave up: failed twice", "42_0"),
+        ("finished", "finished", "43_0"),
+    ]
+
+
+def test_steps_commits_and_hosts(run: FakeRun) -> None:
+    first = start(run)
+    run.event("supervisor.trainer.7.0", "start", link=0, job="7.0", hosts=["n0", "n1", "n2"])
+    run.event("supervisor.trainer.7.0", "round", round=0, hosts=["n0", "n1"])
+    run.event("supervisor.trainer.7.0", "round", round=1, hosts=["n0", "n2"])
+    run.event(f"master.{first}", "ready", step=0)
+    run.commit(10)
+    run.event(f"master.{first}", "commit", step=10, seconds=1.0)
+    run.name(keys.failure(first), cause="lost_host", host="n1")
+    second = start(run, "7.0.1", 1)
+    run.attempt("41_0", task=1, host="n2", job="7.0.1")
+    run.say(second, step=13, phase="running", tasks={}, time=1.0)
+    lost, running = rows(run, task(0, JobState.RUNNING), alive=True)
+    assert (lost["hosts"], running["hosts"]) == (["n0", "n1"], ["n0", "n2"])
+    assert (lost["from_step"], lost["to_step"], lost["commit"]) == (0, 10, 10)
+    assert (running["from_step"], running["to_step"], running["commit"]) == (10, 13, None)
+    assert (lost["how"], running["how"]) == ("host n1 lost", "running")
+
+
+def test_a_failed_incarnation_of_a_running_trial_has_ended(run: FakeRun) -> None:
+    number = start(run)
+    run.name(keys.failure(number), cause="hung", **WORKER)
+    (row,) = rows(run, task(0, JobState.RUNNING), alive=True)
+    assert row["cause"] == "hung"
+
+
+@pytest.mark.parametrize(
+    ("element", "restarts", "cause"), [(0, 0, "running"), (1, 0, "killed"), (0, 1, "killed")]
+)
+def test_the_next_start_of_a_job_does_not_revive_an_incarnation(
+    run: FakeRun, element: int, restarts: int, cause: str
+) -> None:
+    start(run)
+    run.say(1, phase="running", step=5, tasks={}, waiting={"for": [0], "what": "x", "since_s": 9})
+    running = task(element, JobState.RUNNING, restarts=restarts)
+    status = assemble(read(run.paths), [running], alive=True)
+    assert status["incarnations"][0]["cause"] == cause
+    lives = cause == "running"
+    assert (status["phase"] == "running") is (status["waiting"] is not None) is lives
+    assert status["findings"][0]["code"] == ("running" if lives else "restarting")
+
+
+def test_only_the_newest_are_told_of(run: FakeRun) -> None:
+    for number in range(STORY + 5):
+        start(run, f"{number}.0.0", number, f"41_{number}")
+    found = rows(run)
+    assert [row["number"] for row in found] == list(range(6, STORY + 6))
+    assert found[0]["job_id"] == "41_5"
