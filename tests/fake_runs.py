@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,11 @@ from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.state import fold
 from slurmrl.history.writer import begin, end, resume
+from slurmrl.monitor.events import EventWriter
 from slurmrl.monitor.metrics import MetricsWriter
 from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths, user_name
-from slurmrl.scheduler.base import JobState, Scheduler, SubmissionRequest, TaskState
+from slurmrl.scheduler.base import JobIds, JobState, Scheduler, SubmissionRequest, TaskState
 
 CONFIG = """\
 experiment: add
@@ -52,15 +54,15 @@ class FakeRun:
         self.paths.identity.write_text(json.dumps({"uuid": f"{experiment}{trial}" * 8}))
         group = {"name": "trainer", "hosts": hosts, "elastic": False}
         self.paths.plan.write_text(json.dumps({"groups": [group]}))
-        self.history = History(self.paths.history)
+        self.history = History(self.paths.history, clock=lambda: time.time())
 
-    def submission(self, number: int = 1, scheduler: str = "local") -> None:
+    def submission(self, number: int = 1, scheduler: str = "local", **more: Any) -> None:
         atomic.make_private_directory(self.paths.submission(number))
-        request = {"scheduler": scheduler, "total_steps": 60, "heartbeat_s": 0.2}
+        request = {"scheduler": scheduler, "total_steps": 60, "heartbeat_s": 0.2, **more}
         self.paths.submission_request(number).write_text(json.dumps(request))
 
-    def begin(self) -> int:
-        return begin(self.history, {}).incarnation
+    def begin(self, **data: Any) -> int:
+        return begin(self.history, data).incarnation
 
     def append(self, kind: Kind, **data: Any) -> None:
         records = self.history.read()
@@ -75,8 +77,10 @@ class FakeRun:
     def resume(self) -> None:
         resume(self.history, {})
 
-    def attempt(self, job_id: str, *, task: int = 0, number: int = 0, host: str = "n0") -> None:
-        value = {"group": "trainer", "task": task, "attempt": number, "host": host}
+    def attempt(
+        self, job_id: str, *, task: int = 0, number: int = 0, host: str = "n0", job: str = ""
+    ) -> None:
+        value = {"group": "trainer", "task": task, "attempt": number, "host": host, "job": job}
         with make("file", directory=self.paths.names) as names:
             names.add(
                 keys.attempt("trainer", task, number),
@@ -88,6 +92,13 @@ class FakeRun:
         with make("file", directory=self.paths.names) as names:
             value = {"incarnation": incarnation, **said}
             names.add(keys.status(), json.dumps(value), replace=True, delete_on_exit=False)
+
+    def name(self, key: str, **value: Any) -> None:
+        with make("file", directory=self.paths.names) as names:
+            names.add(key, json.dumps(value), delete_on_exit=False)
+
+    def event(self, writer: str, kind: str, **data: Any) -> None:
+        EventWriter(self.paths, writer).write(kind, **data)
 
     def metrics(self, *lines: Mapping[str, Any]) -> None:
         writer = MetricsWriter(self.paths.metrics)
@@ -115,7 +126,7 @@ class FakeScheduler(Scheduler):
         self.done: list[str] = []
         self.questions = 0
         self.requests: list[SubmissionRequest] = []
-        self.jobs: dict[tuple[Path, int], dict[str, str]] = {}
+        self.jobs: dict[tuple[Path, int], dict[str, tuple[str, ...]]] = {}
 
     def check(self) -> None:
         if self.problem is not None:
@@ -124,30 +135,37 @@ class FakeScheduler(Scheduler):
     def scripts(self, request: SubmissionRequest) -> dict[str, str]:
         return {group.name: f"#!/bin/bash\nlinks {group.links}\n" for group in request.groups}
 
-    def submit(self, request: SubmissionRequest) -> dict[str, str]:
+    def submit(self, request: SubmissionRequest) -> dict[str, tuple[str, ...]]:
         self.requests.append(request)
-        self.jobs[request.run.run, request.number] = {group.name: "41" for group in request.groups}
+        ids = {group.name: ("41",) for group in request.groups}
+        self.jobs[request.run.run, request.number] = ids
         return self.recover(request.run, request.number)
 
-    def recover(self, run: RunPaths, number: int) -> dict[str, str]:
+    def extend(self, run: RunPaths, number: int, group: str, *, by: str) -> str:
+        self.check()
+        self.done.append(f"extend {group}")
+        self.jobs[run.run, number][group] += ("42",)
+        return "42"
+
+    def recover(self, run: RunPaths, number: int) -> dict[str, tuple[str, ...]]:
         return self.jobs.get((run.run, number), {})
 
-    def query(self, jobs: Mapping[str, str]) -> list[TaskState]:
+    def query(self, jobs: JobIds) -> list[TaskState]:
         self.check()
         self.questions += 1
         return [
             replace(task, group=group)
-            for group, job in jobs.items()
+            for group, ids in jobs.items()
             for task in self.tasks
-            if task.job_id.startswith(f"{job}_")
+            if task.job_id.partition("_")[0] in ids
         ]
 
-    def cancel(self, jobs: Mapping[str, str], *, after: int = -1) -> None:
+    def cancel(self, jobs: JobIds, *, after: int = -1) -> None:
         self.done.append("cancel")
         self.tasks = [replace(task, state=JobState.CANCELLED) for task in self.tasks]
 
-    def interrupt(self, jobs: Mapping[str, str]) -> None:
+    def interrupt(self, jobs: JobIds) -> None:
         self.done.append("interrupt")
 
-    def kill(self, jobs: Mapping[str, str]) -> None:
+    def kill(self, jobs: JobIds) -> None:
         self.done.append("kill")

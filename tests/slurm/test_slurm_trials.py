@@ -183,3 +183,19 @@ def test_dry_run_prints_the_script_and_leaves_nothing(site: Site) -> None:
     assert "#SBATCH --array=0-7%1" in done.stdout
     assert "#SBATCH --nodes=2" in done.stdout
     assert not site.root.exists()
+
+
+def test_a_live_trial_with_few_links_gets_more(site: Site) -> None:
+    slurm = {**TWO_NODES["slurm"], "links": 1}
+    submit(site, on_slurm(sft_config(total_steps=100000), slurm=slurm))
+    site.wait_for_step("sft/1", 1)
+    said = json.loads(site.slurmrl("resume", "sft/1", "--json").stdout)
+    second = said["jobs"]["trainer"].split(",")[1]
+    queued = squeue("-j", second, "-o", "%F_%K %T %r").split()
+    assert queued == [f"{second}_1", "PENDING", "Dependency"]
+    (group,) = site.status("sft/1")["groups"]
+    assert group["links_left"] == 1
+    os.kill(batch_pid(site.paths("sft/1").run), signal.SIGKILL)
+    wait_until("the added link", lambda: site.status("sft/1")["incarnation"] == 2)
+    site.slurmrl("cancel", "sft/1")
+    wait_until("an empty queue", lambda: not squeue("-t", "PD,R,CG"))

@@ -14,6 +14,8 @@ from getpass import getuser
 from pathlib import Path
 from typing import Any, TypeVar
 
+from slurmrl.history.log import History
+from slurmrl.history.state import fold
 from slurmrl.paths import RunPaths
 
 T = TypeVar("T")
@@ -119,7 +121,9 @@ class Site:
         """What must not depend on how often a run was interrupted: weights, optimizer state and
         random states of the last checkpoint, its data cursor, and all metrics but timings."""
         paths = self.paths(trial)
-        last = sorted(paths.checkpoints.iterdir())[-1]
+        commit = fold(History(paths.history).read()).last_commit
+        assert commit is not None, f"{trial} has no commit"
+        last = paths.checkpoints / commit.directory
         return {
             "files": {file.name: file.read_bytes() for file in sorted(last.glob("*.safetensors"))},
             "export": sorted(paths.exports.glob("*/model.safetensors"))[-1].read_bytes(),
@@ -136,21 +140,35 @@ def is_timing(name: str) -> bool:
 
 
 def processes(run: Path) -> dict[str, list[int]]:
-    """Pids of a run's processes by role; those only whose command line names this run."""
-    found: dict[str, list[int]] = {role: [] for role in ROLES}
+    """Pids of a run's processes by role; those only whose command line names this run.
+
+    Workers are forked from templates; only their names (``ps -o comm``) tell them apart.
+    """
+    found: dict[str, list[int]] = {role: [] for role in (*ROLES, "template")}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         try:
             arguments = (entry / "cmdline").read_bytes().decode().split("\0")
+            forked = (entry / "comm").read_text().startswith("rank ")
         except OSError:
             continue
-        if str(run) not in arguments:
+        if str(run) not in arguments or Path(arguments[0]).name == "srun":
             continue
         for role, module in ROLES.items():
             if module in arguments:
-                found[role].append(int(entry.name))
+                found["template" if role == "worker" and not forked else role].append(
+                    int(entry.name)
+                )
     return {role: sorted(pids) for role, pids in found.items()}
+
+
+def parent(process: Path) -> int:
+    """Pid of the parent of a process in /proc; 0 if the process is gone."""
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def kill_one(run: Path, role: str, index: int = 0) -> None:

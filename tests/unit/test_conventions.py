@@ -63,7 +63,12 @@ ROWS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"engines": ("models",), "models": ()},
     {"algorithms": ()},
     {"workers": ()},
-    {"__main__": ("cli",), "cli": ("submission",), "submission": ()},
+    {
+        "__main__": ("cli",),
+        "cli": ("submission", "doctor"),
+        "doctor": ("submission",),
+        "submission": (),
+    },
 )
 """From the bottom up: a part, and the parts of its own row that it may import. A part may import
 everything in rows below its own."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import math
 import shutil
 import sys
@@ -83,6 +84,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
+    logging.disable(logging.WARNING)  # failures are what this is about
     gc.freeze()  # forked actors then share the pages of all these modules
     try:
         for name in options.scenario or sorted(SCENARIOS):

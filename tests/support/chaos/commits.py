@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.checkpoint.manifest import read_state, verify
+from slurmrl.config.schema.frequency import Checkpoint
 from slurmrl.errors import (
     CheckpointError,
     CorruptFileError,
@@ -23,9 +24,9 @@ from slurmrl.fsio.failures import explain
 from slurmrl.fsio.primitives import write_new
 from slurmrl.history.log import History
 from slurmrl.history.state import fold
-from slurmrl.history.writer import begin
+from slurmrl.history.writer import IncarnationWriter, begin
 from slurmrl.paths import RunPaths
-from slurmrl.workers.master.committer import Committer
+from slurmrl.workers.master.committer import Committer, Outcome
 from slurmrl.workers.master.serve import _clean
 from tests.support.chaos.control import setup
 from tests.support.chaos.histories import check_history
@@ -37,29 +38,45 @@ STEPS = 3
 
 
 class Ranks:
-    """A workforce that saves at once: `post` writes a file per rank, `collect` tells of them."""
+    """A workforce whose ranks copy at once and write while the master looks after other things:
+    each look lets one rank write its file. Of the second checkpoint the disk takes only a part the
+    first time."""
 
     def __init__(self, paths: RunPaths, incarnation: int) -> None:
         self._paths = paths
         self._incarnation = incarnation
-        self._files: dict[int, dict[str, Any]] = {}
+        self._save: dict[str, Any] = {}
+        self._saves = 0
+        self._answers: dict[int, dict[str, Any]] = {}
 
     def post(self, message: dict[str, Any]) -> list[int]:
-        for rank in range(RANKS):
-            name = f"actor.{rank}.bin"
-            data = f"{rank} {message['step']} {self._incarnation} ".encode() * 100
-            path = self._paths.checkpoints / message["directory"] / name
-            try:
-                write_new(path, data, True, REAL)
-            except OSError as error:
-                raise explain(error, "save", path) from error
-            checksum = f"sha256:{hashlib.sha256(data).hexdigest()}"
-            file = {"name": name, "size": len(data), "checksum": checksum}
-            self._files[rank] = {"files": [file]}
+        self._save, self._answers = message, {}
+        self._saves += 1
         return [0]
 
-    def collect(self, number: int, what: str, timeout_s: float) -> dict[int, dict[str, Any]]:
-        return self._files
+    def saved(self, number: int) -> dict[int, dict[str, Any]] | None:
+        rank = len(self._answers)
+        if rank < RANKS:
+            answer: dict[str, Any] = {"error": "no space left", "full": True}
+            if self._saves != 2 or rank + 1 < RANKS:
+                answer = {"files": [self._write(rank)]}
+            self._answers[rank] = {"seconds": 0.0, **answer}
+        return self._answers if rank + 1 >= RANKS else None
+
+    def wait_saved(self, number: int, what: str, timeout_s: float) -> None:
+        while self.saved(number) is None:
+            pass
+
+    def _write(self, rank: int) -> dict[str, Any]:
+        name = f"actor.{rank}.bin"
+        data = f"{rank} {self._save['step']} {self._incarnation} ".encode() * 100
+        path = self._paths.checkpoints / self._save["directory"] / name
+        try:
+            write_new(path, data, True, REAL)
+        except OSError as error:
+            raise explain(error, "save", path) from error
+        checksum = f"sha256:{hashlib.sha256(data).hexdigest()}"
+        return {"name": name, "size": len(data), "checksum": checksum}
 
 
 def master(folder: Path, me: int, note: Note) -> None:
@@ -77,10 +94,15 @@ def master(folder: Path, me: int, note: Note) -> None:
             if base != state.last_commit.step:
                 raise ViolationError(f"state of step {base} in {state.last_commit}")
         ranks: Any = Ranks(paths, writer.incarnation)
-        committer = Committer(paths, writer, ranks, state.commits, 1, 60.0)
+        settings = Checkpoint(keep_last=1)
+        committer = Committer(paths, writer, ranks, state.commits, settings, 60.0)
         for step in range(base + 1, base + 1 + STEPS):
-            committer.commit(step, {"step": step})
-            note(event="committed", step=step, incarnation=writer.incarnation)
+            _tell(committer.wait(), writer, note)
+            _tell(committer.start(step, {"step": step}, asynchronous=True), writer, note)
+            _tell(committer.poll(), writer, note)
+        _tell(committer.wait(), writer, note)
+        if committer.last_step != base + STEPS:
+            raise ViolationError(f"the newest commit is of step {committer.last_step}")
     except StaleIncarnationError:
         note(event="stale")
     except (CheckpointError, EnvironmentFailure) as error:
@@ -89,11 +111,35 @@ def master(folder: Path, me: int, note: Note) -> None:
         raise ViolationError(f"the newest incarnation lost files: {error}") from error
 
 
+def _tell(outcome: Outcome | None, writer: IncarnationWriter, note: Note) -> None:
+    if outcome is None:
+        return
+    if outcome.error == "rank 1: no space left":
+        note(event="failed", step=outcome.step, incarnation=writer.incarnation)
+    elif outcome.error is not None:
+        raise EnvironmentFailure(outcome.error)
+    else:
+        note(event="committed", step=outcome.step, incarnation=writer.incarnation)
+
+
 def successor(folder: Path, me: int, note: Note) -> None:
     try:
         master(folder, me, note)
     except StaleIncarnationError:
         note(event="stale")
+
+
+def late_writer(folder: Path, me: int, note: Note) -> None:
+    """Threads of ranks whose master is gone: they write on into what was not committed."""
+    paths = RunPaths(folder)
+    for number in range(4):
+        for name in leftovers(folder):
+            try:
+                write_new(paths.checkpoints / name / f"late.{number}", b"late" * 100, True, REAL)
+            except FileNotFoundError:
+                note(event="too late", directory=name)
+            except FileExistsError:
+                raise ViolationError(f"{name}/late.{number} was written already") from None
 
 
 def reader(folder: Path, me: int, note: Note) -> None:
@@ -156,5 +202,5 @@ def _check_clean(folder: Path, events: list[Event]) -> None:
 
 SCENARIOS = (
     Scenario("commit", setup, (successor, reader, reader), _check, successor),
-    Scenario("deletion", setup, (successor, successor, reader), _check_clean, successor),
+    Scenario("deletion", setup, (successor, successor, late_writer), _check_clean, successor),
 )

@@ -18,7 +18,7 @@ from slurmrl.history.state import fold
 from slurmrl.monitor.snapshot import newest_submission
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.client import SlurmClient
-from slurmrl.scheduler.parse import QueueRow
+from slurmrl.scheduler.rows import QueueRow
 from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.submission import live, prepare, submit
 from tests.fake_runs import write_config
@@ -45,7 +45,13 @@ class FolderSlurm(SlurmClient):
         parts = [name.split("__") for name in sorted(os.listdir(self._folder))]
         return [QueueRow(job, (0,), state, (), name, "") for job, name, state in parts]
 
-    def submit(self, script: Path) -> str:
+    def settings(self) -> dict[str, str]:
+        return {}
+
+    def submit_limits(self, user: str) -> str:
+        return ""
+
+    def submit(self, script: Path, *options: str) -> str:
         found = re.search(r"^#SBATCH --job-name=(.+)$", script.read_text(), re.MULTILINE)
         assert found
         job = str(100 + 10 * len(os.listdir(self._folder)) + int(os.getpid()) % 10)

@@ -1,0 +1,270 @@
+"""How long a trial takes to train again after it was disturbed: scripts/bench/recovery.py [OPTIONS]
+
+On a private test bed of Slurm a PPO trial of two ranks on two nodes is disturbed by each cause in
+turn. Reported are the seconds from the kill to the end of the next trained step, by phase, beside
+Slurm's own floor: how long an array of empty jobs takes from the same blow to its next start. Then
+workers are killed once a minute: what part of the wall time went into steps that were kept?
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from slurmrl.history.record import Kind
+from slurmrl.monitor import events
+from tests.support import paced
+from tests.support.chaos_trials.causes import CAUSES, strike
+from tests.support.chaos_trials.monkey import succession
+from tests.support.chaos_trials.watched import Watched
+from tests.support.nodes import kill_node, node_of, preempt, private_bed, slurm
+from tests.support.trials import Site, processes, wait_until
+
+ALL = ("worker", "master", "agent", "supervisor", "stop", "preempt", "node")
+"""A lost node does not come back, so it is the last."""
+EMPTY_JOB = """#!/bin/bash
+#SBATCH --array=0-3%1 --nodes=2 --requeue --open-mode=append --output=/dev/null
+#SBATCH --partition=low
+echo $$ $(date +%s.%N) $SLURMD_NODENAME >> {starts}
+exec sleep 600
+"""
+STEPS_BEFORE = 4
+"""That an incarnation has trained when it is disturbed: at least one commit is among them."""
+
+
+def disturb(bed: Path, cause: str, run: Path, over: Callable[[], bool]) -> None:
+    if cause == "preempt":
+        preempt()
+    elif cause == "node":
+        kill_node(bed, run, node_of(processes(run)["supervisor"][0]))
+    else:
+        strike(CAUSES[cause], run, 0.9, over)
+
+
+# -- Slurm's floor -------------------------------------------------------------------------------
+
+
+def floor_s(bed: Path, folder: Path, cause: str) -> float | None:
+    """From the blow to the next start of an empty job; None for what happens inside a job."""
+    if cause not in ("supervisor", "preempt", "node"):
+        return None
+    starts, script = folder / f"starts-{cause}", folder / f"{cause}.sh"
+    script.write_text(EMPTY_JOB.format(starts=starts))
+    job = slurm("sbatch", "--parsable", str(script))
+    pid, _, node = wait_until("an empty job", lambda: list(_starts(starts)))[0]
+    began = time.time()
+    if cause == "supervisor":
+        os.kill(int(pid), signal.SIGKILL)
+    elif cause == "preempt":
+        preempt()
+    else:
+        kill_node(bed, starts, str(node), also=[int(pid)])
+    again = wait_until("its next start", lambda: list(_starts(starts))[1:])[0]
+    slurm("scancel", job)
+    wait_until("an empty queue", lambda: not slurm("squeue", "-h"))
+    return float(again[1]) - began
+
+
+def _starts(file: Path) -> Iterator[list[str]]:
+    for line in file.read_text().splitlines() if file.exists() else []:
+        yield line.split()
+
+
+# -- one recovery --------------------------------------------------------------------------------
+
+
+def recovery(bed: Path, trial: Watched, cause: str) -> dict[str, Any]:
+    """Disturb the trial once; seconds by phase. What left no mark is part of the next phase."""
+    settled(trial)
+    before, run = trial.incarnation, trial.witness.paths.run
+    killed = time.time()
+    disturb(bed, cause, run, trial.over)
+
+    def trains() -> bool:
+        return trial.incarnation > before and trial.witness.has_trained(trial.incarnation)
+
+    if not trial.until(f"recovery from {cause}", trains):
+        raise SystemExit(f"the trial ended when {cause} was tried: {trial.witness.state.end}")
+    trained = time.time()
+    marks = [*_marks(trial, before, killed), ("first step", trained)]
+    phases, last = {}, killed
+    for name, at in marks:
+        phases[name], last = round(max(at - last, 0.0), 2), max(at, last)
+    how = succession(trial.witness.job(before), trial.witness.job(trial.incarnation))
+    return {"cause": cause, "how": how, "seconds": round(trained - killed, 2), "phases": phases}
+
+
+def settled(trial: Watched) -> None:
+    """Wait until the present incarnation has trained for some steps."""
+
+    def steps() -> bool:
+        return len(trial.witness.batches(trial.incarnation)) > STEPS_BEFORE
+
+    if not trial.until("some steps", steps):
+        raise SystemExit(f"the trial ended by itself: {trial.witness.state.end}")
+
+
+def _marks(trial: Watched, before: int, killed: float) -> list[tuple[str, float]]:
+    """Ends of the phases of a recovery, as far as somebody noted them."""
+    seen = [event for event in events.read_all(trial.witness.paths) if event["time"] >= killed]
+    now = trial.incarnation
+
+    def first(kind: str, writer: str, **data: Any) -> float | None:
+        return next(
+            (
+                float(event["time"])
+                for event in seen
+                if event["kind"] == kind
+                and event["writer"].startswith(writer)
+                and all(event.get(name) == value for name, value in data.items())
+            ),
+            None,
+        )
+
+    begun = next(
+        record.time
+        for record in trial.witness.records
+        if record.kind is Kind.BEGIN and record.incarnation == now
+    )
+    joins = [event["time"] for event in seen if event["kind"] == "join"]
+    found = (
+        ("detect", first("failure", "agent.", incarnation=before)),
+        ("next job", first("start", "supervisor.")),
+        ("start", begun),
+        ("rendezvous", max(joins, default=None)),
+        ("load", first("ready", f"master.{now}")),
+    )
+    return [(name, at) for name, at in found if at is not None]
+
+
+# -- effective training time ---------------------------------------------------------------------
+
+
+def effective(bed: Path, trial: Watched, causes: list[str], minutes: float, every_s: float) -> Any:
+    """Disturb the trial every ``every_s``; the part of the wall time since its first step that
+    went into steps that it kept."""
+    if not trial.until("the first step", lambda: trial.witness.has_posted(trial.incarnation, 1)):
+        raise SystemExit("the trial ended before its first step")
+    began, kills = time.monotonic(), 0
+    while (now := time.monotonic()) < began + minutes * 60:
+        due = min(began + (kills + 1) * every_s, began + minutes * 60)
+        trial.until("the next kill", lambda due=due: time.monotonic() >= due)
+        if due < began + minutes * 60:
+            cause = causes[kills % len(causes)]
+            disturb(bed, cause, trial.witness.paths.run, trial.over)
+            kills += 1
+    wall_s = now - began
+    lines = trial.site.metrics(trial.name)
+    useful_s = sum(line.get("time/total", 0.0) for line in lines)
+    return {
+        "causes": causes,
+        "minutes": minutes,
+        "kills": kills,
+        "incarnations": trial.incarnation,
+        "steps": len(lines),
+        "useful_s": round(useful_s, 1),
+        "wall_s": round(wall_s, 1),
+        "ratio": round(useful_s / wall_s, 3),
+    }
+
+
+def stalls(trial: Watched) -> dict[str, float]:
+    """Seconds that training waited for its commits."""
+    found = [
+        event["stall_s"]
+        for event in events.read_all(trial.witness.paths)
+        if event["kind"] == "commit" and "stall_s" in event
+    ]
+    if not found:
+        return {}
+    return {
+        "commits": len(found),
+        "median_s": round(statistics.median(found), 4),
+        "max_s": round(max(found), 4),
+    }
+
+
+# -- all of it -----------------------------------------------------------------------------------
+
+
+def start(folder: Path, pause_s: float) -> Watched:
+    """A trial that goes on until it is cancelled, commits every second step."""
+    folder.mkdir()
+    config = paced.config(folder, pause_s=pause_s)
+    config["cluster"] = paced.cluster(folder, partition="low", links=100)
+    return Watched(Site(folder), {**config, "total_steps": 1_000_000}, "slurm")
+
+
+def finish(trial: Watched) -> None:
+    trial.site.slurmrl("cancel", trial.name)
+    wait_until("an empty queue", lambda: not slurm("squeue", "-h"))
+
+
+def by_cause(bed: Path, folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    trial = start(folder / "causes", options.step_s)
+    rows = []
+    for cause in [cause for cause in options.causes if cause != "node"]:
+        rows += [recovery(bed, trial, cause) for _ in range(options.repeat)]
+        print(_row(rows[-1]), flush=True)
+    print(f"checkpoint stall: {stalls(trial) or 'not recorded'}", flush=True)
+    if "node" in options.causes:
+        rows.append(recovery(bed, trial, "node"))
+        print(_row(rows[-1]), flush=True)
+    finish(trial)
+    return rows
+
+
+def _row(row: dict[str, Any]) -> str:
+    phases = ", ".join(f"{name} {seconds}" for name, seconds in row["phases"].items())
+    return f"{row['cause']:<11} {row['how']:<11} {row['seconds']:7.2f} s: {phases}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--causes", default=",".join(ALL), help="(default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=1, help="of each cause but `node`")
+    parser.add_argument("--step-s", type=float, default=0.5, help="least length of a step")
+    parser.add_argument("--minutes", type=float, default=3, help="of killing workers; 0: none")
+    parser.add_argument("--every-s", type=float, default=60, help="between two of these kills")
+    parser.add_argument("--mixed", default="worker", help="causes of these kills, in turn")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    options = parser.parse_args()
+    options.causes = [cause for cause in options.causes.split(",") if cause]
+    result: dict[str, Any] = {"cpus": os.cpu_count(), "load": os.getloadavg()[0]}
+    print(f"{result['cpus']} CPUs, load {result['load']:.1f}", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if options.causes:
+            with private_bed() as bed:
+                result["recovery"] = by_cause(bed, folder, options)
+            with private_bed() as bed:
+                floors = {cause: floor_s(bed, folder, cause) for cause in options.causes}
+            result["floor_s"] = {c: round(s, 2) for c, s in floors.items() if s is not None}
+            print(f"Slurm's floor: {result['floor_s']}", flush=True)
+        if options.minutes:
+            with private_bed() as bed:
+                trial = start(folder / "effective", options.step_s)
+                mixed = options.mixed.split(",")
+                found = effective(bed, trial, mixed, options.minutes, options.every_s)
+                result["effective"] = found | {"stall": stalls(trial)}
+                finish(trial)
+            print(f"effective training time: {result['effective']}", flush=True)
+    if options.json:
+        options.json.write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,285 @@
+"""Trials on a real Slurm that lose processes, hosts and jobs: whatever ends them, they end like one
+that was left alone. One test for each cause, through the command line only."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import paced
+from tests.support.chaos_trials.causes import CAUSES, strike
+from tests.support.chaos_trials.monkey import succession
+from tests.support.chaos_trials.watched import Outcome, Watched
+from tests.support.nodes import (
+    kill_daemon,
+    kill_node,
+    node_of,
+    on_node,
+    preempt,
+    private_bed,
+    queued,
+    slurm,
+)
+from tests.support.trials import Site, processes, wait_until
+
+OTHER_JOB = ("requeue", "next link")
+"""While Slurm makes a requeued element wait, the next one of the array may come first."""
+STEPS = 3
+"""That an incarnation has trained before it is disturbed: at least one commit is among them."""
+
+long = pytest.mark.long
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The trial of these tests when nothing happens to it, on one host without Slurm."""
+    folder = tmp_path_factory.mktemp("calm")
+    trial = paced.start(folder, "local", cluster={**paced.cluster(folder), "workers_per_host": 2})
+    paced.hurry(trial)
+    return trial.outcome()
+
+
+@pytest.fixture
+def bed(tmp_path: Path, slurm_bed: Any) -> Iterator[Path]:
+    """The lane's bed, on which nothing is left running."""
+    yield slurm_bed.directory
+    _empty_queue()
+
+
+@pytest.fixture
+def breakable() -> Iterator[Path]:
+    """A bed of a test's own, whose nodes may be lost."""
+    with private_bed() as directory:
+        yield directory
+
+
+def _empty_queue() -> None:
+    slurm("scancel", "--user", str(os.getuid()))
+    wait_until("an empty queue", lambda: not queued())
+
+
+def after(trial: Watched, disturb: Callable[[], object]) -> str:
+    """Disturb an incarnation that has trained for some steps; how the next one that trains came
+    to be."""
+    assert trial.until("some steps", lambda: len(trial.witness.batches(trial.incarnation)) > STEPS)
+    before = trial.incarnation
+    disturb()
+    return recovered(trial, before)
+
+
+def recovered(trial: Watched, since: int) -> str:
+    def trains() -> bool:
+        return trial.incarnation > since and trial.witness.has_trained(trial.incarnation)
+
+    assert trial.until(f"recovery of incarnation {since}", trains)
+    return succession(trial.witness.job(since), trial.witness.job(trial.incarnation))
+
+
+def same(trial: Watched, calm: Outcome) -> None:
+    """The rest of the trial, in a hurry."""
+    paced.hurry(trial)
+    assert calm.differences(trial.outcome()) == []
+    wait_until("the chain to be gone from the queue", lambda: not queued())
+
+
+@pytest.mark.parametrize(
+    ("causes", "how"),
+    [
+        ([("worker", 0.9)], "in the job"),
+        pytest.param([("worker", 0.0), ("master", 0.0)], "in the job", marks=long),
+        pytest.param([("stop", 0.9), ("stop-master", 0.0)], "in the job", marks=long),
+        pytest.param([("agent", 0.9), ("agent", 0.0)], "next round", marks=long),
+        pytest.param([("supervisor", 0.0)], "next link", marks=long),
+    ],
+    ids=["worker", "children", "hung", "agents", "batch process"],
+)
+def test_lost_process(
+    tmp_path: Path, bed: Path, calm: Outcome, causes: list[tuple[str, float]], how: str
+) -> None:
+    """One after the other in one trial."""
+    trial = paced.start(tmp_path)
+    run = trial.witness.paths.run
+    for name, choice in causes:
+        strikes = partial(strike, CAUSES[name], run, choice, trial.over)
+        assert (name, after(trial, strikes)) == (name, how)
+    same(trial, calm)
+
+
+@long
+def test_time_limit(tmp_path: Path, bed: Path, calm: Outcome) -> None:
+    """The warning comes 15 to 45 seconds into a link of one minute; the next link goes on from
+    the very step that was reached."""
+    limit = paced.cluster(tmp_path, time="1", signal_lead_s=15)
+    trial = paced.start(tmp_path, cluster=limit, checkpoint={"every_steps": 1000})
+    assert trial.until("a step", lambda: trial.witness.has_posted(1, 1))
+    assert recovered(trial, 1) == "next link"
+    paced.hurry(trial)
+    outcome = trial.outcome()
+    (first, *_) = [commit for commit in trial.witness.state.commits if commit.incarnation == 1]
+    assert max(trial.witness.posted[1]) == first.step
+    assert min(trial.witness.posted[2]) == first.step + 1
+    assert calm.final["metrics"] == outcome.final["metrics"]
+    assert calm.batches == outcome.batches
+
+
+def low(folder: Path) -> dict[str, Any]:
+    return paced.cluster(folder, partition="low")
+
+
+@long
+@pytest.mark.parametrize("parameters", ["preempt_send_user_signal", ""])
+def test_preemption_with_time_to_commit(tmp_path: Path, calm: Outcome, parameters: str) -> None:
+    """With the user's signal the batch process is warned, without it only TERM and CONT come to
+    the tasks of the step."""
+    with private_bed(SlurmctldParameters=parameters):
+        trial = paced.start(
+            tmp_path, cluster=low(tmp_path), checkpoint={"every_steps": 1000, "keep_last": 9}
+        )
+        assert after(trial, preempt) in OTHER_JOB
+        paced.hurry(trial)
+        outcome = trial.outcome()
+        steps = [commit.step for commit in trial.witness.state.commits if commit.incarnation == 1]
+        assert steps == [max(trial.witness.posted[1])], "it stopped at a step and committed it"
+    assert calm.final["metrics"] == outcome.final["metrics"]
+    assert calm.batches == outcome.batches
+
+
+@long
+def test_preemption_without_grace(tmp_path: Path, calm: Outcome) -> None:
+    """Nothing can be done in no time: the last commit stands."""
+    with private_bed():
+        slurm("scontrol", "update", "PartitionName=low", "GraceTime=0")
+        trial = paced.start(tmp_path, cluster=low(tmp_path))
+        assert after(trial, preempt) in OTHER_JOB
+        same(trial, calm)
+
+
+def node(trial: Watched, role: str, index: int = -1) -> str:
+    return node_of(processes(trial.witness.paths.run)[role][index])
+
+
+@long
+def test_node_set_down(tmp_path: Path, breakable: Path, calm: Outcome) -> None:
+    trial = paced.start(tmp_path)
+
+    def down() -> None:
+        name = node(trial, "supervisor")
+        slurm("scontrol", "update", f"nodename={name}", "state=down", "reason=test")
+
+    assert after(trial, down) in OTHER_JOB
+    same(trial, calm)
+
+
+@long
+@pytest.mark.parametrize("first", [True, False])
+def test_lost_node(tmp_path: Path, breakable: Path, calm: Outcome, first: bool) -> None:
+    """slurmd and all processes of one node are gone at once: the batch host's, or the other's."""
+    trial = paced.start(tmp_path)
+
+    def lose() -> None:
+        batch = node(trial, "supervisor")
+        names = {node_of(pid) for pid in processes(trial.witness.paths.run)["agent"]}
+        name = batch if first else (names - {batch}).pop()
+        kill_node(breakable, trial.witness.paths.run, name)
+
+    assert after(trial, lose) in OTHER_JOB
+    same(trial, calm)
+
+
+@long
+def test_cut_off_node_cannot_commit(tmp_path: Path, breakable: Path, calm: Outcome) -> None:
+    """All processes of an incarnation are stopped, and Slurm believes their nodes dead. They wake
+    up when another incarnation trains elsewhere: they leave, and nothing of theirs is committed."""
+    trial = paced.start(tmp_path)
+    run = trial.witness.paths.run
+    stopped: list[int] = []
+
+    def cut_off() -> None:
+        for name in {node_of(pid) for pid in processes(run)["agent"]}:
+            kill_daemon(breakable, name)
+            for pid in on_node(run, name):
+                os.kill(pid, signal.SIGSTOP)
+                stopped.append(pid)
+
+    assert after(trial, cut_off) in OTHER_JOB
+    for pid in stopped:
+        os.kill(pid, signal.SIGCONT)
+    wait_until("the old incarnation to leave", lambda: not any(map(_lives, stopped)))
+    same(trial, calm)
+
+
+def _lives(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+@long
+@pytest.mark.parametrize(
+    ("same_each_time", "incarnations", "says"),
+    [
+        (True, 2, "failed twice in the same way"),
+        (False, 3, "3 starts in a row without a new commit"),
+    ],
+)
+def test_code_that_fails_ends_the_trial(
+    tmp_path: Path, bed: Path, same_each_time: bool, incarnations: int, says: str
+) -> None:
+    config = paced.config(tmp_path, "Failing", same=same_each_time)
+    trial = Watched(Site(tmp_path), config, "slurm")
+    trial.until("the end", lambda: False)
+    status = trial.site.wait_for_end(trial.name)
+    assert (status["state"], status["incarnation"]) == ("FAILED", incarnations)
+    assert says in status["reason"]
+    assert "LookupError: no" in status["reason"]
+    assert "paced_reward.py" in status["traceback"]
+    assert "paced_reward.py" in trial.site.slurmrl("status", trial.name).stdout
+    wait_until("the chain to be gone from the queue", lambda: not queued())
+
+
+@long
+def test_time_limit_too_short_for_a_step(tmp_path: Path, bed: Path) -> None:
+    """A step takes longer than what a link has left after loading."""
+    limit = paced.cluster(tmp_path, time="1", signal_lead_s=25)
+    config = paced.config(tmp_path, pause_s=1000) | {"cluster": limit}
+    trial = Watched(Site(tmp_path), config, "slurm")
+    trial.until("the end", lambda: False)
+    status = trial.site.wait_for_end(trial.name)
+    assert status["state"] == "FAILED"
+    assert "time limit is too short" in status["reason"]
+    assert "cluster.slurm.time" in status["reason"]
+    wait_until("the chain to be gone from the queue", lambda: not queued())
+
+
+def test_link_that_starts_after_the_end(tmp_path: Path, bed: Path) -> None:
+    config = paced.config(tmp_path) | {"total_steps": 1}
+    trial = Watched(Site(tmp_path), config, "slurm")
+    paced.hurry(trial)
+    trial.outcome()
+    script = trial.witness.paths.submission_script(1, "trainer")
+    late = slurm("sbatch", "--parsable", "--array=0", str(script))
+    wait_until("the late link to end", lambda: not queued("-j", late))
+    shown = slurm("scontrol", "show", "job", late)
+    assert "JobState=COMPLETED" in shown
+    assert "ExitCode=0:0" in shown
+    assert trial.site.status(trial.name)["incarnation"] == 1
+
+
+@long
+def test_spare_takes_the_place_of_a_lost_node(
+    tmp_path: Path, breakable: Path, calm: Outcome
+) -> None:
+    spares = paced.cluster(tmp_path, spares=1)
+    trial = paced.start(tmp_path, cluster={**spares, "lease_ttl_s": 20})
+
+    def lose() -> None:
+        batch = node(trial, "supervisor")
+        names = {node_of(pid) for pid in processes(trial.witness.paths.run)["agent"]}
+        kill_node(breakable, trial.witness.paths.run, (names - {batch}).pop())
+
+    assert after(trial, lose) == "next round"
+    same(trial, calm)

@@ -1,0 +1,54 @@
+"""Ways to disturb a trial: which process, and what is done to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.support.trials import processes, wait_until
+
+
+@dataclass(frozen=True)
+class Cause:
+    role: str
+    """Of `tests.support.trials.ROLES`; one of its processes is chosen."""
+    signal: signal.Signals
+    everyone: bool = False
+    """All processes of the role at once."""
+    resumes: bool = False
+    """The trial needs ``slurmrl resume`` after it."""
+
+
+CAUSES = {
+    "worker": Cause("worker", signal.SIGKILL),
+    "workers": Cause("worker", signal.SIGKILL, everyone=True),
+    "template": Cause("template", signal.SIGKILL),
+    "master": Cause("master", signal.SIGKILL),
+    "agent": Cause("agent", signal.SIGKILL),
+    "supervisor": Cause("supervisor", signal.SIGKILL),
+    "warn": Cause("supervisor", signal.SIGUSR2),
+    "stop": Cause("worker", signal.SIGSTOP),
+    "stop-master": Cause("master", signal.SIGSTOP),
+    "chain": Cause("chain", signal.SIGKILL, resumes=True),
+}
+DEFAULT = ("worker", "master", "agent", "supervisor", "warn")
+
+
+def strike(cause: Cause, run: Path, choice: float, over: Callable[[], bool]) -> bool:
+    """Send the signal to a process of the run, once there is one; False if ``over`` came first."""
+
+    def struck() -> str | None:
+        found = processes(run)[cause.role]
+        if not found:
+            return "over" if over() else None
+        try:
+            for pid in found if cause.everyone else [found[int(choice * len(found))]]:
+                os.kill(pid, cause.signal)
+        except ProcessLookupError:
+            return None  # it ended by itself just now: another one is chosen
+        return "struck"
+
+    return wait_until(f"a {cause.role} of {run}", struck) == "struck"

@@ -1,0 +1,53 @@
+"""What is to be killed, and when: drawn from a seed before the trial starts."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PHASES = {"step": 6, "commit": 2, "start": 2}
+"""How often each is drawn. ``start`` is the start that follows the kill before this one."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One kill. Its moment is made of what the trial was seen to do, and a part of how long that
+    usually takes, so that it means the same on a machine of another speed."""
+
+    number: int
+    cause: str
+    phase: str
+    """``step``: the batch of ``step`` was given out; ``commit``: a checkpoint of that step or a
+    later one is being written; ``start``: an incarnation has begun."""
+    step: int
+    fraction: float
+    """Of the usual length of the phase, to wait before killing: 0 to 1."""
+    choice: float
+    """Which of the processes that can be meant: 0 to 1 along their order."""
+
+    @property
+    def moment(self) -> str:
+        where = "start" if self.phase == "start" else f"{self.phase} {self.step}"
+        return f"{where} + {self.fraction:.0%}"
+
+
+def draw(seed: int, kills: int, causes: Sequence[str], steps: int) -> list[Plan]:
+    """``kills`` plans in the order in which they come; each has a window of the steps of its own,
+    and all causes come equally often."""
+    generator = random.Random(f"slurmrl chaos {seed}")
+    order = list(itertools.islice(itertools.cycle(causes), kills))
+    generator.shuffle(order)
+    window = max(steps - 1, 1) / max(kills, 1)
+    return [
+        Plan(
+            number,
+            cause,
+            generator.choices(list(PHASES), list(PHASES.values()))[0],
+            1 + int((number - 1 + generator.random()) * window),
+            round(generator.random(), 3),
+            round(generator.random(), 3),
+        )
+        for number, cause in enumerate(order, start=1)
+    ]

@@ -1,0 +1,102 @@
+"""A trial left alone, and the same trial disturbed: both must end in the same way."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from slurmrl.history.record import Kind
+from slurmrl.monitor import events
+from tests.support.chaos_trials.kills import Plan, draw
+from tests.support.chaos_trials.monkey import Kill, Monkey, Usual
+from tests.support.chaos_trials.watched import Outcome, Watched
+from tests.support.trials import Site, ppo_config, sft_config
+
+STEPS_PER_KILL = {"sft": 12, "ppo": 4}
+LAST_STEPS = 4
+"""After the last kill's window, so that there is something left to recover for."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The trial that a chaos run disturbs."""
+
+    algorithm: str
+    ranks: int
+    kills: int
+    scheduler: str = "local"
+    hosts: int = 1
+
+    @property
+    def steps(self) -> int:
+        return self.kills * STEPS_PER_KILL[self.algorithm] + LAST_STEPS
+
+    def config(self) -> dict[str, Any]:
+        """Commits every second step; enough links and starts for any order of the kills."""
+        make = {"sft": sft_config, "ppo": ppo_config}[self.algorithm]
+        config = make(
+            total_steps=self.steps,
+            max_restarts_without_commit=self.kills + 3,
+            step_timeout_s=60,
+            cluster={
+                "gpus_per_worker": 0,
+                "workers_per_host": self.ranks // self.hosts,
+                "interface": "lo",
+                "silence_s": 20,
+                "slurm": {"links": self.kills + 8, "time": "60"},
+            },
+        )
+        config["actor"]["backend"] = f"fsdp:d{self.ranks}"
+        return config
+
+    def submit(self, folder: Path) -> Watched:
+        folder.mkdir(parents=True)
+        return Watched(Site(folder), self.config(), self.scheduler)
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    outcome: Outcome
+    usual: Usual
+
+
+def undisturbed(setting: Setting, folder: Path) -> Undisturbed:
+    """Run the trial and leave it alone."""
+    trial = setting.submit(folder)
+    outcome = trial.outcome()
+    return Undisturbed(outcome, _usual(trial, outcome))
+
+
+def disturbed(
+    setting: Setting, folder: Path, plans: Sequence[Plan], usual: Usual
+) -> tuple[Outcome, list[Kill]]:
+    """Run the trial and carry out the plans."""
+    trial = setting.submit(folder)
+    kills = Monkey(trial, usual).run(plans)
+    return trial.outcome(), kills
+
+
+def chaos(
+    setting: Setting, folder: Path, seed: int, causes: Sequence[str], calm: Undisturbed
+) -> tuple[list[str], list[Kill]]:
+    """Differences to the undisturbed run, and the kills; a kill that was not carried out is a
+    difference too."""
+    plans = draw(seed, setting.kills, causes, setting.steps - LAST_STEPS)
+    outcome, kills = disturbed(setting, folder, plans, calm.usual)
+    missed = len(plans) - len(kills)
+    early = [f"{missed} of {len(plans)} kills came too late"] if missed else []
+    return [*early, *calm.outcome.differences(outcome)], kills
+
+
+def _usual(trial: Watched, outcome: Outcome) -> Usual:
+    """From what the run itself recorded."""
+    begun = next(record.time for record in trial.witness.records if record.kind is Kind.BEGIN)
+    seen = events.read_all(trial.witness.paths)
+    ready = next(event["time"] for event in seen if event["kind"] == "ready")
+    lines = trial.site.metrics(trial.name)
+    steps = [line["time/total"] for line in lines if "time/total" in line]
+    commits = [event["seconds"] for event in seen if event["kind"] == "commit"]
+    return Usual(ready - begun, statistics.median(steps), statistics.median(commits))

@@ -1,0 +1,106 @@
+"""A trial and somebody who looks on from its submission to its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tests.support.chaos_trials.witness import Items, Witness
+from tests.support.trials import Site
+
+POLL_S = 0.005
+ASK_S = 20.0
+"""Without a new record until the status is asked, which takes a process."""
+TIMEOUT_S = 300.0
+"""Longest wait for anything that the trial is to do."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that must not depend on how often a trial was disturbed."""
+
+    final: dict[str, Any]
+    """`Site.outcome`: files, export, cursor, metrics."""
+    batches: dict[int, Items]
+    """Items of each step, as committed."""
+    state: str
+    step: int
+
+    def differences(self, other: Outcome) -> list[str]:
+        """What differs, in words; empty if nothing does."""
+        found = [
+            f"{where}: {name}"
+            for where in ("files", "metrics")
+            for name in _differing(self.final[where], other.final[where])
+        ]
+        for name in ("export", "consumed"):
+            if self.final[name] != other.final[name]:
+                found.append(name)
+        if self.batches != other.batches:
+            found.append(f"batches of steps {_differing(self.batches, other.batches)}")
+        if (self.state, self.step) != (other.state, other.step):
+            found.append(f"{self.state} at {self.step}, {other.state} at {other.step}")
+        return found
+
+
+def _differing(one: Any, other: Any) -> list[Any]:
+    """Keys, or positions, under which two collections differ."""
+    if isinstance(one, list):
+        one, other = dict(enumerate(one)), dict(enumerate(other))
+    return sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
+
+
+class Watched:
+    """Submits a trial in ``site``. While somebody waits in `until`, its witness looks on."""
+
+    def __init__(self, site: Site, config: dict[str, Any], scheduler: str) -> None:
+        self.site = site
+        self.name = f"{config['experiment']}/{config.get('trial', '1')}"
+        path = site.write("config.yaml", config)
+        site.slurmrl("submit", str(path), "--scheduler", scheduler, "--detach")
+        self.witness = Witness(site.paths(self.name), site.folder / "witness")
+
+    @property
+    def incarnation(self) -> int:
+        """The newest one."""
+        return self.witness.state.incarnation
+
+    def resume(self) -> None:
+        self.site.slurmrl("resume", self.name, "--detach")
+
+    def over(self) -> bool:
+        """Look; whether the trial has ended."""
+        self.witness.look()
+        return self.witness.state.end is not None
+
+    def until(self, what: str, check: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> bool:
+        """Look on until ``check`` holds; False if the trial's end came first. Raises TimeoutError,
+        and AssertionError where the trial has no jobs any more."""
+        start = ask_at = time.monotonic()
+        seen = -1
+        while not (over := self.over()) and not check():
+            now = time.monotonic()
+            if now > start + timeout_s:
+                raise TimeoutError(f"waited {timeout_s:.0f} s for {what} of {self.name}")
+            if seen != len(self.witness.records):
+                seen, ask_at = len(self.witness.records), now + ASK_S
+            elif now > ask_at:
+                state = self.site.status(self.name)["state"]
+                assert state != "INTERRUPTED", f"{self.name} stopped before {what}"
+                ask_at = time.monotonic() + ASK_S
+            time.sleep(POLL_S)
+        return not over
+
+    def outcome(self) -> Outcome:
+        """Of the trial, once it has completed. Raises AssertionError if it ends otherwise."""
+        self.until("the end", lambda: False)
+        status = self.site.wait_for_end(self.name)
+        if status["state"] != "COMPLETED":
+            raise AssertionError(
+                f"{self.name} ended as {status['state']}: {status['reason']}\n"
+                f"{status['traceback'] or ''}"
+            )
+        final = self.site.outcome(self.name)
+        return Outcome(final, self.witness.committed(), status["state"], status["step"])

@@ -1,0 +1,101 @@
+"""Somebody who looks on: what each incarnation was given to train on, and what became of it.
+
+Control logs are removed by later incarnations, so the witness keeps a hard link to each.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from slurmrl.channel.log import LogReader
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind, Record
+from slurmrl.history.state import TrialState, fold
+from slurmrl.monitor import metrics
+from slurmrl.paths import RunPaths
+from slurmrl.workers import messages
+
+Items = list[list[int]]
+
+
+class Witness:
+    """Looks at a run directory from outside; `look` takes in what is new."""
+
+    def __init__(self, paths: RunPaths, folder: Path) -> None:
+        """``folder`` is for the links, on the same file system."""
+        self.paths = paths
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        self.state = TrialState()
+        self.records: list[Record] = []
+        self.posted: dict[int, dict[int, Items]] = {}
+        """Batches by incarnation and step."""
+        self._history = History(paths.history)
+        self._logs: dict[int, LogReader] = {}
+
+    def look(self) -> None:
+        self.records = self._history.read()
+        self.state = fold(self.records)
+        self._keep_log(self.state.incarnation)
+        for incarnation, log in self._logs.items():
+            batches = self.posted.setdefault(incarnation, {})
+            for message in log.read():
+                if message["type"] == messages.LOAD and not message["evaluation"]:
+                    batches[message["step"]] = message["items"]
+
+    def _keep_log(self, incarnation: int) -> None:
+        link = self.folder / str(incarnation)
+        if incarnation and incarnation not in self._logs:
+            with suppress(FileNotFoundError):
+                os.link(self.paths.master_log(incarnation), link)
+                self._logs[incarnation] = LogReader(link)
+
+    def job(self, incarnation: int) -> str:
+        """The tag of the job that an incarnation ran in."""
+        return next(
+            str(record.data.get("job", ""))
+            for record in self.records
+            if record.kind is Kind.BEGIN and record.incarnation == incarnation
+        )
+
+    def batches(self, incarnation: int) -> dict[int, Items]:
+        """Those that were given out, by step."""
+        return self.posted.get(incarnation, {})
+
+    def has_posted(self, incarnation: int, step: int) -> bool:
+        """Whether the batch of ``step``, or of a later one, was given out."""
+        return any(posted >= step for posted in self.batches(incarnation))
+
+    def is_committing(self, incarnation: int, step: int) -> bool:
+        """Whether there is a checkpoint of ``step``, or of a later one, that is not committed."""
+        committed = {commit.directory for commit in self.state.commits}
+        for name in os.listdir(self.paths.checkpoints):
+            of_step, _, writer = name.removeprefix("step-").partition(".")
+            if writer == str(incarnation) and int(of_step) >= step and name not in committed:
+                return True
+        return False
+
+    def has_trained(self, incarnation: int) -> bool:
+        """Whether this incarnation has finished a step."""
+        batches = self.batches(incarnation)
+        if not batches:
+            return False
+        latest = metrics.read_latest(self.paths.metrics, 1)
+        return bool(latest) and latest[0]["step"] >= min(batches)
+
+    def committed(self) -> dict[int, Items]:
+        """Batch of each step as the history has it: of the incarnation that committed the step.
+
+        Raises AssertionError where a step was committed twice.
+        """
+        found: dict[int, Items] = {}
+        last = 0
+        for record in self.records:
+            if record.kind is Kind.COMMIT:
+                for step in range(last + 1, record.data["step"] + 1):
+                    assert step not in found, f"step {step} was committed twice"
+                    found[step] = self.posted[record.incarnation][step]
+                last = record.data["step"]
+        return found

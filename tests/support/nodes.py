@@ -1,0 +1,87 @@
+"""Faults of a Slurm test bed's nodes, and other users' jobs on them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tests.support.beds import bed
+from tests.support.trials import parent
+
+
+def slurm(*command: str) -> str:
+    """Output of one of Slurm's commands on the bed that SLURM_CONF names."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+    return done.stdout.strip()
+
+
+def queued(*options: str) -> list[str]:
+    """Jobs that are not over."""
+    return slurm("squeue", "-h", "-o", "%i %T", *options).splitlines()
+
+
+def preempt() -> None:
+    """A job of a higher tier that wants all nodes for itself, for a moment."""
+    slurm("sbatch", "-p", "high", "-N4", "--exclusive", "-t1", "-o/dev/null", "--wrap", "sleep 1")
+
+
+def node_of(pid: int) -> str:
+    """Slurm's name of the node that a process of a job was started on."""
+    for word in Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0"):
+        if word.startswith("SLURMD_NODENAME="):
+            return word.partition("=")[2]
+    raise AssertionError(f"process {pid} is on no node")
+
+
+def on_node(run: Path, name: str) -> Iterator[int]:
+    """Processes of a run on a node."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError, AssertionError):
+                words = (entry / "cmdline").read_bytes().decode().split("\0")
+                if str(run) in words and node_of(int(entry.name)) == name:
+                    yield int(entry.name)
+
+
+def kill_daemon(directory: Path, name: str) -> None:
+    """SIGKILL of a node's slurmd; its steps go on."""
+    os.kill(int((directory / "pid" / f"slurmd.{name}.pid").read_text()), signal.SIGKILL)
+
+
+def kill_node(directory: Path, run: Path, name: str, also: Sequence[int] = ()) -> None:
+    """What a power failure does: slurmd, its step daemons, and the run's processes there, or
+    ``also`` others."""
+    pids = [*on_node(run, name), *also]
+    daemons = {parent(Path(f"/proc/{pid}")) for pid in pids}
+    kill_daemon(directory, name)
+    for pid in {pid for pid in daemons if is_step_daemon(pid)} | set(pids):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_step_daemon(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"slurmstepd")
+    return False
+
+
+@contextmanager
+def private_bed(**replaced: str) -> Iterator[Path]:
+    """A bed that a test may break; ``replaced`` are lines of its slurm.conf by their names."""
+    with bed("--nodes", "4", "--gpus", "1") as directory:
+        if replaced:
+            _reconfigure(directory / "slurm.conf", replaced)
+        yield directory
+
+
+def _reconfigure(conf: Path, replaced: Mapping[str, str]) -> None:
+    lines = conf.read_text().splitlines()
+    kept = [line for line in lines if line.partition("=")[0] not in replaced]
+    added = [f"{key}={value}" for key, value in replaced.items() if value]
+    conf.write_text("\n".join([*kept, *added, ""]))
+    slurm("scontrol", "reconfigure")

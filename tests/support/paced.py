@@ -1,0 +1,74 @@
+"""A trial whose steps take their time until the test says that it may hurry.
+
+So it is still running when a test disturbs it, on a machine of any speed, and does not keep the
+test waiting afterwards. How it ends does not depend on the pace.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tests.support.chaos_trials.watched import Watched
+from tests.support.trials import Site, ppo_config
+
+REWARD = '''
+import os
+import time
+
+from slurmrl.rewards.base import RewardFunction
+
+
+class Paced(RewardFunction):
+    def __init__(self, *, folder, pause_s):
+        self.hurry = os.path.join(folder, "hurry")
+        self.pause_s = pause_s
+
+    def __call__(self, prompts, completions, rows):
+        end = time.monotonic() + self.pause_s
+        while not os.path.exists(self.hurry) and time.monotonic() < end:
+            time.sleep(0.01)
+        return [float(len(completion)) for completion in completions]
+
+
+class Failing(RewardFunction):
+    """Raises; the same every time, or not."""
+
+    def __init__(self, *, same):
+        self.same = same
+
+    def __call__(self, prompts, completions, rows):
+        raise LookupError("no such verdict" if self.same else f"no verdict at {time.time_ns()}")
+'''
+
+
+def config(folder: Path, reward: str = "Paced", **options: Any) -> dict[str, Any]:
+    """PPO on 2 ranks with a reward of this module, which is put into ``folder``."""
+    (folder / "paced_reward.py").write_text(REWARD)
+    given = {"folder": str(folder), "pause_s": 0.5} if reward == "Paced" else {}
+    return ppo_config(
+        total_steps=30,
+        evaluation=None,
+        reward={"name": f"paced_reward:{reward}", "options": {**given, **options}},
+        cluster=cluster(folder),
+    )
+
+
+def cluster(folder: Path, **slurm: Any) -> dict[str, Any]:
+    """Two hosts with one rank each where the scheduler has hosts."""
+    setup = [f"export PYTHONPATH={folder}"]
+    return {
+        "workers_per_host": 1,
+        "gpus_per_worker": 0,
+        "interface": "lo",
+        "silence_s": 20,
+        "slurm": {"partition": "main", "time": "30", "setup": setup, **slurm},
+    }
+
+
+def hurry(trial: Watched) -> None:
+    (trial.site.folder / "hurry").touch()
+
+
+def start(folder: Path, scheduler: str = "slurm", **changes: Any) -> Watched:
+    return Watched(Site(folder), {**config(folder), **changes}, scheduler)
