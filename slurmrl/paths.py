@@ -7,6 +7,8 @@ import pwd
 from dataclasses import dataclass
 from pathlib import Path
 
+DAMAGED_PREFIX = "damaged-"
+
 
 def user_name() -> str:
     """The user whose runs these are: the account's name, or its number where it has none."""
@@ -50,8 +52,12 @@ class RunPaths:
 
     @property
     def code(self) -> Path:
-        """Snapshot of the code that the run uses."""
+        """Snapshot of the code that the run uses, taken when the trial was made."""
         return self.run / "code"
+
+    def snapshot(self, number: int) -> Path:
+        """The ``number``-th snapshot of the code: ``code``, ``code.2``, …"""
+        return self.code if number == 1 else self.run / f"code.{number}"
 
     @property
     def history(self) -> Path:
@@ -116,6 +122,14 @@ class RunPaths:
         """Job ids by group."""
         return self.submission(number) / "jobs.json"
 
+    def extension_claim(self, number: int, group: str, index: int) -> Path:
+        """Its exclusive creation gives the right to extend a group by another array."""
+        return self.submission(number) / f"{group}.more.{index}.json"
+
+    def extension_job(self, number: int, group: str, index: int) -> Path:
+        """Job id of that array."""
+        return self.submission(number) / f"{group}.more.{index}.job.json"
+
     def local_chain(self, number: int, group: str) -> Path:
         """State of the local scheduler's chain of a group."""
         return self.submission(number) / f"local.{group}.json"
@@ -135,8 +149,16 @@ class RunPaths:
     def checkpoint(self, step: int, incarnation: int) -> Path:
         return self.checkpoints / f"step-{step:08d}.{incarnation}"
 
-    def export(self, step: int) -> Path:
-        return self.exports / f"step-{step:08d}"
+    def damaged_checkpoint(self, directory: str) -> Path:
+        """Where the folder of a commit that turned out to be damaged is kept for a while."""
+        return self.checkpoints / f"{DAMAGED_PREFIX}{directory}"
+
+    def damaged_checkpoints(self) -> list[Path]:
+        return sorted(self.checkpoints.glob(f"{DAMAGED_PREFIX}*"))
+
+    def export(self, step: int, role: str = "actor") -> Path:
+        other = "" if role == "actor" else f"-{role}"
+        return self.exports / f"step-{step:08d}{other}"
 
     def log(self, group: str, task: int, attempt: int) -> Path:
         return self.logs / group / f"{task}.{attempt}.log"

@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from slurmrl.config.problems import section_of
+from slurmrl.config.problems import keys, section_of
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.base import IsPath
 
@@ -62,7 +62,7 @@ def _sections(schema: type[BaseModel], path: str) -> Iterator[tuple[str, type[Ba
 def _chapter(section: type[BaseModel], heading: str) -> str:
     lines = [f"## {heading}", "", _text(section.__doc__), ""]
     lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-    lines += [_row(name, field) for name, field in section.model_fields.items()]
+    lines += [_row(name, field) for name, field in keys(section)]
     return "\n".join([*lines, ""])
 
 

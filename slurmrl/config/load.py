@@ -116,9 +116,17 @@ def _resolve_paths(model: M, source: Source, prefix: KeyPath) -> M:
         if isinstance(value, BaseModel):
             changes[name] = _resolve_paths(value, source, here)
         elif isinstance(value, str) and _is_path(field) and not value.startswith(TRIAL_PREFIX):
-            changes[name] = os.path.abspath(source.folder(here) / Path(value).expanduser())
+            changes[name] = _absolute(value, source, here)
+        elif isinstance(value, tuple) and _is_path(field):
+            changes[name] = tuple(
+                _absolute(one, source, (*here, index)) for index, one in enumerate(value)
+            )
     changes = {name: value for name, value in changes.items() if value != getattr(model, name)}
     return model.model_copy(update=changes) if changes else model
+
+
+def _absolute(text: str, source: Source, key: KeyPath) -> str:
+    return os.path.abspath(source.folder(key) / Path(text).expanduser())
 
 
 def _is_path(field: FieldInfo) -> bool:

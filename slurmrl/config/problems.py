@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from slurmrl.config.source import KeyPath, Source, dotted
@@ -86,7 +87,7 @@ def _missing(schema: type[BaseModel], location: KeyPath) -> str:
 
 def _unknown(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> str:
     owner = section_at(schema, location[:-1])
-    known = sorted(owner.model_fields) if owner else []
+    known = sorted(key for key, _ in keys(owner)) if owner else []
     name = str(location[-1])
     if not difflib.get_close_matches(name, known, n=1):
         elsewhere = [dotted((*prefix, *path)) for path in paths(schema) if path[-1] == name]
@@ -115,9 +116,15 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
+def keys(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    """The keys of a section as a file has them."""
+    for name, field in section.model_fields.items():
+        yield field.alias or name, field
+
+
 def paths(schema: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
     """The path of every key of a schema."""
-    for name, field in schema.model_fields.items():
+    for name, field in keys(schema):
         yield (*prefix, name)
         section = section_of(field.annotation)
         if section is not None:

@@ -27,6 +27,7 @@ class Section(BaseModel):
         strict=True,
         allow_inf_nan=False,
         use_attribute_docstrings=True,
+        serialize_by_alias=True,
         validate_default=False,
     )
 

@@ -11,9 +11,11 @@ from slurmrl.config.schema.base import (
     Line,
     Name,
     NonNegativeInt,
+    PathText,
     PositiveFloat,
     PositiveInt,
     Section,
+    Sequence,
     Word,
 )
 from slurmrl.config.schema.cluster import Cluster
@@ -46,6 +48,10 @@ class Config(Section):
     """Starts in a row without a new commit after which the trial has failed."""
     step_timeout_s: PositiveFloat = 1800.0
     """Seconds after which a call that has not ended counts as failed."""
+    code: Sequence[PathText] = ()
+    """Your own files and folders of Python code that the run imports (`rewards.py`, `my_package`).
+    They are copied when the trial is submitted, with the module that `reward.name` names and what
+    that imports from beside it; each is importable by its own name."""
     allocation_mode: Line = ""
     """Deprecated: the layouts of all roles in one string, also in the spellings of ReaL and AReaL
     (`sglang.d2t2p1+d1t4p1`). Write `<role>.backend` instead; a note says how."""

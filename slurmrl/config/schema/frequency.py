@@ -25,6 +25,11 @@ class Checkpoint(Section):
     """Epochs of the dataset between two commits."""
     keep_last: PositiveInt = 2
     """How many of the newest checkpoints are kept."""
+    keep_every_steps: PositiveInt | None = None
+    """Checkpoints of steps that are a multiple of this are kept too, for good."""
+    asynchronous: bool = True
+    """Train on while checkpoints are written: each rank first copies weights and optimizer state to
+    host memory, which takes as much memory again. The last checkpoint of a job is waited for."""
     export_at_end: bool = True
     """Write the trained actor in Hugging Face form when the run is finished."""
 
