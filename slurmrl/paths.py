@@ -122,6 +122,10 @@ class RunPaths:
         """Job ids by group."""
         return self.submission(number) / "jobs.json"
 
+    def submission_environment(self, number: int) -> Path:
+        """What the jobs of a submission inherit of the environment it was made in."""
+        return self.submission(number) / "environment.json"
+
     def extension_claim(self, number: int, group: str, index: int) -> Path:
         """Its exclusive creation gives the right to extend a group by another array."""
         return self.submission(number) / f"{group}.more.{index}.json"

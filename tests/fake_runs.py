@@ -160,7 +160,7 @@ class FakeScheduler(Scheduler):
             if task.job_id.partition("_")[0] in ids
         ]
 
-    def cancel(self, jobs: JobIds, *, after: int = -1) -> None:
+    def cancel(self, jobs: JobIds, *, spare: str = "") -> None:
         self.done.append("cancel")
         self.tasks = [replace(task, state=JobState.CANCELLED) for task in self.tasks]
 

@@ -156,12 +156,12 @@ def test_cancel_ends_running_and_pending_links(scheduler: Scheduler, ask: Ask) -
         scheduler.cancel(jobs)  # a second time is no error
 
 
-def test_cancel_after_an_element_spares_it(scheduler: Scheduler, ask: Ask) -> None:
+def test_cancel_spares_the_element_that_is_named(scheduler: Scheduler, ask: Ask) -> None:
     request = ask(STOP_ON_WARNING, links=3)
     with submitted(scheduler, request) as jobs:
         wait_until((request.run.run / "ready").exists, "the link has its handler")
         wait_running(scheduler, jobs, 0)
-        scheduler.cancel(jobs, after=0)
+        scheduler.cancel(jobs, spare=f"{jobs['trainer'][0]}_0")
         scheduler.interrupt(jobs)
         wait_until(lambda: not active(scheduler, jobs), "link 0 ends")
         assert state(scheduler, jobs, 0) is JobState.COMPLETED

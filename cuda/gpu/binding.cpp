@@ -50,6 +50,8 @@ Tensor scratch_for(const Tensor& like) {
     return torch::stable::new_empty(like, {bytes}, ScalarType::Byte);
 }
 
+void probe_op() { check(probe(), "this device does not run the kernels"); }
+
 void gae_op(Tensor rewards, Tensor values, Tensor cu_seqlens, Tensor truncated,
             std::optional<Tensor> bootstrap_values, Tensor advantages, Tensor returns,
             double gamma, double lam) {
@@ -83,9 +85,14 @@ void copy_op(Tensor source, Tensor target, Tensor starts, Tensor offsets, int64_
 }  // namespace
 
 STABLE_TORCH_LIBRARY(slurmrl_cuda, m) {
+    m.def("probe() -> ()");
     m.def(gae_schema);
     m.def(scan_schema);
     m.def(copy_schema);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(slurmrl_cuda, CompositeExplicitAutograd, m) {
+    m.impl("probe", TORCH_BOX(&probe_op));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(slurmrl_cuda, CUDA, m) {

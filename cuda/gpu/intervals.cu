@@ -2,12 +2,13 @@
 // intervals of any sizes.
 //
 // Work is divided by packed elements, not by intervals. A block takes a tile of the packed buffer;
-// each thread moves chunks of 16 packed bytes, finds the interval of its chunk among those of the
-// tile, and uses the widest accesses that chunk and alignment allow. Neighbouring threads so touch
+// each thread moves chunks of 16 packed bytes and finds the interval of its chunk among those of the
+// tile. Accesses are of 16 bytes on each side that is aligned. Neighbouring threads so touch
 // neighbouring memory whether intervals are long or short.
 
 #include "launch.h"
 #include "numbers.cuh"
+#include "segments.cuh"
 
 namespace slurmrl::gpu {
 namespace {
@@ -20,17 +21,6 @@ constexpr int64_t tile_chunks = threads * chunks_per_thread;
 struct alignas(16) Bytes16 {
     uint64_t low, high;
 };
-
-// The last interval between low and high that begins at a packed element or before it.
-__device__ __forceinline__ int64_t interval_of(const Intervals& intervals, int64_t element,
-                                               int64_t low, int64_t high) {
-    while (low < high) {
-        const int64_t middle = low + (high - low + 1) / 2;
-        if (intervals.offsets[middle] <= element) low = middle;
-        else high = middle - 1;
-    }
-    return low;
-}
 
 // Writes `source` into `target`, or blends them.
 template <typename Source, typename Target>
@@ -53,27 +43,36 @@ struct Convert {
     }
 };
 
-template <int N, typename Source, typename Target, typename Write>
-__device__ __forceinline__ void copy_vector(const Source* source, Target* target,
-                                            const Write& write) {
-    const auto loaded = *reinterpret_cast<const Vector<Source, N>*>(source);
-    Vector<Target, N> stored;
-    if constexpr (Write::reads_target) stored = *reinterpret_cast<Vector<Target, N>*>(target);
+template <int N, typename T>
+__device__ __forceinline__ Vector<T, N> load(const T* from) {
+    if (aligned<Vector<T, N>>(from)) return *reinterpret_cast<const Vector<T, N>*>(from);
+    Vector<T, N> loaded;
 #pragma unroll
-    for (int i = 0; i < N; ++i) stored.items[i] = write(loaded.items[i], stored.items[i]);
-    *reinterpret_cast<Vector<Target, N>*>(target) = stored;
+    for (int i = 0; i < N; ++i) loaded.items[i] = from[i];
+    return loaded;
 }
 
-// `count` neighbouring elements, as one vector where they are a whole one and both sides aligned.
+template <int N, typename T>
+__device__ __forceinline__ void store(T* to, const Vector<T, N>& stored) {
+    if (aligned<Vector<T, N>>(to)) {
+        *reinterpret_cast<Vector<T, N>*>(to) = stored;
+        return;
+    }
+#pragma unroll
+    for (int i = 0; i < N; ++i) to[i] = stored.items[i];
+}
+
+// `count` neighbouring elements, as vectors where they are a whole chunk.
 template <int N, typename Source, typename Target, typename Write>
 __device__ __forceinline__ void copy_run(const Source* source, Target* target, int64_t count,
                                          const Write& write) {
-    const auto from = reinterpret_cast<uintptr_t>(source);
-    const auto to = reinterpret_cast<uintptr_t>(target);
-    constexpr uintptr_t from_alignment = alignof(Vector<Source, N>);
-    constexpr uintptr_t to_alignment = alignof(Vector<Target, N>);
-    if (count == N && from % from_alignment == 0 && to % to_alignment == 0) {
-        return copy_vector<N>(source, target, write);
+    if (count == N) {
+        const Vector<Source, N> loaded = load<N>(source);
+        Vector<Target, N> stored{};
+        if constexpr (Write::reads_target) stored = load<N>(target);
+#pragma unroll
+        for (int i = 0; i < N; ++i) stored.items[i] = write(loaded.items[i], stored.items[i]);
+        return store<N>(target, stored);
     }
     for (int64_t i = 0; i < count; ++i) {
         Target old{};
@@ -90,10 +89,13 @@ __global__ void __launch_bounds__(threads)
     constexpr int n = 16 / small;  // elements of a chunk
     const int64_t tile_begin = blockIdx.x * tile_chunks * n;
     const int64_t tile_end = min(intervals.total, tile_begin + tile_chunks * n);
+    const Segments<int64_t> segments{intervals.offsets, intervals.count};
     __shared__ int64_t bounds[2];
-    if (threadIdx.x < 2) {
-        const int64_t element = threadIdx.x == 0 ? tile_begin : tile_end - 1;
-        bounds[threadIdx.x] = interval_of(intervals, element, 0, intervals.count - 1);
+    const int lane = threadIdx.x % warp_size, warp = threadIdx.x / warp_size;
+    if (warp < 2) {
+        const int64_t element = warp == 0 ? tile_begin : tile_end - 1;
+        const int64_t found = segments.find_by_warp(element, 0, lane);
+        if (lane == 0) bounds[warp] = found;
     }
     __syncthreads();
 #pragma unroll
@@ -101,7 +103,7 @@ __global__ void __launch_bounds__(threads)
         int64_t packed = tile_begin + (chunk * threads + threadIdx.x) * static_cast<int64_t>(n);
         if (packed >= tile_end) break;
         const int64_t chunk_end = min(packed + n, tile_end);
-        int64_t i = interval_of(intervals, packed, bounds[0], bounds[1]);
+        int64_t i = segments.find(packed, bounds[0], bounds[1]);
         while (packed < chunk_end) {
             const int64_t stop = min(intervals.offsets[i + 1], chunk_end);
             const int64_t scattered = intervals.starts[i] + packed - intervals.offsets[i];

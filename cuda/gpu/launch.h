@@ -10,6 +10,10 @@
 
 namespace slurmrl::gpu {
 
+// Whether the current device can run them: the driver is new enough, and the library holds code for
+// the card.
+cudaError_t probe();
+
 // Bytes of scratch memory that `gae` and `scan` need, aligned to 16 bytes.
 int64_t scan_scratch_bytes(int64_t tokens, Dtype dtype);
 

@@ -37,7 +37,7 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
 };
 
 template <typename Element>
-inline bool aligned(const void* pointer) {
+__host__ __device__ inline bool aligned(const void* pointer) {
     return reinterpret_cast<uintptr_t>(pointer) % alignof(Element) == 0;
 }
 

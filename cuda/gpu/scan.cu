@@ -9,7 +9,7 @@
 #include "affine.cuh"
 #include "launch.h"
 #include "numbers.cuh"
-#include "sequences.cuh"
+#include "segments.cuh"
 
 namespace slurmrl::gpu {
 namespace {
@@ -147,31 +147,32 @@ struct ScanProblem {
 };
 
 template <typename Index>
-__device__ __forceinline__ Places locate(const Sequences<Index>& sequences, int64_t token,
-                                         int count, int64_t low, int64_t high) {
+__device__ __forceinline__ Places locate(const Segments<Index>& sequences, int64_t tokens,
+                                         int64_t token, int count, int64_t low, int64_t high) {
     Places places;
     int64_t sequence = count > 0 ? sequences.find(token, low, high) : low;
-    int64_t end = sequences.cu[sequence + 1];
+    int64_t end = sequences.begins[sequence + 1];
 #pragma unroll
     for (int i = 0; i < per_lane; ++i) {
         if (i < count && token + i >= end) {
             // The next one begins here unless it is empty.
             sequence = min(sequence + 1, high);
-            end = sequences.cu[sequence + 1];
+            end = sequences.begins[sequence + 1];
             if (token + i >= end) {
                 sequence = sequences.find(token + i, sequence, high);
-                end = sequences.cu[sequence + 1];
+                end = sequences.begins[sequence + 1];
             }
         }
         places.sequence[i] = sequence;
-        places.last[i] = token + i + 1 == end;
+        // Offsets may be wrong: behind the last token nothing may be read.
+        places.last[i] = token + i + 1 == end || token + i + 1 == tokens;
     }
     return places;
 }
 
 template <typename Problem, typename Index>
 __global__ void __launch_bounds__(warps * warp_size)
-    scan_kernel(const Problem problem, const Sequences<Index> sequences, const int64_t tokens,
+    scan_kernel(const Problem problem, const Segments<Index> sequences, const int64_t tokens,
                 const Tiles<typename Problem::W> tiles) {
     using W = typename Problem::W;
     using Map = Affine<W>;
@@ -200,7 +201,8 @@ __global__ void __launch_bounds__(warps * warp_size)
         const int64_t begin = row * per_row + lane * per_lane;
         counts[row] = static_cast<int>(max(int64_t(0), min(int64_t(per_lane), valid - begin)));
         if (counts[row] > 0) {
-            const Places places = locate(sequences, first + begin, counts[row], low, high);
+            const Places places =
+                locate(sequences, tokens, first + begin, counts[row], low, high);
             problem.load(first + begin, counts[row], places, maps[row], kept[row]);
         } else {
 #pragma unroll
@@ -253,7 +255,7 @@ int64_t tiles_of(int64_t tokens) {
 }
 
 template <typename Problem, typename Index>
-cudaError_t launch(const Problem& problem, const Sequences<Index>& sequences, int64_t tokens,
+cudaError_t launch(const Problem& problem, const Segments<Index>& sequences, int64_t tokens,
                    void* scratch, cudaStream_t stream) {
     using W = typename Problem::W;
     const int64_t tiles = tiles_of<W>(tokens);
@@ -271,10 +273,10 @@ cudaError_t launch(const Problem& problem, const Offsets& offsets, int64_t seque
     if (tokens == 0) return cudaSuccess;
     if (offsets.wide) {
         const auto* cu = static_cast<const int64_t*>(offsets.data);
-        return launch(problem, Sequences<int64_t>{cu, sequences}, tokens, scratch, stream);
+        return launch(problem, Segments<int64_t>{cu, sequences}, tokens, scratch, stream);
     }
     const auto* cu = static_cast<const int32_t*>(offsets.data);
-    return launch(problem, Sequences<int32_t>{cu, sequences}, tokens, scratch, stream);
+    return launch(problem, Segments<int32_t>{cu, sequences}, tokens, scratch, stream);
 }
 
 }  // namespace
@@ -282,6 +284,11 @@ cudaError_t launch(const Problem& problem, const Offsets& offsets, int64_t seque
 int64_t scan_scratch_bytes(int64_t tokens, Dtype dtype) {
     if (dtype == Dtype::float64) return Tiles<double>::bytes(tiles_of<double>(tokens));
     return Tiles<float>::bytes(tiles_of<float>(tokens));
+}
+
+cudaError_t probe() {
+    cudaFuncAttributes found;
+    return cudaFuncGetAttributes(&found, scan_kernel<ScanProblem<float>, int32_t>);
 }
 
 cudaError_t gae(const Gae& g, void* scratch, cudaStream_t stream) {

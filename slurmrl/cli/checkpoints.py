@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from slurmrl.cli import render
+from slurmrl.cli.layout import table
 from slurmrl.cli.options import common, json_option
 from slurmrl.monitor.words import age
 
@@ -58,7 +58,7 @@ def _text(found: list[Stored], *, verified: bool) -> str:
         for one in found
     ]
     problems = [f"  step {one.step}: {one.problem}" for one in found if one.problem]
-    return "\n".join([*render.table([HEADINGS, *rows]), *problems])
+    return "\n".join([*table([HEADINGS, *rows]), *problems])
 
 
 def _state(one: Stored, verified: bool) -> str:

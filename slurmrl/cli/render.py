@@ -1,18 +1,29 @@
-"""Status objects (see ``slurmrl.monitor.status``) as text."""
+"""Status objects (see ``slurmrl.monitor.status``) as text. ``width`` is that of a terminal, None
+where lines may have any length."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
-from slurmrl.monitor.words import age, first_line
+from slurmrl.cli.layout import hanging, table
+from slurmrl.monitor.words import age, first_line, plain
 
 Status = Mapping[str, Any]
 
 SHOWN = ("reward", "eval/reward", "loss", "kl", "entropy", "tokens_per_s")
 """Metrics that stand in a line of progress, where a run has them."""
-HEADINGS = ("TRIAL", "STATE", "STEP", "REWARD", "EVAL", "TOKENS/S", "COMMIT", "DIAGNOSIS")
+COLUMNS = {
+    "REWARD": "reward",
+    "EVAL": "eval/reward",
+    "LOSS": "loss",
+    "TOKENS/S": "tokens_per_s",
+}
+"""Metrics in the overview, where a trial has them."""
 SHOWN_HOSTS = 3
+MOST_TASKS = 8
+"""With more of them, hosts that are in the same state share a line."""
 
 
 def number(value: Any) -> str:
@@ -59,60 +70,104 @@ def note(status: Status) -> str:
     return "unconfirmed: no heartbeat seen" if status.get("unconfirmed") else ""
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Left-aligned columns."""
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+def many(statuses: Sequence[Status], width: int | None = None) -> str:
+    """One line a trial; in a terminal too narrow for that, what is to be said stands below it."""
+    named = {
+        heading: metric
+        for heading, metric in COLUMNS.items()
+        if any(metric in status["metrics"] for status in statuses)
+    }
+    rows = [("TRIAL", "STATE", "STEP", *named, "COMMIT")]
+    rows += [_row(status, named.values()) for status in statuses]
+    said = ["DIAGNOSIS", *(plain(status["diagnosis"]) for status in statuses)]
+    lines = table([(*row, text) for row, text in zip(rows, said, strict=True)])
+    if width is None or max(map(len, lines)) <= width:
+        return "\n".join(lines)
+    heads = table(rows)
+    below = [[], *(hanging("    ", text, width) for text in said[1:])]
+    return "\n".join(line for head, more in zip(heads, below, strict=True) for line in [head, *more])
 
 
-def many(statuses: Sequence[Status]) -> str:
-    """One line a trial."""
-    return "\n".join(table([HEADINGS, *(_row(status) for status in statuses)]))
+def _row(status: Status, named: Iterable[str]) -> tuple[str, ...]:
+    values = (number(status["metrics"].get(metric)) for metric in named)
+    return (status["trial"], status["state"], progress(status), *values, commit(status))
 
 
-def one(status: Status) -> str:
+def one(status: Status, width: int | None = None) -> str:
     """Everything about one trial."""
-    lines = [
-        f"{status['trial']}  {status['state']}  step {progress(status)}",
-        f"  {status['diagnosis']}",
-        *(f"  also: {finding['text']}" for finding in status["findings"][1:]),
-        f"  {metrics(status['metrics'])}".rstrip(),
-        f"  commit {commit(status)}   incarnation {status['incarnation']}{ratio(status)}",
-        f"  run directory {status['run']}",
-    ]
-    if status["export"]:
-        lines.append(f"  exported model {status['export']}")
+    texts = [finding["text"] for finding in status["findings"]]
+    lines = [f"{status['trial']}  {status['state']}  step {progress(status)}"]
+    for head, text in zip(["  ", *["  also: "] * len(texts)], texts, strict=False):
+        lines += hanging(head, plain(text), width)
+    if shown := metrics(status["metrics"]):
+        lines += hanging("  ", shown, width)
+    lines += table([(f"  {name}", text) for name, text in _facts(status)])
     if status["traceback"]:
-        lines.append(f"\n{status['traceback'].rstrip()}")
-    return "\n".join([line for line in lines if line] + _tasks(status) + story(status))
+        lines += ["", *_harmless(status["traceback"]), *_after_failure(status["trial"], width)]
+    for rows in (_tasks(status), _story(status)):
+        if rows[1:]:
+            lines += ["", *table(rows, width)]
+    return "\n".join(lines)
 
 
-def ratio(status: Status) -> str:
-    value = status["timing"]["effective_ratio"]
-    return "" if value is None else f"   {value:.0%} of the time went into steps that count"
+def _facts(status: Status) -> Iterator[tuple[str, str]]:
+    if status["incarnations"]:
+        yield "commit", commit(status)
+    if links := _links(status):
+        yield "job", links
+    useful = status["timing"]["effective_ratio"]
+    if useful is not None:
+        lost = "" if useful > 0.995 else "; the rest: waiting, starting, steps done twice"
+        yield "useful time", f"{useful:.0%}{lost}"
+    yield "directory", status["run"]
+    if status["export"]:
+        yield "exported", status["export"]
 
 
-def story(status: Status) -> list[str]:
+def _links(status: Status) -> str:
+    """``41_1, 20 min left, 6 links behind it``"""
+    link, left = status["link"], status["links_left"]
+    if status["state"] not in ("PENDING", "RUNNING"):
+        return ""
+    waiting = [task["job_id"] for group in status["groups"] for task in group["tasks"]]
+    parts = [link["job_id"] if link else next(iter(waiting), None) or "unknown"]
+    if link is not None and link["time_left_s"] is not None:
+        parts.append(f"{age(link['time_left_s'])} left")
+    behind = f"{left or 'no'} link{'s' if left != 1 else ''}"
+    return ", ".join([*parts, f"{behind} behind it"])
+
+
+def _harmless(text: str) -> list[str]:
+    """A traceback, indented as it was."""
+    lines = (line.expandtabs() for line in text.rstrip().splitlines())
+    return ["".join(one if one.isprintable() else " " for one in line) for line in lines]
+
+
+def _after_failure(trial: str, width: int | None) -> list[str]:
+    text = (
+        f"Mend that, then: slurmrl resume {trial}; with --update-code if you changed code, for a "
+        "trial keeps the code that it was submitted with."
+    )
+    return ["", *hanging("", text, width)]
+
+
+def _story(status: Status) -> list[tuple[str, ...]]:
     """How each of the newest incarnations came to its end."""
-    rows: list[tuple[str, ...]] = [
-        ("START", "JOB", "HOSTS", "STEPS", "COMMIT", "TOOK", "HOW IT ENDED")
-    ]
+    rows: list[tuple[str, ...]] = [("#", "JOB", "HOSTS", "STEPS", "COMMIT", "TOOK", "ENDED BY")]
     for row in status["incarnations"]:
+        first, last = row["from_step"] + 1, row["to_step"]
         rows.append(
             (
                 str(row["number"]),
                 row["job_id"] or "-",
                 brief(row["hosts"]),
-                f"{row['from_step']}-{row['to_step']}",
+                f"{first}-{last}" if first <= last else "-",
                 "-" if row["commit"] is None else str(row["commit"]),
                 age(row["seconds"]),
-                row["how"],
+                plain(row["how"]),
             )
         )
-    return ["", *table(rows)] if len(rows) > 1 else []
+    return rows
 
 
 def brief(names: Sequence[str]) -> str:
@@ -141,41 +196,33 @@ def conclusion(status: Status, again: str) -> str:
     return "\n".join(lines)
 
 
-def _row(status: Status) -> tuple[str, ...]:
-    values = status["metrics"]
-    return (
-        status["trial"],
-        status["state"],
-        progress(status),
-        number(values.get("reward")),
-        number(values.get("eval/reward")),
-        number(values.get("tokens_per_s")),
-        commit(status),
-        status["diagnosis"],
-    )
-
-
-def _tasks(status: Status) -> list[str]:
+def _tasks(status: Status) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("TASK", "JOB", "HOST", "STATE", "ATTEMPT", "HEARTBEAT", "")]
     for group in status["groups"]:
-        for index, task in enumerate(group["tasks"]):
-            heartbeat = age(task["lease_age_s"])
-            attempt = task["attempt"]
-            rows.append(
-                (
-                    f"{group['name']}/{index}",
-                    task["job_id"] or "-",
-                    task["host"] or "-",
-                    task["state"],
-                    "-" if attempt is None else str(attempt),
-                    f"{heartbeat} ago" if heartbeat else "-",
-                    task["reason"] if task["state"] != "RUNNING" else "",
-                )
-            )
-    left = status["links_left"]
-    words = [f"{left} successor{'s' if left != 1 else ''} queued"] if left else []
-    link = status["link"]
-    if link is not None and link["time_left_s"] is not None:
-        words.insert(0, f"{age(link['time_left_s'])} left of {link['job_id']}")
-    tail = [", ".join(words)] if words else []
-    return ["", *table(rows), *tail] if len(rows) > 1 else tail
+        tasks = list(enumerate(group["tasks"]))
+        for _, alike in groupby(tasks, lambda item: _kind(item, many=len(tasks) > MOST_TASKS)):
+            rows.append(_together(group["name"], list(alike)))
+    return rows
+
+
+def _kind(item: tuple[int, Status], *, many: bool) -> tuple[Any, ...]:
+    """What tasks that share a line have in common: those that wait, and those of many."""
+    index, task = item
+    apart = task["host"] is not None and not many
+    states = (task["job_id"], task["state"], task["attempt"], task["reason"])
+    return (*states, task["lease_age_s"] is None, index if apart else None)
+
+
+def _together(group: str, alike: Sequence[tuple[int, Status]]) -> tuple[str, ...]:
+    (first, task), (last, _) = alike[0], alike[-1]
+    hosts = [one["host"] for _, one in alike if one["host"] is not None]
+    ages = [one["lease_age_s"] for _, one in alike if one["lease_age_s"] is not None]
+    return (
+        f"{group}/{first}" if first == last else f"{group}/{first}-{last}",
+        task["job_id"] or "-",
+        brief(hosts),
+        task["state"],
+        "-" if task["attempt"] is None else str(task["attempt"]),
+        f"{age(max(ages))} ago" if ages else "-",
+        task["reason"] if task["state"] != "RUNNING" else "",
+    )

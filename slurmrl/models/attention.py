@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.norm import RMSNorm
+from slurmrl.models.parallel.linear import RowLinear
+from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.models.rotary import Rotation
 from slurmrl.ops.attention import Packing, packed_attention
 from slurmrl.ops.rotary import rotate
@@ -45,20 +47,28 @@ class PackedCore:
 
 
 class Attention(nn.Module):
-    """Self-attention with grouped key and value heads."""
+    """Self-attention with grouped key and value heads. Each tensor rank has some of the heads;
+    key and value heads that are fewer than the ranks are on several of them."""
 
-    def __init__(self, config: ModelConfig, layer: int, scale: float | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        scale: float | None = None,
+        split: Split = WHOLE,
+    ) -> None:
         """``scale`` is 1 / sqrt(head_dim) where it is not given."""
         super().__init__()
+        self.split = split
         self.head_dim = config.head_dim
         scale = config.head_dim**-0.5 if scale is None else scale
         self.spec = AttentionSpec(layer, scale, config.windows[layer])
-        hidden, q = config.hidden_size, config.num_heads * config.head_dim
-        kv = config.num_kv_heads * config.head_dim
+        hidden, q = config.hidden_size, config.num_heads // split.tensor.size * config.head_dim
+        kv = kv_heads(config, split) * config.head_dim
         self.q_proj = nn.Linear(hidden, q, bias=config.qkv_bias)
         self.k_proj = nn.Linear(hidden, kv, bias=config.qkv_bias)
         self.v_proj = nn.Linear(hidden, kv, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(q, hidden, bias=config.o_bias)
+        self.o_proj = RowLinear(q, hidden, bias=config.o_bias, split=split)
         if config.qk_norm:
             self.q_norm: nn.Module = RMSNorm(config.head_dim, config.norm_eps)
             self.k_norm: nn.Module = RMSNorm(config.head_dim, config.norm_eps)
@@ -66,7 +76,8 @@ class Attention(nn.Module):
             self.q_norm = self.k_norm = nn.Identity()
 
     def forward(self, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
-        """x [T, h] -> [T, h]."""
+        """x [T, h] -> [T, h]; T tokens that a rank has between the blocks."""
+        x = self.split.enter(x)
         heads = (-1, self.head_dim)
         q = self.q_norm(self.q_proj(x).unflatten(-1, heads))
         k = self.k_norm(self.k_proj(x).unflatten(-1, heads))
@@ -75,3 +86,8 @@ class Attention(nn.Module):
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         mixed: Tensor = self.o_proj(core(self.spec, q, k, v).flatten(1))
         return mixed
+
+
+def kv_heads(config: ModelConfig, split: Split) -> int:
+    """Key and value heads of a tensor rank."""
+    return max(1, config.num_kv_heads // split.tensor.size)

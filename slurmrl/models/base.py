@@ -67,8 +67,8 @@ class PackedModel(nn.Module, ABC):
         [T] float32 and 0 at the first token of a sequence."""
 
     @abstractmethod
-    def values(self, features: Tensor) -> Tensor:
-        """Values [T] float32."""
+    def values(self, features: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Values [T] float32; a model that is split over ranks needs ``cu_seqlens`` [S+1]."""
 
     @abstractmethod
     def reader(self, lengths: Tensor, new_tokens: int) -> Reader:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import Decoder
+from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.registry import resolve
 
 
-def build(config: ModelConfig, head: Head = "lm") -> Decoder:
-    """A built-in decoder. May be called under ``torch.device("meta")``."""
-    decoder: Decoder = resolve(config.family.decoder)(config, head)
+def build(config: ModelConfig, head: Head = "lm", split: Split = WHOLE) -> Decoder:
+    """A built-in decoder, or this rank's part of one. May be called under
+    ``torch.device("meta")``."""
+    decoder: Decoder = resolve(config.family.decoder)(config, head, split)
     return decoder

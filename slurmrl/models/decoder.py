@@ -7,6 +7,7 @@ T packed tokens, S sequences, h hidden size, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Protocol, cast
 
 import torch
@@ -15,13 +16,17 @@ from torch.nn import functional as F
 
 from slurmrl.errors import UsageError
 from slurmrl.models.attention import Attention, AttentionCore, PackedCore
-from slurmrl.models.base import PackedModel
+from slurmrl.models.base import PackedModel, Reader
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.mlp import GatedMLP
 from slurmrl.models.moe import SparseMLP
 from slurmrl.models.norm import RMSNorm
 from slurmrl.models.packed import length_order, packed_positions
-from slurmrl.models.reader import CacheReader
+from slurmrl.models.parallel.core import split_core
+from slurmrl.models.parallel.heads import split_logprobs, split_values
+from slurmrl.models.parallel.linear import VocabEmbedding, vocabulary_rows
+from slurmrl.models.parallel.reader import split_reader
+from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.models.recompute import LayerCall, Recompute, layer_call, unhooked
 from slurmrl.models.rotary import RotaryTable, Rotation
 from slurmrl.ops.attention import Packing
@@ -31,11 +36,11 @@ from slurmrl.ops.logprobs import packed_logprobs_and_entropy
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and added to the stream."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, split: Split = WHOLE) -> None:
         super().__init__()
-        self.self_attn = Attention(config, layer)
+        self.self_attn = Attention(config, layer, split=split)
         sparse = config.moe is not None and layer in config.moe.layers
-        self.mlp = SparseMLP(config) if sparse else GatedMLP(config)
+        self.mlp = SparseMLP(config, split) if sparse else GatedMLP(config, split)
         self.input_layernorm = _norm(config)
         self.post_attention_layernorm = _norm(config)
 
@@ -49,10 +54,11 @@ class DecoderLayer(nn.Module):
 class DecoderBody(nn.Module):
     """Embedding, layers and final norm: what the files call ``model``."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, split: Split = WHOLE) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_layers))
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, split)
+        layers = range(config.num_layers)
+        self.layers = nn.ModuleList(DecoderLayer(config, i, split) for i in layers)
         self.norm = _norm(config)
 
 
@@ -65,21 +71,27 @@ class Body(Protocol):
 
 
 class Decoder(PackedModel):
-    """A decoder with rotary positions; families that differ override what differs."""
+    """A decoder with rotary positions; families that differ override what differs.
+
+    With a ``split`` its parameters are this rank's parts of those that the names stand for, and
+    all ranks of the split call each method together, with the same arguments.
+    """
 
     config: ModelConfig
     body: type[nn.Module] = DecoderBody
 
-    def __init__(self, config: ModelConfig, head: Head = "lm") -> None:
+    def __init__(self, config: ModelConfig, head: Head = "lm", split: Split = WHOLE) -> None:
         super().__init__()
         self.config = config
+        self.split = split
         self.head = head
         self.recompute: Recompute = "off"
-        self.model = self.body(config)
+        self.model = self.body(config, split)
         if head == "value":
             self.score = nn.Linear(config.hidden_size, 1, bias=False)
         elif not config.tie_embeddings:
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            first, last = vocabulary_rows(config.vocab_size, split)
+            self.lm_head = nn.Linear(config.hidden_size, last - first, bias=False)
         self._scale = config.hidden_size**0.5 if config.family.scaled_embedding else None
         self._rotary = RotaryTable(config.rope, config.head_dim) if config.rope else None
 
@@ -95,23 +107,38 @@ class Decoder(PackedModel):
         self.recompute = recompute
 
     def forward(self, input_ids: Tensor, cu_seqlens: Tensor, max_len: int) -> Tensor:
-        """Hidden states [T, h] after the final norm."""
+        """Hidden states [T, h] after the final norm; with a split, a part of them in an order of
+        its own, for ``logprobs`` and ``values``."""
         self._check_length(max_len)
         # Equal lengths side by side let attention run in few batched calls.
         order, cu_sorted = length_order(cu_seqlens, input_ids.shape[0])
         positions = packed_positions(cu_sorted, input_ids.shape[0])
         core = PackedCore(Packing(cu_sorted, max_len))
-        hidden = self._run(input_ids[order], positions, core, layer_call(self.recompute))
-        return hidden.index_select(0, order.argsort())
+        call = layer_call(self.recompute)
+        hidden = self._run(input_ids[order], positions, core, call, self.split)
+        return hidden.index_select(0, order.argsort()) if self.split.whole else hidden
 
     def run_unhooked(self, input_ids: Tensor, positions: Tensor, core: AttentionCore) -> Tensor:
         """Hidden states [T, h] of tokens [T] at positions [T], by plain calls of the layers'
-        ``forward``."""
-        return self._run(input_ids, positions, core, unhooked)
+        ``forward``; context ranks all do the same."""
+        split = self.split.without_context()
+        hidden = self._run(input_ids, positions, core, unhooked, split)
+        return split.all_between(hidden)[: input_ids.shape[0]]
 
     def _run(
-        self, input_ids: Tensor, positions: Tensor, core: AttentionCore, call: LayerCall
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        core: AttentionCore,
+        call: LayerCall,
+        split: Split,
     ) -> Tensor:
+        """Hidden states of the tokens that a rank of the split has between the blocks."""
+        core = split_core(core, split, input_ids.shape[0])
+        first, last = split.own_range(input_ids.shape[0])
+        for block in self._sparse_blocks:
+            block.tokens = last - first
+        input_ids, positions = split.own_tokens(input_ids), split.own_tokens(positions)
         x = self.embed(input_ids, positions)
         rotation = self._rotary.rotation(positions, x.dtype) if self._rotary else None
         for layer in self.layers:
@@ -136,17 +163,30 @@ class Decoder(PackedModel):
     def logprobs(
         self, features: Tensor, input_ids: Tensor, cu_seqlens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        return packed_logprobs_and_entropy(
-            features, self.head_weight(), input_ids, cu_seqlens, temperature
+        weight = self.head_weight()
+        if self.split.whole:
+            return packed_logprobs_and_entropy(features, weight, input_ids, cu_seqlens, temperature)
+        return split_logprobs(
+            self.split,
+            features,
+            weight,
+            self.config.vocab_size,
+            input_ids,
+            cu_seqlens,
+            temperature,
         )
 
-    def values(self, features: Tensor) -> Tensor:
+    def values(self, features: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         assert self.head == "value", "a language model has no value head"
-        return F.linear(features, self.score.weight).squeeze(-1).float()
+        values = F.linear(features, self.score.weight).squeeze(-1).float()
+        if self.split.whole:
+            return values
+        assert cu_seqlens is not None, "a split model must know where sequences begin"
+        return split_values(self.split, values, cu_seqlens)
 
-    def reader(self, lengths: Tensor, new_tokens: int) -> CacheReader:
+    def reader(self, lengths: Tensor, new_tokens: int) -> Reader:
         self._check_length(int(lengths.max()) + new_tokens)
-        return CacheReader(self, self.config, lengths, new_tokens, self.head_weight())
+        return split_reader(self, self.config, lengths, new_tokens, self.head_weight(), self.split)
 
     def _check_length(self, tokens: int) -> None:
         limit = self.config.position_limit
@@ -159,9 +199,12 @@ class Decoder(PackedModel):
     def weigh_balance(self, weight: float) -> None:
         moe = self.config.moe
         if moe is not None and moe.balance:
-            blocks = [m for m in self.modules() if isinstance(m, SparseMLP)]
-            for block in blocks:
-                block.balance = moe.balance * weight / len(blocks)
+            for block in self._sparse_blocks:
+                block.balance = moe.balance * weight / len(self._sparse_blocks)
+
+    @cached_property
+    def _sparse_blocks(self) -> list[SparseMLP]:
+        return [module for module in self.modules() if isinstance(module, SparseMLP)]
 
 
 def _norm(config: ModelConfig) -> RMSNorm:

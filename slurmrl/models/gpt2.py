@@ -14,16 +14,18 @@ from slurmrl.models.attention import Attention, AttentionCore
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.mlp import PlainMLP
+from slurmrl.models.parallel.linear import VocabEmbedding
+from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.models.rotary import Rotation
 
 
 class GPT2Layer(nn.Module):
     """Attention and feed-forward, each behind a LayerNorm and added to the stream."""
 
-    def __init__(self, config: ModelConfig, layer: int) -> None:
+    def __init__(self, config: ModelConfig, layer: int, split: Split = WHOLE) -> None:
         super().__init__()
-        self.self_attn = Attention(config, layer, _scale(config, layer))
-        self.mlp = PlainMLP(config)
+        self.self_attn = Attention(config, layer, _scale(config, layer), split)
+        self.mlp = PlainMLP(config, split)
         self.input_layernorm = nn.LayerNorm(config.hidden_size, config.norm_eps)
         self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.norm_eps)
 
@@ -37,11 +39,12 @@ class GPT2Layer(nn.Module):
 class GPT2Body(nn.Module):
     """Embeddings of tokens and positions, layers and final norm."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, split: Split = WHOLE) -> None:
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size, split)
         self.embed_positions = nn.Embedding(config.max_positions, config.hidden_size)
-        self.layers = nn.ModuleList(GPT2Layer(config, i) for i in range(config.num_layers))
+        layers = range(config.num_layers)
+        self.layers = nn.ModuleList(GPT2Layer(config, i, split) for i in layers)
         self.norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
 
 
@@ -52,8 +55,8 @@ class GPT2(Decoder):
 
     def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         body = cast(GPT2Body, self.model)
-        x: Tensor = body.embed_tokens(input_ids) + body.embed_positions(positions)
-        return x
+        x: Tensor = body.embed_tokens(input_ids)
+        return x + body.embed_positions(self.split.between(positions))
 
 
 def _scale(config: ModelConfig, layer: int) -> float:

@@ -97,7 +97,7 @@ class HFModel(PackedModel):
     ) -> tuple[Tensor, Tensor]:
         return packed_logprobs_of_logits(features, input_ids, cu_seqlens, temperature)
 
-    def values(self, features: Tensor) -> Tensor:
+    def values(self, features: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         score = cast(nn.Linear, self.inner.score)
         values: Tensor = score(features)
         return values.squeeze(-1).float()

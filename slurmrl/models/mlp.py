@@ -1,4 +1,4 @@
-"""The feed-forward blocks."""
+"""The feed-forward blocks. Each tensor rank has some of the inner units."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slurmrl.models.config import ModelConfig
+from slurmrl.models.parallel.linear import RowLinear
+from slurmrl.models.parallel.split import WHOLE, Split
 
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -22,16 +24,18 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)) (Shazeer 2020, GLU variants)."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, split: Split = WHOLE) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
+        self.split = split
+        hidden, inner = config.hidden_size, config.intermediate_size // split.tensor.size
         self.gate_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
         self.up_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(inner, hidden, bias=config.mlp_bias)
+        self.down_proj = RowLinear(inner, hidden, bias=config.mlp_bias, split=split)
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, h] -> [T, h]."""
+        x = self.split.enter(x)
         out: Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
         return out
 
@@ -39,14 +43,16 @@ class GatedMLP(nn.Module):
 class PlainMLP(nn.Module):
     """down(activation(up(x)))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, split: Split = WHOLE) -> None:
         super().__init__()
-        hidden, inner = config.hidden_size, config.intermediate_size
+        self.split = split
+        hidden, inner = config.hidden_size, config.intermediate_size // split.tensor.size
         self.up_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(inner, hidden, bias=config.mlp_bias)
+        self.down_proj = RowLinear(inner, hidden, bias=config.mlp_bias, split=split)
         self.activation = ACTIVATIONS[config.activation]
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, h] -> [T, h]."""
+        x = self.split.enter(x)
         out: Tensor = self.down_proj(self.activation(self.up_proj(x)))
         return out

@@ -15,6 +15,8 @@ Status = Mapping[str, Any]
 WAIT_S = 60.0
 WAIT_STEPS = 5.0
 """Ranks are waited for unusually long after this many seconds and this many steps' time."""
+SILENT_S = 180.0
+"""A job that has run for so long without a word from its processes is to be looked at."""
 SHORT_LIMITS = 2
 """Jobs in a row that reached their time limit without a commit."""
 
@@ -34,20 +36,23 @@ def diagnose(status: Status) -> list[Finding]:
         return [*found, _interrupted(status)]
     if status["state"] == "PENDING":
         return [*found, _pending(status)]
-    found += [*_restarting(status), *_waiting(status), *_checkpoints(status), *_lead(status)]
-    return [*found, *_last_link(status), *_warned(status), _running(status)]
+    found += [*_waiting(status), *_checkpoints(status), *_lead(status)]
+    return [*found, *_last_link(status), *_warned(status), _now(status)]
 
 
 def _ended(status: Status) -> Finding:
-    step, trial, reason = _steps(status), status["trial"], first_line(status["reason"])
+    trial, reason = status["trial"], first_line(status["reason"])
     if status["state"] == "COMPLETED":
-        why = "" if reason in ("", "total_steps") else f" ({reason})"
-        return Finding("finished", f"finished at {step}{why}")
+        return Finding("finished", f"finished{_early(status, reason)}")
     if status["state"] == "CANCELLED":
-        why = reason or "cancelled"
-        return Finding("cancelled", f"{why} at {step}; slurmrl resume {trial} goes on")
-    below = ", see below" if status["traceback"] else ""
-    return Finding("failed", f"stopped: {reason or 'it failed'}{below}")
+        return Finding("cancelled", f"{reason or 'cancelled'}; slurmrl resume {trial} goes on")
+    return Finding("failed", f"gave up: {reason or 'it failed'}")
+
+
+def _early(status: Status, reason: str) -> str:
+    if reason in ("", "total_steps"):
+        return ""
+    return f" at step {status['step']} of {status['total_steps']}: {reason}"
 
 
 def _problem(status: Status) -> Iterator[Finding]:
@@ -59,24 +64,24 @@ def _problem(status: Status) -> Iterator[Finding]:
 
 
 def _interrupted(status: Status) -> Finding:
-    trial = status["trial"]
-    again = f"slurmrl resume {trial}"
+    again = f"slurmrl resume {status['trial']} goes on"
     if status["total_steps"] is None:
         return Finding("not_submitted", "was never submitted; submit its configuration again")
     if not status["incarnations"]:
-        return Finding("interrupted", f"interrupted before it began: no links left; {again}")
+        return Finding("interrupted", f"no links left, and it never began; {again}")
     last = status["incarnations"][-1]["how"]
-    return Finding("interrupted", f"interrupted: no links left; {again} (last: {last})")
+    return Finding("interrupted", f"no links left (the last one: {last}); {again}")
 
 
 def _pending(status: Status) -> Finding:
     pending = status["pending"] or {}
-    since = f" since {age(pending['since_s'])}" if pending.get("since_s") is not None else ""
-    reason, words = pending.get("reason"), pending.get("words")
-    why = f"{reason} - {words}" if reason and words and words != reason else reason or words
+    since_s, reason, words = (pending.get(key) for key in ("since_s", "reason", "words"))
+    since = f" for {age(since_s)}" if since_s is not None else ""
+    named = f" ({reason})" if reason and words and words != reason else ""
+    why = f": {words or reason}" if words or reason else ""
     expected = pending.get("expected_start")
     start = f"; expected to start {expected.replace('T', ' ')}" if expected else ""
-    return Finding("pending", f"pends{since}{f': {why}' if why else ''}{start}")
+    return Finding("pending", f"pending{since}{named}{why}{start}")
 
 
 def _short_limit(status: Status) -> Iterator[Finding]:
@@ -92,24 +97,21 @@ def _short_limit(status: Status) -> Iterator[Finding]:
         yield Finding("time_limit", text)
 
 
-def _restarting(status: Status) -> Iterator[Finding]:
-    newest = status["incarnations"][-1] if status["incarnations"] else None
-    if newest is not None and newest["cause"] != "running":
-        yield Finding("restarting", f"starts again after: {newest['how']}")
-
-
 def _waiting(status: Status) -> Iterator[Finding]:
     waiting = status["waiting"]
     if waiting is None:
         return
     usual_s = WAIT_STEPS * (status["timing"]["step_s"] or 0.0)
     if waiting["since_s"] > max(WAIT_S, usual_s):
-        yield Finding("waiting", f"waits since {age(waiting['since_s'])} for {whom(waiting)}")
+        text = f"has waited {age(waiting['since_s'])} for {whom(waiting)}"
+        yield Finding("waiting", text)
 
 
 def whom(waiting: Mapping[str, Any]) -> str:
     """``ranks 0, 3 (n1) to finish train_step of step 4``"""
     ranks = waiting["for"]
+    if 1 < len(ranks) == waiting.get("of"):
+        return f"all {len(ranks)} ranks {waiting['what']}"
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if ranks[8:] else "")
     hosts = waiting.get("hosts") or []
     where = f" ({', '.join(hosts[:4])}{' …' if hosts[4:] else ''})" if hosts else ""
@@ -153,22 +155,32 @@ def _last_link(status: Status) -> Iterator[Finding]:
 
 def _warned(status: Status) -> Iterator[Finding]:
     if status["warned"] is not None:
-        yield Finding("stopping", f"stops at the next step and commits: {status['warned']}")
+        text = f"told to end ({status['warned']}): stops at the next step and commits"
+        yield Finding("stopping", text)
 
 
-def _running(status: Status) -> Finding:
+def _now(status: Status) -> Finding:
+    newest = status["incarnations"][-1] if status["incarnations"] else None
+    if newest is None or newest["cause"] != "running":
+        return _begins(status, newest)
     timing, waiting = status["timing"], status["waiting"]
     if status["phase"] != "running":
         text = f"starting, waits for {whom(waiting)}" if waiting is not None else "starting"
         return Finding("starting", text)
-    parts = [f"running, {_steps(status)}"]
+    parts = []
     if timing["step_s"] is not None:
         parts.append(f"{timing['step_s']:.3g} s a step")
     if timing["left_s"]:
         parts.append(f"about {age(timing['left_s'])} left")
-    return Finding("running", ", ".join(parts))
+    return Finding("running", ", ".join(parts) or "running")
 
 
-def _steps(status: Status) -> str:
-    total = status["total_steps"]
-    return f"step {status['step']}" + (f" of {total}" if total is not None else "")
+def _begins(status: Status, last: Mapping[str, Any] | None) -> Finding:
+    """A job runs, and no incarnation in it yet."""
+    ran_s = (status["link"] or {}).get("runs_s")
+    since = f" {age(ran_s)} ago" if ran_s is not None else ""
+    quiet = f"its job started{since}, its processes have not spoken yet"
+    look = f"; see slurmrl logs {status['trial']}" if (ran_s or 0.0) > SILENT_S else ""
+    if last is None:
+        return Finding("starting", f"starting: {quiet}{look}")
+    return Finding("restarting", f"starts again after: {last['how']}{look and f'; {quiet}{look}'}")

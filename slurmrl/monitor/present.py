@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 from slurmrl.monitor import story, throughput
@@ -21,7 +22,7 @@ def describe(
         "phase": snapshot.said.get("phase") if lives or snapshot.state.end else None,
         "warned": story.warning(newest) if lives and newest is not None else None,
         "waiting": _waiting(snapshot) if lives else None,
-        "link": _link(tasks) if state == "RUNNING" else None,
+        "link": _link(tasks, snapshot.now) if state == "RUNNING" else None,
         "pending": _pending(snapshot, tasks) if state == "PENDING" else None,
         "checkpoint_failures": _failed_commits(snapshot, newest) if newest else None,
         "timing": _timing(snapshot, state, status["step"]),
@@ -31,20 +32,33 @@ def describe(
 def _waiting(snapshot: Snapshot) -> dict[str, Any] | None:
     """What the master said, and on which hosts the ranks are that it waits for."""
     said = snapshot.said.get("waiting")
-    if not said or not said.get("for"):
+    if not said or not said.get("for") or not snapshot.groups:
         return None
-    per_host = {group.name: group.workers_per_host for group in snapshot.groups[:1]}
-    places = [f"{name}/{rank // n}" for name, n in per_host.items() for rank in said["for"]]
+    group = snapshot.groups[0]  # that of the ranks
+    places = [f"{group.name}/{rank // group.workers_per_host}" for rank in said["for"]]
     tasks = snapshot.said.get("tasks", {})
     hosts = [tasks[place]["host"] for place in places if place in tasks]
-    return {**said, "hosts": list(dict.fromkeys(hosts))}
+    ranks = group.hosts * group.workers_per_host
+    return {**said, "hosts": list(dict.fromkeys(hosts)), "of": ranks}
 
 
-def _link(tasks: Sequence[TaskState]) -> dict[str, Any] | None:
-    running = [task for task in tasks if task.state is JobState.RUNNING]
-    if not running:
+def _link(tasks: Sequence[TaskState], now: float) -> dict[str, Any] | None:
+    running = next((task for task in tasks if task.state is JobState.RUNNING), None)
+    if running is None:
         return None
-    return {"job_id": running[0].job_id, "time_left_s": running[0].time_left_s}
+    return {
+        "job_id": running.job_id,
+        "time_left_s": running.time_left_s,
+        "runs_s": _age_s(running.start, now),
+    }
+
+
+def _age_s(start: str, now: float) -> float | None:
+    """Of a local time as the scheduler writes it."""
+    try:
+        return max(now - datetime.fromisoformat(start).timestamp(), 0.0)
+    except (ValueError, OverflowError):
+        return None
 
 
 def _pending(snapshot: Snapshot, tasks: Sequence[TaskState]) -> dict[str, Any]:

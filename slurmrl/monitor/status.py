@@ -19,18 +19,20 @@ This object is a contract: fields may be added, none is ever changed or removed.
       "traceback": null,                      of the first rank that failed
       "run": "/…/EXPERIMENT/TRIAL",           the run directory
       "export": "/…/export/step-00000060",    the newest exported model; null if there is none
-      "diagnosis": "running, step 12 of 60, …",   what is to be said first, on one line
+      "diagnosis": "12 s a step, about 9 min left",   what is to be said first, on one line
       "findings": [{"code": "running", "text": "…"}, …],   all that is to be said; never empty,
                                               the first is the diagnosis. Codes: docs/status.md
       "phase": "starting" | "running" | "finished" | null,   of the present incarnation; null where
                                               its master has not spoken yet, or speaks no more
       "warned": null,                         what told the present incarnation to end, in words
       "waiting": {"for": [3], "hosts": ["n1"], "what": "to finish gen of step 3",
-                  "since_s": 2.1} | null,
-                                              ranks that the master waited for when it spoke last
+                  "since_s": 2.1, "of": 16} | null,
+                                              ranks that the master waited for when it spoke last,
+                                              and how many there are
       "links_left": 6,                        queued successors, over all groups and arrays
-      "link": {"job_id": "41_1", "time_left_s": 1200.0} | null,   null unless a job runs; the time
-                                              is null where unknown or without limit
+      "link": {"job_id": "41_1", "time_left_s": 1200.0, "runs_s": 40.0} | null,
+                                              null unless a job runs; the times are null where
+                                              unknown, the first also without a limit
       "pending": {"reason": "Priority", "words": "…", "since_s": 40.2, "expected_start": null}
                  | null,                      null unless PENDING; the start as the scheduler
                                               expects it, in its local time: "2026-01-31T09:30:00"
@@ -53,7 +55,7 @@ This object is a contract: fields may be added, none is ever changed or removed.
         "cause": "running" | "finished" | "cancelled" | "gave_up" | "time_limit" | "preemption" |
                  "interrupt" | "exception" | "died" | "oom" | "hung" | "deadline" | "lost_host" |
                  "master" | "environment" | "killed" | "unknown",   others may come
-        "how": "worker 3 on n1 died: SIGKILL",
+        "how": "rank 3 on n1 died: SIGKILL",
         "seconds": 31.2                       until its last sign of life
       }, …],
       "problem": "…",                         only where the scheduler could not be asked
@@ -105,7 +107,8 @@ def assemble(
     status |= present.describe(snapshot, tasks, status)
     if problem is not None:
         status["problem"] = problem
-    if alive is False and (state == "RUNNING" or (problem is not None and end is None)):
+    should_beat = state == "RUNNING" and _has_agent(snapshot, tasks)
+    if alive is False and (should_beat or (problem is not None and end is None)):
         status["unconfirmed"] = True
     findings = diagnose(status)
     return {
@@ -124,6 +127,25 @@ def trial_state(snapshot: Snapshot, tasks: Sequence[TaskState], *, alive: bool) 
     if alive or JobState.RUNNING in states:
         return "RUNNING"
     return "PENDING" if JobState.PENDING in states else "INTERRUPTED"
+
+
+def _has_agent(snapshot: Snapshot, tasks: Sequence[TaskState]) -> bool:
+    """Whether the first host of the present job has come as far as to have a heartbeat."""
+    group = snapshot.groups[0].name if snapshot.groups else ""
+    link = present_link([task for task in tasks if task.group == group])
+    return bool(_attempt(snapshot, group, 0, link))
+
+
+def _attempt(
+    snapshot: Snapshot, group: str, task: int, element: TaskState | None
+) -> Mapping[str, Any]:
+    """The newest attempt of a task, unless it belongs to an earlier link or start of its job."""
+    attempt: Mapping[str, Any] = snapshot.attempts.get((group, task), {})
+    if element is None or not attempt:
+        return attempt
+    tag = str(attempt.get("job") or "")
+    own = attempt.get("job_id") == element.job_id and story.is_start_of(element, tag)
+    return attempt if own else {}
 
 
 def _step(snapshot: Snapshot, state: str) -> int:
@@ -184,9 +206,7 @@ def present_link(elements: Sequence[TaskState]) -> TaskState | None:
 def _task(
     snapshot: Snapshot, group: Group, task: int, element: TaskState | None, state: str
 ) -> dict[str, Any]:
-    attempt: Mapping[str, Any] = snapshot.attempts.get((group.name, task), {})
-    if element is not None and attempt.get("job_id") != element.job_id:
-        attempt = {}  # it belongs to an earlier link
+    attempt = _attempt(snapshot, group.name, task, element)
     said = snapshot.said.get("tasks", {}).get(f"{group.name}/{task}", {})
     beats = state == "RUNNING" and said.get("attempt") == attempt.get("attempt")
     return {

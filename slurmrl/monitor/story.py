@@ -34,6 +34,7 @@ JOB_ENDS = {
     JobState.CANCELLED: "interrupt",
     JobState.FAILED: "killed",
 }
+_SILENT = re.compile(r"no sign of life for [\d.]+ s")
 _CHILD_ENDED = re.compile(r"SIG[A-Z0-9]+|exited with code \d+")
 
 
@@ -106,9 +107,15 @@ def _in_job(traces: Traces, tasks: Sequence[TaskState]) -> bool:
     running = {task.job_id: task for task in tasks if task.state is JobState.RUNNING}
     if not running or not job_id:
         return True  # nobody knows
-    restarts = str(traces.begun.data.get("job") or "").split(".")[1:2]
-    started = int(restarts[0]) if restarts and restarts[0].isdecimal() else None
-    return job_id in running and (started is None or running[job_id].restarts <= started)
+    tag = str(traces.begun.data.get("job") or "")
+    return job_id in running and is_start_of(running[job_id], tag)
+
+
+def is_start_of(task: TaskState, tag: str) -> bool:
+    """Whether the tag JOBID.RESTARTCOUNT.ROUND is of an element's newest start, not of one before
+    Slurm put it back into the queue."""
+    restarts = tag.split(".")[1:2]
+    return not restarts or not restarts[0].isdecimal() or task.restarts <= int(restarts[0])
 
 
 def _running(snapshot: Snapshot) -> End:
@@ -160,18 +167,19 @@ def failure_words(cause: str, failure: Mapping[str, Any]) -> str:
     """What went wrong, on one line."""
     reason = first_line(failure.get("exception") or failure.get("reason"))
     host = f" on {failure['host']}" if failure.get("host") else ""
-    worker = f"worker {failure['rank']}{host}" if "rank" in failure else f"a process{host}"
+    worker = f"rank {failure['rank']}{host}" if "rank" in failure else f"a process{host}"
     if cause == "died":
         found = _CHILD_ENDED.search(reason)
         return f"{worker} died: {found[0] if found and 'rank' in failure else reason}"
     if cause == "oom":
         return f"{worker} was killed: out of memory"
     if cause == "hung":
-        return f"{worker} hung{_where(failure)}"
+        silent = _SILENT.search(reason)
+        return f"{worker} hung{f': {silent[0]}' if silent else ''}{_where(failure)}"
     if cause == "lost_host":
         return f"host {failure.get('host') or '(unknown)'} lost"
     if cause == "exception" and "rank" in failure:
-        return f"rank {failure['rank']}{host}: {reason}{_where(failure)}"
+        return f"{worker}: {reason}{_where(failure)}"
     words = {"deadline": "too slow: ", "environment": f"cannot go on{host}: "}.get(cause, "")
     return f"{words}{reason}" or cause
 

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+UNITS = (("d", 86400), ("h", 3600), ("min", 60))
+
 
 def age(seconds: float | None) -> str:
+    """``40 s``, ``2.5 min``, ``3 h``: two digits are enough to know where one is."""
     if seconds is None:
         return ""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+    for unit, size in UNITS:
         if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit}"
+            value = seconds / size
+            shown = f"{value:.1f}".removesuffix(".0") if value < 9.95 else f"{value:.0f}"
+            return f"{shown} {unit}"
     return f"{seconds:.0f} s"
 
 
 def first_line(text: object) -> str:
     """Of an error's text, which may be anything that somebody wrote into a file."""
-    return str(text or "").strip().partition("\n")[0].rstrip()
+    return plain(str(text or "").strip().partition("\n")[0])
+
+
+def plain(text: str) -> str:
+    """On one line, and harmless to a terminal."""
+    return "".join(one if one.isprintable() else " " for one in text).strip()

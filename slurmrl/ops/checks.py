@@ -26,8 +26,19 @@ def check_vector(
     name: str, tensor: Tensor, length: int, dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> None:
     """A 1-D tensor of that length, on that device, with one of those dtypes."""
-    if tensor.dim() != 1 or tensor.shape[0] != length:
-        raise UsageError(f"{name} must have shape [{length}], not {list(tensor.shape)}")
+    check_tensor(name, tensor, (length,), dtypes, device)
+
+
+def check_tensor(
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+) -> None:
+    """A tensor of that shape, on that device, with one of those dtypes."""
+    if tensor.shape != shape:
+        raise UsageError(f"{name} must have shape {list(shape)}, not {list(tensor.shape)}")
     if tensor.dtype not in dtypes:
         raise UsageError(f"{name} must be {_names(dtypes)}, not {_names((tensor.dtype,))}")
     if tensor.device != device:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.errors import UsageError
-from slurmrl.ops.checks import FLOATS, check_first, check_share, check_vector
+from slurmrl.ops.checks import FLOATS, OFFSETS, check_share, check_vector
 from slurmrl.ops.native.load import operators
 
 
@@ -93,7 +93,6 @@ def scatter(target: Tensor, intervals: Intervals, packed: Tensor, eta: float = 1
     differentiable. The intervals must not overlap.
     """
     intervals.check("target", target)
-    check_first("packed", packed, (packed.dtype,))
     check_vector("packed", packed, intervals.total, (packed.dtype,), target.device)
     check_share("eta", eta)
     _check_conversion("packed", packed.dtype, "target", target.dtype)
@@ -181,11 +180,16 @@ def _elements(starts: Tensor, offsets: Tensor, total: int) -> Tensor:
 
 
 def _columns(pairs: Tensor | Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor]:
-    table = pairs if isinstance(pairs, Tensor) else torch.tensor(list(pairs), dtype=torch.int64)
+    try:
+        table = pairs if isinstance(pairs, Tensor) else torch.tensor(list(pairs))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"intervals must be pairs of integers: {error}") from error
     if table.numel() == 0:
-        table = table.reshape(0, 2)
+        table = table.reshape(0, 2).long()
     if table.dim() != 2 or table.shape[1] != 2:
         raise UsageError(f"intervals must be pairs, not of shape {list(table.shape)}")
+    if table.dtype not in OFFSETS:
+        raise UsageError(f"intervals must be int32 or int64, not {table.dtype}")
     begin, end = table.to("cpu", torch.int64).unbind(1)
     wrong = ((begin < 0) | (end < begin)).nonzero()
     if len(wrong):

@@ -1,6 +1,7 @@
 """Estimates made with the scan of ``scan.py``: returns, V-trace, and advantages of padded rows.
 
-T packed steps, S sequences; B rows of L steps in padded batches.
+T packed steps, S sequences; B rows of L steps in padded batches. As in ``packed_gae``, inputs are
+float32, float64, bfloat16 or float16, and results float64 for float64 and float32 for the others.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.errors import UsageError
+from slurmrl.ops.checks import FLOATS, check_first, check_offsets, check_share, check_vector
 from slurmrl.ops.gae import packed_gae
 from slurmrl.ops.scan import Layout, discounted_sums
 
@@ -17,6 +19,14 @@ def discounted_returns(
     rewards: Tensor, cu_seqlens: Tensor, gamma: float, bootstrap_values: Tensor | None = None
 ) -> Tensor:
     """R_t = r_t + gamma R_{t+1} [T]; behind a sequence's end R is ``bootstrap_values`` [S] or 0."""
+    check_first("rewards", rewards, FLOATS)
+    check_offsets("cu_seqlens", cu_seqlens, len(rewards), rewards.device)
+    check_share("gamma", gamma)
+    if bootstrap_values is not None:
+        sequences = len(cu_seqlens) - 1
+        check_vector(
+            "bootstrap_values", bootstrap_values, sequences, (rewards.dtype,), rewards.device
+        )
     return discounted_sums(rewards, cu_seqlens, gamma, tail=bootstrap_values)
 
 
@@ -27,12 +37,13 @@ def lambda_returns(
     truncated: Tensor,
     gamma: float,
     lam: float,
+    bootstrap_values: Tensor | None = None,
 ) -> Tensor:
     """G_t = r_t + gamma ((1 - lam) V_{t+1} + lam G_{t+1}) [T] (Sutton and Barto 2018, eq. 12.20).
 
     Arguments as in ``packed_gae``: these are its returns.
     """
-    return packed_gae(rewards, values, cu_seqlens, truncated, gamma, lam)[1]
+    return packed_gae(rewards, values, cu_seqlens, truncated, gamma, lam, bootstrap_values)[1]
 
 
 def vtrace(
@@ -53,15 +64,24 @@ def vtrace(
     rho_t (r_t + gamma v_{t+1} - V_t).
 
     :param log_ratios: [T] log(new probability / old probability) of each action.
-    :param rewards, values: [T], of the same dtype.
+    :param rewards, values: [T].
     :param bootstrap_values: [S], value of the state behind each end; 0 where the sequence ended.
     """
-    layout = Layout(cu_seqlens, len(rewards))
-    ratios = log_ratios.exp()
+    check_first("log_ratios", log_ratios, FLOATS)
+    steps, device = len(log_ratios), log_ratios.device
+    check_offsets("cu_seqlens", cu_seqlens, steps, device)
+    check_vector("rewards", rewards, steps, FLOATS, device)
+    check_vector("values", values, steps, FLOATS, device)
+    check_vector("bootstrap_values", bootstrap_values, len(cu_seqlens) - 1, FLOATS, device)
+    check_share("gamma", gamma)
+    check_share("lam", lam)
+    layout = Layout(cu_seqlens, steps)
+    ratios, rewards, values, ends = _wide(log_ratios, rewards, values, bootstrap_values)
+    ratios = ratios.exp()
     rho, c = ratios.clamp(max=rho_clip), lam * ratios.clamp(max=c_clip)
-    ends = bootstrap_values[layout.sequence]
+    ends = ends[layout.sequence]
     delta = rho * (rewards + gamma * _following(values, ends, layout) - values)
-    targets = values + discounted_sums(delta, cu_seqlens, gamma, decay=c).to(values.dtype)
+    targets = values + discounted_sums(delta, cu_seqlens, gamma, decay=c)
     return targets, rho * (rewards + gamma * _following(targets, ends, layout) - values)
 
 
@@ -76,9 +96,12 @@ def padded_gae_overlapping(
 
     :param rewards: [B, L]. :param values: [B, L+1]. :param dones, truncated: bool [B, L+1].
     """
+    _check_rows(rewards, values, {"dones": dones, "truncated": truncated}, gamma, lam)
+    rewards, values = _wide(rewards, values)
     goes_on = ~dones[:, 1:]
     counts = ~truncated[:, 1:]
-    delta = _deltas(rewards, values, goes_on, gamma) * counts
+    delta = _deltas(rewards, values, goes_on, gamma)
+    delta = torch.where(counts, delta, torch.zeros_like(delta))
     return _of_rows(delta, values, goes_on & counts, gamma * lam)
 
 
@@ -92,9 +115,17 @@ def padded_gae(
 
     :param rewards: [B, L]. :param values: [B, L+1]. :param on_reset, truncated: bool [B, L+1].
     """
+    _check_rows(rewards, values, {"on_reset": on_reset, "truncated": truncated}, gamma, lam)
+    rewards, values = _wide(rewards, values)
     goes_on = ~on_reset[:, 1:]
     delta = _deltas(rewards, values, goes_on, gamma)
     return _of_rows(delta, values, goes_on & ~truncated[:, 1:], gamma * lam)
+
+
+def _wide(*tensors: Tensor) -> list[Tensor]:
+    """All in one dtype: float64 if one of them is, else float32."""
+    one_is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return [tensor.to(torch.float64 if one_is_double else torch.float32) for tensor in tensors]
 
 
 def _following(x: Tensor, ends: Tensor, layout: Layout) -> Tensor:
@@ -102,15 +133,23 @@ def _following(x: Tensor, ends: Tensor, layout: Layout) -> Tensor:
     return torch.where(layout.left > 1, torch.cat([x[1:], x[:1]]), ends)
 
 
+def _check_rows(
+    rewards: Tensor, values: Tensor, flags: dict[str, Tensor], gamma: float, lam: float
+) -> None:
+    if rewards.dim() != 2:
+        raise UsageError(f"rewards must have shape [B, L], not {list(rewards.shape)}")
+    rows, steps = rewards.shape
+    check_tensor("rewards", rewards, (rows, steps), FLOATS, rewards.device)
+    check_tensor("values", values, (rows, steps + 1), FLOATS, rewards.device)
+    for name, tensor in flags.items():
+        check_tensor(name, tensor, (rows, steps + 1), (torch.bool,), rewards.device)
+    check_share("gamma", gamma)
+    check_share("lam", lam)
+
+
 def _deltas(rewards: Tensor, values: Tensor, goes_on: Tensor, gamma: float) -> Tensor:
-    if rewards.dim() != 2 or values.shape != (rewards.shape[0], rewards.shape[1] + 1):
-        raise UsageError(
-            f"values must have one column more than rewards, not {list(values.shape)} for "
-            f"{list(rewards.shape)}"
-        )
-    if goes_on.shape != rewards.shape:
-        raise UsageError(f"flags must have values' shape {list(values.shape)}")
-    return rewards + gamma * values[:, 1:] * goes_on - values[:, :-1]
+    behind = torch.where(goes_on, values[:, 1:], torch.zeros_like(values[:, 1:]))
+    return rewards + gamma * behind - values[:, :-1]
 
 
 def _of_rows(delta: Tensor, values: Tensor, decay: Tensor, factor: float) -> tuple[Tensor, Tensor]:

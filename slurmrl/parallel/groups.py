@@ -2,16 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import Final, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from slurmrl.parallel.topology import ProcessTopology
+
+JOINT: Final = {"shard": ("dp", "cp"), "data": ("pp", "cp", "tp")}
+"""Groups along several axes: ``shard`` holds the ranks that share each parameter's rows,
+``data`` those that work on the same samples."""
+OF_ONE: Final = ("dp", "shard")
+"""Groups that are made even for a single rank."""
+COMBINED: Final = {
+    "tp+cp": ("tp", "cp"),
+    "tp+pp": ("tp", "pp"),
+    "tp+dp+cp": ("tp", "dp", "cp"),
+    "all": ("pp", "dp", "cp", "tp"),
+    "alone": (),
+}
+"""More groups, those of one rank included, of engines that fold experts into their own grid."""
+OF_EXPERTS: Final = {
+    "ep": ("ep",),
+    "etp": ("tp",),
+    "edp": ("dp",),
+    "etp+ep": ("tp", "ep"),
+    "etp+ep+pp": ("tp", "ep", "pp"),
+}
+"""And those along the axes of that grid."""
+FOLDING: Final = ("megatron",)
+"""The engines that need those."""
 
 
 class Placement(Protocol):
@@ -26,6 +50,20 @@ class Placement(Protocol):
     def ranks(self) -> tuple[int, ...]: ...
 
 
+@runtime_checkable
+class Folded(Placement, Protocol):
+    """A placement that says how megatron lays a model out."""
+
+    @property
+    def engine(self) -> str: ...
+    @property
+    def expert_sizes(self) -> Mapping[str, int]: ...
+    @property
+    def virtual_pipeline(self) -> int: ...
+    @property
+    def sequence_parallel(self) -> bool: ...
+
+
 @dataclass(frozen=True)
 class ParallelContext:
     """One model's place in the process world, as this rank sees it."""
@@ -38,7 +76,13 @@ class ParallelContext:
     """Global ranks of the model."""
     topology: ProcessTopology
     groups: Mapping[str, dist.ProcessGroup]
-    """The group of each axis that this rank belongs to."""
+    """The group of each axis, and of each entry of JOINT, that this rank belongs to."""
+    experts: ProcessTopology | None = None
+    """The experts' own grid over the same ranks."""
+    virtual_pipeline: int = 1
+    """Pieces of each pipeline stage."""
+    sequence_parallel: bool = False
+    """Whether activations between tensor-parallel blocks are split along the sequence."""
 
     @property
     def size(self) -> int:
@@ -52,14 +96,30 @@ class ParallelContext:
     def dp_size(self) -> int:
         return self.topology.size("dp")
 
+    def axis_rank(self, axis: str) -> int:
+        """This rank's coordinate; 0 along an axis that the layout does not have."""
+        return self.topology.coordinate(self.rank, axis) if axis in self.topology.axes else 0
+
+    def axis_size(self, axis: str) -> int:
+        """1 for an axis that the layout does not have."""
+        return self.topology.size(axis) if axis in self.topology.axes else 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank answers for those that work on the same samples: the first of them."""
+        return all(self.axis_rank(axis) == 0 for axis in self.topology.axes if axis != "dp")
+
     def group(self, axis: str) -> dist.ProcessGroup:
-        """The peers along an axis; KeyError for an axis that the layout does not have."""
+        """The peers along an axis or an entry of JOINT; KeyError for an axis that the layout
+        does not have."""
         return self.groups[axis]
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """The one-dim mesh ``("dp",)`` that parameters are sharded over."""
-        return DeviceMesh.from_group(self.group("dp"), self.device.type, mesh_dim_names=("dp",))
+        """The one-dim mesh that parameters are sharded over: data- and context-parallel ranks."""
+        return DeviceMesh.from_group(
+            self.group("shard"), self.device.type, mesh_dim_names=("shard",)
+        )
 
 
 def build(
@@ -75,19 +135,52 @@ def build(
     for model in models:
         topology = topology_of(model)
         groups: dict[str, dist.ProcessGroup] = {}
-        for axis in topology.axes:
-            for members in topology.groups(axis):
-                peers = tuple(model.ranks[index] for index in members)
-                if peers not in made:
-                    made[peers] = dist.new_group(list(peers))
-                if rank in peers:
-                    groups[axis] = made[peers]
+        for axis, members in _families(model, topology):
+            peers = tuple(model.ranks[index] for index in members)
+            if peers not in made:
+                made[peers] = dist.new_group(list(peers))
+            if rank in peers:
+                groups[axis] = made[peers]
         if rank in model.ranks:
             own = model.ranks.index(rank)
+            folded = model if isinstance(model, Folded) else None
             contexts[model.role] = ParallelContext(
-                model.role, device, own, model.ranks, topology, groups
+                model.role,
+                device,
+                own,
+                model.ranks,
+                topology,
+                groups,
+                experts=expert_topology(model),
+                virtual_pipeline=folded.virtual_pipeline if folded else 1,
+                sequence_parallel=folded.sequence_parallel if folded else False,
             )
     return contexts
+
+
+def _families(model: Placement, topology: ProcessTopology) -> Iterator[tuple[str, list[int]]]:
+    """What each group is for, and the ranks in the model of its members."""
+    for axis, along in {**{axis: (axis,) for axis in topology.axes}, **JOINT}.items():
+        for members in topology.blocks(along):
+            if len(members) > 1 or axis in OF_ONE:
+                yield axis, members
+    if not isinstance(model, Folded) or model.engine not in FOLDING:
+        return
+    for axis, along in COMBINED.items():
+        yield from ((axis, members) for members in topology.blocks(along))
+    if "pp" in topology.axes:
+        yield from (("ends", [stages[0], stages[-1]]) for stages in topology.groups("pp"))
+    experts = expert_topology(model)
+    if experts is not None:
+        for axis, along in OF_EXPERTS.items():
+            yield from ((axis, members) for members in experts.blocks(along))
+
+
+def expert_topology(model: Placement) -> ProcessTopology | None:
+    """The experts' own grid, where the plan has one."""
+    if not isinstance(model, Folded) or not model.expert_sizes:
+        return None
+    return ProcessTopology(tuple(model.expert_sizes), tuple(model.expert_sizes.values()))
 
 
 def topology_of(model: Placement) -> ProcessTopology:

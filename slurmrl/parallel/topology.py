@@ -61,6 +61,17 @@ class ProcessTopology:
         firsts = self.filter(**{axis: 0})
         return [list(range(first, first + size * stride, stride)) for first in firsts]
 
+    def blocks(self, axes: Sequence[str]) -> list[list[int]]:
+        """The ranks of every group along several axes at once, in rank order; axes that the grid
+        does not have are left out."""
+        along = [axis for axis in axes if axis in self.axes]
+        firsts = self.filter(**dict.fromkeys(along, 0))
+        fixed = [axis for axis in self.axes if axis not in along]
+        return [
+            self.filter(**{axis: self.coordinate(first, axis) for axis in fixed})
+            for first in firsts
+        ]
+
     def filter(self, **coordinates: int) -> list[int]:
         """The ranks at the given coordinates of some axes, in order."""
         for axis, position in coordinates.items():

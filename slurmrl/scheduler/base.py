@@ -166,9 +166,9 @@ class Scheduler(ABC):
         """State of all elements of all jobs, in one question; by group, then element."""
 
     @abstractmethod
-    def cancel(self, jobs: JobIds, *, after: int = -1) -> None:
-        """End the elements whose index is above ``after``: pending ones never start, running ones
-        get TERM, then KILL. Jobs that have ended are no error."""
+    def cancel(self, jobs: JobIds, *, spare: str = "") -> None:
+        """End all elements but the one of the name ``spare`` (``41_3``): pending ones never start,
+        running ones get TERM, then KILL. Jobs that have ended are no error."""
 
     @abstractmethod
     def interrupt(self, jobs: JobIds) -> None:

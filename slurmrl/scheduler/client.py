@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -49,9 +50,12 @@ class SlurmClient:
         """Seconds until a running job reaches its time limit; None without one."""
         return parse.duration_s(self._run("squeue", "--noheader", "--format=%L", f"--jobs={job}"))
 
-    def submit(self, script: Path, *options: str) -> str:
-        """Submit a script; options win over its directives. Returns the job id."""
-        environ = environment.of_job(os.environ)
+    def submit(
+        self, script: Path, *options: str, inherited: Mapping[str, str] | None = None
+    ) -> str:
+        """Submit a script; options win over its directives. Returns the job id. ``inherited``: what
+        the job finds in its environment, if that is not what this process has there."""
+        environ = environment.of_job(os.environ, inherited)
         command = ("sbatch", "--parsable", *options, str(script))
         return parse.job_id(self._run(*command, environ=environ))
 
@@ -111,6 +115,7 @@ class SlurmClient:
         try:
             done = subprocess.run(
                 command,
+                executable=shutil.which(command[0]),  # not by the PATH that a job is to have
                 env=environ or environment.of_command(os.environ),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,

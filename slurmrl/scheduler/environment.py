@@ -19,9 +19,16 @@ OPTION_PREFIXES = ("SBATCH_", "SCANCEL_", "SLURM_", "SQUEUE_")
 """Variables that change options of Slurm's commands, or belong to the job in which we may run."""
 
 
-def of_job(environ: Mapping[str, str]) -> dict[str, str]:
-    """Environment for sbatch, which hands all of it on to the job."""
-    return _chosen(environ, (*EXPORTED, "SLURM_CONF"))
+def of_job(
+    environ: Mapping[str, str], inherited: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Environment for sbatch, which hands all of it on to the job. ``inherited``: what a job before
+    it was given; set-up lines have changed that in ``environ`` since."""
+    return _chosen(environ, ("SLURM_CONF",)) | inheritance(inherited or environ)
+
+
+def inheritance(environ: Mapping[str, str]) -> dict[str, str]:
+    return _chosen(environ, EXPORTED)
 
 
 def of_local_job(environ: Mapping[str, str]) -> dict[str, str]:

@@ -13,7 +13,7 @@ from slurmrl import log
 from slurmrl.errors import SchedulerError, UsageError
 from slurmrl.history.log import History
 from slurmrl.paths import RunPaths
-from slurmrl.scheduler import extensions, limits
+from slurmrl.scheduler import extensions, limits, submission
 from slurmrl.scheduler.base import TaskState
 from slurmrl.scheduler.client import TIMEOUT_S, SlurmClient
 from slurmrl.scheduler.extensions import Claim, Extension
@@ -61,7 +61,8 @@ class Extender:
             for task in tasks
             if task.group == self._group and task.state.active
         }
-        job = self._submit(claim, () if count else sorted(active, key=int))
+        after = () if count else sorted(active, key=int)
+        job = self._submit(claim, after, all_at_once=count is not None)
         extensions.note(self._run, self._number, self._group, claim.index, job)
         return job
 
@@ -85,7 +86,7 @@ class Extender:
             records=History(self._run.history).count(),
         )
 
-    def _submit(self, claim: Claim, after: Sequence[str]) -> str:
+    def _submit(self, claim: Claim, after: Sequence[str], *, all_at_once: bool) -> str:
         """Call sbatch, for half as many elements each time that a limit is in the way; numbers
         that are not used stay unused."""
         _, at_once = extensions.length(self._run, self._number, self._group)
@@ -93,12 +94,13 @@ class Extender:
         if after:
             options.append(f"--dependency=afterany:{':'.join(after)}")
         script = self._run.submission_script(self._number, self._group)
+        inherited = submission.read_environment(self._run, self._number)
         count = claim.count
         while True:
-            throttle = at_once if after else count
+            throttle = count if all_at_once else at_once
             array = f"--array={claim.first}-{claim.first + count - 1}%{throttle}"
             try:
-                return self._client.submit(script, array, *options)
+                return self._client.submit(script, array, *options, inherited=inherited)
             except SchedulerError as error:
                 if count == 1 or not limits.TOO_MANY.search(str(error)):
                     raise

@@ -65,10 +65,10 @@ class LocalScheduler(Scheduler):
     def query(self, jobs: JobIds) -> list[TaskState]:
         return [task for group, job in _each(jobs) for task in self._tasks(group, job)]
 
-    def cancel(self, jobs: JobIds, *, after: int = -1) -> None:
+    def cancel(self, jobs: JobIds, *, spare: str = "") -> None:
         for group, job in _each(jobs):
             keeps = any(
-                task.element <= after and task.state is JobState.RUNNING
+                task.job_id == spare and task.state is JobState.RUNNING
                 for task in self._tasks(group, job)
             )
             self._signal(job, signal.SIGUSR1 if keeps else signal.SIGTERM)

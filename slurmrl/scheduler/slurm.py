@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import shutil
 from collections.abc import Callable, Mapping
 
 from slurmrl import log
 from slurmrl.errors import EnvironmentFailure, SchedulerError
 from slurmrl.paths import RunPaths, user_name
-from slurmrl.scheduler import directives, extensions, limits, parse, render, submission, tasks
+from slurmrl.scheduler import (
+    directives,
+    environment,
+    extensions,
+    limits,
+    parse,
+    render,
+    submission,
+    tasks,
+)
 from slurmrl.scheduler.base import (
     GroupRequest,
     JobIds,
@@ -49,6 +59,8 @@ class SlurmScheduler(Scheduler):
         groups = tuple(_shortened(group, most) for group in request.groups)
         request = dataclasses.replace(request, groups=groups)
         submission.write_scripts(request.run, request.number, self.scripts(request))
+        inherited = environment.inheritance(os.environ)
+        submission.write_environment(request.run, request.number, inherited)
         jobs: dict[str, tuple[str, ...]] = {}
         try:
             for group in groups:
@@ -84,8 +96,8 @@ class SlurmScheduler(Scheduler):
             return []
         return tasks.task_states(self._memory.complete(self._client.queue(ids), ids), jobs)
 
-    def cancel(self, jobs: JobIds, *, after: int = -1) -> None:
-        self._cancel(jobs, lambda task: task.state.active and task.element > after)
+    def cancel(self, jobs: JobIds, *, spare: str = "") -> None:
+        self._cancel(jobs, lambda task: task.state.active and task.job_id != spare)
 
     def interrupt(self, jobs: JobIds) -> None:
         running = self._end_chain(jobs)

@@ -39,6 +39,20 @@ def read_jobs(run: RunPaths, number: int) -> dict[str, tuple[str, ...]] | None:
     return {str(group): (str(job),) for group, job in jobs.items()}
 
 
+def write_environment(run: RunPaths, number: int, environ: Mapping[str, str]) -> None:
+    atomic.replace(run.submission_environment(number), json.dumps(dict(environ)).encode())
+
+
+def read_environment(run: RunPaths, number: int) -> dict[str, str] | None:
+    """What the jobs of a submission inherit; None where it was not noted. Raises
+    CorruptFileError."""
+    try:
+        found = documents.read(run.submission_environment(number))
+    except FileNotFoundError:
+        return None
+    return {str(name): str(value) for name, value in found.items()}
+
+
 def job_names(run: RunPaths, number: int) -> dict[str, str]:
     """Job name -> group, read from the scripts that were written."""
     try:

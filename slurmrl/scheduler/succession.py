@@ -4,15 +4,11 @@ what an ended trial does not need."""
 
 from __future__ import annotations
 
-import signal
-import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from slurmrl import env, log
-from slurmrl.errors import EnvironmentFailure, SlurmrlError, UsageError
+from slurmrl.errors import EnvironmentFailure, UsageError
 from slurmrl.fsio import documents
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
@@ -25,11 +21,6 @@ logger = log.get(__name__)
 
 FEW = 2
 """With fewer successors in the queue than this, a link asks for more."""
-TRIES = 3
-RETRY_S = 120.0
-"""Between tries of an sbatch that failed; it may be the controller that was away."""
-RECHECK_S = 600.0
-"""Between looks whether a trial without a commit has one now."""
 
 
 @dataclass(frozen=True)
@@ -76,21 +67,9 @@ def top_up(link: Link, scheduler: SlurmScheduler | None = None) -> str | TopUp:
     tasks = scheduler.query(scheduler.recover(link.run, link.submission))
     if len(successors(tasks, link.group, link.element)) >= FEW:
         return TopUp.ENOUGH
-    if not _committed(link):
+    if not committed(link):
         return TopUp.NO_COMMIT
     return scheduler.extend(link.run, link.submission, link.group, by=link.element)
-
-
-def start_top_up(link: Link, told: Callable[[str], None]) -> threading.Thread:
-    """Do that beside the link's work, which must not wait for sbatch; ``told`` hears the id of an
-    array that was added. Signals are left to the caller's threads."""
-    thread = threading.Thread(target=_keep_trying, args=(link, told), name="top-up", daemon=True)
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    try:
-        thread.start()  # with every signal blocked
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return thread
 
 
 def continue_after(link: Link, scheduler: SlurmScheduler | None = None) -> str:
@@ -106,6 +85,7 @@ def continue_after(link: Link, scheduler: SlurmScheduler | None = None) -> str:
     try:
         if goes_on is Continue.REQUEUE:
             return _requeue(link, scheduler)
+        _last_top_up(link, scheduler)
         tasks = scheduler.query(scheduler.recover(link.run, link.submission))
     except EnvironmentFailure as error:
         return f"what follows this job is not known here: {error}"
@@ -116,14 +96,12 @@ def continue_after(link: Link, scheduler: SlurmScheduler | None = None) -> str:
 
 
 def end_chain(link: Link, scheduler: SlurmScheduler | None = None) -> None:
-    """The last act of a trial: cancel the links after this one, and all of its other groups. Where
-    scancel does not work here, each finds out by itself."""
+    """The last act of a trial: cancel all of its jobs but this one. Where scancel does not work
+    here, each finds out by itself."""
     scheduler = scheduler or SlurmScheduler()
     try:
-        jobs = scheduler.recover(link.run, link.submission)
-        own = {group: ids for group, ids in jobs.items() if group == link.group}
-        scheduler.cancel(own or {link.group: (link.job,)}, after=link.index)
-        scheduler.cancel({group: ids for group, ids in jobs.items() if group != link.group})
+        jobs = scheduler.recover(link.run, link.submission) or {link.group: (link.job,)}
+        scheduler.cancel(jobs, spare=link.element)
     except EnvironmentFailure as error:
         logger.info("the links left over are not cancelled here: %s", error)
 
@@ -145,7 +123,7 @@ def continues(link: Link) -> Continue:
         return Continue(request.get("continue", Continue.CHAIN))
 
 
-def _committed(link: Link) -> bool:
+def committed(link: Link) -> bool:
     """Whether there was a commit since the chain was last extended, or was submitted."""
     before = extensions.read(link.run, link.submission, link.group)
     since = before[-1].claim.records if before else None
@@ -157,6 +135,14 @@ def _committed(link: Link) -> bool:
     return False
 
 
+def _last_top_up(link: Link, scheduler: SlurmScheduler) -> None:
+    """For a link too short for its upkeep, or one that had committed nothing until it ended."""
+    try:
+        top_up(link, scheduler)
+    except (EnvironmentFailure, UsageError) as error:
+        logger.info("the chain was not extended: %s", error)
+
+
 def _requeue(link: Link, scheduler: SlurmScheduler) -> str:
     tag = f"{env.JOB_ID.get()}.{link.restart}."
     begins = [r for r in History(link.run.history).read() if r.kind is Kind.BEGIN]
@@ -164,26 +150,3 @@ def _requeue(link: Link, scheduler: SlurmScheduler) -> str:
         return "nothing began in this job, so it is not put back into the queue"
     scheduler.requeue(link.element)
     return f"{link.element} was put back into the queue"
-
-
-def _keep_trying(link: Link, told: Callable[[str], None]) -> None:
-    failures = 0
-    while failures < TRIES:
-        pause_s = RETRY_S
-        try:
-            outcome = top_up(link)
-        except (EnvironmentFailure, UsageError) as error:
-            failures += 1
-            logger.info("the chain was not extended: %s", error)
-        except SlurmrlError as error:
-            logger.warning("the chain cannot be extended: %s", error)
-            return
-        else:
-            if isinstance(outcome, str):
-                logger.info("the chain was extended: job %s", outcome)
-                told(outcome)
-                return
-            if outcome is not TopUp.NO_COMMIT:
-                return
-            pause_s = RECHECK_S
-        time.sleep(pause_s)

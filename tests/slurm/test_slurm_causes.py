@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from slurmrl.monitor import events
 from tests.support import paced
 from tests.support.chaos_trials.causes import CAUSES, strike
 from tests.support.chaos_trials.monkey import succession
@@ -108,6 +109,39 @@ def test_lost_process(
     for name, choice in causes:
         strikes = partial(strike, CAUSES[name], run, choice, trial.over)
         assert (name, after(trial, strikes)) == (name, how)
+    same(trial, calm)
+
+
+def failures(trial: Watched) -> list[tuple[str, str]]:
+    """Cause and reason of each, as the agents and the master told them."""
+    return [
+        (event.get("cause", ""), event["reason"])
+        for event in events.read_all(trial.witness.paths)
+        if event["kind"] in ("failure", "failed")
+    ]
+
+
+@long
+def test_worker_that_the_kernel_kills_for_memory(tmp_path: Path, calm: Outcome) -> None:
+    """The job has asked for less memory than a rank suddenly takes."""
+    with private_bed("--memory", needs=("memory limits need",)):
+        config = paced.config(tmp_path, "Hungry")
+        config["cluster"] |= {"mem_per_worker": "2G"}
+        trial = Watched(Site(tmp_path), config, "slurm")
+        assert after(trial, (tmp_path / "feast").touch) == "in the job"
+        ((cause, reason), *_) = failures(trial)
+        assert cause == "oom"
+        assert "was ended by SIGKILL: the kernel had no memory left for it" in reason
+        same(trial, calm)
+
+
+@long
+def test_rank_that_lives_but_never_answers(tmp_path: Path, bed: Path, calm: Outcome) -> None:
+    """Its signs of life go on, so only the step's deadline finds it."""
+    config = {**paced.config(tmp_path, "Stuck"), "step_timeout_s": 20}
+    trial = Watched(Site(tmp_path), config, "slurm")
+    assert after(trial, (tmp_path / "trap").touch) == "in the job"
+    assert any("waited 20 s for rank" in reason for _, reason in failures(trial))
     same(trial, calm)
 
 

@@ -71,9 +71,10 @@ def is_step_daemon(pid: int) -> bool:
 
 
 @contextmanager
-def private_bed(**replaced: str) -> Iterator[Path]:
-    """A bed that a test may break; ``replaced`` are lines of its slurm.conf by their names."""
-    with bed("--nodes", "4", "--gpus", "1") as directory:
+def private_bed(*options: str, needs: tuple[str, ...] = (), **replaced: str) -> Iterator[Path]:
+    """A bed that a test may break; ``options`` and ``needs`` as for `bed`, ``replaced`` are lines
+    of its slurm.conf by their names."""
+    with bed("--nodes", "4", "--gpus", "1", *options, needs=needs) as directory:
         if replaced:
             _reconfigure(directory / "slurm.conf", replaced)
         yield directory

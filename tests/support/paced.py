@@ -31,6 +31,30 @@ class Paced(RewardFunction):
         return [float(len(completion)) for completion in completions]
 
 
+class Hungry(Paced):
+    """Takes more memory than there is, once for each file ``feast``."""
+
+    def __call__(self, prompts, completions, rows):
+        feast = os.path.join(os.path.dirname(self.hurry), "feast")
+        try:
+            os.remove(feast)
+        except FileNotFoundError:
+            return super().__call__(prompts, completions, rows)
+        return [bytearray(64 << 20) for _ in range(1000)]
+
+
+class Stuck(Paced):
+    """Never comes back, once for each file ``trap``; the interpreter goes on."""
+
+    def __call__(self, prompts, completions, rows):
+        trap = os.path.join(os.path.dirname(self.hurry), "trap")
+        try:
+            os.remove(trap)
+        except FileNotFoundError:
+            return super().__call__(prompts, completions, rows)
+        time.sleep(100_000)
+
+
 class Failing(RewardFunction):
     """Raises; the same every time, or not."""
 
@@ -45,7 +69,7 @@ class Failing(RewardFunction):
 def config(folder: Path, reward: str = "Paced", **options: Any) -> dict[str, Any]:
     """PPO on 2 ranks with a reward of this module, which is put into ``folder``."""
     (folder / "paced_reward.py").write_text(REWARD)
-    given = {"folder": str(folder), "pause_s": 0.5} if reward == "Paced" else {}
+    given = {"folder": str(folder), "pause_s": 0.5} if reward != "Failing" else {}
     return ppo_config(
         total_steps=30,
         evaluation=None,

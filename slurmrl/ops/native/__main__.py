@@ -16,7 +16,11 @@ from slurmrl.ops.native.recipe import Half
 def main() -> int:
     parser = argparse.ArgumentParser(prog="build-ops", description=__doc__)
     parser.add_argument(
-        "half", nargs="*", type=Half, help="cpu (needs a C++ compiler), cuda (nvcc too); or both"
+        "half",
+        nargs="*",
+        type=Half,
+        metavar="{cpu,cuda}",
+        help="cpu needs a C++ compiler, cuda nvcc as well; both if none is named",
     )
     found = toolchain.find()
     status = 0

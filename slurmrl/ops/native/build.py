@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 from slurmrl import env
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic, ownership
-from slurmrl.ops.native.recipe import Recipe
+from slurmrl.ops.native.recipe import Half, Recipe, stem
 
 BUILD_TIMEOUT_S = 3600.0
 """Compiling takes a minute and a half on an idle machine, and many times that on a busy one."""
@@ -74,6 +74,15 @@ def library(recipe: Recipe, cache: Path, host: Path, *, run: Compile | None = No
             f"its lock is {error.lock_file}"
         ) from error
     return path
+
+
+def ready_made(half: Half, cache: Path) -> list[Path]:
+    """Libraries of our sources in the cache by any compilers, newest first: for hosts without."""
+    if not cache.is_dir():
+        return []
+    ownership.check(cache)
+    found = cache.glob(f"{stem(half)}-*.so")
+    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
 def run_compiler(recipe: Recipe, folder: Path) -> Path:

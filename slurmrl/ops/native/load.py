@@ -16,6 +16,9 @@ from slurmrl.ops.native.recipe import Half
 SMALL_ELEMENTS = 2**18
 """On a CPU, torch does fewer than these in 10 ms and to the same bits: not worth a build."""
 
+HALVES = {"cpu": Half.CPU, "cuda": Half.CUDA}
+"""By type of device."""
+
 
 class Choice(StrEnum):
     """Values of SLURMRL_OPS."""
@@ -35,41 +38,65 @@ def operators(device: torch.device, elements: int) -> Any | None:
     The first call that needs a half builds it, which can take a minute. Raises
     EnvironmentFailure only under SLURMRL_OPS=native.
     """
-    half = {"cpu": Half.CPU, "cuda": Half.CUDA}.get(device.type)
     choice = _choice()
-    if half is None or choice is Choice.TORCH:
+    if device.type not in HALVES or choice is Choice.TORCH:
         return None
     if choice is Choice.NATIVE:
-        return load(half)
-    if half is Half.CPU and elements < SMALL_ELEMENTS:
+        return _ready(device)
+    if device.type == "cpu" and elements < SMALL_ELEMENTS:
         return None
-    return _load_or_warn(half)
+    return _ready_or_warn(device)
 
 
 @cache
 def load(half: Half) -> Any:
-    """Build the half where it is not in the cache, and load it into this process.
+    """Load a half into this process, built where the cache does not hold it.
 
-    Raises EnvironmentFailure.
+    A host whose compilers are missing or fail takes a library that others made from the same
+    sources. Raises EnvironmentFailure where there is none.
     """
-    found = recipe.make(half, toolchain.find())
-    path = build.library(found, build.cache_folder(), build.host_folder())
+    folder = build.cache_folder()
     try:
-        torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
-    except OSError as error:
-        raise EnvironmentFailure(f"{path} does not load: {error}") from error
-    return getattr(torch.ops, found.name)
+        found = recipe.make(half, toolchain.find())
+        paths = [build.library(found, folder, build.host_folder())]
+    except EnvironmentFailure:
+        paths = build.ready_made(half, folder)
+        if not paths:
+            raise
+    reasons = []
+    for path in paths:
+        try:
+            torch.ops.load_library(str(path))  # type: ignore[no-untyped-call]
+        except OSError as error:
+            reasons.append(f"{path} does not load: {error}")
+        else:
+            return getattr(torch.ops, f"slurmrl_{half}")
+    raise EnvironmentFailure("; ".join(reasons))
 
 
 @cache
-def _load_or_warn(half: Half) -> Any | None:
+def _ready(device: torch.device) -> Any:
+    """The operators of a device that can run them. Raises EnvironmentFailure."""
+    found = load(HALVES[device.type])
+    if device.type == "cuda":
+        try:
+            with torch.cuda.device(device):
+                found.probe()
+        except RuntimeError as error:
+            raise EnvironmentFailure(f"{device}: {error}") from error
+    return found
+
+
+@cache
+def _ready_or_warn(device: torch.device) -> Any | None:
     try:
-        return load(half)
+        return _ready(device)
     except EnvironmentFailure as error:
         log.get(__name__).warning(
-            "The operators of slurmrl run in pure torch on this host's %s devices, which is slower "
-            "(to build the fast ones: python -m slurmrl.ops.native): %s",
-            half,
+            "The operators of slurmrl run in pure torch on %s of this host, which is slower (to "
+            "build the fast ones, here or on another host that shares the cache: "
+            "python -m slurmrl.ops.native): %s",
+            device,
             error,
         )
         return None

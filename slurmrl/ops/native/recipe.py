@@ -72,19 +72,25 @@ class Recipe:
         """Differs wherever the library would; the same in every folder and under every torch."""
         text = asdict(self) | {"sources": None, "nvcc": None, "cuda_home": None}
         digest = hashlib.sha256(json.dumps(text, sort_keys=True).encode())
-        for path in _inputs(self.half):
-            digest.update(f"{path.relative_to(SOURCES)} ".encode())
-            digest.update(hashlib.sha256(path.read_bytes()).digest())
-        return f"{self.name}-{digest.hexdigest()[:32]}"
+        return f"{stem(self.half)}-{digest.hexdigest()[:16]}"
+
+
+def stem(half: Half) -> str:
+    """What the keys of a half begin with: all that does not depend on the compilers, which are
+    sources, flags, ABI target and the processor's family.
+
+    Raises EnvironmentFailure where the sources are missing.
+    """
+    flags = (CXX_FLAGS, NVCC_FLAGS, ABI_TARGET, platform.machine())
+    digest = hashlib.sha256(json.dumps(flags).encode())
+    for path in _inputs(half):
+        digest.update(f"{path.relative_to(SOURCES)} ".encode())
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return f"slurmrl_{half}-{digest.hexdigest()[:16]}"
 
 
 def make(half: Half, toolchain: Toolchain) -> Recipe:
-    """The recipe of a half on this machine.
-
-    Raises EnvironmentFailure where a compiler or the sources are missing.
-    """
-    if not SOURCES.is_dir():
-        raise EnvironmentFailure(f"the operators' sources are missing: no folder {SOURCES}")
+    """The recipe of a half on this machine. Raises EnvironmentFailure without its compilers."""
     cxx_version = toolchain.cxx_version()
     versions = [cxx_version, " ".join(platform.libc_ver()), platform.machine()]
     nvcc, nvcc_flags, home = "", _NONE, ""
@@ -106,5 +112,7 @@ def make(half: Half, toolchain: Toolchain) -> Recipe:
 
 def _inputs(half: Half) -> list[Path]:
     """The half's own files and the shared headers, in a fixed order."""
+    if not SOURCES.is_dir():
+        raise EnvironmentFailure(f"the operators' sources are missing: no folder {SOURCES}")
     folder = Path(FILES[half][0]).parent
     return sorted([*SOURCES.glob("*.h"), *(p for p in (SOURCES / folder).iterdir() if p.is_file())])

@@ -11,8 +11,11 @@ from pathlib import Path
 from slurmrl import env, log
 from slurmrl.fsio import ownership
 from slurmrl.paths import RunPaths
+from slurmrl.plan.model import Plan
+from slurmrl.scheduler.succession import Link, continue_after, end_chain
+from slurmrl.scheduler.upkeep import Upkeep
 from slurmrl.workers.supervisor.allocation import Allocation
-from slurmrl.workers.supervisor.link import cancel_links_after_this, reason_to_leave
+from slurmrl.workers.supervisor.link import reason_to_leave
 from slurmrl.workers.supervisor.rounds import Rounds
 
 logger = log.get(__name__)
@@ -32,14 +35,34 @@ def main() -> int:
     ownership.make_umask_private()
     log.configure(f"supervisor {options.group}")
     paths = RunPaths(options.run)
+    link = Link.here(paths, options.submission, options.group)
+    in_chain = options.launcher == "srun"
     reason = reason_to_leave(paths, options.submission)
     if reason is not None:
         logger.info("nothing to do: %s", reason)
+        if in_chain:
+            end_chain(link)  # whoever ended the trial may not have come to that
         return 0
-    logger.info("link %d, job %s", env.LINK.get(), env.JOB_ID.get())
-    code = Rounds(options, paths, Allocation.of_this_job(options, paths)).run()
-    if options.launcher == "srun" and reason_to_leave(paths, options.submission) is not None:
-        cancel_links_after_this(options.group)
+    logger.info("link %d, job %s", link.index, env.JOB_ID.get())
+    rounds = Rounds(options, paths, Allocation.of_this_job(options, paths))
+    return run_link(link, rounds) if in_chain else rounds.run()
+
+
+def run_link(link: Link, rounds: Rounds) -> int:
+    """The rounds of a job of Slurm's, while the trial's other jobs are looked after, and what comes
+    after them. Returns their exit code."""
+    groups = Plan.read(link.run.plan).groups
+    elastic = {group.name: group.hosts for group in groups if group.elastic}
+    if link.group in elastic:
+        return rounds.run()  # the trainers look after it
+    upkeep = Upkeep(link, elastic, lambda job: rounds.events.write("topped_up", job=job))
+    upkeep.start()
+    code = rounds.run()
+    upkeep.stop()
+    if reason_to_leave(link.run, link.submission) is not None:
+        end_chain(link)
+    else:
+        logger.info("after this: %s", continue_after(link))
     return code
 
 

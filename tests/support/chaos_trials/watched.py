@@ -12,9 +12,9 @@ from tests.support.trials import Site
 
 POLL_S = 0.005
 ASK_S = 20.0
-"""Without a new record until the status is asked, which takes a process."""
+"""Without news until the status is asked, which takes a process."""
 TIMEOUT_S = 300.0
-"""Longest wait for anything that the trial is to do."""
+"""Longest wait without any news of the trial."""
 
 
 @dataclass(frozen=True)
@@ -76,16 +76,19 @@ class Watched:
         return self.witness.state.end is not None
 
     def until(self, what: str, check: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> bool:
-        """Look on until ``check`` holds; False if the trial's end came first. Raises TimeoutError,
-        and AssertionError where the trial has no jobs any more."""
-        start = ask_at = time.monotonic()
-        seen = -1
+        """Look on until ``check`` holds; False if the trial's end came first. Raises TimeoutError
+        after ``timeout_s`` without news, and AssertionError where the trial has no jobs any more.
+        """
+        heard_at = ask_at = time.monotonic()
+        news = -1
         while not (over := self.over()) and not check():
             now = time.monotonic()
-            if now > start + timeout_s:
-                raise TimeoutError(f"waited {timeout_s:.0f} s for {what} of {self.name}")
-            if seen != len(self.witness.records):
-                seen, ask_at = len(self.witness.records), now + ASK_S
+            if news != (news := self.witness.news):
+                heard_at, ask_at = now, now + ASK_S
+            elif now > heard_at + timeout_s:
+                raise TimeoutError(
+                    f"no news of {self.name} for {timeout_s:.0f} s, waiting for {what}"
+                )
             elif now > ask_at:
                 state = self.site.status(self.name)["state"]
                 assert state != "INTERRUPTED", f"{self.name} stopped before {what}"

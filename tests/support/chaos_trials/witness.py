@@ -52,6 +52,11 @@ class Witness:
                 os.link(self.paths.master_log(incarnation), link)
                 self._logs[incarnation] = LogReader(link)
 
+    @property
+    def news(self) -> int:
+        """Grows with each record and each batch."""
+        return len(self.records) + sum(len(batches) for batches in self.posted.values())
+
     def job(self, incarnation: int) -> str:
         """The tag of the job that an incarnation ran in."""
         return next(

@@ -228,9 +228,87 @@ def test_padded_rows_are_the_loop_over_time(overlapping: bool) -> None:
     torch.testing.assert_close(returns, advantages + values[:, :-1])
 
 
-def test_padded_rows_of_wrong_shapes() -> None:
-    one = torch.zeros(2, 3)
-    with pytest.raises(UsageError, match="values must have one column more than rewards"):
-        padded_gae(one, one, one.bool(), one.bool(), 0.9, 0.9)
-    with pytest.raises(UsageError, match="flags must have values' shape"):
-        padded_gae(one, torch.zeros(2, 4), one.bool(), one.bool(), 0.9, 0.9)
+ROWS = {
+    "rewards": torch.zeros(2, 3),
+    "values": torch.zeros(2, 4),
+    "truncated": torch.zeros(2, 4).bool(),
+    "gamma": 0.9,
+    "lam": 0.9,
+}
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("rewards", torch.zeros(3), r"rewards must have shape \[B, L\], not \[3\]"),
+        ("rewards", torch.zeros(2, 3).int(), "rewards must be float32 or .*, not int32"),
+        ("values", torch.zeros(2, 3), r"values must have shape \[2, 4\], not \[2, 3\]"),
+        ("truncated", torch.zeros(2, 3).bool(), r"truncated must have shape \[2, 4\]"),
+        ("truncated", torch.zeros(2, 4), "truncated must be bool, not float32"),
+        ("flags", torch.zeros(1, 4).bool(), r"must have shape \[2, 4\], not \[1, 4\]"),
+        ("lam", 1.5, "lam must lie between 0 and 1"),
+    ],
+)
+def test_padded_rows_that_do_not_fit(
+    overlapping: bool, name: str, value: Any, message: str
+) -> None:
+    function = padded_gae_overlapping if overlapping else padded_gae
+    flags = "dones" if overlapping else "on_reset"
+    arguments = {**ROWS, flags: torch.zeros(2, 4).bool()}
+    with pytest.raises(UsageError, match=message):
+        function(**{**arguments, flags if name == "flags" else name: value})
+
+
+STEPS = torch.zeros(3)
+VTRACE = {
+    "log_ratios": STEPS,
+    "rewards": STEPS,
+    "values": STEPS,
+    "cu_seqlens": offsets([3]),
+    "bootstrap_values": torch.zeros(1),
+    "gamma": 0.9,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("log_ratios", torch.zeros(3).long(), "log_ratios must be float32 or"),
+        ("rewards", torch.zeros(1), r"rewards must have shape \[3\], not \[1\]"),
+        ("values", torch.zeros(4), r"values must have shape \[3\], not \[4\]"),
+        ("cu_seqlens", offsets([2]), "cu_seqlens must go from 0 to 3, not from 0 to 2"),
+        ("bootstrap_values", torch.zeros(2), r"bootstrap_values must have shape \[1\]"),
+        ("gamma", -1.0, "gamma must lie between 0 and 1"),
+    ],
+)
+def test_an_error_of_vtrace_names_the_argument(name: str, value: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        vtrace(**{**VTRACE, name: value})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((torch.zeros(3).int(), offsets([3]), 0.9), "rewards must be float32 or"),
+        ((STEPS, offsets([3]), 1.9), "gamma must lie between 0 and 1"),
+        ((STEPS, offsets([3]), 0.9, torch.zeros(2)), r"bootstrap_values must have shape \[1\]"),
+    ],
+)
+def test_an_error_of_returns_names_the_argument(arguments: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        discounted_returns(*arguments)
+
+
+def test_inputs_of_16_bits_are_summed_in_32() -> None:
+    """Every step is 1 + 2^-7, which bfloat16 holds; sums of 300 of them it does not."""
+    steps = 300
+    one = torch.full((1, steps), 1 + 2**-7, dtype=torch.bfloat16)
+    wanted = one.float().flatten().flip(0).cumsum(0).flip(0)
+    zeros, off = torch.zeros(1, steps + 1, dtype=torch.bfloat16), torch.zeros(1, steps + 1).bool()
+    for function in (padded_gae, padded_gae_overlapping):
+        assert torch.equal(function(one, zeros, off, off, 1.0, 1.0)[1].flatten(), wanted)
+    flat, ends = one.flatten(), torch.zeros(1, dtype=torch.bfloat16)
+    targets, _ = vtrace(0 * flat, flat, 0 * flat, offsets([steps]), ends, 1.0)
+    assert torch.equal(targets, wanted)
+    assert torch.equal(discounted_returns(flat, offsets([steps]), 1.0, ends), wanted)

@@ -209,6 +209,8 @@ def test_packed_may_not_lie_in_the_target() -> None:
         ([(0, 1), (3, 2)], r"pair 1 is \(3, 2\)"),
         ([(-1, 2)], r"pair 0 is \(-1, 2\)"),
         (torch.zeros(3, dtype=torch.int64), r"must be pairs, not of shape \[3\]"),
+        ([(0, 1), (2,)], "intervals must be pairs of integers"),
+        ([(0.5, 1.5)], "intervals must be int32 or int64, not torch.float32"),
     ],
 )
 def test_what_is_no_interval(pairs: Any, message: str) -> None:

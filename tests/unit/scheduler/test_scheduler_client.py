@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -120,7 +120,9 @@ class ScriptedClient(SlurmClient):
         self.asked.append(tuple(jobs))
         return self.accounts
 
-    def submit(self, script: Path, *options: str) -> str:
+    def submit(
+        self, script: Path, *options: str, inherited: Mapping[str, str] | None = None
+    ) -> str:
         if self.submit_error:
             raise SchedulerError(self.submit_error)
         array = re.search(r"--array=0-(\d+)", script.read_text())
@@ -148,7 +150,7 @@ def test_cancel_names_ranges_of_elements() -> None:
         [row((0,), "FAILED"), row((2,), "RUNNING"), row((3, 4, 5, 7), "PENDING")]
     )
     SlurmScheduler(client).cancel({"trainer": ("41",)})
-    SlurmScheduler(client).cancel({"trainer": ("41",)}, after=2)
+    SlurmScheduler(client).cancel({"trainer": ("41",)}, spare="41_2")
     assert client.cancelled == ["41_[2-5,7]", "41_[3-5,7]"]
 
 

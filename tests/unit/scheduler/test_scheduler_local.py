@@ -27,8 +27,8 @@ from tests.scheduler_contract import (
     state,
     submitted,
     test_a_link_gets_a_clean_environment,
-    test_cancel_after_an_element_spares_it,
     test_cancel_ends_running_and_pending_links,
+    test_cancel_spares_the_element_that_is_named,
     test_ids_are_recovered_even_if_they_were_never_written,
     test_interrupt_warns_the_running_link_and_ends_the_chain,
     test_kill_ends_what_ignores_every_signal,
@@ -42,8 +42,8 @@ from tests.scheduler_contract import (
 
 __all__ = [
     "test_a_link_gets_a_clean_environment",
-    "test_cancel_after_an_element_spares_it",
     "test_cancel_ends_running_and_pending_links",
+    "test_cancel_spares_the_element_that_is_named",
     "test_ids_are_recovered_even_if_they_were_never_written",
     "test_interrupt_warns_the_running_link_and_ends_the_chain",
     "test_kill_ends_what_ignores_every_signal",

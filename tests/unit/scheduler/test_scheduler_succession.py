@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
@@ -33,6 +33,7 @@ class Slurm(SlurmClient):
         self.jobs: dict[str, tuple[str, list[int]]] = {}
         self.running: tuple[str, int] = ("41", 0)
         self.options: list[tuple[str, ...]] = []
+        self.inherited: list[Mapping[str, str] | None] = []
         self.done: list[str] = []
         self.array_size = "1001"
         self.refuse = ""
@@ -47,7 +48,9 @@ class Slurm(SlurmClient):
     def accounting(self, jobs: Iterable[str]) -> list[QueueRow] | None:
         return None
 
-    def submit(self, script: Path, *options: str) -> str:
+    def submit(
+        self, script: Path, *options: str, inherited: Mapping[str, str] | None = None
+    ) -> str:
         if self.refuse:
             raise SchedulerError(self.refuse)
         text = script.read_text()
@@ -57,6 +60,7 @@ class Slurm(SlurmClient):
         job = str(41 + len(self.jobs))
         self.jobs[job] = (said["job-name"], list(range(int(first), int(last) + 1)))
         self.options.append(options)
+        self.inherited.append(inherited)
         if self.lose:
             raise SchedulerError("sbatch did not answer within 120 s")
         return job
@@ -240,10 +244,10 @@ def test_a_link_without_sbatch_breaks_nothing(
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "not known here" in continue_after(link(run, 0))
     end_chain(link(run, 0))
-    monkeypatch.setattr(succession, "RETRY_S", 0.0)
+    monkeypatch.setattr(upkeep, "RETRY_S", 0.0)
     told: list[str] = []
-    thread = succession.start_top_up(link(run, 0), told.append)
-    thread.join(60)
-    assert not thread.is_alive()
+    looks = Upkeep(link(run, 0), {}, told.append)
+    looks.start()
+    looks.stop()
     assert told == []
     assert signal.SIGUSR2 not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
