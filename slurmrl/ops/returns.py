@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from slurmrl.errors import UsageError
-from slurmrl.ops.checks import FLOATS, check_first, check_offsets, check_share, check_vector
+from slurmrl.ops.checks import (
+    FLOATS,
+    check_first,
+    check_offsets,
+    check_share,
+    check_tensor,
+    check_vector,
+)
 from slurmrl.ops.gae import packed_gae
 from slurmrl.ops.scan import Layout, discounted_sums
 

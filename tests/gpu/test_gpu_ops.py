@@ -15,6 +15,7 @@ from torch import Tensor
 
 from slurmrl.ops.gae import packed_gae, reference
 from slurmrl.ops.intervals import Intervals, gather, scatter
+from slurmrl.ops.returns import padded_gae, padded_gae_overlapping, vtrace
 from slurmrl.ops.scan import discounted_sums
 from slurmrl.ops.scan import reference as scan_reference
 
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="torch sees no CUDA device on this machine"
 )
 
+ROOT = Path(__file__).parents[2]
 SHAPES = {
     "none": [],
     "empty": [0, 0, 0],
@@ -139,13 +141,37 @@ def test_moving_average_with_conversion(one: torch.dtype, other: torch.dtype) ->
     torch.testing.assert_close(target.cpu().double(), wanted, atol=tolerance, rtol=tolerance)
 
 
+@pytest.mark.parametrize("one", FLOATS)
+@pytest.mark.parametrize("other", FLOATS)
+def test_gather_with_conversion(one: torch.dtype, other: torch.dtype) -> None:
+    """To the same bits as torch, with and without alignment to 16 bytes."""
+    for pairs in ([(0, 4096), (8192, 9000)], [(1, 4096), (5003, 9000)]):
+        flat = (torch.randn(9000, device="cuda") * 50).to(one)
+        found = gather(flat, Intervals.of(pairs, "cuda"), dtype=other)
+        assert torch.equal(found, torch.cat([flat[a:b] for a, b in pairs]).to(other))
+
+
+def test_gradient_of_gather() -> None:
+    flat = torch.randn(6, dtype=torch.float64, device="cuda", requires_grad=True)
+    gather(flat, Intervals.of([(1, 4), (3, 5)], "cuda")).sum().backward()
+    assert flat.grad is not None
+    assert flat.grad.tolist() == [0, 1, 1, 2, 1, 0]
+
+
 def test_offsets_beyond_32_bits() -> None:
-    far = 2**32
-    if torch.cuda.mem_get_info()[0] < far + 2**30:
-        pytest.skip("needs 5 GiB of free GPU memory")
+    far, many = 2**32, 2**31 + 5
+    if torch.cuda.mem_get_info()[0] < far + many + 2**30:
+        pytest.skip("needs 8 GiB of free GPU memory")
     flat = torch.zeros(far + 64, dtype=torch.uint8, device="cuda")
     flat[far:] = 3
     assert gather(flat, Intervals.of([(far - 2, far + 2)], "cuda")).tolist() == [0, 0, 3, 3]
+    intervals = Intervals.of([(7, 9), (far + 2 - many, far + 2)], "cuda")
+    packed = gather(flat, intervals)
+    assert packed[-3:].tolist() == [0, 3, 3]
+    packed[-1], packed[0] = 5, 6
+    scatter(flat, intervals, packed)
+    assert flat[far : far + 3].tolist() == [3, 5, 3]
+    assert flat[6:10].tolist() == [0, 6, 0, 0]
 
 
 def work(packed: tuple[Tensor, ...], intervals: Intervals) -> tuple[Tensor, ...]:
@@ -153,14 +179,20 @@ def work(packed: tuple[Tensor, ...], intervals: Intervals) -> tuple[Tensor, ...]
     return advantages, returns, gather(returns, intervals)
 
 
-def test_the_current_stream_is_used_and_nothing_is_waited_for() -> None:
+@pytest.mark.parametrize("form", ["native", "torch"])
+def test_the_current_stream_is_used_and_nothing_is_waited_for(
+    form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURMRL_OPS", form)
     packed, intervals = batch(SHAPES["long"], torch.float32), intervals_of(64, 64, 1000)
-    wanted = work(packed, intervals)
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
     rewards = torch.zeros_like(packed[0])
+    torch.cuda.synchronize()
     with torch.cuda.stream(stream):
+        wanted = work(packed, intervals)
+        work(packed, intervals)  # its memory is there for the next one: to get some may wait
+        torch.cuda.synchronize()
         torch.cuda._sleep(200_000_000)
         rewards.copy_(packed[0])  # only work on the same stream sees it
         torch.cuda.set_sync_debug_mode("error")
@@ -195,6 +227,25 @@ def test_cuda_graphs() -> None:
         assert all(torch.equal(a, b) for a, b in zip(captured, wanted, strict=True))
 
 
+def test_what_is_made_with_the_scan() -> None:
+    x, _, cu_seqlens, truncated = batch(SHAPES["short"], torch.float32)
+    ends, ratios = torch.randn(len(truncated), device="cuda"), torch.randn_like(x) / 4
+    arguments = (ratios, x, x.flip(0), cu_seqlens, ends)
+    found = vtrace(*arguments, 0.99)
+    wanted = vtrace(
+        *(one.cpu().double() if one.is_floating_point() else one.cpu() for one in arguments), 0.99
+    )
+    rows, flags = x[:6000].view(60, 100), torch.rand(60, 101, device="cuda") < 0.1
+    values = torch.randn(60, 101, device="cuda")
+    for function in (padded_gae, padded_gae_overlapping):
+        given = (rows, values, flags, flags.roll(1, 0))
+        found += function(*given, 0.99, 0.95)
+        wide = (rows.cpu().double(), values.cpu().double(), flags.cpu(), flags.roll(1, 0).cpu())
+        wanted += function(*wide, 0.99, 0.95)
+    for one, other in zip(found, wanted, strict=True):
+        close(one, other)
+
+
 def test_opcheck() -> None:
     packed = batch([3, 0, 1, 5], torch.float32)
     torch.library.opcheck(torch.ops.slurmrl.gae.default, (*packed, None, 0.9, 0.8))
@@ -216,6 +267,11 @@ for lengths in ([0, 3, 1, 64, 0, 7] * 300, [20000, 1, 0, 9000]):
     steps, count = int(cu[-1]), len(lengths)
     r, v = torch.ones(steps, device="cuda"), torch.ones(steps + count, device="cuda")
     packed_gae(r, v, cu, torch.ones(count, dtype=torch.bool, device="cuda"), 0.9, 0.9)
+for wrong in ([0, 10, 20, 30], [5, 10, 20, 9000], [0, 2**30, 2**30, 2**30], [-5, -4, -3, -2]):
+    cu, cut = torch.tensor(wrong).cuda(), torch.ones(3, dtype=torch.bool, device="cuda")
+    r, v, ends = (torch.ones(count, device="cuda") for count in (9000, 9003, 3))
+    packed_gae(r, v, cu, cut, 0.9, 0.9)
+    packed_gae(r, v[:9000].clone(), cu, cut, 0.9, 0.9, ends)
 pairs = [(7 * i + 1, 7 * i + 1 + i % 7) for i in range(3000)]
 intervals = Intervals.of(pairs, "cuda")
 flat = torch.ones(intervals.stop, device="cuda")
@@ -231,7 +287,7 @@ def test_compute_sanitizer(tool: str, tmp_path: Path) -> None:
         pytest.skip("compute-sanitizer is not installed (it comes with the CUDA toolkit)")
     program = tmp_path / "sanitized.py"
     program.write_text(SANITIZED)
-    environ = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(Path.cwd())}
+    environ = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, str(program)],
         capture_output=True,

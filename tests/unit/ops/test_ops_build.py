@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -30,6 +32,9 @@ from tests.support.trials import wait_until
 FORK = get_context("fork")
 BUILDERS = 32
 WAIT_S = 120.0
+ROOT = Path(__file__).parents[3]
+CACHE = build.cache_folder()
+"""The user's own, so that what has been built once is not built for each test."""
 
 
 @pytest.fixture
@@ -50,9 +55,11 @@ def made() -> Recipe:
 @pytest.fixture
 def forget() -> Iterator[None]:
     """No library is loaded yet, and no warning given."""
-    load._load_or_warn.cache_clear()
+    for function in (load.load, load._ready, load._ready_or_warn):
+        function.cache_clear()
     yield
-    load._load_or_warn.cache_clear()
+    for function in (load.load, load._ready, load._ready_or_warn):
+        function.cache_clear()
 
 
 @pytest.mark.parametrize("half", list(Half))
@@ -243,14 +250,21 @@ def test_without_compilers_the_reason_says_how_to_get_them() -> None:
         recipe.make(Half.CUDA, Toolchain(cxx=toolchain.find().cxx, nvcc=""))
 
 
-@pytest.mark.usefixtures("forget")
+@pytest.fixture
+def bare_host(forget: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """No C++ compiler; returns the cache, which is empty."""
+    monkeypatch.setenv("CXX", str(tmp_path / "missing"))
+    monkeypatch.setenv("SLURMRL_OPS_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.usefixtures("bare_host")
 def test_one_warning_and_torch_instead(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("SLURMRL_OPS", "auto")
-    monkeypatch.setenv("CXX", str(tmp_path / "missing"))
-    load.load.cache_clear()
-    steps = load.SMALL_ELEMENTS
+    monkeypatch.setattr(load, "SMALL_ELEMENTS", 8)
+    steps = 8
     packed = (
         torch.ones(steps),
         torch.zeros(steps + 1),
@@ -268,11 +282,11 @@ def test_one_warning_and_torch_instead(
 
 
 def test_small_batches_build_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(half: Half) -> Any:
+    def refuse(device: torch.device) -> Any:
         raise AssertionError("a library was asked for")
 
     monkeypatch.setenv("SLURMRL_OPS", "auto")
-    monkeypatch.setattr(load, "_load_or_warn", refuse)
+    monkeypatch.setattr(load, "_ready", refuse)
     few = load.SMALL_ELEMENTS - 1
     assert load.operators(torch.device("cpu"), few) is None
     monkeypatch.setenv("SLURMRL_OPS", "torch")
@@ -280,13 +294,52 @@ def test_small_batches_build_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load.operators(torch.device("meta"), 2 * few) is None
 
 
-@pytest.mark.usefixtures("forget")
-def test_native_or_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("bare_host")
+def test_native_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURMRL_OPS", "native")
-    monkeypatch.setenv("CXX", str(tmp_path / "missing"))
-    load.load.cache_clear()
     with pytest.raises(EnvironmentFailure, match=r"there is no C\+\+ compiler"):
         load.operators(torch.device("cpu"), 1)
+
+
+ADD_UP = """
+import torch
+from slurmrl.ops.scan import discounted_sums
+print(discounted_sums(torch.ones(3), torch.tensor([0, 3]), 1.0).tolist())
+"""
+
+
+def test_a_host_without_compilers_takes_what_another_one_made(
+    bare_host: Path, made: Recipe, tmp_path: Path
+) -> None:
+    """In a process of its own: a library can be loaded only once."""
+    bare_host.mkdir(mode=0o700)
+    whole = build.library(made, CACHE, build.host_folder())
+    shutil.copy(whole, bare_host / f"{recipe.stem(Half.CPU)}-0000.so")
+    newer = bare_host / f"{recipe.stem(Half.CPU)}-1111.so"
+    newer.write_text("made for another C library, say")
+    os.utime(newer, (time.time() + 60, time.time() + 60))
+    (bare_host / "slurmrl_cpu-of-other-sources-0000.so").touch()
+    assert build.ready_made(Half.CPU, bare_host)[0] == newer
+    program = tmp_path / "add_up.py"
+    program.write_text(ADD_UP)
+    done = subprocess.run(
+        [sys.executable, str(program)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "SLURMRL_OPS": "native", "PYTHONPATH": str(ROOT)},
+        timeout=500,
+    )
+    assert (done.returncode, done.stdout) == (0, "[3.0, 2.0, 1.0]\n"), done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_a_library_is_probed_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver too old or a card without code in the library shows at once, not in a trial."""
+    monkeypatch.setenv("SLURMRL_OPS", "auto")
+    with pytest.raises(RuntimeError, match="this device does not run the kernels: "):
+        load.load(Half.CUDA).probe()
+    with pytest.raises(EnvironmentFailure, match="cuda:0"):
+        load._ready(torch.device("cuda", 0))
 
 
 def test_an_unknown_choice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +349,7 @@ def test_an_unknown_choice(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_build_ops_says_where_the_library_is(tmp_path: Path) -> None:
-    script = Path(__file__).parents[3] / "scripts" / "build-ops"
+    script = ROOT / "scripts" / "build-ops"
     done = subprocess.run([script, "cpu"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     half, _, path = done.stdout.strip().partition(": ")
@@ -308,43 +361,81 @@ def test_build_ops_says_where_the_library_is(tmp_path: Path) -> None:
     assert done.stderr.count("there is no C++ compiler here") == 2
 
 
-DRIVER = ("tests/cpu_loops.cpp", "cpu/scan.cpp", "cpu/intervals.cpp")
+PROGRAM_TIMEOUT_S = 1400.0
+"""To compile, and to run. Half a minute each on an idle machine."""
+SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
+def run_program(program: Path, sources: list[Path], flags: list[str]) -> str:
+    """What a C++ program prints that is compiled with sanitizers and must succeed."""
+    common = ["-std=c++20", "-Wall", "-Wextra", "-Werror", *SANITIZE]
+    command = [toolchain.find().cxx, *common, *flags, *map(str, sources), "-o", str(program)]
+    built = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S)
+    assert built.returncode == 0, built.stderr
+    done = subprocess.run([program], capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(2 * PROGRAM_TIMEOUT_S)
 def test_the_loops_under_sanitizers(tmp_path: Path) -> None:
     """Address and undefined-behaviour sanitizers, in a program without torch."""
-    program = tmp_path / "cpu_loops"
-    flags = ["-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", *recipe.CXX_FLAGS[1:2]]
-    sanitize = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-    sources = [str(recipe.SOURCES / name) for name in DRIVER]
-    command = [toolchain.find().cxx, *flags, *sanitize, *sources, "-o", str(program)]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert built.returncode == 0, built.stderr
-    done = subprocess.run([program], capture_output=True, text=True, timeout=500)
-    assert (done.returncode, done.stdout) == (0, "all loops as expected\n"), done.stderr
+    names = ("tests/cpu_loops.cpp", "cpu/scan.cpp", "cpu/intervals.cpp")
+    sources = [recipe.SOURCES / name for name in names]
+    said = run_program(tmp_path / "cpu_loops", sources, ["-O1", "-ffp-contract=off", "-pthread"])
+    assert said == "all loops as expected\n"
 
 
-def test_the_wheel_carries_the_sources(tmp_path: Path) -> None:
-    root = Path(__file__).parents[3]
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
-    copy = tmp_path / "tree"
-    copy.mkdir()
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        (copy / name).write_bytes((root / name).read_bytes())
-    for name in ("slurmrl", "cuda"):
-        subprocess.run(["cp", "-a", str(root / name), str(copy / name)], check=True)
-    done = subprocess.run(
-        [*command, str(copy), "-w", str(tmp_path)], capture_output=True, text=True
+def without_launch_syntax(source: Path, folder: Path) -> Path:
+    """A .cu file as C++: ``kernel<<<grid>>>(arguments)`` is not."""
+    text, launches = re.subn(
+        r"(\w+)<<<(.*?)>>>\(",
+        r"emulated::Grid(\2).run([](auto... given) { \1(given...); }, ",
+        source.read_text(),
+        flags=re.DOTALL,
     )
-    assert done.returncode == 0, done.stderr
-    (wheel,) = tmp_path.glob("slurmrl-*.whl")
-    listed = subprocess.run(
-        [sys.executable, "-m", "zipfile", "-l", str(wheel)], capture_output=True, text=True
-    ).stdout
-    wanted = [path for half in Half for path in recipe._inputs(half)]
-    missing = [
-        str(path)
-        for path in wanted
-        if f"slurmrl/cuda/{path.relative_to(recipe.SOURCES)}" not in listed
+    assert launches == 1
+    text = re.sub('#include "(.*?)"', rf'#include "{source.parent}/\1"', text)
+    path = folder / f"{source.stem}.cpp"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.long
+@pytest.mark.timeout(2 * PROGRAM_TIMEOUT_S)
+def test_the_cuda_kernels_on_a_cpu_under_sanitizers(tmp_path: Path) -> None:
+    """Every thread of the kernels runs, in fibers: numbers, borders, waiting between blocks."""
+    kernels = [
+        without_launch_syntax(recipe.SOURCES / "gpu" / name, tmp_path)
+        for name in ("scan.cu", "intervals.cu")
     ]
-    assert missing == []
+    flags = ["-Wno-unknown-pragmas", "-include", "cuda_runtime_api.h", "-pthread"]
+    flags += ["-I", str(recipe.SOURCES / "tests" / "emulated")]
+    sources = [*kernels, recipe.SOURCES / "tests" / "kernels.cpp"]
+    assert run_program(tmp_path / "kernels", sources, flags) == "all kernels as expected\n"
+
+
+def test_the_operators_build_from_the_wheel(tmp_path: Path) -> None:
+    """The wheel carries the sources: it builds the very library that this tree builds."""
+    tree, installed = tmp_path / "tree", tmp_path / "installed"
+    tree.mkdir()
+    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "slurmrl", "cuda"):
+        subprocess.run(["cp", "-a", str(ROOT / name), str(tree / name)], check=True)
+    pip = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation"]
+    made = subprocess.run([*pip, str(tree), "-w", str(tmp_path)], capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    (wheel,) = tmp_path.glob("slurmrl-*.whl")
+    shutil.unpack_archive(wheel, installed, "zip")
+    carried = {path.name for path in (installed / "slurmrl" / "cuda").rglob("*") if path.is_file()}
+    assert carried == {path.name for half in Half for path in recipe._inputs(half)}
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "slurmrl.ops.native", "cpu", "cuda"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(installed)},
+        timeout=600,
+    )
+    found = toolchain.find()
+    wanted = [f"{half}: {CACHE / recipe.make(half, found).key}.so" for half in Half]
+    assert done.stdout.splitlines() == wanted, done.stderr
