@@ -123,7 +123,7 @@ class Decoder(PackedModel):
         ``forward``; context ranks all do the same."""
         split = self.split.without_context()
         hidden = self._run(input_ids, positions, core, unhooked, split)
-        return split.all_between(hidden)[: input_ids.shape[0]]
+        return split.together(hidden)[: input_ids.shape[0]]
 
     def _run(
         self,

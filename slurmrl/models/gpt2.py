@@ -55,8 +55,9 @@ class GPT2(Decoder):
 
     def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         body = cast(GPT2Body, self.model)
-        x: Tensor = body.embed_tokens(input_ids)
-        return x + body.embed_positions(self.split.between(positions))
+        tokens: Tensor = body.embed_tokens(input_ids)
+        places: Tensor = body.embed_positions(self.split.between(positions))
+        return tokens + places
 
 
 def _scale(config: ModelConfig, layer: int) -> float:

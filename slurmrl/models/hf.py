@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slurmrl.checkpoint.export import SHARD_BYTES, write_weights
@@ -90,9 +90,12 @@ class TensorSource:
     def _slice(self, name: str) -> Any:
         name = self._stored_name(name)
         file = self._file_of[name]
-        if file not in self._open:
-            self._open[file] = safe_open(self.folder / file, framework="pt")
-        return self._open[file].get_slice(name)
+        try:
+            if file not in self._open:
+                self._open[file] = _opened(self.folder / file)
+            return self._open[file].get_slice(name)
+        except SafetensorError as error:  # what the index says of the file is wrong
+            raise CorruptFileError(f"{self.folder / file}: {error}") from error
 
     def _stored_name(self, name: str) -> str:
         """Files that were saved without a head have names without the first part."""
@@ -198,9 +201,21 @@ def _index(folder: Path) -> dict[str, str]:
             raise CorruptFileError(f"{folder / INDEX_FILE}: no weight_map")
         return mapping
     if (folder / SINGLE_FILE).is_file():
-        with safe_open(folder / SINGLE_FILE, framework="pt") as file:
+        with _opened(folder / SINGLE_FILE) as file:
             return dict.fromkeys(file.keys(), SINGLE_FILE)
-    raise UsageError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}")
+    raise UsageError(
+        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; weights in another form are not "
+        "read: load the model with transformers and save it with save_pretrained"
+    )
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise CorruptFileError(f"{path} is not there, but {INDEX_FILE} names it") from error
+    except SafetensorError as error:
+        raise CorruptFileError(f"{path}: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

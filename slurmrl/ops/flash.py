@@ -16,12 +16,20 @@ from torch import Tensor
 HALF = (torch.bfloat16, torch.float16)
 HEAD_MULTIPLE = 8
 MAX_HEAD_DIM = 256
+MIN_CAPABILITY = (8, 0)
 
 
 def fits(q: Tensor) -> bool:
     """Whether a kernel takes these queries [T, Hq, D]."""
-    size = q.shape[-1]
-    return q.is_cuda and q.dtype in HALF and size % HEAD_MULTIPLE == 0 and size <= MAX_HEAD_DIM
+    tokens, _, size = q.shape
+    return (
+        tokens > 0
+        and q.is_cuda
+        and q.dtype in HALF
+        and size % HEAD_MULTIPLE == 0
+        and size <= MAX_HEAD_DIM
+        and torch.cuda.get_device_capability(q.device) >= MIN_CAPABILITY
+    )
 
 
 def varlen_attention(

@@ -22,18 +22,29 @@ from slurmrl.engines.base import (
     Outputs,
 )
 from slurmrl.engines.fsdp import state
-from slurmrl.engines.fsdp.adamw import MOMENTS, AdamW, clip, global_norm
-from slurmrl.engines.fsdp.sharding import SMALL_BYTES, Shards, layout_of, shard_plan
-from slurmrl.engines.fsdp.weights import fill, model_config, new_model
+from slurmrl.engines.fsdp.copies import sum_copies
+from slurmrl.engines.fsdp.gradients import clip, global_norm
+from slurmrl.engines.fsdp.optimizer import ShardOptimizer
+from slurmrl.engines.fsdp.placing import Placing, split_of, tensor_split
+from slurmrl.engines.fsdp.sharding import SMALL_BYTES, Shards, shard_plan
+from slurmrl.engines.fsdp.weights import fill, model_config, new_model, whole_shapes
 from slurmrl.engines.host import HostCopies
 from slurmrl.engines.microbatch import Rounds, Sums, agree, in_order
 from slurmrl.errors import UsageError
-from slurmrl.layout.box import chunk
 from slurmrl.layout.layout import Layout
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
 from slurmrl.parallel.groups import ParallelContext
+from slurmrl.registry import Registry
 
+OPTIMIZERS = Registry(
+    "optimizer",
+    {
+        "adamw": "slurmrl.engines.fsdp.adamw:AdamW",
+        "adam": "slurmrl.engines.fsdp.adamw:Adam",
+        "sgd": "slurmrl.engines.fsdp.sgd:SGD",
+    },
+)
 OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped")
 
 
@@ -66,22 +77,32 @@ class FSDPEngine(Engine):
         self.config = model_config(role, model, source)
         self._max_tokens = model.max_tokens_per_microbatch
         self._dtype = "float32" if trained else model.dtype
-        decoder = new_model(self.config, head, source=source, seed=seed, dtype=self._dtype)
+        sequence = model.model is not None and bool(model.model.sequence_parallel)
+        self._split = split_of(role, self.config, context, sequence=sequence)
+        decoder = new_model(
+            self.config, head, self._split, source=source, seed=seed, dtype=self._dtype
+        )
         decoder.use(model.recompute)
         decoder.requires_grad_(trained)
-        self._shapes = {name: tuple(p.shape) for name, p in decoder.named_parameters()}
+        self._placing = Placing(
+            whole_shapes(decoder), self._dtype, context, tensor_split(self.config, self._split)
+        )
         plan = shard_plan(
-            self._shapes,
+            decoder,
             context,
             mixed=trained and model.dtype == "bfloat16",
             small_bytes=small_bytes,
+            offload=model.cpu_offload,
         )
         self._shards = Shards(decoder, plan, context)
-        boxes = {n: chunk(s, context.dp_size, context.dp_rank) for n, s in self._shapes.items()}
         local = self._shards.local()
         if isinstance(self.config, ModelConfig):
-            fill(local, boxes, self._shapes, self.config, head, seed=seed, source=source)
-        self._optimizer = AdamW(model.optimizer, total_steps, local) if trained else None
+            boxes, shapes = self._placing.own_boxes(), self._placing.shapes
+            fill(local, boxes, shapes, self.config, head, seed=seed, source=source)
+        self._optimizer: ShardOptimizer | None = None
+        if trained:
+            kind = OPTIMIZERS.load(model.optimizer.name)
+            self._optimizer = kind(model.optimizer, total_steps, local)
         self._host = HostCopies()
 
     @property
@@ -133,10 +154,14 @@ class FSDPEngine(Engine):
             sums.add({**stats, "loss": loss, "tokens": tokens})
         return sums
 
-    def _step(self, optimizer: AdamW) -> dict[str, float]:
+    def _step(self, optimizer: ShardOptimizer) -> dict[str, float]:
         gradients = self._shards.take_gradients()
-        group = self.context.group("dp") if self.context.dp_size > 1 else None
-        norm = global_norm(gradients, group)
+        if self._placing.tensor is not None:
+            split, tensor = self._placing.tensor, self._split.tensor
+            sum_copies(gradients, split, tensor, self.context.device)
+        axes = [axis for axis in ("shard", "tp") if axis in self.context.groups]
+        groups = [self.context.group(axis) for axis in axes]
+        norm = global_norm(gradients, groups, self._placing.copies, self.context.device)
         stats = {"grad_norm": norm, "lr": optimizer.learning_rate}
         if not isfinite(norm):
             return {**stats, "skipped": 1.0}
@@ -179,7 +204,7 @@ class FSDPEngine(Engine):
         decoder = self._shards.decoder
         hidden = decoder(ids, cu_seqlens, longest)
         if self.head == "value":
-            return {"values": decoder.values(hidden)}
+            return {"values": decoder.values(hidden, cu_seqlens)}
         logp, entropy = decoder.logprobs(hidden, ids, cu_seqlens, temperature)
         return {"logp": logp, "entropy": entropy}
 
@@ -215,10 +240,12 @@ class FSDPEngine(Engine):
     def snapshot(self, *, copy: bool = True) -> Snapshot | None:
         if self._optimizer is None:
             return None
-        layout, tensors = self._state()
+        layout = self._saved_layout
+        own = {piece.name for piece in layout.pieces[self.context.rank]}
+        tensors = {name: tensor for name, tensor in self._state().items() if name in own}
         return state.snapshot(
             self.role,
-            self.context.dp_rank,
+            self.context.rank,
             self._optimizer.steps,
             layout,
             self._host.copy(tensors) if copy else tensors,
@@ -227,26 +254,31 @@ class FSDPEngine(Engine):
     def load(self, directory: Path) -> None:
         if self._optimizer is None:
             return
-        layout, tensors = self._state()
+        layout = self._placing.layout(self._prefixes)
         self._optimizer.steps = state.load(
-            directory, self.role, self.context.dp_rank, layout, tensors
+            directory, self.role, self.context.rank, layout, self._state()
         )
 
-    def _state(self) -> tuple[Layout, dict[str, Tensor]]:
-        """Weights and moments: where all of them lie, and this rank's chunks."""
+    @cached_property
+    def _saved_layout(self) -> Layout:
+        """Which rank writes what of the parameters and their moments, each element once."""
+        return self._placing.layout(self._prefixes, copies=False)
+
+    @property
+    def _prefixes(self) -> tuple[str, ...]:
+        assert self._optimizer is not None
+        return ("", *(f"{moment}/" for moment in self._optimizer.names))
+
+    def _state(self) -> dict[str, Tensor]:
+        """This rank's chunks of weights and moments."""
         assert self._optimizer is not None
         tensors = self._shards.local()
         for moment, values in self._optimizer.moments.items():
             tensors |= {f"{moment}/{name}": value for name, value in values.items()}
-        return self._state_layout, tensors
-
-    @cached_property
-    def _state_layout(self) -> Layout:
-        prefixes = ("", *(f"{moment}/" for moment in MOMENTS))
-        return layout_of(self._shapes, self._dtype, self.context.dp_size, prefixes)
+        return tensors
 
     def layout(self) -> Layout:
-        return layout_of(self._shapes, self._dtype, self.context.dp_size)
+        return self._placing.layout()
 
     def offload(self) -> None:
         self._move(torch.device("cpu"))
@@ -255,8 +287,8 @@ class FSDPEngine(Engine):
         self._move(self.context.device)
 
     def _move(self, device: torch.device) -> None:
-        self._shards.decoder.to(device)
-        if self._optimizer is not None:
+        self._shards.move(device)
+        if self._optimizer is not None and not self._shards.plan.offload:
             self._optimizer.move(device)
 
 

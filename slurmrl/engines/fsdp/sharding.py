@@ -1,21 +1,24 @@
-"""How a decoder is sharded over data-parallel ranks, and its local shards."""
+"""How a decoder is sharded over data- and context-parallel ranks, and its local shards."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
-from slurmrl.layout.box import Index, chunk
-from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.layout.piece import Piece
 from slurmrl.models.base import PackedModel
 from slurmrl.parallel.groups import ParallelContext
 
@@ -35,32 +38,21 @@ class ShardPlan:
     the last one's backward; else one unit a layer, gathered when needed."""
     mixed: bool
     """Float32 shards, gathered and computed in bfloat16, gradients reduced in float32."""
+    offload: bool = False
+    """Shards and their gradients lie in host memory; a unit comes to the GPU when it is used."""
 
 
 def shard_plan(
-    shapes: Mapping[str, Index], context: ParallelContext, *, mixed: bool, small_bytes: int
+    decoder: PackedModel,
+    context: ParallelContext,
+    *,
+    mixed: bool,
+    small_bytes: int,
+    offload: bool = False,
 ) -> ShardPlan:
-    total_bytes = 4 * sum(map(prod, shapes.values()))
-    return ShardPlan(context.dp_size > 1 or mixed, total_bytes <= small_bytes, mixed)
-
-
-def layout_of(
-    shapes: Mapping[str, Index], dtype: str, ranks: int, prefixes: tuple[str, ...] = ("",)
-) -> Layout:
-    """Every tensor in ceil-chunks of dim 0, as FSDP2 does it; once for each prefix of names."""
-    tensors = {
-        prefix + name: TensorSpec(shape, dtype)
-        for prefix in prefixes
-        for name, shape in shapes.items()
-    }
-    boxes = (
-        [(name, chunk(spec.shape, ranks, rank)) for name, spec in tensors.items()]
-        for rank in range(ranks)
-    )
-    pieces = tuple(
-        tuple(Piece.contiguous(name, box) for name, box in rank if box.count) for rank in boxes
-    )
-    return Layout(tensors, pieces)
+    total_bytes = 4 * sum(p.numel() for p in decoder.parameters())
+    sharded = context.axis_size("dp") * context.axis_size("cp") > 1
+    return ShardPlan(sharded or mixed or offload, total_bytes <= small_bytes, mixed, offload)
 
 
 class Shards:
@@ -73,10 +65,16 @@ class Shards:
         bare = any(p.is_meta for p in decoder.parameters())
         if plan.wrapped:
             _wrap(decoder, plan, context)
+        self._home = torch.device("cpu") if plan.offload else context.device
         if bare:
-            decoder.to_empty(device=context.device)
+            decoder.to_empty(device=self._home)
         else:
-            decoder.to(context.device)
+            decoder.to(self._home)
+
+    def move(self, device: torch.device) -> None:
+        """Keep the shards there between calls; an offloaded model stays where it is."""
+        if not self.plan.offload:
+            self.decoder.to(device)
 
     def local(self) -> dict[str, Tensor]:
         """This rank's chunk of every parameter, by name; writing to it changes the parameter."""
@@ -136,10 +134,13 @@ def _wrap(decoder: PackedModel, plan: ShardPlan, context: ParallelContext) -> No
         if plan.mixed
         else MixedPrecisionPolicy()
     )
+    pinned = context.device.type == "cuda"
+    place = CPUOffloadPolicy(pin_memory=pinned) if plan.offload else OffloadPolicy()
+    wrap = partial(fully_shard, mesh=context.mesh, mp_policy=policy, offload_policy=place)
     for layer in () if plan.small else decoder.layers:
-        fully_shard(layer, mesh=context.mesh, reshard_after_forward=True, mp_policy=policy)
+        wrap(layer, reshard_after_forward=True)
     # The head is used after the root's forward, so the root keeps its parameters until backward.
-    fully_shard(decoder, mesh=context.mesh, reshard_after_forward=False, mp_policy=policy)
+    wrap(decoder, reshard_after_forward=False)
     # The engine divides the loss by the global denominator, so gradients are summed, not averaged.
     for unit in decoder.modules():
         if isinstance(unit, FSDPModule):

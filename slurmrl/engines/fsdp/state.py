@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -12,12 +12,11 @@ from torch import Tensor
 
 from slurmrl.checkpoint.pieces import Part, RoleCheckpoint, Snapshot
 from slurmrl.checkpoint.tensors import Entry
+from slurmrl.engines import random_state
 from slurmrl.errors import CheckpointError
 from slurmrl.layout.copy import Array
 from slurmrl.layout.layout import Layout, TensorSpec
-
-CPU_RANDOM = "rng/cpu"
-CUDA_RANDOM = "rng/cuda"
+from slurmrl.models.hf import as_array
 
 
 def snapshot(
@@ -32,11 +31,11 @@ def snapshot(
         Entry(
             piece.name,
             TensorSpec(piece.box.size, layout.tensors[piece.name].dtype),
-            partial(_to_numpy, tensors[piece.name]),
+            partial(as_array, tensors[piece.name]),
         )
         for piece in part.pieces
     )
-    return Snapshot(part, (*entries, *_random_state()))
+    return Snapshot(part, (*entries, *random_state.entries()))
 
 
 @torch.no_grad()
@@ -55,10 +54,7 @@ def load(
         values = checkpoint.read(piece.name, piece.box)
         target = tensors[piece.name]
         target.copy_(_to_torch(values, target.dtype))
-    if checkpoint.ranks == layout.ranks:
-        _restore_random_state(checkpoint, rank)
-    else:
-        torch.manual_seed(checkpoint.step * layout.ranks + rank)
+    random_state.restore(checkpoint, rank, layout.ranks)
     return checkpoint.step
 
 
@@ -68,29 +64,6 @@ def _difference(role: str, theirs: Layout, ours: Layout) -> str:
         if found != wanted:
             return f"{role}: '{name}' is {found} in the checkpoint, {wanted} in this run's model"
     raise AssertionError("the layouts are equal")
-
-
-def _random_state() -> Iterator[Entry]:
-    states = {CPU_RANDOM: torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states[CUDA_RANDOM] = torch.cuda.get_rng_state()
-    for name, state in states.items():
-        yield Entry(name, TensorSpec(tuple(state.shape), "uint8"), partial(_to_numpy, state))
-
-
-def _restore_random_state(checkpoint: RoleCheckpoint, rank: int) -> None:
-    torch.set_rng_state(torch.from_numpy(np.array(checkpoint.array(rank, CPU_RANDOM))))
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.from_numpy(np.array(checkpoint.array(rank, CUDA_RANDOM))))
-
-
-def _to_numpy(tensor: Tensor) -> Array:
-    host = tensor.detach().cpu().contiguous()
-    if host.dtype == torch.bfloat16:
-        bits: Array = host.view(torch.int16).numpy().view(np.uint16)
-        return bits
-    values: Array = host.numpy()
-    return values
 
 
 def _to_torch(values: Array, dtype: torch.dtype) -> Tensor:

@@ -18,7 +18,8 @@ from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.hf import TensorSource, Weights, read_values
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.init import init_tensor
-from slurmrl.models.shapes import VALUE_HEAD
+from slurmrl.models.parallel.split import Split
+from slurmrl.models.shapes import VALUE_HEAD, parameter_shapes
 
 
 def model_config(role: str, model: Model, source: Path | None) -> ModelConfig | HFConfig:
@@ -32,16 +33,29 @@ def model_config(role: str, model: Model, source: Path | None) -> ModelConfig | 
 
 
 def new_model(
-    config: ModelConfig | HFConfig, head: Head, *, source: Path | None, seed: int, dtype: str
+    config: ModelConfig | HFConfig,
+    head: Head,
+    split: Split,
+    *,
+    source: Path | None,
+    seed: int,
+    dtype: str,
 ) -> PackedModel:
-    """A built-in decoder on the meta device, to be filled; a model of transformers with its
-    weights, on the CPU."""
+    """This rank's part of a built-in decoder on the meta device, to be filled; a model of
+    transformers with its weights, on the CPU."""
     if isinstance(config, ModelConfig):
         with torch.device("meta"):
-            return build(config, head).to(getattr(torch, dtype))
+            return build(config, head, split).to(getattr(torch, dtype))
     from slurmrl.models.hf_model import HFModel  # transformers takes seconds to import
 
     return HFModel(config, head, source=source, seed=seed, dtype=getattr(torch, dtype))
+
+
+def whole_shapes(model: PackedModel) -> dict[str, Index]:
+    """The shape of every parameter, by name, that this rank has a part of."""
+    if isinstance(model.config, ModelConfig):
+        return parameter_shapes(model.config, model.head)
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 @torch.no_grad()

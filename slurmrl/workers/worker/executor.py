@@ -15,12 +15,15 @@ from slurmrl.data.dataset import Dataset
 from slurmrl.data.packing import balanced_partition
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Engine
+from slurmrl.graph.call import Method
+from slurmrl.parallel.groups import ParallelContext
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
 from slurmrl.workers.messages import Message
 from slurmrl.workers.worker.saver import Saver
+from slurmrl.workers.worker.sharing import share
 from slurmrl.workers.worker.store import SampleStore
 
 
@@ -63,19 +66,22 @@ class Executor:
 
     def load(self, message: Message) -> Message:
         """Take this rank's part of a batch. Every rank reads the whole batch, so that all agree
-        on how to balance it by tokens without asking each other."""
+        on how to balance it by tokens without asking each other; ranks that share a model's
+        matrices or sequences take the same part."""
         began = time.monotonic()
-        ranks = self._calls(message)[0].ranks
+        first = self._calls(message)[0]
         part = None
-        if self.rank in ranks:
+        if self.rank in first.ranks:
+            place = self._place(first)
             whole = self._read(message)
-            parts = balanced_partition(whole.item_lengths(), len(ranks))
-            part = whole.take(parts[ranks.index(self.rank)])
+            parts = balanced_partition(whole.item_lengths(), place.dp_size)
+            part = whole.take(parts[place.dp_rank])
         self.store.replace(part)
         return self._answer(began)
 
     def call(self, message: Message) -> Message:
-        """Execute one call of the dataflow graph on this rank's part, if it takes part."""
+        """Execute one call of the dataflow graph on this rank's part, if it takes part. Of ranks
+        with the same part the first one's results count."""
         began = time.monotonic()
         call = next(one for one in self._calls(message) if one.name == message["name"])
         if self.rank not in call.ranks:
@@ -88,11 +94,16 @@ class Executor:
             settings=self.settings,
             evaluation=message["evaluation"],
         )
-        result = self._run(call, context)
-        if result.sample is not None:
-            self.store.add(result.sample)
+        place = self._place(call)
+        result = self._run(call, context) if call.role or place.speaks else CallResult()
+        if call.method != Method.TRAIN_STEP:
+            made = share(result.sample, place)
+            if made is not None:
+                self.store.add(made)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        if not place.speaks:
+            return {**self._answer(began), "tokens": 0}
         return self._answer(began, stats=result.stats, texts=result.texts)
 
     def save(self, message: Message, say: Callable[[Message], None]) -> Message:
@@ -115,6 +126,11 @@ class Executor:
 
     def _calls(self, message: Message) -> Sequence[CallPlan]:
         return self.plan.evaluation_calls if message["evaluation"] else self.plan.calls
+
+    def _place(self, call: CallPlan) -> ParallelContext:
+        """Where this rank stands in the layout that a call runs on; a call without a model runs
+        where the actor does."""
+        return self.engines[call.layout or call.role or "actor"].context
 
     def _read(self, message: Message) -> SequenceSample:
         """The whole batch; items of one epoch are read together."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,13 @@ class Setup:
     """Further arguments of the constructor."""
     total_steps: int = 10
     split: Sequence[Sequence[int]] = ()
-    """Item indices of each rank."""
+    """Item indices of each data-parallel rank."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Axes of the layout, the outermost first; data parallelism over all ranks where empty."""
+
+    @property
+    def ranks(self) -> int:
+        return prod(self.sizes.values()) if self.sizes else len(self.split)
 
 
 def model(**changes: Any) -> dict[str, Any]:
@@ -69,10 +76,10 @@ def model(**changes: Any) -> dict[str, Any]:
     return {"architecture": ARCHITECTURE, "optimizer": optimizer, **changes}
 
 
-def context() -> ParallelContext:
-    """All ranks of the job as data-parallel ranks."""
+def context(setup: Setup) -> ParallelContext:
+    """All ranks of the job, as data-parallel ranks where the setup does not say."""
     size = dist.get_world_size()
-    placed = Placed("actor", tuple(range(size)), {"dp": size})
+    placed = Placed("actor", tuple(range(size)), setup.sizes or {"dp": size})
     return build([placed], rank=dist.get_rank(), device=torch.device("cpu"))["actor"]
 
 
@@ -82,7 +89,7 @@ def make(setup: Setup) -> Engine:
         Model(**setup.model),
         head=setup.head,
         trained=setup.trained,
-        context=context(),
+        context=context(setup),
         seed=7,
         total_steps=setup.total_steps,
         source=setup.source,
@@ -133,7 +140,7 @@ def train(
     if load is not None:
         engine.load(load)
         assert engine.steps == steps.start
-    share = setup.split[dist.get_rank()]
+    share = setup.split[engine.context.dp_rank]
     stats = []
     for step in steps:
         torch.rand(3)  # somebody draws from the process's generator
@@ -167,7 +174,7 @@ def train_on_infinity(setup: Setup) -> tuple[dict[str, float], float]:
     """Statistics of a step with an infinite gradient on rank 0, and the largest change of a
     weight."""
     engine = make(setup)
-    sample = batch().take(setup.split[dist.get_rank()])
+    sample = batch().take(setup.split[engine.context.dp_rank])
     before = {n: p.clone() for n, p in engine._shards.local().items()}  # type: ignore[attr-defined]
     factor = float("inf") if dist.get_rank() == 0 else 1.0
     stats = engine.train_batch(sample, lambda out, _: (out["logp"].sum() * factor, {}), 1.0)
@@ -178,7 +185,7 @@ def train_on_infinity(setup: Setup) -> tuple[dict[str, float], float]:
 def outputs_around_training(setup: Setup) -> list[dict[str, Tensor]]:
     """Outputs before and after a training step, and of an engine that only trained."""
     engine, fresh = make(setup), make(setup)
-    sample = batch().take(setup.split[dist.get_rank()])
+    sample = batch().take(setup.split[engine.context.dp_rank])
     before = engine.forward(sample)
     engine.offload()
     engine.onload()
@@ -191,7 +198,7 @@ def outputs_around_training(setup: Setup) -> list[dict[str, Tensor]]:
 def forward_with_function(setup: Setup) -> dict[str, Tensor]:
     """Per-token results of a function of outputs and sample."""
     engine = make(setup)
-    sample = batch().take(setup.split[dist.get_rank()])
+    sample = batch().take(setup.split[engine.context.dp_rank])
     return engine.forward(
         sample, lambda outputs, part: {"sum": outputs["logp"] + part.tensor("advantages")}
     )
@@ -200,7 +207,7 @@ def forward_with_function(setup: Setup) -> dict[str, Tensor]:
 def completions(setup: Setup, options: GenerationOptions) -> dict[str, list[Any]]:
     """What each item's prompt was continued with: tokens and log-probabilities by id."""
     engine = make(setup)
-    share = setup.split[dist.get_rank()]
+    share = setup.split[engine.context.dp_rank]
     sample = batch().take(share)
     sample.remap_keys_({"input_ids": "prompt_ids"})
     found: dict[str, list[Any]] = {}
@@ -218,7 +225,7 @@ def completions(setup: Setup, options: GenerationOptions) -> dict[str, list[Any]
 def saved_after_failed_generation(setup: Setup, folder: Path) -> tuple[str, str, str]:
     """The error, and the checksums of what is saved right after it and by a fresh engine."""
     engine, fresh = make(setup), make(setup)
-    prompts = batch().take(setup.split[dist.get_rank()])
+    prompts = batch().take(setup.split[engine.context.dp_rank])
     prompts.remap_keys_({"input_ids": "prompt_ids"})
     keys = torch.zeros(prompts.bs + 1, 2, dtype=torch.int64)
     message = ""

@@ -53,11 +53,12 @@ def test_every_rank_finds_its_groups(ranks: RankPool) -> None:
         ["actor", "critic", "ref"],
         ["actor", "critic", "ref"],
     ]
-    assert [result["actor"] for result in results] == [(i, 4, i, {"dp": 6.0}) for i in range(4)]
-    assert results[3]["critic"] == (1, 2, 3, {"dp": 4.0, "tp": 5.0})
-    assert results[2]["critic"] == (1, 2, 2, {"dp": 2.0, "tp": 5.0})
-    assert results[3]["ref"] == (1, 2, 1, {"dp": 5.0})
-    assert results[1]["reward"] == (0, 1, 0, {"dp": 1.0})
+    for rank, result in enumerate(results):
+        assert result["actor"] == (rank, 4, rank, {"dp": 6.0, "shard": 6.0})
+    assert results[3]["critic"] == (1, 2, 3, {"dp": 4.0, "tp": 5.0, "shard": 4.0, "data": 5.0})
+    assert results[2]["critic"] == (1, 2, 2, {"dp": 2.0, "tp": 5.0, "shard": 2.0, "data": 5.0})
+    assert results[3]["ref"] == (1, 2, 1, {"dp": 5.0, "shard": 5.0})
+    assert results[1]["reward"] == (0, 1, 0, {"dp": 1.0, "shard": 1.0})
 
 
 def test_sizes_must_make_up_the_ranks() -> None:

@@ -14,6 +14,7 @@ from slurmrl.models.decoder import Decoder
 from slurmrl.models.families import COMMON_DEFAULTS, FAMILIES, Family
 from slurmrl.models.hf import to_hf
 
+PAGE = Path(__file__).parents[3] / "docs/models.md"
 LLAMA = {
     "model_type": "llama",
     "vocab_size": 37,
@@ -187,27 +188,14 @@ def test_either_name_of_the_number_of_experts_counts() -> None:
         assert "num_local_experts" not in config.to_hf()
 
 
-def test_a_new_family_is_one_entry(
+def test_the_entry_of_the_documentation_is_a_new_family(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decoder_of: Any
 ) -> None:
-    """Granite would need factors that we lack; OLMo 3 norms that we lack; Seed-OSS is made of
-    parts that exist."""
-    entry = Family(
-        model_type="seed_oss",
-        class_prefix="SeedOss",
-        qkv_bias="attention_bias",
-        o_bias="attention_out_bias",
-        mlp_bias="mlp_bias",
-        defaults={
-            **COMMON_DEFAULTS,
-            "max_position_embeddings": 524288,
-            "head_dim": 128,
-            "num_key_value_heads": 8,
-            "attention_bias": True,
-            "attention_out_bias": False,
-            "mlp_bias": False,
-        },
-    )
+    block = PAGE.read_text().partition("```python\n")[2].partition("```")[0]
+    made: dict[str, Any] = {"Family": Family, "COMMON_DEFAULTS": COMMON_DEFAULTS}
+    exec(block, made)
+    entry: Family = made["SEED_OSS"]
+    assert entry.model_type not in FAMILIES
     monkeypatch.setitem(FAMILIES, entry.model_type, entry)
     config = ModelConfig.from_hf(
         {**LLAMA, "model_type": "seed_oss", "num_key_value_heads": 2, "head_dim": 10}, strict=True

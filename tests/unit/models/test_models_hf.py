@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -93,15 +94,22 @@ def test_value_models_go_to_transformers_and_back(
     name: str, tmp_path: Path, small_decoder: Callable[..., Decoder]
 ) -> None:
     decoder = build(small_decoder(name).config, "value")
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in decoder.parameters():
-            parameter.normal_()
+            parameter.normal_(0.0, 0.3, generator=generator)
     to_hf(decoder, tmp_path)
     model, report = AutoModelForSequenceClassification.from_pretrained(
         tmp_path, output_loading_info=True, experts_implementation="eager"
     )
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
+    ids = torch.arange(11)
+    with torch.no_grad():
+        values = decoder.values(decoder(ids, torch.tensor([0, 11], dtype=torch.int32), 11))
+        score = model(ids[None], attention_mask=torch.ones(1, 11).long()).logits
+    # What a reward model gives.
+    assert (values[-1] - score.squeeze()).abs() < 1e-5 * max(1.0, values.abs().max().item())
     (tmp_path / "again").mkdir()
     model.save_pretrained(tmp_path / "again")
     again = from_hf(tmp_path / "again", "value")
@@ -155,35 +163,39 @@ def test_boxes_of_parameters_are_read_alone(
 
 
 MEMORY = """
-import sys, threading, time
+import sys
 from pathlib import Path
 import torch
-from slurmrl.models.hf import from_hf, to_hf
+from slurmrl.models import hf
 
 torch.set_num_threads(1)
 folder, size = Path(sys.argv[1]), int(sys.argv[2])
-peak = 0
+seen = []
 
 def own_bytes():
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
 
-def watch():
-    global peak
-    while True:
-        peak = max(peak, own_bytes())
-        time.sleep(0.001)
+def watched(function):
+    # What is held while a tensor is, after each one that is read or written.
+    def call(*args):
+        result = function(*args)
+        seen.append(own_bytes())
+        return result
+    return call
 
-threading.Thread(target=watch, daemon=True).start()
 with torch.device("meta"):
     torch.nn.Embedding(2, 2)  # what torch imports for it is not the model's
-before = peak = own_bytes()
-decoder = from_hf(folder)
+before = own_bytes()
+hf.Weights.read, hf.as_array = watched(hf.Weights.read), watched(hf.as_array)
+decoder = hf.from_hf(folder)
+read = len(seen)
 (folder / "again").mkdir()
-to_hf(decoder, folder / "again", shard_bytes=size // 4)
-print((peak - before) / size)
+hf.to_hf(decoder, folder / "again", shard_bytes=size // 4)
+assert 0 < read < len(seen)
+print((max(seen) - before) / size)
 copy = [p.detach().clone() for p in decoder.parameters()]
-print(max(peak, own_bytes()) / size - before / size)
+print((own_bytes() - before) / size)
 """
 
 
@@ -192,7 +204,7 @@ def test_a_model_is_never_in_memory_twice(
 ) -> None:
     """Beside one copy a process that reads and writes a model takes little memory of its own
     (the files' pages are the system's)."""
-    changes = {"hidden_size": 128, "intermediate_size": 1024, "num_hidden_layers": 8}
+    changes = {"hidden_size": 128, "intermediate_size": 1024, "num_hidden_layers": 2}
     decoder = small_decoder("mixtral", **changes, num_local_experts=8)
     size = 4 * sum(p.numel() for p in decoder.parameters())
     to_hf(decoder, tmp_path)
@@ -218,6 +230,24 @@ def test_wrong_boxes_and_names(sharded: tuple[Path, dict[str, torch.Tensor]]) ->
                 source.read("model.embed_tokens.weight", start, size)
         with pytest.raises(UsageError, match=r"no tensor 'score.weight'"):
             source.read("score.weight")
+
+
+def test_damaged_files_are_named(sharded: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    folder = sharded[0]
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = index["weight_map"]
+    first, last = files["model.embed_tokens.weight"], files["model.norm.weight"]
+    assert first != last
+    content = (folder / first).read_bytes()
+    (folder / first).write_bytes(content[:-1])
+    with TensorSource(folder) as source, pytest.raises(CorruptFileError, match=first):
+        source.read("model.embed_tokens.weight")
+    (folder / first).write_bytes((folder / last).read_bytes())
+    with TensorSource(folder) as source, pytest.raises(CorruptFileError, match=first):
+        source.read("model.embed_tokens.weight")
+    (folder / first).unlink()
+    with TensorSource(folder) as source, pytest.raises(CorruptFileError, match="is not there"):
+        source.read("model.embed_tokens.weight")
 
 
 def test_folders_that_are_no_models(tmp_path: Path) -> None:

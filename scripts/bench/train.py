@@ -1,0 +1,346 @@
+#!/usr/bin/env python3
+"""Compare the training speed of SFT on one CPU thread: slurmrl, a plain loop around transformers,
+and TRL.
+
+scripts/bench/train.py [--trl-python PYTHON] [--steps 12] [--batch 32] [--spread 0.4]
+(TRL is not a dependency: python -m venv /tmp/trl; /tmp/trl/bin/pip install trl, then
+--trl-python /tmp/trl/bin/python; without the option its line is left out)
+
+All start from the same small model (files), see the same sequences in the same batches and use
+AdamW with the same settings, float32, no gradient checkpointing, one thread. Each runs in a process
+of its own; they take turns step by step, so that all see the same machine. Printed are tokens (real
+ones, padding does not count) per second of process CPU time and of wall time over all steps but the
+first two, in brackets by how much slurmrl is faster, and how far the losses of the steps are from
+slurmrl's, relatively.
+
+slurmrl trains through its fsdp engine in a process set up as its workers are. transformers and TRL
+pad each batch to its longest sequence.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+ARCHITECTURE = {
+    "model_type": "qwen2",
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": True,
+}
+PAD = 0
+LEARNING_RATE, BETAS, EPS, CLIP = 1e-3, (0.9, 0.999), 1e-8, 1.0
+WARM_UP = 2
+SHORTEST, MEDIAN, LONGEST = 8, 96, 1024
+"""Of the sequences, in tokens."""
+Sequences = list[list[int]]
+Step = Callable[[Sequences], float]
+"""One optimizer step on a batch; its loss per token."""
+
+
+def lengths(spread: float, count: int) -> list[int]:
+    draw = random.Random(1)
+    drawn = (draw.lognormvariate(math.log(MEDIAN), spread) for _ in range(count))
+    return [min(max(round(length), SHORTEST), LONGEST) for length in drawn]
+
+
+def prepare(folder: Path, spread: float, count: int) -> Sequences:
+    """Write the model and the sequences."""
+    import torch
+
+    from slurmrl.models.build import build
+    from slurmrl.models.config import ModelConfig
+    from slurmrl.models.hf import to_hf
+    from slurmrl.models.init import init_tensor
+
+    config = ModelConfig.from_hf(ARCHITECTURE)
+    model = build(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(init_tensor(name, tuple(parameter.shape), config, seed=1))
+    to_hf(model, folder)
+    draw, words = random.Random(2), range(1, config.vocab_size)
+    sequences = [draw.choices(words, k=length) for length in lengths(spread, count)]
+    (folder / "sequences.json").write_text(json.dumps(sequences))
+    return sequences
+
+
+# -- the contestants, each in a process of its own ----------------------------------------------
+
+
+def slurmrl_steps(folder: Path) -> Step:
+    import torch
+    from torch import Tensor
+
+    from slurmrl.algorithms.sft.interface import sft_loss
+    from slurmrl.config.schema.model import Model
+    from slurmrl.data.sample import SequenceSample
+    from slurmrl.engines import ENGINES
+    from slurmrl.parallel import device
+    from slurmrl.parallel.groups import build
+
+    accelerator = device.Accelerator(torch.device("cpu"), "gloo")
+    device.set_up(accelerator, threads=1, deterministic=True)
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    placed: Any = argparse.Namespace(role="actor", ranks=(0,), sizes={"dp": 1})
+    optimizer = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS, "gradient_clip": CLIP}
+    engine = ENGINES.load("fsdp")(
+        "actor",
+        Model.model_validate({"architecture": ARCHITECTURE, "optimizer": optimizer}),
+        head="lm",
+        trained=True,
+        context=build([placed], rank=0, device=accelerator.device)["actor"],
+        seed=1,
+        total_steps=1000,
+        source=folder,
+    )
+
+    def first_tokens(sizes: Sequence[int]) -> Tensor:
+        mask = torch.zeros(sum(sizes), dtype=torch.bool)
+        mask[torch.tensor([0, *sizes[:-1]]).cumsum(0)] = True
+        return mask
+
+    def step(batch: Sequences) -> float:
+        sizes = [len(sequence) for sequence in batch]
+        keys = {
+            "input_ids": torch.tensor([token for sequence in batch for token in sequence]),
+            "prompt_mask": first_tokens(sizes),
+        }
+        sample = SequenceSample.from_default(sizes, [str(n) for n in range(len(sizes))], keys)
+        return float(engine.train_batch(sample, sft_loss, sum(sizes) - len(sizes))["loss"])
+
+    return step
+
+
+def transformers_steps(folder: Path) -> Step:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(), LEARNING_RATE, BETAS, EPS, weight_decay=0.0, fused=True
+    )
+
+    def step(batch: Sequences) -> float:
+        longest = max(map(len, batch))
+        ids = torch.tensor([sequence + [PAD] * (longest - len(sequence)) for sequence in batch])
+        mask = (ids != PAD).long()
+        labels = ids.masked_fill(mask == 0, -100)
+        loss = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def run_trl(folder: Path, batches: Iterator[Sequences], report: Callable[[float], None]) -> None:
+    """TRL has its own loop: ``report`` waits for the next turn between two steps."""
+    import torch
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from torch.utils.data import SequentialSampler
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    rows = list(batches)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"<pad>": PAD, "<eos>": 1}, "<eos>")),
+        pad_token="<pad>",
+        eos_token="<eos>",
+    )
+    settings = SFTConfig(
+        output_dir=str(folder / "trl"),
+        per_device_train_batch_size=len(rows[0]),
+        max_steps=len(rows),
+        max_length=None,
+        learning_rate=LEARNING_RATE,
+        lr_scheduler_type="constant",
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        adam_epsilon=EPS,
+        max_grad_norm=CLIP,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        dataset_kwargs={"skip_prepare_dataset": True},
+    )
+    losses: list[float] = []
+
+    class InOrder(SFTTrainer):  # type: ignore[misc]
+        def _get_train_sampler(self, *_: Any) -> SequentialSampler:
+            return SequentialSampler(self.train_dataset)
+
+        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            loss: torch.Tensor = super().training_step(*args, **kwargs)
+            losses.append(loss.item())
+            return loss
+
+    class Turns(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            report(losses[-1])
+
+    InOrder(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        args=settings,
+        processing_class=tokenizer,
+        train_dataset=Dataset.from_dict({"input_ids": [ids for batch in rows for ids in batch]}),
+        callbacks=[Turns()],
+    ).train()
+
+
+STEPS = {"slurmrl": slurmrl_steps, "transformers": transformers_steps}
+
+
+def contest(name: str, folder: Path, batch: int) -> None:
+    """Make a step for each line on standard input; tell its loss and times on standard output."""
+    told = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print
+    import torch
+
+    torch.set_num_threads(1)
+    sequences: Sequences = json.loads((folder / "sequences.json").read_text())
+    batches = (sequences[at : at + batch] for at in range(0, len(sequences), batch))
+    began = [0.0, 0.0]
+
+    def turn(*loss: float) -> None:
+        spent = time.process_time() - began[0], time.perf_counter() - began[1]
+        print(json.dumps([*loss, *spent] if loss else []), file=told, flush=True)
+        sys.stdin.readline()
+        began[:] = time.process_time(), time.perf_counter()
+
+    turn()
+    if name == "trl":
+        run_trl(folder, batches, turn)
+        return
+    step = STEPS[name](folder)
+    for one in batches:
+        turn(step(one))
+
+
+# -- the one that lets them take turns ----------------------------------------------------------
+
+
+class Contestant:
+    """One process; each ``turn`` is a step."""
+
+    def __init__(self, name: str, python: str, folder: Path, batch: int) -> None:
+        self.name = name
+        self.turns: list[tuple[float, float, float]] = []
+        """Loss, CPU seconds and wall seconds."""
+        self._process = subprocess.Popen(
+            [python, __file__, "--contest", name, "--folder", folder, "--batch", str(batch)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+        )
+        self._reply()
+
+    def turn(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        loss, cpu_s, wall_s = self._reply()
+        self.turns.append((loss, cpu_s, wall_s))
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _reply(self) -> list[float]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit(f"{self.name} ended with exit code {self._process.wait()}")
+        reply: list[float] = json.loads(line)
+        return reply
+
+
+def compare(pythons: dict[str, str], spread: float, steps: int, batch: int) -> None:
+    count = (steps + WARM_UP) * batch
+    with tempfile.TemporaryDirectory(prefix="slurmrl-bench-") as made:
+        folder = Path(made)
+        sizes = [len(sequence) for sequence in prepare(folder, spread, count)]
+        contestants = []
+        try:
+            for name, python in pythons.items():
+                contestants.append(Contestant(name, python, folder, batch))
+            for _ in range(steps + WARM_UP):
+                for contestant in contestants:
+                    contestant.turn()
+        finally:
+            for contestant in contestants:
+                contestant.end()
+    batches = [sizes[at : at + batch] for at in range(WARM_UP * batch, count, batch)]
+    tokens = sum(map(sum, batches))
+    padded = sum(max(part) * len(part) for part in batches)
+    print(
+        f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, one thread; spread {spread}: "
+        f"{tokens} tokens in {steps} batches of {batch}, {padded / tokens:.2f} x as many if padded"
+    )
+    for contestant in contestants:
+        print(line(contestant, contestants[0], tokens))
+
+
+def line(one: Contestant, ours: Contestant, tokens: int) -> str:
+    rates = [tokens / sum(turn[column] for turn in one.turns[WARM_UP:]) for column in (1, 2)]
+    first = [tokens / sum(turn[column] for turn in ours.turns[WARM_UP:]) for column in (1, 2)]
+    apart = max(abs(a[0] / b[0] - 1) for a, b in zip(one.turns, ours.turns, strict=True))
+    return (
+        f"{one.name:12s}  tokens/s cpu {rates[0]:8.0f} ({first[0] / rates[0]:5.2f})"
+        f"  wall {rates[1]:8.0f} ({first[1] / rates[1]:5.2f})"
+        f"  loss {one.turns[0][0]:.4f} -> {one.turns[-1][0]:.4f}, within {apart:.0e}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--trl-python", help="python of an environment that has TRL")
+    parser.add_argument(
+        "--spread",
+        type=float,
+        default=0.4,
+        help="deviation of the logarithms of the lengths; 0 for equal ones (GSM8K has 0.39)",
+    )
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--batch", type=int, default=32, help="sequences of a step")
+    parser.add_argument("--contest", choices=(*STEPS, "trl"), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.contest:
+        contest(options.contest, options.folder, options.batch)
+        return
+    pythons = dict.fromkeys(STEPS, sys.executable)
+    if options.trl_python:
+        pythons["trl"] = options.trl_python
+    compare(pythons, options.spread, options.steps, options.batch)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Optimizers on local shards. The state is plain tensors by name and one step count.
+
+All of them work element by element, so that a step does not depend on how parameters are sharded;
+those that look at whole matrices (Muon, Adafactor) would.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from slurmrl.config.schema.model import Optimizer
+from slurmrl.engines.schedule import learning_rate
+
+
+class ShardOptimizer(ABC):
+    """One step after the other. Decay acts on matrices only, not on norms and biases."""
+
+    def __init__(
+        self, options: Optimizer, total_steps: int, parameters: Mapping[str, Tensor]
+    ) -> None:
+        self.options = options
+        self.names = self.kept(options)
+        self.total_steps = total_steps
+        self.steps = 0
+        self.moments: dict[str, dict[str, Tensor]] = {
+            moment: {name: torch.zeros_like(p) for name, p in parameters.items()}
+            for moment in self.names
+        }
+
+    @property
+    def learning_rate(self) -> float:
+        """Rate of the coming step."""
+        return learning_rate(self.options, self.steps, self.total_steps)
+
+    @torch.no_grad()
+    def step(self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+        """Update the parameters in place."""
+        names = [name for name, p in parameters.items() if p.numel() and name in gradients]
+        for decay, chosen in (
+            (self.options.weight_decay, [n for n in names if parameters[n].dim() > 1]),
+            (0.0, [n for n in names if parameters[n].dim() <= 1]),
+        ):
+            if chosen:
+                self._update(
+                    [parameters[name] for name in chosen],
+                    [gradients[name] for name in chosen],
+                    [[self.moments[moment][name] for name in chosen] for moment in self.names],
+                    decay,
+                )
+        self.steps += 1
+
+    @staticmethod
+    @abstractmethod
+    def kept(options: Optimizer) -> tuple[str, ...]:
+        """Names of what is kept beside each parameter."""
+
+    @abstractmethod
+    def _update(
+        self,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        moments: list[list[Tensor]],
+        decay: float,
+    ) -> None:
+        """One step; ``moments`` in the order of ``names``."""
+
+    def move(self, device: torch.device) -> None:
+        for tensors in self.moments.values():
+            for name, tensor in tensors.items():
+                tensors[name] = tensor.to(device)

@@ -1,0 +1,111 @@
+"""Which part of each parameter every rank of a model has: tensor ranks share a dim that depends on
+the parameter, and each part lies in ceil-chunks of dim 0 on the data- and context-parallel ranks,
+as FSDP2 does it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from slurmrl.errors import UsageError
+from slurmrl.layout.box import Box, Index, chunk
+from slurmrl.layout.layout import Layout, TensorSpec
+from slurmrl.layout.piece import Piece
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.parallel.boxes import TensorSplit, refusals
+from slurmrl.models.parallel.split import Axis, Split
+from slurmrl.parallel.groups import JOINT, ParallelContext
+
+
+@dataclass(frozen=True)
+class Placing:
+    """The shapes of a model's whole parameters and where they lie. ``tensor`` is None where there
+    is one tensor rank."""
+
+    shapes: Mapping[str, Index]
+    dtype: str
+    context: ParallelContext
+    tensor: TensorSplit | None
+
+    @cached_property
+    def _shard_groups(self) -> list[list[int]]:
+        return self.context.topology.blocks(JOINT["shard"])
+
+    def _tensor_rank(self, rank: int) -> int:
+        return self.context.topology.coordinates(rank).get("tp", 0)
+
+    def whole_box(self, name: str, rank: int) -> Box:
+        """What a rank's tensor rank has of a parameter."""
+        shape = self.shapes[name]
+        if self.tensor is None:
+            return Box.whole(shape)
+        return self.tensor.box(name, shape, self._tensor_rank(rank))
+
+    def box(self, name: str, rank: int) -> Box:
+        """What a rank keeps of a parameter; may be empty."""
+        whole = self.whole_box(name, rank)
+        group = next(members for members in self._shard_groups if rank in members)
+        part = chunk(whole.size, len(group), group.index(rank))
+        return Box((whole.start[0] + part.start[0], *whole.start[1:]), part.size)
+
+    def own_boxes(self) -> dict[str, Box]:
+        """What this rank keeps."""
+        return {name: self.box(name, self.context.rank) for name in self.shapes}
+
+    def copies(self, name: str) -> int:
+        """How many ranks keep each element."""
+        return 1 if self.tensor is None else self.tensor.copies(name)
+
+    def layout(self, prefixes: Sequence[str] = ("",), *, copies: bool = True) -> Layout:
+        """Every parameter once for each prefix of its name; without ``copies`` only the first rank
+        that has an element counts."""
+        tensors = {
+            prefix + name: TensorSpec(shape, self.dtype)
+            for prefix in prefixes
+            for name, shape in self.shapes.items()
+        }
+        return Layout(
+            tensors,
+            tuple(
+                tuple(
+                    Piece.contiguous(prefix + name, box)
+                    for prefix in prefixes
+                    for name in self.shapes
+                    if (copies or self._tensor_rank(rank) % self.copies(name) == 0)
+                    and (box := self.box(name, rank)).count
+                )
+                for rank in range(self.context.size)
+            ),
+        )
+
+
+def split_of(
+    role: str, config: ModelConfig | HFConfig, context: ParallelContext, *, sequence: bool
+) -> Split:
+    """This rank's place. Raises UsageError for what cannot be split like that."""
+    for axis in ("pp", "ep"):
+        if context.axis_size(axis) > 1:
+            raise UsageError(f"{role}: the fsdp engine does not split along {axis}")
+    tensor, across = _axis(context, "tp"), _axis(context, "cp")
+    if isinstance(config, HFConfig):
+        found = ["a model of transformers takes data parallelism alone"]
+        problems = found if tensor.size * across.size > 1 else []
+    else:
+        problems = list(refusals(config, tensor.size, across.size))
+    if problems:
+        raise UsageError(f"{role}: " + "; ".join(problems))
+    return Split(tensor, across, sequence)
+
+
+def tensor_split(config: ModelConfig | HFConfig, split: Split) -> TensorSplit | None:
+    if isinstance(config, HFConfig) or split.tensor.size == 1:
+        return None
+    return TensorSplit(config, split.tensor.size, split.sequence)
+
+
+def _axis(context: ParallelContext, name: str) -> Axis:
+    if context.axis_size(name) == 1:
+        return Axis()
+    return Axis(context.axis_rank(name), context.axis_size(name), context.group(name))

@@ -1,0 +1,37 @@
+"""A rank's random state as arrays of a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import torch
+
+from slurmrl.checkpoint.pieces import RoleCheckpoint
+from slurmrl.checkpoint.tensors import Entry
+from slurmrl.layout.layout import TensorSpec
+from slurmrl.models.hf import as_array
+
+CPU = "rng/cpu"
+CUDA = "rng/cuda"
+
+
+def entries() -> Iterator[Entry]:
+    """The state of now."""
+    states = {CPU: torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[CUDA] = torch.cuda.get_rng_state()
+    for name, state in states.items():
+        yield Entry(name, TensorSpec(tuple(state.shape), "uint8"), partial(as_array, state))
+
+
+def restore(checkpoint: RoleCheckpoint, rank: int, ranks: int) -> None:
+    """The state of this rank; one from the step and the rank where another number of ranks wrote
+    the checkpoint."""
+    if checkpoint.ranks != ranks:
+        torch.manual_seed(checkpoint.step * ranks + rank)
+        return
+    torch.set_rng_state(torch.from_numpy(np.array(checkpoint.array(rank, CPU))))
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.from_numpy(np.array(checkpoint.array(rank, CUDA))))

@@ -1,0 +1,129 @@
+"""Which part of each parameter a tensor rank has, and which gradients have to be added up.
+Torch-free.
+
+t tensor ranks, c context ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from slurmrl.layout.box import Box, Index
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.shapes import EMBEDDING, LM_HEAD
+
+SPLIT_DIMS = {
+    "self_attn.q_proj.weight": 0,
+    "self_attn.q_proj.bias": 0,
+    "self_attn.k_proj.weight": 0,
+    "self_attn.k_proj.bias": 0,
+    "self_attn.v_proj.weight": 0,
+    "self_attn.v_proj.bias": 0,
+    "self_attn.o_proj.weight": 1,
+    "mlp.gate_proj.weight": 0,
+    "mlp.gate_proj.bias": 0,
+    "mlp.up_proj.weight": 0,
+    "mlp.up_proj.bias": 0,
+    "mlp.down_proj.weight": 1,
+    "mlp.experts.gate_proj": 1,
+    "mlp.experts.up_proj": 1,
+    "mlp.experts.down_proj": 2,
+}
+"""Of a layer's parameters, the dim that tensor ranks share; all others are on each of them."""
+KEYS_AND_VALUES = ("self_attn.k_proj.", "self_attn.v_proj.")
+OF_PARTS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight", "mlp.gate.weight")
+"""Parameters that are on every tensor rank, whose gradients come from the rank's own heads or
+inner units alone."""
+
+
+@dataclass(frozen=True)
+class TensorSplit:
+    """How ``ranks`` tensor ranks share a model's parameters."""
+
+    config: ModelConfig
+    ranks: int
+    sequence: bool = False
+    """Whether tokens between the blocks are split, too."""
+
+    def box(self, name: str, shape: Index, rank: int) -> Box:
+        """What a rank has of a parameter of ``shape``."""
+        dim = self._dim(name)
+        if dim is None:
+            return Box.whole(shape)
+        first, size = self._range(name, shape[dim], rank)
+        start = (*(0,) * dim, first, *(0,) * (len(shape) - dim - 1))
+        return Box(start, (*shape[:dim], size, *shape[dim + 1 :]))
+
+    def copies(self, name: str) -> int:
+        """On how many ranks each element is."""
+        if self._dim(name) is None:
+            return self.ranks
+        return self.head_copies if self._is_heads(name) else 1
+
+    def sums(self, name: str) -> bool:
+        """Whether the gradients of the copies are parts that have to be added up; else they are
+        all alike."""
+        if self.ranks == 1 or self.copies(name) == 1:
+            return False
+        return self.sequence or self._is_heads(name) or _in_layer(name) in OF_PARTS
+
+    @property
+    def head_copies(self) -> int:
+        """On how many ranks each key and value head is."""
+        return max(1, self.ranks // self.config.num_kv_heads)
+
+    def head_of(self, rank: int) -> int:
+        """The key and value head of a rank that has one of several copies."""
+        return rank // self.head_copies
+
+    def _dim(self, name: str) -> int | None:
+        if self.ranks == 1:
+            return None
+        return 0 if name in (EMBEDDING, LM_HEAD) else SPLIT_DIMS.get(_in_layer(name))
+
+    def _is_heads(self, name: str) -> bool:
+        return _in_layer(name).startswith(KEYS_AND_VALUES)
+
+    def _range(self, name: str, length: int, rank: int) -> tuple[int, int]:
+        """First index and number of a rank's elements along the shared dim."""
+        if self._is_heads(name) and self.head_copies > 1:
+            size = self.config.head_dim
+            return self.head_of(rank) * size, size
+        each = -(-length // self.ranks)
+        first = min(rank * each, length)
+        return first, min(each, length - first)
+
+
+def refusals(config: ModelConfig, tensor_ranks: int, context_ranks: int) -> Iterator[str]:
+    """Why a model cannot be split like that."""
+    t, c = tensor_ranks, context_ranks
+    heads, kv = config.num_heads, config.num_kv_heads
+    if t > 1:
+        sizes = {"num_attention_heads": heads, "intermediate_size": config.intermediate_size}
+        if config.moe is not None:
+            sizes["the inner size of the experts"] = config.moe.inner
+            if len(config.moe.layers) == config.num_layers:
+                del sizes["intermediate_size"]
+        for what, number in sizes.items():
+            if number % t:
+                yield f"t{t} does not divide {what} {number}"
+        if kv % t and t % kv:
+            yield f"t{t} neither divides num_key_value_heads {kv} nor is a multiple of it"
+        if -(-config.vocab_size // t) * (t - 1) >= config.vocab_size:
+            yield f"t{t} leaves a rank without a token of the vocabulary of {config.vocab_size}"
+    if c > 1 and not heads % t:
+        own, own_kv = heads // t, max(1, kv // t)
+        if own % c:
+            yield f"c{c} does not divide the {own} attention heads of a tensor rank"
+        elif own_kv % c and c % own_kv:
+            yield (
+                f"c{c} neither divides the {own_kv} key and value heads of a tensor rank nor is a "
+                "multiple of them"
+            )
+
+
+def _in_layer(name: str) -> str:
+    """The name behind ``model.layers.<n>.``."""
+    parts = name.split(".", 3)
+    return parts[3] if parts[:2] == ["model", "layers"] else name

@@ -1,0 +1,59 @@
+"""Per-token outputs of whole sequences from the hidden states that the ranks hold parts of.
+
+T packed tokens, N tokens between the blocks of a rank, h hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from slurmrl.models.packed import length_order
+from slurmrl.models.parallel.split import Split
+from slurmrl.ops.logprobs import following_tokens, logprobs_and_entropy
+from slurmrl.ops.vocab_parallel import Rows, vocab_parallel_logprobs_and_entropy
+
+
+def split_logprobs(
+    split: Split,
+    features: Tensor,
+    weight: Tensor,
+    vocabulary: int,
+    input_ids: Tensor,
+    cu_seqlens: Tensor,
+    temperature: float,
+) -> tuple[Tensor, Tensor]:
+    """log p(x_t | x_<t) and entropies, both [T] float32, 0 at the first token of a sequence.
+
+    features [N, h] stand in ``length_order``; weight is this rank's part of [V, h]. A context
+    rank computes what its own tokens predict.
+    """
+    tokens = input_ids.shape[0]
+    order, cu_sorted = length_order(cu_seqlens, tokens)
+    first, last = split.own_range(tokens)
+    rest = following_tokens(cu_sorted, tokens)
+    rest = rest[(rest > first) & (rest <= last)]
+    hidden = split.enter(features).index_select(0, rest - 1 - first)
+    places = order[rest]
+    targets = input_ids[places]
+    if split.tensor.size > 1:
+        rows = rows_of(split, vocabulary)
+        found = vocab_parallel_logprobs_and_entropy(hidden, weight, targets, rows, temperature)
+    else:
+        found = logprobs_and_entropy(hidden, weight, targets, temperature)
+    zeros = features.new_zeros((2, tokens), dtype=torch.float32)
+    logp, entropy = split.over_context(zeros.index_copy(1, places, torch.stack(found))).unbind()
+    return logp, entropy
+
+
+def split_values(split: Split, values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Values [T] of whole sequences, in their order, from those of a rank's tokens [N]."""
+    tokens = int(cu_seqlens[-1])
+    order, _ = length_order(cu_seqlens, tokens)
+    first, last = split.own_range(tokens)
+    own = split.together(values)[: last - first]
+    return split.over_context(own.new_zeros(tokens).index_copy(0, order[first:last], own))
+
+
+def rows_of(split: Split, vocabulary: int) -> Rows:
+    return Rows(split.tensor.group, -(-vocabulary // split.tensor.size))

@@ -1,0 +1,51 @@
+"""Modules of which each tensor rank holds a part under the name of the whole.
+
+A matrix of which a rank has some rows is a plain ``nn.Linear`` behind ``Split.enter``.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from slurmrl.models.parallel.split import Split
+
+
+class RowLinear(nn.Linear):
+    """A matrix of which each tensor rank has some of the inputs' columns: the products are added
+    up, then the bias once."""
+
+    def __init__(self, inputs: int, outputs: int, *, bias: bool, split: Split) -> None:
+        """``inputs`` are this rank's."""
+        super().__init__(inputs, outputs, bias=bias)
+        self.split = split
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.split.tensor.size == 1:
+            return super().forward(x)
+        out = self.split.leave(F.linear(x, self.weight))
+        return out if self.bias is None else out + self.bias
+
+
+class VocabEmbedding(nn.Embedding):
+    """An embedding of which each tensor rank has the rows of some tokens, in ceil-chunks."""
+
+    def __init__(self, vocabulary: int, hidden: int, split: Split) -> None:
+        first, last = vocabulary_rows(vocabulary, split)
+        super().__init__(last - first, hidden)
+        self.first, self.split = first, split
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """[T] -> [T, h], or with sequence parallelism this rank's tokens of it."""
+        if self.split.tensor.size == 1:
+            return super().forward(input_ids)
+        row = input_ids - self.first
+        here = (row >= 0) & (row < self.num_embeddings)
+        return self.split.leave(super().forward(row * here) * here.unsqueeze(-1))
+
+
+def vocabulary_rows(vocabulary: int, split: Split) -> tuple[int, int]:
+    """First and last + 1 of the rows that this tensor rank has."""
+    each = -(-vocabulary // split.tensor.size)
+    first = min(split.tensor.rank * each, vocabulary)
+    return first, min(first + each, vocabulary)

@@ -1,0 +1,52 @@
+"""Reading rows token by token on tensor ranks: each has the keys and values of its own heads, and
+all see the same logits. Context ranks all do the same."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from slurmrl.models.attention import kv_heads
+from slurmrl.models.base import Reader
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.parallel.heads import rows_of
+from slurmrl.models.parallel.split import Split
+from slurmrl.models.reader import CacheReader, Runs
+from slurmrl.ops.vocab_parallel import Rows
+
+
+class SplitReader:
+    """A reader whose logits come from parts of the vocabulary."""
+
+    def __init__(self, own: CacheReader, rows: Rows, vocabulary: int) -> None:
+        self._own, self._rows, self._vocabulary = own, rows, vocabulary
+
+    @property
+    def lengths(self) -> Tensor:
+        return self._own.lengths
+
+    def prompts(self, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+        return self._rows.whole(self._own.prompts(input_ids, cu_seqlens), self._vocabulary)
+
+    def next(self, tokens: Tensor, alive: Tensor) -> Tensor:
+        return self._rows.whole(self._own.next(tokens, alive), self._vocabulary)
+
+    def keep(self, rows: Tensor) -> None:
+        self._own.keep(rows)
+
+
+def split_reader(
+    decoder: Runs,
+    config: ModelConfig,
+    lengths: Tensor,
+    new_tokens: int,
+    head: Tensor,
+    split: Split,
+) -> Reader:
+    """For prompts of ``lengths`` [S]; ``head`` is this rank's part of the vocabulary projection."""
+    if split.tensor.size == 1:
+        return CacheReader(decoder, config, lengths, new_tokens, head)
+    part = replace(config, num_kv_heads=kv_heads(config, split))
+    own = CacheReader(decoder, part, lengths, new_tokens, head)
+    return SplitReader(own, rows_of(split, config.vocab_size), config.vocab_size)

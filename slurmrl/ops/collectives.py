@@ -1,0 +1,145 @@
+"""Collectives that gradients pass through: what one does forward, its partner does backward.
+
+Ranks of a group hold one model together. "Whole" is what all of them hold alike, "partial" what
+has to be added up, "own" a rank's equal share of dim 0. A loss is whole: every rank computes the
+same one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Group = dist.ProcessGroup
+
+
+def whole_to_partial(x: Tensor, group: Group) -> Tensor:
+    """The same tensor, whose gradients are partial."""
+    return _call(_WholeToPartial, x, group)
+
+
+def partial_to_whole(x: Tensor, group: Group) -> Tensor:
+    """The sum over the ranks."""
+    return _call(_PartialToWhole, x, group)
+
+
+def own_to_whole(x: Tensor, group: Group) -> Tensor:
+    """All ranks' shares of dim 0, with whole gradients."""
+    return _call(_OwnToWhole, x, group)
+
+
+def own_to_partial(x: Tensor, group: Group) -> Tensor:
+    """All ranks' shares of dim 0, with partial gradients."""
+    return _call(_OwnToPartial, x, group)
+
+
+def partial_to_own(x: Tensor, group: Group) -> Tensor:
+    """This rank's share of dim 0 of the sum over the ranks."""
+    return _call(_PartialToOwn, x, group)
+
+
+def exchange(x: Tensor, group: Group) -> Tensor:
+    """Part i of dim 0, of as many parts as ranks, goes to rank i; the parts that arrive stand in
+    the order of their senders."""
+    return _call(_Exchange, x, group)
+
+
+def gathered(x: Tensor, group: Group) -> Tensor:
+    """All ranks' tensors of one shape, one behind the other in dim 0; no gradients."""
+    x = x.contiguous()
+    out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
+    dist.all_gather_single(out, x, group=group)
+    return out
+
+
+def _call(function: type[torch.autograd.Function], x: Tensor, group: Group) -> Tensor:
+    out: Tensor = function.apply(x, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _summed(x: Tensor, group: Group) -> Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=group)
+    return out
+
+
+def _scattered(x: Tensor, group: Group) -> Tensor:
+    x = x.contiguous()
+    out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
+    dist.reduce_scatter_single(out, x, group=group)
+    return out
+
+
+def _exchanged(x: Tensor, group: Group) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    dist.all_to_all_single(out, x, group=group)
+    return out
+
+
+class _WholeToPartial(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _summed(grad, ctx.group), None
+
+
+class _PartialToWhole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return _summed(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _OwnToWhole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return gathered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.group.size())[ctx.group.rank()].contiguous(), None
+
+
+class _OwnToPartial(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return gathered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _scattered(grad, ctx.group), None
+
+
+class _PartialToOwn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _scattered(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return gathered(grad, ctx.group), None
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return _exchanged(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _exchanged(grad, ctx.group), None

@@ -1,0 +1,96 @@
+"""What ranks do in the tests of layouts: see ``cases``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slurmrl.config.schema.model import Model
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines import ENGINES
+from slurmrl.engines.base import Engine
+from slurmrl.parallel.groups import build
+from slurmrl.workers.worker.sharing import share
+from tests.distributed.engines.cases import Placed, Setup, batch, context, denominator, loss, make
+
+
+def held(setup: Setup) -> list[tuple[str, tuple[int, ...], Tensor]]:
+    """This rank's pieces: name, start of the box, values of the box."""
+    engine = make(setup)
+    local = engine._shards.local()  # type: ignore[attr-defined]
+    pieces = engine.layout().pieces[dist.get_rank()]
+    assert {piece.name for piece in pieces} == {n for n, p in local.items() if p.numel()}
+    for piece in pieces:
+        assert tuple(local[piece.name].shape) == piece.box.size, piece.name
+        assert local[piece.name].is_contiguous()
+    return [(piece.name, piece.box.start, local[piece.name].clone()) for piece in pieces]
+
+
+def forward(setup: Setup) -> dict[str, Tensor]:
+    engine = make(setup)
+    sample = batch().take(setup.split[engine.context.dp_rank])
+    return engine.forward(sample, temperature=0.7)
+
+
+def several(layouts: dict[str, dict[str, int]], models: dict[str, dict[str, Any]]) -> Any:
+    """Engines of all roles side by side, each with its own layout: outputs of the frozen ones,
+    and what two steps of the trained ones gave, with an offload in between."""
+    ranks = tuple(range(dist.get_world_size()))
+    placed = [Placed(role, ranks, sizes) for role, sizes in layouts.items()]
+    contexts = build(placed, rank=dist.get_rank(), device=torch.device("cpu"))
+    engines: dict[str, Engine] = {
+        role: ENGINES.load("fsdp")(
+            role,
+            Model(**models[role]),
+            head="value" if role in ("critic", "reward") else "lm",
+            trained=role in ("actor", "critic"),
+            context=contexts[role],
+            seed=7,
+            total_steps=10,
+            source=None,
+        )
+        for role in layouts
+    }
+    found: dict[str, Any] = {}
+    for step in range(2):
+        for role, engine in engines.items():
+            whole = batch(step)
+            part = whole.take(range(engine.context.dp_rank, whole.bs, engine.context.dp_size))
+            if engine.trained:
+                stats = engine.train_batch(part, loss, denominator(part))
+                found.setdefault(role, []).append((stats["loss"], stats["grad_norm"]))
+            elif engine.context.speaks:
+                found.setdefault(role, []).append(engine.forward(part))
+            else:
+                engine.forward(part)
+            engine.offload()
+            engine.onload()
+    return found
+
+
+def shared(setup: Setup) -> list[Any]:
+    """What ranks have after the first of those with the same samples sent its own."""
+    place = context(setup)
+    rank = dist.get_rank()
+    sample = SequenceSample.from_default(
+        [2, 1],
+        [f"a{rank}", "b"],
+        {
+            "input_ids": torch.tensor([rank, 5, 6]),
+            "logprobs": torch.tensor([0.5, rank, -1.0]),
+            "finished": torch.tensor([True, False]),
+            "values": None,
+        },
+        {"row": [{"rank": rank}, None]},
+    )
+    got = share(sample, place)
+    empty = share(sample.take([]), place)
+    assert got is not None
+    assert empty is not None
+    assert empty.bs == 0
+    assert share(None, place) is None
+    data = {k: None if t is None else (t.tolist(), t.dtype) for k, t in got.data.items()}
+    return [got.ids, got.lengths, got.metadata, data]

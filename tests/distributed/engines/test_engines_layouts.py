@@ -1,0 +1,374 @@
+"""The fsdp engine's layouts: tensor, sequence and context parallelism against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from slurmrl.checkpoint.pieces import RoleCheckpoint
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.generate import GenerationOptions, generate
+from slurmrl.models.init import init_tensor
+from slurmrl.models.shapes import parameter_shapes
+from tests.distributed.engines.cases import ARCHITECTURE, LENGTHS, Setup, batch, model
+from tests.distributed.engines.test_engines_families import (
+    FAMILIES,
+    assert_gradients,
+    gradients,
+    plain_decoder,
+    plain_loss,
+)
+from tests.pool import RankError, RankPool
+
+CASES = "tests.distributed.engines.cases"
+HERE = "tests.distributed.engines.layout_cases"
+ITEMS = len(LENGTHS)
+SPLITS = {
+    1: [list(range(ITEMS))],
+    2: [[1, 5], [0, 2, 3, 4, 6, 7, 8, 9]],
+    4: [[1, 5], [], [0, 2, 3, 4, 6, 8, 9], [7]],
+}
+EVEN = {"intermediate_size": 48, "initializer_range": 0.1}
+"""Weights small enough that rounding is not magnified beyond the bounds."""
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3": {**ARCHITECTURE, **EVEN},
+    "llama": {**ARCHITECTURE, **EVEN, "model_type": "llama", "attention_bias": True},
+    "qwen2": {**ARCHITECTURE, **EVEN, "model_type": "qwen2", "tie_word_embeddings": True},
+    "mistral": {**FAMILIES["mistral"], **EVEN},
+    "gemma": {**FAMILIES["gemma"], **EVEN},
+    "mixtral": {**FAMILIES["mixtral"], **EVEN, "num_local_experts": 4},
+    "qwen3_moe": {
+        **FAMILIES["qwen3_moe"],
+        **EVEN,
+        "num_experts": 4,
+        "moe_intermediate_size": 16,
+    },
+    "gpt2": {**FAMILIES["gpt2"], "initializer_range": 0.1},
+}
+T2, T4, C2, C4 = {"tp": 2}, {"tp": 4}, {"cp": 2}, {"cp": 4}
+D2T2, D2C2, C2T2 = {"dp": 2, "tp": 2}, {"dp": 2, "cp": 2}, {"cp": 2, "tp": 2}
+LAYOUTS: dict[str, dict[str, int]] = {
+    "d2": {"dp": 2},
+    "d4": {"dp": 4},
+    "t2": T2,
+    "t4": T4,
+    "c2": C2,
+    "c4": C4,
+    "d2t2": D2T2,
+    "d2c2": D2C2,
+    "c2t2": C2T2,
+}
+
+
+def setup_of(sizes: dict[str, int], architecture: dict[str, Any], **changes: Any) -> Setup:
+    """One unit a layer where the setup says ``layers``, and sequence parallelism with
+    ``sequence``."""
+    options = {"small_bytes": 0} if changes.pop("layers", False) else {}
+    parallel = {"sequence_parallel": changes.pop("sequence", False)}
+    head, engine = changes.pop("head", "lm"), changes.pop("engine", "fsdp")
+    settings = {"max_tokens_per_microbatch": 16, "model": parallel, **changes}
+    split = SPLITS[sizes.get("dp", 1)]
+    return Setup(
+        model=model(architecture=architecture, **settings),
+        split=split,
+        sizes=sizes,
+        options=options,
+        head=head,
+        engine=engine,
+    )
+
+
+def assert_as_one_process(
+    ranks: RankPool, folder: Path, setup: Setup, architecture: dict[str, Any]
+) -> None:
+    results = ranks(setup.ranks, f"{CASES}:train", setup, save=folder)
+    stats = results[0][0][0]
+    assert all(result[0] == [stats] for result in results)
+    decoder = plain_decoder(architecture)
+    expected = plain_loss(decoder)
+    expected.backward()  # type: ignore[no-untyped-call]
+    assert stats["loss"] == pytest.approx(expected.item(), rel=2e-6)
+    assert stats["tokens"] == sum(LENGTHS)
+    found = gradients(decoder)
+    squares = sum(g.double().square().sum().item() for g in found.values())
+    assert stats["grad_norm"] == pytest.approx(squares**0.5, rel=2e-6)
+    assert_gradients(folder, found)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "options"),
+    [
+        ("qwen3", "t2", {}),
+        ("qwen3", "t4", {"sequence": True}),
+        ("mixtral", "d2t2", {"sequence": True, "layers": True}),
+        ("gpt2", "c2t2", {"sequence": True, "layers": True}),
+        ("qwen3_moe", "d2c2", {}),
+        ("gemma", "c4", {"gradient_checkpointing": "full", "engine": "archon"}),
+        ("qwen2", "c2t2", {"gradient_checkpointing": "selective", "layers": True}),
+    ],
+)
+def test_gradients_are_those_of_one_process(
+    ranks: RankPool, tmp_path: Path, family: str, layout: str, options: dict[str, Any]
+) -> None:
+    """At the bounds of the contract; key and value heads are fewer than the ranks in t4 and c4."""
+    setup = setup_of(LAYOUTS[layout], MODELS[family], **options)
+    assert_as_one_process(ranks, tmp_path, setup, MODELS[family])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", MODELS)
+def test_every_family_in_every_layout(
+    ranks: RankPool, tmp_path: Path, family: str, layout: str, sequence: bool
+) -> None:
+    if sequence and "tp" not in LAYOUTS[layout]:
+        pytest.skip("sequence parallelism is that of tensor ranks")
+    for layers in (False, True):
+        setup = setup_of(LAYOUTS[layout], MODELS[family], sequence=sequence, layers=layers)
+        folder = tmp_path / str(layers)
+        folder.mkdir()
+        assert_as_one_process(ranks, folder, setup, MODELS[family])
+
+
+@pytest.mark.parametrize(("layout", "sequence"), [("d2t2", False), ("c2t2", True)])
+def test_outputs_and_values_come_in_the_samples_order(
+    ranks: RankPool, layout: str, sequence: bool
+) -> None:
+    for head in ("lm", "value"):
+        setup = setup_of(LAYOUTS[layout], MODELS["qwen3"], sequence=sequence, head=head)
+        results = ranks(4, f"{HERE}:forward", setup)
+        decoder = plain_decoder(MODELS["qwen3"])
+        sample = batch()
+        ids, cu = sample.tensor("input_ids"), sample.cu_seqlens("input_ids")
+        with torch.no_grad():
+            hidden = decoder(ids, cu, max(LENGTHS))
+            logp, entropy = decoder.logprobs(hidden, ids, cu, 0.7)
+        expected = {"logp": logp, "entropy": entropy}
+        if head == "value":
+            expected = {"values": torch.zeros(len(ids))}  # a new critic's
+        for rank, found in enumerate(results):
+            share = setup.split[rank // 2 if "dp" in setup.sizes else 0]
+            for name, whole in expected.items():
+                parts = whole.split(LENGTHS)
+                wanted = torch.cat([parts[index] for index in share])
+                assert torch.allclose(found[name], wanted, atol=2e-5), name
+
+
+@pytest.mark.parametrize("layout", ["t2", "c2t2"])
+def test_values_learn_as_in_one_process(ranks: RankPool, layout: str) -> None:
+    one = setup_of({"dp": 1}, MODELS["qwen3"], head="value")
+    split = setup_of(LAYOUTS[layout], MODELS["qwen3"], head="value", sequence=True)
+    expected = ranks(1, f"{CASES}:train", one, range(3))[0][0]
+    found = ranks(split.ranks, f"{CASES}:train", split, range(3))[0][0]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["d2t2", "c2t2"])
+def test_experts_are_balanced_over_all_ranks(ranks: RankPool, tmp_path: Path, layout: str) -> None:
+    """One micro-batch, whose tokens do not fill the ranks' parts evenly."""
+    balanced = {"output_router_logits": True, "router_aux_loss_coef": 0.3}
+    architecture = {**MODELS["qwen3_moe"], **balanced}
+    found = []
+    for sizes in ({"dp": LAYOUTS[layout].get("dp", 1)}, LAYOUTS[layout]):
+        setup = setup_of(
+            sizes, architecture, sequence="tp" in sizes, max_tokens_per_microbatch=1000
+        )
+        folder = tmp_path / str(len(sizes))
+        folder.mkdir()
+        ranks(setup.ranks, f"{CASES}:train", setup, save=folder)
+        found.append(RoleCheckpoint(folder, "actor"))
+    router = "model.layers.1.mlp.gate.weight"
+    expected = {
+        name: torch.from_numpy(found[0].read(f"exp_avg/{name}")) for name, _ in found[0].weights()
+    }
+    assert expected[router].abs().max() > 0
+    for name, gradient in expected.items():
+        difference = torch.from_numpy(found[1].read(f"exp_avg/{name}")) - gradient
+        assert difference.abs().max() <= 1e-5 * gradient.abs().max(), name
+
+
+def assembled(
+    shapes: dict[str, tuple[int, ...]], results: list[list[tuple[str, tuple[int, ...], Tensor]]]
+) -> dict[str, Tensor]:
+    """Whole tensors from all ranks' pieces; copies must be equal."""
+    found = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
+    for name, start, values in (piece for rank in results for piece in rank):
+        box = tuple(slice(s, s + n) for s, n in zip(start, values.shape, strict=True))
+        held = found[name][box]
+        assert bool((held.isnan() | (held == values)).all()), name
+        found[name][box] = values
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "layout"),
+    [("qwen3", "d2t2"), ("qwen3", "t4"), ("mixtral", "c2t2"), ("gpt2", "d2t2")],
+)
+def test_a_layout_says_where_every_element_lies(ranks: RankPool, family: str, layout: str) -> None:
+    setup = setup_of(LAYOUTS[layout], MODELS[family])
+    config = ModelConfig.from_hf(MODELS[family])
+    shapes = parameter_shapes(config, "lm")
+    found = assembled(shapes, ranks(4, f"{HERE}:held", setup))
+    for name, shape in shapes.items():
+        assert torch.equal(found[name], init_tensor(name, shape, config, 7)), name
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2"])
+def test_completions_are_those_of_one_process(ranks: RankPool, family: str) -> None:
+    """Key and value heads fewer than the tensor ranks, and rows that do not fill their parts."""
+    options = GenerationOptions(max_new_tokens=6, stop_token_ids=(3, 4, 5))
+    sample = batch()
+    expected = generate(
+        plain_decoder(MODELS[family]),
+        sample.tensor("input_ids"),
+        sample.cu_seqlens("input_ids"),
+        options,
+        seed=3,
+        step=0,
+        keys=torch.arange(ITEMS),
+    )
+    lengths = expected.lengths.tolist()
+    wanted = [part.tolist() for part in expected.tokens.split(lengths)]
+    logps = [part.tolist() for part in expected.logprobs.split(lengths)]
+    for layout, sequence in (("t4", True), ("d2t2", False), ("c2t2", True)):
+        setup = setup_of(LAYOUTS[layout], MODELS[family], sequence=sequence)
+        for found in ranks(4, f"{CASES}:completions", setup, options):
+            for name, rows in found.items():
+                index = int(name.removeprefix("item"))
+                assert rows[0][0] == wanted[index]
+                assert rows[0][1] == pytest.approx(logps[index], abs=1e-5)
+
+
+def test_checkpoints_move_between_layouts(ranks: RankPool, tmp_path: Path) -> None:
+    """Trained in one layout, loaded and saved again in others: the same weights and moments."""
+    moving = {"optimizer": {"betas": (0.9, 0.95)}}
+    order = ["d2", "d2t2", "c2t2", "t4", "d2"]
+    folders = [tmp_path / str(index) for index in range(len(order))]
+    for index, (layout, folder) in enumerate(zip(order, folders, strict=True)):
+        folder.mkdir()
+        setup = setup_of(LAYOUTS[layout], MODELS["qwen3"], **moving)
+        steps, source = (range(2), None) if index == 0 else (range(2, 2), folders[index - 1])
+        ranks(setup.ranks, f"{CASES}:train", setup, steps, load=source, save=folder)
+    checkpoints = [RoleCheckpoint(folder, "actor") for folder in folders]
+    assert [checkpoint.ranks for checkpoint in checkpoints] == [2, 4, 4, 4, 2]
+    for name in checkpoints[0].layout.tensors:
+        values = [checkpoint.read(name) for checkpoint in checkpoints]
+        assert np.any(values[0])
+        assert all(np.array_equal(values[0], other) for other in values[1:]), name
+    for checkpoint in checkpoints[1:4]:
+        held = sum(p.box.count for _, p in checkpoint.layout.all_pieces())
+        whole = sum(int(np.prod(t.shape)) for t in checkpoint.layout.tensors.values())
+        assert held == whole  # each element once, though several ranks have it
+
+
+def test_resuming_is_bit_exact(ranks: RankPool, tmp_path: Path) -> None:
+    setup = setup_of(C2T2, MODELS["qwen3"], sequence=True, optimizer={"betas": (0.9, 0.95)})
+    folders = [tmp_path / name for name in ("straight", "first", "second")]
+    for folder in folders:
+        folder.mkdir()
+    whole = ranks(4, f"{CASES}:train", setup, range(3), save=folders[0])
+    begun = ranks(4, f"{CASES}:train", setup, range(1), save=folders[1])
+    rest = ranks(4, f"{CASES}:train", setup, range(1, 3), load=folders[1], save=folders[2])
+    assert whole[0][0] == begun[0][0] + rest[0][0]
+    assert [files for _, files in whole] == [files for _, files in rest]
+
+
+def test_models_with_several_layouts_live_in_one_worker(ranks: RankPool) -> None:
+    """What each gives is what it gives alone in one process."""
+    layouts = {"actor": D2T2, "critic": D2C2, "ref": {"dp": 4}, "reward": {"dp": 2, "tp": 2}}
+    settings = {role: model(architecture=MODELS["qwen3"]) for role in layouts}
+    settings["actor"]["model"] = {"sequence_parallel": True}
+    together = ranks(4, f"{HERE}:several", layouts, settings)
+    [alone] = ranks(1, f"{HERE}:several", {role: {"dp": 1} for role in layouts}, settings)
+    for role in ("actor", "critic"):
+        for found in together:
+            for step, expected in zip(found[role], alone[role], strict=True):
+                assert step == pytest.approx(expected, rel=1e-5)
+    for role, size in (("ref", 4), ("reward", 2)):
+        spoken = [found[role] for found in together if role in found]
+        assert len(spoken) == size
+        for step, expected in enumerate(alone[role]):
+            for name, values in expected.items():
+                parts = values.split(LENGTHS)
+                for dp_rank, outputs in enumerate(spoken):
+                    wanted = torch.cat([parts[i] for i in range(dp_rank, ITEMS, size)])
+                    assert torch.allclose(outputs[step][name], wanted, atol=2e-5)
+
+
+def test_the_first_rank_of_those_with_the_same_samples_speaks(ranks: RankPool) -> None:
+    results = ranks(4, f"{HERE}:shared", Setup(sizes=D2T2, split=SPLITS[2]))
+    assert results[0] == results[1]
+    assert results[2] == results[3]
+    ids, lengths, metadata, data = results[3]
+    assert ids == ("a2", "b")
+    assert lengths["input_ids"] == [[2], [1]]
+    assert metadata == {"row": [{"rank": 2}, None]}
+    assert data["input_ids"] == ([2, 5, 6], torch.int64)
+    assert data["finished"] == ([True, False], torch.bool)
+    assert data["values"] is None
+
+
+def test_weights_may_stay_in_host_memory(ranks: RankPool, tmp_path: Path) -> None:
+    setup = setup_of(D2T2, MODELS["qwen3"], cpu_offload=True, layers=True)
+    assert_as_one_process(ranks, tmp_path, setup, MODELS["qwen3"])
+
+
+@pytest.mark.parametrize("layout", ["d2t2", "c2t2"])
+def test_bfloat16_trains_on_float32_weights(ranks: RankPool, tmp_path: Path, layout: str) -> None:
+    losses = []
+    for dtype in ("float32", "bfloat16"):
+        setup = setup_of(LAYOUTS[layout], MODELS["qwen3_moe"], sequence=True, dtype=dtype)
+        (tmp_path / dtype).mkdir()
+        results = ranks(4, f"{CASES}:train", setup, range(2), save=tmp_path / dtype)
+        assert all(result[0] == results[0][0] for result in results)
+        losses.append([stats["loss"] for stats in results[0][0]])
+    assert losses[1] == pytest.approx(losses[0], rel=0.05, abs=0.02)
+    assert losses[1] != losses[0]
+    layout_of = RoleCheckpoint(tmp_path / "bfloat16", "actor").layout
+    assert {spec.dtype for spec in layout_of.tensors.values()} == {"float32"}
+
+
+def test_gradient_descent_steps_as_in_one_process(ranks: RankPool, tmp_path: Path) -> None:
+    sgd = {"name": "sgd", "lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
+    found = []
+    for name in ("one", "c2t2"):
+        (tmp_path / name).mkdir()
+        sizes = LAYOUTS.get(name, {"dp": 1})
+        setup = setup_of(sizes, MODELS["qwen3"], optimizer=sgd)
+        ranks(setup.ranks, f"{CASES}:train", setup, range(3), save=tmp_path / name)
+        found.append(RoleCheckpoint(tmp_path / name, "actor"))
+    kept = {name.partition("/")[0] for name in found[0].layout.tensors if "/" in name}
+    assert kept == {"momentum"}
+    for name in found[0].layout.tensors:
+        assert np.allclose(found[0].read(name), found[1].read(name), atol=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("sizes", "change", "message"),
+    [
+        ({"tp": 3}, {}, "t3 does not divide num_attention_heads 4"),
+        ({"cp": 3}, {}, "c3 does not divide the 4 attention heads"),
+        ({"tp": 2, "cp": 2}, {"num_attention_heads": 6, "head_dim": 6}, "c2 does not divide the 3"),
+        ({"tp": 2}, {"intermediate_size": 49}, "t2 does not divide intermediate_size 49"),
+        ({"pp": 2}, {}, "does not split along pp"),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(
+    ranks: RankPool, sizes: dict[str, int], change: dict[str, Any], message: str
+) -> None:
+    setup = setup_of(sizes, {**MODELS["qwen3"], **change})
+    with pytest.raises(RankError, match=message):
+        ranks(setup.ranks, f"{HERE}:forward", setup)
+
+
+def test_a_model_of_transformers_is_not_split(ranks: RankPool) -> None:
+    setup = setup_of(T2, MODELS["qwen3"], implementation="hf")
+    with pytest.raises(RankError, match="takes data parallelism alone"):
+        ranks(2, f"{HERE}:forward", setup)
