@@ -7,4 +7,11 @@ from __future__ import annotations
 
 from slurmrl.registry import Registry
 
-ENGINES = Registry("engine", {"fsdp": "slurmrl.engines.fsdp.engine:FSDPEngine"})
+ENGINES = Registry(
+    "engine",
+    {
+        "fsdp": "slurmrl.engines.fsdp.engine:FSDPEngine",
+        "archon": "slurmrl.engines.fsdp.engine:FSDPEngine",
+        "megatron": "slurmrl.engines.megatron.entry:make",
+    },
+)

@@ -38,7 +38,8 @@ class Engine(ABC):
     """One model of one role, spread over the ranks of ``context``.
 
     All methods but ``layout`` are collective: every rank of the model calls them in the same
-    order, each with its own sample, which may be empty.
+    order. Each data-parallel rank has its own sample, which may be empty; ranks that differ along
+    other axes alone have the same one and get the same results.
     """
 
     role: str

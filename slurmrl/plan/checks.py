@@ -19,6 +19,7 @@ from slurmrl.graph.call import Call
 from slurmrl.graph.dataset import DATASET_KEYS
 from slurmrl.graph.graph import Graph
 from slurmrl.plan.draft import Draft
+from slurmrl.plan.engines import ENGINES
 from slurmrl.plan.layouts import LAYOUT_CHECKS, SUBMISSION_CHECKS
 from slurmrl.plan.weights import implementations, tokenizer, weights
 from slurmrl.registry import near, resolve
@@ -86,6 +87,24 @@ def _makes_rewards(calls: Sequence[Call]) -> bool:
     return any("rewards" in call.outputs for call in calls)
 
 
+def _engine_options(draft: Draft) -> Iterator[Problem]:
+    """Settings that not every engine has."""
+    trained = {use.role for use in draft.algorithm.roles() if use.trained}
+    for role, model in draft.models():
+        allocation = draft.allocations().get(role)
+        rules = ENGINES.get(allocation.backend) if allocation else None
+        if rules is None or allocation is None:
+            continue
+        name, known = model.optimizer.name, rules.optimizers
+        if role in trained and name not in known:
+            message = f"'{name}' is not allowed: {allocation.backend} has {', '.join(known)}"
+            yield draft.problem((role, "optimizer", "name"), message)
+        if model.cpu_offload and not rules.cpu_offload:
+            able = ", ".join(one for one, other in ENGINES.items() if other.cpu_offload)
+            message = f"true is not allowed with {allocation.backend}; allowed backends: {able}"
+            yield draft.problem((role, "cpu_offload"), message)
+
+
 def _stop_when(draft: Draft) -> Iterator[Problem]:
     text = draft.config.stop_when
     if text is None or not StopWhen.parse(text).metric.startswith("eval/"):
@@ -125,6 +144,7 @@ def _graph(
 CHECKS: Final[tuple[Check, ...]] = (
     *LAYOUT_CHECKS,
     implementations,
+    _engine_options,
     _dataset_types,
     _reward,
     _stop_when,

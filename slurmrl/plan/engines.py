@@ -23,14 +23,37 @@ class EngineRules:
     architectures: str
     hf_architectures: str | None = None
     """The same for ``implementation: hf``; None where the engine does not have it."""
+    generates: bool = True
+    copies_heads: bool = True
+    """Whether more tensor-parallel ranks than key and value heads get copies of these."""
+    own_experts: bool = True
+    """Whether experts may lie otherwise than the rest of the model."""
+    optimizers: tuple[str, ...] = ("adamw",)
+    cpu_offload: bool = False
+    context_heads: bool = False
+    """Whether context-parallel ranks share the attention heads, so that these must divide."""
 
 
+NATIVE: Final = EngineRules(
+    "dtc",
+    "slurmrl.models.config:ModelConfig",
+    hf_architectures="slurmrl.models.hf_config:HFConfig",
+    own_experts=False,
+    optimizers=("adamw", "adam", "sgd"),
+    cpu_offload=True,
+    context_heads=True,
+)
+"""FSDP2 around the built-in decoder; ``archon`` is another name for it."""
 ENGINES: Final = {
-    "fsdp": EngineRules(
-        "d",
-        "slurmrl.models.config:ModelConfig",
-        hf_architectures="slurmrl.models.hf_config:HFConfig",
-    )
+    "fsdp": NATIVE,
+    "archon": NATIVE,
+    "megatron": EngineRules(
+        "dtpce",
+        "slurmrl.engines.megatron.schema:MegatronModel",
+        generates=False,
+        copies_heads=False,
+        context_heads=True,
+    ),
 }
 
 
@@ -45,8 +68,15 @@ def rules_of(allocation: Allocation) -> EngineRules:
         )
     for letter, axis in AXIS_OF.items():
         if allocation.sizes[axis] > 1 and letter not in rules.dimensions:
+            able = [name for name, one in ENGINES.items() if letter in one.dimensions]
+            hint = f" ({', '.join(able)} does)" if able else ""
             raise AllocationError(
                 f"'{allocation}': the {allocation.backend} engine of this version does not split "
-                f"'{letter}'; allowed: {', '.join(rules.dimensions)}"
+                f"'{letter}'{hint}; allowed: {', '.join(rules.dimensions)}"
             )
+    if allocation.experts is not None and not rules.own_experts:
+        raise AllocationError(
+            f"'{allocation}': with {allocation.backend}, experts lie as the rest of the model; "
+            "leave out the halves attn and ffn"
+        )
     return rules

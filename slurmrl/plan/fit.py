@@ -12,8 +12,8 @@ from typing import Final, TypeAlias
 
 from slurmrl.allocation import Allocation
 from slurmrl.config.schema import Model, ParallelSizes
+from slurmrl.plan.engines import ENGINES
 from slurmrl.plan.lengths import Lengths
-from slurmrl.plan.memory import uses_sequence_parallel
 from slurmrl.plan.shape import ModelShape
 
 
@@ -66,11 +66,16 @@ def _widths(fit: Fit) -> Found:
     widths = [("num_attention_heads", shape.heads), ("hidden_size", shape.hidden)]
     if shape.expert_layers < shape.layers:
         widths.append(("intermediate_size", shape.inner))
+    if shape.expert_layers and fit.allocation.experts is None:
+        widths.append(("the inner size of experts", shape.expert_inner))
     for what, number in widths:
         if number % tp:
             yield "tp", _indivisible("t", tp, what, number)
             return
-    if shape.kv_heads % tp and tp % shape.kv_heads:
+    rules = ENGINES.get(fit.allocation.backend)
+    if shape.kv_heads % tp and rules is not None and not rules.copies_heads:
+        yield "tp", _indivisible("t", tp, "num_key_value_heads", shape.kv_heads)
+    elif shape.kv_heads % tp and tp % shape.kv_heads:
         yield (
             "tp",
             f"t{tp} neither divides num_key_value_heads {shape.kv_heads} nor is a multiple of it "
@@ -126,19 +131,21 @@ def _sequence_parallel(fit: Fit) -> Found:
         )
 
 
-def _lengths(fit: Fit) -> Found:
-    cp, tp = fit.allocation.sizes["cp"], fit.allocation.sizes["tp"]
-    split = tp if tp > 1 and uses_sequence_parallel(fit.model, fit.allocation) else 1
-    bounds = [("micro-batches of", fit.model.max_tokens_per_microbatch)]
-    if fit.lengths is not None and not fit.lengths.assumed:
-        bounds.append(("sequences of up to", fit.lengths.longest))
-    for what, tokens in bounds:
-        if cp > 1 and tokens % (2 * cp):
-            rule = f"a multiple of 2*c = {2 * cp} is needed"
-            yield "cp", f"c{cp} cannot split {what} {tokens} tokens evenly: {rule}"
-        elif tokens % (cp * split):
-            rule = f"a multiple of c*t = {cp * split} is needed with sequence parallelism"
-            yield "tp", f"t{tp} cannot split {what} {tokens} tokens evenly: {rule}"
+def _context_heads(fit: Fit) -> Found:
+    """Context-parallel ranks exchange tokens for heads in attention."""
+    tp, cp, shape = fit.allocation.sizes["tp"], fit.allocation.sizes["cp"], fit.shape
+    rules = ENGINES.get(fit.allocation.backend)
+    if cp == 1 or shape is None or rules is None or not rules.context_heads or shape.heads % tp:
+        return
+    heads, kv_heads = shape.heads // tp, shape.kv_heads_of_rank(tp)
+    if heads % cp:
+        yield "cp", _indivisible("c", cp, "the attention heads of a rank,", heads)
+    elif kv_heads % cp and cp % kv_heads:
+        yield (
+            "cp",
+            f"c{cp} neither divides the {kv_heads} key and value heads of a rank nor is a multiple "
+            "of them (heads are split, or copied as a whole)",
+        )
 
 
 def _positions(fit: Fit) -> Found:
@@ -203,7 +210,7 @@ RULES: Final[tuple[Rule, ...]] = (
     _vocabulary,
     _layers,
     _sequence_parallel,
-    _lengths,
+    _context_heads,
     _positions,
     _experts,
     _microbatches,

@@ -15,9 +15,10 @@ from slurmrl.allocation.gpus import format_gpus
 from slurmrl.config.schema import Model
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import AllocationError, Problem
+from slurmrl.graph.call import Method
 from slurmrl.plan import fit, hardware, placement, sizes
 from slurmrl.plan.draft import Draft
-from slurmrl.plan.engines import rules_of
+from slurmrl.plan.engines import ENGINES, rules_of
 from slurmrl.plan.estimates import memories, standing_by_gpu
 from slurmrl.plan.hardware import GIB
 from slurmrl.plan.lengths import lengths_of
@@ -66,6 +67,27 @@ def runnable(draft: Draft) -> Iterator[Problem]:
             rules_of(allocation)
         except AllocationError as error:
             yield draft.problem((role, "backend"), str(error))
+
+
+def generation(draft: Draft) -> Iterator[Problem]:
+    """The actor's own engine generates."""
+    allocation = draft.allocations().get("actor")
+    config, algorithm = draft.config, draft.algorithm
+    if allocation is None or config.rollout.backend:
+        return
+    rules = ENGINES.get(allocation.backend)
+    if rules is None or rules.generates:
+        return
+    calls = [*algorithm.calls(config)]
+    if config.evaluation is not None:
+        calls += algorithm.evaluation_calls(config)
+    if any(call.method is Method.GENERATE for call in calls):
+        able = ", ".join(name for name, one in ENGINES.items() if one.generates)
+        message = (
+            f"'{allocation}' is not allowed: the actor generates, which {allocation.backend} does "
+            f"not do in this version; allowed: {able}"
+        )
+        yield draft.problem(("actor", "backend"), message)
 
 
 def same_ranks(draft: Draft) -> Iterator[Problem]:
@@ -272,4 +294,4 @@ LAYOUT_CHECKS: Final = (
     architectures,
     memory,
 )
-SUBMISSION_CHECKS: Final = (runnable, same_ranks)
+SUBMISSION_CHECKS: Final = (runnable, generation, same_ranks)

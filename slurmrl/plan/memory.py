@@ -8,6 +8,7 @@ from typing import Final
 
 from slurmrl.allocation import Allocation
 from slurmrl.config.schema import Model
+from slurmrl.config.schema.model import Optimizer
 from slurmrl.graph.roles import Head
 from slurmrl.plan.lengths import Lengths
 from slurmrl.plan.shape import ModelShape
@@ -130,21 +131,31 @@ def _per_rank(job: Job) -> float:
 
 def _weight_bytes(job: Job) -> int:
     if job.allocation.backend in SHARDED:
+        if job.model.cpu_offload:
+            return 0
         return round(_per_rank(job) * (4 if job.trained else BYTES[job.model.dtype]))
     own = parameters(job.shape, job.allocation, job.head)
     return round(own.total * BYTES[job.model.dtype])
 
 
 def _training_bytes(job: Job) -> tuple[int, int]:
-    """Gradients and optimizer states. Sharded engines: 4 and 8 bytes a parameter beside the weights
-    in float32. megatron with its distributed optimizer: gradients in float32 on every copy, and a
-    float32 copy of bfloat16 weights beside the moments."""
+    """Gradients and optimizer states. Sharded engines: 4 and, with two moments, 8 bytes a parameter
+    beside the weights in float32, or nothing if they are in host memory. megatron with its
+    distributed optimizer: gradients in float32 on every copy, and a float32 copy of bfloat16
+    weights beside the moments."""
     sharded = _per_rank(job)
     if job.allocation.backend in SHARDED:
-        return round(sharded * 4), round(sharded * 8)
+        if job.model.cpu_offload:
+            return 0, 0
+        return round(sharded * 4), round(sharded * 4 * _moments(job.model.optimizer))
     own = parameters(job.shape, job.allocation, job.head).total
     master = 4 if job.model.dtype == "bfloat16" else 0
     return round(own * 4), round(sharded * (8 + master))
+
+
+def _moments(optimizer: Optimizer) -> int:
+    """Numbers kept beside each parameter."""
+    return int(optimizer.momentum > 0) if optimizer.name == "sgd" else 2
 
 
 def _gathered_layer(job: Job) -> float:

@@ -62,7 +62,8 @@ class ModelPlan(_Part):
 
 
 class CallPlan(_Part):
-    """One call of the graph and the ranks that execute it, which share the batch equally."""
+    """One call of the graph and the ranks that execute it. Data-parallel ranks share the batch
+    equally; those that differ along other axes alone work on the same part."""
 
     name: str
     role: str | None

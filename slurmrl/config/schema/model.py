@@ -25,12 +25,15 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class Optimizer(Section):
     """The optimizer and its schedule. A role that is not trained ignores it."""
 
-    name: Literal["adamw"] = "adamw"
-    """Kind of optimizer."""
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    """Kind of optimizer. `adam` adds decay to the gradient; `sgd` is plain gradient descent, with
+    `momentum` if that is above 0. megatron has `adamw` alone."""
     lr: NonNegativeFloat = 1e-5
     """Learning rate after warm-up."""
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.95)
-    """Decay rates of the first and second moments."""
+    """Decay rates of the first and second moments of `adamw` and `adam`."""
+    momentum: Beta = 0.0
+    """Share of the last step's direction that `sgd` keeps; 0 keeps nothing."""
     eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.0
@@ -99,6 +102,9 @@ class Model(Section):
     products and attention, too; `off` (or false) keeps all."""
     max_tokens_per_microbatch: PositiveInt = 16384
     """Most tokens on one rank at a time; a longer single sequence gets one of its own."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimizer state in host memory and bring a layer to the GPU when
+    it computes: much less GPU memory, much more time. The optimizer steps on the CPU. On fsdp."""
     optimizer: Optimizer = Optimizer()
 
     @model_validator(mode="after")

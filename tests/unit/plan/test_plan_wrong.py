@@ -56,7 +56,7 @@ KINDS = {
     "kv heads": wrong(
         BACKEND,
         "neither divides num_key_value_heads 6",
-        f"{MEGATRON}t4",
+        "actor.backend=fsdp:t4",
         architecture={**LARGE, "num_attention_heads": 12, "num_key_value_heads": 6,
                       "hidden_size": 96},
     ),
@@ -102,24 +102,6 @@ KINDS = {
         "needs tensor parallelism (t above 1)",
         f"{MEGATRON}d2",
         "actor.model.sequence_parallel=true",
-    ),
-    "context splits sequences": wrong(
-        BACKEND,
-        "c2 cannot split sequences of up to 510 tokens evenly",
-        f"{MEGATRON}c2",
-        "rollout.max_new_tokens=254",
-    ),
-    "context splits micro-batches": wrong(
-        BACKEND,
-        "c2 cannot split micro-batches of 1002 tokens evenly",
-        f"{MEGATRON}c2",
-        "actor.max_tokens_per_microbatch=1002",
-    ),
-    "sequence parallel lengths": wrong(
-        BACKEND,
-        "a multiple of c*t = 4 is needed with sequence parallelism",
-        f"{MEGATRON}t4",
-        "rollout.max_new_tokens=255",
     ),
     "positions": wrong(
         "rollout.max_new_tokens",
@@ -297,7 +279,8 @@ def test_all_that_is_wrong_is_told_at_once(plan_ppo: Load) -> None:
 
 RIGHT = {
     "heads, kv heads, vocabulary": f"{MEGATRON}t4",
-    "kv heads are copied": f"{MEGATRON}t8",
+    "kv heads are copied": "actor.backend=fsdp:t8",
+    "tokens are filled up": "actor.backend=fsdp:t2c4",
     "layers": f"{MEGATRON}p6",
     "context": f"{MEGATRON}c4",
     "batch": "actor.backend=fsdp:d16",

@@ -1,0 +1,351 @@
+"""The megatron engine: megatron-core's layers, schedules, gradient buffers and distributed
+optimizer, under any product of its axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from torch import Tensor, nn
+
+from slurmrl.checkpoint.pieces import Snapshot
+from slurmrl.config.schema.model import Model, ParallelSizes
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines import random_state
+from slurmrl.engines.base import TOKENS, Engine, LossFn, OutputFn, Outputs
+from slurmrl.engines.fsdp.weights import model_config
+from slurmrl.engines.host import HostCopies
+from slurmrl.engines.megatron import state
+from slurmrl.engines.megatron.collection import collection
+from slurmrl.engines.megatron.model import Chunk
+from slurmrl.engines.megatron.offload import Offload
+from slurmrl.engines.megatron.optimizer import MOMENTS, ShardedAdamW
+from slurmrl.engines.megatron.packing import Micro, micro_batch
+from slurmrl.engines.megatron.parts import Parts, part_of_flat, parts_of
+from slurmrl.engines.megatron.place import Place, place_of
+from slurmrl.engines.megatron.random_tracker import RandomStates
+from slurmrl.engines.megatron.schedule import Schedule, Use
+from slurmrl.engines.megatron.schema import check
+from slurmrl.engines.megatron.settings import transformer_config
+from slurmrl.engines.megatron.state import Held
+from slurmrl.engines.microbatch import Rounds, Sums, agree, in_order
+from slurmrl.errors import UsageError
+from slurmrl.layout.layout import Layout, TensorSpec
+from slurmrl.layout.piece import Piece
+from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.generate import GenerationOptions, GenerationOutput
+from slurmrl.models.rotary import RotaryTable
+from slurmrl.models.shapes import parameter_shapes
+from slurmrl.parallel.groups import ParallelContext
+
+OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped")
+
+
+class MegatronEngine(Engine):
+    """One role's model on the ranks of ``context``; see ``FSDPEngine`` for the arguments."""
+
+    config: ModelConfig
+
+    def __init__(
+        self,
+        role: str,
+        model: Model,
+        *,
+        head: Head,
+        trained: bool,
+        context: ParallelContext,
+        seed: int,
+        total_steps: int,
+        source: Path | None,
+    ) -> None:
+        self.role = role
+        self.head = head
+        self.trained = trained
+        self.context = context
+        config = model_config(role, model, source)
+        assert isinstance(config, ModelConfig), "checked at submission"
+        check(config)
+        self.config = config
+        self._max_tokens = model.max_tokens_per_microbatch
+        self._dtype = model.dtype
+        self._groups = collection(context)
+        self._settings = transformer_config(config, context, model.dtype, model.recompute)
+        self._vocabulary = _padded(config, model.model or ParallelSizes(), context.axis_size("tp"))
+        self._place = self._place_of(context.rank)
+        self._random = RandomStates(seed, self._place)
+        assert config.rope is not None, "checked"
+        self._rotary = RotaryTable(config.rope, config.head_dim)
+        self._parts = self._parts_of(context.rank)
+        self._host, self._offload = HostCopies(), Offload()
+        self._chunks: list[Any] = [*self._new_chunks()]
+        """Of megatron's class for gradient buffers around ours where the model is trained."""
+        self._optimizer: ShardedAdamW | None = None
+        if trained:
+            if model.optimizer.name != "adamw":
+                raise UsageError(f"{role}: the megatron engine has no {model.optimizer.name}")
+            self._chunks = [self._with_buffers(chunk) for chunk in self._chunks]
+            self._optimizer = ShardedAdamW(
+                model.optimizer, total_steps, self._chunks, self._groups, model.dtype
+            )
+        held = {
+            **self._weights(),
+            **{f"main/{n}": h for n, h in self._shards(moments=False).items()},
+        }
+        state.fill_first(held.values(), config, head, seed=seed, source=source)
+        self._schedule = Schedule(self._chunks, self._settings, self._groups)
+
+    def _place_of(self, rank: int) -> Place:
+        context = self.context
+        return place_of(context.topology, context.experts, context.virtual_pipeline, rank)
+
+    def _parts_of(self, rank: int) -> Parts:
+        return parts_of(self.config, self.head, self._place_of(rank), self._vocabulary)
+
+    def _new_chunks(self) -> Iterator[Chunk]:
+        for stage in self._place.stages(self.config.num_layers):
+            chunk = Chunk(
+                self.config,
+                self.head,
+                self._place,
+                stage,
+                self._vocabulary,
+                self._settings,
+                self._groups,
+                self.context.device,
+            )
+            chunk.to(self.context.device).requires_grad_(self.trained)
+            yield chunk.train(self.trained)
+
+    def _with_buffers(self, chunk: nn.Module) -> DistributedDataParallel:
+        options = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=True
+        )
+        return DistributedDataParallel(self._settings, options, chunk, pg_collection=self._groups)
+
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters by storage."""
+        return {
+            f"{index}.{name}": parameter
+            for index, chunk in enumerate(self._chunks)
+            for name, parameter in getattr(chunk, "module", chunk).named_parameters()
+        }
+
+    def _weights(self) -> Held:
+        """This rank's parameters and the pieces in them."""
+        return {
+            name: (parameter.detach().view(-1), self._parts[name])
+            for name, parameter in self._parameters().items()
+        }
+
+    def _shards(self, *, moments: bool = True) -> Held:
+        """What this rank updates: float32 weights, and their moments."""
+        if self._optimizer is None:
+            return {}
+        names = {parameter: name for name, parameter in self._parameters().items()}
+        found: Held = {}
+        for shard in self._optimizer.shards():
+            storage = names[shard.parameter]
+            own = list(part_of_flat(self._parts[storage], shard.first, shard.last))
+            found[storage] = (shard.weight, own)
+            for moment, values in shard.moments.items() if moments else ():
+                found[f"{moment}/{storage}"] = (values, [_of_moment(moment, p) for p in own])
+        return found
+
+    @property
+    def steps(self) -> int:
+        return self._optimizer.steps if self._optimizer is not None else 0
+
+    def train_batch(
+        self,
+        sample: SequenceSample,
+        loss_fn: LossFn,
+        denominator: float,
+        *,
+        temperature: float = 1.0,
+    ) -> dict[str, float]:
+        if self._optimizer is None:
+            raise UsageError(f"{self.role} is frozen: it cannot be trained")
+        sample = sample.to(self.context.device)
+        rounds = agree(sample, self._budget(sample), denominator, self.context)
+        if rounds.count == 0:
+            raise UsageError(f"{self.role}: no rank has anything to train on")
+        sums = Sums(self.context.device)
+        scale = 1.0 / rounds.denominator if rounds.denominator else 0.0
+
+        def use(number: int, hidden: Tensor, micro: Micro, chunk: Chunk) -> Tensor:
+            outputs = chunk.outputs(hidden, micro, temperature)
+            part = rounds.part(number)
+            if part is None:
+                return _nothing(outputs)
+            items = sample.take(part)
+            loss, stats = loss_fn(outputs, items)
+            clash = sorted(set(stats) & set(OWN_STATS))
+            if clash:
+                raise UsageError(f"{self.role}: the loss returns statistics named {clash}")
+            tokens = torch.tensor(float(items.tensor(TOKENS).shape[0]))
+            sums.add({**stats, "loss": loss, "tokens": tokens})
+            return loss * scale
+
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._run(sample, rounds, use, backward=True)
+        stats: dict[str, float] = {}
+        if self._schedule.is_last:
+            stats = sums.over_ranks(self.context, some_empty=rounds.some_empty)
+            stats["loss"] *= scale
+            stats["denominator"] = rounds.denominator
+        stats = self._schedule.told_by_last(stats, self.context.device)
+        return {**stats, **self._optimizer.step()}
+
+    @torch.no_grad()
+    def forward(
+        self,
+        sample: SequenceSample,
+        output_fn: OutputFn | None = None,
+        *,
+        temperature: float = 1.0,
+    ) -> Outputs:
+        sample = sample.to(self.context.device)
+        rounds = agree(sample, self._budget(sample), 0.0, self.context)
+        made: dict[int, Outputs] = {}
+
+        def use(number: int, hidden: Tensor, micro: Micro, chunk: Chunk) -> Tensor:
+            made[number] = chunk.outputs(hidden, micro, temperature)
+            return hidden.new_zeros(())
+
+        if rounds.count:
+            self._run(sample, rounds, use, backward=False)
+        results = []
+        for number, part in enumerate(rounds.parts):
+            items = sample.take(part)
+            outputs = self._everywhere(made.get(number), items)
+            results.append(outputs if output_fn is None else output_fn(outputs, items))
+        if results:
+            return in_order(sample, rounds.parts, results)
+        nothing = {name: torch.empty(0, device=self.context.device) for name in self._outputs}
+        return nothing if output_fn is None else output_fn(nothing, sample)
+
+    @property
+    def _outputs(self) -> tuple[str, ...]:
+        return ("values",) if self.head == "value" else ("logp", "entropy")
+
+    def _everywhere(self, outputs: Outputs | None, items: SequenceSample) -> Outputs:
+        """The last stage's outputs, on all stages."""
+        tokens = items.tensor(TOKENS).shape[0]
+        empty = torch.empty(len(self._outputs), tokens, device=self.context.device)
+        rows = empty if outputs is None else torch.stack([outputs[n] for n in self._outputs])
+        return dict(zip(self._outputs, self._schedule.from_last(rows).unbind(), strict=True))
+
+    def _budget(self, sample: SequenceSample) -> int:
+        """Tokens of a micro-batch: few enough that every stage of a pipeline has something to
+        do."""
+        tokens = sum(map(sum, sample.lengths[TOKENS]))
+        return max(1, min(self._max_tokens, -(-tokens // self._place.pp)))
+
+    def _run(self, sample: SequenceSample, rounds: Rounds, use: Use, *, backward: bool) -> None:
+        def micro(number: int) -> Micro:
+            part = rounds.part(number)
+            return self._micro(None if part is None else sample.take(part))
+
+        with self._random.used():
+            count = self._schedule.rounds(rounds.count)
+            self._schedule.run(count, micro, use, backward=backward)
+
+    def _micro(self, sample: SequenceSample | None) -> Micro:
+        """A micro-batch; two tokens where this rank has nothing left, so that it takes part in
+        the collectives of the others."""
+        device = self.context.device
+        if sample is None:
+            ids = torch.zeros(2, dtype=torch.int64, device=device)
+            cu_seqlens, longest = torch.tensor([0, 2], dtype=torch.int32, device=device), 2
+        else:
+            ids, cu_seqlens = sample.tensor(TOKENS), sample.cu_seqlens(TOKENS)
+            longest = max(max(lengths) for lengths in sample.lengths[TOKENS])
+        split = self._place.tp if self._settings.sequence_parallel else 1
+        multiple = self.context.axis_size("cp") * split
+        dtype = self._settings.params_dtype
+        return micro_batch(ids, cu_seqlens, longest, multiple, self._rotary, dtype)
+
+    def generate(
+        self,
+        sample: SequenceSample,
+        options: GenerationOptions,
+        *,
+        seed: int,
+        step: int,
+        keys: Tensor,
+    ) -> GenerationOutput:
+        raise UsageError(f"{self.role}: the megatron engine does not generate in this version")
+
+    def snapshot(self, *, copy: bool = True) -> Snapshot | None:
+        if self._optimizer is None:
+            return None
+        held = self._shards()
+        if copy:
+            copies = self._host.copy({name: tensor for name, (tensor, _) in held.items()})
+            held = {name: (copies[name], pieces) for name, (_, pieces) in held.items()}
+        return state.snapshot(
+            self.role, self.context.rank, self.context.size, self.steps, self._specs, held
+        )
+
+    def load(self, directory: Path) -> None:
+        if self._optimizer is None:
+            return
+        checkpoint = state.open_checkpoint(directory, self.role, self._specs)
+        held = [*self._weights().values(), *self._shards().values()]
+        state.fill(held, state.reader(checkpoint))
+        self._optimizer.continue_from(checkpoint.step)
+        random_state.restore(checkpoint, self.context.rank, self.context.size)
+
+    @cached_property
+    def _specs(self) -> dict[str, TensorSpec]:
+        """Weights and moments of a checkpoint."""
+        shapes = parameter_shapes(self.config, self.head)
+        prefixes = ("", *(f"{moment}/" for moment in MOMENTS))
+        return {p + n: TensorSpec(s, "float32") for p in prefixes for n, s in shapes.items()}
+
+    def layout(self) -> Layout:
+        shapes = parameter_shapes(self.config, self.head)
+        ranks = (self._parts_of(rank) for rank in range(self.context.size))
+        return Layout(
+            {name: TensorSpec(shape, self._dtype) for name, shape in shapes.items()},
+            tuple(tuple(p for pieces in own.values() for p in pieces) for own in ranks),
+        )
+
+    def offload(self) -> None:
+        buffers = [
+            buffer
+            for chunk in self._chunks
+            if isinstance(chunk, DistributedDataParallel)
+            for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+        ]
+        held = {**self._weights(), **self._shards()}
+        self._offload.take([tensor for tensor, _ in held.values()], [b.grad_data for b in buffers])
+
+    def onload(self) -> None:
+        self._offload.give()
+
+
+def _padded(config: ModelConfig, sizes: ParallelSizes, tp: int) -> int:
+    """Rows of the embedding with those that make it divisible."""
+    multiple = tp * sizes.make_vocab_size_divisible_by
+    return -(-config.vocab_size // multiple) * multiple
+
+
+def _of_moment(moment: str, piece: Piece) -> Piece:
+    return Piece(
+        f"{moment}/{piece.name}",
+        piece.box,
+        f"{moment}/{piece.storage}",
+        piece.offset,
+        piece.strides,
+    )
+
+
+def _nothing(outputs: Outputs) -> Tensor:
+    """A loss that depends on all outputs and is zero."""
+    return torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0

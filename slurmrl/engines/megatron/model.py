@@ -1,0 +1,149 @@
+"""megatron-core's GPTModel with outputs of our own: no logits, and value heads.
+
+T packed tokens, c ranks along the context axis, h hidden size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from slurmrl.engines.base import Outputs
+from slurmrl.engines.megatron.layers import block_spec
+from slurmrl.engines.megatron.packing import Micro
+from slurmrl.engines.megatron.place import Place, Stage
+from slurmrl.models.config import Head, ModelConfig
+from slurmrl.ops.collectives import (
+    own_to_partial,
+    own_to_whole,
+    partial_to_whole,
+    whole_to_partial,
+)
+from slurmrl.ops.logprobs import following_tokens, logprobs_and_entropy
+from slurmrl.ops.vocab_parallel import Rows, vocab_parallel_logprobs_and_entropy
+
+SPLIT = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+
+
+class Chunk(GPTModel):  # type: ignore[misc]
+    """One chunk of a pipeline stage. Rotation is the business of attention."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        head: Head,
+        place: Place,
+        stage: Stage,
+        vocabulary: int,
+        settings: TransformerConfig,
+        groups: ProcessGroupCollection,
+        device: torch.device,
+    ) -> None:
+        self.model_config, self.head = config, head
+        super().__init__(
+            settings,
+            block_spec(config, stage, device),
+            vocabulary,
+            config.max_positions,
+            pre_process=stage.embeds,
+            post_process=stage.ends,
+            share_embeddings_and_output_weights=head == "lm" and config.tie_embeddings,
+            position_embedding_type="none",
+            pg_collection=groups,
+            vp_stage=stage.index if place.virtual > 1 else None,
+        )
+        self.rows = Rows(groups.tp, vocabulary // place.tp)
+        self.kept_rows = min(self.rows.each, config.vocab_size - self.rows.first)
+        if head == "value" and stage.ends:
+            self.output_layer = nn.Linear(
+                config.hidden_size, 1, bias=False, device=device, dtype=settings.params_dtype
+            )
+        self._mark_parameters()
+
+    def _mark_parameters(self) -> None:
+        """Say what megatron says of a parameter only where it draws the first values itself."""
+        for module in self.modules():
+            if isinstance(module, SPLIT):
+                _mark(module.weight, 1 if isinstance(module, RowParallelLinear) else 0)
+            if isinstance(module, ColumnParallelLinear) and module.bias is not None:
+                _mark(module.bias, 0)
+        for name, parameter in self.named_parameters():
+            if ".local_experts." in name:
+                # Their copies lie along the experts' own data axis, whatever the sizes are.
+                vars(parameter)["allreduce"] = False
+
+    def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        found: tuple[Any, ...] = super()._preprocess(*args, **kwargs)
+        if self.pre_process and self.model_config.family.scaled_embedding:
+            scale = torch.tensor(
+                self.model_config.hidden_size**0.5, dtype=self.config.params_dtype, device="cpu"
+            )
+            return (found[0] * scale.item(), *found[1:])
+        return found
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        """Hidden states [T/c, 1, h] (split further by sequence parallelism), as the last layer
+        of the chunk left them."""
+        return hidden_states
+
+    def outputs(self, hidden: Tensor, micro: Micro, temperature: float) -> Outputs:
+        """Per-token outputs [T] in the sample's order, alike on the ranks that share a sample."""
+        tp, cp = self.pg_collection.tp, self.pg_collection.cp
+        hidden = hidden.squeeze(1)
+        if self.head == "value":
+            if self.config.sequence_parallel:
+                hidden = own_to_whole(hidden, tp)
+            values = F.linear(hidden, self.output_layer.weight).squeeze(-1).float()
+            whole = own_to_whole(values, cp) if cp.size() > 1 else values
+            return {"values": whole[micro.back]}
+        if tp.size() > 1:
+            gather = own_to_partial if self.config.sequence_parallel else whole_to_partial
+            hidden = gather(hidden, tp)
+        return self._logprobs(hidden, micro, temperature)
+
+    def _logprobs(self, hidden: Tensor, micro: Micro, temperature: float) -> Outputs:
+        """Each token is judged by the rank that has the hidden state before it."""
+        tp, cp = self.pg_collection.tp, self.pg_collection.cp
+        first = hidden.shape[0] * cp.rank()
+        rest = following_tokens(micro.cu_seqlens, micro.ids.shape[0])
+        before = rest - 1 - first
+        here = (before >= 0) & (before < hidden.shape[0])
+        rest, states = rest[here], hidden.index_select(0, before[here])
+        weight = self._head_weight()[: self.kept_rows]
+        targets = micro.ids[rest]
+        if tp.size() > 1:
+            logp, entropy = vocab_parallel_logprobs_and_entropy(
+                states, weight, targets, self.rows, temperature
+            )
+        else:
+            logp, entropy = logprobs_and_entropy(states, weight, targets, temperature)
+        zeros = logp.new_zeros(2, micro.ids.shape[0])
+        found = zeros.index_copy(1, rest, torch.stack((logp, entropy)))
+        whole = partial_to_whole(found, cp) if cp.size() > 1 else found
+        logp, entropy = whole[:, micro.back].unbind()
+        return {"logp": logp, "entropy": entropy}
+
+    def _head_weight(self) -> Tensor:
+        tied = self.share_embeddings_and_output_weights
+        weight: Tensor = (
+            self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        )
+        return weight
+
+
+def _mark(parameter: nn.Parameter | None, dim: int) -> None:
+    """The parameter is split along ``dim``, so that a norm counts it on every rank."""
+    if parameter is not None and not hasattr(parameter, "tensor_model_parallel"):
+        set_tensor_model_parallel_attributes(parameter, True, dim, 1)

@@ -1,0 +1,49 @@
+"""Device memory given back and taken again, with all views of it intact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class Offload:
+    """Storages whose contents are in host memory meanwhile."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+
+    def take(self, kept: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> None:
+        """Free the storages of these tensors; ``scratch`` need not keep its contents and comes
+        back as zeros. Does nothing if they are taken already."""
+        if self._kept:
+            return
+        seen: set[int] = set()
+        for tensors, copied in ((kept, True), (scratch, False)):
+            for tensor in tensors:
+                storage = tensor.untyped_storage()
+                # (host memory that numpy has looked at cannot be freed, and need not be)
+                if storage.data_ptr() in seen or not storage.nbytes() or not storage.resizable():
+                    continue
+                seen.add(storage.data_ptr())
+                host = _bytes(tensor).cpu().clone() if copied else None
+                self._kept.append((storage, storage.nbytes(), host))
+        for storage, _, _ in self._kept:
+            storage.resize_(0)
+
+    def give(self) -> None:
+        """Undo ``take``."""
+        for storage, size, host in self._kept:
+            storage.resize_(size)
+            whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            if host is None:
+                whole.zero_()
+            else:
+                whole.copy_(host)
+        self._kept.clear()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    return empty.set_(tensor.untyped_storage())

@@ -1,0 +1,66 @@
+"""Packed sequences as megatron's layers get them.
+
+T packed tokens, S sequences. Ranks along the context axis hold equal consecutive parts of the
+packed tokens, padded with a last sequence of their own; attention sees whole sequences.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+from torch import Tensor
+
+from slurmrl.models.packed import length_order, packed_positions
+from slurmrl.models.rotary import RotaryTable, Rotation
+from slurmrl.ops.attention import Packing
+
+
+@dataclass
+class Packed(PackedSeqParams):  # type: ignore[misc]
+    """What attention must know of a micro-batch beside its tokens."""
+
+    packing: Packing | None = None
+    rotation: Rotation | None = None
+
+
+@dataclass(frozen=True)
+class Micro:
+    """One micro-batch: sequences of equal length side by side, then padding."""
+
+    ids: Tensor
+    """[T + padding]"""
+    cu_seqlens: Tensor
+    """The padding is a sequence of its own."""
+    back: Tensor
+    """[T] where each token of the sample's order lies."""
+    params: Packed
+
+    def share(self, rank: int, ranks: int) -> Tensor:
+        """The tokens of one context-parallel rank."""
+        return self.ids.chunk(ranks)[rank]
+
+
+def micro_batch(
+    ids: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    multiple: int,
+    rotary: RotaryTable,
+    dtype: torch.dtype,
+) -> Micro:
+    """ids [T], cu_seqlens [S+1] int32; the padded length is a multiple of ``multiple``."""
+    tokens = ids.shape[0]
+    order, cu_sorted = length_order(cu_seqlens, tokens)
+    padding = -tokens % multiple
+    padded = torch.cat((ids[order], ids.new_zeros(padding)))
+    if padding:
+        cu_sorted = torch.cat((cu_sorted, cu_sorted[-1:] + padding))
+    positions = packed_positions(cu_sorted, tokens + padding)
+    params = Packed(
+        qkv_format="thd",
+        packing=Packing(cu_sorted, max(longest, padding)),
+        rotation=rotary.rotation(positions, dtype),
+    )
+    return Micro(padded, cu_sorted, order.argsort(), params)

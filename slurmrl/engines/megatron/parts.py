@@ -1,0 +1,158 @@
+"""Which parts of a model's parameters lie in the parameters of megatron's modules. Torch-free.
+
+Every piece is contiguous in its storage: queries, keys and values of one head group stand behind
+each other in ``linear_qkv``, gates before the other half in ``linear_fc1``; rows of the vocabulary
+beyond its size are void. A storage is named by its chunk and its parameter:
+``0.output_layer.weight``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+from slurmrl.engines.megatron.place import Place, Stage
+from slurmrl.layout.box import Box, Index, flat_range
+from slurmrl.layout.piece import Piece
+from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.shapes import EMBEDDING, LM_HEAD, VALUE_HEAD, parameter_shapes
+
+Parts = dict[str, list[Piece]]
+"""Pieces by storage."""
+Rows = tuple[str, int, int]
+"""A parameter, and which of its rows: first and number."""
+SHAPES = ("weight", "bias")
+
+
+def parts_of(config: ModelConfig, head: Head, place: Place, vocabulary: int) -> Parts:
+    """All pieces of a rank; ``vocabulary`` is the padded number of rows."""
+    return _Parts(config, head, place, vocabulary).found
+
+
+def part_of_flat(pieces: Iterable[Piece], first: int, last: int) -> Iterator[Piece]:
+    """What of contiguous pieces of one storage lies in its elements ``first`` to ``last``, as
+    pieces of a storage that has those elements only."""
+    for piece in pieces:
+        begin, end = max(first, piece.offset), min(last, piece.offset + piece.box.count)
+        offset = begin - first
+        for box in flat_range(piece.box.size, begin - piece.offset, end - piece.offset):
+            start = tuple(a + b for a, b in zip(piece.box.start, box.start, strict=True))
+            yield Piece.contiguous(piece.name, Box(start, box.size), piece.storage, offset)
+            offset += box.count
+
+
+class _Parts:
+    def __init__(self, config: ModelConfig, head: Head, place: Place, vocabulary: int) -> None:
+        self.config, self.place = config, place
+        self.shapes: Mapping[str, Index] = parameter_shapes(config, head)
+        self.found: Parts = {}
+        for stage in place.stages(config.num_layers):
+            if stage.embeds:
+                self._vocabulary(stage, "embedding.word_embeddings.weight", EMBEDDING, vocabulary)
+            for layer in range(stage.layers):
+                self._layer(f"{stage.index}.decoder.layers.{layer}.", stage.first_layer + layer)
+            if stage.ends:
+                self._whole(f"{stage.index}.decoder.final_layernorm.weight", "model.norm.weight")
+                self._head(stage, head, vocabulary)
+
+    def _head(self, stage: Stage, head: Head, vocabulary: int) -> None:
+        if head == "value":
+            self._whole(f"{stage.index}.output_layer.weight", VALUE_HEAD)
+        elif not self.config.tie_embeddings:
+            self._vocabulary(stage, "output_layer.weight", LM_HEAD, vocabulary)
+        elif not stage.embeds:
+            self._vocabulary(stage, "output_layer.weight", EMBEDDING, vocabulary)
+
+    def _vocabulary(self, stage: Stage, storage: str, name: str, vocabulary: int) -> None:
+        rows = vocabulary // self.place.tp
+        first = rows * self.place.tp_rank
+        kept = max(0, min(first + rows, self.config.vocab_size) - first)
+        self._rows(f"{stage.index}.{storage}", [(name, first, kept)])
+
+    def _layer(self, storage: str, layer: int) -> None:
+        name = f"model.layers.{layer}."
+        self._whole(f"{storage}input_layernorm.weight", f"{name}input_layernorm.weight")
+        self._whole(f"{storage}pre_mlp_layernorm.weight", f"{name}post_attention_layernorm.weight")
+        self._attention(f"{storage}self_attention.", f"{name}self_attn.")
+        moe = self.config.moe
+        if moe is not None and layer in moe.layers:
+            self._experts(f"{storage}mlp.", f"{name}mlp.", moe.experts)
+        else:
+            self._mlp(f"{storage}mlp.", f"{name}mlp.")
+
+    def _attention(self, storage: str, name: str) -> None:
+        config, place = self.config, self.place
+        size, shared = config.head_dim, config.num_heads // config.num_kv_heads
+        groups = config.num_kv_heads // place.tp
+        rows: list[Rows] = []
+        for group in range(groups * place.tp_rank, groups * (place.tp_rank + 1)):
+            rows.append((f"{name}q_proj", group * shared * size, shared * size))
+            rows += [(f"{name}{part}_proj", group * size, size) for part in "kv"]
+        self._columns(f"{storage}linear_qkv", rows)
+        self._inner(f"{storage}linear_proj", f"{name}o_proj", place.tp, place.tp_rank)
+        if config.qk_norm:
+            for part in "qk":
+                self._whole(f"{storage}{part}_layernorm.weight", f"{name}{part}_norm.weight")
+
+    def _mlp(self, storage: str, name: str) -> None:
+        rows = self.config.intermediate_size // self.place.tp
+        first = rows * self.place.tp_rank
+        halves = [(f"{name}{half}_proj", first, rows) for half in ("gate", "up")]
+        self._columns(f"{storage}linear_fc1", halves)
+        down = f"{name}down_proj"
+        self._inner(f"{storage}linear_fc2", down, self.place.tp, self.place.tp_rank)
+
+    def _experts(self, storage: str, name: str, experts: int) -> None:
+        place = self.place
+        self._whole(f"{storage}router.weight", f"{name}gate.weight")
+        local = experts // place.ep
+        for index in range(local):
+            at = f"{storage}experts.local_experts.{index}."
+            expert = place.ep_rank * local + index
+            self._expert(f"{at}linear_fc1.weight", name, ("gate", "up"), expert, 1)
+            self._expert(f"{at}linear_fc2.weight", name, ("down",), expert, 2)
+
+    def _expert(
+        self, storage: str, name: str, halves: tuple[str, ...], expert: int, split: int
+    ) -> None:
+        """Matrices of one expert, whose dim ``split`` the ranks share."""
+        offset, pieces = 0, []
+        for half in halves:
+            full = f"{name}experts.{half}_proj"
+            start, size = [expert, 0, 0], [1, *self.shapes[full][1:]]
+            size[split] //= self.place.etp
+            start[split] = size[split] * self.place.etp_rank
+            box = Box(tuple(start), tuple(size))
+            pieces.append(Piece.contiguous(full, box, storage, offset))
+            offset += box.count
+        self.found[storage] = pieces
+
+    def _columns(self, storage: str, rows: list[Rows]) -> None:
+        """Rows of several matrices, one behind the other, and of their biases."""
+        for kind in SHAPES:
+            if f"{rows[0][0]}.{kind}" in self.shapes:
+                own = [(f"{name}.{kind}", first, number) for name, first, number in rows]
+                self._rows(f"{storage}.{kind}", own)
+
+    def _inner(self, storage: str, name: str, parts: int, part: int) -> None:
+        """A matrix whose inputs are split; every rank has its bias."""
+        rows, columns = self.shapes[f"{name}.weight"]
+        width = columns // parts
+        box = Box((0, width * part), (rows, width))
+        weight = f"{storage}.weight"
+        self.found[weight] = [Piece.contiguous(f"{name}.weight", box, weight)]
+        if f"{name}.bias" in self.shapes:
+            self._whole(f"{storage}.bias", f"{name}.bias")
+
+    def _rows(self, storage: str, rows: Iterable[Rows]) -> None:
+        offset, pieces = 0, []
+        for name, first, number in rows:
+            inner = self.shapes[name][1:]
+            box = Box((first, *(0 for _ in inner)), (number, *inner))
+            if box.count:
+                pieces.append(Piece.contiguous(name, box, storage, offset))
+            offset += box.count
+        self.found[storage] = pieces
+
+    def _whole(self, storage: str, name: str) -> None:
+        box = Box.whole(self.shapes[name])
+        self.found[storage] = [Piece.contiguous(name, box, storage)]

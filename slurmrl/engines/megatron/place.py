@@ -1,0 +1,72 @@
+"""Where a rank stands in a megatron layout. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from slurmrl.parallel.topology import ProcessTopology
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """One model chunk of a rank: its layers, and whether it embeds tokens or makes outputs."""
+
+    index: int
+    first_layer: int
+    layers: int
+    embeds: bool
+    ends: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Coordinates and sizes: tensor, pipeline (in ``virtual`` chunks), experts, and tensors of
+    experts. What lies along data and context axes are copies."""
+
+    tp: int = 1
+    tp_rank: int = 0
+    pp: int = 1
+    pp_rank: int = 0
+    virtual: int = 1
+    ep: int = 1
+    ep_rank: int = 0
+    etp: int = 1
+    etp_rank: int = 0
+
+    def stages(self, layers: int) -> Iterator[Stage]:
+        """The chunks of this rank, in order; chunks alternate over the pipeline's ranks."""
+        count = layers // (self.pp * self.virtual)
+        for index in range(self.virtual):
+            number = index * self.pp + self.pp_rank
+            yield Stage(
+                index=index,
+                first_layer=number * count,
+                layers=count,
+                embeds=number == 0,
+                ends=number == self.pp * self.virtual - 1,
+            )
+
+
+def place_of(
+    topology: ProcessTopology, experts: ProcessTopology | None, virtual: int, rank: int
+) -> Place:
+    """Of one rank; experts without a grid of their own are split as other matrices are."""
+    sizes, at = dict(zip(topology.axes, topology.sizes, strict=True)), topology.coordinates(rank)
+    tp, tp_rank = sizes.get("tp", 1), at.get("tp", 0)
+    own: Mapping[str, int] = {"tp": tp, "ep": 1}
+    there: Mapping[str, int] = {"tp": tp_rank, "ep": 0}
+    if experts is not None:
+        own = dict(zip(experts.axes, experts.sizes, strict=True))
+        there = experts.coordinates(rank)
+    return Place(
+        tp=tp,
+        tp_rank=tp_rank,
+        pp=sizes.get("pp", 1),
+        pp_rank=at.get("pp", 0),
+        virtual=virtual,
+        ep=own["ep"],
+        ep_rank=there["ep"],
+        etp=own["tp"],
+        etp_rank=there["tp"],
+    )

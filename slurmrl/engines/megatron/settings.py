@@ -1,0 +1,96 @@
+"""megatron-core's own description of a model, from ours."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.mlp import ACTIVATIONS
+from slurmrl.parallel.groups import ParallelContext
+
+Recompute = Literal["off", "selective", "full"]
+
+
+def transformer_config(
+    config: ModelConfig, context: ParallelContext, dtype: str, recompute: Recompute
+) -> TransformerConfig:
+    """Losses are sums that the engine divides, so megatron scales no gradient; parameters are
+    filled from pieces, so it draws none."""
+    tp = context.axis_size("tp")
+    return TransformerConfig(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_heads,
+        num_query_groups=config.num_kv_heads,
+        kv_channels=config.head_dim,
+        ffn_hidden_size=config.intermediate_size,
+        gated_linear_unit=True,
+        activation_func=ACTIVATIONS[config.activation],
+        bias_activation_fusion=False,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.norm_eps,
+        add_bias_linear=config.mlp_bias,
+        add_qkv_bias=config.qkv_bias,
+        qk_layernorm=config.qk_norm,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        perform_initialization=False,
+        params_dtype=getattr(torch, dtype),
+        bf16=dtype == "bfloat16",
+        attention_softmax_in_fp32=True,
+        calculate_per_token_loss=True,
+        gradient_accumulation_fusion=False,
+        tensor_model_parallel_size=tp,
+        sequence_parallel=context.sequence_parallel and tp > 1,
+        context_parallel_size=context.axis_size("cp"),
+        **_pipeline(context, dtype),
+        **_experts(config, context),
+        **_recompute(recompute),
+    )
+
+
+def _pipeline(context: ParallelContext, dtype: str) -> dict[str, Any]:
+    stages, virtual = context.axis_size("pp"), context.virtual_pipeline
+    return {
+        "pipeline_model_parallel_size": stages,
+        "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
+        "pipeline_dtype": getattr(torch, dtype),
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",  # the other one wants equal lengths
+        # Interleaved schedules are silently wrong without overlapped sends.
+        "overlap_p2p_comm": virtual > 1,
+        "batch_p2p_comm": virtual == 1,
+    }
+
+
+def _experts(config: ModelConfig, context: ParallelContext) -> dict[str, Any]:
+    moe = config.moe
+    if moe is None:
+        return {}
+    grid = context.experts
+    return {
+        "num_moe_experts": moe.experts,
+        "moe_ffn_hidden_size": moe.inner,
+        "moe_layer_freq": [int(layer in moe.layers) for layer in range(config.num_layers)],
+        "moe_router_topk": moe.per_token,
+        # Probabilities of all experts, or normalised over the chosen ones.
+        "moe_router_pre_softmax": not moe.normalized,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "expert_model_parallel_size": grid.size("ep") if grid else 1,
+        "expert_tensor_parallel_size": grid.size("tp") if grid else context.axis_size("tp"),
+    }
+
+
+def _recompute(recompute: Recompute) -> dict[str, Any]:
+    if recompute == "full":
+        return {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    return {"recompute_granularity": "selective"} if recompute == "selective" else {}

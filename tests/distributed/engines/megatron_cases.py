@@ -1,0 +1,162 @@
+"""What ranks do in the tests of the megatron engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slurmrl.config.schema.model import Model
+from slurmrl.engines import ENGINES
+from slurmrl.engines.base import Engine
+from slurmrl.errors import UsageError
+from slurmrl.layout.layout import Layout
+from slurmrl.parallel.groups import build
+from tests.distributed.engines.cases import batch, denominator, loss
+from tests.support.megatron_cpu import install
+
+ORDER = ("pp", "dp", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A layout on the first ranks of the job."""
+
+    sizes: dict[str, int]
+    expert_sizes: dict[str, int] = field(default_factory=dict)
+    virtual_pipeline: int = 1
+    sequence_parallel: bool = False
+    role: str = "actor"
+    engine: str = "megatron"
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return tuple(range(prod(self.sizes.values())))
+
+
+def placed(
+    *, sp: bool = False, v: int = 1, experts: dict[str, int] | None = None, **sizes: int
+) -> Placed:
+    """Axes by their names, in the order of a plan."""
+    return Placed({axis: sizes.get(axis, 1) for axis in ORDER}, experts or {}, v, sp)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A megatron engine to make."""
+
+    where: Placed
+    model: dict[str, Any]
+    head: str = "lm"
+    trained: bool = True
+    source: Path | None = None
+
+
+def make(case: Case) -> Engine:
+    install()
+    contexts = build([case.where], rank=dist.get_rank(), device=torch.device("cpu"))
+    engine: Engine = ENGINES.load("megatron")(
+        "actor",
+        Model(**case.model),
+        head=case.head,
+        trained=case.trained,
+        context=contexts["actor"],
+        seed=7,
+        total_steps=10,
+        source=case.source,
+    )
+    return engine
+
+
+def share(engine: Engine) -> list[int]:
+    """Item indices of this rank: unequal shares, the last data-parallel rank has most."""
+    rank, size = engine.context.dp_rank, engine.context.dp_size
+    return [index for index in range(10) if min(index // 2, size - 1) == rank]
+
+
+def step(engine: Engine, number: int) -> dict[str, float]:
+    sample = batch(number).take(share(engine))
+    return engine.train_batch(sample, loss, denominator(sample))
+
+
+def train(
+    case: Case, steps: range = range(1), save: Path | None = None, load: Path | None = None
+) -> list[dict[str, float]]:
+    """Train; the statistics of each step. Saves after each step under its number."""
+    engine = make(case)
+    torch.manual_seed(dist.get_rank() if load is None else 99)
+    if load is not None:
+        engine.load(load)
+        assert engine.steps == steps.start
+    stats = []
+    for number in steps:
+        torch.rand(3)  # somebody draws from the process's generator
+        stats.append(step(engine, number))
+        if save is not None:
+            engine.save(save / str(number))
+    return stats
+
+
+def outputs(case: Case) -> tuple[dict[str, Tensor], list[int]]:
+    """Outputs of this rank's items, and which these are."""
+    engine = make(case)
+    return engine.forward(batch().take(share(engine))), share(engine)
+
+
+def held(case: Case) -> tuple[Layout, dict[str, Tensor]]:
+    """The layout, and what this rank's storages hold."""
+    engine: Any = make(case)
+    return engine.layout(), {name: flat.clone() for name, (flat, _) in engine._weights().items()}
+
+
+def offloaded(case: Case) -> tuple[int, int, list[dict[str, float]], list[dict[str, float]]]:
+    """Bytes of weights, moments and gradients before and while offloaded; statistics of steps with
+    and without."""
+    engine: Any = make(case)
+    kept = make(case)
+    first = [step(engine, 0)]
+    before = _bytes(engine)
+    engine.offload()
+    engine.offload()
+    during = _bytes(engine)
+    engine.onload()
+    first.append(step(engine, 1))
+    return before, during, first, [step(kept, 0), step(kept, 1)]
+
+
+def _bytes(engine: Any) -> int:
+    tensors = [t for t, _ in (*engine._weights().values(), *engine._shards().values())]
+    tensors += [b.grad_data for chunk in engine._chunks for b in chunk.buffers]
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())
+
+
+def refused_generation(case: Case) -> str:
+    engine: Any = make(case)
+    try:
+        engine.generate(batch(), None, seed=0, step=0, keys=torch.zeros(10, 2))
+    except UsageError as error:
+        return str(error)
+    return "generated"
+
+
+def resaved(case: Case, source: Path, target: Path) -> None:
+    engine = make(case)
+    engine.load(source)
+    engine.save(target)
+
+
+def frozen(case: Case, folder: Path) -> tuple[list[Any], str]:
+    """What a frozen engine saves, and what it says to training."""
+    engine = make(case)
+    engine.load(folder)
+    try:
+        step(engine, 0)
+    except UsageError as error:
+        return engine.save(folder), str(error)
+    return [], "trained"

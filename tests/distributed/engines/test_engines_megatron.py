@@ -1,0 +1,201 @@
+"""The megatron engine against the built-in decoder in one process, from the same folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slurmrl.checkpoint.pieces import RoleCheckpoint
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.base import Outputs
+from slurmrl.models.decoder import Decoder
+from slurmrl.models.hf import to_hf
+from tests.distributed.engines import cases
+from tests.distributed.engines.cases import ARCHITECTURE, LENGTHS, batch, model
+from tests.distributed.engines.megatron_cases import Case, Placed, placed
+from tests.distributed.engines.test_engines_contract import plain_decoder
+from tests.pool import RankPool
+
+HERE = "tests.distributed.engines.megatron_cases"
+EVEN = {**ARCHITECTURE, "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 4}
+TIED = {**EVEN, "tie_word_embeddings": True}
+QWEN2 = {**EVEN, "model_type": "qwen2", "num_key_value_heads": 4}
+LLAMA = {
+    **EVEN,
+    "model_type": "llama",
+    "attention_bias": True,
+    "mlp_bias": True,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8,
+    },
+}
+MISTRAL = {**EVEN, "model_type": "mistral", "sliding_window": 4}
+GEMMA = {**EVEN, "model_type": "gemma"}
+MOE = {
+    **EVEN,
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "mlp_only_layers": [1],
+    "norm_topk_prob": True,
+}
+MIXTRAL = {**EVEN, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+BUDGET = {"max_tokens_per_microbatch": 16, "model": {"make_vocab_size_divisible_by": 1}}
+STEPS = 3
+ROUNDING = 4e-6
+"""Of float32 sums in another order, as a share of a gradient's largest element; the largest that
+was seen is 2.5e-6."""
+
+
+def grid(pp: int, dp: int, ep: int, tp: int) -> dict[str, int]:
+    return {"pp": pp, "dp": dp, "ep": ep, "tp": tp}
+
+
+Layouts = dict[str, tuple[Placed, dict[str, Any], str]]
+FAST: Layouts = {
+    "t2 sp tied": (placed(tp=2, sp=True), TIED, "lm"),
+    "p2 v2": (placed(pp=2, v=2), EVEN, "lm"),
+    "d2 experts e2": (placed(dp=2, experts=grid(1, 1, 2, 1)), MOE, "lm"),
+}
+LONG: Layouts = {
+    "one": (placed(), EVEN, "lm"),
+    "t2": (placed(tp=2), EVEN, "lm"),
+    "t2 sp": (placed(tp=2, sp=True), EVEN, "lm"),
+    "p2": (placed(pp=2), EVEN, "lm"),
+    "p2 tied": (placed(pp=2), TIED, "lm"),
+    "p4": (placed(pp=4), EVEN, "lm"),
+    "p2 v2 tied": (placed(pp=2, v=2), TIED, "lm"),
+    "d2": (placed(dp=2), EVEN, "lm"),
+    "d2 tied": (placed(dp=2), TIED, "lm"),
+    "c2": (placed(cp=2), EVEN, "lm"),
+    "c4": (placed(cp=4), EVEN, "lm"),
+    "t2 c2": (placed(tp=2, cp=2), EVEN, "lm"),
+    "t2 sp d2": (placed(tp=2, sp=True, dp=2), EVEN, "lm"),
+    "p2 d2": (placed(pp=2, dp=2), EVEN, "lm"),
+    "t2 sp p2 v2": (placed(tp=2, sp=True, pp=2, v=2), TIED, "lm"),
+    "t2 sp p2 c2": (placed(tp=2, sp=True, pp=2, cp=2), EVEN, "lm"),
+    "value t2 sp": (placed(tp=2, sp=True), EVEN, "value"),
+    "value p2 c2": (placed(pp=2, cp=2), EVEN, "value"),
+    "qwen2 t2 sp": (placed(tp=2, sp=True), QWEN2, "lm"),
+    "llama t2": (placed(tp=2), LLAMA, "lm"),
+    "llama p2 c2": (placed(pp=2, cp=2), LLAMA, "lm"),
+    "mistral t2 sp": (placed(tp=2, sp=True), MISTRAL, "lm"),
+    "gemma t2 sp": (placed(tp=2, sp=True), GEMMA, "lm"),
+    "experts": (placed(), MOE, "lm"),
+    "experts d2": (placed(dp=2), MOE, "lm"),
+    "experts p2": (placed(pp=2), MOE, "lm"),
+    "experts t2 sp": (placed(tp=2, sp=True), MOE, "lm"),
+    "experts t2 sp e2": (placed(tp=2, sp=True, experts=grid(1, 1, 2, 1)), MOE, "lm"),
+    "experts c2 e2": (placed(cp=2, experts=grid(1, 1, 2, 1)), MOE, "lm"),
+    "experts attn t2 d2 ffn e2 t2": (
+        placed(tp=2, sp=True, dp=2, experts=grid(1, 1, 2, 2)), MOE, "lm",
+    ),
+    "experts attn t2 d2 ffn d4": (
+        placed(tp=2, sp=True, dp=2, experts=grid(1, 4, 1, 1)), MOE, "lm",
+    ),
+    "experts p2 d2 e2": (placed(pp=2, dp=2, experts=grid(2, 1, 2, 1)), MOE, "lm"),
+    "mixtral d2 e2": (placed(dp=2, experts=grid(1, 1, 2, 1)), MIXTRAL, "lm"),
+}  # fmt: skip
+
+
+def start(folder: Path, architecture: dict[str, Any], head: Any) -> Decoder:
+    """The one process's model, in float64 where it can; its language model is in the folder."""
+    to_hf(decoder_of("lm", architecture), folder)
+    decoder = decoder_of(head, architecture)
+    return decoder if decoder.config.moe else decoder.double()  # (products of experts have none)
+
+
+def decoder_of(head: Any, architecture: dict[str, Any]) -> Decoder:
+    return plain_decoder(head, **architecture)
+
+
+def adam(decoder: Decoder, settings: dict[str, Any]) -> torch.optim.Optimizer:
+    options = settings["optimizer"]
+    return torch.optim.AdamW(
+        decoder.parameters(),
+        lr=options["lr"],
+        betas=options["betas"],
+        eps=options["eps"],
+        weight_decay=0.0,
+    )
+
+
+def outputs_of(decoder: Decoder, sample: SequenceSample) -> Outputs:
+    """One sequence at a time, with whole logits."""
+    found: list[Outputs] = []
+    for item in sample.unpack():
+        ids = item.tensor("input_ids")
+        hidden = decoder(ids, torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
+        if decoder.head == "value":
+            found.append({"values": decoder.values(hidden)})
+            continue
+        everything = (hidden @ decoder.head_weight().t()).log_softmax(-1)
+        zero = everything.new_zeros(1)
+        logp = everything[:-1].gather(1, ids[1:, None]).squeeze(1)
+        entropy = -(everything.exp() * everything).sum(-1)[:-1]
+        found.append({"logp": torch.cat([zero, logp]), "entropy": torch.cat([zero, entropy])})
+    return {name: torch.cat([row[name] for row in found]) for name in found[0]}
+
+
+def close(name: str, found: Tensor, wanted: Tensor, whole: float, share: float = ROUNDING) -> None:
+    difference = (found - wanted).abs().max().item()
+    bound = max(share * wanted.abs().max().item(), 1e-8 * whole)
+    assert difference <= bound, (name, difference, bound)
+
+
+def compared(ranks: RankPool, tmp_path: Path, where: Placed, head: str, decoder: Decoder) -> None:
+    """Loss, gradient norm and every gradient of each step, and the weights after the last."""
+    settings = model(architecture=None, **BUDGET)
+    case = Case(where, settings, head, source=tmp_path)
+    saved = tmp_path / "saved"
+    for number in range(STEPS):
+        (saved / str(number)).mkdir(parents=True)
+    n = len(where.ranks)
+    results = ranks(n, f"{HERE}:train", case, range(STEPS), save=saved, deadline_s=400.0)
+    assert all(result == results[0] for result in results)
+    optimizer = adam(decoder, settings)
+    for number in range(STEPS):
+        sample = batch(number)
+        optimizer.zero_grad()
+        total, stats = cases.loss(outputs_of(decoder, sample), sample)
+        (total / cases.denominator(sample)).backward()
+        expected = {n: p.grad for n, p in decoder.named_parameters() if p.grad is not None}
+        squares = sum(g.double().square().sum().item() for g in expected.values())
+        theirs = results[0][number]
+        assert theirs["loss"] == pytest.approx(total.item() / sum(LENGTHS), rel=1e-5, abs=1e-6)
+        assert theirs["tokens"] == theirs["denominator"] == sum(LENGTHS)
+        assert theirs["grad_norm"] == pytest.approx(squares**0.5, rel=1e-5)
+        assert set(stats) < set(theirs)
+        checkpoint = RoleCheckpoint(saved / str(number), "actor")
+        checkpoint.layout.check()
+        assert {name for name, _ in checkpoint.weights()} == set(expected)
+        if number == 0:  # with a first decay rate of 0 the first moment is the gradient itself
+            for name, gradient in expected.items():
+                found = torch.from_numpy(checkpoint.read(f"exp_avg/{name}"))
+                close(name, found, gradient, squares**0.5)
+        optimizer.step()
+    for name, parameter in decoder.named_parameters():
+        found = torch.from_numpy(checkpoint.read(name))
+        assert (found - parameter).abs().max().item() < 2e-5, name
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_model_trains_as_in_one_process(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    where, architecture, head = FAST[name]
+    compared(ranks, tmp_path, where, head, start(tmp_path, architecture, head))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LONG)
+def test_every_layout_trains_as_one_process(ranks: RankPool, tmp_path: Path, name: str) -> None:
+    where, architecture, head = LONG[name]
+    compared(ranks, tmp_path, where, head, start(tmp_path, architecture, head))

@@ -1,0 +1,180 @@
+"""What a megatron engine holds, saves, loads and puts away."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from slurmrl.checkpoint.pieces import RoleCheckpoint
+from slurmrl.layout.box import Box
+from slurmrl.layout.copy import execute
+from slurmrl.layout.layout import Layout
+from slurmrl.layout.piece import Piece
+from slurmrl.layout.plan import plan
+from slurmrl.models.hf import to_hf
+from tests.distributed.engines.cases import LENGTHS, Setup, model
+from tests.distributed.engines.megatron_cases import Case, Placed, placed
+from tests.distributed.engines.test_engines_contract import plain_decoder, plain_outputs
+from tests.distributed.engines.test_engines_megatron import BUDGET, EVEN, MOE, TIED, grid
+from tests.pool import RankPool
+
+HERE = "tests.distributed.engines.megatron_cases"
+FSDP = "tests.distributed.engines.cases"
+ADAM = {"betas": (0.9, 0.95), "schedule": "cosine"}
+
+
+def assembled(results: list[tuple[Layout, dict[str, Tensor]]]) -> dict[str, np.ndarray[Any, Any]]:
+    """Whole tensors, by the plan of copies from all ranks' storages."""
+    layout = results[0][0]
+    layout.check()
+    whole = Layout(
+        layout.tensors,
+        (tuple(Piece.contiguous(n, Box.whole(t.shape)) for n, t in layout.tensors.items()),),
+    )
+    targets = {n: np.zeros(int(np.prod(t.shape)), np.float32) for n, t in layout.tensors.items()}
+    storages = [{n: flat.numpy() for n, flat in held.items()} for _, held in results]
+    execute(plan(layout, whole), lambda r, s: storages[r][s], lambda _, s: targets[s])
+    return {n: targets[n].reshape(t.shape) for n, t in layout.tensors.items()}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("where", "architecture"),
+    [
+        (placed(tp=2), TIED),
+        (placed(pp=2, v=2), EVEN),
+        (placed(tp=2, pp=2), TIED),
+        (placed(dp=2, tp=2, sp=True, experts=grid(1, 1, 2, 2)), MOE),
+    ],
+)
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_pieces_of_all_ranks_make_up_the_folders_tensors(
+    ranks: RankPool, tmp_path: Path, where: Placed, architecture: dict[str, Any], head: Any
+) -> None:
+    to_hf(plain_decoder("lm", **architecture), tmp_path)
+    case = Case(where, model(architecture=None, **BUDGET), head, source=tmp_path)
+    found = assembled(ranks(len(where.ranks), f"{HERE}:held", case, deadline_s=300.0))
+    expected = dict(plain_decoder(head, **architecture).named_parameters())
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert np.array_equal(found[name], value.detach().numpy()), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "where", [placed(tp=2, sp=True), placed(pp=2), placed(pp=2, dp=2), placed(cp=2, tp=2)]
+)
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_outputs_are_those_of_one_process_on_every_rank(
+    ranks: RankPool, tmp_path: Path, where: Placed, trained: bool, head: Any
+) -> None:
+    settings = model(architecture=TIED, **BUDGET)
+    case = Case(where, settings, head, trained=trained)
+    with torch.no_grad():
+        decoder = plain_decoder(head, **TIED)
+        expected = plain_outputs(decoder)
+    for outputs, share in ranks(len(where.ranks), f"{HERE}:outputs", case, deadline_s=300.0):
+        assert set(outputs) == set(expected)
+        for name, whole in expected.items():
+            wanted = [whole.split(LENGTHS)[index] for index in share]
+            assert torch.allclose(outputs[name], torch.cat(wanted), atol=2e-5)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "where", [placed(tp=2, sp=True), placed(pp=2, v=2), placed(dp=2, experts=grid(1, 1, 2, 1))]
+)
+def test_resuming_is_bit_exact(ranks: RankPool, tmp_path: Path, where: Placed) -> None:
+    architecture = MOE if where.expert_sizes else TIED
+    settings = model(architecture=architecture, optimizer=ADAM, **BUDGET)
+    case = Case(where, settings)
+    for folder in ("straight", "again"):
+        for number in range(3):
+            (tmp_path / folder / str(number)).mkdir(parents=True)
+    straight, again = tmp_path / "straight", tmp_path / "again"
+    whole = ranks(2, f"{HERE}:train", case, range(3), save=straight, deadline_s=300.0)
+    rest = ranks(2, f"{HERE}:train", case, range(1, 3), load=straight / "0", save=again)
+    assert [result[1:] for result in whole] == rest
+    for rank in range(2):
+        name = f"2/actor.{rank}.safetensors"
+        assert (straight / name).read_bytes() == (again / name).read_bytes()
+
+
+@pytest.mark.long
+def test_a_checkpoint_goes_from_layout_to_layout_and_engine_to_engine(
+    ranks: RankPool, tmp_path: Path
+) -> None:
+    settings = model(architecture=EVEN, optimizer=ADAM, **BUDGET)
+    folders = [tmp_path / str(index) for index in range(4)]
+    for folder in folders:
+        (folder / "0").mkdir(parents=True)
+    first = Case(placed(tp=2, sp=True), settings)
+    ranks(2, f"{HERE}:train", first, save=folders[0], deadline_s=300.0)
+    source = folders[0] / "0"
+    where = placed(pp=2, dp=2)
+    ranks(4, f"{HERE}:resaved", Case(where, settings), source, folders[1])
+    setup = Setup(model=settings, split=[[]] * 2)
+    ranks(2, f"{FSDP}:train", setup, range(1, 1), load=folders[1], save=folders[2])
+    ranks(2, f"{HERE}:resaved", Case(placed(cp=2), settings), folders[2], folders[3])
+    checkpoints = [RoleCheckpoint(folder, "actor") for folder in (source, *folders[1:])]
+    assert [checkpoint.step for checkpoint in checkpoints] == [1, 1, 1, 1]
+    for name in checkpoints[0].layout.tensors:
+        values = [checkpoint.read(name) for checkpoint in checkpoints]
+        assert np.any(values[0])
+        assert all(np.array_equal(values[0], value) for value in values[1:]), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("where", "dtype"), [(placed(tp=2, sp=True), "float32"), (placed(dp=2), "bfloat16")]
+)
+def test_memory_is_given_back_and_taken_again(ranks: RankPool, where: Placed, dtype: str) -> None:
+    case = Case(where, model(architecture=TIED, dtype=dtype, **BUDGET))
+    for before, during, first, kept in ranks(2, f"{HERE}:offloaded", case, deadline_s=300.0):
+        assert before > 0
+        assert during == 0
+        assert first == kept
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("where", [placed(dp=2), placed(tp=2, sp=True), placed(pp=2)])
+@pytest.mark.parametrize("recompute", ["off", "selective", "full"])
+def test_bfloat16_trains_on_float32_weights(
+    ranks: RankPool, tmp_path: Path, where: Placed, recompute: str
+) -> None:
+    results = []
+    for dtype in ("float32", "bfloat16"):
+        for number in range(2):
+            (tmp_path / dtype / str(number)).mkdir(parents=True)
+        settings = model(architecture=EVEN, dtype=dtype, gradient_checkpointing=recompute, **BUDGET)
+        run = ranks(
+            2, f"{HERE}:train", Case(where, settings), range(2), save=tmp_path / dtype,
+            deadline_s=300.0,
+        )  # fmt: skip
+        results.append([stats["loss"] for stats in run[0]])
+    exact, rough = results
+    assert rough == pytest.approx(exact, rel=0.05, abs=0.02)
+    assert rough != exact
+    layout = RoleCheckpoint(tmp_path / "bfloat16" / "1", "actor").layout
+    assert {spec.dtype for spec in layout.tensors.values()} == {"float32"}
+
+
+@pytest.mark.long
+def test_a_frozen_model_saves_nothing(ranks: RankPool, tmp_path: Path) -> None:
+    case = Case(placed(tp=2, sp=True), model(architecture=EVEN, **BUDGET), trained=False)
+    for files, message in ranks(2, f"{HERE}:frozen", case, tmp_path, deadline_s=300.0):
+        assert files == []
+        assert "actor is frozen" in message
+
+
+@pytest.mark.long
+def test_what_it_does_not_do_is_refused(ranks: RankPool) -> None:
+    settings = model(architecture=EVEN, **BUDGET)
+    (message,) = ranks(1, f"{HERE}:refused_generation", Case(placed(), settings), deadline_s=300.0)
+    assert "does not generate in this version" in message

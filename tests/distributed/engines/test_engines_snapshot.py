@@ -1,0 +1,47 @@
+"""A copy for a checkpoint stays as it is while training goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.engines.cases import Setup, batch, denominator, loss, make, model
+from tests.pool import RankPool
+
+FOLDERS = ("before", "copied", "again", "after")
+
+
+def saved_around_training(setup: Setup, folder: Path) -> list[str]:
+    """Checksums of this rank's file: written before more training, of two copies taken then and
+    later and written after it, and written after it."""
+    engine = make(setup)
+    sample = batch().take(setup.split[engine.context.dp_rank])
+    engine.train_batch(sample, loss, denominator(sample))
+    before = engine.save(folder / "before")
+    copy = engine.snapshot()
+    assert copy is not None
+    for _ in range(2):
+        torch.rand(3)
+        engine.train_batch(sample, loss, denominator(sample))
+    copied = copy.write(folder / "copied")
+    again = engine.snapshot()
+    assert again is not None
+    after = engine.save(folder / "after")
+    return [before[0].checksum, copied.checksum, again.write(folder / "again").checksum] + [
+        file.checksum for file in after
+    ]
+
+
+@pytest.mark.parametrize("engine", ["fsdp"])
+def test_a_copy_stays_while_training_goes_on(ranks: RankPool, tmp_path: Path, engine: str) -> None:
+    for name in FOLDERS:
+        (tmp_path / name).mkdir()
+    settings = model(optimizer={"betas": (0.9, 0.95)})
+    setup = Setup(engine=engine, model=settings, split=[[0, 1, 2], [3, 4]])
+    here = f"{__name__}:saved_around_training"
+    for before, copied, again, after in ranks(2, here, setup, tmp_path):
+        assert copied == before
+        assert again == after
+        assert after != before

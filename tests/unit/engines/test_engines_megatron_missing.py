@@ -1,0 +1,36 @@
+"""What users hear where megatron-core is not installed, and what planning refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from slurmrl.engines import ENGINES
+from slurmrl.errors import UsageError
+
+
+def test_a_missing_package_is_told_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = importlib.util.find_spec
+
+    def find_spec(name: str, package: str | None = None) -> Any:
+        return None if name == "megatron.core" else found(name, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find_spec)
+    with pytest.raises(UsageError, match=r"needs megatron-core: pip install 'slurmrl\[megatron\]'"):
+        ENGINES.load("megatron")("actor")
+
+
+@pytest.mark.long
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_machine_without_a_gpu_is_told() -> None:
+    code = "from slurmrl.engines.megatron.core import require; require()"
+    run = subprocess.run(  # a process that has not been told that its CPU is one
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False
+    )
+    assert run.returncode != 0
+    assert "the megatron engine needs a GPU" in run.stderr.splitlines()[-1]

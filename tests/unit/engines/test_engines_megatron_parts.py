@@ -1,0 +1,159 @@
+"""Which parts of the parameters lie where in megatron's modules, by assembling them from all
+ranks of a layout."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from slurmrl.engines.megatron.parts import part_of_flat, parts_of
+from slurmrl.engines.megatron.place import Place, place_of
+from slurmrl.engines.megatron.schema import MegatronModel
+from slurmrl.errors import UsageError
+from slurmrl.layout.box import Box
+from slurmrl.layout.layout import Layout, TensorSpec
+from slurmrl.layout.piece import Piece
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.shapes import parameter_shapes
+from slurmrl.parallel.topology import ProcessTopology
+
+DENSE: dict[str, Any] = {
+    "model_type": "qwen2", "vocab_size": 10, "hidden_size": 8, "intermediate_size": 12,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2,
+}  # fmt: skip
+SPARSE = {
+    **DENSE, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6, "mlp_only_layers": [0],
+}  # fmt: skip
+
+
+def all_parts(values: dict[str, Any], head: Any, grid: dict[str, int], **more: Any) -> Layout:
+    config = ModelConfig.from_hf(values)
+    topology = ProcessTopology(tuple(grid), tuple(grid.values()))
+    experts = more.get("experts")
+    own = ProcessTopology(tuple(experts), tuple(experts.values())) if experts else None
+    pieces = []
+    for rank in range(topology.world_size):
+        place = place_of(topology, own, more.get("virtual", 1), rank)
+        found = parts_of(config, head, place, vocabulary=12)
+        pieces.append(tuple(piece for part in found.values() for piece in part))
+    shapes = parameter_shapes(config, head)
+    return Layout({n: TensorSpec(s, "float32") for n, s in shapes.items()}, tuple(pieces))
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("grid", "more"),
+    [
+        ({"pp": 1, "tp": 1}, {}),
+        ({"pp": 2, "dp": 2, "tp": 2}, {}),
+        ({"pp": 2, "tp": 2}, {"virtual": 2}),
+        ({"pp": 4}, {}),
+    ],
+)
+def test_ranks_hold_every_element(
+    head: str, tied: bool, grid: dict[str, int], more: dict[str, Any]
+) -> None:
+    layout = all_parts({**DENSE, "tie_word_embeddings": tied}, head, grid, **more)
+    layout.check()
+    elements = sum(piece.box.count for _, piece in layout.all_pieces())
+    assert elements >= sum(np.prod(spec.shape) for spec in layout.tensors.values())
+
+
+@pytest.mark.parametrize(
+    "experts",
+    [
+        {"pp": 1, "dp": 1, "ep": 2, "tp": 2},
+        {"pp": 1, "dp": 4, "ep": 1, "tp": 1},
+        {"pp": 1, "dp": 1, "ep": 4, "tp": 1},
+        {},
+    ],
+)
+def test_experts_have_a_grid_of_their_own(experts: dict[str, int]) -> None:
+    layout = all_parts(SPARSE, "lm", {"pp": 1, "dp": 2, "cp": 1, "tp": 2}, experts=experts)
+    layout.check()
+    gates = layout.by_name()["model.layers.1.mlp.experts.gate_proj"]
+    copies = experts.get("dp", 2)
+    assert sum(piece.box.count for _, piece in gates) == 4 * 6 * 8 * copies
+
+
+def test_queries_keys_and_values_of_a_group_stand_together() -> None:
+    found = parts_of(ModelConfig.from_hf(DENSE), "lm", Place(tp=2, tp_rank=1), 12)
+    weight = found["0.decoder.layers.3.self_attention.linear_qkv.weight"]
+    attention = "model.layers.3.self_attn."
+    assert [(p.name.removeprefix(attention), p.box.start[0], p.offset) for p in weight] == [
+        ("q_proj.weight", 4, 0),
+        ("k_proj.weight", 2, 32),
+        ("v_proj.weight", 2, 48),
+    ]
+    bias = found["0.decoder.layers.3.self_attention.linear_qkv.bias"]
+    assert [(p.box.start[0], p.box.size[0], p.offset) for p in bias] == [
+        (4, 4, 0), (2, 2, 4), (2, 2, 6),
+    ]  # fmt: skip
+
+
+def test_rows_beyond_the_vocabulary_are_void() -> None:
+    found = parts_of(ModelConfig.from_hf(DENSE), "lm", Place(tp=2, tp_rank=1), 12)
+    (rows,) = found["0.output_layer.weight"]
+    assert (rows.box.start[0], rows.box.size[0]) == (6, 4)
+
+
+def test_chunks_alternate_over_the_pipeline() -> None:
+    place = Place(pp=2, pp_rank=1, virtual=2)
+    found = parts_of(ModelConfig.from_hf(DENSE), "lm", place, 12)
+    norms = {s: p[0].name for s, p in found.items() if s.endswith("input_layernorm.weight")}
+    assert norms == {
+        "0.decoder.layers.0.input_layernorm.weight": "model.layers.1.input_layernorm.weight",
+        "1.decoder.layers.0.input_layernorm.weight": "model.layers.3.input_layernorm.weight",
+    }
+
+
+@given(st.lists(st.integers(0, 24), max_size=5))
+def test_flat_ranges_together_hold_what_the_pieces_hold(cuts: list[int]) -> None:
+    pieces = [
+        Piece.contiguous("a", Box((2, 0), (3, 4)), "s"),
+        Piece.contiguous("b", Box((0, 4), (2, 4)), "s", 12),
+    ]
+    whole = np.full(24, -1)
+    flat = np.arange(24)
+    for first, last in pairwise(sorted({0, 24, *cuts})):
+        part = flat[first:last]
+        for piece in part_of_flat(pieces, first, last):
+            values = part[piece.offset : piece.offset + piece.box.count].reshape(piece.box.size)
+            target = next(own for own in pieces if own.name == piece.name)
+            view = whole[target.offset : target.offset + target.box.count]
+            inner = tuple(
+                slice(a - b, a - b + n)
+                for a, b, n in zip(piece.box.start, target.box.start, piece.box.size, strict=True)
+            )
+            view.reshape(target.box.size)[inner] = values
+    assert np.array_equal(whole[:20], flat[:20])
+    assert (whole[20:] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        (
+            {"model_type": "gpt2", "vocab_size": 8, "n_embd": 8, "n_layer": 2, "n_head": 2},
+            "no rotary positions",
+        ),
+        ({**DENSE, "model_type": "qwen3", "attention_bias": True}, "not in some others"),
+        ({**SPARSE, "num_experts_per_tok": 1, "norm_topk_prob": True}, "always with weight 1"),
+        ({**SPARSE, "output_router_logits": True}, "load-balancing loss"),
+        ({**DENSE, "model_type": "gpt9"}, "not a family"),
+    ],
+)
+def test_what_megatron_does_not_run_is_refused(values: dict[str, Any], reason: str) -> None:
+    with pytest.raises((UsageError, ValueError), match=reason):
+        MegatronModel.from_hf(values)
+
+
+def test_what_megatron_runs_is_read() -> None:
+    assert MegatronModel.from_hf(SPARSE) == ModelConfig.from_hf(SPARSE)

@@ -1,0 +1,72 @@
+"""What each engine takes, and how a plan says no to the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from slurmrl.allocation import parse
+from slurmrl.config.schema import Model
+from slurmrl.errors import AllocationError
+from slurmrl.plan import fit
+from slurmrl.plan.engines import rules_of
+from slurmrl.plan.lengths import Lengths
+from slurmrl.plan.shape import read
+
+SHAPE = read(
+    {
+        "model_type": "qwen3_moe",
+        "vocab_size": 99,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "num_experts": 4,
+        "moe_intermediate_size": 12,
+    }
+)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "archon"])
+@pytest.mark.parametrize("layout", ["d4", "t2", "c2", "d2t2c2"])
+def test_the_native_engine_splits_d_t_and_c(backend: str, layout: str) -> None:
+    assert rules_of(parse(f"{backend}:{layout}")).dimensions == "dtc"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("archon:d2p2", r"does not split 'p' \(megatron does\); allowed: d, t, c"),
+        ("archon:d2e2", r"does not split 'e' \(megatron does\); allowed: d, t, c"),
+        ("fsdp:(attn:d2|ffn:t2)", "experts lie as the rest of the model"),
+    ],
+)
+def test_what_it_does_not_split_is_refused(text: str, message: str) -> None:
+    with pytest.raises(AllocationError, match=message):
+        rules_of(parse(text))
+
+
+def problems(layout: str) -> list[tuple[str, str]]:
+    lengths = Lengths(sequences=16, longest=13, new_tokens=0, assumed=False)
+    allocation = parse(f"fsdp:{layout}")
+    return list(fit.check(fit.Fit(Model(), allocation, SHAPE, lengths)))
+
+
+@pytest.mark.parametrize("layout", ["t2", "t4", "c2", "c4", "c8", "t2c4", "t4c2"])
+def test_heads_are_split_or_copied_and_tokens_filled_up(layout: str) -> None:
+    assert problems(layout) == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "axis", "message"),
+    [
+        ("t3", "tp", "t3 does not divide num_attention_heads 8"),
+        ("t8", "tp", "t8 does not divide the inner size of experts 12"),
+        ("c3", "cp", "c3 does not divide the attention heads of a rank, 8"),
+        ("t4c4", "cp", "c4 does not divide the attention heads of a rank, 2"),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(layout: str, axis: str, message: str) -> None:
+    [(found, text)] = problems(layout)
+    assert found == axis
+    assert message in text
