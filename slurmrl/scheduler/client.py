@@ -17,8 +17,18 @@ TIMEOUT_S = 120.0
 FORGOTTEN = "Invalid job id specified"
 """What Slurm says about a single job that it no longer knows."""
 
+TRANSIENT = ("Socket timed out", "Unable to contact slurm controller", "did not answer")
+"""Failures of sbatch after which the job may nevertheless have been submitted."""
+
+NO_WORDS = "no message"
+
 NO_ACCOUNTING = ("accounting storage is disabled", "is not on PATH")
 """What sacct, or the lack of it, says where there is no accounting."""
+
+
+def may_have_worked(error: SchedulerError) -> bool:
+    """Whether sbatch, which failed with this, may have submitted the job."""
+    return any(words in str(error) for words in TRANSIENT)
 
 
 class SlurmClient:
@@ -60,13 +70,20 @@ class SlurmClient:
         return parse.job_id(self._run(*command, environ=environ))
 
     def queue(self, jobs: Iterable[str]) -> list[rows.QueueRow]:
-        """Rows of these jobs, ended ones included as long as Slurm remembers them."""
+        """Rows of these jobs, ended ones included as long as Slurm remembers them. One squeue for
+        all; scontrol, once for each, where squeue is not the usual one or is out of order."""
+        wanted = tuple(jobs)
         try:
-            return self._queue(f"--jobs={','.join(jobs)}")
+            return self._queue(f"--jobs={','.join(wanted)}")
         except SchedulerError as error:
             if FORGOTTEN in str(error):
                 return []
-            raise
+            if may_have_worked(error):  # then the controller does not answer
+                raise
+            try:
+                return [row for job in wanted for row in self._shown(job)]
+            except SchedulerError:
+                raise error from None
 
     def queue_by_name(self, names: Iterable[str]) -> list[rows.QueueRow]:
         return self._queue(f"--name={','.join(names)}")
@@ -100,12 +117,28 @@ class SlurmClient:
 
     def cancel(self, elements: Iterable[str]) -> None:
         """Cancel jobs or ranges of elements (``41_[2-7]``); ended ones are no error."""
-        self._run("scancel", "--quiet", *elements)
+        self._scancel(*elements)
 
     def signal(self, name: str, elements: Iterable[str], *, steps: bool) -> None:
         """Send a signal to the batch processes only, or to those of the steps as well."""
         whom = "--full" if steps else "--batch"
-        self._run("scancel", "--quiet", whom, f"--signal={name}", *elements)
+        self._scancel(whom, f"--signal={name}", *elements)
+
+    def _scancel(self, *arguments: str) -> None:
+        """It fails without a word where a job has ended since we looked."""
+        try:
+            self._run("scancel", "--quiet", *arguments)
+        except SchedulerError as error:
+            if NO_WORDS not in str(error):
+                raise
+
+    def _shown(self, job: str) -> list[rows.QueueRow]:
+        try:
+            return rows.control(self._run("scontrol", "show", "job", "--oneliner", job))
+        except SchedulerError as error:
+            if FORGOTTEN in str(error):
+                return []
+            raise
 
     def _queue(self, selection: str) -> list[rows.QueueRow]:
         form = f"--Format={rows.QUEUE_FORMAT}"
@@ -132,6 +165,6 @@ class SlurmClient:
                 f"{command[0]} did not answer within {self._timeout_s:.0f} s"
             ) from error
         if done.returncode != 0:
-            words = (done.stderr.strip() or done.stdout.strip()) or "no message"
+            words = (done.stderr.strip() or done.stdout.strip()) or NO_WORDS
             raise SchedulerError(f"{' '.join(command)} failed ({done.returncode}): {words}")
         return done.stdout

@@ -15,7 +15,7 @@ from slurmrl.history.log import History
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler import extensions, limits, submission
 from slurmrl.scheduler.base import TaskState
-from slurmrl.scheduler.client import TIMEOUT_S, SlurmClient
+from slurmrl.scheduler.client import TIMEOUT_S, SlurmClient, may_have_worked
 from slurmrl.scheduler.extensions import Claim, Extension
 
 logger = log.get(__name__)
@@ -49,7 +49,7 @@ class Extender:
         SchedulerError where sbatch refuses.
         """
         before = extensions.read(self._run, self._number, self._group)
-        if before and before[-1].job is None:
+        if before and before[-1].job is None and not before[-1].refused:
             found = self._settle(before[-1], tasks, by)
             if found is not None:
                 return found
@@ -62,14 +62,19 @@ class Extender:
             if task.group == self._group and task.state.active
         }
         after = () if count else sorted(active, key=int)
-        job = self._submit(claim, after, all_at_once=count is not None)
+        try:
+            job = self._submit(claim, after, all_at_once=count is not None)
+        except SchedulerError as error:
+            if not may_have_worked(error):
+                extensions.note(self._run, self._number, self._group, claim.index, None)
+            raise
         extensions.note(self._run, self._number, self._group, claim.index, job)
         return job
 
     def _claim(self, before: Sequence[Extension], by: str, count: int | None) -> Claim:
         at_first, _ = extensions.length(self._run, self._number, self._group)
-        last = before[-1].claim if before else None
-        first = last.first + last.count if last else at_first
+        used = [one.claim for one in before if not one.refused]
+        first = used[-1].first + used[-1].count if used else at_first
         most = limits.of_arrays(self._client.settings())
         room = at_first if most is None else most - first
         wanted = count or at_first
@@ -79,7 +84,7 @@ class Extender:
                 "the trial when its last link has ended"
             )
         return Claim.of_this_process(
-            index=last.index + 1 if last else 1,
+            index=before[-1].claim.index + 1 if before else 1,
             first=first,
             count=min(wanted, room) if most is not None else wanted,
             by=by,

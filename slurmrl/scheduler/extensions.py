@@ -2,7 +2,8 @@
 
 The *claim* ``GROUP.more.K.json`` is created exclusively before sbatch is called, the *note*
 ``GROUP.more.K.job.json`` after it. Whoever is killed between the two leaves a job that is found by
-its name, which holds K, or a claim without a job, which is void and whose numbers stay unused.
+its name, which holds K, or a claim without a job, which is void and whose numbers stay unused. Of a
+claim that sbatch refused the note says so.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class Extension:
     name: str
     """Name of its job."""
     job: str | None
-    """Its job id; None if nobody has noted it."""
+    """Its job id; None if nobody has noted it, or there is none."""
+    refused: bool = False
+    """There is none for certain."""
 
 
 def read(run: RunPaths, number: int, group: str) -> list[Extension]:
@@ -84,7 +87,8 @@ def take(run: RunPaths, number: int, group: str, claim: Claim) -> bool:
     return atomic.exclusive_create(path, json.dumps(asdict(claim)).encode())
 
 
-def note(run: RunPaths, number: int, group: str, index: int, job: str) -> None:
+def note(run: RunPaths, number: int, group: str, index: int, job: str | None) -> None:
+    """Its job id; None: sbatch refused it."""
     path = run.extension_job(number, group, index)
     atomic.replace(path, json.dumps({"job": job}).encode())
 
@@ -108,17 +112,19 @@ def _read(run: RunPaths, number: int, group: str, index: int) -> Extension:
         claim = Claim(**values)
     if claim.index != index:
         raise CorruptFileError(f"{path} holds the claim of extension {claim.index}")
-    job = _job(run.extension_job(number, group, index))
-    return Extension(claim, name(run, number, group, index), job)
+    found, job = _job(run.extension_job(number, group, index))
+    return Extension(claim, name(run, number, group, index), job, refused=found and job is None)
 
 
-def _job(path: Path) -> str | None:
+def _job(path: Path) -> tuple[bool, str | None]:
+    """Whether there is a note, and the job id in it."""
     try:
         values = documents.read(path)
     except FileNotFoundError:
-        return None
+        return False, None
     with documents.expecting(path):
-        return str(values["job"])
+        job = values["job"]
+        return True, None if job is None else str(job)
 
 
 def _names(run: RunPaths, number: int) -> list[str]:

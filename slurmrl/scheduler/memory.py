@@ -47,7 +47,8 @@ class Memory:
             logger.info("the accounting is not asked again: %s", error)
             answer = None
         self._there = answer is not None
-        for row in answer or ():
+        # The row of a cancelled array can name elements whose own rows say more.
+        for row in sorted(answer or (), key=lambda row: len(row.elements), reverse=True):
             if not states.interpret(row.raw).state.active:  # what still runs is the queue's to say
                 self._known |= {(row.job, element): _one(row, element) for element in row.elements}
 

@@ -114,6 +114,10 @@ def assignments(text: str) -> dict[str, str]:
     return dict(found)
 
 
+NOTHING = ("None", "N/A", "(null)", "Unknown")
+
+
 def said(text: str) -> str:
-    """A field, empty where Slurm says that there is nothing."""
-    return "" if text in ("None", "N/A", "(null)", "Unknown") else text
+    """A field, empty where Slurm says that there is nothing. Array elements that share a row have
+    their reasons joined, with or without one: ``JobArrayTaskLimit,None``."""
+    return ",".join(part for part in text.split(",") if part.strip() not in NOTHING)

@@ -1,4 +1,4 @@
-"""Lines of squeue and sacct as rows of one kind."""
+"""Lines of squeue, scontrol and sacct as rows of one kind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ free text, so it stands last."""
 
 @dataclass(frozen=True)
 class QueueRow:
-    """One line of squeue or sacct: one element, or all pending elements of an array."""
+    """One line: one element, or all pending elements of an array."""
 
     job: str
     elements: tuple[int, ...]
@@ -71,6 +71,45 @@ def queue(text: str) -> list[QueueRow]:
             )
         )
     return rows
+
+
+_CONTROL = re.compile(
+    r"JobId=(?P<id>\d+)(?: ArrayJobId=(?P<array>\d+) ArrayTaskId=(?P<index>\S+))?.*?"
+    r" JobName=(?P<name>.*) UserId=.*?"
+    r" JobState=(?P<state>\S+) Reason=(?P<reason>.*?)(?: FailedNode=\S*)? Dependency=.*?"
+    r" Restarts=(?P<restarts>\d+).*? ExitCode=(?P<code>\S+).*?"
+    r" RunTime=(?P<ran>\S+) TimeLimit=(?P<limit>\S+).*? StartTime=(?P<start>\S+).*?"
+    r" NodeList=(?P<hosts>\S*)"
+)
+"""Fields in scontrol's order; what a user chooses (a job's name) can look like any of them."""
+
+
+def control(text: str) -> list[QueueRow]:
+    """The rows of ``scontrol show job --oneliner JOBID``."""
+    result = []
+    for line in text.splitlines():
+        found = _CONTROL.match(line)
+        if not found:
+            raise SchedulerError(f"not a job as scontrol shows it: {line!r}")
+        ended = not states.interpret(found["state"]).state.active
+        exit_code, number = parse.exit_status(found["code"]) if ended else parse.NO_EXIT
+        ran_s, limit_s = parse.duration_s(found["ran"]), parse.duration_s(found["limit"])
+        result.append(
+            QueueRow(
+                found["array"] or found["id"],
+                parse.elements(found["index"] or ""),
+                found["state"],
+                parse.hosts(parse.said(found["hosts"])),
+                found["name"],
+                parse.said(found["reason"]),
+                exit_code,
+                number,
+                None if limit_s is None else max(limit_s - (ran_s or 0.0), 0.0),
+                parse.said(found["start"]),
+                int(found["restarts"]),
+            )
+        )
+    return result
 
 
 ACCOUNTING_FIELDS = ("JobID", "State", "ExitCode", "NodeList", "JobName", "Start", "Reason")

@@ -29,14 +29,11 @@ from slurmrl.scheduler.base import (
     SubmissionRequest,
     TaskState,
 )
-from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.client import SlurmClient, may_have_worked
 from slurmrl.scheduler.extend import Extender
 from slurmrl.scheduler.memory import Memory
 
 logger = log.get(__name__)
-
-TRANSIENT = ("Socket timed out", "Unable to contact slurm controller", "did not answer")
-"""Failures of sbatch after which the job may nevertheless have been submitted."""
 
 
 class SlurmScheduler(Scheduler):
@@ -81,7 +78,8 @@ class SlurmScheduler(Scheduler):
         first = submission.read_jobs(run, number)
         more = {group: extensions.read(run, number, group) for group in groups.values()}
         names = {} if first is not None else dict.fromkeys(groups)
-        names |= {one.name: None for each in more.values() for one in each if one.job is None}
+        unknown = (one for each in more.values() for one in each if one.job is None)
+        names |= {one.name: None for one in unknown if not one.refused}
         found = self._find(names)
         first = first or {group: (found[name],) for name, group in groups.items() if name in found}
         return {
@@ -132,7 +130,7 @@ class SlurmScheduler(Scheduler):
         try:
             return self._client.submit(script)
         except SchedulerError as error:
-            if any(words in str(error) for words in TRANSIENT):
+            if may_have_worked(error):
                 return self._find_lost(request, group, error)
             if not limits.TOO_MANY.search(str(error)) or group.links == 1:
                 raise

@@ -15,12 +15,16 @@ from slurmrl.history.record import Kind
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler import extensions
 from slurmrl.scheduler.base import Continue, JobState, TaskState
+from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.slurm import SlurmScheduler
 
 logger = log.get(__name__)
 
 FEW = 2
 """With fewer successors in the queue than this, a link asks for more."""
+
+TIMEOUT_S = 45.0
+"""For each of Slurm's commands: a controller that does not answer must not keep hosts for long."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def top_up(link: Link, scheduler: SlurmScheduler | None = None) -> str | TopUp:
     """
     if continues(link) is not Continue.CHAIN:
         return TopUp.NO_CHAIN
-    scheduler = scheduler or SlurmScheduler()
+    scheduler = scheduler or _scheduler()
     tasks = scheduler.query(scheduler.recover(link.run, link.submission))
     if len(successors(tasks, link.group, link.element)) >= FEW:
         return TopUp.ENOUGH
@@ -81,7 +85,7 @@ def continue_after(link: Link, scheduler: SlurmScheduler | None = None) -> str:
     goes_on = continues(link)
     if goes_on is Continue.NONE:
         return "nothing follows this job (continue: none)"
-    scheduler = scheduler or SlurmScheduler()
+    scheduler = scheduler or _scheduler()
     try:
         if goes_on is Continue.REQUEUE:
             return _requeue(link, scheduler)
@@ -98,7 +102,7 @@ def continue_after(link: Link, scheduler: SlurmScheduler | None = None) -> str:
 def end_chain(link: Link, scheduler: SlurmScheduler | None = None) -> None:
     """The last act of a trial: cancel all of its jobs but this one. Where scancel does not work
     here, each finds out by itself."""
-    scheduler = scheduler or SlurmScheduler()
+    scheduler = scheduler or _scheduler()
     try:
         jobs = scheduler.recover(link.run, link.submission) or {link.group: (link.job,)}
         scheduler.cancel(jobs, spare=link.element)
@@ -126,13 +130,18 @@ def continues(link: Link) -> Continue:
 def committed(link: Link) -> bool:
     """Whether there was a commit since the chain was last extended, or was submitted."""
     before = extensions.read(link.run, link.submission, link.group)
-    since = before[-1].claim.records if before else None
+    added = [one.claim for one in before if one.job is not None]
+    since = added[-1].records if added else None
     for record in History(link.run.history).read():
         if since is None and record.kind is Kind.BEGIN:
             since = record.slot if record.data.get("submission") == link.submission else None
         if since is not None and record.slot >= since and record.kind is Kind.COMMIT:
             return True
     return False
+
+
+def _scheduler() -> SlurmScheduler:
+    return SlurmScheduler(SlurmClient(TIMEOUT_S))
 
 
 def _last_top_up(link: Link, scheduler: SlurmScheduler) -> None:

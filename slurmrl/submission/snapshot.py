@@ -23,6 +23,7 @@ from slurmrl.paths import RunPaths
 from slurmrl.submission import copying
 from slurmrl.submission.own_code import OwnCode
 
+PACKAGE = "slurmrl"
 Record = Callable[[Path], None]
 """Writes into a snapshot what is to be remembered of it."""
 
@@ -73,12 +74,25 @@ def current(paths: RunPaths) -> int:
     return 1
 
 
+def is_this_code(folder: Path) -> bool:
+    """Whether the slurmrl in a snapshot is the one that runs here, byte for byte; so it is in one
+    that holds none."""
+    kept, here = folder / PACKAGE, Path(slurmrl.__file__).parent
+    if not kept.is_dir() or kept.samefile(here):
+        return True
+    there = dict(copying.files(kept))
+    ours = dict(copying.files(here))
+    return there.keys() == ours.keys() and all(
+        path.read_bytes() == ours[name].read_bytes() for name, path in there.items()
+    )
+
+
 def _build(paths: RunPaths, code: OwnCode, record: Record) -> Path:
     """A whole snapshot under a name that nobody looks at; taken back where it fails."""
     copy = paths.run / f".code.{uuid.uuid4().hex}"
     try:
         atomic.make_private_directory(copy)
-        copying.copy(Path(slurmrl.__file__).parent, copy / "slurmrl")
+        copying.copy(Path(slurmrl.__file__).parent, copy / PACKAGE)
         for path in code.paths:
             copying.copy(path, copy / path.name)
         record(copy)

@@ -20,7 +20,7 @@ from pathlib import Path
 from slurmrl import log
 from slurmrl.config.load import load_resolved
 from slurmrl.errors import ConfigError, Problem, UsageError
-from slurmrl.fsio import atomic
+from slurmrl.fsio import atomic, variables
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind, Record
 from slurmrl.history.state import TrialState, fold
@@ -176,6 +176,8 @@ def submit(proposal: Proposal) -> Submitted:
     scheduler = make(proposal.kind)
     scheduler.check()
     sinks.check(proposal.settings.config.logging)
+    if file := proposal.settings.config.cluster.variables_file:
+        variables.read(Path(file))
     proposal.scripts()  # what cannot be written into a script is refused before anything is
     state: TrialState = fold([])
     notes: list[str] = []
@@ -184,6 +186,7 @@ def submit(proposal: Proposal) -> Submitted:
         state = _check_resumable(proposal)
         if _complete(proposal, state):
             return Submitted(proposal.paths, proposal.kind, None)
+        _check_code(proposal)
         if state.last_commit is not None:
             before = load_resolved(proposal.paths.config)
             notes += consequences(before, proposal.settings.config)
@@ -242,6 +245,17 @@ def _free_name(settings: Settings) -> str:
     return trials.next_free(
         here.trial, lambda name: RunPaths(here.run.with_name(name)).run.exists()
     )
+
+
+def _check_code(proposal: Proposal) -> None:
+    """The jobs read what we write with the trial's own code: it has to be ours."""
+    code = proposal.paths.snapshot(snapshot.current(proposal.paths))
+    if not proposal.update_code and not snapshot.is_this_code(code):
+        name = proposal.trial
+        raise UsageError(
+            f"{name} was submitted with another slurmrl ({code}): slurmrl resume {name} goes on "
+            f"with that, slurmrl resume {name} --update-code with this one"
+        )
 
 
 def _check_resumable(proposal: Proposal) -> TrialState:

@@ -62,6 +62,13 @@ def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
         os.kill(os.getpid(), number)
 
 
+def kill_parent() -> None:
+    """SIGKILL the process that started this one, also if it is stopped."""
+    parent = os.getppid()
+    if parent > 1:  # else it is gone already
+        os.kill(parent, signal.SIGKILL)
+
+
 class Child:
     """A child process of this one."""
 
@@ -116,16 +123,16 @@ def spawn(
     *,
     output: IO[bytes],
     environment: Mapping[str, str],
-    prefix: Sequence[str] = (),
+    interpreter: Sequence[str] = (sys.executable,),
     descriptors: Sequence[int] = (),
 ) -> Child:
     """Start ``python -P -m module arguments`` with its output in ``output``.
 
-    ``prefix`` goes before the interpreter (a container's command); ``descriptors`` stay open.
+    ``interpreter`` may have the words of a container's command in front; ``descriptors`` stay open.
     Raises EnvironmentFailure where the command cannot be executed.
     """
     parent = os.getpid()
-    command = [*prefix, sys.executable, "-P", "-m", module, *arguments]
+    command = [*interpreter, "-P", "-m", module, *arguments]
 
     def before_exec() -> None:
         for number in IGNORED:
@@ -156,7 +163,7 @@ def spawn_with_pipe(
     *,
     output: IO[bytes],
     environment: Mapping[str, str],
-    prefix: Sequence[str] = (),
+    interpreter: Sequence[str] = (sys.executable,),
 ) -> tuple[Child, Connection]:
     """The same with a pipe, whose other end the child finds behind ``--pipe-fd``."""
     ours, theirs = Connection.pair()
@@ -167,7 +174,7 @@ def spawn_with_pipe(
             [*arguments, PIPE_FD_OPTION, str(theirs.fileno())],
             output=output,
             environment=environment,
-            prefix=prefix,
+            interpreter=interpreter,
             descriptors=[theirs.fileno()],
         )
     except EnvironmentFailure:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,36 @@ def test_a_lost_task_of_an_elastic_group_is_replaced(
         left = 4 if elements == 5 else 3
         wait_until(lambda: len(active(scheduler, jobs)) == left, "the lost one has left")
         assert running(scheduler, request) == 3
+
+
+def test_a_link_of_the_trainers_looks_after_an_elastic_group(
+    scheduler: SlurmScheduler, tmp_path: Path
+) -> None:
+    """On its compute node, as long as it runs; the end of the trial takes the group back."""
+    code = (
+        "import time; from pathlib import Path; from slurmrl.paths import RunPaths\n"
+        "from slurmrl.scheduler import upkeep; from slurmrl.scheduler.succession import *\n"
+        "upkeep.KEEP_S = 0.5\n"
+        "link = Link.here(RunPaths(Path.cwd()), 1, 'trainer')\n"
+        "looks = upkeep.Upkeep(link, {'rollout': 2}, print); looks.start()\n"
+        "while not Path('go').exists(): time.sleep(0.05)\n"
+        "looks.stop(); end_chain(link)\n"
+    )
+    request = chain(tmp_path, code, 1)
+    (rollout,) = request_of(tmp_path / "run", STAY, links=2, hosts=2, elastic=True).groups
+    groups = (*request.groups, replace(rollout, name="rollout"))
+    request = replace(request, groups=groups)
+    request.run.code.joinpath("slurmrl").symlink_to(Path(extensions.__file__).parents[1])
+    with everything_gone(scheduler, request):
+        wait_until(lambda: len(pids(request)) == 2, "two tasks run")
+        os.kill(pids(request)[0], signal.SIGKILL)
+        wait_until(lambda: len(pids(request)) == 3, "a third takes the place of the lost one")
+        jobs = scheduler.recover(request.run, 1)
+        assert (len(jobs["trainer"]), len(jobs["rollout"])) == (1, 2)
+        (request.run.run / "go").touch()
+        wait_until(lambda: not active(scheduler, jobs), "the group has gone with the trial")
+        log = request.run.batch_log("trainer", f"slurm-{jobs['trainer'][0]}_0").read_text()
+        assert "Traceback" not in log, log
 
 
 def test_an_elastic_group_grows_and_shrinks(scheduler: SlurmScheduler, tmp_path: Path) -> None:

@@ -43,6 +43,11 @@ def squeue(*arguments: str) -> str:
     return done.stdout
 
 
+def wait_until_it_depends(job: str) -> None:
+    said = "PENDING Dependency"
+    wait_until(f"{job} to be {said}", lambda: squeue("-j", job, "-o", "%T %r").strip() == said)
+
+
 def tasks(site: Site, trial: str) -> list[dict[str, Any]]:
     return [task for group in site.status(trial)["groups"] for task in group["tasks"]]
 
@@ -185,14 +190,36 @@ def test_dry_run_prints_the_script_and_leaves_nothing(site: Site) -> None:
     assert not site.root.exists()
 
 
-def test_a_live_trial_with_few_links_gets_more(site: Site) -> None:
-    slurm = {**TWO_NODES["slurm"], "links": 1}
+def test_a_trial_that_commits_adds_links_and_takes_them_back(site: Site) -> None:
+    slurm = {**TWO_NODES["slurm"], "links": 2}
+    submit(site, on_slurm(sft_config(total_steps=100000), slurm=slurm))
+
+    def added() -> dict[str, Any] | None:
+        lines = site.slurmrl("events", "sft/1", "--json").stdout.splitlines()
+        found = [json.loads(line) for line in lines]
+        return next((event for event in found if event["kind"] == "topped_up"), None)
+
+    job = wait_until("more links", added)["job"]
+    wait_until_it_depends(job)
+    assert site.status("sft/1")["links_left"] == 3
+    site.slurmrl("cancel", "sft/1")
+    wait_until("an empty queue", lambda: not squeue("-t", "PD,R,CG"))
+
+
+@pytest.mark.long
+def test_links_are_added_by_hand_where_sbatch_does_not_work(site: Site, tmp_path: Path) -> None:
+    """On compute nodes, as the set-up lines make it here."""
+    stub = tmp_path / "no" / "sbatch"
+    stub.parent.mkdir()
+    stub.write_text("#!/bin/sh\necho 'Access/permission denied' >&2; exit 1\n")
+    stub.chmod(0o700)
+    slurm = {**TWO_NODES["slurm"], "links": 1, "setup": [f"PATH='{stub.parent}':$PATH"]}
     submit(site, on_slurm(sft_config(total_steps=100000), slurm=slurm))
     site.wait_for_step("sft/1", 1)
+    assert site.status("sft/1")["links_left"] == 0
     said = json.loads(site.slurmrl("resume", "sft/1", "--json").stdout)
     second = said["jobs"]["trainer"].split(",")[1]
-    queued = squeue("-j", second, "-o", "%F_%K %T %r").split()
-    assert queued == [f"{second}_1", "PENDING", "Dependency"]
+    wait_until_it_depends(second)
     (group,) = site.status("sft/1")["groups"]
     assert group["links_left"] == 1
     os.kill(batch_pid(site.paths("sft/1").run), signal.SIGKILL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from typing import Annotated, Final, Literal
 
 from pydantic import AfterValidator, Field
@@ -10,6 +11,7 @@ from pydantic import AfterValidator, Field
 from slurmrl.config.schema.base import (
     Line,
     NonNegativeInt,
+    PathText,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -33,8 +35,19 @@ def _check_memory(text: str) -> str:
     return text
 
 
+def _check_command(text: str) -> str:
+    try:
+        words = shlex.split(text)
+    except ValueError as error:
+        raise ValueError(f"is not a command: {error}") from error
+    if not words:
+        raise ValueError("is not a command: it has no words")
+    return text
+
+
 TimeLimit = Annotated[Word, AfterValidator(_check_time)]
 Memory = Annotated[Word, AfterValidator(_check_memory)]
+Command = Annotated[Word, AfterValidator(_check_command)]
 
 
 class Slurm(Section):
@@ -76,8 +89,13 @@ class Slurm(Section):
     setup: Sequence[Line] = ()
     """Shell lines at the top of the batch script (`module load …`). They run on its first host;
     the environment that they leave reaches the workers of all hosts."""
-    container: Word | None = None
-    """Command in front of each worker's command: `apptainer exec --nv image.sif`."""
+    container: Command | None = None
+    """Command in front of each worker's own, which runs the workers (and nothing else) in a
+    container: `apptainer exec --nv --bind /shared image.sif`. The run directory must be visible
+    inside under the same name."""
+    container_python: Word | None = None
+    """Python inside the container, with what slurmrl requires installed: `python3`. Default: the
+    path of the one that submits."""
     gpu_directive: Literal["gres", "gpus-per-node", "none"] = "gres"
     """How GPUs are asked for: `--gres=gpu:N`, `--gpus-per-node=N`, or not at all."""
     gpu_type: Word | None = None
@@ -108,6 +126,9 @@ class Cluster(Section):
     interface: Word | None = None
     """Network interface that the workers talk over. Default: loopback for a job of one host, else
     that of the default route."""
+    variables_file: PathText | None = None
+    """File of `NAME=VALUE` lines that the processes of the run find in their environment: tokens.
+    It must belong to you and have mode 0600; it is read when a job starts and copied nowhere."""
     heartbeat_s: PositiveFloat = 2.0
     """Seconds between two heartbeats of an agent."""
     lease_ttl_s: PositiveFloat = 60.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import selectors
-import shlex
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from slurmrl.config.schema.cluster import Cluster
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import GroupPlan
 from slurmrl.workers import messages, process, pulse
+from slurmrl.workers.agent import container
 from slurmrl.workers.agent.identity import Identity
 from slurmrl.workers.agent.slot import Ended, Slot
 from slurmrl.workers.messages import Message
@@ -48,7 +48,7 @@ class Children:
         self.slots: list[Slot] = []
         self.master: process.Child | None = None
         self._master_pipe: Connection | None = None
-        self._container = shlex.split(cluster.slurm.container or "")
+        self._slurm = cluster.slurm
         self._pulse_s = pulse.interval_s(cluster.heartbeat_s, cluster.silence_s)
         self._watch: pulse.Watch[int | None] = pulse.Watch(cluster.silence_s)
         self._selector = selectors.DefaultSelector()
@@ -89,17 +89,18 @@ class Children:
     def _start_template(
         self, rank: int, visible: str, name: str, output: IO[bytes]
     ) -> tuple[process.Child, Connection]:
+        environment = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": visible,
+            "OMP_NUM_THREADS": str(self.group.threads_per_worker),
+        }
         return process.spawn_with_pipe(
             name,
             "slurmrl.workers.worker",
             ["--run", str(self.paths.run), "--rank", str(rank), *self._pulse_option()],
             output=output,
-            environment={
-                **os.environ,
-                "CUDA_VISIBLE_DEVICES": visible,
-                "OMP_NUM_THREADS": str(self.group.threads_per_worker),
-            },
-            prefix=self._container,
+            environment=environment,
+            interpreter=container.interpreter(self._slurm, environment),
         )
 
     def start_master(self, submission: int, output: IO[bytes]) -> None:

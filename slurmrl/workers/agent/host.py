@@ -62,9 +62,8 @@ class Host:
             ttl_s=self.cluster.lease_ttl_s,
         )
         self.children = Children(paths, self.group, self.identity, self.cluster)
-        self.warnings = Warnings(
-            local=_is_local(paths, submission), lead_s=self.cluster.slurm.signal_lead_s
-        )
+        self.local = _is_local(paths, submission)
+        self.warnings = Warnings(local=self.local, lead_s=self.cluster.slurm.signal_lead_s)
         self.oom = OomKills()
         writer = f"agent.{group}.{self.identity.task}.{self.identity.attempt}"
         self.events = EventWriter(paths, writer)
@@ -76,8 +75,11 @@ class Host:
 
     def devices(self) -> list[str]:
         """What each worker sees. Raises EnvironmentFailure."""
-        given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        return gpu.assign(given, self.group.workers_per_host, self.group.gpus_per_worker)
+        workers, per_worker = self.group.workers_per_host, self.group.gpus_per_worker
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if given is None and (self.local or self.cluster.slurm.gpu_directive == "none"):
+            given = ",".join(map(str, range(workers * per_worker)))  # nobody deals them out here
+        return gpu.assign(given or "", workers, per_worker)
 
     def open_log(self, group: str) -> IO[bytes]:
         """Of this task, or of the ``master``. Raises EnvironmentFailure."""

@@ -5,11 +5,13 @@ last line of the batch script, so signals that Slurm sends to the batch process 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 from slurmrl import env, log
-from slurmrl.fsio import ownership
+from slurmrl.config.load import load_resolved
+from slurmrl.fsio import ownership, variables
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.scheduler.succession import Link, continue_after, end_chain
@@ -44,6 +46,8 @@ def main() -> int:
             end_chain(link)  # whoever ended the trial may not have come to that
         return 0
     logger.info("link %d, job %s", link.index, env.JOB_ID.get())
+    if file := load_resolved(paths.config).cluster.variables_file:
+        os.environ.update(variables.read(Path(file)))  # agents and workers inherit them
     rounds = Rounds(options, paths, Allocation.of_this_job(options, paths))
     return run_link(link, rounds) if in_chain else rounds.run()
 

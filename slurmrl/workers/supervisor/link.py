@@ -6,10 +6,19 @@ from slurmrl.history.log import History
 from slurmrl.history.state import fold
 from slurmrl.monitor.snapshot import newest_submission
 from slurmrl.paths import RunPaths
+from slurmrl.workers.patience import patiently
 
 
 def reason_to_leave(paths: RunPaths, submission: int) -> str | None:
-    """Why this job has nothing to do, or None: an ended trial, or a newer submission."""
+    """Why this job has nothing to do, or None: an ended trial, or a newer submission.
+
+    Waits while the directory does not answer: a link that failed instead would be followed by the
+    next one, which fails the same way, until none is left.
+    """
+    return patiently("read the history", lambda: _reason(paths, submission))
+
+
+def _reason(paths: RunPaths, submission: int) -> str | None:
     end = fold(History(paths.history).read()).end
     if end is not None:
         return f"the trial has ended ({end.kind})"

@@ -17,6 +17,7 @@ from slurmrl.history.log import History
 from slurmrl.history.state import fold
 from slurmrl.monitor.events import EventWriter
 from slurmrl.paths import RunPaths
+from slurmrl.workers.patience import patiently
 from slurmrl.workers.process import die_with
 from slurmrl.workers.supervisor.allocation import Allocation
 from slurmrl.workers.supervisor.link import reason_to_leave
@@ -63,7 +64,8 @@ class Rounds:
         self.warned = False
 
     def run(self) -> int:
-        """The exit code of the last round; a signal's number is added to 128."""
+        """The exit code of the last round, with a signal's number added to 128; 0 where nothing is
+        left to do, for srun fails also because of kills that were recovered from."""
         for warning in SIGNALS:
             signal.signal(warning, self._relay)
         self.events.write("start", link=env.LINK.get(), job=_job(), hosts=self.allocation.hosts)
@@ -81,6 +83,8 @@ class Rounds:
             if reason is not None:
                 why = reason
                 break
+        if reason_to_leave(self.paths, self.options.submission) is not None:
+            code = 0
         logger.info("leaving after round %d: %s", number, why)
         self.events.write("end", code=code, why=why)
         return code
@@ -95,7 +99,8 @@ class Rounds:
         return reason_to_leave(self.paths, self.options.submission)
 
     def _incarnation(self) -> int:
-        return fold(History(self.paths.history).read()).incarnation
+        history = History(self.paths.history)
+        return patiently("read the history", lambda: fold(history.read()).incarnation)
 
     # -- one round ---------------------------------------------------------------------------
 

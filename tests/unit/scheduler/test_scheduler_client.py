@@ -11,7 +11,7 @@ import pytest
 
 from slurmrl.errors import EnvironmentFailure, SchedulerError, UnknownNameError
 from slurmrl.paths import user_name
-from slurmrl.scheduler import choose, environment, limits, make
+from slurmrl.scheduler import choose, environment, limits, make, rows
 from slurmrl.scheduler.base import JobState
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.local import LocalScheduler
@@ -57,6 +57,28 @@ def test_a_job_that_slurm_forgot_is_no_error(commands: Path) -> None:
         commands, "squeue", "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
     )
     assert SlurmClient().queue(["1"]) == []
+
+
+def test_scontrol_answers_where_squeue_is_another(commands: Path) -> None:
+    """Some sites put a program of their own in squeue's place."""
+    recorded = Path(__file__).with_name("recorded") / "scontrol-newer.txt"
+    install(commands, "squeue", "echo 'squeue: unrecognized option --Format' >&2; exit 2")
+    shown = f'[ "$4" = 41 ] && {{ while read -r line; do echo "$line"; done <"{recorded}"; exit; }}'
+    forgotten = "echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1"
+    install(commands, "scontrol", f"{shown}\n{forgotten}")
+    assert [row.job for row in SlurmClient().queue(["41", "43"])] == ["41", "41"]
+    install(commands, "scontrol", "exit 1")
+    with pytest.raises(SchedulerError, match="unrecognized option"):
+        SlurmClient().queue(["41"])
+
+
+def test_signalling_what_has_ended_is_no_error(commands: Path) -> None:
+    install(commands, "scancel", "exit 1")
+    SlurmClient().signal("KILL", ["41_0"], steps=True)
+    SlurmClient().cancel(["41_0"])
+    install(commands, "scancel", "echo 'scancel: error: Access denied' >&2; exit 1")
+    with pytest.raises(SchedulerError, match="Access denied"):
+        SlurmClient().cancel(["41_0"])
 
 
 def test_commands_see_no_options_in_their_environment(
@@ -256,6 +278,17 @@ def test_what_the_queue_forgot_comes_from_the_accounting_and_is_asked_once() -> 
         found = scheduler.query({"trainer": ("41",)})
         assert [task.raw for task in found] == ["TIMEOUT", "PREEMPTED", "RUNNING", "PENDING"]
     assert client.asked == [("41",)]
+
+
+def test_an_element_that_ran_is_known_better_than_the_array_it_was_cancelled_with() -> None:
+    """As sacct of 22.05 shows an array that was cancelled just when its first element started."""
+    client = ScriptedClient([])
+    client.accounts = rows.accounting(
+        "41_0|CANCELLED by 0|0:0|n0|x|2026-11-21T16:57:11|None\n"
+        "41_[0-2%1]|CANCELLED by 0|0:0|None assigned|x|None|None\n"
+    )
+    found = SlurmScheduler(client).query({"trainer": ("41",)})
+    assert [(task.element, task.hosts) for task in found] == [(0, ("n0",)), (1, ()), (2, ())]
 
 
 def test_without_accounting_it_is_asked_once() -> None:

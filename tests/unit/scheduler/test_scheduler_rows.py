@@ -1,4 +1,4 @@
-"""Lines of squeue and sacct, recorded from Slurm 22.05 or as newer versions document them."""
+"""Lines of squeue, scontrol and sacct, recorded from Slurm 22.05 or as newer ones document them."""
 
 from __future__ import annotations
 
@@ -53,6 +53,34 @@ def test_squeue_of_newer_versions() -> None:
     assert shown[2].words == "is ending, some hosts are still busy"
     assert "down, drained or reserved" in shown[3].words
     assert shown[4].restarts == 2
+
+
+def test_scontrol_of_22_05() -> None:
+    jobs = {"trainer": ("1", "2"), "single": ("3",)}
+    found = tasks.task_states(rows.control(recorded("scontrol-22.05.txt")), jobs)
+    shown = [(task.job_id, task.state.value, task.exit_code, task.signal) for task in found]
+    assert shown == [
+        ("1_0", "FAILED", 3, None),
+        ("1_1", "FAILED", 0, 9),
+        ("1_2", "RUNNING", None, None),
+        ("1_3", "PENDING", None, None),
+        *((f"2_{element}", "PENDING", None, None) for element in (4, 5, 6, 7)),
+        ("3_0", "PENDING", None, None),
+    ]
+    runs = found[2]
+    assert (runs.time_left_s, runs.start, runs.hosts) == (590.0, "2026-11-21T16:36:34", ("n0",))
+    assert [task.reason for task in found[3:5]] == ["JobArrayTaskLimit", "Dependency"]
+
+
+def test_scontrol_of_newer_versions() -> None:
+    """A node that failed, and a comment that looks like fields."""
+    lost, pending = rows.control(recorded("scontrol-newer.txt"))
+    assert (lost.raw, lost.reason, lost.hosts) == ("NODE_FAIL", "NodeDown", ("n0", "n1"))
+    assert (lost.job, lost.elements, lost.restarts) == ("41", (2,), 1)
+    assert lost.time_left_s == 86395.0
+    assert (pending.elements, pending.time_left_s) == ((3, 4, 5, 6, 7), None)
+    (task, *_) = tasks.task_states([pending], {"trainer": ("41",)})
+    assert "down, drained or reserved" in task.words
 
 
 def test_sacct_of_22_05() -> None:
@@ -111,3 +139,5 @@ def test_a_line_that_is_none_is_refused(text: str) -> None:
         rows.queue(text)
     with pytest.raises(SchedulerError, match="slurm_load_jobs"):
         rows.accounting(text)
+    with pytest.raises(SchedulerError, match="slurm_load_jobs"):
+        rows.control(text)

@@ -4,6 +4,7 @@ real one is in tests/slurm."""
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 from collections.abc import Iterable, Mapping
@@ -16,13 +17,15 @@ from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.writer import begin
 from slurmrl.paths import RunPaths
-from slurmrl.scheduler import extend, extensions, succession
+from slurmrl.scheduler import elastic, extend, extensions, succession, upkeep
 from slurmrl.scheduler.base import Continue
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.rows import QueueRow
 from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.scheduler.succession import Link, TopUp, continue_after, end_chain, top_up
+from slurmrl.scheduler.upkeep import Upkeep
 from tests.scheduler_contract import request_of
+from tests.support.trials import wait_until
 
 
 class Slurm(SlurmClient):
@@ -37,6 +40,7 @@ class Slurm(SlurmClient):
         self.done: list[str] = []
         self.array_size = "1001"
         self.refuse = ""
+        self.tries = 0
         self.lose = False
 
     def settings(self) -> dict[str, str]:
@@ -51,6 +55,7 @@ class Slurm(SlurmClient):
     def submit(
         self, script: Path, *options: str, inherited: Mapping[str, str] | None = None
     ) -> str:
+        self.tries += 1
         if self.refuse:
             raise SchedulerError(self.refuse)
         text = script.read_text()
@@ -251,3 +256,77 @@ def test_a_link_without_sbatch_breaks_nothing(
     looks.stop()
     assert told == []
     assert signal.SIGUSR2 not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+@pytest.fixture
+def _everywhere(monkeypatch: pytest.MonkeyPatch, slurm: Slurm) -> None:
+    """Whoever makes a scheduler gets the scripted one, and nobody waits long."""
+    monkeypatch.setattr(succession, "_scheduler", lambda: SlurmScheduler(slurm))
+    for pause in ("RETRY_S", "COMMIT_S", "KEEP_S"):
+        monkeypatch.setattr(upkeep, pause, 0.01)
+
+
+@pytest.mark.usefixtures("_everywhere")
+def test_a_running_link_asks_for_more_links_once_there_is_a_commit(
+    run: RunPaths, slurm: Slurm
+) -> None:
+    slurm.running = ("41", 2)
+    told: list[str] = []
+    looks = Upkeep(link(run, 2), {}, told.append)
+    looks.start()
+    assert told == []
+    commit(run, 1)
+    wait_until("more links", lambda: told)
+    looks.stop()
+    assert told == ["42"]
+    assert list(slurm.jobs) == ["41", "42"]
+
+
+@pytest.mark.usefixtures("_everywhere")
+def test_sbatch_that_is_refused_is_tried_a_few_times_and_when_the_link_ends(
+    run: RunPaths, slurm: Slurm
+) -> None:
+    slurm.running = ("41", 2)
+    commit(run, 1)
+    slurm.refuse, slurm.tries = "sbatch: error: Access/permission denied", 0
+    looks = Upkeep(link(run, 2), {}, pytest.fail)
+    looks.start()
+    wait_until("the last try", lambda: not any(thread.is_alive() for thread in looks._threads))
+    assert slurm.tries == upkeep.TRIES
+    assert "no link is left" in continue_after(link(run, 2))
+    slurm.refuse = ""
+    assert continue_after(link(run, 2)).endswith("follows, 3 left")
+    assert slurm.jobs["42"][1] == [3, 4, 5], "numbers that were refused are used again"
+
+
+@pytest.mark.usefixtures("_everywhere")
+def test_an_elastic_group_is_looked_after_while_the_link_runs(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller that does not answer for a while changes nothing."""
+    kept: list[int] = []
+
+    def keep(self: elastic.ElasticGroup, wanted: int) -> elastic.Change:
+        kept.append(wanted)
+        if len(kept) == 1:
+            raise SchedulerError("squeue did not answer")
+        return elastic.Change(submit=1)
+
+    monkeypatch.setattr(elastic.ElasticGroup, "keep", keep)
+    looks = Upkeep(link(run, 0), {"rollout": 3}, pytest.fail)
+    looks.start()
+    wait_until("the third look", lambda: len(kept) > 2)
+    looks.stop()
+    assert set(kept) == {3}
+
+
+def test_links_that_are_added_inherit_what_the_first_ones_did(
+    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Set-up lines of a link have changed its PATH; those of the next do so again."""
+    before = os.environ["PATH"]
+    monkeypatch.setenv("PATH", "/opt/module/bin:/usr/bin")
+    scheduler.extend(run, 1, "trainer", by="41_0")
+    inherited = slurm.inherited[-1]
+    assert inherited is not None
+    assert inherited["PATH"] == before

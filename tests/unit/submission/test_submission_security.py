@@ -25,7 +25,7 @@ from slurmrl.plan.model import Plan
 from slurmrl.scheduler.local_state import ChainState
 from slurmrl.scheduler.submission import read_jobs, write_jobs, write_scripts
 from slurmrl.submission.prepare import prepare, trial_uuid
-from slurmrl.submission.submit import Proposal, propose
+from slurmrl.submission.submit import Proposal, propose, submit
 from slurmrl.workers import process
 from slurmrl.workers.master.judgement import read_ending
 from tests.fake_runs import FakeRun, write_config
@@ -156,3 +156,17 @@ def test_hostile_names_of_files_are_passed_over(tmp_path: Path) -> None:
     for name in ("²", "٣", "-1", "1\n", "..x", "x" * 255):
         (run.submissions / name).mkdir()
     assert snapshot.submission_numbers(run) == []
+
+
+def test_tokens_that_others_can_read_are_refused_before_anything_is_written(
+    tmp_path: Path,
+) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("MY_TOKEN=secret\n")
+    tokens.chmod(0o640)
+    root = str(tmp_path / "runs")
+    setting = [f"cluster.variables_file={tokens}"]
+    proposal = propose(write_config(tmp_path), setting, root=root, scheduler="local")
+    with pytest.raises(OwnershipError, match="chmod 600"):
+        submit(proposal)
+    assert not proposal.paths.run.exists()

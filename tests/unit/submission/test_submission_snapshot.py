@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.errors import ConfigError, EnvironmentFailure
+from slurmrl.errors import ConfigError, EnvironmentFailure, UsageError
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.history.writer import end
 from slurmrl.paths import RunPaths
 from slurmrl.submission import copying, git, own_code, snapshot
 from slurmrl.submission.record import Recorder, recorded_folders
@@ -133,6 +136,23 @@ def test_a_changed_file_does_not_reach_a_snapshot(user: Path, scheduler: FakeSch
     assert again.notes == ()
     assert (paths.code / "helper.py").read_text() == "SCORE = 1\n"
     assert [request.code for request in scheduler.requests] == [paths.code] * 3
+
+
+def test_a_trial_of_another_slurmrl_is_not_written_to(user: Path, scheduler: FakeScheduler) -> None:
+    """Its jobs would not understand what we write."""
+    paths = submit(proposed(user)).paths
+    end(History(paths.history), Kind.CANCELLED, {})
+    scheduler.tasks = []
+    (paths.code / "slurmrl" / "keys.py").write_text("NEW = 1\n")
+    assert not snapshot.is_this_code(paths.code)
+    before = paths.config.read_bytes(), paths.plan.read_bytes()
+    for proposal in (proposed(user, "total_steps=9"), propose_resume(paths, ["total_steps=9"])):
+        with pytest.raises(UsageError, match="was submitted with another slurmrl"):
+            submit(proposal)
+    assert (paths.config.read_bytes(), paths.plan.read_bytes()) == before
+    updated = propose_resume(paths, ["total_steps=9"], update_code=True)
+    assert submit(updated).jobs is not None
+    assert snapshot.is_this_code(paths.snapshot(2))
 
 
 def test_update_code_takes_the_present_code(

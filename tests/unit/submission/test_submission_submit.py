@@ -153,6 +153,10 @@ def test_another_configuration_is_refused_with_the_differences(
     again()
     with pytest.raises(UsageError, match=r"seed: 1 in the trial, 2 now\n  actor.optimizer.lr: "):
         again("seed=2", "actor.optimizer.lr=1.0")
+    with pytest.raises(
+        UsageError, match=r"seed: 1 .*\nA trial goes on with another: actor.backend"
+    ):
+        again("seed=2", "actor.backend=fsdp:d2")
     assert len(scheduler.requests) == 1
 
 

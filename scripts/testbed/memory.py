@@ -1,0 +1,47 @@
+"""Memory limits that the kernel enforces: slurmd puts each task into a control group (version 1).
+
+Without this the test bed's jobs may use what they like. Needs root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+GROUPS = Path("/sys/fs/cgroup/memory")
+REPLACED: Mapping[str, str] = {
+    "TaskPlugin": "task/cgroup",
+    "SelectTypeParameters": "CR_Core_Memory",
+}
+CONF = f"""\
+CgroupPlugin=cgroup/v1
+CgroupMountpoint={GROUPS.parent}
+ConstrainRAMSpace=yes
+MinRAMSpace=1
+"""
+FILE = "cgroup.conf"
+
+
+class MemoryLimitError(Exception):
+    """Memory cannot be limited here."""
+
+
+def configure(directory: Path, slurm_conf: str) -> str:
+    """The bed's slurm.conf with limits. Raises MemoryLimitError with the reason."""
+    if os.geteuid() != 0 or not (GROUPS / "memory.limit_in_bytes").exists():
+        raise MemoryLimitError(f"memory limits need root and control groups in {GROUPS}")
+    (directory / FILE).write_text(CONF)
+    lines = [line.partition("=") for line in slurm_conf.splitlines()]
+    return "".join(f"{key}{sign}{REPLACED.get(key, value)}\n" for key, sign, value in lines)
+
+
+def remove(directory: Path, nodes: list[str]) -> None:
+    """Remove the groups that slurmd leaves behind, if this bed has limits."""
+    if not (directory / FILE).exists():
+        return
+    for node in nodes:
+        for group, _, _ in os.walk(GROUPS / f"slurm_{node}", topdown=False):
+            with contextlib.suppress(OSError):  # another bed's jobs are in it
+                os.rmdir(group)

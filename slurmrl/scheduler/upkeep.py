@@ -1,0 +1,100 @@
+"""What the batch process of a trial sees to beside its work: that links are queued, and that
+elastic groups have the tasks that they should have. Where Slurm's commands do not work on this
+host, what was queued at first is all there is."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Mapping
+
+from slurmrl import log
+from slurmrl.errors import EnvironmentFailure, SlurmrlError, UsageError
+from slurmrl.scheduler.elastic import Change, ElasticGroup
+from slurmrl.scheduler.succession import TIMEOUT_S, Link, TopUp, committed, top_up
+
+logger = log.get(__name__)
+
+TRIES = 3
+RETRY_S = 120.0
+"""Between tries of an sbatch that failed; it may be the controller that was away."""
+COMMIT_S = 15.0
+"""Between looks into the history whether a trial without a commit has one now."""
+KEEP_S = 60.0
+"""Between looks at an elastic group; doubled with each failure in a row."""
+LONGEST_S = 3600.0
+
+
+class Upkeep:
+    """Threads of their own, since nothing that a link does may wait for Slurm. Signals are left to
+    the caller's threads."""
+
+    def __init__(self, link: Link, elastic: Mapping[str, int], told: Callable[[str], None]) -> None:
+        """``elastic``: groups and how many tasks of each are wanted; ``told`` hears the id of an
+        array that was added to the chain."""
+        self._link = link
+        self._told = told
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._keep_chain, name="top-up", daemon=True)]
+        self._threads += [
+            threading.Thread(target=self._keep_group, args=group, name=group[0], daemon=True)
+            for group in elastic.items()
+        ]
+
+    def start(self) -> None:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+        try:
+            for thread in self._threads:
+                thread.start()  # with every signal blocked
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    def stop(self) -> None:
+        """Returns when nothing is being submitted any more, at the latest when a command that
+        hangs has been given up."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(TIMEOUT_S)
+
+    def _keep_chain(self) -> None:
+        failures = 0
+        while failures < TRIES and not self._stop.is_set():
+            try:
+                outcome = top_up(self._link)
+            except (EnvironmentFailure, UsageError) as error:
+                failures += 1
+                logger.info("the chain was not extended: %s", error)
+                self._stop.wait(RETRY_S)
+                continue
+            except SlurmrlError as error:
+                logger.warning("the chain cannot be extended: %s", error)
+                return
+            if isinstance(outcome, str):
+                logger.info("the chain was extended: job %s", outcome)
+                self._told(outcome)
+            if outcome is not TopUp.NO_COMMIT or not self._wait_for_commit():
+                return
+
+    def _wait_for_commit(self) -> bool:
+        """False if the link ends before there is one."""
+        while not self._stop.wait(COMMIT_S):
+            try:
+                if committed(self._link):
+                    return True
+            except EnvironmentFailure as error:
+                logger.info("cannot see whether there is a commit: %s", error)
+        return False
+
+    def _keep_group(self, name: str, wanted: int) -> None:
+        group = ElasticGroup(self._link.run, self._link.submission, name)
+        pause_s = KEEP_S
+        while not self._stop.wait(pause_s):
+            try:
+                change = group.keep(wanted)
+            except SlurmrlError as error:
+                logger.info("group %s is left as it is: %s", name, error)
+                pause_s = min(2 * pause_s, LONGEST_S)
+            else:
+                pause_s = KEEP_S
+                if change != Change():
+                    logger.info("group %s: %s", name, change)

@@ -1,0 +1,63 @@
+"""Workers in a container, their agent outside. The container program is a stand-in that does what
+Apptainer does with --cleanenv: it stays as the parent of the command, hands on open descriptors and
+nothing of the environment."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.trials import Site, kill_one, processes, sft_config, wait_until
+
+APPTAINER = """\
+#!/bin/sh
+for word; do printf '<%s>' "$word"; done >>'{folder}/calls'
+echo >>'{folder}/calls'
+shift 5
+env -i PATH="$PATH" HOME="$HOME" APPTAINER_CONTAINER=image.sif "$@"
+exit $?
+"""
+
+
+@pytest.mark.long
+def test_a_trial_whose_workers_live_in_containers(tmp_path: Path) -> None:
+    """One is killed, its container's parent stays; the next incarnation finishes."""
+    stub = tmp_path / "my programs" / "apptainer"
+    stub.parent.mkdir()
+    stub.write_text(APPTAINER.format(folder=tmp_path))
+    stub.chmod(0o700)
+    container = f"'{stub}' exec --nv --bind '/shared data' image.sif"
+    tokens = tmp_path / "tokens"
+    tokens.touch(0o600)
+    tokens.write_text("MY_TOKEN=never-written\n")
+    cluster = {
+        "gpus_per_worker": 0,
+        "variables_file": str(tokens),
+        "slurm": {"container": container, "container_python": sys.executable},
+    }
+    site = Site(tmp_path)
+    config = site.write("sft.yaml", sft_config(cluster=cluster, total_steps=100))
+    site.slurmrl("submit", str(config), "--scheduler", "local", "--detach")
+    run = site.paths("sft/1").run
+    site.wait_for_step("sft/1", 3)
+    inside = [Path(f"/proc/{pid}/environ").read_bytes() for pid in processes(run)["worker"]]
+    assert len(inside) == 2
+    assert all(b"APPTAINER_CONTAINER=image.sif" in environ for environ in inside)
+    (agent,) = processes(run)["agent"]
+    assert b"MY_TOKEN=never-written" in Path(f"/proc/{agent}/environ").read_bytes()
+    kill_one(run, "worker")
+    ended = site.wait_for_end("sft/1")
+    assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 100, 2)
+    wait_until("all processes to leave", lambda: not any(processes(run).values()))
+    files = [path for path in tmp_path.rglob("*") if path.is_file() and path != tokens]
+    assert not [path for path in files if b"never-written" in path.read_bytes()]
+    rank_0, rank_1 = sorted((tmp_path / "calls").read_text().splitlines())
+    for rank, call in enumerate((rank_0, rank_1)):
+        assert call.startswith(
+            f"<exec><--nv><--bind></shared data><image.sif><env><CUDA_VISIBLE_DEVICES=>"
+            f"<OMP_NUM_THREADS=1><PYTHONPATH={run}/code>"
+        )
+        worker = f"<{sys.executable}><-P><-m><slurmrl.workers.worker><--run><{run}><--rank><{rank}>"
+        assert worker in call

@@ -1,0 +1,63 @@
+"""The command line of a worker in a container."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from slurmrl.config.schema.cluster import Slurm
+from slurmrl.workers.agent.container import interpreter
+
+ENVIRON = {
+    "PATH": "/usr/bin",
+    "HF_TOKEN": "secret",
+    "PYTHONPATH": "/shared/my run/code",
+    "OMP_NUM_THREADS": "4",
+    "CUDA_VISIBLE_DEVICES": "GPU-a",
+    "SLURMRL_OPS": "torch",
+}
+
+
+def test_without_a_container_it_is_this_python() -> None:
+    assert interpreter(Slurm(), ENVIRON) == (sys.executable,)
+
+
+@pytest.mark.parametrize(
+    "container",
+    ["apptainer exec --nv --bind '/shared/my data' image.sif", "enroot start --root 'my image'"],
+)
+def test_the_container_comes_first_and_what_must_get_through_is_named(container: str) -> None:
+    slurm = Slurm(container=container, container_python="python3")
+    words = interpreter(slurm, ENVIRON)
+    assert words[-6:] == (
+        "env",
+        "CUDA_VISIBLE_DEVICES=GPU-a",
+        "OMP_NUM_THREADS=4",
+        "PYTHONPATH=/shared/my run/code",
+        "SLURMRL_OPS=torch",
+        "python3",
+    )
+    if container.startswith("apptainer"):
+        assert words[:-6] == (
+            "apptainer",
+            "exec",
+            "--nv",
+            "--bind",
+            "/shared/my data",
+            "image.sif",
+        )
+    else:
+        assert words[:-6] == ("enroot", "start", "--root", "my image")
+    assert not any("secret" in word for word in words)
+
+
+def test_its_python_is_the_submitters_unless_another_is_named() -> None:
+    assert interpreter(Slurm(container="enroot start image"), {})[-1] == sys.executable
+
+
+@pytest.mark.parametrize("container", ["apptainer exec 'image.sif", "", "a\nb"])
+def test_what_is_no_command_is_refused(container: str) -> None:
+    with pytest.raises(ValidationError, match="container"):
+        Slurm(container=container)
