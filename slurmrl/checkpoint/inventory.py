@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 
 from slurmrl.checkpoint.manifest import read_manifest, verify
@@ -10,7 +11,7 @@ from slurmrl.config.load import load_resolved
 from slurmrl.errors import CheckpointError
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind, Record
-from slurmrl.history.state import Commit, TrialState, fold
+from slurmrl.history.state import Commit, fold
 from slurmrl.paths import RunPaths
 
 
@@ -27,7 +28,9 @@ class Stored:
     bytes: int
     """Both 0 where the manifest cannot be read."""
     kept_by: list[str]
-    """``last``, ``every`` (see `retention`), ``export`` (a model was exported from it)."""
+    """``last``, ``every`` (see `retention`)."""
+    exported: bool
+    """The run has exported its model."""
     problem: str | None
     """What is wrong with its files."""
     set_aside: bool = False
@@ -39,22 +42,14 @@ def inventory(paths: RunPaths, *, checksums: bool) -> list[Stored]:
     records = History(paths.history).read()
     state = fold(records)
     times = {r.data["directory"]: r.time for r in records if r.kind is Kind.COMMIT}
-    reasons = _reasons(paths, state)
-    found = [_look(paths, commit, times, reasons, checksums) for commit in state.commits]
+    settings = load_resolved(paths.config).checkpoint
+    reasons = kept_by(state.commits, settings.keep_last, settings.keep_every_steps)
+    exported = {export.step for export in state.exports}
+    found = [_look(paths, commit, times, reasons, exported, checksums) for commit in state.commits]
     if any(one.problem for one in found):
         left = {commit.directory for commit in fold(History(paths.history).read()).commits}
         found = [one for one in found if not one.problem or one.directory in left]
     return sorted([*found, *_set_aside(paths, records, times)], key=lambda one: one.step)
-
-
-def _reasons(paths: RunPaths, state: TrialState) -> dict[str, list[str]]:
-    settings = load_resolved(paths.config).checkpoint
-    reasons = kept_by(state.commits, settings.keep_last, settings.keep_every_steps)
-    exported = {export.step for export in state.exports}
-    return {
-        commit.directory: reasons[commit.directory] + ["export"] * (commit.step in exported)
-        for commit in state.commits
-    }
 
 
 def _look(
@@ -62,6 +57,7 @@ def _look(
     commit: Commit,
     times: dict[str, float],
     reasons: dict[str, list[str]],
+    exported: set[int],
     checksums: bool,
 ) -> Stored:
     directory = paths.checkpoints / commit.directory
@@ -79,27 +75,30 @@ def _look(
         len(sizes),
         sum(sizes),
         reasons[commit.directory],
+        commit.step in exported,
         problem,
     )
 
 
 def _set_aside(paths: RunPaths, records: list[Record], times: dict[str, float]) -> list[Stored]:
+    """Those that are still there; a run may remove them meanwhile."""
     found = []
     for record in records:
-        directory = str(record.data.get("directory"))
         if record.kind is Kind.DELETE and "reason" in record.data:
+            directory = str(record.data["directory"])
             kept = paths.damaged_checkpoint(directory)
-            if kept.is_dir():
-                files = [file.stat().st_size for file in kept.iterdir()]
+            with suppress(FileNotFoundError):
+                sizes = [file.stat().st_size for file in kept.iterdir()]
                 found.append(
                     Stored(
                         record.data["step"],
                         record.incarnation,
                         kept.name,
                         times[directory],
-                        len(files),
-                        sum(files),
+                        len(sizes),
+                        sum(sizes),
                         [],
+                        False,
                         str(record.data["reason"]),
                         set_aside=True,
                     )

@@ -66,7 +66,8 @@ def _state(one: Stored, verified: bool) -> str:
         return "damaged, set aside"
     if one.problem:
         return "damaged"
-    return "verified" if verified else "sizes right"
+    state = "verified" if verified else "sizes right"
+    return f"{state}, exported" if one.exported else state
 
 
 def size(count: int) -> str:

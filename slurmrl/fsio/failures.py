@@ -29,10 +29,6 @@ ESTALE, ETIMEDOUT, but also EEXIST and ENOENT: a server repeats a request whose 
 it may have, so the outcome has to be looked up."""
 
 
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Errors that removing files helps against."""
-
-
 def cause(failure: EnvironmentFailure) -> int:
     """The error number that `explain` was given; 0 for a failure of another kind."""
     error = failure.__cause__

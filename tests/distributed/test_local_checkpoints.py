@@ -6,7 +6,10 @@ import json
 import os
 import resource
 import signal
-from collections.abc import Callable, Iterator
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,39 +19,66 @@ from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.state import fold
 from slurmrl.monitor import events
-from tests.support.trials import Site, kill_one, processes, sft_config, wait_until
+from tests.support.trials import (
+    ARCHITECTURE,
+    Site,
+    kill_one,
+    processes,
+    sft_config,
+    wait_until,
+)
 
 TRIAL = "sft/1"
 STEPS = 80
-SMALL_BYTES = 100_000
-"""Less than a rank's file."""
+KEPT = 3
 
 
-def config() -> dict[str, Any]:
-    return sft_config(total_steps=STEPS, checkpoint={"every_steps": 2})
+def config(**checkpoint: Any) -> dict[str, Any]:
+    """Checkpoints of 1 MB, far more than all else that a run writes."""
+    kept = {"every_steps": 2, "keep_last": KEPT, **checkpoint}
+    found = sft_config(total_steps=STEPS, checkpoint=kept)
+    larger = {**ARCHITECTURE, "hidden_size": 64, "intermediate_size": 128}
+    return {**found, "actor": {**found["actor"], "architecture": larger}}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Outcome of a run that waits for its checkpoints and that nobody disturbs."""
     site = Site(tmp_path_factory.mktemp("undisturbed"))
-    synchronous = sft_config(
-        total_steps=STEPS, checkpoint={"every_steps": 2, "asynchronous": False}
-    )
-    path = site.write("config.yaml", synchronous)
+    path = site.write("config.yaml", config(asynchronous=False))
     site.slurmrl("submit", str(path), "--scheduler", "local", "--wait")
     return site.outcome(TRIAL)
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
+@contextmanager
+def started(folder: Path) -> Iterator[Site]:
     """A trial that has just been started; what still runs at the end is killed."""
-    found = Site(tmp_path)
+    found = Site(folder)
     path = found.write("config.yaml", config())
     found.slurmrl("submit", str(path), "--scheduler", "local", "--detach")
-    yield found
-    for chain in processes(found.paths(TRIAL).run)["chain"]:
-        os.kill(chain, signal.SIGKILL)  # its children die with it
+    try:
+        yield found
+    finally:
+        for chain in processes(found.paths(TRIAL).run)["chain"]:
+            os.kill(chain, signal.SIGKILL)  # its children die with it
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    with started(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 64 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("only root may mount a small disk")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 def happened(site: Site, kind: str) -> list[dict[str, Any]]:
@@ -87,64 +117,114 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-@pytest.mark.parametrize(
-    ("damage", "begins"),
-    [pytest.param(cut, 2, id="truncated"), pytest.param(flip, 3, id="flipped")],
-)
-def test_a_damaged_checkpoint_is_passed_over(
-    site: Site, undisturbed: dict[str, Any], damage: Callable[[Path], None], begins: int
-) -> None:
-    """A size shows before anything starts; a checksum when the ranks load, which costs a start."""
-    site.wait_for_step(TRIAL, 7)
+def test_damaged_checkpoints_are_passed_over(site: Site, undisturbed: dict[str, Any]) -> None:
+    """A wrong size shows before anything starts, a wrong checksum when the ranks load, which costs
+    a start: so the newest is tried, and then the third."""
+    site.wait_for_step(TRIAL, 9)
     os.kill(processes(site.paths(TRIAL).run)["chain"][0], signal.SIGUSR2)
     assert site.wait_for_end(TRIAL)["state"] == "INTERRUPTED"
-    before, newest = committed(site)
-    directory = site.paths(TRIAL).checkpoint(newest, 1)
-    damage(directory / "actor.1.safetensors")
+    good, truncated, flipped = committed(site)
+    for step, damage in ((truncated, cut), (flipped, flip)):
+        damage(site.paths(TRIAL).checkpoint(step, 1) / "actor.1.safetensors")
     listed = site.slurmrl("checkpoints", TRIAL, code=1).stdout
-    assert f"step {newest}: checkpoint" in listed
+    assert f"step {truncated}: checkpoint" in listed
+    assert f"step {flipped}: checkpoint" in listed
 
     site.slurmrl("resume", TRIAL, "--wait")
     status = site.status(TRIAL)
-    assert (status["state"], status["incarnation"]) == ("COMPLETED", begins)
+    assert (status["state"], status["incarnation"]) == ("COMPLETED", 3)
     deleted = [
         record.data
         for record in History(site.paths(TRIAL).history).read()
         if record.kind is Kind.DELETE and "reason" in record.data
     ]
-    assert [data["step"] for data in deleted] == [newest]
-    assert "actor.1.safetensors" in deleted[0]["reason"]
-    assert [event["step"] for event in happened(site, "damaged")] == [newest]
-    assert [event["base"] for event in happened(site, "begin")][-1] == f"step-{before:08d}.1"
+    assert sorted(data["step"] for data in deleted) == [truncated, flipped]
+    assert all("actor.1.safetensors" in data["reason"] for data in deleted)
+    assert sorted(event["step"] for event in happened(site, "damaged")) == [truncated, flipped]
+    begun = [event["base"] for event in happened(site, "begin")]
+    assert begun == [None, f"step-{flipped:08d}.1", f"step-{good:08d}.1"]
     assert site.outcome(TRIAL) == undisturbed
 
 
-def limit_files(site: Site, limit_bytes: int) -> None:
-    """How large a file of the ranks may get, as a quota would do it."""
-    for pid in processes(site.paths(TRIAL).run)["worker"]:
-        hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit_bytes, hard))
+class Quota:
+    """Files of the ranks may not get as large as they must."""
+
+    said = "File too large"
+
+    def __init__(self, site: Site) -> None:
+        self._run = site.paths(TRIAL).run
+
+    def fill(self) -> None:
+        self._limit(20_000)
+
+    def free(self) -> None:
+        self._limit(resource.RLIM_INFINITY)
+
+    def _limit(self, limit_bytes: int) -> None:
+        for pid in processes(self._run)["worker"]:
+            hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (limit_bytes, hard))
 
 
-def test_checkpoints_that_cannot_be_written_leave_the_run_going(
-    site: Site, undisturbed: dict[str, Any]
+class SmallDisk:
+    """Half a checkpoint fits onto the disk."""
+
+    said = "No space left on device (ENOSPC)"
+
+    def __init__(self, site: Site) -> None:
+        newest = site.paths(TRIAL).checkpoint(committed(site)[-1], 1)
+        self._left_bytes = sum(file.stat().st_size for file in newest.iterdir()) // 2
+        self._ballast = site.folder / "ballast"
+
+    def fill(self) -> None:
+        """As often as a deletion may have made room."""
+        found = os.statvfs(self._ballast.parent)
+        too_much = found.f_bavail * found.f_frsize - self._left_bytes
+        if too_much > 0:
+            with suppress(OSError), self._ballast.open("ab") as ballast:
+                ballast.write(bytes(too_much))
+
+    def free(self) -> None:
+        self._ballast.unlink()
+
+
+def goes_on_without_room(
+    site: Site, shortage: Quota | SmallDisk, undisturbed: dict[str, Any]
 ) -> None:
-    site.wait_for_step(TRIAL, 3)
-    limit_files(site, SMALL_BYTES)
-    wait_until("a checkpoint that failed", lambda: happened(site, "checkpoint_failed"))
-    before = committed(site)
-    wait_until(
-        "the last checkpoint to be tried twice",
-        lambda: [event["step"] for event in happened(site, "checkpoint_failed")].count(STEPS) >= 2,
-    )
-    assert committed(site) == before, "the older ones are still there"
-    left = {entry.name for entry in site.paths(TRIAL).checkpoints.iterdir()}
-    assert left <= {f"step-{step:08d}.1" for step in (*before, STEPS)}
-    rows = json.loads(site.slurmrl("checkpoints", TRIAL, "--json").stdout)
-    assert [row["problem"] for row in rows] == [None] * len(before)
-    assert "File too large" in happened(site, "checkpoint_failed")[0]["reason"]
+    """The run trains to its end, warns, deletes nothing, and commits once there is room."""
 
-    limit_files(site, resource.RLIM_INFINITY)
+    def tried_last() -> bool:
+        shortage.fill()
+        failed = [event["step"] for event in happened(site, "checkpoint_failed")]
+        return failed.count(STEPS) >= 2
+
+    wait_until("the last checkpoint to be tried twice", tried_last)
+    reason = happened(site, "checkpoint_failed")[-1]["reason"]
+    assert shortage.said in reason
+    told = site.slurmrl("status", TRIAL).stdout
+    assert "checkpoints fail: rank" in told
+    assert shortage.said in told
+    records = Counter(record.kind for record in History(site.paths(TRIAL).history).read())
+    assert records[Kind.DELETE] == max(0, records[Kind.COMMIT] - KEPT), "the older ones stay"
+    rows = json.loads(site.slurmrl("checkpoints", TRIAL, "--json").stdout)
+    assert [row["step"] for row in rows] == committed(site)
+    assert [row["problem"] for row in rows] == [None] * len(rows)
+    left = {entry.name for entry in site.paths(TRIAL).checkpoints.iterdir()}
+    assert left <= {f"step-{step:08d}.1" for step in (*committed(site), STEPS)}
+
+    shortage.free()
     status = site.wait_for_end(TRIAL)
     assert (status["state"], status["incarnation"]) == ("COMPLETED", 1)
     assert site.outcome(TRIAL) == undisturbed
+
+
+def test_a_full_disk_leaves_the_run_going(small_disk: Path, undisturbed: dict[str, Any]) -> None:
+    with started(small_disk) as site:
+        site.wait_for_step(TRIAL, 5)
+        goes_on_without_room(site, SmallDisk(site), undisturbed)
+
+
+@pytest.mark.long
+def test_a_quota_leaves_the_run_going(site: Site, undisturbed: dict[str, Any]) -> None:
+    site.wait_for_step(TRIAL, 5)
+    goes_on_without_room(site, Quota(site), undisturbed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,21 @@ NEW_TOKENS = 4
 
 
 @pytest.fixture(scope="module")
-def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
+    """A trial that has come to its end."""
     site = Site(tmp_path_factory.mktemp("export"))
     config = site.write("sft.yaml", sft_config())
     site.slurmrl("submit", str(config), "--scheduler", "local", "--wait")
+    return site
+
+
+@pytest.fixture(scope="module")
+def export(site: Site) -> Path:
     return Path(site.status("sft/1")["export"])
 
 
 def own_decoder(folder: Path) -> Decoder:
     source = TensorSource(folder)
-    import json
-
     config = ModelConfig.from_hf(json.loads((folder / "config.json").read_text()))
     decoder = Decoder(config, "lm")
     weights = {name: source.read(name) for name, _ in decoder.named_parameters()}
@@ -87,3 +92,16 @@ def test_same_greedy_answers(export: Path) -> None:
 def test_files_are_private(export: Path) -> None:
     for file in export.iterdir():
         assert os.stat(file).st_mode & 0o077 == 0, file
+
+
+def test_the_command_writes_the_same_and_earlier_ones(
+    site: Site, export: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "last"
+    assert site.slurmrl("export", "sft/1", "--out", str(folder)).stdout == f"{folder}\n"
+    assert sorted(os.listdir(folder)) == sorted(os.listdir(export))
+    for file in export.iterdir():
+        assert (folder / file.name).read_bytes() == file.read_bytes(), file.name
+    site.slurmrl("export", "sft/1", "--step", "6", "--out", str(tmp_path / "earlier"))
+    earlier, last = (own_decoder(one).state_dict() for one in (tmp_path / "earlier", folder))
+    assert any(not torch.equal(earlier[name], last[name]) for name in last)

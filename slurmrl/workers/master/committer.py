@@ -21,7 +21,7 @@ from slurmrl.checkpoint.retention import kept_by
 from slurmrl.config.schema.frequency import Checkpoint
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.atomic import make_private_directory
-from slurmrl.fsio.failures import DEFINITE, FULL, cause
+from slurmrl.fsio.failures import DEFINITE, cause
 from slurmrl.history.record import Kind
 from slurmrl.history.state import Commit
 from slurmrl.history.writer import IncarnationWriter
@@ -101,7 +101,7 @@ class Committer:
         try:
             make_private_directory(directory)
         except EnvironmentFailure as error:
-            return self._give_up(writing, str(error), full=cause(error) in FULL)
+            return self._give_up(writing, str(error))
         (writing.number,) = self.workforce.post({**save, "asynchronous": asynchronous})
         writing.stall_s = time.monotonic() - began
         self._writing = writing
@@ -135,13 +135,13 @@ class Committer:
         failed = [rank for rank in sorted(answers) if "error" in answers[rank]]
         if failed:
             reason = f"rank {failed[0]}: {answers[failed[0]]['error']}"
-            return self._give_up(writing, reason, full=any(answers[r]["full"] for r in failed))
+            return self._give_up(writing, reason)
         files = [file for rank in sorted(answers) for file in answers[rank]["files"]]
         try:
             self._sync()
             write_manifest(writing.directory, step=writing.step, files=files, state=writing.state)
         except EnvironmentFailure as error:
-            return self._give_up(writing, str(error), full=cause(error) in FULL)
+            return self._give_up(writing, str(error))
         return self._name(writing)
 
     def _name(self, writing: Writing) -> Outcome:
@@ -164,7 +164,7 @@ class Committer:
                 if found:
                     return self._committed(writing, found[0])
                 if cause(error) in DEFINITE:
-                    return self._give_up(writing, str(error), full=cause(error) in FULL)
+                    return self._give_up(writing, str(error))
             backoff.sleep()
 
     def _committed(self, writing: Writing, commit: Commit) -> Outcome:
@@ -173,12 +173,12 @@ class Committer:
         self._delete_old()
         return self._outcome(writing)
 
-    def _give_up(self, writing: Writing, reason: str, *, full: bool) -> Outcome:
-        """The files go at once: where a disk is full they are in everybody's way."""
+    def _give_up(self, writing: Writing, reason: str) -> Outcome:
+        """Its files go at once, and what was kept of damaged ones: where a disk is full they are in
+        everybody's way. Commits stay, whatever the disk lacks."""
         logger.warning("no checkpoint of step %d: %s", writing.step, reason)
-        shutil.rmtree(writing.directory, ignore_errors=True)
-        if full:
-            self._make_room()
+        for directory in (writing.directory, *self.paths.damaged_checkpoints()):
+            shutil.rmtree(directory, ignore_errors=True)
         return self._outcome(writing, reason)
 
     def _outcome(self, writing: Writing, error: str | None = None) -> Outcome:
@@ -189,21 +189,9 @@ class Committer:
     # -- old ones ----------------------------------------------------------------------------
 
     def _delete_old(self) -> None:
-        for commit in self._kept_by_nothing(self.settings.keep_last):
+        reasons = kept_by(self.commits, self.settings.keep_last, self.settings.keep_every_steps)
+        for commit in [one for one in self.commits if not reasons[one.directory]]:
             self._delete(commit)
-
-    def _make_room(self) -> None:
-        """On a full disk one commit is enough: give up the oldest of those that would go with
-        time, so that the next try may fit; and what was kept of damaged ones."""
-        for damaged in self.paths.damaged_checkpoints():
-            shutil.rmtree(damaged, ignore_errors=True)
-        for commit in self._kept_by_nothing(1)[:1]:
-            logger.warning("the disk is full: step %d is given up", commit.step)
-            self._delete(commit)
-
-    def _kept_by_nothing(self, keep_last: int) -> list[Commit]:
-        reasons = kept_by(self.commits, keep_last, self.settings.keep_every_steps)
-        return [commit for commit in self.commits if not reasons[commit.directory]]
 
     def _delete(self, commit: Commit) -> None:
         """First from the history, then from disk. Left for the next time where it fails."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config, Model
 from slurmrl.errors import CheckpointError, CorruptFileError, UsageError
 from slurmrl.fsio.atomic import make_private_directory
+from slurmrl.fsio.primitives import is_temporary
 from slurmrl.history.log import History
 from slurmrl.history.state import Commit, fold
 from slurmrl.models.config import Head
@@ -19,6 +23,9 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 
 ROLE = "actor"
+LEFT_S = 24 * 3600.0
+"""Age at which a temporary folder is what a killed export left, and not one that is being written.
+"""
 
 
 def architecture_of(model: Model) -> dict[str, Any]:
@@ -81,6 +88,7 @@ def _head(paths: RunPaths, role: str) -> Head:
 def _export(
     paths: RunPaths, config: Config, commit: Commit, role: str, head: Head, target: Path
 ) -> Path:
+    _sweep(paths)
     model: Model = getattr(config, role)
     values, storage = file_form(architecture_of(model), model.implementation, head)
     tokenizer = model.tokenizer or config.actor.tokenizer
@@ -92,3 +100,10 @@ def _export(
         storage=storage,
         tokenizer=Path(tokenizer) if tokenizer else None,
     )
+
+
+def _sweep(paths: RunPaths) -> None:
+    with suppress(OSError):
+        for folder in filter(lambda entry: is_temporary(entry.name), paths.exports.iterdir()):
+            if time.time() - folder.stat().st_mtime > LEFT_S:
+                shutil.rmtree(folder, ignore_errors=True)

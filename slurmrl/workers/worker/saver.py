@@ -12,7 +12,6 @@ from slurmrl import log
 from slurmrl.checkpoint.pieces import Snapshot
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import REAL
-from slurmrl.fsio.failures import FULL, cause
 from slurmrl.fsio.primitives import discard
 from slurmrl.workers import messages
 from slurmrl.workers.messages import Message
@@ -72,9 +71,9 @@ class Saver:
             logger.warning("%s", error)
             for snapshot in snapshots:  # or there may be no room to tell anybody
                 discard(snapshot.path(directory), REAL)
-            return {**answer, "error": str(error), "full": cause(error) in FULL}
+            return {**answer, "error": str(error)}
         except Exception as error:  # noqa: BLE001 - a thread's boundary: the rank raises it
             traceback.print_exc()
             self._bug = error
-            return {**answer, "error": f"{type(error).__name__}: {error}", "full": False}
+            return {**answer, "error": f"{type(error).__name__}: {error}"}
         return {**answer, "files": files}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -84,11 +85,15 @@ def test_a_table_says_why_each_stays(trial: Trial, capsys: pytest.CaptureFixture
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split("  ")[0] == "STEP"
     assert [line.split()[0] for line in lines] == ["4", "6", "8"]
-    assert all(line.endswith("verified") for line in lines)
-    assert " last, every, export " in lines[2]
+    assert [line.split("  ")[-1].strip() for line in lines] == [
+        *["verified"] * 2,
+        "verified, exported",
+    ]
+    assert " last, every " in lines[2]
     assert trial.run("checkpoints", "--no-verify", "--json") == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [row["kept_by"] for row in rows] == [["every"], ["last"], ["last", "every", "export"]]
+    assert [row["kept_by"] for row in rows] == [["every"], ["last"], ["last", "every"]]
+    assert [row["exported"] for row in rows] == [False, False, True]
     assert [row["problem"] for row in rows] == [None] * 3
     files = trial.paths.checkpoint(8, 1)
     total = sum((files / name).stat().st_size for name in ("actor.0.safetensors", "state.json"))
@@ -157,6 +162,17 @@ def test_export_of_the_newest_of_a_step_and_to_a_folder(
     first, last = ((path / "model.safetensors").read_bytes() for path in (out, folder))
     assert len(first) == len(last)
     assert first != last
+
+
+def test_what_a_killed_export_left_is_removed_a_day_later(trial: Trial) -> None:
+    trial.commit(2)
+    old, new = (trial.paths.exports / f".tmp.{name}" for name in ("old", "new"))
+    for folder in (old, new):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"x")
+    os.utime(old, times=(0, 0))
+    assert trial.run("export") == 0
+    assert sorted(trial.paths.exports.iterdir()) == [new, trial.paths.export(2)]
 
 
 def test_refusals(trial: Trial, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
