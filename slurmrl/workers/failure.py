@@ -2,7 +2,8 @@
 published counts.
 
 It has ``cause`` (see `Cause`) and ``reason``, a sentence; where they are known also ``host``,
-``rank``, ``call``, ``step``, ``exception``, ``traceback`` and ``damaged``, a checkpoint's folder.
+``rank``, ``call``, ``step``, ``exception``, ``traceback``, ``damaged``, a checkpoint's folder, and
+``agent``, one that hangs.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ FORM_TIMEOUT_S = 600.0
 LATE_BEGIN_S = 30.0
 """Longest wait for the incarnation to begin when this host has failed already."""
 EXIT_TIMEOUT_S = 60.0
-"""Longest wait for workers that were told to exit."""
+"""Longest wait for processes that were told to exit."""
 MASTER_GRACE_S = 3.0
 """How long a master may take to tell the other hosts that its incarnation is over."""
 
@@ -179,8 +179,7 @@ class Incarnation:
                 message = waiting.popleft()
                 host.children.broadcast(message)
                 if message["type"] == messages.EXIT:
-                    self._symptoms.told_to_exit = True
-                    self.wait("workers to exit", self._all_ended, EXIT_TIMEOUT_S)
+                    self._let_exit()
                     return
             self._turn_until_news(master, may_stop=bool(waiting))
 
@@ -193,6 +192,14 @@ class Incarnation:
             self.turn(min(max(left_s, 0.0), beat_s))
             if may_stop or master.woken or left_s <= beat_s:
                 return
+
+    def _let_exit(self) -> None:
+        """Nothing is left to do: what does not leave by itself is ended without regret."""
+        self._symptoms.told_to_exit = True
+        try:
+            self.wait("its processes to exit", self._all_ended, EXIT_TIMEOUT_S)
+        except WaitTimeoutError as error:
+            logger.warning("%s; they are ended now", error)
 
     def _all_ended(self) -> bool | None:
         return True if self.host.children.all_ended() else None

@@ -56,8 +56,9 @@ class Symptoms:
                 self._echo, self._echo_until = error, self._clock() + ECHO_GRACE_S
         for ended in news.ended:
             self._judge_end(ended)
-        for rank in self._children.silent():
-            raise _failed(self._of_silence(rank))
+        silent = self._children.silent()
+        if silent and not self.told_to_exit:  # who leaves gives no signs of life any more
+            raise _failed(self._of_silence(silent[0]))
         if self._echo is not None and self._clock() >= self._echo_until:
             raise _failed(self._of_error(self._echo))
 

@@ -17,6 +17,8 @@ from slurmrl.workers.patience import patiently
 
 logger = log.get(__name__)
 
+HUNG_AGENT = "agent"
+"""In a failure: the agent that hangs on the master's own host."""
 TELL_TIMEOUT_S = 60.0
 """How long the directory may not answer when a host is to be reported."""
 
@@ -81,13 +83,15 @@ class Roster(Mapping[str, Message]):
             logger.warning("cannot look for agents, trying on: %s", error)
 
     def report_lost(self, labels: list[str]) -> None:
-        """Give the incarnation up for the first of these agents that runs on another host than
-        ours; its host is named in the name store. Raises RunFailedError."""
+        """Give the incarnation up for one of these agents. Its host is named in the name store,
+        unless it is ours: we run there, so only the agent hangs. Raises RunFailedError."""
         ours = f"{self._fixed[0].name}/0" if self._fixed else ""
         watched = {f"{group.name}/{task}" for group in self._fixed for task in range(group.hosts)}
-        for label in labels:
-            if label in watched and label != ours:
-                self._give_up(label, str(self[label]["host"]))
+        for label in watched.intersection(labels) - {ours}:
+            self._give_up(label, str(self[label]["host"]))
+        if ours in labels:
+            reason = f"the agent {ours} beats its lease no more, but its host lives: it hangs"
+            raise RunFailedError(reason, {"cause": Cause.HUNG, "reason": reason, HUNG_AGENT: ours})
 
     def _give_up(self, label: str, host: str) -> None:
         said = json.dumps({"incarnation": self._incarnation, "job": self._job})

@@ -24,13 +24,15 @@ from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import DAMAGED_PREFIX, RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import load_run_settings
-from slurmrl.workers.failure import describe, publish
+from slurmrl.workers.failure import Failure, describe, publish
 from slurmrl.workers.master import limits
 from slurmrl.workers.master.base import begin_on_base, set_aside
 from slurmrl.workers.master.judgement import judge
 from slurmrl.workers.master.master import Master
 from slurmrl.workers.master.progress import Progress
+from slurmrl.workers.master.roster import HUNG_AGENT
 from slurmrl.workers.master.start import restore
+from slurmrl.workers.process import kill_parent
 
 logger = log.get(__name__)
 
@@ -65,9 +67,11 @@ def serve(run: Path, submission: int, job: str, link: int) -> int:
         logger.warning("leaving: %s", error)
         return 1
     except Exception as error:  # noqa: BLE001 - the process boundary: report it and end
-        _fail(names, writer.incarnation, events, error)
+        failure = _fail(names, writer.incarnation, events, error)
         if master is not None:
             master.workforce.end()
+        if HUNG_AGENT in failure:
+            kill_parent()  # it cannot see that we end
         return 1
     return 0
 
@@ -124,7 +128,7 @@ def _clean(paths: RunPaths, state: TrialState) -> None:
             remove(log_file)
 
 
-def _fail(names: NameStore, incarnation: int, events: EventWriter, error: Exception) -> None:
+def _fail(names: NameStore, incarnation: int, events: EventWriter, error: Exception) -> Failure:
     """Say why this incarnation failed, unless a rank was first."""
     if isinstance(error, RunFailedError):
         logger.error("%s", error)
@@ -133,3 +137,4 @@ def _fail(names: NameStore, incarnation: int, events: EventWriter, error: Except
     failure = describe(error, "master")
     events.write("failed", reason=failure["reason"])
     publish(names, incarnation, failure)
+    return failure

@@ -28,10 +28,11 @@ TRACEBACK_CHARACTERS = 50_000
 
 
 def serve(run: Path, rank: int, pipe: Connection) -> int:
-    """Execute messages until ``exit`` or until the agent is gone. Leaves without the usual
-    clean-up then, and when something raised: the other ranks may be gone, and tearing down
-    process groups would wait for them."""
+    """Execute messages until ``exit`` or until the agent is gone. Leaves without the interpreter's
+    clean-up: that would wait for the process groups of ranks that may be gone, and it takes
+    seconds in a process that was forked from a large one."""
     doing: Message = {"type": messages.START}
+    code = 1
     try:
         start = pipe.receive(timeout_s=None)
         if start is None:
@@ -42,17 +43,19 @@ def serve(run: Path, rank: int, pipe: Connection) -> int:
             doing = message
             if message["type"] == messages.EXIT:
                 executor.close()
-                return 0
+                code = 0
+                break
             answer = _execute(executor, message, pipe)
             pipe.send({"type": messages.DONE, "rank": rank, "seq": message["seq"], **answer})
-        logger.warning("the agent is gone")
+        else:
+            logger.warning("the agent is gone")
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the process boundary: report it
         traceback.print_exc()
         pipe.send(_describe(error, rank, doing))
         log.flush()
         _linger(pipe)
     log.flush()
-    os._exit(1)
+    os._exit(code)
 
 
 def _execute(executor: Executor, message: Message, pipe: Connection) -> Message:

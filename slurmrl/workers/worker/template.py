@@ -32,6 +32,7 @@ LEFTOVERS_S = 2.0
 def preload(run: Path) -> None:
     """Import what the workers of this run will need. Not the user's modules: those may do anything
     when they are imported."""
+    import torch._inductor  # noqa: F401 - for use_deterministic_algorithms, most of a start's time
     from transformers import AutoTokenizer  # noqa: F401
 
     import slurmrl.workers.worker.serve  # noqa: F401

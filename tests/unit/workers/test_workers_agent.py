@@ -107,6 +107,18 @@ def test_an_incarnation_that_ends_as_it_should(host: Host) -> None:
     assert live(host, begins()) == OK
 
 
+def test_processes_that_do_not_leave_spoil_no_end(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(incarnation_module, "EXIT_TIMEOUT_S", 0.1)
+
+    def told_to_exit(incarnation: Incarnation) -> None:
+        incarnation._all_ended = lambda: None  # type: ignore[method-assign]
+        incarnation._let_exit()
+
+    assert live(host, both(begins(), told_to_exit)) == OK
+
+
 def test_after_a_failure_the_next_one_is_served(host: Host) -> None:
     assert live(host, both(begins(), fails(DIED)), both(begins(), fails(DIED)), begins()) == OK
     assert [record.incarnation for record in host.history.read()] == [1, 2, 3]
@@ -240,3 +252,24 @@ def test_a_directory_that_does_not_answer_after_a_failure(
         monkeypatch.setattr(agent_module, "LOOK_TIMEOUT_S", 0.0)
 
     assert live(host, both(begins(), stalls, fails(DIED))) == FAILED
+
+
+@pytest.mark.parametrize(("visible", "first"), [(None, "0"), ("3,4", "3")])
+def test_gpus_where_nobody_deals_them_out(
+    host: Host, monkeypatch: pytest.MonkeyPatch, visible: str | None, first: str
+) -> None:
+    """On one's own machine, and where Slurm does not know of GPUs, the variable is not set."""
+    host.group = host.group.model_copy(update={"workers_per_host": 2, "gpus_per_worker": 1})
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.raises(EnvironmentFailure, match="gives 0"):
+        host.devices()
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    for local, directive in ((True, "gres"), (False, "none")):
+        slurm = host.cluster.slurm.model_copy(update={"gpu_directive": directive})
+        host.cluster = host.cluster.model_copy(update={"slurm": slurm})
+        host.local = local
+        assert host.devices() == [first, str(int(first) + 1)]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(EnvironmentFailure, match="gives 0"):
+        host.devices()

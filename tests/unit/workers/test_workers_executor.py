@@ -20,6 +20,8 @@ from slurmrl.data.dataset import Dataset
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Engine
 from slurmrl.fsio.failures import explain
+from slurmrl.parallel.groups import ParallelContext
+from slurmrl.parallel.topology import ProcessTopology
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.workers.worker import executor as executor_module
@@ -47,8 +49,12 @@ class FakeDataset:
 
 
 class FakeEngine:
-    def __init__(self, role: str) -> None:
+    def __init__(self, role: str, rank: int, sizes: dict[str, int], ranks: tuple[int, ...]) -> None:
+        """``rank`` of the ranks of a model with the layout ``sizes``."""
         self.role = role
+        topology = ProcessTopology([*sizes], [*sizes.values()])
+        index = ranks.index(rank) if rank in ranks else 0
+        self.context = ParallelContext(role, torch.device("cpu"), index, ranks, topology, {})
 
     def snapshot(self, *, copy: bool) -> FakeSnapshot:
         return FakeSnapshot(self.role, copy)
@@ -103,16 +109,27 @@ class FakeInterface(Interface):
 class Ranks:
     """Executors of all ranks of one plan, in one process."""
 
-    def __init__(self, paths: RunPaths, settings: Any, plan: Plan, world: int) -> None:
+    def __init__(
+        self,
+        paths: RunPaths,
+        settings: Any,
+        plan: Plan,
+        world: int,
+        sizes: dict[str, int],
+    ) -> None:
         self.interfaces: list[FakeInterface] = []
         self.dataset, self.held_out = FakeDataset(40), FakeDataset(9)
+        on = plan.calls[0].ranks
         self.executors = [
             Executor(
                 paths,
                 settings,
                 plan,
                 rank,
-                {role: cast(Engine, FakeEngine(role)) for role in ("actor", "ref")},
+                {
+                    role: cast(Engine, FakeEngine(role, rank, sizes, on))
+                    for role in ("actor", "ref")
+                },
                 cast(Dataset, self.dataset),
                 cast(Dataset, self.held_out),
                 tokenizer="the tokenizer",
@@ -144,13 +161,18 @@ def make_ranks(
     calls: Callable[..., CallPlan],
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[..., Ranks]:
-    def make(world: int = 2, ranks: tuple[int, ...] | None = None) -> Ranks:
+    def make(
+        world: int = 2,
+        ranks: tuple[int, ...] | None = None,
+        sizes: dict[str, int] | None = None,
+    ) -> Ranks:
         on = ranks or tuple(range(world))
+        sizes = sizes or {"dp": len(on)}
         train = calls("train", ranks=on, method="train_step", interface="fake:Trainer")
         judge = calls("judge", ranks=on, role=None, outputs=("rewards",), interface="fake:Judge")
         held_out = calls("held_out", ranks=on, interface="fake:Judge")
         plan = plans(per_host=world, calls=(judge, train), evaluation_calls=(held_out,))
-        found = Ranks(paths, make_settings(), plan, world)
+        found = Ranks(paths, make_settings(), plan, world, sizes)
         monkeypatch.setattr(executor_module, "resolve", lambda name: found.make_interface)
         return found
 
@@ -232,6 +254,26 @@ def test_ranks_outside_a_call_answer_empty(make_ranks: Callable[..., Ranks]) -> 
     assert len(ranks.interfaces) == 2
 
 
+@pytest.mark.parametrize("inner", ["tp", "cp"])
+def test_ranks_of_one_part_hold_the_same_and_one_speaks(
+    make_ranks: Callable[..., Ranks], inner: str
+) -> None:
+    """What it says of the rewards reaches the others by a collective, which has no group here."""
+    ranks = make_ranks(4, sizes={"dp": 2, inner: 2})
+    ranks.load([[0, 1], [0, 2], [0, 3], [0, 4]])
+    first, second, third, fourth = ranks.parts()
+    assert first == second
+    assert third == fourth
+    assert sorted((*first, *third)) == ["1@0", "2@0", "3@0", "4@0"]
+    judged = ranks.call("judge")
+    assert len(ranks.interfaces) == 2
+    assert [bool(one["stats"]) for one in judged] == [True, False, True, False]
+    assert [bool(one["texts"]) for one in judged] == [True, False, True, False]
+    assert sum(one["tokens"] for one in judged) == 2 + 3 + 4 + 5
+    ranks.call("train")
+    assert len(ranks.interfaces) == 6
+
+
 def test_evaluation_reads_the_held_out_items(make_ranks: Callable[..., Ranks]) -> None:
     ranks = make_ranks(2)
     ranks.load([[0, 1], [0, 2]], evaluation=True)
@@ -282,11 +324,9 @@ def test_a_disk_that_takes_no_checkpoint_does_not_end_the_rank(
     executor = make_ranks(1).executors[0]
     full = save(executor, "full", asynchronous=asynchronous)
     assert "No space left on device" in full["error"]
-    assert full["full"] is True
     assert "files" in save(executor, "step-00000003.1", asynchronous=asynchronous)
     shutil.rmtree(executor.paths.checkpoints)
-    gone = save(executor, "step-00000004.1", asynchronous=asynchronous)
-    assert gone["full"] is False
+    assert "error" in save(executor, "step-00000004.1", asynchronous=asynchronous)
 
 
 def test_a_bug_in_the_thread_is_raised_by_the_rank(make_ranks: Callable[..., Ranks]) -> None:

@@ -105,7 +105,7 @@ def test_command_that_cannot_be_executed(tmp_path: Path) -> None:
             [],
             output=output,
             environment=os.environ,
-            prefix=["no-such-container", "exec"],
+            interpreter=["no-such-container", "exec", "python3"],
         )
 
 

@@ -12,7 +12,7 @@ from slurmrl import keys
 from slurmrl.errors import EnvironmentFailure, NameNotFoundError, RunFailedError
 from slurmrl.name_resolve.memory import MemoryNameStore
 from slurmrl.plan.model import Plan
-from slurmrl.workers.master.roster import Roster
+from slurmrl.workers.master.roster import HUNG_AGENT, Roster
 
 JOB = "41.0.0"
 
@@ -104,10 +104,21 @@ def test_a_lost_host_ends_the_incarnation_and_is_named(bed: Bed) -> None:
         bed.names.get(keys.lost("n0"))
 
 
-def test_the_lease_of_our_own_host_is_no_case_for_us(bed: Bed) -> None:
+def test_an_agent_that_hangs_beside_us(bed: Bed) -> None:
+    """Its host is well, and stays one that the next round may run on."""
     bed.claim(0, 0)
     bed.look()
-    bed.roster.report_lost(["trainer/0"])
+    with pytest.raises(RunFailedError, match="trainer/0 beats its lease no more") as caught:
+        bed.roster.report_lost(["trainer/0"])
+    assert (caught.value.failure["cause"], caught.value.failure[HUNG_AGENT]) == (
+        "hung",
+        "trainer/0",
+    )
+    with pytest.raises(NameNotFoundError):
+        bed.names.get(keys.lost("n0"))
+
+
+def test_nobody_is_lost(bed: Bed) -> None:
     bed.roster.report_lost([])
 
 

@@ -8,25 +8,30 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from slurmrl import keys
-from slurmrl.errors import SchedulerError
+from slurmrl.errors import EnvironmentFailure, SchedulerError
 from slurmrl.history.log import History
-from slurmrl.history.record import Kind
+from slurmrl.history.record import Kind, Record
 from slurmrl.history.writer import begin, end, resume
+from slurmrl.monitor.events import read_all
 from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
+from slurmrl.plan.model import Plan
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
+from slurmrl.scheduler.succession import Link
+from slurmrl.workers import patience
+from slurmrl.workers.supervisor import __main__ as supervisor
 from slurmrl.workers.supervisor.__main__ import parse
 from slurmrl.workers.supervisor.allocation import Allocation, is_dead
 from slurmrl.workers.supervisor.link import reason_to_leave
-from slurmrl.workers.supervisor.rounds import FRUITLESS_ROUNDS, agent_command
+from slurmrl.workers.supervisor.rounds import FRUITLESS_ROUNDS, Rounds, agent_command
 from tests.support.trials import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
@@ -60,6 +65,23 @@ def test_ended_trial(paths: RunPaths, kind: Kind) -> None:
     assert reason_to_leave(paths, 1) is None
 
 
+def test_a_directory_that_does_not_answer_costs_no_link(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end(History(paths.history), Kind.CANCELLED, {})
+    read, tries = History.read, []
+
+    def silent_at_first(self: History) -> list[Record]:
+        tries.append(self)
+        if len(tries) < 3:
+            raise EnvironmentFailure("stale file handle")
+        return read(self)
+
+    monkeypatch.setattr(History, "read", silent_at_first)
+    monkeypatch.setattr(patience, "RETRY_S", (0.01, 0.01))
+    assert reason_to_leave(paths, 1) == "the trial has ended (cancelled)"
+
+
 def test_newer_submission(paths: RunPaths) -> None:
     for number in (1, 2):
         submission(paths, number)
@@ -91,6 +113,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 from slurmrl.paths import RunPaths
+from slurmrl.plan.model import Plan
 from slurmrl.workers.supervisor import rounds
 from slurmrl.workers.supervisor.allocation import Allocation
 paths = RunPaths(Path.cwd() / "run")
@@ -206,13 +229,14 @@ def test_no_round_after_a_warning(tmp_path: Path) -> None:
 
 
 def test_no_round_after_the_end(tmp_path: Path) -> None:
+    """However the agents end: srun fails too where a kill was recovered from."""
     with job(tmp_path, "direct") as running:
         agent = int(running.line().split()[1])
         history = History(tmp_path / "run" / "history")
         begin(history, {})
         end(history, Kind.CANCELLED, {})
         os.kill(agent, signal.SIGKILL)
-        assert running.process.wait(timeout=60) == 128 + signal.SIGKILL
+        assert running.process.wait(timeout=60) == 0
         assert running.line() == ""
 
 
@@ -279,6 +303,65 @@ def test_agent_dies_with_its_supervisor(tmp_path: Path) -> None:
             return state in "ZX"
 
         wait_until("the agent to die", gone, timeout_s=60)
+
+
+class Said(list[str]):
+    """What a link does around its rounds, in its order."""
+
+    def upkeep(self, link: Link, elastic: Mapping[str, int], told: Callable[[str], None]) -> Said:
+        self.append(f"upkeep of {link.group} and {dict(elastic)}")
+        self.told = told
+        return self
+
+    def start(self) -> None:
+        self.told("42")
+
+    def stop(self) -> None:
+        self.append("stop")
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_what_a_link_does_around_its_rounds(
+    paths: RunPaths, plans: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, ended: bool
+) -> None:
+    plan = plans()
+    rollout = plan.groups[0].model_copy(update={"name": "rollout", "hosts": 3, "elastic": True})
+    plan = plan.model_copy(update={"groups": (*plan.groups, rollout)})
+    paths.plan.write_text(plan.to_json())
+    said = Said()
+
+    def rounds(self: Rounds) -> int:
+        said.append("rounds")
+        if ended:
+            end(History(paths.history), Kind.FINISHED, {})
+        return 3
+
+    def after(link: Link) -> str:
+        said.append("continue")
+        return "41_1 follows"
+
+    monkeypatch.setattr(supervisor, "Upkeep", said.upkeep)
+    monkeypatch.setattr(supervisor, "continue_after", after)
+    monkeypatch.setattr(supervisor, "end_chain", lambda link: said.append("end"))
+    monkeypatch.setattr(Rounds, "run", rounds)
+    its = Rounds(options(paths, "srun"), paths, Allocation(paths, 1))
+    assert supervisor.run_link(Link(paths, 1, "trainer", "41", 0), its) == 3
+    last = "end" if ended else "continue"
+    assert said == ["upkeep of trainer and {'rollout': 3}", "rounds", "stop", last]
+    (event,) = read_all(paths)
+    assert (event["kind"], event["job"]) == ("topped_up", "42")
+
+
+def test_a_task_of_an_elastic_group_looks_after_nothing(
+    paths: RunPaths, plans: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (group,) = plans().groups
+    plan = plans().model_copy(update={"groups": (group.model_copy(update={"elastic": True}),)})
+    paths.plan.write_text(plan.to_json())
+    monkeypatch.setattr(supervisor, "Upkeep", pytest.fail)
+    monkeypatch.setattr(Rounds, "run", lambda self: 3)
+    its = Rounds(options(paths, "srun"), paths, Allocation(paths, 1))
+    assert supervisor.run_link(Link(paths, 1, "trainer", "41", 0), its) == 3
 
 
 def run_main(paths: RunPaths) -> subprocess.CompletedProcess[str]:

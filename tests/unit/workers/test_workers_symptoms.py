@@ -150,6 +150,12 @@ def test_silence(bed: Bed, rank: int | None) -> None:
     assert failure.get("rank") == rank
 
 
+def test_silence_of_those_that_leave(bed: Bed) -> None:
+    bed.symptoms.told_to_exit = True
+    bed.children.quiet = [3, None]
+    bed.see()
+
+
 def test_an_echo_waits_for_what_it_echoes(bed: Bed) -> None:
     bed.see(error(2, "RuntimeError: Connection closed by peer", echo=True))
     bed.now += ECHO_GRACE_S / 2
