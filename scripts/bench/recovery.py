@@ -9,6 +9,7 @@ workers are killed once a minute: what part of the wall time went into steps tha
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import signal
@@ -116,7 +117,9 @@ def settled(trial: Watched) -> None:
 
 
 def _marks(trial: Watched, before: int, killed: float) -> list[tuple[str, float]]:
-    """Ends of the phases of a recovery, as far as somebody noted them."""
+    """Ends of the phases of a recovery, as far as somebody noted them: the failure was published,
+    the next job's supervisor ran, the incarnation began, the last agent joined it, all ranks had
+    formed their groups and loaded."""
     seen = [event for event in events.read_all(trial.witness.paths) if event["time"] >= killed]
     now = trial.incarnation
 
@@ -137,7 +140,11 @@ def _marks(trial: Watched, before: int, killed: float) -> list[tuple[str, float]
         for record in trial.witness.records
         if record.kind is Kind.BEGIN and record.incarnation == now
     )
-    joins = [event["time"] for event in seen if event["kind"] == "join"]
+    joins = [
+        event["time"]
+        for event in seen
+        if event["kind"] == "join" and event.get("incarnation") == now
+    ]
     found = (
         ("detect", first("failure", "agent.", incarnation=before)),
         ("next job", first("start", "supervisor.")),
@@ -151,28 +158,35 @@ def _marks(trial: Watched, before: int, killed: float) -> list[tuple[str, float]
 # -- effective training time ---------------------------------------------------------------------
 
 
-def effective(bed: Path, trial: Watched, causes: list[str], minutes: float, every_s: float) -> Any:
-    """Disturb the trial every ``every_s``; the part of the wall time since its first step that
-    went into steps that it kept."""
+def effective(
+    bed: Path, trial: Watched, options: argparse.Namespace, floors: dict[str, float]
+) -> dict[str, Any]:
+    """Disturb the trial every so often; the part of the wall time since its first step that went
+    into steps that it kept, and the part that would be left if only Slurm's floor were lost."""
     if not trial.until("the first step", lambda: trial.witness.has_posted(trial.incarnation, 1)):
         raise SystemExit("the trial ended before its first step")
-    began, kills = time.monotonic(), 0
-    while (now := time.monotonic()) < began + minutes * 60:
-        due = min(began + (kills + 1) * every_s, began + minutes * 60)
-        trial.until("the next kill", lambda due=due: time.monotonic() >= due)
-        if due < began + minutes * 60:
-            cause = causes[kills % len(causes)]
-            disturb(bed, cause, trial.witness.paths.run, trial.over)
-            kills += 1
-    wall_s = now - began
-    lines = trial.site.metrics(trial.name)
-    useful_s = sum(line.get("time/total", 0.0) for line in lines)
+    began, at_best_s = time.monotonic(), options.minutes * 60
+    for number in itertools.count():
+        due_s = min((number + 1) * options.every_s, options.minutes * 60)
+        if not trial.until("the next kill", lambda s=due_s: time.monotonic() >= began + s):
+            raise SystemExit(f"the trial ended by itself: {trial.witness.state.end}")
+        found = _use(trial, time.monotonic() - began)
+        print(f"{due_s / 60:5.1f} min: {found}", flush=True)
+        if due_s >= options.minutes * 60:
+            break
+        cause = options.mixed[number % len(options.mixed)]
+        disturb(bed, cause, trial.witness.paths.run, trial.over)
+        at_best_s -= floors.get(cause, 0.0)
+    at_best = round(at_best_s / (options.minutes * 60), 3)
+    return {"causes": options.mixed, "kills": number, **found, "at_best": at_best}
+
+
+def _use(trial: Watched, wall_s: float) -> dict[str, Any]:
+    lines = [line for line in trial.site.metrics(trial.name) if "time/total" in line]
+    useful_s = sum(line["time/total"] for line in lines)
     return {
-        "causes": causes,
-        "minutes": minutes,
-        "kills": kills,
-        "incarnations": trial.incarnation,
         "steps": len(lines),
+        "incarnations": trial.incarnation,
         "useful_s": round(useful_s, 1),
         "wall_s": round(wall_s, 1),
         "ratio": round(useful_s / wall_s, 3),
@@ -202,7 +216,7 @@ def start(folder: Path, pause_s: float) -> Watched:
     """A trial that goes on until it is cancelled, commits every second step."""
     folder.mkdir()
     config = paced.config(folder, pause_s=pause_s)
-    config["cluster"] = paced.cluster(folder, partition="low", links=100)
+    config["cluster"] = paced.cluster(folder, partition="low", links=100, time="1-0")
     return Watched(Site(folder), {**config, "total_steps": 1_000_000}, "slurm")
 
 
@@ -215,8 +229,9 @@ def by_cause(bed: Path, folder: Path, options: argparse.Namespace) -> list[dict[
     trial = start(folder / "causes", options.step_s)
     rows = []
     for cause in [cause for cause in options.causes if cause != "node"]:
-        rows += [recovery(bed, trial, cause) for _ in range(options.repeat)]
-        print(_row(rows[-1]), flush=True)
+        for _ in range(options.repeat):
+            rows.append(recovery(bed, trial, cause))
+            print(_row(rows[-1]), flush=True)
     print(f"checkpoint stall: {stalls(trial) or 'not recorded'}", flush=True)
     if "node" in options.causes:
         rows.append(recovery(bed, trial, "node"))
@@ -243,27 +258,34 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the figures to this file")
     options = parser.parse_args()
     options.causes = [cause for cause in options.causes.split(",") if cause]
-    result: dict[str, Any] = {"cpus": os.cpu_count(), "load": os.getloadavg()[0]}
-    print(f"{result['cpus']} CPUs, load {result['load']:.1f}", flush=True)
+    options.mixed = options.mixed.split(",") if options.minutes else []
+    if unknown := {*options.causes, *options.mixed} - {*ALL}:
+        parser.error(f"unknown causes: {', '.join(sorted(unknown))}; known: {', '.join(ALL)}")
+    result: dict[str, Any] = {"cpus": os.cpu_count(), "load_before": os.getloadavg()[0]}
+    print(f"{result['cpus']} CPUs, load {result['load_before']:.1f}", flush=True)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        if options.causes:
-            with private_bed() as bed:
-                result["recovery"] = by_cause(bed, folder, options)
-            with private_bed() as bed:
-                floors = {cause: floor_s(bed, folder, cause) for cause in options.causes}
-            result["floor_s"] = {c: round(s, 2) for c, s in floors.items() if s is not None}
-            print(f"Slurm's floor: {result['floor_s']}", flush=True)
-        if options.minutes:
-            with private_bed() as bed:
-                trial = start(folder / "effective", options.step_s)
-                mixed = options.mixed.split(",")
-                found = effective(bed, trial, mixed, options.minutes, options.every_s)
-                result["effective"] = found | {"stall": stalls(trial)}
-                finish(trial)
-            print(f"effective training time: {result['effective']}", flush=True)
+        measure(Path(name), options, result)
+    result["load_after"] = os.getloadavg()[2]
+    print(f"load {result['load_after']:.1f} (15 minutes)")
     if options.json:
         options.json.write_text(json.dumps(result, indent=1))
+
+
+def measure(folder: Path, options: argparse.Namespace, result: dict[str, Any]) -> None:
+    if options.causes:
+        with private_bed() as bed:
+            result["recovery"] = by_cause(bed, folder, options)
+    with private_bed() as bed:
+        floors = {c: floor_s(bed, folder, c) for c in ALL if c in options.causes + options.mixed}
+    result["floor_s"] = {c: round(s, 2) for c, s in floors.items() if s is not None}
+    print(f"Slurm's floor: {result['floor_s']}", flush=True)
+    if options.minutes:
+        with private_bed() as bed:
+            trial = start(folder / "effective", options.step_s)
+            found = effective(bed, trial, options, result["floor_s"])
+            result["effective"] = found | {"stall": stalls(trial)}
+            finish(trial)
+        print(f"effective training time: {result['effective']}", flush=True)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("algorithm", "ranks", "seed", "causes"),
     [

@@ -48,6 +48,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
     return outcome
 
 
+pytestmark = pytest.mark.timeout(1800)
 long = pytest.mark.long
 
 
@@ -186,6 +187,20 @@ def test_a_hung_process_is_found_and_replaced(
     assert begun_by(site, f"{kind}/1") == [(0, "0"), (0, "0")]
     failures = [event for event in read_all(RunPaths(run)) if event["kind"] == "failure"]
     assert [event["cause"] for event in failures] == ["hung"]
+
+
+@long
+def test_an_agent_that_hangs_is_found_and_started_again(
+    tmp_path: Path, undisturbed: Callable[[str], dict[str, Any]]
+) -> None:
+    """By the master beside it, which sees that its lease is not beaten."""
+    site = Site(tmp_path)
+    run = started(site, "sft", lease_ttl_s=20)
+    os.kill(processes(run)["agent"][0], signal.SIGSTOP)
+    check_end(site, "sft", undisturbed)
+    assert begun_by(site, "sft/1") == [(0, "0"), (0, "1")]
+    failed = [event["reason"] for event in read_all(RunPaths(run)) if event["kind"] == "failed"]
+    assert failed == ["the agent trainer/0 beats its lease no more, but its host lives: it hangs"]
 
 
 @pytest.mark.parametrize(

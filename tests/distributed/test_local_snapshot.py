@@ -21,7 +21,11 @@ def test_edits_reach_a_run_only_when_it_is_told_to_take_them(tmp_path: Path) -> 
     assert site.wait_for_end("ppo/1")["state"] == "COMPLETED"
     assert site.status("ppo/1")["incarnation"] >= 2
     assert set(rewards(site.metrics("ppo/1")).values()) == {1.0}
-    site.slurmrl("resume", "ppo/1", "total_steps=14", "--wait")
+    (site.paths("ppo/1").code / "slurmrl" / "of_another_version.py").touch()
+    refused = site.slurmrl("submit", "ppo.yaml", "total_steps=14", "--scheduler", "local", code=2)
+    assert "was submitted with another slurmrl" in refused.stderr
+    kept = site.slurmrl("resume", "ppo/1", "total_steps=14", "--wait")
+    assert "goes on with its own slurmrl" in kept.stderr
     updated = site.slurmrl("resume", "ppo/1", "total_steps=16", "--update-code", "--wait")
     assert "runs the code of now" in updated.stdout
     found = rewards(site.metrics("ppo/1"))

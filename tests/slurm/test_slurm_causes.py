@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ OTHER_JOB = ("requeue", "next link")
 STEPS = 3
 """That an incarnation has trained before it is disturbed: at least one commit is among them."""
 
+pytestmark = pytest.mark.timeout(1800)
 long = pytest.mark.long
 
 
@@ -133,6 +135,7 @@ def test_worker_that_the_kernel_kills_for_memory(tmp_path: Path, calm: Outcome) 
         assert cause == "oom"
         assert "was ended by SIGKILL: the kernel had no memory left for it" in reason
         same(trial, calm)
+        assert "JobState=COMPLETED" in slurm("scontrol", "show", "job"), "srun has failed by then"
 
 
 @long
@@ -147,17 +150,21 @@ def test_rank_that_lives_but_never_answers(tmp_path: Path, bed: Path, calm: Outc
 
 @long
 def test_time_limit(tmp_path: Path, bed: Path, calm: Outcome) -> None:
-    """The warning comes 15 to 45 seconds into a link of one minute; the next link goes on from
+    """The warning comes 75 to 105 seconds into a link of two minutes; the next link goes on from
     the very step that was reached."""
-    limit = paced.cluster(tmp_path, time="1", signal_lead_s=15)
-    trial = paced.start(tmp_path, cluster=limit, checkpoint={"every_steps": 1000})
-    assert trial.until("a step", lambda: trial.witness.has_posted(1, 1))
-    assert recovered(trial, 1) == "next link"
+    limit = paced.cluster(tmp_path, time="2", signal_lead_s=15)
+    seldom = {"every_steps": 1000, "keep_last": 9}
+    slow = paced.config(tmp_path, pause_s=5.0) | {"checkpoint": seldom}
+    trial = Watched(Site(tmp_path), slow | {"cluster": limit}, "slurm")
+    posted = trial.witness.posted
+    assert trial.until("a step", lambda: trial.witness.has_posted(trial.incarnation, 1))
+    first = trial.incarnation  # 1, unless the machine is so busy that loading takes a whole link
+    assert recovered(trial, first) == "next link"
+    second = trial.incarnation
     paced.hurry(trial)
     outcome = trial.outcome()
-    (first, *_) = [commit for commit in trial.witness.state.commits if commit.incarnation == 1]
-    assert max(trial.witness.posted[1]) == first.step
-    assert min(trial.witness.posted[2]) == first.step + 1
+    (stop,) = [one for one in trial.witness.state.commits if one.incarnation == first]
+    assert max(posted[first]) == stop.step == min(posted[second]) - 1
     assert calm.final["metrics"] == outcome.final["metrics"]
     assert calm.batches == outcome.batches
 
@@ -227,24 +234,29 @@ def test_lost_node(tmp_path: Path, breakable: Path, calm: Outcome, first: bool) 
 
 
 @long
-def test_cut_off_node_cannot_commit(tmp_path: Path, breakable: Path, calm: Outcome) -> None:
-    """All processes of an incarnation are stopped, and Slurm believes their nodes dead. They wake
-    up when another incarnation trains elsewhere: they leave, and nothing of theirs is committed."""
+@pytest.mark.parametrize("stop", [True, False])
+def test_nodes_that_slurm_believes_dead_commit_nothing(
+    tmp_path: Path, breakable: Path, calm: Outcome, stop: bool
+) -> None:
+    """The slurmd of each node dies. The processes of the incarnation go on training, or are stopped
+    as well and wake up when another incarnation trains elsewhere: they leave, and nothing of theirs
+    is committed from then on."""
     trial = paced.start(tmp_path)
     run = trial.witness.paths.run
-    stopped: list[int] = []
+    old: list[int] = []
 
-    def cut_off() -> None:
+    def lose_daemons() -> None:
         for name in {node_of(pid) for pid in processes(run)["agent"]}:
             kill_daemon(breakable, name)
             for pid in on_node(run, name):
-                os.kill(pid, signal.SIGSTOP)
-                stopped.append(pid)
+                os.kill(pid, signal.SIGSTOP if stop else 0)
+                old.append(pid)
 
-    assert after(trial, cut_off) in OTHER_JOB
-    for pid in stopped:
-        os.kill(pid, signal.SIGCONT)
-    wait_until("the old incarnation to leave", lambda: not any(map(_lives, stopped)))
+    assert after(trial, lose_daemons) in OTHER_JOB
+    for pid in old:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    wait_until("the old incarnation to leave", lambda: not any(map(_lives, old)))
     same(trial, calm)
 
 
@@ -307,7 +319,9 @@ def test_link_that_starts_after_the_end(tmp_path: Path, bed: Path) -> None:
 def test_spare_takes_the_place_of_a_lost_node(
     tmp_path: Path, breakable: Path, calm: Outcome
 ) -> None:
-    spares = paced.cluster(tmp_path, spares=1)
+    """Nodes are not shared: Slurm (22.05) lets the next element of the array start when it takes a
+    lost node from one with --no-kill, if there is room for it."""
+    spares = paced.cluster(tmp_path, spares=1, extra_lines=["--exclusive"])
     trial = paced.start(tmp_path, cluster={**spares, "lease_ttl_s": 20})
 
     def lose() -> None:

@@ -58,7 +58,7 @@ def test_why_a_job_waits_and_what_is_left_behind_it(site: Site) -> None:
     assert status["pending"]["since_s"] >= 0
     assert "earliest start time has not come" in status["pending"]["words"]
     assert status["findings"][0]["code"] == "pending"
-    assert f"BeginTime - {status['pending']['words']}" in status["diagnosis"]
+    assert f"(BeginTime): {status['pending']['words']}" in status["diagnosis"]
     for text in (site.slurmrl("status").stdout, site.slurmrl("status", TRIAL).stdout):
         assert "earliest start time has not come" in text
 

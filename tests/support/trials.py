@@ -41,7 +41,7 @@ ROLES = {
 }
 
 
-def wait_until(what: str, check: Callable[[], T | None], timeout_s: float = 120.0) -> T:
+def wait_until(what: str, check: Callable[[], T | None], timeout_s: float = 300.0) -> T:
     """Poll until ``check`` gives something; the deadline says what was waited for."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
@@ -64,7 +64,7 @@ class Site:
         return self.folder / "runs"
 
     def slurmrl(
-        self, *arguments: str, code: int | None = 0, timeout_s: float = 240.0
+        self, *arguments: str, code: int | None = 0, timeout_s: float = 600.0
     ) -> subprocess.CompletedProcess[str]:
         """Run ``slurmrl``; ``code`` is the exit code that it must have (None: any)."""
         done = subprocess.run(
@@ -96,17 +96,20 @@ class Site:
         path.write_text(json.dumps(config, indent=1))
         return path
 
-    def wait_for_step(self, trial: str, step: int, timeout_s: float = 120.0) -> None:
+    def wait_for_step(self, trial: str, step: int, timeout_s: float = 300.0) -> None:
         wait_until(
             f"step {step} of {trial}",
             lambda: any(line["step"] >= step for line in self.metrics(trial)),
             timeout_s,
         )
 
-    def wait_for_end(self, trial: str, timeout_s: float = 240.0) -> dict[str, Any]:
+    def wait_for_end(self, trial: str, timeout_s: float = 600.0) -> dict[str, Any]:
         """Status once the trial neither runs nor is about to."""
 
         def ended() -> dict[str, Any] | None:
+            paths = self.paths(trial)
+            if processes(paths.run)["chain"] and fold(History(paths.history).read()).end is None:
+                return None  # it is alive; to ask the command would take a core from it
             status = self.status(trial)
             return None if status["state"] in ("PENDING", "RUNNING") else status
 

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from tests.support.trials import processes, wait_until
 
+TIMEOUT_S = 600.0
+"""Longest wait for a process: a template takes minutes to import torch on a busy machine."""
+
 
 @dataclass(frozen=True)
 class Cause:
@@ -32,6 +35,7 @@ CAUSES = {
     "warn": Cause("supervisor", signal.SIGUSR2),
     "stop": Cause("worker", signal.SIGSTOP),
     "stop-master": Cause("master", signal.SIGSTOP),
+    "stop-agent": Cause("agent", signal.SIGSTOP),
     "chain": Cause("chain", signal.SIGKILL, resumes=True),
 }
 DEFAULT = ("worker", "master", "agent", "supervisor", "warn")
@@ -51,4 +55,4 @@ def strike(cause: Cause, run: Path, choice: float, over: Callable[[], bool]) -> 
             return None  # it ended by itself just now: another one is chosen
         return "struck"
 
-    return wait_until(f"a {cause.role} of {run}", struck) == "struck"
+    return wait_until(f"a {cause.role} of {run}", struck, TIMEOUT_S) == "struck"
