@@ -9,13 +9,16 @@ from typing import TYPE_CHECKING
 
 import click
 
+from slurmrl.cli.layout import hanging, row_lines, width
 from slurmrl.cli.options import common, json_option
+from slurmrl.monitor.words import plain
 
 if TYPE_CHECKING:
     from slurmrl.doctor.check import Check
 
 MARKS = {"ok": "ok", "warning": "WARNING", "failed": "FAILED"}
 STYLES = {"ok": "green", "warning": "yellow", "failed": "red"}
+ADVICE = "         -> "
 MOST_HOSTS = 4
 
 
@@ -71,25 +74,28 @@ def doctor(
 
 
 def _show(checks: Sequence[Check]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    """What is fine comes first: what is to be done stands at the end, where people look."""
+    groups = sorted(_together(checks), key=lambda group: list(MARKS).index(group[0].state))
+    columns = width()
+    heading, *shown = row_lines([("", "CHECK", "WHERE", "MEASURED"), *map(_row, groups)], columns)
+    click.echo("\n".join(heading))
+    for group, (first, *more) in zip(groups, shown, strict=True):
+        mark = MARKS[group[0].state]
+        click.echo(click.style(mark, fg=STYLES[group[0].state]) + first.removeprefix(mark))
+        for line in more + (hanging(ADVICE, group[0].advice, columns) if group[0].advice else []):
+            click.echo(line)
 
-    table = Table("check", "", "where", "measured", box=None, pad_edge=False)
-    for group in _together(checks):
-        first = group[0]
-        hosts = list(dict.fromkeys(one.where for one in group))
-        where = ", ".join(hosts) if len(hosts) <= MOST_HOSTS else f"{len(hosts)} hosts"
-        mark = Text(MARKS[first.state], style=STYLES[first.state])
-        table.add_row(Text(first.name), mark, Text(where), Text(first.measured))
-        if first.advice:
-            table.add_row("", "", Text("->", justify="right"), Text(first.advice, style="italic"))
-    Console(soft_wrap=False).print(table)
+
+def _row(group: Sequence[Check]) -> tuple[str, str, str, str]:
+    first = max(group, key=_slowest)
+    hosts = list(dict.fromkeys(one.where for one in group))
+    where = ",".join(hosts) if len(hosts) <= MOST_HOSTS else f"{len(hosts)} hosts"
+    return MARKS[first.state], first.name, where, plain(first.measured)
 
 
 def _together(checks: Sequence[Check]) -> list[list[Check]]:
     """Hosts that say the same share a row; so do all that are fine in one check, which differ in
-    numbers only, where they are many."""
+    numbers only, where they are many: then the slowest of them is shown."""
     groups: dict[tuple[str, ...], list[Check]] = {}
     names = [one.name for one in checks if one.state == "ok"]
     for one in checks:
@@ -98,3 +104,7 @@ def _together(checks: Sequence[Check]) -> list[list[Check]]:
         groups.setdefault(key, []).append(one)
     order = list(dict.fromkeys(one.name for one in checks))
     return sorted(groups.values(), key=lambda group: order.index(group[0].name))
+
+
+def _slowest(check: Check) -> float:
+    return max((value for name, value in check.values.items() if name.endswith("_s")), default=0.0)

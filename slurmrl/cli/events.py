@@ -6,11 +6,14 @@ import json
 import re
 import time
 from collections.abc import Collection, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from slurmrl.cli.layout import GAP, hanging, width
 from slurmrl.cli.options import common, json_option
+from slurmrl.monitor.words import plain
 
 if TYPE_CHECKING:
     from slurmrl.paths import RunPaths
@@ -19,7 +22,6 @@ FIRST_S, LONGEST_S = 0.3, 5.0
 """Pauses between two looks for new events."""
 UNITS_S = {"": 1, "s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
 OWN = ("time", "writer", "kind")
-KIND_WIDTH = len("checkpoint_failed")
 
 
 def _seconds(context: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
@@ -65,46 +67,59 @@ def _print(
 
     reader = Reader(paths)
     backoff = Backoff(FIRST_S, LONGEST_S, sleep=time.sleep)
-    origin: float | None = None
-    width = 0
+    widths = (0, 0)
     while True:
         ended = not follow or recent(paths.history, exports=False).end is not None
         found = reader.read()  # after that look, so that nothing before the end is missed
-        if origin is None and found:
-            origin = found[0]["time"]
         chosen = [one for one in found if one["time"] >= earliest and _wanted(one, kinds)]
-        width = max([width, *(len(event["writer"]) for event in chosen)])
+        widths = _widths(chosen, widths)
         for event in chosen:
-            click.echo(json.dumps(event) if as_json else line(event, origin or 0.0, width))
+            text = json.dumps(event) if as_json else "\n".join(lines(event, widths, width()))
+            click.echo(text)
         if ended:
-            if found and not chosen and not follow:
-                kinds_found = ", ".join(sorted({event["kind"] for event in found}))
-                click.echo(f"no such events; there are: {kinds_found}", err=True)
+            if not chosen and not follow:
+                click.echo(_nothing(found), err=True)
             return
         if found:
             backoff.reset()
         backoff.sleep()
 
 
+def _nothing(found: Sequence[dict[str, Any]]) -> str:
+    if not found:
+        return "no events yet"
+    kinds = ", ".join(sorted({event["kind"] for event in found}))
+    return f"no such events; there are: {kinds}"
+
+
 def _wanted(event: dict[str, Any], kinds: Collection[str]) -> bool:
     return not kinds or event["kind"] in kinds
 
 
-def line(event: dict[str, Any], origin: float, width: int) -> str:
-    """``+12.3 s  master.1  commit  step=10  seconds=0.4``: the time since the first event, the
-    writer in ``width`` columns, and what is not empty of the rest."""
+def _widths(events: Sequence[dict[str, Any]], before: tuple[int, int]) -> tuple[int, int]:
+    """Of the columns of writers and kinds; they do not shrink while events are followed."""
+    writers = [len(event["writer"]) for event in events]
+    return max([before[0], *writers]), max([before[1], *(len(event["kind"]) for event in events)])
+
+
+def lines(event: dict[str, Any], widths: tuple[int, int], terminal: int | None) -> list[str]:
+    """``11-21 16:02:29.3  master.1  commit  step=10  seconds=0.4``: local time of the reader, the
+    writer, and what is not empty of the rest."""
     rest = {key: value for key, value in event.items() if key not in OWN}
     shown = {key: text for key, value in rest.items() if (text := _shown(value))}
-    values = "  ".join(f"{key}={text}" for key, text in shown.items())
-    after_s = event["time"] - origin
-    head = f"{after_s:+12.1f} s  {event['writer']:{width}}  {event['kind']:{KIND_WIDTH}}"
-    return f"{head}  {values}".rstrip()
+    values = GAP.join(f"{key}={text}" for key, text in shown.items())
+    writer, kind = plain(event["writer"]).ljust(widths[0]), plain(event["kind"]).ljust(widths[1])
+    return hanging(GAP.join([_clock(event["time"]), writer, kind, ""]), values, terminal)
+
+
+def _clock(seconds: float) -> str:
+    try:
+        return f"{datetime.fromtimestamp(seconds):%m-%d %H:%M:%S.%f}"[:-5]
+    except (ValueError, OverflowError, OSError):
+        return "(no such time)".ljust(len("11-21 16:02:29.3"))
 
 
 def _shown(value: Any) -> str:
-    """On one line, and harmless to a terminal."""
     if isinstance(value, Sequence) and not isinstance(value, str):
-        text = ",".join(str(one) for one in value)
-    else:
-        text = value if isinstance(value, str) else "" if value is None else json.dumps(value)
-    return "".join(character if character.isprintable() else " " for character in text).strip()
+        return plain(",".join(str(one) for one in value))
+    return plain(value if isinstance(value, str) else "" if value is None else json.dumps(value))

@@ -51,6 +51,7 @@ COMMANDS = {
 class Invocation:
     """What the options of a command say about the whole call."""
 
+    arguments: Sequence[str] = ()
     debug: bool = False
 
 
@@ -92,9 +93,9 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: this process's) and return its exit code."""
     ownership.make_umask_private()  # Slurm makes the batch log with the umask of sbatch's caller
-    invocation = Invocation()
+    invocation = Invocation(list(sys.argv[1:] if arguments is None else arguments))
     try:
-        return _invoke(arguments, invocation)
+        return _invoke(invocation)
     except click.ClickException as error:
         error.show()
         return error.exit_code
@@ -110,9 +111,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _report(error, ENVIRONMENT, invocation)
 
 
-def _invoke(arguments: Sequence[str] | None, invocation: Invocation) -> int:
+def _invoke(invocation: Invocation) -> int:
     """Not ``cli.main``: that turns some errors into exit codes of its own."""
-    args = list(sys.argv[1:] if arguments is None else arguments)
+    args = list(invocation.arguments)
     try:
         with cli.make_context("slurmrl", args, obj=invocation) as context:
             code = cli.invoke(context)

@@ -21,6 +21,7 @@ COLUMNS = {
     "TOKENS/S": "tokens_per_s",
 }
 """Metrics in the overview, where a trial has them."""
+LIVES = ("PENDING", "RUNNING")
 SHOWN_HOSTS = 3
 MOST_TASKS = 8
 """With more of them, hosts that are in the same state share a line."""
@@ -85,7 +86,9 @@ def many(statuses: Sequence[Status], width: int | None = None) -> str:
         return "\n".join(lines)
     heads = table(rows)
     below = [[], *(hanging("    ", text, width) for text in said[1:])]
-    return "\n".join(line for head, more in zip(heads, below, strict=True) for line in [head, *more])
+    return "\n".join(
+        line for head, more in zip(heads, below, strict=True) for line in [head, *more]
+    )
 
 
 def _row(status: Status, named: Iterable[str]) -> tuple[str, ...]:
@@ -102,11 +105,14 @@ def one(status: Status, width: int | None = None) -> str:
     if shown := metrics(status["metrics"]):
         lines += hanging("  ", shown, width)
     lines += table([(f"  {name}", text) for name, text in _facts(status)])
-    if status["traceback"]:
-        lines += ["", *_harmless(status["traceback"]), *_after_failure(status["trial"], width)]
-    for rows in (_tasks(status), _story(status)):
+    lives = status["state"] in LIVES or not status["incarnations"]
+    for rows in (_tasks(status) if lives else [], _story(status)):
         if rows[1:]:
             lines += ["", *table(rows, width)]
+    if status["traceback"]:
+        lines += ["", *_harmless(status["traceback"])]
+    if status["state"] == "FAILED":
+        lines += ["", *hanging("", _after_failure(status["trial"]), width)]
     return "\n".join(lines)
 
 
@@ -127,7 +133,7 @@ def _facts(status: Status) -> Iterator[tuple[str, str]]:
 def _links(status: Status) -> str:
     """``41_1, 20 min left, 6 links behind it``"""
     link, left = status["link"], status["links_left"]
-    if status["state"] not in ("PENDING", "RUNNING"):
+    if status["state"] not in LIVES:
         return ""
     waiting = [task["job_id"] for group in status["groups"] for task in group["tasks"]]
     parts = [link["job_id"] if link else next(iter(waiting), None) or "unknown"]
@@ -143,17 +149,16 @@ def _harmless(text: str) -> list[str]:
     return ["".join(one if one.isprintable() else " " for one in line) for line in lines]
 
 
-def _after_failure(trial: str, width: int | None) -> list[str]:
-    text = (
-        f"Mend that, then: slurmrl resume {trial}; with --update-code if you changed code, for a "
-        "trial keeps the code that it was submitted with."
+def _after_failure(trial: str) -> str:
+    return (
+        f"Mend that, then: slurmrl resume {trial} (--update-code if you changed code: a "
+        "trial keeps that which it was submitted with)"
     )
-    return ["", *hanging("", text, width)]
 
 
 def _story(status: Status) -> list[tuple[str, ...]]:
     """How each of the newest incarnations came to its end."""
-    rows: list[tuple[str, ...]] = [("#", "JOB", "HOSTS", "STEPS", "COMMIT", "TOOK", "ENDED BY")]
+    rows: list[tuple[str, ...]] = [("#", "JOB", "HOSTS", "STEPS", "COMMIT", "TOOK", "HOW IT ENDED")]
     for row in status["incarnations"]:
         first, last = row["from_step"] + 1, row["to_step"]
         rows.append(
@@ -184,30 +189,33 @@ def conclusion(status: Status, again: str) -> str:
         lines.append(f"  {metrics(status['metrics'])}")
         if status["export"]:
             lines.append(f"  exported model  {status['export']}")
-    elif state in ("PENDING", "RUNNING"):
+    elif state in LIVES:
         lines.append(f"  the run goes on; slurmrl status {trial}{again} shows how")
         lines.append(f"  to end it: slurmrl cancel {trial}{again}")
     else:
         if state == "FAILED":
-            lines.append(f"  {status['reason']}")
-            lines += [f"  {line}" for line in (status["traceback"] or "").splitlines()]
-        lines.append(f"  what happened: slurmrl logs {trial}{again}")
+            lines.append(f"  {first_line(status['reason'])}")
+            lines += [f"  {line}" for line in _harmless(status["traceback"] or "")]
+        lines.append(f"  what happened: slurmrl status {trial}{again}; slurmrl logs {trial}{again}")
         lines.append(f"  to go on:      slurmrl resume {trial}{again}")
+        if state == "FAILED":
+            lines[-1] += " (--update-code if you changed code)"
     return "\n".join(lines)
 
 
 def _tasks(status: Status) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = [("TASK", "JOB", "HOST", "STATE", "ATTEMPT", "HEARTBEAT", "")]
     for group in status["groups"]:
-        tasks = list(enumerate(group["tasks"]))
-        for _, alike in groupby(tasks, lambda item: _kind(item, many=len(tasks) > MOST_TASKS)):
-            rows.append(_together(group["name"], list(alike)))
+        many = len(group["tasks"]) > MOST_TASKS
+        kinds = [_kind(index, task, many) for index, task in enumerate(group["tasks"])]
+        numbered = zip(kinds, enumerate(group["tasks"]), strict=True)
+        for _, alike in groupby(numbered, lambda item: item[0]):
+            rows.append(_together(group["name"], [item for _, item in alike]))
     return rows
 
 
-def _kind(item: tuple[int, Status], *, many: bool) -> tuple[Any, ...]:
+def _kind(index: int, task: Status, many: bool) -> tuple[Any, ...]:
     """What tasks that share a line have in common: those that wait, and those of many."""
-    index, task = item
     apart = task["host"] is not None and not many
     states = (task["job_id"], task["state"], task["attempt"], task["reason"])
     return (*states, task["lease_age_s"] is None, index if apart else None)

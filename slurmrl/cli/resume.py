@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
+from typing import TYPE_CHECKING
 
 import click
 
 from slurmrl.cli.options import common, submitting
 from slurmrl.cli.start import describe, start
+
+if TYPE_CHECKING:
+    from slurmrl.paths import RunPaths
 
 
 @click.command()
@@ -42,6 +48,8 @@ def resume(
     from slurmrl.submission.submit import propose_resume
 
     paths = trials.find(trials.root_folder(root), trial)
+    if not update_code:
+        _be_its_slurmrl(paths)
     unchanged = not overrides and not update_code and scheduler in (None, "auto", "slurm")
     longer = add_links(paths) if unchanged else None
     if longer is not None:
@@ -50,3 +58,18 @@ def resume(
         return 0
     proposal = propose_resume(paths, overrides, scheduler=scheduler, update_code=update_code)
     return start(proposal, wait=wait, as_json=as_json)
+
+
+def _be_its_slurmrl(paths: RunPaths) -> None:
+    """Where the trial keeps another slurmrl than this one, become that: configuration, plan and
+    batch scripts are written by whoever reads them later."""
+    from slurmrl.submission import snapshot
+
+    code = paths.snapshot(snapshot.current(paths))
+    if snapshot.is_this_code(code):
+        return
+    click.echo(f"goes on with its own slurmrl, {code}; --update-code takes this one", err=True)
+    sys.stdout.flush()
+    arguments = [sys.executable, "-P", "-m", "slurmrl", *click.get_current_context().obj.arguments]
+    path = os.pathsep.join([str(code), *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.execve(sys.executable, arguments, {**os.environ, "PYTHONPATH": path})

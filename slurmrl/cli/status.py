@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmrl.backoff import Backoff
-from slurmrl.cli import render
+from slurmrl.cli import layout, render
 from slurmrl.cli.options import common, json_option
 from slurmrl.errors import EnvironmentFailure
 
@@ -94,7 +94,8 @@ def _text(root: Path, name: str | None, statuses: list[dict[str, Any]], as_json:
         return json.dumps(statuses[0] if single else statuses)
     if not statuses:
         return f"no trials in {root} yet"
-    return render.one(statuses[0]) if single else render.many(statuses)
+    width = layout.width()
+    return render.one(statuses[0], width) if single else render.many(statuses, width)
 
 
 def _watch(root: Path, name: str | None, as_json: bool) -> None:
@@ -115,12 +116,19 @@ def _watch(root: Path, name: str | None, as_json: bool) -> None:
             news = [_gist(one) for one in statuses]
             if news != shown:
                 backoff.reset()
+            ended = all(one["state"] in ENDS for one in statuses)
             if terminal or news != shown:
-                show(_text(root, name, statuses, as_json))
+                text = _text(root, name, statuses, as_json)
+                show(f"{text}\n{_footer()}" if terminal and not ended else text)
             shown = news
-            if all(one["state"] in ENDS for one in statuses):
+            if ended:
                 return
             backoff.sleep()
+
+
+def _footer() -> str:
+    now = time.strftime("%H:%M:%S")
+    return f"\nat {now}; looks again at least every {LONGEST_S:.0f} s, Ctrl-C leaves the run alone"
 
 
 def _gist(status: dict[str, Any]) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from slurmrl.config.schema import Cluster
 from slurmrl.doctor import login, software
-from slurmrl.doctor.check import Check, guarded
+from slurmrl.doctor.check import Check, failed, guarded
 from slurmrl.doctor.job import Job, Say, Shape, scratch
 from slurmrl.errors import SchedulerError
 from slurmrl.plan.build import make_plan
@@ -57,15 +57,18 @@ def examine(what: Examination, say: Say) -> list[Check]:
             beside = login.root(paths.run)
             if not what.job:
                 return _here(beside)
+            if what.config is not None and settings is None:
+                advice = "mend the configuration first: it says where and as whom the job runs"
+                return _here([*beside, failed("job", "was not submitted", advice)])
             job = Job(paths, kind, cluster, _shape(kind, cluster, plan), what.timeout_s, say)
             return [*_here(beside), *job.run()]
 
     more = guarded("root", login.ROOT_ADVICE, look_at_root)
-    return [*_here(found), *more, *software.same_everywhere(found, more)]
+    return _here([*found, *more, *software.same_everywhere(found, more)])
 
 
 def _here(checks: list[Check]) -> list[Check]:
-    return [one.at(socket.gethostname()) for one in checks]
+    return [one if one.where else one.at(socket.gethostname()) for one in checks]
 
 
 def _shape(kind: str, cluster: Cluster, plan: Plan | None) -> Shape:

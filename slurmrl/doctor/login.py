@@ -61,7 +61,7 @@ def root(folder: Path) -> list[Check]:
     """``folder`` lies beside the runs and is ours."""
     return [
         *guarded("ownership", ROOT_ADVICE, lambda: directory.owner(folder)),
-        *guarded("directory: operations", ROOT_ADVICE, lambda: directory.latency(folder)),
+        *guarded("directory", ROOT_ADVICE, lambda: directory.latency(folder)),
         *guarded("disk space", ROOT_ADVICE, lambda: disk.space(folder)),
         *guarded("inodes", ROOT_ADVICE, lambda: disk.inodes(folder)),
         disk.quota(folder),

@@ -37,7 +37,7 @@ def look(folder: Path, task: int, request: dict[str, Any]) -> list[Check]:
     found = [
         *guarded("same directory", DIRECTORY_ADVICE, lambda: _content(folder, request)),
         *guarded("ownership", DIRECTORY_ADVICE, lambda: directory.owner(own)),
-        *guarded("directory: operations", DIRECTORY_ADVICE, lambda: directory.latency(own)),
+        *guarded("directory", DIRECTORY_ADVICE, lambda: directory.latency(own)),
         *limits.check(),
         *guarded("gpus", gpus.ASK, lambda: _gpus(expected)),
         software.driver(expected > 0),

@@ -85,7 +85,11 @@ def _pending(status: Status) -> Finding:
 
 
 def _short_limit(status: Status) -> Iterator[Finding]:
-    ended = [one for one in status["incarnations"] if one["cause"] != "running"]
+    ended = [
+        one
+        for one in status["incarnations"]
+        if one["cause"] != "running" and one["submission"] in (None, status["submission"])
+    ]
     newest = ended[-SHORT_LIMITS:]
     if len(newest) == SHORT_LIMITS and all(
         one["cause"] == "time_limit" and one["commit"] is None for one in newest
@@ -155,7 +159,7 @@ def _last_link(status: Status) -> Iterator[Finding]:
 
 def _warned(status: Status) -> Iterator[Finding]:
     if status["warned"] is not None:
-        text = f"told to end ({status['warned']}): stops at the next step and commits"
+        text = f"{status['warned']}: it stops at the next step and commits"
         yield Finding("stopping", text)
 
 

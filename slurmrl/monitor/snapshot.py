@@ -178,10 +178,16 @@ def _traces(
 
 
 def _agent(paths: RunPaths, attempt: Mapping[str, Any], incarnation: int) -> list[Event]:
+    """What does not name an incarnation is of the last one that was named."""
     if not attempt:
         return []
     writer = f"agent.{attempt.get('group')}.{attempt.get('task')}.{attempt.get('attempt')}"
-    return [e for e in events.read_ends(paths, writer) if e.get("incarnation") == incarnation]
+    found, named = [], None
+    for event in events.read_ends(paths, writer):
+        named = event.get("incarnation", named)
+        if named == incarnation:
+            found.append(event)
+    return found
 
 
 def _supervisor(paths: RunPaths, group: str, tag: str) -> list[Event]:

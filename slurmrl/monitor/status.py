@@ -46,9 +46,10 @@ This object is a contract: fields may be added, none is ever changed or removed.
         "signal_lead_s": 120.0,               how long before a time limit Slurm warns
         "effective_ratio": 0.93               time of the steps that count / time since the first;
       },                                      null in overviews. Each can be null: unknown
+      "submission": 1,                        the newest; null for a trial that never was submitted
       "incarnations": [{                      the newest ones, oldest first: 20 of one trial, 3 in
         "number": 2,                          overviews
-        "job_id": "41_1" | null, "link": 1 | null, "hosts": ["n0", …],
+        "job_id": "41_1" | null, "submission": 1 | null, "link": 1 | null, "hosts": ["n0", …],
         "began": 1767225600.0,                by the clock of its first host
         "from_step": 10, "to_step": 12,       last step known; those after "commit" are done again
         "commit": 10 | null,                  its last one
@@ -88,20 +89,23 @@ def assemble(
     ``problem``: why the scheduler could not be asked."""
     state = trial_state(snapshot, tasks, alive=bool(alive))
     end = snapshot.state.end
+    told = story.tell(snapshot, tasks, state)
+    lives = bool(told) and told[-1]["cause"] == "running"
     status: dict[str, Any] = {
         "trial": snapshot.trial,
         "state": state,
-        "step": _step(snapshot, state),
+        "step": _step(snapshot, lives),
         "total_steps": snapshot.submission.total_steps if snapshot.submission else None,
         "incarnation": snapshot.state.incarnation,
         "metrics": dict(snapshot.metrics),
-        "checkpoint": _checkpoint(snapshot, state),
+        "checkpoint": _checkpoint(snapshot, lives),
         "groups": [_group(snapshot, group, tasks, state) for group in snapshot.groups],
         "reason": end.data.get("reason") if end else None,
         "traceback": (end.data.get("traceback") or None) if end else None,
         "run": str(snapshot.paths.run),
         "export": _export(snapshot),
-        "incarnations": story.tell(snapshot, tasks, state),
+        "submission": snapshot.submission.number if snapshot.submission else None,
+        "incarnations": told,
     }
     status["links_left"] = sum(group["links_left"] for group in status["groups"])
     status |= present.describe(snapshot, tasks, status)
@@ -148,16 +152,14 @@ def _attempt(
     return attempt if own else {}
 
 
-def _step(snapshot: Snapshot, state: str) -> int:
-    """What has been done: an interrupted trial goes on from its last commit, so its step is that
-    of the commit."""
+def _step(snapshot: Snapshot, lives: bool) -> int:
+    """What has been done: whatever comes next goes on from the last commit, so where no incarnation
+    lives, the step is that of the commit."""
     end, commit = snapshot.state.end, snapshot.state.last_commit
     if end is not None and "step" in end.data:
         return int(end.data["step"])
     committed = commit.step if commit else 0
-    if state in ("INTERRUPTED", "PENDING"):
-        return committed
-    return max(committed, int(snapshot.said.get("step", 0)))
+    return max(committed, int(snapshot.said.get("step", 0))) if lives else committed
 
 
 def _export(snapshot: Snapshot) -> str | None:
@@ -165,13 +167,13 @@ def _export(snapshot: Snapshot) -> str | None:
     return str(snapshot.paths.exports / export.directory) if export else None
 
 
-def _checkpoint(snapshot: Snapshot, state: str) -> dict[str, Any] | None:
+def _checkpoint(snapshot: Snapshot, lives: bool) -> dict[str, Any] | None:
     """Only a living master can say how old a commit is; clocks are not compared."""
     commit = snapshot.state.last_commit
     if commit is None:
         return None
     said = snapshot.said.get("checkpoint") or {}
-    known = state == "RUNNING" and said.get("step") == commit.step
+    known = lives and said.get("step") == commit.step
     return {"step": commit.step, "age_s": said["age_s"] if known else None}
 
 

@@ -25,6 +25,8 @@ WARNINGS = {
     "interrupt": "told to stop ({signal})",
     "unknown": "told to end ({signal})",
 }
+CLOCKS_S = 5.0
+"""How far the clocks of two hosts may be apart."""
 GUESSED = ("preemption", "unknown")
 JOB_ENDS = {
     JobState.TIMEOUT: "time_limit",
@@ -55,9 +57,12 @@ def tell(snapshot: Snapshot, tasks: Sequence[TaskState], state: str) -> list[dic
 
 
 def last_word(traces: Traces) -> float:
-    """When an incarnation gave its last sign, by the clocks of those who gave it."""
+    """When an incarnation gave its last sign, by the clocks of those who gave it. A command can
+    cancel a trial long afterwards: that is no sign of it."""
     times = [float(event["time"]) for event in (*traces.master, *traces.agent)]
-    records = (traces.begun.commit, traces.begun.end)
+    end = traces.begun.end
+    cancelled = end is not None and end.kind is Kind.CANCELLED
+    records = (traces.begun.commit, None if cancelled else end)
     return max([*times, traces.begun.time, *(one.time for one in records if one is not None)])
 
 
@@ -88,6 +93,7 @@ def _row(
     return {
         "number": begun.number,
         "job_id": traces.attempt.get("job_id"),
+        "submission": begun.data.get("submission"),
         "link": begun.data.get("link"),
         "hosts": hosts(snapshot, traces),
         "began": begun.time,
@@ -156,6 +162,8 @@ def ending(traces: Traces, tasks: Sequence[TaskState]) -> End:
         return End("finished", "finished")
     if own in OWN_FAULTS:
         return End(own, failure_words(own, traces.failure))
+    if _was_cancelled(traces):
+        return _cancelled(traces)
     if (words := warning(traces)) is not None:
         return _contradicted(traces, tasks) or _warned(traces, words)
     if own:
@@ -221,13 +229,9 @@ def _warned(traces: Traces, words: str) -> End:
 def _unsaid(traces: Traces) -> End | None:
     """Ends that are no failure of anybody: the history's, or the master's last event."""
     if traces.begun.end is not None:
-        cancelled = traces.begun.end.kind is Kind.CANCELLED
-        reason = first_line(traces.begun.end.data.get("reason"))
-        return (
-            End("cancelled", reason or "cancelled")
-            if cancelled
-            else End("gave_up", f"gave up: {reason}")
-        )
+        if traces.begun.end.kind is Kind.CANCELLED:
+            return _cancelled(traces)
+        return End("gave_up", f"gave up: {first_line(traces.begun.end.data.get('reason'))}")
     if stopped := _newest(traces.master, "stopped"):
         return End("interrupt", f"told to end, handed over at step {stopped.get('step')}")
     if failed := _newest(traces.master, "failed"):
@@ -235,6 +239,20 @@ def _unsaid(traces: Traces) -> End | None:
     if lost := _newest(traces.supervisor, "lost_host"):
         return End("lost_host", f"host {lost.get('host')} lost")
     return None
+
+
+def _was_cancelled(traces: Traces) -> bool:
+    """Whether the trial was cancelled while it ran. The signal that its processes got then looks
+    like any other."""
+    end = traces.begun.end
+    if end is None or end.kind is not Kind.CANCELLED:
+        return False
+    return end.time < last_word(traces) + CLOCKS_S
+
+
+def _cancelled(traces: Traces) -> End:
+    end = traces.begun.end
+    return End("cancelled", (first_line(end.data.get("reason")) if end else "") or "cancelled")
 
 
 def _by_scheduler(traces: Traces, tasks: Sequence[TaskState]) -> End | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from pathlib import Path
@@ -97,7 +98,7 @@ def test_watching_ends_with_the_trial(
 ) -> None:
     assert watch(monkeypatch, lambda: waiting.end(Kind.FAILED, reason="NaN")) == 0
     output = capsys.readouterr().out
-    assert output.index("Priority - others come first") < output.index("stopped: NaN")
+    assert output.index("(Priority): others come first") < output.index("gave up: NaN")
 
 
 def test_without_a_terminal_only_changes_are_printed(
@@ -144,7 +145,7 @@ def test_watching_survives_a_directory_that_does_not_answer(
     assert watch(monkeypatch, hide, show) == 0
     captured = capsys.readouterr()
     assert "cannot look: " in captured.err
-    assert "cancelled by me at step 0 of 60; slurmrl resume add/1 goes on" in captured.out
+    assert "cancelled by me; slurmrl resume add/1 goes on" in captured.out
 
 
 def test_ctrl_c_ends_watching(waiting: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,13 +164,23 @@ def test_events_of_all_writers(root: Path, capsys: pytest.CaptureFixture[str]) -
     run.event("agent.trainer.0.0", "failure", cause="died", reason="worker\x1b[2J\n 1", rank=1)
     assert main(["events", "add/1"]) == 0
     first, second = capsys.readouterr().out.splitlines()
-    assert first.split() == ["+0.0", "s", "master.1", "ready", "step=0"]
-    assert second.split()[2:4] == ["agent.trainer.0.0", "failure"]
+    clock = r"\d\d-\d\d \d\d:\d\d:\d\d\.\d"
+    assert re.fullmatch(rf"{clock}  master.1           ready    step=0", first)
+    assert re.match(rf"{clock}  agent.trainer.0.0  failure  cause=died", second)
     assert second.endswith("cause=died  reason=worker [2J  1  rank=1")
     assert main(["events", "add/1", "--json", "--kind", "ready"]) == 0
     assert printed(capsys)["step"] == 0
     assert main(["events", "add/1", "--kind", "redy"]) == 0
     assert capsys.readouterr().err == "no such events; there are: failure, ready\n"
+
+
+def test_events_of_a_trial_that_has_none(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = FakeRun(root)
+    assert main(["events", "add/1"]) == 0
+    assert capsys.readouterr().err == "no events yet\n"
+    run.paths.event_file("odd").write_text('{"time": 1e300, "kind": "x"}\n')
+    assert main(["events", "add/1"]) == 0
+    assert capsys.readouterr().out.split() == ["(no", "such", "time)", "odd", "x"]
 
 
 @pytest.mark.parametrize(("since", "code"), [("1h", 0), ("0s", 0), ("soon", 2), ("3 weeks", 2)])

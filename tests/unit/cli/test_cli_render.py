@@ -19,39 +19,79 @@ def test_numbers(value: Any, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(None, ""), (0.4, "0 s"), (119, "119 s"), (120, "2 min"), (7200, "2 h"), (200_000, "2 d")],
+    [(None, ""), (0.4, "0 s"), (119, "119 s"), (120, "2 min"), (9000, "2.5 h"), (2e5, "2.3 d")],
 )
 def test_ages(seconds: float | None, text: str) -> None:
     assert render.age(seconds) == text
 
 
 def test_many_trials_in_columns() -> None:
-    lines = render.many([status(), pending("Priority", "other jobs come first")]).splitlines()
-    assert lines == [
-        "TRIAL  STATE    STEP   REWARD  EVAL  TOKENS/S  COMMIT              DIAGNOSIS",
-        "add/1  RUNNING  12/60  0.4123  -     1,234     step 10, 3 min ago  "
-        "running, step 12 of 60, 2 s a step, about 96 s left",
-        "add/1  PENDING  0/60   -       -     -         none yet            "
-        "pends since 3 h: Priority - other jobs come first",
+    two = [status(), pending("Priority", "other jobs come first")]
+    assert render.many(two).splitlines() == [
+        "TRIAL  STATE    STEP   REWARD  TOKENS/S  COMMIT                DIAGNOSIS",
+        "add/1  RUNNING  12/60  0.4123  1,234     step 10, 3.3 min ago  "
+        "2 s a step, about 96 s left",
+        "add/1  PENDING  0/60   -       -         none yet              "
+        "pending for 3 h (Priority): other jobs come first",
+    ]
+    assert render.many(two, 80).splitlines() == [
+        "TRIAL  STATE    STEP   REWARD  TOKENS/S  COMMIT",
+        "add/1  RUNNING  12/60  0.4123  1,234     step 10, 3.3 min ago",
+        "    2 s a step, about 96 s left",
+        "add/1  PENDING  0/60   -       -         none yet",
+        "    pending for 3 h (Priority): other jobs come first",
     ]
 
 
 def test_one_trial() -> None:
     assert render.one(status()).splitlines() == [
         "add/1  RUNNING  step 12/60",
-        "  running, step 12 of 60, 2 s a step, about 96 s left",
+        "  2 s a step, about 96 s left",
         "  reward 0.4123  tokens_per_s 1,234",
-        "  commit step 10, 3 min ago   incarnation 2   93% of the time went into steps that count",
-        "  run directory /runs/me/add/1",
+        "  commit       step 10, 3.3 min ago",
+        "  job          41_1, 20 min left, 6 links behind it",
+        "  useful time  93%; the rest: waiting, starting, steps done twice",
+        "  directory    /runs/me/add/1",
         "",
         "TASK       JOB   HOST  STATE    ATTEMPT  HEARTBEAT",
         "trainer/0  41_1  n0    RUNNING  1        0 s ago",
-        "20 min left of 41_1, 6 successors queued",
         "",
-        "START  JOB   HOSTS  STEPS  COMMIT  TOOK   HOW IT ENDED",
-        "1      41_0  n0,n1  0-12   10      3 min  worker 3 on n1 died: SIGKILL",
-        "2      41_1  n0,n1  10-12  -       3 min  running",
+        "#  JOB   HOSTS  STEPS  COMMIT  TOOK     HOW IT ENDED",
+        "1  41_0  n0,n1  1-12   10      3.3 min  rank 3 on n1 died: SIGKILL",
+        "2  41_1  n0,n1  11-12  -       3.3 min  running",
     ]
+
+
+def test_nothing_is_wider_than_the_terminal() -> None:
+    words = "jobs of higher priority are in front of it; " * 3
+    waits = pending("Priority", words, incarnations=[incarnation(1, how=words)])
+    for one in (waits, status(state="FAILED", reason=words)):
+        for text in (render.one(one, 80), render.many([one, one], 80)):
+            assert max(map(len, text.splitlines())) <= 80
+
+
+def tasks(count: int, **changes: Any) -> list[dict[str, Any]]:
+    (one,) = status()["groups"][0]["tasks"]
+    return [{**one, "host": f"n{index}", **changes} for index in range(count)]
+
+
+def test_hosts_in_the_same_state_share_a_line_where_they_are_many() -> None:
+    late = {**tasks(13)[12], "lease_age_s": 7.0, "state": "FAILED"}
+    groups = [{"name": "trainer", "links_left": 0, "tasks": [*tasks(12), late]}]
+    assert render.one(status(groups=groups)).splitlines()[9:11] == [
+        "trainer/0-11  41_1  n0,n1,n2 +9  RUNNING  1        0 s ago",
+        "trainer/12    41_1  n12          FAILED   1        7 s ago",
+    ]
+    groups[0]["tasks"] = tasks(3, state="PENDING", host=None, lease_age_s=None, reason="Resources")
+    text = render.one(status(groups=groups))
+    assert "trainer/0-2  41_1  -     PENDING  1        -          Resources\n" in text
+
+
+def test_a_terminal_gets_no_control_characters() -> None:
+    text = "rank 1: \x1b[2J\x07"
+    one = status(state="FAILED", reason=text, traceback=f"{text}\n\tx\n")
+    one["findings"] = [{"code": "failed", "text": text}]
+    assert render.one(one).replace("\n", "").isprintable()
 
 
 def test_all_findings_are_shown() -> None:
@@ -70,7 +110,7 @@ def test_long_host_lists_are_cut(hosts: list[str], text: str) -> None:
 def test_a_failed_trial_says_why() -> None:
     failed = status(state="FAILED", reason="rank 1: NaN\nmore", traceback="Trace\n  x\n")
     text = render.one(failed)
-    assert "Trace\n  x" in text
+    assert "Trace\n  x\n\nMend that, then: slurmrl resume add/1 (--update-code if" in text
     assert render.note(status(state="FAILED", reason="rank 1: NaN\nmore")) == "rank 1: NaN"
 
 

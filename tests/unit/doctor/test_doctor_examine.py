@@ -71,6 +71,14 @@ def test_problems_of_a_configuration_are_checks(tmp_path: Path) -> None:
     assert (missing.state, "no such file" in missing.measured) == (State.FAILED, True)
 
 
+def test_no_job_looks_around_for_a_configuration_that_is_wrong(tmp_path: Path) -> None:
+    """It would run elsewhere, or as somebody else, than the trial."""
+    path = write_config(tmp_path)
+    found = look(tmp_path / "r", config=path, overrides=("sed=3",), job=True)
+    assert (found["job"].state, found["job"].measured) == (State.FAILED, "was not submitted")
+    assert "same directory" not in found
+
+
 def test_a_slurm_that_does_not_answer_is_not_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,10 @@ FULL = {"count": 2, "step": 30, "reason": "no space left\nmore", "last_commit_s"
 ENDED = incarnation(2, cause="preemption", how="preempted (SIGTERM), handed over at step 12")
 
 
+def link(runs_s: float) -> dict[str, Any]:
+    return {"job_id": "41_1", "time_left_s": 1200.0, "runs_s": runs_s}
+
+
 def ended(state: str, reason: str | None, **changes: Any) -> dict[str, Any]:
     return status(state=state, reason=reason, **changes)
 
@@ -25,12 +29,12 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "running": (
         status(),
         "running",
-        "running, step 12 of 60, 2 s a step, about 96 s left",
+        "2 s a step, about 96 s left",
     ),
     "running, no step yet": (
         status(step=0, timing=timing(step_s=None, left_s=None)),
         "running",
-        "running, step 0 of 60",
+        "running",
     ),
     "starting": (status(phase="starting"), "starting", "starting"),
     "starting, waits for somebody": (
@@ -42,22 +46,38 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "waits long": (
         status(waiting=WAITING),
         "waiting",
-        "waits since 3 min for rank 3 (n1) to finish gen of step 13",
+        "has waited 3.3 min for rank 3 (n1) to finish gen of step 13",
     ),
     "long steps may take long": (
         status(waiting=WAITING, timing=timing(step_s=50.0, left_s=2400.0)),
         "running",
-        "running, step 12 of 60, 50 s a step, about 40 min left",
+        "50 s a step, about 40 min left",
+    ),
+    "waits for all": (
+        status(waiting={**WAITING, "for": [0, 1], "of": 2}),
+        "waiting",
+        "has waited 3.3 min for all 2 ranks to finish gen of step 13",
+    ),
+    "a job has just started": (
+        status(incarnation=0, incarnations=[], link=link(4.0)),
+        "starting",
+        "starting: its job started 4 s ago, its processes have not spoken yet",
+    ),
+    "a job that says nothing": (
+        status(incarnation=0, incarnations=[], link=link(300.0)),
+        "starting",
+        "starting: its job started 5 min ago, its processes have not spoken yet; see slurmrl logs "
+        "add/1",
     ),
     "restarts": (
-        status(incarnations=[incarnation(1, how="worker 3 on n1 died: SIGKILL")]),
+        status(incarnations=[incarnation(1, how="rank 3 on n1 died: SIGKILL")]),
         "restarting",
-        "starts again after: worker 3 on n1 died: SIGKILL",
+        "starts again after: rank 3 on n1 died: SIGKILL",
     ),
     "told to stop": (
         status(warned="time limit"),
         "stopping",
-        "stops at the next step and commits: time limit",
+        "time limit: it stops at the next step and commits",
     ),
     "no heartbeat": (
         status(unconfirmed=True),
@@ -88,13 +108,18 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "short lead without Slurm": (
         status(timing={**SLOW, "signal_lead_s": None}),
         "running",
-        "running, step 12 of 60, 280 s a step, about 4 h left",
+        "280 s a step, about 3.7 h left",
     ),
     "short limit": (
         status(incarnations=[*SHORT, incarnation(3, cause="running")]),
         "time_limit",
         "time limit too short: 2 starts in a row reached it before a commit; raise "
         "cluster.slurm.time or commit more often",
+    ),
+    "short limit, and resumed with another": (
+        status(submission=2, incarnations=[*SHORT, incarnation(3, cause="running", submission=2)]),
+        "running",
+        "2 s a step, about 96 s left",
     ),
     "a commit between": (
         status(
@@ -105,7 +130,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
             ]
         ),
         "running",
-        "running, step 12 of 60, 2 s a step, about 96 s left",
+        "2 s a step, about 96 s left",
     ),
     "last link": (
         status(links_left=0, timing=timing(left_s=7200.0)),
@@ -116,12 +141,12 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "last link, long enough": (
         status(links_left=0),
         "running",
-        "running, step 12 of 60, 2 s a step, about 96 s left",
+        "2 s a step, about 96 s left",
     ),
     "waits": (
         pending("Priority", "other jobs come first"),
         "pending",
-        "pends since 3 h: Priority - other jobs come first",
+        "pending for 3 h (Priority): other jobs come first",
     ),
     "waits, start known": (
         pending(
@@ -134,19 +159,19 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
             },
         ),
         "pending",
-        "pends since 50 s: Resources; expected to start 2026-01-31 09:30:00",
+        "pending for 50 s: Resources; expected to start 2026-01-31 09:30:00",
     ),
-    "waits, nothing known": (pending("", pending=None), "pending", "pends"),
+    "waits, nothing known": (pending("", pending=None), "pending", "pending"),
     "interrupted": (
         status(state="INTERRUPTED", incarnations=[ENDED]),
         "interrupted",
-        "interrupted: no links left; slurmrl resume add/1 (last: preempted (SIGTERM), handed over "
-        "at step 12)",
+        "no links left (the last one: preempted (SIGTERM), handed over at step 12); slurmrl resume "
+        "add/1 goes on",
     ),
     "never began": (
         status(state="INTERRUPTED", incarnations=[]),
         "interrupted",
-        "interrupted before it began: no links left; slurmrl resume add/1",
+        "no links left, and it never began; slurmrl resume add/1 goes on",
     ),
     "never submitted": (
         status(state="INTERRUPTED", total_steps=None, incarnations=[]),
@@ -156,12 +181,12 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "finished": (
         ended("COMPLETED", "total_steps", step=60),
         "finished",
-        "finished at step 60 of 60",
+        "finished",
     ),
     "finished early": (
         ended("COMPLETED", "stop_when: reward > 0.9", step=31),
         "finished",
-        "finished at step 31 of 60 (stop_when: reward > 0.9)",
+        "finished at step 31 of 60: stop_when: reward > 0.9",
     ),
     "failed": (
         ended(
@@ -170,13 +195,13 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
             traceback="Traceback",
         ),
         "failed",
-        "stopped: failed twice in the same way: rank 0, loss: ValueError: x, see below",
+        "gave up: failed twice in the same way: rank 0, loss: ValueError: x",
     ),
-    "failed without a word": (ended("FAILED", None), "failed", "stopped: it failed"),
+    "failed without a word": (ended("FAILED", None), "failed", "gave up: it failed"),
     "cancelled": (
         ended("CANCELLED", "cancelled by me"),
         "cancelled",
-        "cancelled by me at step 12 of 60; slurmrl resume add/1 goes on",
+        "cancelled by me; slurmrl resume add/1 goes on",
     ),
 }
 

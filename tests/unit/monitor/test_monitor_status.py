@@ -21,7 +21,7 @@ CONTRACT = (
 """The fields of the first version, in full."""
 ADDED = {
     *("diagnosis", "findings", "phase", "warned", "waiting", "links_left", "link", "pending"),
-    *("checkpoint_failures", "timing", "incarnations"),
+    *("checkpoint_failures", "timing", "submission", "incarnations"),
 }
 
 
@@ -184,8 +184,18 @@ def test_what_an_earlier_incarnation_said_does_not_count(run: FakeRun) -> None:
 
 
 def test_a_running_trial_whose_lease_stands_still_is_unconfirmed(run: FakeRun) -> None:
+    run.attempt("41_0", job="7.0.0")
     assert look(run, task(0, RUNNING), alive=False)["unconfirmed"] is True
     assert "unconfirmed" not in look(run, task(0, RUNNING)), "nobody looked"
+
+
+@pytest.mark.parametrize("now", [task(1, RUNNING), task(0, RUNNING, restarts=1)])
+def test_a_job_that_has_just_started_has_no_heartbeat_yet(run: FakeRun, now: TaskState) -> None:
+    run.attempt("41_0", job="7.0.0")
+    status = look(run, now, alive=False)
+    assert "unconfirmed" not in status
+    assert status["groups"][0]["tasks"][0]["attempt"] is None
+    assert "have not spoken yet" in status["diagnosis"]
 
 
 @pytest.mark.parametrize(("alive", "state"), [(True, "RUNNING"), (False, "INTERRUPTED")])

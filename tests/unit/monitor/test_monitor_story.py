@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,15 +46,23 @@ def start(run: FakeRun, job: str = "7.0.0", number: int = 0, job_id: str = "41_0
         ),
         (
             {"cause": "died", "reason": "rank 3 was ended by SIGKILL", **WORKER},
-            "worker 3 on n1 died: SIGKILL",
+            "rank 3 on n1 died: SIGKILL",
         ),
         (
             {"cause": "died", "reason": "rank 3 exited with code 7", "rank": 3},
-            "worker 3 died: exited with code 7",
+            "rank 3 died: exited with code 7",
         ),
         ({"cause": "died", "reason": "rank 0 was ended by SIGKILL", "host": "n1"}, None),
-        ({"cause": "oom", **WORKER}, "worker 3 on n1 was killed: out of memory"),
-        ({"cause": "hung", **WORKER}, "worker 3 on n1 hung, train_step of step 4"),
+        ({"cause": "oom", **WORKER}, "rank 3 on n1 was killed: out of memory"),
+        ({"cause": "hung", **WORKER}, "rank 3 on n1 hung, train_step of step 4"),
+        (
+            {
+                "cause": "hung",
+                "reason": "rank 3 gave no sign of life for 60 s and was killed",
+                **WORKER,
+            },
+            "rank 3 on n1 hung: no sign of life for 60 s, train_step of step 4",
+        ),
         ({"cause": "hung", "host": "n0"}, "a process on n0 hung"),
         ({"cause": "deadline", "reason": "waited 600 s"}, "too slow: waited 600 s"),
         ({"cause": "lost_host", "host": "n2"}, "host n2 lost"),
@@ -230,3 +239,31 @@ def test_only_the_newest_are_told_of(run: FakeRun) -> None:
     found = rows(run)
     assert [row["number"] for row in found] == list(range(6, STORY + 6))
     assert found[0]["job_id"] == "41_5"
+
+
+def test_a_cancelled_run_was_not_preempted(run: FakeRun) -> None:
+    """Its processes get the signal that preempted ones get."""
+    number = start(run)
+    run.end(Kind.CANCELLED, reason="cancelled by me")
+    run.name(keys.warned(number), signal="SIGTERM", cause="preemption")
+    run.event("agent.trainer.0.0", "join", incarnation=number)
+    run.event("agent.trainer.0.0", "warned", signal="SIGTERM", cause="preemption")
+    run.resume()
+    run.end(Kind.CANCELLED, reason="cancelled once more")
+    (row,) = rows(run)
+    assert (row["cause"], row["how"]) == ("cancelled", "cancelled by me")
+
+
+def test_a_run_that_is_cancelled_while_it_waits_was_preempted(
+    run: FakeRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    number = start(run)
+    run.name(keys.warned(number), signal="SIGTERM", cause="preemption")
+    run.event("agent.trainer.0.0", "join", incarnation=number)
+    run.event("agent.trainer.0.0", "warned", signal="SIGTERM", cause="preemption")
+    later = time.time() + 60
+    monkeypatch.setattr("time.time", lambda: later)
+    run.end(Kind.CANCELLED, reason="cancelled by me")
+    (row,) = rows(run)
+    assert row["cause"] == "preemption"
+    assert row["seconds"] < 60

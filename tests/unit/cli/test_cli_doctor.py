@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import pytest
+
+from slurmrl.cli import doctor as command
+from slurmrl.cli.main import main
+from slurmrl.doctor import examine
+from slurmrl.doctor.check import Check, failed, ok, warning
+
+CHECKS = [
+    warning("open files", "limit 1024 (hard 4096), below 4096", "put 'ulimit -n 65536' in").at(
+        "n1"
+    ),
+    failed("gpus", "4 asked, given 0,1", "look at 'scontrol show node'").at("n0"),
+    ok("open files", "limit 65536 (hard 65536)").at("login"),
+    *(ok("directory", f"{host} ms", link_s=host / 1000.0).at(f"n{host}") for host in range(6)),
+    ok("interface", "ib0 at 10.0.0.1").at("n0"),
+    ok("interface", "ib0 at 10.0.0.2").at("n1"),
+    ok("python", "3.11.7").at("login"),
+    ok("python", "3.11.7").at("n0"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(what: examine.Examination, say: object) -> list[Check]:
+        return list(CHECKS)
+
+    monkeypatch.setattr(examine, "examine", found)
+
+
+def test_what_is_to_be_done_stands_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "         CHECK       WHERE     MEASURED",
+        "ok       open files  login     limit 65536 (hard 65536)",
+        "ok       directory   6 hosts   5 ms",
+        "ok       interface   n0        ib0 at 10.0.0.1",
+        "ok       interface   n1        ib0 at 10.0.0.2",
+        "ok       python      login,n0  3.11.7",
+        "WARNING  open files  n1        limit 1024 (hard 4096), below 4096",
+        "         -> put 'ulimit -n 65536' in",
+        "FAILED   gpus        n0        4 asked, given 0,1",
+        "         -> look at 'scontrol show node'",
+        "11 ok, 1 warning, 1 failed; the compute nodes were not looked at: add --job",
+    ]
+
+
+def test_a_terminal_gets_lines_that_fit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "width", lambda: 60)
+    assert main(["doctor", "--job"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 60
+    warned = next(number for number, line in enumerate(lines) if line.startswith("WARNING"))
+    assert lines[warned : warned + 3] == [
+        "WARNING  open files  n1        limit 1024 (hard 4096), below",
+        "                               4096",
+        "         -> put 'ulimit -n 65536' in",
+    ]
