@@ -28,15 +28,13 @@ def status(**changes: Any) -> dict[str, Any]:
         "traceback": None,
         "run": "/runs/me/add/1",
         "export": None,
-        "diagnosis": "running, step 12 of 60, 2 s a step, about 96 s left",
-        "findings": [
-            {"code": "running", "text": "running, step 12 of 60, 2 s a step, about 96 s left"}
-        ],
+        "diagnosis": "2 s a step, about 96 s left",
+        "findings": [{"code": "running", "text": "2 s a step, about 96 s left"}],
         "phase": "running",
         "warned": None,
         "waiting": None,
         "links_left": 6,
-        "link": {"job_id": "41_1", "time_left_s": 1200.0},
+        "link": {"job_id": "41_1", "time_left_s": 1200.0, "runs_s": 40.0},
         "pending": None,
         "checkpoint_failures": None,
         "timing": {
@@ -48,8 +46,9 @@ def status(**changes: Any) -> dict[str, Any]:
             "signal_lead_s": 120.0,
             "effective_ratio": 0.931,
         },
+        "submission": 1,
         "incarnations": [
-            incarnation(1, cause="died", how="worker 3 on n1 died: SIGKILL", job_id="41_0"),
+            incarnation(1, cause="died", how="rank 3 on n1 died: SIGKILL", job_id="41_0"),
             incarnation(2, cause="running", how="running", from_step=10, commit=None),
         ],
     }
@@ -65,6 +64,7 @@ def incarnation(number: int, **changes: Any) -> dict[str, Any]:
     base = {
         "number": number,
         "job_id": "41_1",
+        "submission": 1,
         "link": 0,
         "hosts": ["n0", "n1"],
         "began": 1767225600.0,
@@ -80,6 +80,7 @@ def incarnation(number: int, **changes: Any) -> dict[str, Any]:
 
 def pending(reason: str, words: str = "", **changes: Any) -> dict[str, Any]:
     """Of a trial whose first link waits."""
+    text = f"pending for 3 h ({reason}): {words}"
     one = status(
         state="PENDING",
         step=0,
@@ -90,7 +91,8 @@ def pending(reason: str, words: str = "", **changes: Any) -> dict[str, Any]:
         phase=None,
         incarnations=[],
         pending={"reason": reason, "words": words, "since_s": 10800.0, "expected_start": None},
-        diagnosis=f"pends since 3 h: {reason} - {words}",
+        diagnosis=text,
+        findings=[{"code": "pending", "text": text}],
         timing=timing(step_s=None, left_s=None, effective_ratio=None),
     )
     one["groups"][0]["tasks"][0].update(

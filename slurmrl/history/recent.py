@@ -36,7 +36,7 @@ class Begun:
     commit: Record | None
     """The last that it made."""
     end: Record | None
-    """The newest end of the trial before the next incarnation began, resumed since or not."""
+    """The first end of the trial after it and before the next one began, resumed since or not."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +109,13 @@ def _end(history: History, count: int) -> Record | None:
 
 def _ended(history: History, before: int) -> Record | None:
     """The end that was the last word of an incarnation, whatever commands did after it."""
+    first = None
     for record in _backwards(history, before):
         if record.kind.is_end:
-            return record
+            first = record
         if record.kind in (Kind.BEGIN, Kind.COMMIT):
-            return None
-    return None
+            break
+    return first
 
 
 def _newest_export(history: History, count: int) -> Export | None:

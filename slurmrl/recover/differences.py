@@ -34,7 +34,14 @@ FOLLOWERS = ("critic", "ref")
 LAYOUT = frozenset(
     f"{role}.{name}"
     for role in ("actor", *FOLLOWERS)
-    for name in ("backend", "gpus", "model", "max_tokens_per_microbatch", "gradient_checkpointing")
+    for name in (
+        "backend",
+        "gpus",
+        "model",
+        "max_tokens_per_microbatch",
+        "gradient_checkpointing",
+        "cpu_offload",
+    )
 )
 """Dotted keys that change on how many ranks and in what portions the same is computed. They may
 change too, at the price that `layout.consequences` tells."""

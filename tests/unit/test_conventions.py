@@ -82,6 +82,8 @@ TORCH_FREE = (
     "checkpoint.export",
     "engines",
     "engines.*.schema",
+    "engines.megatron.place",
+    "engines.megatron.parts",
     "algorithms",
     "algorithms.schema",
     "algorithms.*.schema",

@@ -88,7 +88,7 @@ def test_it_says_what_the_whole_history_says(tmp_path: Path, seed: int) -> None:
         ends = [record for record in own if record.kind.is_end]
         before = fold(records[: own[0].slot + 1]).last_commit
         assert (one.time, one.data) == (own[0].time, own[0].data)
-        assert one.end == (ends[-1] if ends else None)
+        assert one.end == (ends[0] if ends else None)
         assert one.commit == (commits[-1] if commits else None)
         assert before is None or one.base is not None
 

@@ -93,3 +93,11 @@ def test_any_grid_against_brute_force(sizes: list[int], data: st.DataObject) -> 
         for other, point in enumerate(points)
         if wanted.items() <= dict(zip(axes, point, strict=True)).items()
     ]
+
+
+def test_groups_along_several_axes_are_products() -> None:
+    topology = ProcessTopology(("dp", "cp", "tp"), (2, 2, 2))
+    assert topology.blocks(("cp", "tp")) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert topology.blocks(("dp", "cp")) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert topology.blocks(("pp", "tp")) == topology.groups("tp")
+    assert topology.blocks(()) == [[rank] for rank in range(8)]
