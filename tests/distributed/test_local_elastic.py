@@ -50,6 +50,7 @@ def resume(site: Site, trial: str, ranks: int, *changes: str) -> str:
     return site.slurmrl("resume", trial, *arguments).stdout
 
 
+@pytest.mark.long
 def test_an_interrupted_run_goes_on_with_more_ranks(tmp_path: Path) -> None:
     """From its last commit, with the steps behind that taken back; and with one rank again."""
     site = Site(tmp_path)

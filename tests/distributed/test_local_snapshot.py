@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.support.own_reward import NAME, rewards, write_reward
 from tests.support.trials import Site, kill_one, ppo_config
 
 
+@pytest.mark.long
 def test_edits_reach_a_run_only_when_it_is_told_to_take_them(tmp_path: Path) -> None:
     site = Site(tmp_path)
     write_reward(tmp_path, 1.0)

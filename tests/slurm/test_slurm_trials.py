@@ -145,6 +145,7 @@ def test_cancel_leaves_nothing_in_the_queue(site: Site) -> None:
     wait_until("an empty queue", lambda: not squeue("-t", "PD,R,CG"))
 
 
+@pytest.mark.long
 def test_two_trials_share_nodes(site: Site) -> None:
     """Both run on the same two nodes at once, on different devices, and neither sees the other."""
     nodes = {"partition": "main", "time": "30", "nodelist": "n[0-1]"}

@@ -27,6 +27,8 @@ from tests.support.chaos.stepping import Note
 
 RUN = Path("run")
 SLURM = Path("slurm")
+CONFIG = "sft.yaml"
+"""What `write_config` makes."""
 PENDING, CANCELLED = "PENDING", "CANCELLED"
 
 
@@ -97,6 +99,7 @@ def _small_package(folder: Path) -> None:
 def setup(folder: Path) -> None:
     (folder / SLURM).mkdir()
     _small_package(folder)
+    write_config(folder)
     make_private_directory(folder / RUN / "user" / "add" / "1")
     _proposal()
 
@@ -113,7 +116,9 @@ def submitter(folder: Path, me: int, note: Note) -> None:
     stand_in: Any = lambda kind: _scheduler(folder)  # noqa: E731
     submit.make = live.make = stand_in
     prepare.slurmrl.__file__ = str(folder / "slurmrl" / "__init__.py")
-    proposal = dataclasses.replace(_proposal(), paths=_paths(folder), kind="slurm")
+    planned = _proposal()
+    recorder = dataclasses.replace(planned.recorder, config_file=folder / CONFIG)
+    proposal = dataclasses.replace(planned, paths=_paths(folder), kind="slurm", recorder=recorder)
     try:
         submitted = submit.submit(proposal)
     except UsageError as error:
@@ -132,8 +137,8 @@ def _check(folder: Path, events: list[Event]) -> None:
     known: set[str] = set()
     for number in range(1, (newest.number if newest else 0) + 1):
         ids = scheduler.recover(paths, number)
-        known |= set(ids.values())
-        if number in told and ids != told[number]:
+        known |= {job for jobs in ids.values() for job in jobs}
+        if number in told and {group: list(jobs) for group, jobs in ids.items()} != told[number]:
             raise ViolationError(f"submission {number} was told {told[number]}, has {ids}")
     if set(pending) - known:
         raise ViolationError(f"jobs that nobody would find again: {pending}, known {known}")

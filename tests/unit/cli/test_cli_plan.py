@@ -91,7 +91,7 @@ def test_a_configuration_is_planned_as_tables(
     assert code == 0
     assert "actor: megatron:t2, trained, sequence parallel, in trainer" in out
     assert "0     t0     t1" in out
-    assert "there is no engine for megatron" in out
+    assert "process groups: global 1, model actor 1, actor tp 1" in out
 
 
 def test_a_configuration_is_planned_as_json(
