@@ -124,6 +124,16 @@ class RoleCheckpoint:
         """Number of ranks that wrote it."""
         return len(self._files)
 
+    def check(self, tensors: Mapping[str, TensorSpec]) -> None:
+        """Raises CheckpointError unless it holds just these: it is of another model."""
+        theirs = self.layout.tensors
+        for name in (*tensors, *theirs):
+            if theirs.get(name) != tensors.get(name):
+                raise CheckpointError(
+                    f"{self.directory}: {self.role}: '{name}' is {theirs.get(name)} in the "
+                    f"checkpoint, {tensors.get(name)} in this run's model"
+                )
+
     def array(self, rank: int, storage: str) -> Array:
         """An array of one rank's file, flat."""
         try:

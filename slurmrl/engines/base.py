@@ -25,6 +25,7 @@ from slurmrl.parallel.groups import ParallelContext
 
 Outputs = dict[str, Tensor]
 """``{logp, entropy}`` of a language model, ``{values}`` of a value model; each [T] float32."""
+OUTPUTS: dict[Head, tuple[str, ...]] = {"lm": ("logp", "entropy"), "value": ("values",)}
 LossFn = Callable[[Outputs, SequenceSample], tuple[Tensor, dict[str, Tensor]]]
 """(outputs of whole sequences, the micro-batch) -> (loss SUM, sums of statistics), all scalars."""
 OutputFn = Callable[[Outputs, SequenceSample], Outputs]

@@ -12,9 +12,13 @@ from torch import distributed as dist
 
 from slurmrl.data.packing import microbatches
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines.base import TOKENS, Outputs
+from slurmrl.engines.base import OUTPUTS, TOKENS, Outputs
+from slurmrl.errors import UsageError
+from slurmrl.models.config import Head
 from slurmrl.parallel.groups import ParallelContext
 
+OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped")
+"""What `Engine.train_batch` returns beside the loss function's statistics."""
 NAME_BYTES = 4096
 """Room for the names of statistics when ranks exchange them."""
 
@@ -33,6 +37,11 @@ class Rounds:
     """Whether any rank has no micro-batch at all."""
     shares: tuple[float, ...] = ()
     """What part of the tokens of all ranks each micro-batch of this one has."""
+
+    @property
+    def scale(self) -> float:
+        """1 / denominator; a batch in which nothing counts has no gradient."""
+        return 1.0 / self.denominator if self.denominator else 0.0
 
     def part(self, index: int) -> tuple[int, ...] | None:
         return self.parts[index] if index < len(self.parts) else None
@@ -55,6 +64,16 @@ def agree(
 def item_tokens(sample: SequenceSample) -> list[int]:
     """Tokens of each item, all its sequences together."""
     return [sum(lengths) for lengths in sample.lengths[TOKENS]]
+
+
+def longest(sample: SequenceSample) -> int:
+    """Tokens of its longest sequence."""
+    return max(max(lengths) for lengths in sample.lengths[TOKENS])
+
+
+def no_outputs(head: Head, device: torch.device) -> Outputs:
+    """The outputs of no tokens."""
+    return {name: torch.empty(0, device=device) for name in OUTPUTS[head]}
 
 
 def in_order(
@@ -82,6 +101,20 @@ class Sums:
         for name, value in values.items():
             value = value.detach().to(self._device, torch.float64)
             self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def add_loss(
+        self, role: str, sample: SequenceSample, loss: Tensor, stats: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Add what a loss function returned for a micro-batch, and its tokens; returns the loss.
+
+        Raises UsageError for statistics that are named like the engine's own.
+        """
+        clash = sorted(set(stats) & set(OWN_STATS))
+        if clash:
+            raise UsageError(f"{role}: the loss returns statistics named {clash}")
+        tokens = torch.tensor(float(sample.tensor(TOKENS).shape[0]))
+        self.add({**stats, "loss": loss, "tokens": tokens})
+        return loss
 
     def over_ranks(self, context: ParallelContext, *, some_empty: bool) -> dict[str, float]:
         """The totals. Names come from the ranks that had work, which all have the same."""

@@ -21,15 +21,16 @@ from slurmrl.engines.base import (
     OutputFn,
     Outputs,
 )
+from slurmrl.engines.first_values import first_values, model_config
 from slurmrl.engines.fsdp import state
 from slurmrl.engines.fsdp.copies import sum_copies
 from slurmrl.engines.fsdp.gradients import clip, global_norm
 from slurmrl.engines.fsdp.optimizer import ShardOptimizer
 from slurmrl.engines.fsdp.placing import Placing, split_of, tensor_split
 from slurmrl.engines.fsdp.sharding import SMALL_BYTES, Shards, shard_plan
-from slurmrl.engines.fsdp.weights import fill, model_config, new_model, whole_shapes
+from slurmrl.engines.fsdp.weights import fill, new_model, whole_shapes
 from slurmrl.engines.host import HostCopies
-from slurmrl.engines.microbatch import Rounds, Sums, agree, in_order
+from slurmrl.engines.microbatch import Rounds, Sums, agree, in_order, longest, no_outputs
 from slurmrl.errors import UsageError
 from slurmrl.layout.layout import Layout
 from slurmrl.models.config import Head, ModelConfig
@@ -45,7 +46,6 @@ OPTIMIZERS = Registry(
         "sgd": "slurmrl.engines.fsdp.sgd:SGD",
     },
 )
-OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped")
 
 
 class FSDPEngine(Engine):
@@ -97,8 +97,8 @@ class FSDPEngine(Engine):
         self._shards = Shards(decoder, plan, context)
         local = self._shards.local()
         if isinstance(self.config, ModelConfig):
-            boxes, shapes = self._placing.own_boxes(), self._placing.shapes
-            fill(local, boxes, shapes, self.config, head, seed=seed, source=source)
+            with first_values(self.config, head, seed=seed, source=source) as read:
+                fill(local, self._placing.own_boxes(), read)
         self._optimizer: ShardOptimizer | None = None
         if trained:
             kind = OPTIMIZERS.load(model.optimizer.name)
@@ -125,7 +125,7 @@ class FSDPEngine(Engine):
             raise UsageError(f"{self.role}: no rank has anything to train on")
         sums = self._backward(sample, loss_fn, rounds, temperature)
         stats = sums.over_ranks(self.context, some_empty=rounds.some_empty)
-        stats["loss"] *= _inverse(rounds.denominator)
+        stats["loss"] *= rounds.scale
         stats["denominator"] = rounds.denominator
         return {**stats, **self._step(self._optimizer)}
 
@@ -134,7 +134,6 @@ class FSDPEngine(Engine):
     ) -> Sums:
         """Gradients of all rounds, and the sums of what the loss function returned."""
         sums = Sums(self.context.device)
-        scale = _inverse(rounds.denominator)
         for index in range(rounds.count):
             self._shards.last_round(index == rounds.count - 1)
             part = rounds.part(index)
@@ -145,13 +144,8 @@ class FSDPEngine(Engine):
             micro = sample.take(part)
             self._shards.decoder.weigh_balance(rounds.shares[index])
             outputs = self._outputs(micro, temperature)
-            loss, stats = loss_fn(outputs, micro)
-            clash = sorted(set(stats) & set(OWN_STATS))
-            if clash:
-                raise UsageError(f"{self.role}: the loss returns statistics named {clash}")
-            torch.autograd.backward(loss * scale)
-            tokens = torch.tensor(float(micro.tensor(TOKENS).shape[0]))
-            sums.add({**stats, "loss": loss, "tokens": tokens})
+            loss = sums.add_loss(self.role, micro, *loss_fn(outputs, micro))
+            torch.autograd.backward(loss * rounds.scale)
         return sums
 
     def _step(self, optimizer: ShardOptimizer) -> dict[str, float]:
@@ -191,14 +185,12 @@ class FSDPEngine(Engine):
                 results.append(outputs if output_fn is None else output_fn(outputs, micro))
         if results:
             return in_order(sample, rounds.parts, results)
-        names = ("values",) if self.head == "value" else ("logp", "entropy")
-        nothing = {name: torch.empty(0, device=self.context.device) for name in names}
+        nothing = no_outputs(self.head, self.context.device)
         return nothing if output_fn is None else output_fn(nothing, sample)
 
     def _outputs(self, sample: SequenceSample, temperature: float) -> Outputs:
         ids, cu_seqlens = sample.tensor(TOKENS), sample.cu_seqlens(TOKENS)
-        longest = max(max(lengths) for lengths in sample.lengths[TOKENS])
-        return self._run(ids, cu_seqlens, longest, temperature)
+        return self._run(ids, cu_seqlens, longest(sample), temperature)
 
     def _run(self, ids: Tensor, cu_seqlens: Tensor, longest: int, temperature: float) -> Outputs:
         decoder = self._shards.decoder
@@ -290,8 +282,3 @@ class FSDPEngine(Engine):
         self._shards.move(device)
         if self._optimizer is not None and not self._shards.plan.offload:
             self._optimizer.move(device)
-
-
-def _inverse(denominator: float) -> float:
-    """1 / denominator; a batch in which nothing counts has no gradient."""
-    return 1.0 / denominator if denominator else 0.0

@@ -13,7 +13,6 @@ from torch import Tensor
 from slurmrl.checkpoint.pieces import Part, RoleCheckpoint, Snapshot
 from slurmrl.checkpoint.tensors import Entry
 from slurmrl.engines import random_state
-from slurmrl.errors import CheckpointError
 from slurmrl.layout.copy import Array
 from slurmrl.layout.layout import Layout, TensorSpec
 from slurmrl.models.hf import as_array
@@ -45,25 +44,16 @@ def load(
     """Fill this rank's chunks and set its random state; returns the optimizer steps made.
 
     A checkpoint of another number of ranks has no random state for this rank: it gets one from
-    the step and its rank.
+    the step and its rank. Raises CheckpointError where it is of another model.
     """
     checkpoint = RoleCheckpoint(directory, role)
-    if dict(checkpoint.layout.tensors) != dict(layout.tensors):
-        raise CheckpointError(f"{directory}: {_difference(role, checkpoint.layout, layout)}")
+    checkpoint.check(layout.tensors)
     for piece in layout.pieces[rank]:
         values = checkpoint.read(piece.name, piece.box)
         target = tensors[piece.name]
         target.copy_(_to_torch(values, target.dtype))
     random_state.restore(checkpoint, rank, layout.ranks)
     return checkpoint.step
-
-
-def _difference(role: str, theirs: Layout, ours: Layout) -> str:
-    for name in (*ours.tensors, *theirs.tensors):
-        found, wanted = theirs.tensors.get(name), ours.tensors.get(name)
-        if found != wanted:
-            return f"{role}: '{name}' is {found} in the checkpoint, {wanted} in this run's model"
-    raise AssertionError("the layouts are equal")
 
 
 def _to_torch(values: Array, dtype: torch.dtype) -> Tensor:

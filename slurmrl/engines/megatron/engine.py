@@ -12,12 +12,12 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor, nn
 
-from slurmrl.checkpoint.pieces import Snapshot
+from slurmrl.checkpoint.pieces import RoleCheckpoint, Snapshot
 from slurmrl.config.schema.model import Model, ParallelSizes
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import random_state
-from slurmrl.engines.base import TOKENS, Engine, LossFn, OutputFn, Outputs
-from slurmrl.engines.fsdp.weights import model_config
+from slurmrl.engines.base import OUTPUTS, TOKENS, Engine, LossFn, OutputFn, Outputs
+from slurmrl.engines.first_values import first_values, model_config
 from slurmrl.engines.host import HostCopies
 from slurmrl.engines.megatron import state
 from slurmrl.engines.megatron.collection import collection
@@ -32,7 +32,7 @@ from slurmrl.engines.megatron.schedule import Schedule, Use
 from slurmrl.engines.megatron.schema import check
 from slurmrl.engines.megatron.settings import transformer_config
 from slurmrl.engines.megatron.state import Held
-from slurmrl.engines.microbatch import Rounds, Sums, agree, in_order
+from slurmrl.engines.microbatch import Rounds, Sums, agree, in_order, longest, no_outputs
 from slurmrl.errors import UsageError
 from slurmrl.layout.layout import Layout, TensorSpec
 from slurmrl.layout.piece import Piece
@@ -42,7 +42,8 @@ from slurmrl.models.rotary import RotaryTable
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.parallel.groups import ParallelContext
 
-OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped")
+FUSED = 4
+"""At least the tensors that megatron stores in one, box after box of each in turn."""
 
 
 class MegatronEngine(Engine):
@@ -95,7 +96,8 @@ class MegatronEngine(Engine):
             **self._weights(),
             **{f"main/{n}": h for n, h in self._shards(moments=False).items()},
         }
-        state.fill_first(held.values(), config, head, seed=seed, source=source)
+        with first_values(config, head, seed=seed, source=source, keep=FUSED) as read:
+            state.fill(held.values(), read)
         self._schedule = Schedule(self._chunks, self._settings, self._groups)
 
     def _place_of(self, rank: int) -> Place:
@@ -174,7 +176,6 @@ class MegatronEngine(Engine):
         if rounds.count == 0:
             raise UsageError(f"{self.role}: no rank has anything to train on")
         sums = Sums(self.context.device)
-        scale = 1.0 / rounds.denominator if rounds.denominator else 0.0
 
         def use(number: int, hidden: Tensor, micro: Micro, chunk: Chunk) -> Tensor:
             outputs = chunk.outputs(hidden, micro, temperature)
@@ -182,13 +183,7 @@ class MegatronEngine(Engine):
             if part is None:
                 return _nothing(outputs)
             items = sample.take(part)
-            loss, stats = loss_fn(outputs, items)
-            clash = sorted(set(stats) & set(OWN_STATS))
-            if clash:
-                raise UsageError(f"{self.role}: the loss returns statistics named {clash}")
-            tokens = torch.tensor(float(items.tensor(TOKENS).shape[0]))
-            sums.add({**stats, "loss": loss, "tokens": tokens})
-            return loss * scale
+            return sums.add_loss(self.role, items, *loss_fn(outputs, items)) * rounds.scale
 
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
@@ -196,7 +191,7 @@ class MegatronEngine(Engine):
         stats: dict[str, float] = {}
         if self._schedule.is_last:
             stats = sums.over_ranks(self.context, some_empty=rounds.some_empty)
-            stats["loss"] *= scale
+            stats["loss"] *= rounds.scale
             stats["denominator"] = rounds.denominator
         stats = self._schedule.told_by_last(stats, self.context.device)
         return {**stats, **self._optimizer.step()}
@@ -226,19 +221,16 @@ class MegatronEngine(Engine):
             results.append(outputs if output_fn is None else output_fn(outputs, items))
         if results:
             return in_order(sample, rounds.parts, results)
-        nothing = {name: torch.empty(0, device=self.context.device) for name in self._outputs}
+        nothing = no_outputs(self.head, self.context.device)
         return nothing if output_fn is None else output_fn(nothing, sample)
-
-    @property
-    def _outputs(self) -> tuple[str, ...]:
-        return ("values",) if self.head == "value" else ("logp", "entropy")
 
     def _everywhere(self, outputs: Outputs | None, items: SequenceSample) -> Outputs:
         """The last stage's outputs, on all stages."""
         tokens = items.tensor(TOKENS).shape[0]
-        empty = torch.empty(len(self._outputs), tokens, device=self.context.device)
-        rows = empty if outputs is None else torch.stack([outputs[n] for n in self._outputs])
-        return dict(zip(self._outputs, self._schedule.from_last(rows).unbind(), strict=True))
+        names = OUTPUTS[self.head]
+        empty = torch.empty(len(names), tokens, device=self.context.device)
+        rows = empty if outputs is None else torch.stack([outputs[name] for name in names])
+        return dict(zip(names, self._schedule.from_last(rows).unbind(), strict=True))
 
     def _budget(self, sample: SequenceSample) -> int:
         """Tokens of a micro-batch: few enough that every stage of a pipeline has something to
@@ -261,14 +253,14 @@ class MegatronEngine(Engine):
         device = self.context.device
         if sample is None:
             ids = torch.zeros(2, dtype=torch.int64, device=device)
-            cu_seqlens, longest = torch.tensor([0, 2], dtype=torch.int32, device=device), 2
+            cu_seqlens, most = torch.tensor([0, 2], dtype=torch.int32, device=device), 2
         else:
             ids, cu_seqlens = sample.tensor(TOKENS), sample.cu_seqlens(TOKENS)
-            longest = max(max(lengths) for lengths in sample.lengths[TOKENS])
+            most = longest(sample)
         split = self._place.tp if self._settings.sequence_parallel else 1
         multiple = self.context.axis_size("cp") * split
         dtype = self._settings.params_dtype
-        return micro_batch(ids, cu_seqlens, longest, multiple, self._rotary, dtype)
+        return micro_batch(ids, cu_seqlens, most, multiple, self._rotary, dtype)
 
     def generate(
         self,
@@ -295,7 +287,8 @@ class MegatronEngine(Engine):
     def load(self, directory: Path) -> None:
         if self._optimizer is None:
             return
-        checkpoint = state.open_checkpoint(directory, self.role, self._specs)
+        checkpoint = RoleCheckpoint(directory, self.role)
+        checkpoint.check(self._specs)
         held = [*self._weights().values(), *self._shards().values()]
         state.fill(held, state.reader(checkpoint))
         self._optimizer.continue_from(checkpoint.step)

@@ -1,0 +1,63 @@
+"""What a model is and holds before its first step: of a Hugging Face folder, or at random."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from slurmrl.config.schema.model import Model
+from slurmrl.errors import UsageError
+from slurmrl.layout.box import Box
+from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.hf import TensorSource, Weights, read_values
+from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.init import init_tensor
+from slurmrl.models.shapes import VALUE_HEAD, parameter_shapes
+
+
+class Reader(Protocol):
+    def __call__(self, name: str, box: Box) -> Tensor:
+        """Values of a box of a tensor."""
+        ...
+
+
+def model_config(role: str, model: Model, source: Path | None) -> ModelConfig | HFConfig:
+    """The architecture of the source folder, else the one in the run's config."""
+    kind = HFConfig if model.implementation == "hf" else ModelConfig
+    if source is not None:
+        return kind.from_hf(read_values(source))
+    if model.architecture is None:
+        raise UsageError(f"{role}: neither weights to start from nor an architecture are given")
+    return kind.from_hf(model.architecture)
+
+
+@contextmanager
+def first_values(
+    config: ModelConfig, head: Head, *, seed: int, source: Path | None, keep: int = 1
+) -> Iterator[Reader]:
+    """Reads boxes of the built-in decoder's parameters: from the folder ``source``, else random
+    values that depend on (seed, name) only; never a whole model in memory.
+
+    A value head that the source does not have is zero, so that values start at zero. Random
+    tensors are drawn whole; the last ``keep`` of them wait for more boxes.
+    """
+    if source is not None:
+        with TensorSource(source) as files:
+            yield Weights(files, config, head).read
+        return
+    shapes = parameter_shapes(config, head)
+
+    @lru_cache(maxsize=keep)
+    def drawn(name: str) -> Tensor:
+        return init_tensor(name, shapes[name], config, seed)
+
+    def random(name: str, box: Box) -> Tensor:
+        return torch.zeros(box.size) if name == VALUE_HEAD else drawn(name)[box.slices]
+
+    yield random
