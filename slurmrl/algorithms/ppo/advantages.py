@@ -5,6 +5,7 @@ T packed tokens, S sequences, R response tokens.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,6 +16,9 @@ from slurmrl.algorithms.ppo.responses import Responses, find_responses
 from slurmrl.algorithms.ppo.schema import PPO
 from slurmrl.data.sample import SequenceSample
 from slurmrl.ops.gae import packed_gae
+
+VARIANCE_FLOOR = 1e-8
+"""Added to the variance when advantages are whitened, as in TRL."""
 
 SumOverRanks = Callable[[Tensor], Tensor]
 """Adds a tensor up over the data-parallel ranks."""
@@ -78,8 +82,12 @@ def moments(x: Tensor, all_reduce_sum: SumOverRanks) -> tuple[float, float]:
 
 
 def whiten(x: Tensor, mean: float, deviation: float) -> Tensor:
-    """x with mean 0 and deviation 1, given its moments over all ranks."""
-    return (x - mean) / (deviation + 1e-8)
+    """x with mean 0 and deviation 1, given its moments over all ranks.
+
+    Advantages that hardly differ stay small: where no completion earned anything, what is left is
+    rounding, and it is not to be made the size of a signal.
+    """
+    return (x - mean) / math.sqrt(deviation**2 + VARIANCE_FLOOR)
 
 
 def spread_over_tokens(x: Tensor, positions: Tensor, tokens: int) -> Tensor:

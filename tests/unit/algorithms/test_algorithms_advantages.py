@@ -122,3 +122,7 @@ def test_whitening_uses_the_moments_of_all_ranks() -> None:
     white = whiten(whole, mean, deviation)
     assert float(white.mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(white.std(correction=0)) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_whitening_leaves_rounding_small() -> None:
+    assert float(whiten(torch.tensor([1e-8, -1e-8]), 0.0, 1e-8).abs().max()) < 2e-4
