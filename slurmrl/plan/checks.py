@@ -89,16 +89,11 @@ def _makes_rewards(calls: Sequence[Call]) -> bool:
 
 def _engine_options(draft: Draft) -> Iterator[Problem]:
     """Settings that not every engine has."""
-    trained = {use.role for use in draft.algorithm.roles() if use.trained}
     for role, model in draft.models():
         allocation = draft.allocations().get(role)
         rules = ENGINES.get(allocation.backend) if allocation else None
         if rules is None or allocation is None:
             continue
-        name, known = model.optimizer.name, rules.optimizers
-        if role in trained and name not in known:
-            message = f"'{name}' is not allowed: {allocation.backend} has {', '.join(known)}"
-            yield draft.problem((role, "optimizer", "name"), message)
         if model.cpu_offload and not rules.cpu_offload:
             able = ", ".join(one for one, other in ENGINES.items() if other.cpu_offload)
             message = f"true is not allowed with {allocation.backend}; allowed backends: {able}"

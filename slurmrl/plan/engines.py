@@ -28,7 +28,6 @@ class EngineRules:
     """Whether more tensor-parallel ranks than key and value heads get copies of these."""
     own_experts: bool = True
     """Whether experts may lie otherwise than the rest of the model."""
-    optimizers: tuple[str, ...] = ("adamw",)
     cpu_offload: bool = False
     context_heads: bool = False
     """Whether context-parallel ranks share the attention heads, so that these must divide."""
@@ -39,7 +38,6 @@ NATIVE: Final = EngineRules(
     "slurmrl.models.config:ModelConfig",
     hf_architectures="slurmrl.models.hf_config:HFConfig",
     own_experts=False,
-    optimizers=("adamw", "adam", "sgd"),
     cpu_offload=True,
     context_heads=True,
 )

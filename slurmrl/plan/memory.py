@@ -150,7 +150,7 @@ def _training_bytes(job: Job) -> tuple[int, int]:
         return round(sharded * 4), round(sharded * 4 * _moments(job.model.optimizer))
     own = parameters(job.shape, job.allocation, job.head).total
     master = 4 if job.model.dtype == "bfloat16" else 0
-    return round(own * 4), round(sharded * (8 + master))
+    return round(own * 4), round(sharded * (4 * _moments(job.model.optimizer) + master))
 
 
 def _moments(optimizer: Optimizer) -> int:

@@ -27,7 +27,7 @@ class Optimizer(Section):
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
     """Kind of optimizer. `adam` adds decay to the gradient; `sgd` is plain gradient descent, with
-    `momentum` if that is above 0. megatron has `adamw` alone."""
+    `momentum` if that is above 0."""
     lr: NonNegativeFloat = 1e-5
     """Learning rate after warm-up."""
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.95)

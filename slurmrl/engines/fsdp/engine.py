@@ -25,27 +25,18 @@ from slurmrl.engines.first_values import first_values, model_config
 from slurmrl.engines.fsdp import state
 from slurmrl.engines.fsdp.copies import sum_copies
 from slurmrl.engines.fsdp.gradients import clip, global_norm
-from slurmrl.engines.fsdp.optimizer import ShardOptimizer
 from slurmrl.engines.fsdp.placing import Placing, split_of, tensor_split
 from slurmrl.engines.fsdp.sharding import SMALL_BYTES, Shards, shard_plan
 from slurmrl.engines.fsdp.weights import fill, new_model, whole_shapes
 from slurmrl.engines.host import HostCopies
 from slurmrl.engines.microbatch import Rounds, Sums, agree, in_order, longest, no_outputs
+from slurmrl.engines.optimizers import OPTIMIZERS
+from slurmrl.engines.optimizers.base import ShardOptimizer
 from slurmrl.errors import UsageError
 from slurmrl.layout.layout import Layout
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
 from slurmrl.parallel.groups import ParallelContext
-from slurmrl.registry import Registry
-
-OPTIMIZERS = Registry(
-    "optimizer",
-    {
-        "adamw": "slurmrl.engines.fsdp.adamw:AdamW",
-        "adam": "slurmrl.engines.fsdp.adamw:Adam",
-        "sgd": "slurmrl.engines.fsdp.sgd:SGD",
-    },
-)
 
 
 class FSDPEngine(Engine):
@@ -102,7 +93,8 @@ class FSDPEngine(Engine):
         self._optimizer: ShardOptimizer | None = None
         if trained:
             kind = OPTIMIZERS.load(model.optimizer.name)
-            self._optimizer = kind(model.optimizer, total_steps, local)
+            matrices = {name for name, parameter in local.items() if parameter.dim() > 1}
+            self._optimizer = kind(model.optimizer, total_steps, local, matrices)
         self._host = HostCopies()
 
     @property

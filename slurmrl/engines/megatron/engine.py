@@ -23,7 +23,7 @@ from slurmrl.engines.megatron import state
 from slurmrl.engines.megatron.collection import collection
 from slurmrl.engines.megatron.model import Chunk
 from slurmrl.engines.megatron.offload import Offload
-from slurmrl.engines.megatron.optimizer import MOMENTS, ShardedAdamW
+from slurmrl.engines.megatron.optimizer import ShardedOptimizer
 from slurmrl.engines.megatron.packing import Micro, micro_batch
 from slurmrl.engines.megatron.parts import Parts, part_of_flat, parts_of
 from slurmrl.engines.megatron.place import Place, place_of
@@ -84,12 +84,10 @@ class MegatronEngine(Engine):
         self._host, self._offload = HostCopies(), Offload()
         self._chunks: list[Any] = [*self._new_chunks()]
         """Of megatron's class for gradient buffers around ours where the model is trained."""
-        self._optimizer: ShardedAdamW | None = None
+        self._optimizer: ShardedOptimizer | None = None
         if trained:
-            if model.optimizer.name != "adamw":
-                raise UsageError(f"{role}: the megatron engine has no {model.optimizer.name}")
             self._chunks = [self._with_buffers(chunk) for chunk in self._chunks]
-            self._optimizer = ShardedAdamW(
+            self._optimizer = ShardedOptimizer(
                 model.optimizer, total_steps, self._chunks, self._groups, model.dtype
             )
         held = {
@@ -297,8 +295,9 @@ class MegatronEngine(Engine):
     @cached_property
     def _specs(self) -> dict[str, TensorSpec]:
         """Weights and moments of a checkpoint."""
+        assert self._optimizer is not None
         shapes = parameter_shapes(self.config, self.head)
-        prefixes = ("", *(f"{moment}/" for moment in MOMENTS))
+        prefixes = ("", *(f"{moment}/" for moment in self._optimizer.moments))
         return {p + n: TensorSpec(s, "float32") for p in prefixes for n, s in shapes.items()}
 
     def layout(self) -> Layout:

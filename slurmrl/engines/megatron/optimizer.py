@@ -1,11 +1,10 @@
-"""megatron-core's distributed optimizer over AdamW, and its shards as pieces."""
+"""megatron-core's distributed optimizer around one of ours, and its shards as pieces."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import isfinite
-from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -17,9 +16,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from slurmrl.config.schema.model import Optimizer
-from slurmrl.engines.schedule import learning_rate
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from slurmrl.engines.optimizers import OPTIMIZERS
+from slurmrl.engines.optimizers.base import ShardOptimizer
 
 
 @dataclass(frozen=True)
@@ -34,8 +32,31 @@ class Shard:
     moments: dict[str, Tensor]
 
 
-class ShardedAdamW:
-    """Decay acts on matrices only. Each rank of a parameter's copies updates a part of it.
+class Inner:
+    """What megatron's class steps with: one of our optimizers, on the shards that it has made."""
+
+    def __init__(
+        self, distributed: DistributedOptimizer, options: Optimizer, total_steps: int
+    ) -> None:
+        self.param_groups = distributed.optimizer.param_groups
+        pairs = {str(number): pair for number, pair in enumerate(_pairs(distributed))}
+        self.wholes = {name: whole for name, (whole, _) in pairs.items()}
+        self.shards = {name: shard for name, (_, shard) in pairs.items()}
+        kind = OPTIMIZERS.load(options.name)
+        matrices = {name for name, whole in self.wholes.items() if whole.dim() > 1}
+        self.ours: ShardOptimizer = kind(options, total_steps, self.shards, matrices)
+
+    def step(self) -> None:
+        found = {name: shard.grad for name, shard in self.shards.items()}
+        gradients = {name: grad for name, grad in found.items() if grad is not None}
+        self.ours.step(self.shards, gradients)
+
+    def moments(self, name: str) -> dict[str, Tensor]:
+        return {moment: values[name] for moment, values in self.ours.moments.items()}
+
+
+class ShardedOptimizer:
+    """Each rank of a parameter's copies updates a part of it.
 
     megatron's own factory is not used: it gathers objects over the whole process world.
     """
@@ -49,15 +70,7 @@ class ShardedAdamW:
         dtype: str,
     ) -> None:
         self.options = options
-        self.total_steps = total_steps
-        self.steps = 0
         config = OptimizerConfig(
-            optimizer="adam",
-            lr=options.lr,
-            weight_decay=options.weight_decay,
-            adam_beta1=options.betas[0],
-            adam_beta2=options.betas[1],
-            adam_eps=options.eps,
             bf16=dtype == "bfloat16",
             params_dtype=getattr(torch, dtype),
             use_distributed_optimizer=True,
@@ -69,46 +82,47 @@ class ShardedAdamW:
             if any(_parameters(chunk, experts=experts) for chunk in chunks)
         ]
         self._all = ChainedOptimizer(made)
-        for optimizer in made:
-            _start(optimizer.optimizer)
+        self._inner = [Inner(optimizer, options, total_steps) for optimizer in made]
+        for optimizer, inner in zip(made, self._inner, strict=True):
+            optimizer.optimizer = inner
 
     @property
-    def learning_rate(self) -> float:
-        """Rate of the coming step."""
-        return learning_rate(self.options, self.steps, self.total_steps)
+    def steps(self) -> int:
+        """How many have been made."""
+        return self._inner[0].ours.steps
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of what is kept beside each parameter."""
+        return self._inner[0].ours.names
 
     def step(self) -> dict[str, float]:
         """Update the parameters from the gradients that megatron has reduced; leaves them as they
         are where the gradient is not finite."""
         self._all.prepare_grads()
         norm = float(self._all.get_grad_norm())
-        stats = {"grad_norm": norm, "lr": self.learning_rate}
+        stats = {"grad_norm": norm, "lr": self._inner[0].ours.learning_rate}
         if not isfinite(norm):
             return {**stats, "skipped": 1.0}
-        for group in self._all.param_groups:
-            group["lr"] = self.learning_rate
         limit = self.options.gradient_clip
         if limit is not None:
             for optimizer in self._all.chained_optimizers:
                 clip_grad_by_total_norm_fp32(optimizer.get_parameters(), limit, norm)
         self._all.step_with_ready_grads()
-        self.steps += 1
         return {**stats, "skipped": 0.0}
 
     def shards(self) -> Iterator[Shard]:
         """All shards of this rank, in a fixed order."""
-        for optimizer in self._all.chained_optimizers:
-            for whole, main in _pairs(optimizer):
+        for optimizer, inner in zip(self._all.chained_optimizers, self._inner, strict=True):
+            for name, whole in inner.wholes.items():
                 found = optimizer._get_model_param_range_map(whole)["param"]
-                state = optimizer.optimizer.state[main]
-                moments = {name: state[name] for name in MOMENTS}
-                yield Shard(whole, found.start, found.end, main.detach(), moments)
+                weight = inner.shards[name].detach()
+                yield Shard(whole, found.start, found.end, weight, inner.moments(name))
 
     def continue_from(self, steps: int) -> None:
         """The moments are those of after ``steps`` steps."""
-        self.steps = steps
-        for optimizer in self._all.chained_optimizers:
-            _set_steps(optimizer.optimizer, steps)
+        for inner in self._inner:
+            inner.ours.steps = steps
 
 
 def _optimizer(
@@ -118,24 +132,13 @@ def _optimizer(
     *,
     experts: bool,
 ) -> DistributedOptimizer:
+    """With a placeholder for what steps: for the sake of its own checkpoints, which are not used,
+    megatron's class takes nothing but AdamW."""
     parameters = [p for chunk in chunks for p in _parameters(chunk, experts=experts)]
-    adam = torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.dim() > 1], **_group(1.0, experts)},
-            {
-                "params": [p for p in parameters if p.dim() <= 1],
-                "weight_decay": 0.0,
-                **_group(0.0, experts),
-            },
-        ],
-        lr=config.lr,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-        weight_decay=config.weight_decay,
-    )
+    group = {"params": parameters, "wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": experts}
     buffers = [chunk.expert_parallel_buffers if experts else chunk.buffers for chunk in chunks]
     optimizer = DistributedOptimizer(
-        adam,
+        torch.optim.AdamW([group]),
         config,
         None,
         None,
@@ -151,11 +154,6 @@ def _optimizer(
     return optimizer
 
 
-def _group(decay: float, experts: bool) -> dict[str, Any]:
-    """What megatron looks up in a group of parameters."""
-    return {"wd_mult": decay, "lr_mult": 1.0, "is_expert_parallel": experts}
-
-
 def _parameters(chunk: DistributedDataParallel, *, experts: bool) -> list[nn.Parameter]:
     return [p for p in chunk.parameters() if getattr(p, "allreduce", True) is not experts]
 
@@ -168,17 +166,3 @@ def _pairs(optimizer: DistributedOptimizer) -> Iterator[tuple[nn.Parameter, Tens
     ):
         for whole_group, main_group in zip(wholes, mains, strict=True):
             yield from zip(whole_group, main_group, strict=True)
-
-
-def _start(adam: torch.optim.Optimizer) -> None:
-    """Moments from the start, so that a model that has made no step can be saved."""
-    for group in adam.param_groups:
-        for main in group["params"]:
-            adam.state[main].update(
-                step=torch.zeros(()), **{name: torch.zeros_like(main) for name in MOMENTS}
-            )
-
-
-def _set_steps(adam: torch.optim.Optimizer, steps: int) -> None:
-    for state in adam.state.values():
-        state["step"].fill_(float(steps))

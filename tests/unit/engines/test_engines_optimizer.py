@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from slurmrl.config.schema.model import Optimizer
-from slurmrl.engines.fsdp.adamw import Adam, AdamW
 from slurmrl.engines.fsdp.gradients import clip, global_norm
-from slurmrl.engines.fsdp.optimizer import ShardOptimizer
-from slurmrl.engines.fsdp.sgd import SGD
+from slurmrl.engines.optimizers.adamw import Adam, AdamW
+from slurmrl.engines.optimizers.base import ShardOptimizer
+from slurmrl.engines.optimizers.sgd import SGD
 from slurmrl.engines.schedule import learning_rate
 
 
@@ -57,7 +57,7 @@ def test_steps_are_those_of_torch() -> None:
         betas=(0.8, 0.9),
         foreach=False,
     )
-    optimizer = AdamW(options, 4, ours)
+    optimizer = AdamW(options, 4, ours, {"matrix", "empty"})
     for step in range(4):
         gradients = {name: torch.randn(shape) for name, shape in shapes.items()}
         for group in reference.param_groups:
@@ -87,7 +87,7 @@ def test_the_others_step_as_torch_does(
     copies = [nn.Parameter(value.clone()) for value in parameters.values()]
     decay = 0.3 if ours is Adam else 0.0
     options = Optimizer(lr=0.02, betas=(0.8, 0.9), momentum=0.7, weight_decay=decay)
-    optimizer, reference = ours(options, 5, parameters), theirs(copies)
+    optimizer, reference = ours(options, 5, parameters, {"a", "b"}), theirs(copies)
     for _ in range(5):
         gradients = {name: torch.randn(4, 3) for name in parameters}
         for copy, gradient in zip(copies, gradients.values(), strict=True):
@@ -100,7 +100,7 @@ def test_the_others_step_as_torch_does(
 
 def test_descent_without_momentum_keeps_nothing_and_decays_matrices_alone() -> None:
     parameters = {"matrix": torch.ones(2, 2), "norm": torch.ones(2)}
-    optimizer = SGD(Optimizer(lr=0.5, weight_decay=0.2), 5, parameters)
+    optimizer = SGD(Optimizer(lr=0.5, weight_decay=0.2), 5, parameters, {"matrix"})
     optimizer.step(parameters, {name: torch.zeros_like(p) for name, p in parameters.items()})
     assert optimizer.moments == {}
     assert torch.equal(parameters["matrix"], torch.full((2, 2), 0.9))

@@ -1,4 +1,4 @@
-"""Optimizers on local shards. The state is plain tensors by name and one step count.
+"""One step on local shards. The state is plain tensors by name and one step count.
 
 All of them work element by element, so that a step does not depend on how parameters are sharded;
 those that look at whole matrices (Muon, Adafactor) would.
@@ -7,7 +7,7 @@ those that look at whole matrices (Muon, Adafactor) would.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 from torch import Tensor
@@ -20,9 +20,15 @@ class ShardOptimizer(ABC):
     """One step after the other. Decay acts on matrices only, not on norms and biases."""
 
     def __init__(
-        self, options: Optimizer, total_steps: int, parameters: Mapping[str, Tensor]
+        self,
+        options: Optimizer,
+        total_steps: int,
+        parameters: Mapping[str, Tensor],
+        matrices: Container[str],
     ) -> None:
+        """``matrices`` are the names of the parameters that decay."""
         self.options = options
+        self.matrices = matrices
         self.names = self.kept(options)
         self.total_steps = total_steps
         self.steps = 0
@@ -41,8 +47,8 @@ class ShardOptimizer(ABC):
         """Update the parameters in place."""
         names = [name for name, p in parameters.items() if p.numel() and name in gradients]
         for decay, chosen in (
-            (self.options.weight_decay, [n for n in names if parameters[n].dim() > 1]),
-            (0.0, [n for n in names if parameters[n].dim() <= 1]),
+            (self.options.weight_decay, [n for n in names if n in self.matrices]),
+            (0.0, [n for n in names if n not in self.matrices]),
         ):
             if chosen:
                 self._update(

@@ -11,7 +11,7 @@ from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
 from slurmrl.config.schema.model import Optimizer
-from slurmrl.engines.fsdp.optimizer import ShardOptimizer
+from slurmrl.engines.optimizers.base import ShardOptimizer
 
 
 class AdamW(ShardOptimizer):

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.config.schema.model import Optimizer
-from slurmrl.engines.fsdp.optimizer import ShardOptimizer
+from slurmrl.engines.optimizers.base import ShardOptimizer
 
 
 class SGD(ShardOptimizer):
