@@ -1,6 +1,6 @@
 """Slurm's reasons why a job waits or how it ended, in words and with what can be done about it.
 
-The names are those of ``job_reason_string`` in Slurm 22.05 to 25.05 and of its page "Job Reason
+The names are those of ``job_reason_string`` in Slurm 22.05 to 26.05 and of its page "Job Reason
 Codes". Limits have composed names (``QOSMaxGRESPerUser``), so they are read by their parts.
 """
 
@@ -90,6 +90,9 @@ REASONS: Final[dict[str, tuple[str, str]]] = {
     "Cleaning": ("what its last start left is being cleaned up", _WAIT),
     "Prolog": ("the site's prolog prepares its hosts", _WAIT),
     "FrontEndDown": ("no front-end host is up", _ADMIN),
+    "MaxPoweredUpNodes": ("the cluster may not power up more hosts at the moment", _WAIT),
+    "NvidiaImexChannels": ("the channels between hosts that its GPUs need are all in use", _WAIT),
+    "MpiPortsBusy": ("the ports that Slurm reserves for MPI are all in use", _WAIT),
     "FedJobLock": ("the federation of clusters decides who runs it", _WAIT),
     "BurstBufferResources": ("the burst buffer is full", _WAIT),
     "BurstBufferStageIn": ("files are being staged in", _WAIT),
@@ -123,7 +126,7 @@ PHRASES: Final[tuple[tuple[str, str], ...]] = (
 """Free texts that Slurm shows in place of a name -> the name that explains them."""
 
 _LIMIT: Final = re.compile(
-    r"(?P<owner>Assoc|Association|QOS|(?=Max\w+PerAccount))(?P<scope>Grp|Max|Min)?"
+    r"(?P<owner>Assoc|Association|QOS|(?=Max\w+Per(?:Account|User)))(?P<scope>Grp|Max|Min)?"
     r"(?P<what>[A-Z]\w*?)(?:Per(?P<per>Job|Node|User|Account))?(?:Limit|NotSatisfied)?"
 )
 _OWNERS: Final = {"Assoc": "account", "Association": "account", "QOS": "QOS", "": "QOS"}
@@ -177,7 +180,7 @@ def _limit(name: str) -> str:
     owner, scope = _OWNERS[found["owner"]], found["scope"]
     what, per = found["what"].lower(), found["per"] or ""
     subject = next((words for part, words in _SUBJECTS if part in what), "resources")
-    if "minutes" in what:
+    if "minutes" in what or "runmins" in what:
         budget = "of running jobs" if "run" in what else "over time"
         return (
             f"the {owner}'s budget of {subject} x minutes {budget} is used up; wait until usage "

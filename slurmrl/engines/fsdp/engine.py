@@ -30,6 +30,7 @@ from slurmrl.engines.fsdp.sharding import SMALL_BYTES, Shards, shard_plan
 from slurmrl.engines.fsdp.weights import fill, new_model, whole_shapes
 from slurmrl.engines.host import HostCopies
 from slurmrl.engines.microbatch import Rounds, Sums, agree, in_order, longest, no_outputs
+from slurmrl.engines.offload import Offload
 from slurmrl.engines.optimizers import OPTIMIZERS
 from slurmrl.engines.optimizers.base import ShardOptimizer
 from slurmrl.errors import UsageError
@@ -95,7 +96,7 @@ class FSDPEngine(Engine):
             kind = OPTIMIZERS.load(model.optimizer.name)
             matrices = {name for name, parameter in local.items() if parameter.dim() > 1}
             self._optimizer = kind(model.optimizer, total_steps, local, matrices)
-        self._host = HostCopies()
+        self._host, self._offload = HostCopies(), Offload()
 
     @property
     def steps(self) -> int:
@@ -265,12 +266,9 @@ class FSDPEngine(Engine):
         return self._placing.layout()
 
     def offload(self) -> None:
-        self._move(torch.device("cpu"))
+        if not self._shards.plan.offload:  # else they are in host memory anyway
+            held = self._shards.local() if self._optimizer is None else self._state()
+            self._offload.take(held.values())
 
     def onload(self) -> None:
-        self._move(self.context.device)
-
-    def _move(self, device: torch.device) -> None:
-        self._shards.move(device)
-        if self._optimizer is not None and not self._shards.plan.offload:
-            self._optimizer.move(device)
+        self._offload.give()

@@ -71,11 +71,6 @@ class Shards:
         else:
             decoder.to(self._home)
 
-    def move(self, device: torch.device) -> None:
-        """Keep the shards there between calls; an offloaded model stays where it is."""
-        if not self.plan.offload:
-            self.decoder.to(device)
-
     def local(self) -> dict[str, Tensor]:
         """This rank's chunk of every parameter, by name; writing to it changes the parameter."""
         return {name: _local(p.detach()) for name, p in self.decoder.named_parameters()}

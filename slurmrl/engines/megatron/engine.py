@@ -22,7 +22,6 @@ from slurmrl.engines.host import HostCopies
 from slurmrl.engines.megatron import state
 from slurmrl.engines.megatron.collection import collection
 from slurmrl.engines.megatron.model import Chunk
-from slurmrl.engines.megatron.offload import Offload
 from slurmrl.engines.megatron.optimizer import ShardedOptimizer
 from slurmrl.engines.megatron.packing import Micro, micro_batch
 from slurmrl.engines.megatron.parts import Parts, part_of_flat, parts_of
@@ -33,6 +32,7 @@ from slurmrl.engines.megatron.schema import check
 from slurmrl.engines.megatron.settings import transformer_config
 from slurmrl.engines.megatron.state import Held
 from slurmrl.engines.microbatch import Rounds, Sums, agree, in_order, longest, no_outputs
+from slurmrl.engines.offload import Offload
 from slurmrl.errors import UsageError
 from slurmrl.layout.layout import Layout, TensorSpec
 from slurmrl.layout.piece import Piece

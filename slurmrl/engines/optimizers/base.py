@@ -73,8 +73,3 @@ class ShardOptimizer(ABC):
         decay: float,
     ) -> None:
         """One step; ``moments`` in the order of ``names``."""
-
-    def move(self, device: torch.device) -> None:
-        for tensors in self.moments.values():
-            for name, tensor in tensors.items():
-                tensors[name] = tensor.to(device)

@@ -19,6 +19,7 @@ from slurmrl.engines.base import Engine, Outputs
 from slurmrl.errors import UsageError
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.parallel.groups import ParallelContext, build
+from tests.support import megatron_cpu
 
 ARCHITECTURE = {
     "model_type": "qwen3",
@@ -40,6 +41,10 @@ class Placed:
     role: str
     ranks: tuple[int, ...]
     sizes: dict[str, int]
+    engine: str = "fsdp"
+    expert_sizes: dict[str, int] = field(default_factory=dict)
+    virtual_pipeline: int = 1
+    sequence_parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -79,11 +84,14 @@ def model(**changes: Any) -> dict[str, Any]:
 def context(setup: Setup) -> ParallelContext:
     """All ranks of the job, as data-parallel ranks where the setup does not say."""
     size = dist.get_world_size()
-    placed = Placed("actor", tuple(range(size)), setup.sizes or {"dp": size})
+    sizes = setup.sizes or {"dp": size}
+    placed = Placed("actor", tuple(range(size)), sizes, setup.engine)
     return build([placed], rank=dist.get_rank(), device=torch.device("cpu"))["actor"]
 
 
 def make(setup: Setup) -> Engine:
+    if setup.engine == "megatron":
+        megatron_cpu.install()
     engine: Engine = ENGINES.load(setup.engine)(
         "actor",
         Model(**setup.model),
@@ -193,6 +201,29 @@ def outputs_around_training(setup: Setup) -> list[dict[str, Tensor]]:
     after = engine.forward(sample, temperature=0.7)
     fresh.train_batch(sample, loss, denominator(sample))
     return [before, after, fresh.forward(sample, temperature=0.7)]
+
+
+def offloaded(setup: Setup) -> tuple[int, int, list[dict[str, float]], list[dict[str, float]]]:
+    """Bytes of this rank's weights and moments before and while offloaded; statistics of steps
+    with offloading between them and without."""
+    engine, kept = make(setup), make(setup)
+    sample = batch().take(setup.split[engine.context.dp_rank])
+
+    def step(of: Engine) -> dict[str, float]:
+        return of.train_batch(sample, loss, denominator(sample))
+
+    def held() -> int:
+        state = engine._state().values()  # type: ignore[attr-defined]
+        storages = [tensor.untyped_storage() for tensor in state]
+        return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+    first, before = [step(engine)], held()
+    engine.offload()
+    engine.offload()
+    during = held()
+    engine.onload()
+    first.append(step(engine))
+    return before, during, first, [step(kept), step(kept)]
 
 
 def forward_with_function(setup: Setup) -> dict[str, Tensor]:

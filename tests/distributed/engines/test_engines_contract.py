@@ -28,6 +28,12 @@ SPLITS: dict[str, list[list[int]]] = {
     "four": [[1, 5], [], [0, 2, 3, 4, 6, 8, 9], [7]],
 }
 UNITS = {"root": {}, "layers": {"small_bytes": 0}}
+ENGINES = ["fsdp", pytest.param("megatron", marks=pytest.mark.long)]
+UNITS_OF_ENGINES = [
+    ("fsdp", "root"),
+    ("fsdp", "layers"),
+    pytest.param("megatron", "root", marks=pytest.mark.long),
+]
 """Both ways in which the fsdp engine shards."""
 BUDGET = {"max_tokens_per_microbatch": 16}
 
@@ -71,8 +77,7 @@ def plain_gradients(head: Any, **architecture: Any) -> tuple[float, dict[str, Te
     return total.item(), gradients
 
 
-@pytest.mark.parametrize("engine", ["fsdp"])
-@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize(("engine", "units"), UNITS_OF_ENGINES)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize(
     ("head", "tied"), [("lm", False), ("lm", True), ("value", False)], ids=["lm", "tied", "value"]
@@ -80,16 +85,16 @@ def plain_gradients(head: Any, **architecture: Any) -> tuple[float, dict[str, Te
 def test_loss_and_gradients_are_those_of_one_process(
     ranks: RankPool, tmp_path: Path, engine: str, units: str, split: str, head: str, tied: bool
 ) -> None:
-    architecture = {**ARCHITECTURE, "tie_word_embeddings": tied}
+    small = {"tie_word_embeddings": tied, "initializer_range": 0.1}
     setup = Setup(
         engine=engine,
         head=head,
-        model=model(architecture=architecture, **BUDGET),
+        model=model(architecture={**ARCHITECTURE, **small}, **BUDGET),
         options=UNITS[units],
         split=SPLITS[split],
     )
     results = ranks(len(setup.split), f"{HERE}:train", setup, save=tmp_path)
-    expected_loss, expected = plain_gradients(head, tie_word_embeddings=tied)
+    expected_loss, expected = plain_gradients(head, **small)
     stats = results[0][0][0]
     assert all(result[0] == results[0][0] for result in results)
     assert stats["loss"] == pytest.approx(expected_loss, rel=2e-6)
@@ -105,7 +110,7 @@ def test_loss_and_gradients_are_those_of_one_process(
         assert difference <= bound, (name, difference, bound)
 
 
-@pytest.mark.parametrize("engine", ["fsdp"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_statistics_are_global_sums(ranks: RankPool, engine: str) -> None:
     setup = Setup(engine=engine, model=model(**BUDGET), split=SPLITS["empty"])
     stats = ranks(2, f"{HERE}:train", setup)[0][0][0]
@@ -118,8 +123,7 @@ def test_statistics_are_global_sums(ranks: RankPool, engine: str) -> None:
     }
 
 
-@pytest.mark.parametrize("engine", ["fsdp"])
-@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize(("engine", "units"), UNITS_OF_ENGINES)
 @pytest.mark.parametrize("split", ["one", "unequal", "empty"])
 def test_outputs_come_in_the_samples_order(
     ranks: RankPool, engine: str, units: str, split: str
@@ -136,7 +140,7 @@ def test_outputs_come_in_the_samples_order(
             assert not share or not torch.equal(after[name], before[name])
 
 
-@pytest.mark.parametrize("engine", ["fsdp"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_function_may_turn_outputs_into_results(ranks: RankPool, engine: str) -> None:
     setup = Setup(engine=engine, model=model(**BUDGET), split=SPLITS["empty"])
     nothing, found = ranks(2, f"{HERE}:forward_with_function", setup)
@@ -187,7 +191,7 @@ def test_a_failed_generation_leaves_the_engine_as_it_was(
         assert after == fresh
 
 
-@pytest.mark.parametrize("engine", ["fsdp"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_resuming_is_bit_exact(ranks: RankPool, tmp_path: Path, engine: str) -> None:
     settings = model(optimizer={"betas": (0.9, 0.95), "schedule": "cosine"}, **BUDGET)
     setup = Setup(engine=engine, model=settings, split=SPLITS["unequal"])
@@ -205,7 +209,7 @@ def test_resuming_is_bit_exact(ranks: RankPool, tmp_path: Path, engine: str) -> 
         assert (straight / name).read_bytes() == (second / name).read_bytes()
 
 
-@pytest.mark.parametrize("engine", ["fsdp"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_a_checkpoint_loads_on_another_number_of_ranks(
     ranks: RankPool, tmp_path: Path, engine: str
 ) -> None:
@@ -227,3 +231,15 @@ def test_a_checkpoint_loads_on_another_number_of_ranks(
         assert np.any(values[0])
         assert np.array_equal(values[0], values[1])
         assert np.array_equal(values[0], values[2])
+
+
+@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize("split", ["one", "unequal"])
+def test_memory_is_given_back_and_taken_again(ranks: RankPool, units: str, split: str) -> None:
+    """Of every weight and its moments; megatron's, which has gradients too, is beside its other
+    tests."""
+    setup = Setup(model=model(**BUDGET), options=UNITS[units], split=SPLITS[split])
+    for before, during, found, kept in ranks(len(setup.split), f"{HERE}:offloaded", setup):
+        assert before > 0
+        assert during == 0
+        assert found == kept

@@ -108,6 +108,12 @@ KINDS = {
         "exceed max_position_embeddings 4096",
         "rollout.max_new_tokens=4096",
     ),
+    "key and value heads of megatron": wrong(
+        BACKEND,
+        "t8 does not divide num_key_value_heads 4",
+        f"{MEGATRON}t8",
+        architecture={**LARGE, "num_key_value_heads": 4},
+    ),
     "experts of a dense model": wrong(BACKEND, "the model has no experts", f"{MEGATRON}d4e2"),
     "expert halves of a dense model": wrong(
         BACKEND, "t4 of ffn is not allowed: the model has no experts", f"{MEGATRON}(attn:d4|ffn:t4)"

@@ -1,4 +1,4 @@
-"""Why a job waits, in words: every reason that Slurm 22.05 to 25.05 can give."""
+"""Why a job waits, in words: every reason that Slurm 22.05 to 26.05 can give."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ AccountNotAllowed AccountingPolicy BadConstraints BeginTime BurstBufferOperation
 BurstBufferResources BurstBufferStageIn Cleaning Constraints DeadLine Dependency
 DependencyNeverSatisfied FedJobLock FrontEndDown InactiveLimit InvalidAccount InvalidQOS
 JobArrayTaskLimit JobHeldAdmin JobHeldUser JobHoldMaxRequeue JobLaunchFailure Licenses
-MaxMemPerLimit NodeDown NonZeroExitCode OutOfMemory PartitionConfig PartitionDown
-PartitionInactive PartitionNodeLimit PartitionTimeLimit PowerNotAvail PowerReserved Priority Prolog
-QOSNotAllowed QOSUsageThreshold RaisedSignal ReqNodeNotAvail Reservation ReservationDeleted
-ReservationInvalid Resources SchedDefer SystemFailure TimeLimit
+MaxMemPerLimit MaxPoweredUpNodes MpiPortsBusy NodeDown NonZeroExitCode NvidiaImexChannels
+OutOfMemory PartitionConfig PartitionDown PartitionInactive PartitionNodeLimit PartitionTimeLimit
+PowerNotAvail PowerReserved Priority Prolog QOSNotAllowed QOSUsageThreshold RaisedSignal
+ReqNodeNotAvail Reservation ReservationDeleted ReservationInvalid Resources SchedDefer SystemFailure
+TimeLimit
 """.split()  # noqa: SIM905
 )
 LIMITS = [
@@ -27,6 +28,7 @@ LIMITS = [
     *(f"{who}GrpGRES{m}" for who in ("Assoc", "QOS") for m in ("Minutes", "RunMinutes")),
     *(f"Max{what}PerAccount" for what in ("BB", "Cpu", "GRES", "Node", "Jobs", "SubmitJobs")),
     *("AssocGrpCPURunMinutesLimit", "AssocMaxCpuMinutesPerJobLimit", "AssocMaxGRESPerNode"),
+    *(f"Max{what}RunMinsPer{whom}" for what in ("Cpu", "GRES") for whom in ("Account", "User")),
 ]
 
 
@@ -52,6 +54,7 @@ def test_the_table_holds_no_name_that_slurm_does_not_know() -> None:
         ("AssocMaxGRESPerNode", "more GPUs or other devices than the account allows one host"),
         ("AssocGrpCPUMinutesLimit", "budget of CPU cores x minutes over time is used up"),
         ("QOSGrpGRESRunMinutes", "budget of GPUs or other devices x minutes of running jobs"),
+        ("MaxCpuRunMinsPerUser", "the QOS's budget of CPU cores x minutes of running jobs"),
         ("QOSMinGRES", "it asks for less GPUs or other devices than the QOS demands"),
         ("AssocMaxSubmitJobLimit", "limit on jobs that may wait at once"),
         ("PartitionTimeLimit", "lower cluster.slurm.time"),

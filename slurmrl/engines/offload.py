@@ -27,7 +27,7 @@ class Offload:
                 if storage.data_ptr() in seen or not storage.nbytes() or not storage.resizable():
                     continue
                 seen.add(storage.data_ptr())
-                host = _bytes(tensor).cpu().clone() if copied else None
+                host = _bytes(tensor).to("cpu", copy=True) if copied else None
                 self._kept.append((storage, storage.nbytes(), host))
         for storage, _, _ in self._kept:
             storage.resize_(0)
