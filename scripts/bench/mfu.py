@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -136,9 +135,7 @@ def main() -> None:
     accelerator = device.choose()
     device.set_up(accelerator, threads=1, deterministic=False)
     where, gpu = accelerator.device, accelerator.device.type == "cuda"
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/store", 1)
-        dist.init_process_group(accelerator.backend, store=store, rank=0, world_size=1)
+    dist.init_process_group(accelerator.backend, store=dist.HashStore(), rank=0, world_size=1)
     wait: Step = torch.cuda.synchronize if gpu else lambda: None
     dtype, length = ("bfloat16", 4096) if gpu else ("float32", 256)
     length = options.length or length

@@ -7,10 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.test_local_elastic import assert_close, config_of
-from tests.support.trials import Site, kill_one
+from tests.support.trials import Site
 
-STEPS = 40
-"""Enough for one of them to be interrupted."""
 ROOT = Path(__file__).resolve().parents[2]
 HOOK = """
 import sys
@@ -39,29 +37,21 @@ def let_megatron_compute_here(site: Site, folder: Path, trial: str) -> dict[str,
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", ["t2", "p2", "d2"])
+@pytest.mark.parametrize("layout", ["t2", "p2"])
 def test_a_trial_learns_the_same_on_megatron(tmp_path: Path, layout: str) -> None:
-    """And its checkpoints, the one after a worker's death too, go on and out as all others do."""
+    """Goes on from its own checkpoint, and then on another engine; exports as all others do."""
     site = Site(tmp_path)
-    one = site.write("one.yaml", config_of("sft", trial="one", total_steps=STEPS))
+    one = site.write("one.yaml", config_of("sft", trial="one", total_steps=6))
     site.slurmrl("submit", str(one), "--scheduler", "local", "--wait")
-    config = config_of("sft", trial="many", total_steps=STEPS)
+    config = config_of("sft", trial="many", total_steps=4)
     sizes = {"make_vocab_size_divisible_by": 1, "sequence_parallel": layout == "t2"}
     config["actor"] |= {"backend": f"megatron:{layout}", "model": sizes}
     config["cluster"] |= let_megatron_compute_here(site, tmp_path, "many")
     many = site.write("many.yaml", config)
-    site.slurmrl("submit", str(many), "--scheduler", "local")
-    site.wait_for_step("sft/many", 2)
-    kill_one(site.paths("sft/many").run, "worker")
-    site.wait_for_end("sft/many")
+    site.slurmrl("submit", str(many), "--scheduler", "local", "--wait")
+    site.slurmrl("resume", "sft/many", "total_steps=6", "--wait")
     assert_close(site.metrics("sft/many"), site.metrics("sft/one"))
-    site.slurmrl(
-        "resume",
-        "sft/many",
-        "actor.backend=fsdp:d1",
-        "actor.model=null",
-        f"total_steps={STEPS + 2}",
-        "--wait",
-    )
-    assert site.metrics("sft/many")[-1]["step"] == STEPS + 2
-    assert site.paths("sft/many").export(STEPS + 2).is_dir()
+    other = ("actor.backend=fsdp:d1", "actor.model=null", "total_steps=7")
+    site.slurmrl("resume", "sft/many", *other, "--wait")
+    assert site.metrics("sft/many")[-1]["step"] == 7
+    assert site.paths("sft/many").export(7).is_dir()
