@@ -121,14 +121,15 @@ def test_gradients_are_those_of_one_process(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sequence", [False, True], ids=["plain", "sequence"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("layout", "sequence"),
+    [(name, on) for name, sizes in LAYOUTS.items() for on in (False, True)[: 1 + ("tp" in sizes)]],
+)
 @pytest.mark.parametrize("family", MODELS)
 def test_every_family_in_every_layout(
     ranks: RankPool, tmp_path: Path, family: str, layout: str, sequence: bool
 ) -> None:
-    if sequence and "tp" not in LAYOUTS[layout]:
-        pytest.skip("sequence parallelism is that of tensor ranks")
+    """With sequence parallelism too where there are tensor ranks."""
     for layers in (False, True):
         setup = setup_of(LAYOUTS[layout], MODELS[family], sequence=sequence, layers=layers)
         folder = tmp_path / str(layers)
