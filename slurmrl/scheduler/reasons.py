@@ -152,7 +152,7 @@ _SUBJECTS: Final = (
 def explain(reason: str) -> str:
     """A reason in words, with advice after a semicolon; empty if Slurm gives none. What this
     version does not know is quoted."""
-    text = reason.strip().strip("()")
+    text = re.sub(r"^\((.*)\)$", r"\1", reason.strip())
     if text in ("", "None", "N/A", "null"):
         return ""
     name, details = _name(text)
@@ -163,12 +163,13 @@ def explain(reason: str) -> str:
 
 
 def _name(text: str) -> tuple[str, str]:
-    """``ReqNodeNotAvail, UnavailableNodes:n1`` -> its name and the details."""
+    """``ReqNodeNotAvail, UnavailableNodes:n1``, ``RaisedSignal:9(Killed)`` -> its name and the
+    details."""
     plain = text.replace("_", " ").lower()
     for phrase, name in PHRASES:
         if phrase in plain:
             return name, ""
-    name, _, details = text.partition(",")
+    name, details = [*re.split("[,:]", text, maxsplit=1), ""][:2]
     return name.strip(), details.strip(" _")
 
 

@@ -55,6 +55,13 @@ def adopt_orphans() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
+def ignore_signals() -> None:
+    """Leave the signals that Slurm sends to whole steps to the agent. Children inherit that, but a
+    container's program may start them with the defaults (Apptainer does): so they say it again."""
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+
+
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Ask the kernel to send ``number`` to this process when its parent ends."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
@@ -135,8 +142,7 @@ def spawn(
     command = [*interpreter, "-P", "-m", module, *arguments]
 
     def before_exec() -> None:
-        for number in IGNORED:
-            signal.signal(number, signal.SIG_IGN)
+        ignore_signals()
         die_with(parent)
 
     try:

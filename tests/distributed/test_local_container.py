@@ -1,14 +1,16 @@
 """Workers in a container, their agent outside. The container program is a stand-in that does what
-Apptainer does with --cleanenv: it stays as the parent of the command, hands on open descriptors and
-nothing of the environment."""
+Apptainer does with --cleanenv: it stays as the parent of the command, hands on open descriptors,
+nothing of the environment and no signal that is ignored."""
 
 from __future__ import annotations
 
+import secrets
 import sys
 from pathlib import Path
 
 import pytest
 
+from slurmrl.workers.process import IGNORED
 from tests.support.trials import Site, kill_one, processes, sft_config, wait_until
 
 APPTAINER = """\
@@ -16,9 +18,16 @@ APPTAINER = """\
 for word; do printf '<%s>' "$word"; done >>'{folder}/calls'
 echo >>'{folder}/calls'
 shift 5
-env -i PATH="$PATH" HOME="$HOME" APPTAINER_CONTAINER=image.sif "$@"
+env -i --default-signal PATH="$PATH" HOME="$HOME" APPTAINER_CONTAINER=image.sif "$@"
 exit $?
 """
+
+
+def ignored(pid: int) -> set[int]:
+    """Signals that a process ignores."""
+    status = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (mask,) = (int(line.split()[1], 16) for line in status if line.startswith("SigIgn:"))
+    return {number for number in range(1, 65) if mask >> (number - 1) & 1}
 
 
 @pytest.mark.long
@@ -31,7 +40,8 @@ def test_a_trial_whose_workers_live_in_containers(tmp_path: Path) -> None:
     container = f"'{stub}' exec --nv --bind '/shared data' image.sif"
     tokens = tmp_path / "tokens"
     tokens.touch(0o600)
-    tokens.write_text("MY_TOKEN=never-written\n")
+    token = secrets.token_hex()
+    tokens.write_text(f"MY_TOKEN={token}\n")
     cluster = {
         "gpus_per_worker": 0,
         "variables_file": str(tokens),
@@ -45,14 +55,15 @@ def test_a_trial_whose_workers_live_in_containers(tmp_path: Path) -> None:
     inside = [Path(f"/proc/{pid}/environ").read_bytes() for pid in processes(run)["worker"]]
     assert len(inside) == 2
     assert all(b"APPTAINER_CONTAINER=image.sif" in environ for environ in inside)
+    assert all(ignored(pid) >= set(IGNORED) for pid in processes(run)["worker"])
     (agent,) = processes(run)["agent"]
-    assert b"MY_TOKEN=never-written" in Path(f"/proc/{agent}/environ").read_bytes()
+    assert f"MY_TOKEN={token}".encode() in Path(f"/proc/{agent}/environ").read_bytes()
     kill_one(run, "worker")
     ended = site.wait_for_end("sft/1")
     assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 100, 2)
     wait_until("all processes to leave", lambda: not any(processes(run).values()))
     files = [path for path in tmp_path.rglob("*") if path.is_file() and path != tokens]
-    assert not [path for path in files if b"never-written" in path.read_bytes()]
+    assert not [path for path in files if token.encode() in path.read_bytes()]
     rank_0, rank_1 = sorted((tmp_path / "calls").read_text().splitlines())
     for rank, call in enumerate((rank_0, rank_1)):
         assert call.startswith(

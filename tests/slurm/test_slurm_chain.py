@@ -168,6 +168,7 @@ def test_a_link_puts_itself_back_into_the_queue(scheduler: SlurmScheduler, tmp_p
         "from pathlib import Path; from slurmrl.paths import RunPaths; from slurmrl import env\n"
         "from slurmrl.history.log import History; from slurmrl.history.writer import begin\n"
         "from slurmrl.scheduler.succession import Link, continue_after\n"
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"  # as a supervisor does
         "link = Link.here(RunPaths(Path.cwd()), 1, 'trainer')\n"
         "job = f'{env.JOB_ID.get()}.{env.RESTART_COUNT.get()}.0'\n"
         "if link.restart < 1: begin(History(link.run.history), {'submission': 1, 'job': job})\n"

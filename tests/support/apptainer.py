@@ -1,49 +1,61 @@
-"""Containers of the real Apptainer, in which a rank finds the Python and the packages of the test."""
+"""Containers of the real Apptainer, in which ranks find the Python and packages of the test."""
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.support.trials import REPOSITORY
+from tests.support.trials import REPOSITORY, parent
 
 SYSTEM = ("usr", "bin", "lib", "lib64", "etc")
-PLACES = (*SYSTEM, "dev", "proc", "sys", "tmp", "root", "var/tmp", "home")
+EMPTY = (*SYSTEM, "dev", "proc", "sys", "tmp", "root", "home", "var/tmp")
 
 
-def container(folder: Path, *options: str, packed: bool = False) -> str:
-    """A value of ``cluster.slurm.container``: an image without a file of its own, as a folder or
-    packed into one file, with this machine's system, Python and repository bound into it, and
-    ``folder``. Skips where there is no Apptainer or it cannot make containers."""
+def cluster(folder: Path, *options: str, packed: bool = False) -> dict[str, str]:
+    """Settings of ``cluster.slurm``: an image without a file of its own, as a folder or packed into
+    one file, with this machine's system, Python and repository bound into it, and ``folder``.
+    Skips where there is no Apptainer, or it cannot make containers."""
     program = shutil.which("apptainer")
     if program is None:
         pytest.skip("apptainer is not installed here")
     image = folder / "image"
-    for place in PLACES:
+    for place in EMPTY:
         (image / place).mkdir(parents=True)
     if packed:
-        image = _run(program, "build", str(folder / "image.sif"), str(image), result=image)
-    words = [program, "exec", *_binds(folder), *options, str(image)]
-    _run(*words, sys.executable, "-c", "import torch", result=image)
-    return shlex.join(words)
+        _try(program, "build", f"{image}.sif", str(image))
+        image = image.with_suffix(".sif")
+    words = [program, "exec", *_rights(), *_binds(folder), *options, str(image)]
+    _try(*words, sys.executable, "--version")
+    return {"container": shlex.join(words), "container_python": sys.executable}
+
+
+def above(pid: int, agent: int) -> list[int]:
+    """What stands between a process in a container and its agent."""
+    found: list[int] = []
+    while (pid := parent(Path(f"/proc/{pid}"))) not in (0, 1, agent):
+        found.append(pid)
+    return found
+
+
+def _rights() -> list[str]:
+    """Root would ask for every right there is, which not every machine has to give."""
+    return ["--no-privs"] if os.geteuid() == 0 else []
 
 
 def _binds(folder: Path) -> list[str]:
-    system = [Path("/", name) for name in SYSTEM]
-    shown = [path for path in system if path.exists()]
+    shown = [path for path in (Path("/", name) for name in SYSTEM) if path.exists()]
     shown += [Path(sys.base_prefix), REPOSITORY, Path(sys.prefix)]
     return [*(f"--bind={path}:{path}:ro" for path in shown), f"--bind={folder}"]
 
 
-def _run(*command: str, result: Path) -> Path:
+def _try(*command: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     if done.returncode != 0:
-        said = (done.stderr.strip() or done.stdout.strip()).splitlines()[-3:]
+        said = done.stderr.strip().splitlines()[-3:]
         pytest.skip(f"apptainer cannot make containers here: {' / '.join(said)}")
-    return result.with_suffix(".sif") if "build" in command else result

@@ -13,10 +13,11 @@ from slurmrl import log
 from slurmrl.channel.pipe import Connection
 from slurmrl.fsio import ownership
 from slurmrl.workers import pulse
-from slurmrl.workers.process import PIPE_FD_OPTION, PULSE_OPTION
+from slurmrl.workers.process import PIPE_FD_OPTION, PULSE_OPTION, ignore_signals
 
 
 def main() -> int:
+    ignore_signals()
     parser = argparse.ArgumentParser(prog="slurmrl.workers.worker")
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--rank", type=int, required=True)

@@ -67,6 +67,7 @@ def test_limits_say_whose_and_on_what(name: str, expected: str) -> None:
 def test_details_and_free_texts_are_understood() -> None:
     shown = explain("ReqNodeNotAvail, UnavailableNodes:n[1-3]")
     assert "(UnavailableNodes:n[1-3]); see sinfo -R" in shown
+    assert explain("RaisedSignal:9(Killed)") == "a signal ended it (9(Killed)); see slurmrl logs"
     for text in (
         "Nodes required for job are DOWN, DRAINED or reserved for jobs in higher priority",
         "(Nodes_required_for_job_are_DOWN,_DRAINED_or_reserved)",

@@ -1,14 +1,20 @@
-"""Lines of squeue, scontrol and sacct, recorded from Slurm 22.05 or as newer ones document them."""
+"""Lines of squeue, scontrol, sacct and sinfo as Slurm 22.05, 24.11 and 26.05 printed them.
+
+The newer two are of one scenario, whose jobs are told apart by their names: with accounting, memory
+limits, a prolog and an epilog that can be slow, and n3 set down.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 
 from slurmrl.errors import SchedulerError
-from slurmrl.scheduler import rows, tasks
+from slurmrl.scheduler import limits, parse, rows, states, tasks
 from slurmrl.scheduler.base import JobState
+from slurmrl.workers.supervisor.allocation import is_dead
 
 RECORDED = Path(__file__).with_name("recorded")
 
@@ -39,20 +45,79 @@ def test_squeue_of_22_05() -> None:
     assert found[8].start == "2026-11-21T13:26:44"
 
 
-def test_squeue_of_newer_versions() -> None:
-    """Exit codes as ``code:signal``, several states in one word, reasons as free text."""
-    found = rows.queue(recorded("squeue-newer.txt"))
-    shown = tasks.task_states(found, {"trainer": ("41",)})
-    assert [(task.element, task.state, task.exit_code, task.signal) for task in shown] == [
-        (0, JobState.PREEMPTED, 0, 15),
-        (1, JobState.OUT_OF_MEMORY, 0, 125),
-        (2, JobState.RUNNING, None, None),
-        (3, JobState.PENDING, None, None),
-        (4, JobState.PENDING, None, None),
-    ]
-    assert shown[2].words == "is ending, some hosts are still busy"
-    assert "down, drained or reserved" in shown[3].words
-    assert shown[4].restarts == 2
+NEWER = ("24.11", "26.05")
+CHAIN = "rec x=1 JobState=RUNNING"
+ALIVE = (None, None)
+QUEUED: dict[tuple[str, int | None], tuple[str, JobState, tuple[int | None, int | None], str]] = {
+    ("rec", 0): ("FAILED", JobState.FAILED, (3, None), "ended with exit code 3"),
+    ("rec", 1): ("FAILED", JobState.FAILED, (0, 9), "was ended by signal 9 (SIGKILL)"),
+    ("rec", 2): ("RUNNING", JobState.RUNNING, ALIVE, ""),
+    ("rec", 3): ("PENDING", JobState.PENDING, ALIVE, "waits for the link before it"),
+    **{
+        (CHAIN, element): ("PENDING", JobState.PENDING, ALIVE, "waits for the job before it")
+        for element in (4, 5, 6, 7)
+    },
+    ("wrap", None): ("PENDING", JobState.PENDING, ALIVE, "its earliest start time"),
+    ("late", None): ("TIMEOUT", JobState.TIMEOUT, (0, 15), "reached its time limit"),
+    ("low", None): ("PREEMPTED", JobState.PREEMPTED, (0, 15), "preempted by another job"),
+    ("high", None): ("COMPLETED", JobState.COMPLETED, (0, None), "ended with exit code 0"),
+    ("hungry", None): ("OUT_OF_MEMORY", JobState.OUT_OF_MEMORY, (0, 125), "used more memory"),
+    ("lost", None): ("NODE_FAIL", JobState.NODE_FAIL, (0, 1), "a host failed"),
+    ("waits", None): ("PENDING", JobState.PENDING, ALIVE, "(UnavailableNodes:n3)"),
+    ("paused", None): ("SUSPENDED", JobState.RUNNING, ALIVE, "suspended, keeps its hosts"),
+    ("stopped", None): ("STOPPED", JobState.RUNNING, ALIVE, "stopped by a signal"),
+    ("held", None): ("PENDING", JobState.PENDING, ALIVE, "you hold it"),
+    ("special", None): ("SPECIAL_EXIT", JobState.PENDING, ALIVE, "you hold it"),
+    ("again", None): ("RUNNING", JobState.RUNNING, ALIVE, ""),
+    ("again2", None): ("COMPLETING", JobState.RUNNING, ALIVE, "is ending"),
+    ("gone", None): ("CANCELLED", JobState.CANCELLED, (0, 15), "cancelled by"),
+    ("slowend", None): ("COMPLETING", JobState.RUNNING, ALIVE, "is ending"),
+    ("slowstart", None): ("PENDING", JobState.PENDING, ALIVE, "hosts it needs are busy"),
+    ("wide", None): ("PENDING", JobState.PENDING, ALIVE, "down, drained or reserved"),
+    ("deadline", None): ("PENDING", JobState.PENDING, ALIVE, "jobs of higher priority"),
+}
+"""By name and element: Slurm's state, ours, exit code and signal, and what the words say."""
+
+
+def by_name(found: Iterable[rows.QueueRow]) -> dict[tuple[str, int | None], rows.QueueRow]:
+    return {(row.name, element): row for row in found for element in row.elements or (None,)}
+
+
+@pytest.mark.parametrize("version", NEWER)
+@pytest.mark.parametrize(("command", "read"), [("squeue", rows.queue), ("scontrol", rows.control)])
+def test_jobs_of_newer_versions(
+    version: str, command: str, read: Callable[[str], list[rows.QueueRow]]
+) -> None:
+    found = by_name(read(recorded(f"{command}-{version}.txt")))
+    assert found.keys() == QUEUED.keys()
+    for key, (raw, state, ended, words) in QUEUED.items():
+        row = found[key]
+        assert (row.raw, states.interpret(row.raw).state) == (raw, state), key
+        assert (row.exit_code, row.signal) == ended, key
+        assert words in tasks.words(row), key
+        assert bool(row.hosts) == (raw not in ("PENDING", "SPECIAL_EXIT")), key
+    restarts = {name: row.restarts for (name, _), row in found.items() if row.restarts}
+    assert restarts == {"held": 1, "special": 1, "again": 1, "again2": 1}
+    left_s = found["rec", 2].time_left_s
+    assert left_s is not None
+    assert 300 < left_s < 600
+
+
+@pytest.mark.parametrize("version", NEWER)
+def test_squeue_and_scontrol_say_the_same(version: str) -> None:
+    one = by_name(rows.queue(recorded(f"squeue-{version}.txt")))
+    other = by_name(rows.control(recorded(f"scontrol-{version}.txt")))
+    for key, row in one.items():
+        same = other[key]
+        assert (row.job, row.raw, row.hosts, row.restarts) == (
+            same.job,
+            same.raw,
+            same.hosts,
+            same.restarts,
+        )
+        assert row.reason.replace(" ", "_") == same.reason.replace(" ", "_")
+        if row.raw not in ("PENDING", "COMPLETING"):  # of which squeue gives a guess, or nothing
+            assert row.start == same.start, key
 
 
 def test_scontrol_of_22_05() -> None:
@@ -72,17 +137,6 @@ def test_scontrol_of_22_05() -> None:
     assert [task.reason for task in found[3:5]] == ["JobArrayTaskLimit", "Dependency"]
 
 
-def test_scontrol_of_newer_versions() -> None:
-    """A node that failed, and a comment that looks like fields."""
-    lost, pending = rows.control(recorded("scontrol-newer.txt"))
-    assert (lost.raw, lost.reason, lost.hosts) == ("NODE_FAIL", "NodeDown", ("n0", "n1"))
-    assert (lost.job, lost.elements, lost.restarts) == ("41", (2,), 1)
-    assert lost.time_left_s == 86395.0
-    assert (pending.elements, pending.time_left_s) == ((3, 4, 5, 6, 7), None)
-    (task, *_) = tasks.task_states([pending], {"trainer": ("41",)})
-    assert "down, drained or reserved" in task.words
-
-
 def test_sacct_of_22_05() -> None:
     found = rows.accounting(recorded("sacct-22.05.txt"))
     assert {row.job: row.raw for row in found if row.job != "1"} == {
@@ -98,6 +152,34 @@ def test_sacct_of_22_05() -> None:
         (2, JobState.CANCELLED, 0, ("n0",)),
         (3, JobState.CANCELLED, 0, ()),
     ]
+
+
+@pytest.mark.parametrize("version", NEWER)
+def test_sacct_of_newer_versions(version: str) -> None:
+    """The same jobs a few seconds later, when the arrays have been cancelled."""
+    found = by_name(rows.accounting(recorded(f"sacct-{version}.txt")))
+    assert found.keys() == QUEUED.keys()
+    cancelled = {key for key in found if key in (("rec", 2), ("rec", 3)) or key[0] == CHAIN}
+    later = {"slowend": "FAILED", "again2": "REQUEUED", "stopped": "RUNNING", "special": "PENDING"}
+    for key, row in found.items():
+        raw = "CANCELLED by 0" if key in cancelled else later.get(key[0], QUEUED[key][0])
+        assert row.raw.startswith(raw), key
+    assert (found["late", None].hosts, found["rec", 3].hosts) == (("n1",), ())
+    assert (found["rec", 0].exit_code, found["rec", 1].signal) == (3, 9)
+
+
+@pytest.mark.parametrize("version", NEWER)
+def test_sinfo_of_newer_versions(version: str) -> None:
+    found = parse.cluster_hosts(recorded(f"sinfo-{version}.txt"))
+    assert [(host.name, host.gpus) for host in found] == [(f"n{index}", 2) for index in range(4)]
+    assert [host.name for host in found if is_dead(host.state)] == ["n3"]
+
+
+@pytest.mark.parametrize("version", NEWER)
+def test_limits_of_newer_versions(version: str) -> None:
+    text = recorded(f"assoc-{version}.txt")
+    assert limits.of_user(text, "root", "poor") == 3
+    assert limits.of_user(text, "root", None) is None, "the default account has none"
 
 
 def test_sacct_of_pending_requeued_and_killed_elements() -> None:

@@ -1,0 +1,80 @@
+"""Workers in containers of the real Apptainer, where it is installed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import apptainer
+from tests.support.trials import Site, kill_one, processes, sft_config, wait_until
+
+pytestmark = pytest.mark.long
+
+
+def start(folder: Path, *options: str, packed: bool, steps: int) -> Site:
+    """A trial of two ranks whose agent has a token in its environment; it has made some steps."""
+    tokens = folder / "tokens"
+    tokens.touch(0o600)
+    tokens.write_text("MY_TOKEN=handed-on\n")
+    cluster: dict[str, Any] = {
+        "gpus_per_worker": 0,
+        "variables_file": str(tokens),
+        "slurm": apptainer.cluster(folder, *options, packed=packed),
+    }
+    site = Site(folder)
+    config = site.write("sft.yaml", sft_config(cluster=cluster, total_steps=steps))
+    site.slurmrl("submit", str(config), "--scheduler", "local", "--detach")
+    site.wait_for_step("sft/1", 3)
+    return site
+
+
+def space(pid: int) -> str:
+    """Which files a process sees."""
+    return os.readlink(f"/proc/{pid}/ns/mnt")
+
+
+@pytest.mark.parametrize(
+    ("packed", "options", "token"),
+    [(False, (), True), (True, ("--cleanenv", "--pid"), False)],
+    ids=["folder", "packed"],
+)
+def test_what_dies_in_a_container_comes_back(
+    tmp_path: Path, packed: bool, options: tuple[str, ...], token: bool
+) -> None:
+    """A worker, which its template outlives, and then what runs the container of one."""
+    site = start(tmp_path, *options, packed=packed, steps=150)
+    run = site.paths("sft/1").run
+    (agent,) = processes(run)["agent"]
+    workers = processes(run)["worker"]
+    assert len({space(pid) for pid in (agent, *workers)}) == 3
+    inside = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in workers]
+    assert all(f"PYTHONPATH={run}/code".encode() in environ for environ in inside)
+    assert all((b"MY_TOKEN=handed-on" in environ) == token for environ in inside)
+    templates = processes(run)["template"]
+    kill_one(run, "worker")
+    wait_until("a new worker", lambda: len(set(processes(run)["worker"]) - set(workers)) == 2)
+    assert processes(run)["template"] == templates
+    workers = processes(run)["worker"]
+    os.kill(apptainer.above(templates[0], agent)[-1], 9)
+    wait_until("a new worker", lambda: len(set(processes(run)["worker"]) - set(workers)) == 2)
+    ended = site.wait_for_end("sft/1")
+    assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 150, 3)
+    wait_until("all processes to leave", lambda: not any(processes(run).values()))
+
+
+@pytest.mark.parametrize("options", [(), ("--pid",)], ids=["", "own pids"])
+def test_cancel_ends_containers(tmp_path: Path, options: tuple[str, ...]) -> None:
+    site = start(tmp_path, *options, packed=False, steps=10_000)
+    run = site.paths("sft/1").run
+    (agent,) = processes(run)["agent"]
+    runtimes = {
+        pid for child in processes(run)["template"] for pid in apptainer.above(child, agent)
+    }
+    assert len(runtimes) >= 2
+    site.slurmrl("cancel", "sft/1")
+    wait_until("all processes to leave", lambda: not any(processes(run).values()))
+    wait_until("the containers", lambda: not any(Path(f"/proc/{pid}").exists() for pid in runtimes))
+    assert site.status("sft/1")["state"] == "CANCELLED"
