@@ -35,7 +35,7 @@ LATE_S = 15.0
 """How long results may take to show after the job has ended."""
 SAY_EVERY_S = 10.0
 CONTENT_BYTES = 2**20
-SRUN = ("srun", "--export=ALL", "--mpi=none", "--input=none")
+SRUN = ("srun", "--export=ALL", "--mpi=none", "--input=none", "--cpu-bind=none")
 
 Say = Callable[[str], None]
 

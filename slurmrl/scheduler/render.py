@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -34,10 +35,18 @@ def script(request: SubmissionRequest, group: GroupRequest, launcher: str) -> st
 WARNED_EARLY = "trap '(sleep 3; kill -USR2 $$) &' USR2"
 """A warning during the set-up lines is sent again when the supervisor is up; it has this pid."""
 
+MODULES = """\
+command -v module >/dev/null || [ ! -r /etc/profile ] || {
+    slurmrl_path=$PATH; . /etc/profile; PATH=$slurmrl_path:$PATH; }"""
+"""A batch script is no login shell, and little of the submitting one's environment comes along
+(``environment`` says why): sites define ``module`` in what /etc/profile reads. Our own PATH stays
+in front."""
+MODULE_WORDS = re.compile(r"\b(module|ml)\b")
+
 BLOCK = """\
-trap '' USR2
 slurmrl_block=
-env --block-signal=USR2 true 2>/dev/null && slurmrl_block='env --block-signal=USR2'"""
+env --block-signal=USR2 true 2>/dev/null && slurmrl_block='env --block-signal=USR2'
+trap '' USR2"""
 """From here on a warning waits, blocked, until the supervisor has its handler. Where env is too old
 for that (coreutils before 8.31), one that comes while Python starts is lost."""
 
@@ -61,5 +70,6 @@ def _setup(request: SubmissionRequest, group: GroupRequest) -> list[str]:
 
 
 def setup_lines(request: SubmissionRequest) -> Sequence[str]:
-    """The user's own shell lines (``cluster.slurm.setup``)."""
-    return [str(line) for line in directives.slurm_options(request).get("setup") or ()]
+    """The user's own shell lines (``cluster.slurm.setup``), and what they need."""
+    lines = [str(line) for line in directives.slurm_options(request).get("setup") or ()]
+    return [MODULES, *lines] if any(map(MODULE_WORDS.search, lines)) else lines

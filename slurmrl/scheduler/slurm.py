@@ -107,6 +107,12 @@ class SlurmScheduler(Scheduler):
         if running:
             self._client.signal("KILL", running, steps=True)
 
+    def runs(self, element: str) -> bool:
+        """Whether an element (``41_3``) runs and nobody is ending it. Raises SchedulerError."""
+        job, _, index = element.partition("_")
+        found = [row.raw for row in self._client.queue([job]) if int(index) in row.elements]
+        return all(raw == "RUNNING" for raw in found)
+
     def requeue(self, element: str) -> None:
         """Put a running element (``41_3``) back into the queue. Raises SchedulerError."""
         self._client.requeue(element)

@@ -76,8 +76,11 @@ def top_up(link: Link, scheduler: SlurmScheduler | None = None) -> str | TopUp:
     return scheduler.extend(link.run, link.submission, link.group, by=link.element)
 
 
-def continue_after(link: Link, scheduler: SlurmScheduler | None = None) -> str:
+def continue_after(
+    link: Link, scheduler: SlurmScheduler | None = None, *, extend: bool = True
+) -> str:
     """See to it that the trial, which has not ended, goes on when this link ends; says how.
+    ``extend``: no other thread of this process is extending the chain.
 
     Call it last: a link that is put back into the queue gets TERM at once. One in which nothing
     began is not, since it would fail for ever.
@@ -89,7 +92,8 @@ def continue_after(link: Link, scheduler: SlurmScheduler | None = None) -> str:
     try:
         if goes_on is Continue.REQUEUE:
             return _requeue(link, scheduler)
-        _last_top_up(link, scheduler)
+        if extend:
+            _last_top_up(link, scheduler)
         tasks = scheduler.query(scheduler.recover(link.run, link.submission))
     except EnvironmentFailure as error:
         return f"what follows this job is not known here: {error}"
@@ -157,5 +161,7 @@ def _requeue(link: Link, scheduler: SlurmScheduler) -> str:
     begins = [r for r in History(link.run.history).read() if r.kind is Kind.BEGIN]
     if not any(f"{record.data.get('job', '')}.".startswith(tag) for record in begins):
         return "nothing began in this job, so it is not put back into the queue"
+    if not scheduler.runs(link.element):
+        return f"{link.element} is being ended by Slurm or its user, so it is not put back"
     scheduler.requeue(link.element)
     return f"{link.element} was put back into the queue"

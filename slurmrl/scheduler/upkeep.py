@@ -49,12 +49,13 @@ class Upkeep:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def stop(self) -> None:
-        """Returns when nothing is being submitted any more, at the latest when a command that
-        hangs has been given up."""
+    def stop(self) -> bool:
+        """Whether nothing is being submitted any more. Waits for a command that hangs until it has
+        been given up; a thread that goes on after that is in the middle of several of them."""
         self._stop.set()
         for thread in self._threads:
             thread.join(TIMEOUT_S)
+        return not any(thread.is_alive() for thread in self._threads)
 
     def _keep_chain(self) -> None:
         failures = 0

@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     ("algorithm", "ranks", "seed", "causes"),
     [
         ("sft", 1, 11, ("worker", "supervisor", "warn")),
-        ("sft", 4, 12, ("worker", "master")),
+        ("sft", 4, 12, ("worker", "master", "worker")),
         ("ppo", 1, 13, ("master", "agent", "chain")),
         ("ppo", 4, 14, ("worker", "master", "agent")),
     ],

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
+from math import inf
 from typing import Annotated, Final, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from slurmrl.config.schema.base import (
     Line,
@@ -43,6 +44,21 @@ def _check_command(text: str) -> str:
     if not words:
         raise ValueError("is not a command: it has no words")
     return text
+
+
+def _time_s(text: str) -> float:
+    """Seconds of a time limit in one of Slurm's forms."""
+    if not text[0].isdigit():
+        return inf
+    days, _, clock = text.rpartition("-")
+    parts = [int(part) for part in clock.split(":")]
+    if days:
+        hours, minutes, seconds = [*parts, 0, 0][:3]
+    elif len(parts) == 1:
+        hours, minutes, seconds = 0, parts[0], 0
+    else:
+        hours, minutes, seconds = [0, *parts][-3:]
+    return int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
 
 
 TimeLimit = Annotated[Word, AfterValidator(_check_time)]
@@ -100,6 +116,15 @@ class Slurm(Section):
     """How GPUs are asked for: `--gres=gpu:N`, `--gpus-per-node=N`, or not at all."""
     gpu_type: Word | None = None
     """Kind of GPU in that request: `a100`."""
+
+    @model_validator(mode="after")
+    def _warned_in_time(self) -> Slurm:
+        if self.time is not None and self.signal_lead_s >= _time_s(self.time):
+            raise ValueError(
+                f"signal_lead_s {self.signal_lead_s} (seconds) leaves nothing of time {self.time}: "
+                "the run would be told to stop when it starts"
+            )
+        return self
 
 
 class Cluster(Section):

@@ -75,5 +75,7 @@ class Warnings:
         if end is None:
             return Warned(name, "unknown", None)
         left_s = end - self._clock()
-        cause = "time_limit" if left_s <= self._lead_s + LATE_S else "preemption"
+        # Slurm warns of a time limit by USR2, and sends TERM when it is reached.
+        lead_s = self._lead_s if name == "SIGUSR2" else 0.0
+        cause = "time_limit" if left_s <= lead_s + LATE_S else "preemption"
         return Warned(name, cause, round(left_s, 1))

@@ -19,6 +19,8 @@ RAISED = ("exception", "master")
 TIME_LIMIT = "time_limit"
 UNFAULTED = ("preemption", "interrupt")
 """What ends a job however good the run is: such starts are not held against it."""
+LOSSES = 10
+"""So many times the starts without a commit may be lost together with their hosts."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,8 @@ def judge(
 
     Either user code failed with the same exception at the same step twice, or two jobs in a row
     reached their time limit before a commit was possible (``explain_limit`` adds figures), or
-    ``max_begins`` incarnations in a row made no commit.
+    ``max_begins`` incarnations in a row made no commit. Those whose job was taken away do not
+    count, unless very many were lost without a warning.
     """
     in_vain = fold(records).begins_without_commit
     if in_vain == 0:
@@ -83,12 +86,14 @@ def judge(
     ]
     against = [ending for ending in endings if ending.counts]
     vain = [ending for ending in against if ending in endings[-in_vain:]]
+    lost = _lost(endings[-in_vain:], LOSSES * max_begins)
     if not vain:
-        return None
+        return lost
     return (
         _same_exception(against[-2:])
         or _time_limit(vain[-2:], explain_limit)
         or _too_many(vain, max_begins)
+        or lost
     )
 
 
@@ -155,6 +160,15 @@ def _time_limit(last_two: list[Ending], explain: Callable[[Ending], str]) -> Ver
     why = explain(last_two[-1])
     text = "the time limit is too short: two jobs in a row reached it before their first commit"
     return Verdict(f"{text}{'; ' if why else ''}{why}", "")
+
+
+def _lost(endings: list[Ending], most: int) -> Verdict | None:
+    """Whoever loses host after host may be what brings them down."""
+    silent = [one for one in endings if one.requeued and not one.reason and not one.warned]
+    if len(silent) < most:
+        return None
+    text = f"{len(silent)} starts were lost without a word, and requeued by Slurm, before a commit"
+    return Verdict(f"{text}: do their hosts fail because of this trial?", "")
 
 
 def _too_many(vain: list[Ending], max_begins: int) -> Verdict | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from slurmrl.config.schema import Config
-from slurmrl.monitor import events
+from slurmrl.history.log import History
+from slurmrl.history.state import fold
+from slurmrl.monitor import events, metrics
 from slurmrl.paths import RunPaths
 from slurmrl.workers.master.judgement import Ending
 
@@ -21,13 +23,24 @@ def explain(paths: RunPaths, config: Config, ending: Ending) -> str:
         None,
     )
     slurm = config.cluster.slurm
-    came = (
-        f"starting and loading took {ready_s:.0f} s, and no step was finished in what was left"
-        if ready_s is not None
-        else "the models were not even loaded"
-    )
+    if ready_s is None:
+        came = "the models were not even loaded"
+    else:
+        came = f"starting and loading took {ready_s:.0f} s, and {_finished(paths)}"
     limit = f"cluster.slurm.time ({slurm.time})" if slurm.time else "cluster.slurm.time"
     return (
-        f"{came}. One step must fit between loading and the warning, which comes "
-        f"{slurm.signal_lead_s} s before the limit: raise {limit}, or make steps shorter"
+        f"{came}. One step must fit between loading and the warning, and one more with its commit "
+        f"into the {slurm.signal_lead_s} s between the warning and the limit: raise {limit} or "
+        "cluster.slurm.signal_lead_s, commit more often (checkpoint.every_steps), or make steps "
+        "shorter"
     )
+
+
+def _finished(paths: RunPaths) -> str:
+    """What there is beyond the last commit; the coming incarnation has not cut it off yet."""
+    commit = fold(History(paths.history).read()).last_commit
+    newest = metrics.newest(metrics.read_latest(paths.metrics, 1)).get("step", 0)
+    steps = int(newest) - (commit.step if commit is not None else 0)
+    if steps <= 0:
+        return "no step was finished in what was left"
+    return f"{steps} steps were finished, but none was committed"

@@ -11,14 +11,17 @@ from pathlib import Path
 
 from slurmrl import env, log
 from slurmrl.config.load import load_resolved
+from slurmrl.errors import SlurmrlError
 from slurmrl.fsio import ownership, variables
+from slurmrl.monitor.events import EventWriter
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.scheduler.succession import Link, continue_after, end_chain
 from slurmrl.scheduler.upkeep import Upkeep
+from slurmrl.workers.patience import patiently
 from slurmrl.workers.supervisor.allocation import Allocation
 from slurmrl.workers.supervisor.link import reason_to_leave
-from slurmrl.workers.supervisor.rounds import Rounds
+from slurmrl.workers.supervisor.rounds import Rounds, job_tag
 
 logger = log.get(__name__)
 
@@ -46,10 +49,20 @@ def main() -> int:
             end_chain(link)  # whoever ended the trial may not have come to that
         return 0
     logger.info("link %d, job %s", link.index, env.JOB_ID.get())
+    try:
+        rounds = patiently("read the run's files", lambda: prepare(options, paths))
+    except SlurmrlError as error:
+        logger.error("this job cannot begin: %s", error)
+        writer = EventWriter(paths, f"supervisor.{options.group}.{job_tag()}")
+        writer.write("end", code=1, why=f"it could not begin: {error}")
+        return 1
+    return run_link(link, rounds) if in_chain else rounds.run()
+
+
+def prepare(options: argparse.Namespace, paths: RunPaths) -> Rounds:
     if file := load_resolved(paths.config).cluster.variables_file:
         os.environ.update(variables.read(Path(file)))  # agents and workers inherit them
-    rounds = Rounds(options, paths, Allocation.of_this_job(options, paths))
-    return run_link(link, rounds) if in_chain else rounds.run()
+    return Rounds(options, paths, Allocation.of_this_job(options, paths))
 
 
 def run_link(link: Link, rounds: Rounds) -> int:
@@ -62,11 +75,11 @@ def run_link(link: Link, rounds: Rounds) -> int:
     upkeep = Upkeep(link, elastic, lambda job: rounds.events.write("topped_up", job=job))
     upkeep.start()
     code = rounds.run()
-    upkeep.stop()
+    at_rest = upkeep.stop()
     if reason_to_leave(link.run, link.submission) is not None:
         end_chain(link)
     else:
-        logger.info("after this: %s", continue_after(link))
+        logger.info("after this: %s", continue_after(link, extend=at_rest))
     return code
 
 

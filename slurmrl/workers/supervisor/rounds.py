@@ -44,7 +44,9 @@ def agent_command(
     if options.launcher == "direct":
         return agent
     # --export=ALL hands on what the batch script's set-up lines made; a lost agent ends the step.
+    # An agent is one task, for which Slurm would set one CPU aside: its workers need all of them.
     srun = ["srun", "--export=ALL", "--kill-on-bad-exit=1", "--mpi=none", "--input=none"]
+    srun.append("--cpu-bind=none")
     if hosts:
         srun += [f"--nodelist={','.join(hosts)}", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}"]
     if overlap:
@@ -59,7 +61,7 @@ class Rounds:
         self.options = options
         self.paths = paths
         self.allocation = allocation
-        self.events = EventWriter(paths, f"supervisor.{options.group}.{_job()}")
+        self.events = EventWriter(paths, f"supervisor.{options.group}.{job_tag()}")
         self.child: subprocess.Popen[bytes] | None = None
         self.warned = False
 
@@ -68,7 +70,7 @@ class Rounds:
         left to do, for srun fails also because of kills that were recovered from."""
         for warning in SIGNALS:
             signal.signal(warning, self._relay)
-        self.events.write("start", link=env.LINK.get(), job=_job(), hosts=self.allocation.hosts)
+        self.events.write("start", link=env.LINK.get(), job=job_tag(), hosts=self.allocation.hosts)
         code, why = 0, ""
         fruitless = 0
         for number in itertools.count():
@@ -155,7 +157,7 @@ class Rounds:
             self.child.send_signal(number)
 
 
-def _job() -> str:
+def job_tag() -> str:
     return f"{env.JOB_ID.get() or os.getpid()}.{env.RESTART_COUNT.get()}"
 
 

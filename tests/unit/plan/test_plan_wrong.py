@@ -103,6 +103,11 @@ KINDS = {
         f"{MEGATRON}d2",
         "actor.model.sequence_parallel=true",
     ),
+    "warning at the start": wrong(
+        "cluster.slurm",
+        "signal_lead_s 120 (seconds) leaves nothing of time 2",
+        "cluster.slurm.time=2",
+    ),
     "positions": wrong(
         "rollout.max_new_tokens",
         "exceed max_position_embeddings 4096",

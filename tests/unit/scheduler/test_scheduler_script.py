@@ -204,3 +204,22 @@ def test_memory_needs_a_unit_that_slurm_knows() -> None:
 
 def test_memory_is_asked_for_all_workers_of_a_host() -> None:
     assert directives.table(request({"mem_per_worker": "500MB"}), GROUP)["mem"] == "1000M"
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["unknown", "known"])
+def test_modules_are_made_known_where_a_site_has_them(tmp_path: Path, known: bool) -> None:
+    """As in the batch script, but for the place of the site's file."""
+    site = tmp_path / "profile"
+    site.write_text("PATH=/usr/bin:/bin; module() { echo site $* $PATH; }\n")
+    lines = [render.MODULES.replace("/etc/profile", str(site)), "module load cuda"]
+    if known:
+        lines.insert(0, "module() { echo ours $*; }")
+    done = subprocess.run(
+        ["/bin/bash", "-c", "\n".join(lines)],
+        env={"PATH": "/opt/venv/bin:/usr/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    ours, sites = "ours load cuda\n", "site load cuda /opt/venv/bin:/usr/bin:/usr/bin:/bin\n"
+    assert done.stdout == (ours if known else sites)

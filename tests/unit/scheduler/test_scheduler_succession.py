@@ -35,6 +35,7 @@ class Slurm(SlurmClient):
         super().__init__()
         self.jobs: dict[str, tuple[str, list[int]]] = {}
         self.running: tuple[str, int] = ("41", 0)
+        self.state = "RUNNING"
         self.options: list[tuple[str, ...]] = []
         self.inherited: list[Mapping[str, str] | None] = []
         self.done: list[str] = []
@@ -84,7 +85,7 @@ class Slurm(SlurmClient):
 
     def _rows(self) -> list[QueueRow]:
         return [
-            QueueRow(job, (e,), "RUNNING" if (job, e) == self.running else "PENDING", (), name, "")
+            QueueRow(job, (e,), self.state if (job, e) == self.running else "PENDING", (), name, "")
             for job, (name, elements) in self.jobs.items()
             for e in elements
             if (job, e) >= self.running  # what came before has been forgotten
@@ -241,6 +242,26 @@ def test_only_a_link_in_which_something_began_is_requeued(
     assert slurm.done == ["requeue 41_0"]
     again = Link(run, 1, "trainer", "41", 0, restart=1)
     assert "nothing began" in continue_after(again, scheduler)
+
+
+def test_a_link_that_its_user_cancels_does_not_come_back(
+    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.submission_request(1).write_text('{"continue": "requeue"}')
+    monkeypatch.setenv("SLURM_JOB_ID", "44")
+    begin(History(run.history), {"job": "44.0.0"})
+    slurm.state = "COMPLETING"
+    assert "is not put back" in continue_after(link(run, 0), scheduler)
+    assert slurm.done == []
+
+
+def test_a_link_that_is_still_being_extended_is_not_extended_beside_that(
+    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
+) -> None:
+    slurm.running = ("41", 2)
+    commit(run, 1)
+    assert continue_after(link(run, 2), scheduler, extend=False).startswith("no link is left")
+    assert slurm.tries == 1
 
 
 def test_a_link_without_sbatch_breaks_nothing(

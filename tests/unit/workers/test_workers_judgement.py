@@ -15,6 +15,7 @@ from slurmrl.history.state import fold
 from slurmrl.history.writer import IncarnationWriter, begin, end, resume
 from slurmrl.name_resolve.memory import MemoryNameStore
 from slurmrl.paths import RunPaths
+from slurmrl.workers.master import judgement
 from slurmrl.workers.master.judgement import Verdict, judge
 
 MOST = 3
@@ -233,6 +234,18 @@ def test_requeued_without_a_word_does_not_count(past: Past) -> None:
         past.ends()
     past.job = "7.10.0"
     assert past.verdict() is None
+
+
+def test_losing_host_after_host_ends_in_the_end(past: Past) -> None:
+    """A trial that brings its hosts down would go through the whole cluster."""
+    for restart in range(judgement.LOSSES * MOST):
+        past.job = f"7.{restart}.0"
+        assert past.verdict() is None
+        past.ends()
+    past.job = f"7.{judgement.LOSSES * MOST}.0"
+    verdict = past.verdict()
+    assert verdict is not None
+    assert "were lost without a word" in verdict.reason
 
 
 def test_rounds_of_one_job_count(past: Past) -> None:

@@ -28,13 +28,18 @@ def send(number: int) -> None:
 
 
 def warned(
-    monkeypatch: pytest.MonkeyPatch, end: str, *, local: bool = False, lead_s: float = 120.0
+    monkeypatch: pytest.MonkeyPatch,
+    end: str,
+    *,
+    local: bool = False,
+    lead_s: float = 120.0,
+    number: int = signal.SIGUSR2,
 ) -> Warned | None:
     monkeypatch.setenv(env.JOB_END.name, end)
     warnings = Warnings(local=local, lead_s=lead_s, clock=lambda: NOW)
     warnings.listen()
     assert not warnings.received
-    send(signal.SIGUSR2)
+    send(number)
     assert warnings.received
     return warnings.take()
 
@@ -53,6 +58,15 @@ def test_causes(
     monkeypatch: pytest.MonkeyPatch, end: str, cause: str, left_s: float | None
 ) -> None:
     assert warned(monkeypatch, end) == Warned("SIGUSR2", cause, left_s)
+
+
+@pytest.mark.parametrize(("left_s", "cause"), [(85.0, "time_limit"), (100.0, "preemption")])
+def test_term_is_not_sent_ahead_of_a_limit(
+    monkeypatch: pytest.MonkeyPatch, left_s: float, cause: str
+) -> None:
+    """Within the lead it can only be a preemption."""
+    found = warned(monkeypatch, str(NOW + left_s), number=signal.SIGTERM)
+    assert found == Warned("SIGTERM", cause, left_s)
 
 
 def test_a_local_run_is_interrupted_by_its_user(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,11 +21,13 @@
 #SBATCH --exclusive
 trap '' USR1
 trap '(sleep 3; kill -USR2 $$) &' USR2
+command -v module >/dev/null || [ ! -r /etc/profile ] || {
+    slurmrl_path=$PATH; . /etc/profile; PATH=$slurmrl_path:$PATH; }
 module load cuda
 export PYTHONPATH='/shared/it'"'"'s 100% mine/code'"${PYTHONPATH:+:$PYTHONPATH}"
-trap '' USR2
 slurmrl_block=
 env --block-signal=USR2 true 2>/dev/null && slurmrl_block='env --block-signal=USR2'
+trap '' USR2
 
 # command
 export SUBMITIT_EXECUTOR=slurm
