@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -198,7 +199,9 @@ def baseline() -> Callable[..., None]:
         source, library = Path(folder) / "one_thread.cu", Path(folder) / "one_thread.so"
         source.write_text(ONE_THREAD_PER_SEQUENCE)
         nvcc = toolchain.find().nvcc or "nvcc"
+        home = Path(shutil.which(nvcc) or nvcc).resolve().parents[1]
         flags = ["-O3", "-arch=native", "-shared", "-Xcompiler", "-fPIC", "-o", str(library)]
+        flags += [f"-L{home}/{name}" for name in ("lib64", "lib")]
         subprocess.run([nvcc, *flags, str(source)], check=True)
         function = ctypes.CDLL(str(library)).run
 

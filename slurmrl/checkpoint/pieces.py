@@ -134,6 +134,9 @@ class RoleCheckpoint:
                     f"checkpoint, {tensors.get(name)} in this run's model"
                 )
 
+    def has_array(self, rank: int, storage: str) -> bool:
+        return storage in self._files[rank].specs
+
     def array(self, rank: int, storage: str) -> Array:
         """An array of one rank's file, flat."""
         try:

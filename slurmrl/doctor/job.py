@@ -27,8 +27,10 @@ from slurmrl.submission import copying
 from slurmrl.submission.live import Jobs, clear_away
 
 FOLDER = ".doctor"
-MINUTES = "2"
+MINUTES = "5"
 """The time limit: a look around takes seconds, on a busy host or a slow directory longer."""
+LEAD_S = 1
+"""The least: it commits nothing, and a warning, which Slurm sends up to a minute early, ends it."""
 RUNS_S = 180.0
 """How long a job that has started may take, Slurm's own delays included."""
 LATE_S = 15.0
@@ -113,7 +115,7 @@ class Job:
         return found
 
     def request(self) -> SubmissionRequest:
-        once = {"time": MINUTES, "continue": Continue.NONE.value}
+        once = {"time": MINUTES, "signal_lead_s": LEAD_S, "continue": Continue.NONE.value}
         slurm = {**self.cluster.slurm.model_dump(mode="json", by_alias=True), **once}
         run = (sys.executable, "-P", "-m", "slurmrl.doctor.probe", str(self.folder))
         return SubmissionRequest(

@@ -31,6 +31,8 @@ class Offload:
                 self._kept.append((storage, storage.nbytes(), host))
         for storage, _, _ in self._kept:
             storage.resize_(0)
+        if any(storage.device.type == "cuda" for storage, _, _ in self._kept):
+            torch.cuda.empty_cache()  # for the other processes on the card
 
     def give(self) -> None:
         """Undo ``take``."""

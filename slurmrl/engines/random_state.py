@@ -7,6 +7,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from slurmrl.checkpoint.pieces import RoleCheckpoint
 from slurmrl.checkpoint.tensors import Entry
@@ -28,10 +29,14 @@ def entries() -> Iterator[Entry]:
 
 def restore(checkpoint: RoleCheckpoint, rank: int, ranks: int) -> None:
     """The state of this rank; one from the step and the rank where another number of ranks wrote
-    the checkpoint."""
+    the checkpoint, or ranks without a GPU."""
+    torch.manual_seed(checkpoint.step * ranks + rank)
     if checkpoint.ranks != ranks:
-        torch.manual_seed(checkpoint.step * ranks + rank)
         return
-    torch.set_rng_state(torch.from_numpy(np.array(checkpoint.array(rank, CPU))))
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.from_numpy(np.array(checkpoint.array(rank, CUDA))))
+    torch.set_rng_state(_state(checkpoint, rank, CPU))
+    if torch.cuda.is_available() and checkpoint.has_array(rank, CUDA):
+        torch.cuda.set_rng_state(_state(checkpoint, rank, CUDA))
+
+
+def _state(checkpoint: RoleCheckpoint, rank: int, name: str) -> Tensor:
+    return torch.from_numpy(np.array(checkpoint.array(rank, name)))

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from slurmrl.models.attention import AttentionCore
 from slurmrl.models.rotary import Rotation
+from slurmrl.ops import flash
 
 Recompute = Literal["off", "selective", "full"]
 """``full`` keeps a layer's input alone; ``selective`` the results of matrix products and
@@ -66,6 +67,7 @@ def _selective(
 @cache
 def _kept_operators() -> list[torch._ops.OpOverload]:
     """Those of KEPT that this installation has."""
+    flash.register()
     found = []
     for name in KEPT:
         namespace, _, operator = name.partition("::")

@@ -77,6 +77,10 @@ def _batched(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float, window: in
     def batch(x: Tensor) -> Tensor:
         return x.view(run.count, run.length, *x.shape[1:]).transpose(1, 2)
 
+    if q.is_cuda and q.shape[1] != k.shape[1]:
+        # In float32 only the memory-efficient kernel has no scores of all pairs, and it takes no
+        # shared key heads.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     shared = q.shape[1] != k.shape[1]
     if window is not None and window < run.length:
         out = _blocked(batch(q), batch(k), batch(v), scale, window)

@@ -51,9 +51,18 @@ def varlen_attention(
     return kernel(q, k, v, cu_seqlens, longest, scale, seen)
 
 
+def register() -> None:
+    """Make the kernels' operators known to torch, which importing them does."""
+    _has_flash_attn()
+    importlib.import_module("torch.nn.attention.varlen")
+
+
 @cache
 def _has_flash_attn() -> bool:
-    return importlib.util.find_spec("flash_attn") is not None
+    """Other releases have a package of this name without the function."""
+    if importlib.util.find_spec("flash_attn") is None:
+        return False
+    return hasattr(importlib.import_module("flash_attn"), "flash_attn_varlen_func")
 
 
 def _flash_attn(

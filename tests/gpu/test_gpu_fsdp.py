@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,7 @@ def step(engine: FSDPEngine) -> float:
 
 
 def held_bytes() -> int:
+    gc.collect()  # engines of earlier tests, whose hooks refer to each other
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated()
 
@@ -94,10 +96,11 @@ def test_offloading_frees_weights_and_moments_and_brings_them_back(
 
 
 def test_weights_that_stay_on_the_host_train_the_same(context: ParallelContext) -> None:
+    step(make(context).engine)  # the libraries' own memory is there from now on
     before = held_bytes()
     on_host = make(context, cpu_offload=True)
-    assert held_bytes() - before <= SLACK_BYTES
+    assert abs(held_bytes() - before) <= SLACK_BYTES
     found = [step(on_host.engine) for _ in range(3)]
-    assert held_bytes() - before <= 4 * on_host.parameters
+    assert abs(held_bytes() - before) <= 4 * on_host.parameters
     expected_engine = make(context).engine
     assert found == pytest.approx([step(expected_engine) for _ in range(3)], rel=1e-2)

@@ -91,13 +91,13 @@ def run(
     for role in ROLES:
         engines[role.role] = ENGINES.load(role.engine)(
             role.role,
-            Model(**settings),
+            Model(**{**settings, "architecture": None}),
             head=role.head,
             trained=role.trained,
             context=contexts[role.role],
             seed=role.seed,
             total_steps=STEPS,
-            source=None,
+            source=folder / role.role,
         )
     found = []
     for number in range(STEPS):

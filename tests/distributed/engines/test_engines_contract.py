@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from slurmrl.models.build import build
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions, generate
+from slurmrl.models.hf import to_hf
 from slurmrl.models.init import init_tensor
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import ARCHITECTURE, Setup, batch, model
@@ -38,14 +40,24 @@ UNITS_OF_ENGINES = [
 BUDGET = {"max_tokens_per_microbatch": 16}
 
 
-def plain_decoder(head: Any, **architecture: Any) -> Decoder:
-    """The same initial weights in one plain module."""
+def plain_decoder(head: Any, *, new_head: bool = True, **architecture: Any) -> Decoder:
+    """The same initial weights in one plain module. A new value head is zero, and so are all values
+    and the gradients of what is below it."""
     config = ModelConfig.from_hf({**ARCHITECTURE, **architecture})
     decoder = build(config, head)
     with torch.no_grad():
         for name, p in decoder.named_parameters():
+            zero = new_head and name == "score.weight"
             value = init_tensor(name, tuple(p.shape), config, seed=7)
-            p.copy_(torch.zeros_like(p) if name == "score.weight" else value)
+            p.copy_(torch.zeros_like(p) if zero else value)
+    return decoder
+
+
+def value_model(folder: Path, **architecture: Any) -> Decoder:
+    """A model that has values, and its folder."""
+    folder.mkdir(exist_ok=True)
+    decoder = plain_decoder("value", new_head=False, **architecture)
+    to_hf(decoder, folder)
     return decoder
 
 
@@ -67,8 +79,7 @@ def plain_outputs(decoder: Decoder, temperature: float = 1.0) -> dict[str, Tenso
     return {name: torch.cat([row[name] for row in found]) for name in found[0]}
 
 
-def plain_gradients(head: Any, **architecture: Any) -> tuple[float, dict[str, Tensor]]:
-    decoder = plain_decoder(head, **architecture)
+def plain_gradients(decoder: Decoder) -> tuple[float, dict[str, Tensor]]:
     sample = batch()
     total, _ = cases.loss(plain_outputs(decoder), sample)
     total = total / cases.denominator(sample)
@@ -93,8 +104,13 @@ def test_loss_and_gradients_are_those_of_one_process(
         options=UNITS[units],
         split=SPLITS[split],
     )
+    if head == "value":
+        decoder = value_model(tmp_path / "model", **small)
+        setup = replace(setup, source=tmp_path / "model", model=model(architecture=None, **BUDGET))
+    else:
+        decoder = plain_decoder(head, **small)
     results = ranks(len(setup.split), f"{HERE}:train", setup, save=tmp_path)
-    expected_loss, expected = plain_gradients(head, **small)
+    expected_loss, expected = plain_gradients(decoder)
     stats = results[0][0][0]
     assert all(result[0] == results[0][0] for result in results)
     assert stats["loss"] == pytest.approx(expected_loss, rel=2e-6)

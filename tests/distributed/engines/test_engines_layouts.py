@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from slurmrl.models.generate import GenerationOptions, generate
 from slurmrl.models.init import init_tensor
 from slurmrl.models.shapes import parameter_shapes
 from tests.distributed.engines.cases import ARCHITECTURE, LENGTHS, Setup, batch, model
+from tests.distributed.engines.test_engines_contract import value_model
 from tests.distributed.engines.test_engines_families import (
     FAMILIES,
     assert_gradients,
@@ -83,6 +86,11 @@ def setup_of(sizes: dict[str, int], architecture: dict[str, Any], **changes: Any
     )
 
 
+def of_folder(setup: Setup, folder: Path) -> Setup:
+    """The same with the weights of a folder."""
+    return replace(setup, source=folder, model={**setup.model, "architecture": None})
+
+
 def assert_as_one_process(
     ranks: RankPool, folder: Path, setup: Setup, architecture: dict[str, Any]
 ) -> None:
@@ -139,20 +147,24 @@ def test_every_family_in_every_layout(
 
 @pytest.mark.parametrize(("layout", "sequence"), [("d2t2", False), ("c2t2", True)])
 def test_outputs_and_values_come_in_the_samples_order(
-    ranks: RankPool, layout: str, sequence: bool
+    ranks: RankPool, tmp_path: Path, layout: str, sequence: bool
 ) -> None:
+    value = value_model(tmp_path, **MODELS["qwen3"])
     for head in ("lm", "value"):
         setup = setup_of(LAYOUTS[layout], MODELS["qwen3"], sequence=sequence, head=head)
+        if head == "value":
+            setup = of_folder(setup, tmp_path)
         results = ranks(4, f"{HERE}:forward", setup)
-        decoder = plain_decoder(MODELS["qwen3"])
+        decoder = value if head == "value" else plain_decoder(MODELS["qwen3"])
         sample = batch()
         ids, cu = sample.tensor("input_ids"), sample.cu_seqlens("input_ids")
         with torch.no_grad():
             hidden = decoder(ids, cu, max(LENGTHS))
-            logp, entropy = decoder.logprobs(hidden, ids, cu, 0.7)
-        expected = {"logp": logp, "entropy": entropy}
-        if head == "value":
-            expected = {"values": torch.zeros(len(ids))}  # a new critic's
+            if head == "value":
+                expected = {"values": decoder.values(hidden)}
+            else:
+                logp, entropy = decoder.logprobs(hidden, ids, cu, 0.7)
+                expected = {"logp": logp, "entropy": entropy}
         for rank, found in enumerate(results):
             share = setup.split[rank // 2 if "dp" in setup.sizes else 0]
             for name, whole in expected.items():
@@ -162,9 +174,12 @@ def test_outputs_and_values_come_in_the_samples_order(
 
 
 @pytest.mark.parametrize("layout", ["t2", "c2t2"])
-def test_values_learn_as_in_one_process(ranks: RankPool, layout: str) -> None:
-    one = setup_of({"dp": 1}, MODELS["qwen3"], head="value")
-    split = setup_of(LAYOUTS[layout], MODELS["qwen3"], head="value", sequence=True)
+def test_values_learn_as_in_one_process(ranks: RankPool, tmp_path: Path, layout: str) -> None:
+    value_model(tmp_path, **MODELS["qwen3"])
+    one, split = (
+        of_folder(setup_of(sizes, MODELS["qwen3"], head="value", sequence="tp" in sizes), tmp_path)
+        for sizes in ({"dp": 1}, LAYOUTS[layout])
+    )
     expected = ranks(1, f"{CASES}:train", one, range(3))[0][0]
     found = ranks(split.ranks, f"{CASES}:train", split, range(3))[0][0]
     for ours, theirs in zip(found, expected, strict=True):
@@ -208,15 +223,21 @@ def assembled(
     return found
 
 
+FEW_LAYOUTS = [("qwen3", "d2t2"), ("qwen3", "t4"), ("mixtral", "c2t2"), ("gpt2", "d2t2")]
+
+
 @pytest.mark.parametrize(
     ("family", "layout"),
-    [("qwen3", "d2t2"), ("qwen3", "t4"), ("mixtral", "c2t2"), ("gpt2", "d2t2")],
+    [
+        pytest.param(*pair, marks=() if pair in FEW_LAYOUTS else pytest.mark.long)
+        for pair in product(MODELS, LAYOUTS)
+    ],
 )
 def test_a_layout_says_where_every_element_lies(ranks: RankPool, family: str, layout: str) -> None:
     setup = setup_of(LAYOUTS[layout], MODELS[family])
     config = ModelConfig.from_hf(MODELS[family])
     shapes = parameter_shapes(config, "lm")
-    found = assembled(shapes, ranks(4, f"{HERE}:held", setup))
+    found = assembled(shapes, ranks(setup.ranks, f"{HERE}:held", setup))
     for name, shape in shapes.items():
         assert torch.equal(found[name], init_tensor(name, shape, config, 7)), name
 

@@ -20,7 +20,7 @@ from slurmrl.models.moe import SparseMLP
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import ARCHITECTURE, LENGTHS, batch, model
 from tests.distributed.engines.megatron_cases import Case, Placed, placed
-from tests.distributed.engines.test_engines_contract import plain_decoder
+from tests.distributed.engines.test_engines_contract import plain_decoder, value_model
 from tests.pool import RankPool
 
 HERE = "tests.distributed.engines.megatron_cases"
@@ -129,9 +129,12 @@ LONG: Layouts = {
 
 
 def start(folder: Path, architecture: dict[str, Any], head: Any) -> Decoder:
-    """The one process's model, in float64 where it can; its language model is in the folder."""
-    to_hf(decoder_of("lm", architecture), folder)
-    decoder = decoder_of(head, architecture)
+    """The one process's model, in float64 where it can, and its folder."""
+    if head == "value":
+        decoder = value_model(folder, **architecture)
+    else:
+        decoder = decoder_of(head, architecture)
+        to_hf(decoder, folder)
     return decoder if decoder.config.moe else decoder.double()  # (products of experts have none)
 
 

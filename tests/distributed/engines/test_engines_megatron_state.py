@@ -19,7 +19,11 @@ from slurmrl.layout.plan import plan
 from slurmrl.models.hf import to_hf
 from tests.distributed.engines.cases import LENGTHS, Setup, model
 from tests.distributed.engines.megatron_cases import Case, Placed, placed
-from tests.distributed.engines.test_engines_contract import plain_decoder, plain_outputs
+from tests.distributed.engines.test_engines_contract import (
+    plain_decoder,
+    plain_outputs,
+    value_model,
+)
 from tests.distributed.engines.test_engines_megatron import BUDGET, EVEN, MOE, TIED, grid
 from tests.pool import RankPool
 
@@ -47,8 +51,13 @@ def assembled(results: list[tuple[Layout, dict[str, Tensor]]]) -> dict[str, np.n
     ("where", "architecture"),
     [
         (placed(tp=2), TIED),
+        (placed(dp=2), TIED),
+        (placed(cp=2), EVEN),
         (placed(pp=2, v=2), EVEN),
         (placed(tp=2, pp=2), TIED),
+        (placed(pp=2, dp=2), EVEN),
+        (placed(tp=2, sp=True, pp=2, cp=2), EVEN),
+        (placed(dp=2, experts=grid(1, 1, 2, 1)), MOE),
         (placed(dp=2, tp=2, sp=True, experts=grid(1, 1, 2, 2)), MOE),
     ],
 )
@@ -74,10 +83,13 @@ def test_pieces_of_all_ranks_make_up_the_folders_tensors(
 def test_outputs_are_those_of_one_process_on_every_rank(
     ranks: RankPool, tmp_path: Path, where: Placed, trained: bool, head: Any
 ) -> None:
-    settings = model(architecture=TIED, **BUDGET)
-    case = Case(where, settings, head, trained=trained)
-    with torch.no_grad():
+    if head == "value":
+        decoder = value_model(tmp_path, **TIED)
+        case = Case(where, model(architecture=None, **BUDGET), head, trained, tmp_path)
+    else:
         decoder = plain_decoder(head, **TIED)
+        case = Case(where, model(architecture=TIED, **BUDGET), head, trained)
+    with torch.no_grad():
         expected = plain_outputs(decoder)
     for outputs, share in ranks(len(where.ranks), f"{HERE}:outputs", case, deadline_s=300.0):
         assert set(outputs) == set(expected)

@@ -12,6 +12,7 @@ from slurmrl.checkpoint.pieces import RoleCheckpoint
 from slurmrl.models.build import build
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
+from slurmrl.models.hf import to_hf
 from slurmrl.models.init import init_tensor
 from tests.distributed.engines.cases import LENGTHS, model
 from tests.distributed.engines.mixed_cases import ROLES, STEPS, Role, loss, recorded
@@ -19,9 +20,9 @@ from tests.distributed.engines.test_engines_megatron import (
     BUDGET,
     ROUNDING,
     TIED,
-    adam,
     close,
     outputs_of,
+    reference,
 )
 from tests.pool import RankPool
 
@@ -31,8 +32,7 @@ def decoder_of(role: Role, settings: dict[str, Any]) -> Decoder:
     decoder = build(config, role.head)  # type: ignore[arg-type]
     with torch.no_grad():
         for name, p in decoder.named_parameters():
-            value = init_tensor(name, tuple(p.shape), config, role.seed)
-            p.copy_(torch.zeros_like(p) if name == "score.weight" else value)
+            p.copy_(init_tensor(name, tuple(p.shape), config, role.seed))
     return decoder
 
 
@@ -41,12 +41,15 @@ def test_each_model_computes_as_alone(ranks: RankPool, tmp_path: Path) -> None:
     settings = model(architecture=TIED, **BUDGET)
     for number in range(STEPS):
         (tmp_path / str(number)).mkdir()
+    for role in ROLES:  # all have values, where new heads would give zeros
+        (tmp_path / role.role).mkdir()
+        to_hf(decoder_of(role, settings), tmp_path / role.role)
     results = ranks(
         4, "tests.distributed.engines.mixed_cases:run", settings, tmp_path, deadline_s=400.0
     )
     for role in ROLES:
         decoder = decoder_of(role, settings)
-        optimizer = adam(decoder, settings)
+        optimizer = reference(decoder, settings["optimizer"])
         for number in range(STEPS):
             sample = recorded(number)
             outputs = outputs_of(decoder, sample)
