@@ -11,6 +11,8 @@ from torch.nn import functional as F
 
 ALIGNMENT_BYTES = 16
 """What torch's grouped kernels ask of the rows of all operands."""
+ON_GPUS = (torch.bfloat16,)
+ON_CPUS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -31,4 +33,4 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
     aligned = all(n * x.element_size() % ALIGNMENT_BYTES == 0 for n in weight.shape[1:])
-    return aligned and (x.device.type == "cpu" or x.dtype == torch.bfloat16)
+    return aligned and x.dtype in (ON_GPUS if x.is_cuda else ON_CPUS)

@@ -129,13 +129,13 @@ LONG: Layouts = {
 
 
 def start(folder: Path, architecture: dict[str, Any], head: Any) -> Decoder:
-    """The one process's model, in float64 where it can, and its folder."""
+    """The one process's model, in float64, and its folder."""
     if head == "value":
         decoder = value_model(folder, **architecture)
     else:
         decoder = decoder_of(head, architecture)
         to_hf(decoder, folder)
-    return decoder if decoder.config.moe else decoder.double()  # (products of experts have none)
+    return decoder.double()
 
 
 def decoder_of(head: Any, architecture: dict[str, Any]) -> Decoder:
@@ -253,11 +253,15 @@ def test_every_layout_trains_as_one_process(ranks: RankPool, tmp_path: Path, nam
     compared(ranks, tmp_path, where, head, start(tmp_path, architecture, head))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    "name", ["t2 sp", "p2 tied", "t2 sp p2 c2", "experts attn t2 d2 ffn e2 t2", "experts p2 d2 e2"]
+DESCENDED = (
+    *("t2", "t2 sp tied", "p2", "p2 v2", "d2", "c2", "t2 sp p2 c2"),
+    *("d2 experts e2", "experts p2 d2 e2", "experts attn t2 d2 ffn e2 t2"),
 )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", DESCENDED)
 def test_plain_descent_is_that_of_one_process(ranks: RankPool, tmp_path: Path, name: str) -> None:
     """Steps in proportion to the gradient, where AdamW's hardly depend on its size."""
-    where, architecture, head = LONG[name]
+    where, architecture, head = {**FAST, **LONG}[name]
     compared(ranks, tmp_path, where, head, start(tmp_path, architecture, head), **DESCENT)

@@ -7,15 +7,19 @@ from slurmrl.ops.experts import grouped_linear
 
 
 @pytest.mark.parametrize("counts", [(3, 0, 2), (0, 0, 7), (1, 1, 1), (0, 0, 0)])
-@pytest.mark.parametrize(("inputs", "outputs"), [(8, 12), (5, 7)], ids=["kernel", "loop"])
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "dtype"),
+    [(8, 12, torch.float32), (5, 7, torch.float32), (8, 12, torch.float64)],
+    ids=["kernel", "loop", "no kernel"],
+)
 def test_each_token_meets_its_experts_matrix(
-    counts: tuple[int, ...], inputs: int, outputs: int
+    counts: tuple[int, ...], inputs: int, outputs: int, dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(0)
     tokens = sum(counts)
-    x = torch.randn(tokens, inputs, generator=generator, requires_grad=True)
-    weight = torch.randn(3, outputs, inputs, generator=generator, requires_grad=True)
-    mix = torch.randn(tokens, outputs, generator=generator)
+    x = torch.randn(tokens, inputs, generator=generator, dtype=dtype, requires_grad=True)
+    weight = torch.randn(3, outputs, inputs, generator=generator, dtype=dtype, requires_grad=True)
+    mix = torch.randn(tokens, outputs, generator=generator, dtype=dtype)
     out = grouped_linear(x, weight, torch.tensor(counts))
     (out * mix).sum().backward()
     expert = torch.repeat_interleave(torch.arange(3), torch.tensor(counts))
