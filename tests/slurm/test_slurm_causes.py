@@ -124,6 +124,29 @@ def failures(trial: Watched) -> list[tuple[str, str]]:
 
 
 @long
+def test_job_that_puts_itself_back_into_the_queue(tmp_path: Path, bed: Path, calm: Outcome) -> None:
+    """``continue: requeue``: once more after a warning, but not after scancel."""
+    changes = {"cluster": paced.cluster(tmp_path, **{"continue": "requeue"})}
+    trial = paced.start(tmp_path, **changes)
+
+    def job() -> str:
+        return trial.witness.job(trial.incarnation).partition(".")[0]
+
+    warn = partial(slurm, "scancel", "--batch", "--signal=USR2")
+    assert after(trial, lambda: warn(job())) == "requeue"
+    trained = len(trial.witness.batches(trial.incarnation))
+    assert trial.until("a step", lambda: len(trial.witness.batches(trial.incarnation)) > trained)
+    slurm("scancel", job())
+    wait_until("an empty queue", lambda: not queued())
+    ends = [event["why"] for event in events.read_all(trial.witness.paths) if "why" in event]
+    assert len(ends) == 2
+    assert "JobState=CANCELLED" in slurm("scontrol", "show", "job", job())
+    paced.hurry(trial)
+    trial.site.slurmrl("resume", trial.name)
+    assert calm.differences(trial.outcome()) == []
+
+
+@long
 def test_worker_that_the_kernel_kills_for_memory(tmp_path: Path, calm: Outcome) -> None:
     """The job has asked for less memory than a rank suddenly takes."""
     with private_bed("--memory", needs=("memory limits need",)):
