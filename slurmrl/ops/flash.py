@@ -13,6 +13,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from slurmrl import log
+
+logger = log.get(__name__)
+
 HALF = (torch.bfloat16, torch.float16)
 HEAD_MULTIPLE = 8
 MAX_HEAD_DIM = 256
@@ -62,7 +66,11 @@ def _has_flash_attn() -> bool:
     """Other releases have a package of this name without the function."""
     if importlib.util.find_spec("flash_attn") is None:
         return False
-    return hasattr(importlib.import_module("flash_attn"), "flash_attn_varlen_func")
+    try:
+        return hasattr(importlib.import_module("flash_attn"), "flash_attn_varlen_func")
+    except ImportError as error:
+        logger.warning("flash-attn is of another torch or CUDA, torch's kernel is used: %s", error)
+        return False
 
 
 def _flash_attn(
