@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl import keys
-from slurmrl.errors import EnvironmentFailure, SchedulerError
+from slurmrl.errors import EnvironmentFailure, SchedulerError, UsageError
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind, Record
 from slurmrl.history.writer import begin, end, resume
@@ -316,8 +316,9 @@ class Said(list[str]):
     def start(self) -> None:
         self.told("42")
 
-    def stop(self) -> None:
+    def stop(self) -> bool:
         self.append("stop")
+        return False
 
 
 @pytest.mark.parametrize("ended", [False, True])
@@ -336,7 +337,8 @@ def test_what_a_link_does_around_its_rounds(
             end(History(paths.history), Kind.FINISHED, {})
         return 3
 
-    def after(link: Link) -> str:
+    def after(link: Link, *, extend: bool) -> str:
+        assert not extend, "the upkeep is still at it"
         said.append("continue")
         return "41_1 follows"
 
@@ -350,6 +352,23 @@ def test_what_a_link_does_around_its_rounds(
     assert said == ["upkeep of trainer and {'rollout': 3}", "rounds", "stop", last]
     (event,) = read_all(paths)
     assert (event["kind"], event["job"]) == ("topped_up", "42")
+
+
+def test_a_link_that_cannot_begin_says_why(
+    paths: RunPaths, plans: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prepare(*_: object) -> Rounds:
+        raise UsageError("the token file can be read by others")
+
+    paths.plan.write_text(plans().to_json())
+    monkeypatch.setattr(supervisor, "parse", lambda: options(paths, "direct"))
+    monkeypatch.setattr(supervisor, "prepare", prepare)
+    monkeypatch.setattr(supervisor.ownership, "make_umask_private", lambda: None)
+    monkeypatch.setattr(supervisor.log, "configure", lambda name: None)
+    assert supervisor.main() == 1
+    (event,) = read_all(paths)
+    assert event["kind"] == "end"
+    assert "could not begin: the token file can be read" in event["why"]
 
 
 def test_a_task_of_an_elastic_group_looks_after_nothing(
