@@ -32,7 +32,7 @@ from tests.support.chaos_trials.watched import Watched
 from tests.support.nodes import kill_node, node_of, preempt, private_bed, slurm
 from tests.support.trials import Site, processes, wait_until
 
-ALL = ("worker", "master", "agent", "supervisor", "stop", "preempt", "node")
+ALL = ("worker", "master", "agent", "supervisor", "stop", "warn", "preempt", "node")
 """A lost node does not come back, so it is the last."""
 EMPTY_JOB = """#!/bin/bash
 #SBATCH --array=0-3%1 --nodes=2 --requeue --open-mode=append --output=/dev/null
