@@ -70,14 +70,10 @@ def matrix_rate(size: int, dtype: torch.dtype, where: torch.device, wait: Step) 
     return 2 * size**3 / seconds(lambda: torch.matmul(a, b, out=out), 10, wait)
 
 
-class Place(argparse.Namespace):
-    role, ranks, sizes = "actor", (0,), {"dp": 1}
-
-
 def slurmrl_step(
     shape: dict[str, Any], ids: Tensor, dtype: str, checkpointing: str, where: torch.device
 ) -> Step:
-    placed: Any = Place()
+    placed: Any = argparse.Namespace(role="actor", ranks=(0,), sizes={"dp": 1})
     engine = ENGINES.load("fsdp")(
         "actor",
         Model.model_validate(

@@ -23,6 +23,7 @@ from slurmrl.fsio import atomic, documents
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.scheduler import make
 from slurmrl.scheduler.base import Continue, GroupRequest, JobState, SubmissionRequest, TaskState
+from slurmrl.scheduler.client import SRUN
 from slurmrl.submission import copying
 from slurmrl.submission.live import Jobs, clear_away
 
@@ -37,7 +38,6 @@ LATE_S = 15.0
 """How long results may take to show after the job has ended."""
 SAY_EVERY_S = 10.0
 CONTENT_BYTES = 2**20
-SRUN = ("srun", "--export=ALL", "--mpi=none", "--input=none", "--cpu-bind=none")
 
 Say = Callable[[str], None]
 

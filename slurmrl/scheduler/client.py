@@ -31,6 +31,11 @@ def may_have_worked(error: SchedulerError) -> bool:
     return any(words in str(error) for words in TRANSIENT)
 
 
+SRUN = ("srun", "--export=ALL", "--mpi=none", "--input=none", "--cpu-bind=none")
+"""One task on each host of a job, with what the batch script's set-up lines made (--export=ALL) and
+all of the job's CPUs, of which Slurm would set one aside for each task."""
+
+
 class SlurmClient:
     """One method per command; each raises SchedulerError with the command and its words."""
 

@@ -25,6 +25,9 @@ from slurmrl.workers.supervisor.rounds import Rounds, job_tag
 
 logger = log.get(__name__)
 
+PREPARE_S = 300.0
+"""How long files that cannot be read are waited for: one may be gone, and the job holds hosts."""
+
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="slurmrl.workers.supervisor", description=__doc__)
@@ -50,7 +53,9 @@ def main() -> int:
         return 0
     logger.info("link %d, job %s", link.index, env.JOB_ID.get())
     try:
-        rounds = patiently("read the run's files", lambda: prepare(options, paths))
+        rounds = patiently(
+            "read the run's files", lambda: prepare(options, paths), timeout_s=PREPARE_S
+        )
     except SlurmrlError as error:
         logger.error("this job cannot begin: %s", error)
         writer = EventWriter(paths, f"supervisor.{options.group}.{job_tag()}")

@@ -17,6 +17,7 @@ from slurmrl.history.log import History
 from slurmrl.history.state import fold
 from slurmrl.monitor.events import EventWriter
 from slurmrl.paths import RunPaths
+from slurmrl.scheduler.client import SRUN
 from slurmrl.workers.patience import patiently
 from slurmrl.workers.process import die_with
 from slurmrl.workers.supervisor.allocation import Allocation
@@ -43,10 +44,7 @@ def agent_command(
     agent += ["--group", options.group]
     if options.launcher == "direct":
         return agent
-    # --export=ALL hands on what the batch script's set-up lines made; a lost agent ends the step.
-    # An agent is one task, for which Slurm would set one CPU aside: its workers need all of them.
-    srun = ["srun", "--export=ALL", "--kill-on-bad-exit=1", "--mpi=none", "--input=none"]
-    srun.append("--cpu-bind=none")
+    srun = [*SRUN, "--kill-on-bad-exit=1"]  # a lost agent ends the step
     if hosts:
         srun += [f"--nodelist={','.join(hosts)}", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}"]
     if overlap:

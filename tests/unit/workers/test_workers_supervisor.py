@@ -354,11 +354,19 @@ def test_what_a_link_does_around_its_rounds(
     assert (event["kind"], event["job"]) == ("topped_up", "42")
 
 
+@pytest.mark.parametrize("kind", [UsageError, EnvironmentFailure])
 def test_a_link_that_cannot_begin_says_why(
-    paths: RunPaths, plans: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+    paths: RunPaths,
+    plans: Callable[..., Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[Exception],
 ) -> None:
+    """At once, or when a file that may come back has been waited for."""
+
     def prepare(*_: object) -> Rounds:
-        raise UsageError("the token file can be read by others")
+        raise kind("the token file cannot be read")
+
+    monkeypatch.setattr(supervisor, "PREPARE_S", 0.0)
 
     paths.plan.write_text(plans().to_json())
     monkeypatch.setattr(supervisor, "parse", lambda: options(paths, "direct"))
@@ -368,7 +376,7 @@ def test_a_link_that_cannot_begin_says_why(
     assert supervisor.main() == 1
     (event,) = read_all(paths)
     assert event["kind"] == "end"
-    assert "could not begin: the token file can be read" in event["why"]
+    assert "could not begin: the token file cannot be read" in event["why"]
 
 
 def test_a_task_of_an_elastic_group_looks_after_nothing(
