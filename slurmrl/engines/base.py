@@ -127,7 +127,8 @@ class Engine(ABC):
 
     @abstractmethod
     def offload(self) -> None:
-        """Move weights and optimizer state to host memory."""
+        """Move weights and optimizer state to host memory. Until ``onload`` whatever needs them
+        raises UsageError."""
 
     @abstractmethod
     def onload(self) -> None:

@@ -7,18 +7,30 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from slurmrl.errors import UsageError
+
 
 class Offload:
     """Storages whose contents are in host memory meanwhile."""
 
-    def __init__(self) -> None:
+    def __init__(self, role: str) -> None:
+        self._role = role
+        self._taken = False
         self._kept: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+
+    def check(self) -> None:
+        """Raises UsageError between ``take`` and ``give``: there is nothing to compute with."""
+        if self._taken:
+            raise UsageError(
+                f"{self._role} is offloaded: its weights are in host memory until onload()"
+            )
 
     def take(self, kept: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> None:
         """Free the storages of these tensors; ``scratch`` need not keep its contents and comes
         back as zeros. Does nothing if they are taken already."""
-        if self._kept:
+        if self._taken:
             return
+        self._taken = True
         seen: set[int] = set()
         for tensors, copied in ((kept, True), (scratch, False)):
             for tensor in tensors:
@@ -44,6 +56,7 @@ class Offload:
             else:
                 whole.copy_(host)
         self._kept.clear()
+        self._taken = False
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import cos, pi
 
-from slurmrl.config.schema.model import Optimizer
+from slurmrl.config.schema.optimizer import Optimizer
 
 
 def learning_rate(options: Optimizer, step: int, total_steps: int) -> float:

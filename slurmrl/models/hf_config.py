@@ -26,10 +26,16 @@ class HFConfig:
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], *, strict: bool = False) -> HFConfig:
-        """Read a ``config.json`` object. Raises UsageError where it names no family."""
+        """Read a ``config.json`` object. Raises UsageError where it names no family or asks for a
+        loss of its own."""
         model_type = values.get("model_type")
         if not isinstance(model_type, str):
             raise UsageError(f"'model_type' is {model_type!r}, must name a family of transformers")
+        if values.get("output_router_logits") and values.get("router_aux_loss_coef") != 0:
+            raise UsageError(
+                "implementation hf does not compute the load-balancing loss of "
+                "output_router_logits: set that to false, or use the built-in decoder"
+            )
         return HFConfig(model_type=model_type, values=dict(values))
 
     def to_hf(self, *, head: Head = "lm", dtype: str = "float32") -> dict[str, Any]:

@@ -122,7 +122,7 @@ def _model(
             values = {k: v for k, v in config.values.items() if k != "model_type"}
             settings = _without_dropout(AutoConfig.for_model(config.model_type, **values, **more))
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(seed)
+                torch.default_generator.manual_seed(seed)  # a GPU's stays as it is
                 model = task.from_config(settings, dtype=dtype)
             fresh = True
     except (ValueError, KeyError, OSError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ def layer_call(mode: Recompute) -> LayerCall:
     """How to call a layer; without gradients nothing is kept anyway."""
     if mode == "off" or not torch.is_grad_enabled():
         return plain
-    return _full if mode == "full" else _selective
+    return _full if mode == "full" else selective
 
 
 def plain(layer: nn.Module, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
@@ -56,12 +56,10 @@ def _full(layer: nn.Module, x: Tensor, rotation: Rotation | None, core: Attentio
     return out
 
 
-def _selective(
-    layer: nn.Module, x: Tensor, rotation: Rotation | None, core: AttentionCore
-) -> Tensor:
+def selective(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What ``call`` returns; its backward pass computes all again but ``KEPT``."""
     contexts = partial(create_selective_checkpoint_contexts, _kept_operators())
-    out: Tensor = checkpoint(layer, x, rotation, core, use_reentrant=False, context_fn=contexts)
-    return out
+    return checkpoint(call, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 @cache

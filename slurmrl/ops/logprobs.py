@@ -85,17 +85,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
-        normalizers, logps, entropies = [], [], []
-        for span in _spans(hidden.shape[0], chunk):
-            z = _scaled_logits(hidden[span], weight, temperature)
-            normalizers.append(z.logsumexp(-1))
-            logq = z.sub_(normalizers[-1][:, None])
-            logps.append(logq.gather(-1, targets[span, None]).squeeze(-1))
-            entropies.append(-logq.exp().mul_(logq).sum(-1))
-        entropy = torch.cat(entropies)
-        ctx.save_for_backward(hidden, weight, targets, torch.cat(normalizers), entropy)
+        normalizer, entropy, logp = statistics(hidden, weight, targets, temperature, chunk)
+        ctx.save_for_backward(hidden, weight, targets, normalizer, entropy)
         ctx.temperature, ctx.chunk = temperature, chunk
-        return torch.cat(logps), entropy
+        return logp, entropy
 
     @staticmethod
     @once_differentiable
@@ -106,7 +99,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        for span in _spans(hidden.shape[0], ctx.chunk):
+        for span in spans(hidden.shape[0], ctx.chunk):
             h = hidden[span]
             others = [x[span] for x in (*per_token, grad_logp, grad_entropy)]
             dz = _logit_gradient(h, weight, ctx.temperature, *others).to(h.dtype)
@@ -119,12 +112,29 @@ class _ChunkedLogprobs(torch.autograd.Function):
         return grad_hidden, grad_weight, None, None, None
 
 
-def _spans(tokens: int, chunk: int) -> list[slice]:
+def statistics(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalizer, entropy and log p(target) of softmax(hidden @ weight.T / temperature), each
+    [T] float32."""
+    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    for span in spans(hidden.shape[0], chunk):
+        z = scaled_logits(hidden[span], weight, temperature)
+        normalizer = z.logsumexp(-1)
+        logq = z.sub_(normalizer[:, None])
+        logp = logq.gather(-1, targets[span, None]).squeeze(-1)
+        found.append((normalizer, -logq.exp().mul_(logq).sum(-1), logp))
+    normalizers, entropies, logps = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return normalizers, entropies, logps
+
+
+def spans(tokens: int, chunk: int) -> list[slice]:
     """Slices of at most ``chunk`` tokens; one empty slice where there are none."""
     return [slice(start, start + chunk) for start in range(0, max(tokens, 1), chunk)]
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
+    """hidden [t, h], weight [V, h] -> float32 logits [t, V] / temperature."""
     logits = (hidden @ weight.t()).float()
     return logits if temperature == 1.0 else logits.div_(temperature)
 
@@ -140,7 +150,7 @@ def _logit_gradient(
     grad_entropy: Tensor,
 ) -> Tensor:
     """Gradient with respect to the unscaled logits of one chunk [t, V]."""
-    z = _scaled_logits(hidden, weight, temperature)
+    z = scaled_logits(hidden, weight, temperature)
     logq = z.sub_(normalizer[:, None])
     p = logq.exp()
     dz = logq.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logp[:, None]).mul_(p)

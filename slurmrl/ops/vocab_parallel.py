@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slurmrl.ops.collectives import Group, gathered
-from slurmrl.ops.logprobs import CHUNK_ELEMENTS, CHUNK_TOKENS
+from slurmrl.ops.logprobs import CHUNK_ELEMENTS, CHUNK_TOKENS, scaled_logits, spans, statistics
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class _Logprobs(torch.autograd.Function):
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         own = (targets - rows.first).clamp(0, weight.shape[0] - 1)
-        normalizer, entropy, logp = own_statistics(hidden, weight, own, temperature, chunk)
+        normalizer, entropy, logp = statistics(hidden, weight, own, temperature, chunk)
         if targets.shape[0]:
             stacked = torch.stack([normalizer, entropy, logp])[None]
             normalizers, entropies, logps = gathered(stacked, rows.group).unbind(1)
@@ -100,9 +100,9 @@ class _Logprobs(torch.autograd.Function):
         place, at_target = place * here, grad_logp * here
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)
-        for span in _spans(hidden.shape[0], ctx.chunk):
+        for span in spans(hidden.shape[0], ctx.chunk):
             h = hidden[span]
-            logq = _scaled_logits(h, weight, ctx.temperature).sub_(normalizer[span, None])
+            logq = scaled_logits(h, weight, ctx.temperature).sub_(normalizer[span, None])
             p = logq.exp()
             dz = logq.add_(entropy[span, None]).mul_(-grad_entropy[span, None])
             dz.sub_(grad_logp[span, None]).mul_(p)
@@ -111,28 +111,3 @@ class _Logprobs(torch.autograd.Function):
             torch.mm(dz, weight, out=grad_hidden[span])
             grad_weight += dz.t() @ h
         return grad_hidden, grad_weight.to(weight.dtype), None, None, None, None
-
-
-def own_statistics(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalizer, entropy and log p(target) of the softmax over these rows alone, each [T]."""
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
-    for span in _spans(hidden.shape[0], chunk):
-        z = _scaled_logits(hidden[span], weight, temperature)
-        normalizer = z.logsumexp(-1)
-        logq = z.sub_(normalizer[:, None])
-        logp = logq.gather(-1, targets[span, None]).squeeze(-1)
-        found.append((normalizer, -logq.exp().mul_(logq).sum(-1), logp))
-    normalizers, entropies, logps = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return normalizers, entropies, logps
-
-
-def _spans(tokens: int, chunk: int) -> list[slice]:
-    """Slices of at most ``chunk`` tokens; one empty slice where there are none."""
-    return [slice(start, start + chunk) for start in range(0, max(tokens, 1), chunk)]
-
-
-def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    logits = (hidden @ weight.t()).float()
-    return logits if temperature == 1.0 else logits.div_(temperature)

@@ -13,6 +13,7 @@ from typing import Final, TypeAlias
 
 from slurmrl.config.conditions import StopWhen
 from slurmrl.config.schema import Dataset
+from slurmrl.config.schema.optimizer import USERS
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import Problem, UsageError
 from slurmrl.graph.call import Call
@@ -94,10 +95,23 @@ def _engine_options(draft: Draft) -> Iterator[Problem]:
         rules = ENGINES.get(allocation.backend) if allocation else None
         if rules is None or allocation is None:
             continue
-        if model.cpu_offload and not rules.cpu_offload:
-            able = ", ".join(one for one, other in ENGINES.items() if other.cpu_offload)
-            message = f"true is not allowed with {allocation.backend}; allowed backends: {able}"
-            yield draft.problem((role, "cpu_offload"), message)
+        for field in ("cpu_offload", "transformer_engine"):
+            if getattr(model, field) and not getattr(rules, field):
+                able = ", ".join(one for one, other in ENGINES.items() if getattr(other, field))
+                message = f"true is not allowed with {allocation.backend}; allowed backends: {able}"
+                yield draft.problem((role, field), message)
+
+
+def _optimizers(draft: Draft) -> Iterator[Problem]:
+    """Settings that the kind of optimizer does not use."""
+    for role, model in draft.models():
+        options = model.optimizer
+        for field in options.unused:
+            able = ", ".join(USERS[field])
+            message = (
+                f"'{options.name}' is not allowed with {field}, which it does not use: {able} do"
+            )
+            yield draft.problem((role, "optimizer", "name"), message)
 
 
 def _stop_when(draft: Draft) -> Iterator[Problem]:
@@ -140,6 +154,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     *LAYOUT_CHECKS,
     implementations,
     _engine_options,
+    _optimizers,
     _dataset_types,
     _reward,
     _stop_when,

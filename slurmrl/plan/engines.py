@@ -29,6 +29,8 @@ class EngineRules:
     own_experts: bool = True
     """Whether experts may lie otherwise than the rest of the model."""
     cpu_offload: bool = False
+    transformer_engine: bool = False
+    """Whether it can make its layers of TransformerEngine's modules."""
     context_heads: bool = False
     """Whether context-parallel ranks share the attention heads, so that these must divide."""
 
@@ -50,6 +52,7 @@ ENGINES: Final = {
         "slurmrl.engines.megatron.schema:MegatronModel",
         generates=False,
         copies_heads=False,
+        transformer_engine=True,
         context_heads=True,
     ),
 }

@@ -8,7 +8,6 @@ from typing import Final
 
 from slurmrl.allocation import Allocation
 from slurmrl.config.schema import Model
-from slurmrl.config.schema.model import Optimizer
 from slurmrl.graph.roles import Head
 from slurmrl.plan.lengths import Lengths
 from slurmrl.plan.shape import ModelShape
@@ -143,19 +142,14 @@ def _training_bytes(job: Job) -> tuple[int, int]:
     beside the weights in float32, or nothing if they are in host memory. megatron with its
     distributed optimizer: gradients in float32 on every copy, and a float32 copy of bfloat16
     weights beside the moments."""
-    sharded = _per_rank(job)
+    sharded, moments = _per_rank(job), len(job.model.optimizer.moments)
     if job.allocation.backend in SHARDED:
         if job.model.cpu_offload:
             return 0, 0
-        return round(sharded * 4), round(sharded * 4 * _moments(job.model.optimizer))
+        return round(sharded * 4), round(sharded * 4 * moments)
     own = parameters(job.shape, job.allocation, job.head).total
     master = 4 if job.model.dtype == "bfloat16" else 0
-    return round(own * 4), round(sharded * (4 * _moments(job.model.optimizer) + master))
-
-
-def _moments(optimizer: Optimizer) -> int:
-    """Numbers kept beside each parameter."""
-    return int(optimizer.momentum > 0) if optimizer.name == "sgd" else 2
+    return round(own * 4), round(sharded * (4 * moments + master))
 
 
 def _gathered_layer(job: Job) -> float:

@@ -41,6 +41,7 @@ LAYOUT = frozenset(
         "max_tokens_per_microbatch",
         "gradient_checkpointing",
         "cpu_offload",
+        "transformer_engine",
     )
 )
 """Dotted keys that change on how many ranks and in what portions the same is computed. They may

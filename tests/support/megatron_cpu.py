@@ -104,7 +104,7 @@ class _Distributed(types.ModuleType):
         output.copy_(whole.split([len(part) for part in parts])[group.rank()])
 
 
-class _Torch(types.ModuleType):
+class TorchOnCPU(types.ModuleType):
     """The real torch but for its device."""
 
     def __init__(self) -> None:
@@ -118,8 +118,10 @@ class _Torch(types.ModuleType):
         return getattr(torch, name)
 
 
-def _called_by_megatron() -> bool:
-    return str(sys._getframe(2).f_globals.get("__name__", "")).startswith("megatron.")
+def called_by_megatron(depth: int = 2) -> bool:
+    """Whether the function that many frames above is megatron's, or TransformerEngine's."""
+    name = str(sys._getframe(depth).f_globals.get("__name__", ""))
+    return name.startswith(("megatron.", "transformer_engine."))
 
 
 def _patch_tensors() -> None:
@@ -128,12 +130,12 @@ def _patch_tensors() -> None:
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         found = real_type(self, *args, **kwargs)
-        if args or kwargs or not _called_by_megatron():
+        if args or kwargs or not called_by_megatron():
             return found
         return found.replace("torch.", "torch.cuda.", 1)
 
     def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self if _called_by_megatron() else real_cuda(self, *args, **kwargs)
+        return self if called_by_megatron() else real_cuda(self, *args, **kwargs)
 
     torch.Tensor.type = type_  # type: ignore[method-assign, assignment]
     torch.Tensor.cuda = cuda  # type: ignore[method-assign]
@@ -148,7 +150,7 @@ def _quiet() -> Iterator[None]:
 
 def install() -> None:
     """Import megatron-core and let it work on the CPU; once per process."""
-    fake = _Torch()
+    fake = TorchOnCPU()
     with _quiet():
         for name in MODULES:
             importlib.import_module(name)

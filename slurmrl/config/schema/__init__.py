@@ -7,7 +7,8 @@ from slurmrl.config.schema.cluster import Cluster, Slurm
 from slurmrl.config.schema.config import Config
 from slurmrl.config.schema.data import Dataset
 from slurmrl.config.schema.frequency import Checkpoint, Evaluation, Logging, Wandb
-from slurmrl.config.schema.model import Model, Optimizer, ParallelSizes
+from slurmrl.config.schema.model import Model, ParallelSizes
+from slurmrl.config.schema.optimizer import Optimizer
 from slurmrl.config.schema.rollout import Reward, Rollout
 
 __all__ = [

@@ -1,51 +1,15 @@
-"""One model role (actor, critic, ref): its weights, its engine and its optimizer."""
+"""One model role (actor, critic, ref): its weights and its engine."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, Strict, model_validator
+from pydantic import model_validator
 
-from slurmrl.config.schema.base import (
-    Fraction,
-    Line,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PathText,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-)
+from slurmrl.config.schema.base import Line, PathText, PositiveInt, Section
+from slurmrl.config.schema.optimizer import Optimizer
 
 TRIAL_PREFIX = "trial:"
-
-Beta = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Optimizer(Section):
-    """The optimizer and its schedule. A role that is not trained ignores it."""
-
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
-    """Kind of optimizer. `adam` adds decay to the gradient; `sgd` is plain gradient descent, with
-    `momentum` if that is above 0."""
-    lr: NonNegativeFloat = 1e-5
-    """Learning rate after warm-up."""
-    betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.95)
-    """Decay rates of the first and second moments of `adamw` and `adam`."""
-    momentum: Beta = 0.0
-    """Share of the last step's direction that `sgd` keeps; 0 keeps nothing."""
-    eps: PositiveFloat = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: NonNegativeFloat = 0.0
-    """Decoupled weight decay per step, times the learning rate."""
-    warmup_steps: NonNegativeInt = 0
-    """Optimizer steps over which the learning rate rises linearly from 0."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls from the end of warm-up to the last step of the run."""
-    min_lr_ratio: Fraction = 0.0
-    """Learning rate at the last step, as a share of `lr`."""
-    gradient_clip: PositiveFloat | None = 1.0
-    """Largest norm of the whole gradient; null does not clip."""
 
 
 class ParallelSizes(Section):
@@ -105,6 +69,9 @@ class Model(Section):
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory and bring a layer to the GPU when
     it computes: much less GPU memory, much more time. The optimizer steps on the CPU. On fsdp."""
+    transformer_engine: bool | None = None
+    """Whether megatron makes its layers of TransformerEngine's linear layers, norms and grouped
+    experts. Default: on GPUs, where a release that megatron-core takes is installed."""
     optimizer: Optimizer = Optimizer()
 
     @model_validator(mode="after")

@@ -1,5 +1,5 @@
 """The fsdp engine: the built-in decoder or a model of transformers, FSDP2 over the data-parallel
-ranks, AdamW."""
+ranks, and one of our optimizers."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class FSDPEngine(Engine):
             kind = OPTIMIZERS.load(model.optimizer.name)
             matrices = {name for name, parameter in local.items() if parameter.dim() > 1}
             self._optimizer = kind(model.optimizer, total_steps, local, matrices)
-        self._host, self._offload = HostCopies(), Offload()
+        self._host, self._offload = HostCopies(), Offload(role)
 
     @property
     def steps(self) -> int:
@@ -112,12 +112,14 @@ class FSDPEngine(Engine):
     ) -> dict[str, float]:
         if self._optimizer is None:
             raise UsageError(f"{self.role} is frozen: it cannot be trained")
+        self._offload.check()
         sample = sample.to(self.context.device)
         rounds = agree(sample, self._max_tokens, denominator, self.context)
         if rounds.count == 0:
             raise UsageError(f"{self.role}: no rank has anything to train on")
-        sums = self._backward(sample, loss_fn, rounds, temperature)
-        stats = sums.over_ranks(self.context, some_empty=rounds.some_empty)
+        with self._shards.cleared_on_error():
+            sums = self._backward(sample, loss_fn, rounds, temperature)
+            stats = sums.over_ranks(self.context, some_empty=rounds.some_empty)
         stats["loss"] *= rounds.scale
         stats["denominator"] = rounds.denominator
         return {**stats, **self._step(self._optimizer)}
@@ -164,6 +166,7 @@ class FSDPEngine(Engine):
         *,
         temperature: float = 1.0,
     ) -> Outputs:
+        self._offload.check()
         sample = sample.to(self.context.device)
         rounds = agree(sample, self._max_tokens, 0.0, self.context)
         results: list[Outputs] = []
@@ -210,6 +213,7 @@ class FSDPEngine(Engine):
         step: int,
         keys: Tensor,
     ) -> GenerationOutput:
+        self._offload.check()
         sample = sample.to(self.context.device)
         with torch.no_grad(), self._shards.gathered() as decoder:
             return generate(
@@ -225,6 +229,7 @@ class FSDPEngine(Engine):
     def snapshot(self, *, copy: bool = True) -> Snapshot | None:
         if self._optimizer is None:
             return None
+        self._offload.check()
         layout = self._saved_layout
         own = {piece.name for piece in layout.pieces[self.context.rank]}
         tensors = {name: tensor for name, tensor in self._state().items() if name in own}
@@ -239,6 +244,7 @@ class FSDPEngine(Engine):
     def load(self, directory: Path) -> None:
         if self._optimizer is None:
             return
+        self._offload.check()
         layout = self._placing.layout(self._prefixes)
         self._optimizer.steps = state.load(
             directory, self.role, self.context.rank, layout, self._state()

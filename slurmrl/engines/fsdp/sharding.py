@@ -106,6 +106,23 @@ class Shards:
             self.reshard()
 
     @contextmanager
+    def cleared_on_error(self) -> Iterator[None]:
+        """An exception in forward and backward passes leaves nothing of them: no gathered
+        parameters, no gradients."""
+        try:
+            yield
+        except BaseException:
+            self.decoder.zero_grad()  # of the parameters that are gathered
+            if self.plan.wrapped:
+                cast(FSDPModule, self.decoder).reset_iter_state()
+                self.decoder.zero_grad()  # of the shards
+            for unit in self._units():  # what torch 2.13 keeps, though it says that it does not
+                for group in unit._get_fsdp_state()._fsdp_param_groups:
+                    for parameter in group.fsdp_params:
+                        parameter.unsharded_accumulated_grad = None
+            raise
+
+    @contextmanager
     def gathered(self) -> Iterator[PackedModel]:
         """The decoder with all parameters whole, for any number of calls without collectives."""
         with self.resharded():

@@ -19,13 +19,14 @@ from slurmrl.engines import random_state
 from slurmrl.engines.base import OUTPUTS, TOKENS, Engine, LossFn, OutputFn, Outputs
 from slurmrl.engines.first_values import first_values, model_config
 from slurmrl.engines.host import HostCopies
-from slurmrl.engines.megatron import state
+from slurmrl.engines.megatron import state, transformer_engine
 from slurmrl.engines.megatron.collection import collection
+from slurmrl.engines.megatron.layers import own_modules
 from slurmrl.engines.megatron.model import Chunk
 from slurmrl.engines.megatron.optimizer import ShardedOptimizer
 from slurmrl.engines.megatron.packing import Micro, micro_batch
 from slurmrl.engines.megatron.parts import Parts, part_of_flat, parts_of
-from slurmrl.engines.megatron.place import Place, place_of
+from slurmrl.engines.megatron.place import Place, misfits, place_of
 from slurmrl.engines.megatron.random_tracker import RandomStates
 from slurmrl.engines.megatron.schedule import Schedule, Use
 from slurmrl.engines.megatron.schema import check
@@ -73,16 +74,29 @@ class MegatronEngine(Engine):
         self.config = config
         self._max_tokens = model.max_tokens_per_microbatch
         self._dtype = model.dtype
-        self._groups = collection(context)
-        self._settings = transformer_config(config, context, model.dtype, model.recompute)
         self._vocabulary = _padded(config, model.model or ParallelSizes(), context.axis_size("tp"))
         self._place = self._place_of(context.rank)
+        if found := "; ".join(
+            misfits(config, self._place, context.axis_size("cp"), self._vocabulary)
+        ):
+            raise UsageError(f"{role}: {found}")
+        self._groups = collection(context)
+        self._te = transformer_engine.chosen(model.transformer_engine, context.device)
+        self._settings = transformer_config(
+            config, context, model.dtype, model.recompute, transformer_engine=self._te
+        )
+        self._modules = (
+            transformer_engine.modules()
+            if self._te
+            else own_modules(config, context.device, model.recompute)
+        )
         self._random = RandomStates(seed, self._place)
         assert config.rope is not None, "checked"
         self._rotary = RotaryTable(config.rope, config.head_dim)
         self._parts = self._parts_of(context.rank)
-        self._host, self._offload = HostCopies(), Offload()
-        self._chunks: list[Any] = [*self._new_chunks()]
+        self._host, self._offload = HostCopies(), Offload(role)
+        with self._random.used():  # TransformerEngine looks for them while it makes modules
+            self._chunks: list[Any] = [*self._new_chunks()]
         """Of megatron's class for gradient buffers around ours where the model is trained."""
         self._optimizer: ShardedOptimizer | None = None
         if trained:
@@ -103,7 +117,8 @@ class MegatronEngine(Engine):
         return place_of(context.topology, context.experts, context.virtual_pipeline, rank)
 
     def _parts_of(self, rank: int) -> Parts:
-        return parts_of(self.config, self.head, self._place_of(rank), self._vocabulary)
+        place = self._place_of(rank)
+        return parts_of(self.config, self.head, place, self._vocabulary, grouped=self._te)
 
     def _new_chunks(self) -> Iterator[Chunk]:
         for stage in self._place.stages(self.config.num_layers):
@@ -114,6 +129,7 @@ class MegatronEngine(Engine):
                 stage,
                 self._vocabulary,
                 self._settings,
+                self._modules,
                 self._groups,
                 self.context.device,
             )
@@ -169,6 +185,7 @@ class MegatronEngine(Engine):
     ) -> dict[str, float]:
         if self._optimizer is None:
             raise UsageError(f"{self.role} is frozen: it cannot be trained")
+        self._offload.check()
         sample = sample.to(self.context.device)
         rounds = agree(sample, self._budget(sample), denominator, self.context)
         if rounds.count == 0:
@@ -202,6 +219,7 @@ class MegatronEngine(Engine):
         *,
         temperature: float = 1.0,
     ) -> Outputs:
+        self._offload.check()
         sample = sample.to(self.context.device)
         rounds = agree(sample, self._budget(sample), 0.0, self.context)
         made: dict[int, Outputs] = {}
@@ -274,6 +292,7 @@ class MegatronEngine(Engine):
     def snapshot(self, *, copy: bool = True) -> Snapshot | None:
         if self._optimizer is None:
             return None
+        self._offload.check()
         held = self._shards()
         if copy:
             copies = self._host.copy({name: tensor for name, (tensor, _) in held.items()})
@@ -285,6 +304,7 @@ class MegatronEngine(Engine):
     def load(self, directory: Path) -> None:
         if self._optimizer is None:
             return
+        self._offload.check()
         checkpoint = RoleCheckpoint(directory, self.role)
         checkpoint.check(self._specs)
         held = [*self._weights().values(), *self._shards().values()]
@@ -315,8 +335,9 @@ class MegatronEngine(Engine):
             if isinstance(chunk, DistributedDataParallel)
             for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
         ]
-        held = {**self._weights(), **self._shards()}
-        self._offload.take([tensor for tensor, _ in held.values()], [b.grad_data for b in buffers])
+        # (a float32 shard has the name of the bfloat16 weight that it is copied to)
+        held = [*self._weights().values(), *self._shards().values()]
+        self._offload.take([tensor for tensor, _ in held], [b.grad_data for b in buffers])
 
     def onload(self) -> None:
         self._offload.give()

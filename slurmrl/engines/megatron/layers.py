@@ -6,6 +6,7 @@ rank, D head size.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -26,11 +27,13 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 from torch import Tensor, nn
+from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from slurmrl.engines.megatron.packing import Packed
 from slurmrl.engines.megatron.place import Stage
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.norm import RMSNorm
+from slurmrl.models.recompute import Recompute, selective
 from slurmrl.ops.attention import packed_attention
 from slurmrl.ops.collectives import exchange
 from slurmrl.ops.rotary import rotate
@@ -109,47 +112,78 @@ class PackedAttention(nn.Module):
         )
 
 
-def block_spec(
-    config: ModelConfig, stage: Stage, device: torch.device
-) -> TransformerBlockSubmodules:
+class SelectiveLayer(TransformerLayer):  # type: ignore[misc]
+    """Keeps what the built-in decoder keeps for the backward pass. (megatron's own selection keeps
+    all but the products of queries and keys, which a fused attention does not keep anyway.)"""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return super().forward(*args, **kwargs)
+        # To the end on every rank, because there are collectives in it.
+        with set_checkpoint_early_stop(False):
+            return selective(super().forward, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Modules:
+    """What layers are made of."""
+
+    layer: type
+    norm: ModuleSpec
+    head_norm: ModuleSpec
+    """Of queries and keys."""
+    column: type
+    row: type
+    experts: ModuleSpec
+
+
+def own_modules(config: ModelConfig, device: torch.device, recompute: Recompute) -> Modules:
+    """Norms of the built-in decoder, megatron's linear layers, one expert after the other."""
+    matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return Modules(
+        layer=SelectiveLayer if recompute == "selective" else TransformerLayer,
+        norm=ModuleSpec(Norm, {"offset": config.family.norm_offset, "device": device}),
+        # (q and k norms have no offset in any family)
+        head_norm=ModuleSpec(Norm, {"offset": False, "device": device}),
+        column=ColumnParallelLinear,
+        row=RowParallelLinear,
+        experts=ModuleSpec(SequentialMLP, submodules=matrices),
+    )
+
+
+def block_spec(config: ModelConfig, stage: Stage, modules: Modules) -> TransformerBlockSubmodules:
     """The layers of one chunk."""
-    norm = ModuleSpec(Norm, {"offset": config.family.norm_offset, "device": device})
     layers = range(stage.first_layer, stage.first_layer + stage.layers)
     return TransformerBlockSubmodules(
-        layer_specs=[_layer(config, layer, norm) for layer in layers], layer_norm=norm
+        layer_specs=[_layer(config, layer, modules) for layer in layers], layer_norm=modules.norm
     )
 
 
-def _layer(config: ModelConfig, layer: int, norm: ModuleSpec) -> ModuleSpec:
-    # (q and k norms have no offset in any family)
-    head_norm = ModuleSpec(Norm, {**norm.params, "offset": False})
+def _layer(config: ModelConfig, layer: int, modules: Modules) -> ModuleSpec:
     attention = SelfAttentionSubmodules(
-        linear_qkv=ColumnParallelLinear,
+        linear_qkv=modules.column,
         core_attention=partial(PackedAttention, windows=config.windows),
-        linear_proj=RowParallelLinear,
-        q_layernorm=head_norm if config.qk_norm else IdentityOp,
-        k_layernorm=head_norm if config.qk_norm else IdentityOp,
+        linear_proj=modules.row,
+        q_layernorm=modules.head_norm if config.qk_norm else IdentityOp,
+        k_layernorm=modules.head_norm if config.qk_norm else IdentityOp,
     )
-    sparse = config.moe is not None and layer in config.moe.layers
     return ModuleSpec(
-        TransformerLayer,
+        modules.layer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
+            input_layernorm=modules.norm,
             self_attention=ModuleSpec(
                 SelfAttention, {"attn_mask_type": AttnMaskType.causal}, attention
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
-            mlp=_experts() if sparse else ModuleSpec(MLP, submodules=_matrices()),
+            pre_mlp_layernorm=modules.norm,
+            mlp=_feed_forward(config, layer, modules),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
-def _matrices() -> MLPSubmodules:
-    return MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-
-
-def _experts() -> ModuleSpec:
-    experts = ModuleSpec(SequentialMLP, submodules=_matrices())
-    return ModuleSpec(MoELayer, submodules=MoESubmodules(experts=experts))
+def _feed_forward(config: ModelConfig, layer: int, modules: Modules) -> ModuleSpec:
+    if config.moe is not None and layer in config.moe.layers:
+        return ModuleSpec(MoELayer, submodules=MoESubmodules(experts=modules.experts))
+    matrices = MLPSubmodules(linear_fc1=modules.column, linear_fc2=modules.row)
+    return ModuleSpec(MLP, submodules=matrices)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slurmrl.engines.base import Outputs
-from slurmrl.engines.megatron.layers import block_spec
+from slurmrl.engines.megatron.layers import Modules, block_spec
 from slurmrl.engines.megatron.packing import Micro
 from slurmrl.engines.megatron.place import Place, Stage
 from slurmrl.models.config import Head, ModelConfig
@@ -48,13 +48,14 @@ class Chunk(GPTModel):  # type: ignore[misc]
         stage: Stage,
         vocabulary: int,
         settings: TransformerConfig,
+        modules: Modules,
         groups: ProcessGroupCollection,
         device: torch.device,
     ) -> None:
         self.model_config, self.head = config, head
         super().__init__(
             settings,
-            block_spec(config, stage, device),
+            block_spec(config, stage, modules),
             vocabulary,
             config.max_positions,
             pre_process=stage.embeds,
@@ -80,7 +81,7 @@ class Chunk(GPTModel):  # type: ignore[misc]
             if isinstance(module, ColumnParallelLinear) and module.bias is not None:
                 _mark(module.bias, 0)
         for name, parameter in self.named_parameters():
-            if ".local_experts." in name:
+            if ".mlp.experts." in name:
                 # Their copies lie along the experts' own data axis, whatever the sizes are.
                 vars(parameter)["allreduce"] = False
 

@@ -21,11 +21,19 @@ Parts = dict[str, list[Piece]]
 Rows = tuple[str, int, int]
 """A parameter, and which of its rows: first and number."""
 SHAPES = ("weight", "bias")
+EXPERTS = {
+    False: "experts.local_experts.{index}.linear_{matrix}.weight",
+    True: "experts.linear_{matrix}.weight{index}",
+}
+"""Where an expert's matrices are: each in a module of its own, or grouped."""
 
 
-def parts_of(config: ModelConfig, head: Head, place: Place, vocabulary: int) -> Parts:
-    """All pieces of a rank; ``vocabulary`` is the padded number of rows."""
-    return _Parts(config, head, place, vocabulary).found
+def parts_of(
+    config: ModelConfig, head: Head, place: Place, vocabulary: int, *, grouped: bool
+) -> Parts:
+    """All pieces of a rank; ``vocabulary`` is the padded number of rows; ``grouped`` where one
+    module has the experts of a layer."""
+    return _Parts(config, head, place, vocabulary, EXPERTS[grouped]).found
 
 
 def part_of_flat(pieces: Iterable[Piece], first: int, last: int) -> Iterator[Piece]:
@@ -41,8 +49,10 @@ def part_of_flat(pieces: Iterable[Piece], first: int, last: int) -> Iterator[Pie
 
 
 class _Parts:
-    def __init__(self, config: ModelConfig, head: Head, place: Place, vocabulary: int) -> None:
-        self.config, self.place = config, place
+    def __init__(
+        self, config: ModelConfig, head: Head, place: Place, vocabulary: int, expert: str
+    ) -> None:
+        self.config, self.place, self.expert = config, place, expert
         self.shapes: Mapping[str, Index] = parameter_shapes(config, head)
         self.found: Parts = {}
         for stage in place.stages(config.num_layers):
@@ -106,10 +116,10 @@ class _Parts:
         self._whole(f"{storage}router.weight", f"{name}gate.weight")
         local = experts // place.ep
         for index in range(local):
-            at = f"{storage}experts.local_experts.{index}."
             expert = place.ep_rank * local + index
-            self._expert(f"{at}linear_fc1.weight", name, ("gate", "up"), expert, 1)
-            self._expert(f"{at}linear_fc2.weight", name, ("down",), expert, 2)
+            for matrix, halves, split in (("fc1", ("gate", "up"), 1), ("fc2", ("down",), 2)):
+                at = storage + self.expert.format(matrix=matrix, index=index)
+                self._expert(at, name, halves, expert, split)
 
     def _expert(
         self, storage: str, name: str, halves: tuple[str, ...], expert: int, split: int

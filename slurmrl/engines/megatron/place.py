@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from slurmrl.models.config import ModelConfig
 from slurmrl.parallel.topology import ProcessTopology
 
 
@@ -70,3 +71,32 @@ def place_of(
         etp=own["tp"],
         etp_rank=there["tp"],
     )
+
+
+def misfits(
+    config: ModelConfig, place: Place, context_ranks: int, vocabulary: int
+) -> Iterator[str]:
+    """Why a model cannot be split like that; ``vocabulary`` is the padded number of rows. (A plan
+    has asked the same; megatron itself would lose layers or heads without a word.)"""
+    heads, moe = config.num_heads, config.moe
+    parts = [
+        (f"t{place.tp}", place.tp, "num_attention_heads", heads),
+        (f"t{place.tp}", place.tp, "num_key_value_heads", config.num_kv_heads),
+        (f"c{context_ranks}", context_ranks, "the attention heads of a rank,", heads // place.tp),
+        (
+            f"p{place.pp}" + (f" times {place.virtual} chunks" if place.virtual > 1 else ""),
+            place.pp * place.virtual,
+            "num_hidden_layers",
+            config.num_layers,
+        ),
+    ]
+    if moe is None or len(moe.layers) < config.num_layers:
+        parts.append((f"t{place.tp}", place.tp, "intermediate_size", config.intermediate_size))
+    if moe is not None:
+        parts.append((f"e{place.ep}", place.ep, "the number of experts", moe.experts))
+        parts.append((f"t{place.etp} of experts", place.etp, "their inner size", moe.inner))
+    for said, size, what, number in parts:
+        if number % size:
+            yield f"{said} does not divide {what} {number}"
+    if vocabulary // place.tp * (place.tp - 1) >= config.vocab_size:
+        yield f"t{place.tp} leaves a rank without a token of the vocabulary of {config.vocab_size}"

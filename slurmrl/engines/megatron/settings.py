@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.mlp import ACTIVATIONS
+from slurmrl.models.recompute import Recompute
 from slurmrl.parallel.groups import ParallelContext
-
-Recompute = Literal["off", "selective", "full"]
 
 
 def transformer_config(
-    config: ModelConfig, context: ParallelContext, dtype: str, recompute: Recompute
+    config: ModelConfig,
+    context: ParallelContext,
+    dtype: str,
+    recompute: Recompute,
+    *,
+    transformer_engine: bool,
 ) -> TransformerConfig:
     """Losses are sums that the engine divides, so megatron scales no gradient; parameters are
     filled from pieces, so it draws none."""
@@ -32,6 +36,7 @@ def transformer_config(
         bias_activation_fusion=False,
         normalization="RMSNorm",
         layernorm_epsilon=config.norm_eps,
+        layernorm_zero_centered_gamma=transformer_engine and config.family.norm_offset,
         add_bias_linear=config.mlp_bias,
         add_qkv_bias=config.qkv_bias,
         qk_layernorm=config.qk_norm,
@@ -48,7 +53,9 @@ def transformer_config(
         context_parallel_size=context.axis_size("cp"),
         **_pipeline(context, dtype),
         **_experts(config, context),
-        **_recompute(recompute),
+        **_recompute(
+            recompute, transformer_engine=transformer_engine, sparse=config.moe is not None
+        ),
     )
 
 
@@ -86,11 +93,15 @@ def _experts(config: ModelConfig, context: ParallelContext) -> dict[str, Any]:
     }
 
 
-def _recompute(recompute: Recompute) -> dict[str, Any]:
+def _recompute(recompute: Recompute, *, transformer_engine: bool, sparse: bool) -> dict[str, Any]:
     if recompute == "full":
         return {
             "recompute_granularity": "full",
             "recompute_method": "uniform",
             "recompute_num_layers": 1,
         }
-    return {"recompute_granularity": "selective"} if recompute == "selective" else {}
+    if recompute == "selective" and transformer_engine:
+        # PyTorch does not see the products of its modules, so it cannot keep just these.
+        modules = ["layernorm", *(["moe_act"] if sparse else [])]
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
+    return {}

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from slurmrl.config.schema.model import Optimizer
 from slurmrl.engines.optimizers.base import ShardOptimizer
 
 
@@ -18,10 +17,6 @@ class AdamW(ShardOptimizer):
     """Loshchilov & Hutter 2019."""
 
     _kernel: ClassVar[Callable[..., None]] = staticmethod(adamw)
-
-    @staticmethod
-    def kept(options: Optimizer) -> tuple[str, ...]:
-        return ("exp_avg", "exp_avg_sq")
 
     def _update(
         self,

@@ -1,7 +1,9 @@
 """One step on local shards. The state is plain tensors by name and one step count.
 
 All of them work element by element, so that a step does not depend on how parameters are sharded;
-those that look at whole matrices (Muon, Adafactor) would.
+those that look at whole matrices (Muon, Adafactor) would. What they keep beside each parameter has
+its shape and starts at 0; all else follows from the step count, so that a checkpoint of these is
+enough to go on.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Container, Mapping
 import torch
 from torch import Tensor
 
-from slurmrl.config.schema.model import Optimizer
+from slurmrl.config.schema.optimizer import Optimizer
 from slurmrl.engines.schedule import learning_rate
 
 
@@ -29,7 +31,7 @@ class ShardOptimizer(ABC):
         """``matrices`` are the names of the parameters that decay."""
         self.options = options
         self.matrices = matrices
-        self.names = self.kept(options)
+        self.names = options.moments
         self.total_steps = total_steps
         self.steps = 0
         self.moments: dict[str, dict[str, Tensor]] = {
@@ -58,11 +60,6 @@ class ShardOptimizer(ABC):
                     decay,
                 )
         self.steps += 1
-
-    @staticmethod
-    @abstractmethod
-    def kept(options: Optimizer) -> tuple[str, ...]:
-        """Names of what is kept beside each parameter."""
 
     @abstractmethod
     def _update(

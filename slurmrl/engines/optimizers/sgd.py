@@ -5,16 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from slurmrl.config.schema.model import Optimizer
 from slurmrl.engines.optimizers.base import ShardOptimizer
 
 
 class SGD(ShardOptimizer):
     """With momentum (Polyak 1964) where ``momentum`` is above 0; decay is decoupled, as AdamW's."""
-
-    @staticmethod
-    def kept(options: Optimizer) -> tuple[str, ...]:
-        return ("momentum",) if options.momentum else ()
 
     def _update(
         self,

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
@@ -251,6 +252,33 @@ def completions(setup: Setup, options: GenerationOptions) -> dict[str, list[Any]
         ):
             found.setdefault(name, []).append((tokens.tolist(), logp.tolist()))
     return found
+
+
+def saved_after_failed_training(setup: Setup, folder: Path) -> tuple[str, bool, str, str]:
+    """The error of a loss that fails in the last of several rounds, whether all weights are sharded
+    after it, and the checksums of what is saved after another step and by a fresh engine's."""
+    engine, fresh = make(setup), make(setup)
+    sample = batch().take(setup.split[engine.context.dp_rank])
+    calls: list[int] = []
+
+    def failing(outputs: Outputs, part: SequenceSample) -> tuple[Tensor, dict[str, Tensor]]:
+        calls.append(part.bs)
+        if sum(calls) == sample.bs:
+            raise RuntimeError(f"in round {len(calls)}")
+        return loss(outputs, part)
+
+    message = ""
+    try:
+        engine.train_batch(sample, failing, denominator(sample))
+    except RuntimeError as error:
+        message = str(error)
+    decoder = engine._shards.decoder  # type: ignore[attr-defined]
+    sharded = all(isinstance(p, DTensor) for p in decoder.parameters())
+    found = []
+    for one in (engine, fresh):
+        one.train_batch(sample, loss, denominator(sample))
+        found.append(one.save(folder)[0].checksum)
+    return message, sharded, found[0], found[1]
 
 
 def saved_after_failed_generation(setup: Setup, folder: Path) -> tuple[str, str, str]:

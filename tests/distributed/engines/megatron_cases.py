@@ -18,7 +18,7 @@ from slurmrl.errors import UsageError
 from slurmrl.layout.layout import Layout
 from slurmrl.parallel.groups import build
 from tests.distributed.engines.cases import batch, denominator, loss
-from tests.support.megatron_cpu import install
+from tests.support import megatron_cpu, transformer_engine_cpu
 
 ORDER = ("pp", "dp", "cp", "tp")
 
@@ -58,7 +58,8 @@ class Case:
 
 
 def make(case: Case) -> Engine:
-    install()
+    on_cpu = transformer_engine_cpu if case.model.get("transformer_engine") else megatron_cpu
+    on_cpu.install()
     contexts = build([case.where], rank=dist.get_rank(), device=torch.device("cpu"))
     engine: Engine = ENGINES.load("megatron")(
         "actor",

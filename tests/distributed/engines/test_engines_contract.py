@@ -207,6 +207,22 @@ def test_a_failed_generation_leaves_the_engine_as_it_was(
         assert after == fresh
 
 
+@pytest.mark.parametrize("units", UNITS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_failed_loss_leaves_nothing_behind(
+    ranks: RankPool, tmp_path: Path, units: str, dtype: str
+) -> None:
+    """No gathered weights, no gradients of the rounds before it."""
+    split = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    setup = Setup(model=model(dtype=dtype, **BUDGET), options=UNITS[units], split=split)
+    for message, sharded, after, fresh in ranks(
+        2, f"{HERE}:saved_after_failed_training", setup, tmp_path
+    ):
+        assert message in ("in round 2", "in round 3")
+        assert sharded
+        assert after == fresh
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_resuming_is_bit_exact(ranks: RankPool, tmp_path: Path, engine: str) -> None:
     settings = model(optimizer={"betas": (0.9, 0.95), "schedule": "cosine"}, **BUDGET)

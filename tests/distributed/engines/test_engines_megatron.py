@@ -199,11 +199,17 @@ def close(name: str, found: Tensor, wanted: Tensor, whole: float, share: float =
 
 
 def compared(
-    ranks: RankPool, tmp_path: Path, where: Placed, head: str, decoder: Decoder, **options: Any
+    ranks: RankPool,
+    tmp_path: Path,
+    where: Placed,
+    head: str,
+    decoder: Decoder,
+    more: dict[str, Any] | None = None,
+    **options: Any,
 ) -> None:
     """Loss and gradient norm of each step, every gradient of the first where the optimizer keeps
-    it, and the weights after the last."""
-    settings = model(architecture=None, optimizer=options, **BUDGET)
+    it, and the weights after the last. ``more`` settings of the model, and its optimizer's."""
+    settings = model(architecture=None, optimizer=options, **BUDGET, **more or {})
     case = Case(where, settings, head, source=tmp_path)
     saved = tmp_path / "saved"
     for number in range(STEPS):

@@ -40,7 +40,7 @@ def all_parts(values: dict[str, Any], head: Any, grid: dict[str, int], **more: A
     pieces = []
     for rank in range(topology.world_size):
         place = place_of(topology, own, more.get("virtual", 1), rank)
-        found = parts_of(config, head, place, vocabulary=12)
+        found = parts_of(config, head, place, 12, grouped=more.get("grouped", False))
         pieces.append(tuple(piece for part in found.values() for piece in part))
     shapes = parameter_shapes(config, head)
     return Layout({n: TensorSpec(s, "float32") for n, s in shapes.items()}, tuple(pieces))
@@ -84,7 +84,7 @@ def test_experts_have_a_grid_of_their_own(experts: dict[str, int]) -> None:
 
 
 def test_queries_keys_and_values_of_a_group_stand_together() -> None:
-    found = parts_of(ModelConfig.from_hf(DENSE), "lm", Place(tp=2, tp_rank=1), 12)
+    found = parts_of(ModelConfig.from_hf(DENSE), "lm", Place(tp=2, tp_rank=1), 12, grouped=False)
     weight = found["0.decoder.layers.3.self_attention.linear_qkv.weight"]
     attention = "model.layers.3.self_attn."
     assert [(p.name.removeprefix(attention), p.box.start[0], p.offset) for p in weight] == [
@@ -99,14 +99,14 @@ def test_queries_keys_and_values_of_a_group_stand_together() -> None:
 
 
 def test_rows_beyond_the_vocabulary_are_void() -> None:
-    found = parts_of(ModelConfig.from_hf(DENSE), "lm", Place(tp=2, tp_rank=1), 12)
+    found = parts_of(ModelConfig.from_hf(DENSE), "lm", Place(tp=2, tp_rank=1), 12, grouped=False)
     (rows,) = found["0.output_layer.weight"]
     assert (rows.box.start[0], rows.box.size[0]) == (6, 4)
 
 
 def test_chunks_alternate_over_the_pipeline() -> None:
     place = Place(pp=2, pp_rank=1, virtual=2)
-    found = parts_of(ModelConfig.from_hf(DENSE), "lm", place, 12)
+    found = parts_of(ModelConfig.from_hf(DENSE), "lm", place, 12, grouped=False)
     norms = {s: p[0].name for s, p in found.items() if s.endswith("input_layernorm.weight")}
     assert norms == {
         "0.decoder.layers.0.input_layernorm.weight": "model.layers.1.input_layernorm.weight",

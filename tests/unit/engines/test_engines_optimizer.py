@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import cos, pi
 from typing import Any
 
@@ -10,10 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from slurmrl.config.schema.model import Optimizer
+from slurmrl.config.schema.optimizer import Optimizer
 from slurmrl.engines.fsdp.gradients import clip, global_norm
-from slurmrl.engines.optimizers.adamw import Adam, AdamW
-from slurmrl.engines.optimizers.base import ShardOptimizer
+from slurmrl.engines.optimizers.adamw import AdamW
 from slurmrl.engines.optimizers.sgd import SGD
 from slurmrl.engines.schedule import learning_rate
 
@@ -71,36 +69,9 @@ def test_steps_are_those_of_torch() -> None:
         assert torch.allclose(ours[name], theirs[name], atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs"),
-    [
-        (Adam, lambda p: torch.optim.Adam(p, lr=0.02, betas=(0.8, 0.9), weight_decay=0.3)),
-        (SGD, lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.7)),
-    ],
-    ids=["adam", "sgd"],
-)
-def test_the_others_step_as_torch_does(
-    ours: type[ShardOptimizer], theirs: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-) -> None:
-    torch.manual_seed(0)
-    parameters = {name: torch.randn(4, 3) for name in "ab"}
-    copies = [nn.Parameter(value.clone()) for value in parameters.values()]
-    decay = 0.3 if ours is Adam else 0.0
-    options = Optimizer(lr=0.02, betas=(0.8, 0.9), momentum=0.7, weight_decay=decay)
-    optimizer, reference = ours(options, 5, parameters, {"a", "b"}), theirs(copies)
-    for _ in range(5):
-        gradients = {name: torch.randn(4, 3) for name in parameters}
-        for copy, gradient in zip(copies, gradients.values(), strict=True):
-            copy.grad = gradient.clone()
-        optimizer.step(parameters, gradients)
-        reference.step()
-    for value, copy in zip(parameters.values(), copies, strict=True):
-        assert torch.allclose(value, copy, atol=1e-6)
-
-
 def test_descent_without_momentum_keeps_nothing_and_decays_matrices_alone() -> None:
     parameters = {"matrix": torch.ones(2, 2), "norm": torch.ones(2)}
-    optimizer = SGD(Optimizer(lr=0.5, weight_decay=0.2), 5, parameters, {"matrix"})
+    optimizer = SGD(Optimizer(name="sgd", lr=0.5, weight_decay=0.2), 5, parameters, {"matrix"})
     optimizer.step(parameters, {name: torch.zeros_like(p) for name, p in parameters.items()})
     assert optimizer.moments == {}
     assert torch.equal(parameters["matrix"], torch.full((2, 2), 0.9))

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slurmrl.allocation import parse
-from slurmrl.config.schema import Cluster, Model, Slurm
+from slurmrl.config.schema import Cluster, Model, Optimizer, Slurm
 from slurmrl.graph.call import Method
 from slurmrl.models import flops as decoder_flops
 from slurmrl.models.config import ModelConfig
@@ -114,6 +114,25 @@ def test_standing_bytes_per_parameter(backend: str, per_parameter: float) -> Non
     found = estimate(job(LLAMA_8B, backend))
     count = parameters(shape_of(LLAMA_8B), parse("fsdp:d1"), "lm").total
     assert found.standing / count == pytest.approx(per_parameter, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({"name": "nadam"}, 2),
+        ({"name": "adagrad"}, 1),
+        ({"name": "rmsprop"}, 1),
+        ({"name": "rmsprop", "momentum": 0.9}, 2),
+        ({"name": "sgd"}, 0),
+        ({"name": "sgd", "momentum": 0.9}, 1),
+    ],
+)
+def test_what_the_optimizer_keeps_counts(options: dict[str, Any], kept: int) -> None:
+    model = Model(dtype="bfloat16", optimizer=Optimizer(**options))
+    count = parameters(shape_of(LLAMA_8B), parse("fsdp:d1"), "lm").total
+    for backend, each in (("fsdp:d8", 4 * kept), ("megatron:d8", 4 + 4 * kept)):
+        found = estimate(job(LLAMA_8B, backend, model=model))
+        assert found.optimizer / count == pytest.approx(each / 8, rel=1e-6)
 
 
 def test_splitting_a_model_shrinks_each_part() -> None:

@@ -49,6 +49,16 @@ KINDS = {
     "copy over small hosts": wrong(
         "rollout.backend", "a host has 2", "rollout.backend=vllm:t4", "cluster.workers_per_host=2"
     ),
+    "offload of another": wrong(
+        "actor.cpu_offload",
+        "true is not allowed with megatron; allowed backends: fsdp, archon",
+        *(f"{MEGATRON}d8", "actor.cpu_offload=true"),
+    ),
+    "modules of another": wrong(
+        "critic.transformer_engine",
+        "true is not allowed with fsdp; allowed backends: megatron",
+        *("critic.backend=fsdp:d8", "critic.transformer_engine=true"),
+    ),
     "rollout's heads": wrong(
         "rollout.backend", "does not divide num_attention_heads 8", "rollout.backend=sglang:t3"
     ),
@@ -102,6 +112,30 @@ KINDS = {
         "needs tensor parallelism (t above 1)",
         f"{MEGATRON}d2",
         "actor.model.sequence_parallel=true",
+    ),
+    "optimizer of whole matrices": wrong(
+        "actor.optimizer.name",
+        "'Muon' is not allowed: it looks at whole matrices, of which a rank has only a part; "
+        "allowed: adamw, adam, adamax, nadam, radam, rmsprop, adagrad, adadelta, sgd",
+        "actor.optimizer.name=Muon",
+        "actor.optimizer.momentum=0.9",
+    ),
+    "unknown optimizer": wrong(
+        "critic.optimizer.name",
+        "'rmsprob' is not allowed; did you mean 'rmsprop'? allowed: adamw, adam",
+        "critic.optimizer.name=rmsprob",
+        "critic.optimizer.alpha=0.9",
+    ),
+    "setting of another optimizer": wrong(
+        "actor.optimizer.name",
+        "'sgd' is not allowed with betas, which it does not use: adamw, adam, adamax, nadam, radam",
+        "actor.optimizer.name=sgd",
+        "actor.optimizer.betas=[0.8,0.9]",
+    ),
+    "setting of no default optimizer": wrong(
+        "actor.optimizer.name",
+        "'adamw' is not allowed with momentum, which it does not use: rmsprop, sgd do",
+        "actor.optimizer.momentum=0.9",
     ),
     "warning at the start": wrong(
         "cluster.slurm",
@@ -289,6 +323,7 @@ def test_all_that_is_wrong_is_told_at_once(plan_ppo: Load) -> None:
 
 
 RIGHT = {
+    "settings of the optimizer": "actor.optimizer={name: rmsprop, alpha: 0.9, momentum: 0.9}",
     "heads, kv heads, vocabulary": f"{MEGATRON}t4",
     "kv heads are copied": "actor.backend=fsdp:t8",
     "tokens are filled up": "actor.backend=fsdp:t2c4",

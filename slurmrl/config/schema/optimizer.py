@@ -1,0 +1,111 @@
+"""The optimizer of a model role, its schedule, and what it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal, get_args
+
+from pydantic import Field, Strict, field_validator
+
+from slurmrl.config.schema.base import (
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    Section,
+)
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Kind = Literal["adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "adagrad", "adadelta", "sgd"]
+
+MOMENTS: Final[Mapping[Kind, tuple[str, ...]]] = {
+    "adamw": ("exp_avg", "exp_avg_sq"),
+    "adam": ("exp_avg", "exp_avg_sq"),
+    "adamax": ("exp_avg", "exp_inf"),
+    "nadam": ("exp_avg", "exp_avg_sq"),
+    "radam": ("exp_avg", "exp_avg_sq"),
+    "rmsprop": ("square_avg", "momentum"),
+    "adagrad": ("sum",),
+    "adadelta": ("square_avg", "acc_delta"),
+    "sgd": ("momentum",),
+}
+"""What each keeps beside a parameter, by the names in checkpoints."""
+
+USERS: Final[Mapping[str, tuple[Kind, ...]]] = {
+    "betas": ("adamw", "adam", "adamax", "nadam", "radam"),
+    "momentum": ("rmsprop", "sgd"),
+    "alpha": ("rmsprop",),
+    "rho": ("adadelta",),
+    "eps": ("adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "adagrad", "adadelta"),
+}
+"""Settings that only some use."""
+
+_WHOLE: Final = "it looks at whole matrices, of which a rank has only a part"
+LEFT_OUT: Final[Mapping[str, str]] = {
+    "muon": _WHOLE,
+    "adafactor": _WHOLE,
+    "lbfgs": "it computes the loss several times a step",
+    "sparseadam": "it is for sparse gradients, which no model here has",
+    "rprop": "it is for gradients of a whole dataset and has neither schedule nor decay",
+    "asgd": "what it is for are averages of the weights, which are neither used nor exported",
+}
+"""Those of torch that are not there, in lower case, and why."""
+
+
+class Optimizer(Section):
+    """The optimizer and its schedule. A role that is not trained ignores it. The defaults are those
+    of fine-tuning with `adamw`; torch's own learning rates are 0.01 for `rmsprop` and `adagrad`, 1
+    for `adadelta`, 0.002 for `adamax` and `nadam`, 0.001 for the others, its `betas` 0.9 and 0.999,
+    its `eps` 1e-10 for `adagrad` and 1e-6 for `adadelta`."""
+
+    name: Kind = "adamw"
+    """Kind of optimizer: that of torch.optim with this name, with torch's defaults for what is no
+    setting here. `sgd` is plain gradient descent, with `momentum` if that is above 0."""
+    lr: NonNegativeFloat = 1e-5
+    """Learning rate after warm-up."""
+    betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.95)
+    """Decay rates of the first and second moments of `adamw`, `adam`, `nadam` and `radam`, and of
+    the first moment and the largest gradient of `adamax`."""
+    momentum: Beta = 0.0
+    """Share of the last step's direction that `sgd` and `rmsprop` keep; 0 keeps nothing."""
+    alpha: Beta = 0.99
+    """Decay rate of the squared gradients of `rmsprop`."""
+    rho: Beta = 0.9
+    """Decay rate of the squared gradients and steps of `adadelta`."""
+    eps: PositiveFloat = 1e-8
+    """Keeps the divisor from 0: `adamax` adds it to the gradient's size, `adadelta` to the mean
+    squares, the others but `sgd`, which does not divide, to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Weight decay of matrices (not of norms and biases) per step: `adamw` and `sgd` shrink weights
+    by this times the learning rate, the others add this times the weights to the gradient."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate falls from the end of warm-up to the last step of the run."""
+    min_lr_ratio: Fraction = 0.0
+    """Learning rate at the last step, as a share of `lr`."""
+    gradient_clip: PositiveFloat | None = 1.0
+    """Largest norm of the whole gradient; null does not clip."""
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _left_out(cls, name: Any) -> Any:
+        reason = LEFT_OUT.get(name.lower()) if isinstance(name, str) else None
+        if reason is not None:
+            raise ValueError(f"{reason}; allowed: {', '.join(get_args(Kind))}")
+        return name
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Names of the tensors that are kept beside each parameter, of its shape."""
+        return tuple(kept for kept in MOMENTS[self.name] if kept != "momentum" or self.momentum)
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """Settings other than their defaults that this kind does not use."""
+        fields = type(self).model_fields
+        return tuple(
+            name
+            for name, users in USERS.items()
+            if self.name not in users and getattr(self, name) != fields[name].default
+        )

@@ -1,0 +1,89 @@
+"""TransformerEngine's modules in megatron's layers, with its kernels replaced by torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.engines.cases import model
+from tests.distributed.engines.megatron_cases import Case, placed
+from tests.distributed.engines.test_engines_megatron import (
+    BUDGET,
+    DESCENT,
+    FAST,
+    LONG,
+    MOE,
+    compared,
+    start,
+)
+from tests.pool import RankPool
+from tests.support.transformer_engine_cpu import FOLDER
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(
+        not FOLDER.is_dir(), reason=f"TransformerEngine's Python is not in {FOLDER}"
+    ),
+]
+HERE = "tests.distributed.engines.transformer_engine_cases"
+TRAIN = "tests.distributed.engines.megatron_cases:train"
+LAYOUTS = {
+    name: {**FAST, **LONG}[name]
+    for name in (
+        *("one", "t2", "t2 sp tied", "p2 v2", "d2", "t2 sp p2 c2", "value t2 sp", "llama t2"),
+        *("gemma t2 sp", "experts", "d2 experts e2", "experts t2 sp e2", "mixtral d2 e2"),
+        "experts attn t2 d2 ffn e2 t2",
+    )
+}
+USED = {"transformer_engine": True}
+
+
+@pytest.fixture(scope="module")
+def te_ranks() -> Iterator[RankPool]:
+    """Ranks of their own: megatron-core asks once, when it is imported, what is installed."""
+    with RankPool() as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_model_trains_as_in_one_process(te_ranks: RankPool, tmp_path: Path, name: str) -> None:
+    where, architecture, head = LAYOUTS[name]
+    compared(te_ranks, tmp_path, where, head, start(tmp_path, architecture, head), USED, **DESCENT)
+
+
+def test_layers_are_made_of_its_modules(te_ranks: RankPool) -> None:
+    case = Case(placed(), model(architecture=MOE, **USED, **BUDGET))
+    (kinds,) = te_ranks(1, f"{HERE}:kinds", case)
+    assert kinds >= {"RMSNorm", "TEColumnParallelLinear", "TERowParallelLinear"}
+    assert kinds >= {"TEColumnParallelGroupedLinear", "TERowParallelGroupedLinear"}
+    assert not kinds & {"Norm", "RowParallelLinear", "SequentialMLP"}
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recomputed_layers_step_alike(te_ranks: RankPool, recompute: str, dtype: str) -> None:
+    settings = model(architecture=MOE, dtype=dtype, **USED, **BUDGET)
+    again = {**settings, "gradient_checkpointing": recompute}
+    kept, computed = (
+        te_ranks(2, TRAIN, Case(placed(tp=2, sp=True), one), range(2)) for one in (settings, again)
+    )
+    assert kept == computed
+
+
+def test_release_that_megatron_does_not_take_is_passed_over(te_ranks: RankPool) -> None:
+    assert te_ranks(1, f"{HERE}:chosen", "2.11.0") == [(True, [])]
+    (found,) = te_ranks(1, f"{HERE}:chosen", "2.12.0")
+    message = (
+        "TransformerEngine 2.12.0 is passed over: megatron-core takes 2.9.0a0 to below 2.12; set "
+        "transformer_engine: true to use it all the same"
+    )
+    assert found == (False, [message])
+
+
+def test_it_must_be_there_where_it_is_wanted(ranks: RankPool) -> None:
+    assert ranks(1, f"{HERE}:without", None) == [False]
+    assert ranks(1, f"{HERE}:without", False) == [False]
+    (message,) = ranks(1, f"{HERE}:without", True)
+    assert message.startswith("transformer_engine: true needs TransformerEngine: pip install")

@@ -1,0 +1,48 @@
+"""What ranks do in the tests of TransformerEngine's modules."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from slurmrl.errors import UsageError
+from tests.distributed.engines.megatron_cases import Case, make
+from tests.support import megatron_cpu, transformer_engine_cpu
+
+
+def kinds(case: Case) -> set[str]:
+    """Names of the classes of all modules."""
+    engine: Any = make(case)
+    chunks = [getattr(chunk, "module", chunk) for chunk in engine._chunks]
+    return {type(module).__name__ for chunk in chunks for module in chunk.modules()}
+
+
+def chosen(release: str) -> tuple[bool, list[str]]:
+    """Whether that release is used on a GPU that nobody has said anything about, and warnings."""
+    transformer_engine_cpu.install()
+    from megatron.core import utils
+
+    from slurmrl.engines.megatron import transformer_engine
+
+    known = utils._te_version
+    utils._te_version = type(utils.get_te_version())(release)
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = transformer_engine.chosen(None, torch.device("cuda"))
+    finally:
+        utils._te_version = known
+    return found, [str(one.message) for one in told]
+
+
+def without(wanted: bool | None) -> bool | str:
+    """What is chosen where it is not installed."""
+    megatron_cpu.install()
+    from slurmrl.engines.megatron import transformer_engine
+
+    try:
+        return transformer_engine.chosen(wanted, torch.device("cuda"))
+    except UsageError as error:
+        return str(error)
