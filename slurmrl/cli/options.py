@@ -49,7 +49,10 @@ def submitting(command: F) -> F:
         help="Watch the run until it ends, or return at once. Default: watch with the local "
         "scheduler.",
     )
-    return overrides(scheduler(wait(json_option(command))))
+    dry_run = click.option(
+        "--dry-run", is_flag=True, help="Print plan and batch scripts; write nothing."
+    )
+    return overrides(scheduler(wait(json_option(dry_run(command)))))
 
 
 def json_option(command: F) -> F:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmrl.cli.options import common, submitting
-from slurmrl.cli.start import describe, start
+from slurmrl.cli.start import describe, show, start
 
 if TYPE_CHECKING:
     from slurmrl.paths import RunPaths
@@ -32,6 +32,7 @@ def resume(
     scheduler: str | None,
     wait: bool | None,
     as_json: bool,
+    dry_run: bool,
     update_code: bool,
     root: str | None,
 ) -> int:
@@ -45,18 +46,20 @@ def resume(
     """
     from slurmrl.submission import trials
     from slurmrl.submission.links import add_links
-    from slurmrl.submission.submit import propose_resume
+    from slurmrl.submission.submit import look, propose_resume
 
     paths = trials.find(trials.root_folder(root), trial)
     if not update_code:
         _be_its_slurmrl(paths)
     unchanged = not overrides and not update_code and scheduler in (None, "auto", "slurm")
-    longer = add_links(paths) if unchanged else None
+    longer = add_links(paths, dry_run=dry_run) if unchanged else None
     if longer is not None:
         said = f"{trial}: {'; '.join(longer.notes)}"
         click.echo(json.dumps(describe(longer)) if as_json else said)
         return 0
     proposal = propose_resume(paths, overrides, scheduler=scheduler, update_code=update_code)
+    if dry_run:
+        return show(proposal, look(proposal), as_json=as_json)
     return start(proposal, wait=wait, as_json=as_json)
 
 

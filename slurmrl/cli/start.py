@@ -11,7 +11,7 @@ from slurmrl.cli.options import again
 
 if TYPE_CHECKING:
     from slurmrl.submission.live import Jobs
-    from slurmrl.submission.submit import Proposal, Submitted
+    from slurmrl.submission.submit import Outlook, Proposal, Submitted
 
 
 def start(proposal: Proposal, *, wait: bool | None, as_json: bool) -> int:
@@ -23,6 +23,30 @@ def start(proposal: Proposal, *, wait: bool | None, as_json: bool) -> int:
     if submitted.jobs is not None and wait:
         return _watch(submitted, submitted.jobs, as_json)
     click.echo(json.dumps(describe(submitted)) if as_json else "\n".join(_lines(submitted)))
+    return 0
+
+
+def show(proposal: Proposal, outlook: Outlook | None = None, *, as_json: bool) -> int:
+    """Print what would be submitted; ``outlook``: where the trial stands that would go on."""
+    complete = outlook is not None and outlook.complete
+    scripts = {} if complete else proposal.scripts()
+    if as_json:
+        shown: dict[str, Any] = {"trial": proposal.trial, "run": str(proposal.paths.run)}
+        if outlook is not None:
+            shown |= {"resumed_step": outlook.step, "notes": list(outlook.notes)}
+        plan = json.loads(proposal.plan.to_json())
+        click.echo(json.dumps({**shown, "plan": plan, "scripts": scripts}))
+        return 0
+    if complete:
+        click.echo(f"{proposal.trial} is complete already; nothing would be submitted")
+        return 0
+    click.echo(f"# plan of {proposal.trial} on {proposal.kind}; run directory {proposal.paths.run}")
+    if outlook is not None:
+        begin = "the beginning" if outlook.step is None else f"step {outlook.step}"
+        click.echo("\n".join(f"# {line}" for line in (f"goes on from {begin}", *outlook.notes)))
+    click.echo(proposal.plan.to_json())
+    for group, text in scripts.items():
+        click.echo(f"# {proposal.paths.submission_script(1, group).name}\n{text}")
     return 0
 
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import statistics
 import time
 import uuid
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from slurmrl.doctor.check import Check, failed, ok, warning
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.fsio import ownership
+from slurmrl.fsio import atomic, ownership
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.failures import explain
 from slurmrl.fsio.primitives import opened, read_all, write_new
 
+ASK = "ask.json"
+"""What the job is asked, in its folder."""
+CONTENT = "content"
 ROUNDS = 8
 BLOCK = b"x" * 4096
 SLOW_S = 0.2
@@ -24,6 +29,15 @@ SLOW_ADVICE = (
     "the file server is slow or busy: runs work, but start and commit slowly; try another file "
     "system, and keep cluster.heartbeat_s well above this"
 )
+
+
+def content(folder: Path, request: dict[str, Any]) -> Check:
+    """Whether this host reads what the login node wrote. Raises OSError."""
+    digest = hashlib.sha256(atomic.read(folder / CONTENT)).hexdigest()
+    if digest != request["content"]:
+        advice = "the hosts do not share one directory, or its client caches wrongly"
+        return failed("same directory", "other content than the login node wrote", advice)
+    return ok("same directory", "reads what the login node wrote")
 
 
 def owner(folder: Path) -> Check:

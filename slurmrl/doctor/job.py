@@ -17,7 +17,7 @@ from pathlib import Path
 
 import slurmrl
 from slurmrl.config.schema import Cluster
-from slurmrl.doctor import probe
+from slurmrl.doctor import directory, probe
 from slurmrl.doctor.check import Check, failed, guarded, ok
 from slurmrl.fsio import atomic, documents
 from slurmrl.paths import RunPaths, user_name
@@ -140,21 +140,22 @@ class Job:
 
     def _write(self) -> None:
         """Everything that the job reads: this package, what is asked, something to compare."""
-        for directory in (*self.paths.directories(), self.folder):
-            atomic.make_private_directory(directory)
+        for folder in (*self.paths.directories(), self.folder):
+            atomic.make_private_directory(folder)
         copying.copy(Path(slurmrl.__file__).parent, self.paths.code / "slurmrl")
         content = os.urandom(CONTENT_BYTES)
-        atomic.replace(self.folder / probe.CONTENT, content)
+        atomic.replace(self.folder / directory.CONTENT, content)
         script = self.paths.submission_script(1, "doctor") if self.kind != "local" else None
         asked = {
             "token": secrets.token_hex(32),
             "hosts": self.shape.hosts,
             "gpus": self.shape.gpus,
             "interface": self.cluster.interface,
+            "slurm": self.cluster.slurm.model_dump(include={"container", "container_python"}),
             "script": str(script) if script else None,
             "content": hashlib.sha256(content).hexdigest(),
         }
-        atomic.replace(self.folder / probe.ASK, json.dumps(asked).encode())
+        atomic.replace(self.folder / directory.ASK, json.dumps(asked).encode())
 
     def _wait(self, jobs: Jobs) -> str:
         """Wait until the job has ended; returns how it stands then, in words."""

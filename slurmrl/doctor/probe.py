@@ -1,27 +1,26 @@
 """The program that the short job runs on each of its hosts.
 
 ``python -P -m slurmrl.doctor.probe FOLDER`` reads ``ask.json`` there and leaves
-``result.<task>.json``. It ends within a minute whatever the others do.
+``result.<task>.json``. It ends within two minutes whatever the others do.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import socket
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slurmrl import env
-from slurmrl.doctor import commands, directory, disk, gpus, limits, meeting, software
+from slurmrl.config.schema.cluster import Slurm
+from slurmrl.doctor import commands, container, directory, disk, gpus, limits, meeting, software
 from slurmrl.doctor.check import Check, failed, guarded, ok
 from slurmrl.fsio import atomic, documents, ownership
 
-ASK = "ask.json"
-CONTENT = "content"
 DIRECTORY_ADVICE = "the compute nodes must mount the directory of --root, writable for you"
 
 
@@ -32,17 +31,18 @@ def result_name(task: int) -> str:
 def look(folder: Path, task: int, request: dict[str, Any]) -> list[Check]:
     """All checks of one host."""
     expected = int(request["gpus"])
+    slurm = Slurm.model_validate(request["slurm"])
     own = folder / f"own.{task}"
     own.mkdir(mode=0o700, exist_ok=True)
     found = [
-        *guarded("same directory", DIRECTORY_ADVICE, lambda: _content(folder, request)),
+        *guarded("same directory", DIRECTORY_ADVICE, lambda: directory.content(folder, request)),
         *guarded("ownership", DIRECTORY_ADVICE, lambda: directory.owner(own)),
         *guarded("directory", DIRECTORY_ADVICE, lambda: directory.latency(own)),
         *limits.check(),
         *guarded("gpus", gpus.ASK, lambda: _gpus(expected)),
         software.driver(expected > 0),
         software.python(),
-        *software.packages(expected > 0),
+        *(software.packages(expected > 0) if slurm.container is None else ()),
         *guarded("temporary space", "set TMPDIR", _temporary),
     ]
     if request["script"] is not None:
@@ -50,17 +50,11 @@ def look(folder: Path, task: int, request: dict[str, Any]) -> list[Check]:
     interface = request["interface"]
     place = meeting.Place(folder, str(request["token"]), task, int(request["hosts"]), interface)
     found += guarded("interface", meeting.NETWORK_ADVICE, lambda: meeting.check(place))
+    if slurm.container is not None:  # at the end: the others do not wait for its start
+        look_inside = partial(container.check, folder, task, slurm)
+        found += guarded("container", DIRECTORY_ADVICE, look_inside)
     name = env.NODE_NAME.get() or socket.gethostname()
     return [one.at(name) for one in found]
-
-
-def _content(folder: Path, request: dict[str, Any]) -> Check:
-    """Whether this host reads what the login node wrote."""
-    digest = hashlib.sha256(atomic.read(folder / CONTENT)).hexdigest()
-    if digest != request["content"]:
-        advice = "the hosts do not share one directory, or its client caches wrongly"
-        return failed("same directory", "other content than the login node wrote", advice)
-    return ok("same directory", "reads what the login node wrote")
 
 
 def _gpus(expected: int) -> Check:
@@ -83,7 +77,7 @@ def main(arguments: list[str]) -> int:
     folder = Path(arguments[0])
     ownership.make_umask_private()
     task = env.NODE_ID.get()
-    request = documents.read(folder / ASK)
+    request = documents.read(folder / directory.ASK)
     checks = look(folder, task, request)
     text = json.dumps({"checks": [one.to_json() for one in checks]})
     atomic.replace(folder / result_name(task), text.encode())

@@ -46,14 +46,16 @@ def balance(desired: int, tasks: Sequence[TaskState], throttle: int) -> Change:
 
 
 class ElasticGroup:
-    """One elastic group of one submission, as its master looks after it."""
+    """One elastic group of one submission, as a link of its trainers looks after it."""
 
     def __init__(
-        self, run: RunPaths, number: int, group: str, client: SlurmClient | None = None
+        self, run: RunPaths, number: int, group: str, client: SlurmClient | None = None, *, by: str
     ) -> None:
+        """``by``: the element (``41_3``) that this process belongs to. Another one may run beside
+        it and look after the group, too."""
         self._client = client or SlurmClient()
         self._scheduler = SlurmScheduler(self._client)
-        self._run, self._number, self._group = run, number, group
+        self._run, self._number, self._group, self._by = run, number, group, by
         self._throttle: int | None = None
 
     def keep(self, desired: int) -> Change:
@@ -62,14 +64,11 @@ class ElasticGroup:
         Raises SchedulerError where Slurm's commands do not work here: then the queued spares are
         all there is.
         """
-        jobs = {
-            group: ids
-            for group, ids in self._scheduler.recover(self._run, self._number).items()
-            if group == self._group
-        }
-        if not jobs:
+        jobs = self._scheduler.recover(self._run, self._number)
+        if self._group not in jobs:
             raise UsageError(f"submission {self._number} has no group {self._group}")
-        tasks = self._scheduler.query(jobs)
+        everybody = self._scheduler.query(jobs)
+        tasks = [task for task in everybody if task.group == self._group]
         if self._throttle is None:
             _, self._throttle = extensions.length(self._run, self._number, self._group)
         change = balance(desired, tasks, self._throttle)
@@ -79,7 +78,8 @@ class ElasticGroup:
             self._throttle = change.throttle
         self._cancel(change.cancel)
         if change.submit:
-            self._extend(tasks, change.submit)
+            extender = Extender(self._client, self._run, self._number, self._group)
+            extender.extend(everybody, known=jobs[self._group], by=self._by, count=change.submit)
         return change
 
     def _cancel(self, chosen: Sequence[TaskState]) -> None:
@@ -89,7 +89,3 @@ class ElasticGroup:
         names = [f"{job}_[{parse.element_list(values)}]" for job, values in by_job.items()]
         if names:
             self._client.cancel(names)
-
-    def _extend(self, tasks: Sequence[TaskState], count: int) -> str:
-        extender = Extender(self._client, self._run, self._number, self._group)
-        return extender.extend(tasks, by=f"keeper of {self._group}", count=count)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from slurmrl import log
-from slurmrl.errors import SchedulerError, UsageError
+from slurmrl.errors import EnvironmentFailure, SchedulerError, UsageError
 from slurmrl.history.log import History
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler import extensions, limits, submission
@@ -41,15 +41,25 @@ class Extender:
         self._client, self._run, self._number, self._group = client, run, number, group
         self._sleep, self._clock = sleep, clock
 
-    def extend(self, tasks: Sequence[TaskState], *, by: str, count: int | None = None) -> str:
-        """Submit another array; returns its job id. ``tasks``: the elements that there are;
-        ``count``: how many more, all at once (None: as many as at first, in the same manner).
+    def extend(
+        self,
+        tasks: Sequence[TaskState],
+        *,
+        known: Sequence[str],
+        by: str,
+        count: int | None = None,
+    ) -> str:
+        """Submit another array; returns its job id. ``tasks``: the elements that there were when
+        ``known`` were the group's arrays; ``by``: who asks, a name that nobody else has; ``count``:
+        how many more, all at once (None: as many as at first, in the same manner).
 
-        Raises UsageError if somebody else extends it at the moment or array indices run out,
-        SchedulerError where sbatch refuses.
+        Raises UsageError if somebody else extends it at the moment, or has since that look, or if
+        array indices run out; SchedulerError where sbatch refuses.
         """
         before = extensions.read(self._run, self._number, self._group)
-        if before and before[-1].job is None and not before[-1].refused:
+        if {one.job for one in before} - {None, *known}:
+            raise UsageError(f"group {self._group} was extended by somebody else meanwhile")
+        if before and before[-1].open:
             found = self._settle(before[-1], tasks, by)
             if found is not None:
                 return found
@@ -69,6 +79,7 @@ class Extender:
                 extensions.note(self._run, self._number, self._group, claim.index, None)
             raise
         extensions.note(self._run, self._number, self._group, claim.index, job)
+        self._close([one for one in before if one.open])
         return job
 
     def _claim(self, before: Sequence[Extension], by: str, count: int | None) -> Claim:
@@ -123,6 +134,22 @@ class Extender:
             if _is_void(last.claim, tasks, by) or self._clock() >= deadline:
                 return None
             self._sleep(LOOK_S)
+
+    def _close(self, void: Sequence[Extension]) -> None:
+        """Look for the jobs of void claims for the last time: Slurm has taken a later array by now,
+        so what was submitted before shows. Else each look at the trial would ask for them."""
+        if not void:
+            return
+        try:
+            found = {row.name: row.job for row in self._client.queue_by_name(o.name for o in void)}
+            for one in void:
+                index, job = one.claim.index, found.get(one.name)
+                if job is None:
+                    extensions.close(self._run, self._number, self._group, index)
+                else:
+                    extensions.note(self._run, self._number, self._group, index, job)
+        except EnvironmentFailure as error:
+            logger.info("void extensions are left to the next one: %s", error)
 
     def _noted(self, last: Extension) -> str | None:
         for one in extensions.read(self._run, self._number, self._group):

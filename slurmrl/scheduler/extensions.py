@@ -3,7 +3,7 @@
 The *claim* ``GROUP.more.K.json`` is created exclusively before sbatch is called, the *note*
 ``GROUP.more.K.job.json`` after it. Whoever is killed between the two leaves a job that is found by
 its name, which holds K, or a claim without a job, which is void and whose numbers stay unused. Of a
-claim that sbatch refused the note says so.
+claim that sbatch refused the note says so; of a void one whoever extends the group next.
 """
 
 from __future__ import annotations
@@ -70,6 +70,11 @@ class Extension:
     refused: bool = False
     """There is none for certain."""
 
+    @property
+    def open(self) -> bool:
+        """Its job, if there is one, can be found by its name only."""
+        return self.job is None and not self.refused
+
 
 def read(run: RunPaths, number: int, group: str) -> list[Extension]:
     """The extensions of a group of a submission, in their order. Raises CorruptFileError."""
@@ -91,6 +96,13 @@ def note(run: RunPaths, number: int, group: str, index: int, job: str | None) ->
     """Its job id; None: sbatch refused it."""
     path = run.extension_job(number, group, index)
     atomic.replace(path, json.dumps({"job": job}).encode())
+
+
+def close(run: RunPaths, number: int, group: str, index: int) -> None:
+    """Note that a claim has no job, unless there is a note. A claimant that submits all the same
+    replaces it."""
+    path = run.extension_job(number, group, index)
+    atomic.exclusive_create(path, json.dumps({"job": None}).encode())
 
 
 def name(run: RunPaths, number: int, group: str, index: int) -> str:

@@ -71,22 +71,23 @@ class SlurmScheduler(Scheduler):
 
     def extend(self, run: RunPaths, number: int, group: str, *, by: str) -> str:
         jobs = self.recover(run, number)
-        return Extender(self._client, run, number, group).extend(self.query(jobs), by=by)
+        extender = Extender(self._client, run, number, group)
+        return extender.extend(self.query(jobs), known=jobs.get(group, ()), by=by)
 
     def recover(self, run: RunPaths, number: int) -> dict[str, tuple[str, ...]]:
         groups = submission.job_names(run, number)
         first = submission.read_jobs(run, number)
         more = {group: extensions.read(run, number, group) for group in groups.values()}
         names = {} if first is not None else dict.fromkeys(groups)
-        unknown = (one for each in more.values() for one in each if one.job is None)
-        names |= {one.name: None for one in unknown if not one.refused}
+        names |= {one.name: None for each in more.values() for one in each if one.open}
         found = self._find(names)
         first = first or {group: (found[name],) for name, group in groups.items() if name in found}
-        return {
-            group: ids
+        jobs = {
+            group: first.get(group, ())
             + tuple(filter(None, (one.job or found.get(one.name) for one in more.get(group, ()))))
-            for group, ids in first.items()
+            for group in {**first, **more}
         }
+        return {group: ids for group, ids in jobs.items() if ids}
 
     def query(self, jobs: JobIds) -> list[TaskState]:
         ids = [job for each in jobs.values() for job in each]

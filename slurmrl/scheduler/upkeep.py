@@ -87,7 +87,8 @@ class Upkeep:
         return False
 
     def _keep_group(self, name: str, wanted: int) -> None:
-        group = ElasticGroup(self._link.run, self._link.submission, name)
+        link = self._link
+        group = ElasticGroup(link.run, link.submission, name, by=link.element)
         pause_s = KEEP_S
         while not self._stop.wait(pause_s):
             try:

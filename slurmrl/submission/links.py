@@ -17,9 +17,10 @@ from slurmrl.submission.live import newest_jobs
 from slurmrl.submission.submit import Submitted
 
 
-def add_links(paths: RunPaths) -> Submitted | None:
+def add_links(paths: RunPaths, *, dry_run: bool = False) -> Submitted | None:
     """Queue another array behind the links of a live trial; None where that is not the case: it has
-    ended or waits for a resume, has enough links left, or is no chain of Slurm jobs.
+    ended or waits for a resume, has enough links left, or is no chain of Slurm jobs. ``dry_run``:
+    say so and queue nothing.
 
     Raises UsageError, SchedulerError.
     """
@@ -39,6 +40,9 @@ def add_links(paths: RunPaths) -> Submitted | None:
     ]
     if jobs is None or not short:
         return None
+    if dry_run:
+        note = f"it is live and has few links left; more would be queued ({', '.join(short)})"
+        return Submitted(paths, submission.scheduler, jobs, notes=(note,))
     me = f"{user_name()}@{socket.gethostname()}:{os.getpid()}"
     added = {name: jobs.scheduler.extend(paths, jobs.number, name, by=me) for name in short}
     words = ", ".join(f"{name}: job {job}" for name, job in added.items())

@@ -45,7 +45,7 @@ def take(paths: RunPaths, code: OwnCode, record: Record) -> None:
 def add(paths: RunPaths, code: OwnCode, record: Record) -> int:
     """Make a further snapshot beside the others; returns its number."""
     copy = _build(paths, code, record)
-    number = max(_numbers(paths)) + 1
+    number = following(paths)
     while True:
         try:
             os.rename(copy, paths.snapshot(number))
@@ -72,6 +72,11 @@ def current(paths: RunPaths) -> int:
             raise CorruptFileError(f"{path}: no snapshot has the number {found!r}")
         return found
     return 1
+
+
+def following(paths: RunPaths) -> int:
+    """The number of the next snapshot."""
+    return max(_numbers(paths)) + 1
 
 
 def is_this_code(folder: Path) -> bool:

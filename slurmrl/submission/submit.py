@@ -91,7 +91,26 @@ class Proposal:
         """The batch scripts, by group, of the next submission."""
         number = max(submission_numbers(self.paths), default=0) + 1
         known = trial_uuid(self.paths) if self.paths.identity.exists() else uuid.uuid4().hex
-        return make(self.kind).scripts(self.request(number, known, snapshot.current(self.paths)))
+        code = snapshot.following if self.update_code else snapshot.current
+        return make(self.kind).scripts(self.request(number, known, code(self.paths)))
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """Where a trial stands that may be submitted again."""
+
+    state: TrialState
+    complete: bool
+    """It finished, and would finish at once."""
+    left: Jobs | None
+    """What it has left in the queue although it has ended."""
+    notes: tuple[str, ...] = ()
+    """What would be otherwise than before, and what that means."""
+
+    @property
+    def step(self) -> int | None:
+        """The commit that it would go on from."""
+        return self.state.last_commit.step if self.state.last_commit else None
 
 
 @dataclass(frozen=True)
@@ -179,21 +198,19 @@ def submit(proposal: Proposal) -> Submitted:
     if file := proposal.settings.config.cluster.variables_file:
         variables.read(Path(file))
     proposal.scripts()  # what cannot be written into a script is refused before anything is
-    state: TrialState = fold([])
-    notes: list[str] = []
+    outlook = Outlook(fold([]), complete=False, left=None)
     fresh = prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)
     if not fresh:
-        state = _check_resumable(proposal)
-        if _complete(proposal, state):
-            return Submitted(proposal.paths, proposal.kind, None)
-        _check_code(proposal)
-        if state.last_commit is not None:
-            before = load_resolved(proposal.paths.config)
-            notes += consequences(before, proposal.settings.config)
+        outlook = look(proposal)
+    if outlook.left is not None:
+        clear_away(outlook.left)
+    if outlook.complete:
+        return Submitted(proposal.paths, proposal.kind, None)
+    state, notes = outlook.state, outlook.notes
     code = _snapshot(proposal)
     number = _claim(proposal, code)
     if proposal.update_code:
-        notes.append(f"runs the code of now: {proposal.paths.snapshot(code)}")
+        notes += (f"runs the code of now: {proposal.paths.snapshot(code)}",)
     if not fresh:
         rewrite(proposal.paths, proposal.settings, proposal.plan)
     if state.end is not None:
@@ -201,8 +218,28 @@ def submit(proposal: Proposal) -> Submitted:
     ids = scheduler.submit(proposal.request(number, trial_uuid(proposal.paths), code))
     jobs = Jobs(number, scheduler, ids)
     _refuse_if_overtaken(proposal, jobs)
-    step = state.last_commit.step if state.last_commit else None
-    return Submitted(proposal.paths, proposal.kind, jobs, state.incarnation, step, tuple(notes))
+    return Submitted(proposal.paths, proposal.kind, jobs, state.incarnation, outlook.step, notes)
+
+
+def look(proposal: Proposal) -> Outlook:
+    """Where the trial of a run directory stands; changes nothing. Raises UsageError for a live one,
+    one whose configuration differs and one that has another slurmrl."""
+    state = fold(History(proposal.paths.history).read())
+    left = _jobs_left(proposal, state)
+    before = load_resolved(proposal.paths.config)
+    changed = differences(before, proposal.settings.config)
+    if changed:
+        lines = "".join(f"\n  {line}" for line in changed)
+        raise UsageError(
+            f"{proposal.trial} exists with another configuration; use --new, or undo:{lines}\n"
+            f"A trial goes on with another: {may_change()}"
+        )
+    if _complete(proposal, state):
+        return Outlook(state, complete=True, left=left)
+    _check_code(proposal)
+    committed = state.last_commit is not None
+    notes = consequences(before, proposal.settings.config) if committed else ()
+    return Outlook(state, complete=False, left=left, notes=tuple(notes))
 
 
 def _own_code(settings: Settings, folders: Sequence[Path]) -> own_code.OwnCode:
@@ -258,10 +295,8 @@ def _check_code(proposal: Proposal) -> None:
         )
 
 
-def _check_resumable(proposal: Proposal) -> TrialState:
-    """Refuse a live trial, and one whose configuration differs; clear away what an ended one
-    left."""
-    state = fold(History(proposal.paths.history).read())
+def _jobs_left(proposal: Proposal, state: TrialState) -> Jobs | None:
+    """Jobs that an ended trial has left; a live one is refused."""
     jobs = newest_jobs(proposal.paths)
     active = jobs.active() if jobs else []
     if active and state.end is None:
@@ -270,16 +305,7 @@ def _check_resumable(proposal: Proposal) -> TrialState:
             f"{name} is live (job {active[0].job_id}, {active[0].state}): see slurmrl status "
             f"{name}, end it with slurmrl cancel {name}, or start another trial with --new"
         )
-    changed = differences(load_resolved(proposal.paths.config), proposal.settings.config)
-    if changed:
-        lines = "".join(f"\n  {line}" for line in changed)
-        raise UsageError(
-            f"{proposal.trial} exists with another configuration; use --new, or undo:{lines}\n"
-            f"A trial goes on with another: {may_change()}"
-        )
-    if jobs and active:
-        clear_away(jobs)
-    return state
+    return jobs if active else None
 
 
 def _complete(proposal: Proposal, state: TrialState) -> bool:

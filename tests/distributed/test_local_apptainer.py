@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,16 @@ def start(folder: Path, *options: str, packed: bool, steps: int) -> Site:
 def space(pid: int) -> str:
     """Which files a process sees."""
     return os.readlink(f"/proc/{pid}/ns/mnt")
+
+
+def test_doctor_looks_into_it(tmp_path: Path) -> None:
+    slurm = apptainer.cluster(tmp_path, "--cleanenv")
+    site = Site(tmp_path)
+    config = sft_config(cluster={"gpus_per_worker": 0, "slurm": slurm})
+    path = site.write("sft.yaml", config)
+    done = site.slurmrl("doctor", str(path), "--job", "--scheduler", "local", "--json")
+    checks = [one for one in json.loads(done.stdout)["checks"] if "container" in one["name"]]
+    assert [one["state"] for one in checks] == ["ok"] * 4
 
 
 @pytest.mark.parametrize(

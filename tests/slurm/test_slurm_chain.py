@@ -229,7 +229,7 @@ def test_a_lost_task_of_an_elastic_group_is_replaced(
 ) -> None:
     """By a queued spare, or by one that the group's keeper submits."""
     request = chain(tmp_path, STAY, elements, hosts=3, elastic=True)
-    group = ElasticGroup(request.run, 1, "trainer")
+    group = ElasticGroup(request.run, 1, "trainer", by="me")
     with everything_gone(scheduler, request):
         wait_until(lambda: len(pids(request)) == 3, "three tasks run")
         assert group.keep(3) == Change()
@@ -274,7 +274,7 @@ def test_a_link_of_the_trainers_looks_after_an_elastic_group(
 
 def test_an_elastic_group_grows_and_shrinks(scheduler: SlurmScheduler, tmp_path: Path) -> None:
     request = chain(tmp_path, STAY, 4, hosts=2, elastic=True)
-    group = ElasticGroup(request.run, 1, "trainer")
+    group = ElasticGroup(request.run, 1, "trainer", by="me")
 
     with everything_gone(scheduler, request):
         wait_until(lambda: running(scheduler, request) == 2, "two tasks run")

@@ -53,6 +53,32 @@ def test_gpus_that_slurm_gives_are_counted(site: Site) -> None:
     assert failed <= {"gpu driver", "torch on gpus"}
 
 
+def test_every_node_looks_into_the_container(site: Site, tmp_path: Path) -> None:
+    """A stand-in, for which set-up lines make room on PATH."""
+    program = tmp_path / "bin" / "stand-in"
+    program.parent.mkdir()
+    program.write_text('#!/bin/sh\nshift 2\nexec env -i PATH=/usr/bin:/bin "$@"\n')
+    program.chmod(0o700)
+    slurm = {
+        "partition": "main",
+        "setup": [f"export PATH={program.parent}:$PATH"],
+        "container": "stand-in exec image.sif",
+    }
+    path = site.write("sft.yaml", sft_config(cluster={"gpus_per_worker": 0, "slurm": slurm}))
+    checks = look(site, str(path), "--job")
+    for name in ("container", "same directory in container", "packages in container"):
+        found = [one for one in checks if one["name"] == name]
+        assert [one["state"] for one in found] == ["ok"] * 2
+        assert len({one["where"] for one in found}) == 2
+    path = site.write(
+        "other.yaml",
+        sft_config(cluster={"gpus_per_worker": 0, "slurm": {**slurm, "setup": []}}),
+    )
+    checks = look(site, str(path), "--job", code=1)
+    (first, second) = [one["measured"] for one in checks if one["state"] == "failed"]
+    assert first == second == "cannot start 'stand-in': No such file or directory"
+
+
 def test_a_job_that_stays_pending(site: Site) -> None:
     slurm = {"partition": "main", "extra_lines": ["--begin=now+1hour"]}
     path = site.write("sft.yaml", sft_config(cluster={"gpus_per_worker": 0, "slurm": slurm}))

@@ -32,6 +32,8 @@ LOOK_S = 15.0
 """Between looks for hosts that the master has seen to be lost."""
 LOST_GRACE_S = 30.0
 """How long srun may take to end by itself when a host was lost: it waits for every host."""
+KILL_GRACE_S = 60.0
+"""How long it may take after TERM: one that hangs or is stopped would hold all hosts of the job."""
 
 
 def agent_command(
@@ -114,9 +116,19 @@ class Rounds:
         while (code := self._wait(child)) is None:
             if end_at is None and set(hosts) & self.allocation.lost():
                 end_at = time.monotonic() + LOST_GRACE_S
-            if end_at is not None and time.monotonic() >= end_at:
-                child.terminate()  # srun ends its step
+            if end_at is not None:
+                self._end(child, time.monotonic() - end_at)
         return code if code >= 0 else 128 - code
+
+    def _end(self, child: subprocess.Popen[bytes], late_s: float) -> None:
+        """End the agents' process once its time is over."""
+        if late_s >= KILL_GRACE_S:
+            logger.warning("srun (pid %d) does not end although a host is lost: KILL", child.pid)
+            self.events.write("killed", pid=child.pid, why="srun did not end after TERM")
+            child.kill()  # its step ends with it, as srun's second process sees to
+            child.wait()
+        elif late_s >= 0:
+            child.terminate()  # srun ends its step
 
     def _start(self, number: int, hosts: Sequence[str]) -> subprocess.Popen[bytes] | None:
         """Signals wait until there is somebody to pass them on to, and in the agent until it has

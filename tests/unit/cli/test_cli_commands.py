@@ -347,3 +347,49 @@ def test_cancel_and_resume(
     run.end(Kind.FINISHED, step=7, reason="total_steps")
     assert main(["cancel", "add/1"]) == 0
     assert capsys.readouterr().out == "add/1 had ended already: finished\n"
+
+
+def contents(root: Path) -> dict[Path, tuple[int, bytes]]:
+    files = [path for path in root.rglob("*") if path.is_file()]
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def test_a_dry_run_of_resume_changes_nothing(
+    root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit_it(tmp_path, "--detach") == 0
+    run = FakeRun(root)
+    run.begin()
+    run.commit(4)
+    run.end(Kind.CANCELLED)
+    scheduler.tasks = [task(3, JobState.PENDING)]  # what is left of the trial stays, too
+    before = contents(root)
+    capsys.readouterr()
+    assert main(["resume", "add/1", "cluster.slurm.links=3", "--dry-run"]) == 0
+    output = capsys.readouterr().out
+    assert "# goes on from step 4\n" in output
+    assert '"name": "trainer"' in output
+    assert "#!/bin/bash\nlinks 3" in output
+    assert main(["resume", "add/1", "actor.optimizer.lr=1", "--dry-run"]) == 2
+    assert "add/1 exists with another configuration" in capsys.readouterr().err
+    assert main(["resume", "add/1", "total_steps=7", "--dry-run", "--json"]) == 0
+    shown = printed(capsys)
+    assert (shown["trial"], shown["resumed_step"]) == ("add/1", 4)
+    assert shown["scripts"] == {"trainer": "#!/bin/bash\nlinks 8\n"}
+    assert contents(root) == before
+    assert (len(scheduler.requests), scheduler.done) == (1, [])
+
+
+def test_a_dry_run_of_resume_refuses_what_resume_refuses(
+    root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert submit_it(tmp_path, "--detach") == 0
+    scheduler.tasks = [task(0, JobState.RUNNING)]
+    assert main(["resume", "add/1", "--dry-run"]) == 2
+    assert "is live" in capsys.readouterr().err
+    scheduler.tasks = []
+    run = FakeRun(root)
+    run.begin()
+    run.end(Kind.FINISHED, step=6, reason="total_steps")
+    assert main(["resume", "add/1", "--dry-run"]) == 0
+    assert capsys.readouterr().out == "add/1 is complete already; nothing would be submitted\n"

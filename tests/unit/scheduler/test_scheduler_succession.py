@@ -4,110 +4,23 @@ real one is in tests/slurm."""
 from __future__ import annotations
 
 import json
-import os
-import re
 import signal
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import pytest
 
-from slurmrl.errors import SchedulerError, UsageError
+from slurmrl.errors import SchedulerError
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.writer import begin
 from slurmrl.paths import RunPaths
-from slurmrl.scheduler import elastic, extend, extensions, succession, upkeep
+from slurmrl.scheduler import elastic, succession, upkeep
 from slurmrl.scheduler.base import Continue
-from slurmrl.scheduler.client import SlurmClient
-from slurmrl.scheduler.rows import QueueRow
 from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.scheduler.succession import Link, TopUp, continue_after, end_chain, top_up
 from slurmrl.scheduler.upkeep import Upkeep
-from tests.scheduler_contract import request_of
+from tests.support.scripted_slurm import Slurm
 from tests.support.trials import wait_until
-
-
-class Slurm(SlurmClient):
-    """A queue in memory: job -> (name, elements); element 0 of job 41 runs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.jobs: dict[str, tuple[str, list[int]]] = {}
-        self.running: tuple[str, int] = ("41", 0)
-        self.state = "RUNNING"
-        self.options: list[tuple[str, ...]] = []
-        self.inherited: list[Mapping[str, str] | None] = []
-        self.done: list[str] = []
-        self.array_size = "1001"
-        self.refuse = ""
-        self.tries = 0
-        self.lose = False
-
-    def settings(self) -> dict[str, str]:
-        return {"MaxArraySize": self.array_size}
-
-    def submit_limits(self, user: str) -> str:
-        return ""
-
-    def accounting(self, jobs: Iterable[str]) -> list[QueueRow] | None:
-        return None
-
-    def submit(
-        self, script: Path, *options: str, inherited: Mapping[str, str] | None = None
-    ) -> str:
-        self.tries += 1
-        if self.refuse:
-            raise SchedulerError(self.refuse)
-        text = script.read_text()
-        said = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
-        said |= dict(option.removeprefix("--").split("=", 1) for option in options)
-        first, last = re.findall(r"\d+", said["array"].partition("%")[0])
-        job = str(41 + len(self.jobs))
-        self.jobs[job] = (said["job-name"], list(range(int(first), int(last) + 1)))
-        self.options.append(options)
-        self.inherited.append(inherited)
-        if self.lose:
-            raise SchedulerError("sbatch did not answer within 120 s")
-        return job
-
-    def queue(self, jobs: Iterable[str]) -> list[QueueRow]:
-        return [row for row in self._rows() if row.job in set(jobs)]
-
-    def queue_by_name(self, names: Iterable[str]) -> list[QueueRow]:
-        return [row for row in self._rows() if row.name in set(names)]
-
-    def cancel(self, elements: Iterable[str]) -> None:
-        self.done += [f"cancel {element}" for element in elements]
-
-    def requeue(self, element: str) -> None:
-        self.done.append(f"requeue {element}")
-
-    def _rows(self) -> list[QueueRow]:
-        return [
-            QueueRow(job, (e,), self.state if (job, e) == self.running else "PENDING", (), name, "")
-            for job, (name, elements) in self.jobs.items()
-            for e in elements
-            if (job, e) >= self.running  # what came before has been forgotten
-        ]
-
-
-@pytest.fixture
-def slurm() -> Slurm:
-    return Slurm()
-
-
-@pytest.fixture
-def scheduler(slurm: Slurm) -> SlurmScheduler:
-    return SlurmScheduler(slurm)
-
-
-@pytest.fixture
-def run(tmp_path: Path, scheduler: SlurmScheduler) -> RunPaths:
-    request = request_of(tmp_path, "pass", links=3)
-    scheduler.submit(request)
-    request.run.submission_request(1).write_text("{}")
-    return request.run
 
 
 def link(run: RunPaths, index: int) -> Link:
@@ -163,55 +76,25 @@ def test_what_is_no_chain_gets_no_links(
     assert succession.continues(link(run, 2)) is Continue(mode)
 
 
-def test_an_answer_that_was_lost_is_found_by_name(
-    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
+@pytest.mark.usefixtures("_everywhere")
+def test_each_link_looks_after_elastic_groups_in_its_own_name(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slurm.lose = True
-    with pytest.raises(SchedulerError, match="did not answer"):
-        scheduler.extend(run, 1, "trainer", by="41_0")
-    slurm.lose = False
-    assert scheduler.recover(run, 1) == {"trainer": ("41", "42")}
-    assert scheduler.extend(run, 1, "trainer", by="41_1") == "42"
-    assert list(slurm.jobs) == ["41", "42"]
+    names: list[str] = []
 
+    class Group:
+        def __init__(self, *_: object, by: str) -> None:
+            names.append(by)
 
-def test_somebody_who_is_about_to_submit_is_waited_for(
-    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
-) -> None:
-    """Their claim is younger than their job; ours would be one array too many."""
-    theirs = extensions.Claim.of_this_process(index=1, first=3, count=3, by="x", records=0)
-    extensions.take(run, 1, "trainer", theirs)
-    script = run.submission_script(1, "trainer")
+        def keep(self, wanted: int) -> elastic.Change:
+            return elastic.Change()
 
-    def they_submit(pause_s: float) -> None:
-        slurm.submit(script, "--array=3-5%1", f"--job-name={slurm.jobs['41'][0]}.1")
-
-    extender = extend.Extender(slurm, run, 1, "trainer", sleep=they_submit)
-    assert extender.extend(scheduler.query(scheduler.recover(run, 1)), by="y") == "42"
-    assert list(slurm.jobs) == ["41", "42"]
-
-
-def test_a_claim_that_stays_empty_is_void_in_the_end(
-    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
-) -> None:
-    theirs = extensions.Claim.of_this_process(index=1, first=3, count=3, by="x", records=0)
-    extensions.take(run, 1, "trainer", theirs)
-    times = iter([0.0, 1.0, extend.SETTLE_S + 1])
-    extender = extend.Extender(
-        slurm, run, 1, "trainer", sleep=lambda pause_s: None, clock=lambda: next(times)
-    )
-    assert extender.extend([], by="y") == "42"
-    assert slurm.jobs["42"][1] == [6, 7, 8]
-
-
-def test_array_indices_run_out_in_words(
-    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
-) -> None:
-    slurm.array_size = "5"
-    scheduler.extend(run, 1, "trainer", by="41_0")
-    assert slurm.jobs["42"][1] == [3, 4]
-    with pytest.raises(UsageError, match="all 5 array indices"):
-        scheduler.extend(run, 1, "trainer", by="41_1")
+    monkeypatch.setattr(upkeep, "ElasticGroup", Group)
+    for index in (0, 1):
+        looks = Upkeep(link(run, index), {"rollout": 3}, pytest.fail)
+        looks.start()
+        looks.stop()
+    assert names == ["41_0", "41_1"]
 
 
 def test_the_end_cancels_every_array_after_this_link(
@@ -339,15 +222,3 @@ def test_an_elastic_group_is_looked_after_while_the_link_runs(
     wait_until("the third look", lambda: len(kept) > 2)
     looks.stop()
     assert set(kept) == {3}
-
-
-def test_links_that_are_added_inherit_what_the_first_ones_did(
-    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Set-up lines of a link have changed its PATH; those of the next do so again."""
-    before = os.environ["PATH"]
-    monkeypatch.setenv("PATH", "/opt/module/bin:/usr/bin")
-    scheduler.extend(run, 1, "trainer", by="41_0")
-    inherited = slurm.inherited[-1]
-    assert inherited is not None
-    assert inherited["PATH"] == before

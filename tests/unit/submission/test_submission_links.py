@@ -47,6 +47,14 @@ def test_a_live_trial_with_few_links_gets_more(paths: RunPaths, scheduler: FakeS
     assert scheduler.done == ["extend trainer"]
 
 
+def test_a_dry_run_says_so_and_queues_nothing(paths: RunPaths, scheduler: FakeScheduler) -> None:
+    last_link(scheduler, queued=1)
+    found = add_links(paths, dry_run=True)
+    assert found is not None
+    assert "more would be queued (trainer)" in found.notes[0]
+    assert scheduler.done == []
+
+
 def test_one_with_enough_is_live_as_before(paths: RunPaths, scheduler: FakeScheduler) -> None:
     last_link(scheduler, queued=2)
     assert add_links(paths) is None

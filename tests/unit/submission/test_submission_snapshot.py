@@ -163,8 +163,12 @@ def test_update_code_takes_the_present_code(
     elsewhere = user.parent / "elsewhere"
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
-    updated = submit(propose_resume(paths, [], update_code=True))
+    proposal = propose_resume(paths, [], update_code=True)
     second = paths.run / "code.2"
+    with monkeypatch.context() as patch:
+        patch.setattr(scheduler, "scripts", lambda request: {"trainer": str(request.code)})
+        assert proposal.scripts() == {"trainer": str(second)}, "a dry run shows what will run"
+    updated = submit(proposal)
     assert updated.notes == (f"runs the code of now: {second}",)
     assert (second / "helper.py").read_text() == "SCORE = 2\n"
     assert (paths.code / "helper.py").read_text() == "SCORE = 1\n"

@@ -28,6 +28,7 @@ from slurmrl.scheduler.parse import HostRow
 from slurmrl.scheduler.succession import Link
 from slurmrl.workers import patience
 from slurmrl.workers.supervisor import __main__ as supervisor
+from slurmrl.workers.supervisor import rounds
 from slurmrl.workers.supervisor.__main__ import parse
 from slurmrl.workers.supervisor.allocation import Allocation, is_dead
 from slurmrl.workers.supervisor.link import reason_to_leave
@@ -283,6 +284,32 @@ def test_hosts_are_good_where_slurm_does_not_say(
     assert allocation.choose() == ("n1",)
 
 
+@pytest.mark.parametrize("stubborn", [True, False])
+def test_an_srun_that_does_not_end_after_a_host_was_lost_is_killed(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, stubborn: bool
+) -> None:
+    """One that TERM ends is left to that."""
+    monkeypatch.setattr(rounds, "LOOK_S", 0.05)
+    monkeypatch.setattr(rounds, "LOST_GRACE_S", 0.0)
+    monkeypatch.setattr(rounds, "KILL_GRACE_S", 0.5 if stubborn else 120.0)
+    trap = "trap '' TERM; " if stubborn else ""
+    srun = ["sh", "-c", f"{trap}: > {paths.run}/up; for i in $(seq 600); do sleep 0.1; done"]
+    monkeypatch.setattr(rounds, "agent_command", lambda *_, **__: srun)
+    its = Rounds(options(paths, "srun"), paths, Allocation(paths, 2, ("n0", "n1"), job="7.0"))
+    monkeypatch.setattr(Allocation, "lost", lambda self: {"n1"} & {_up(paths)})
+    number = signal.SIGKILL if stubborn else signal.SIGTERM
+    assert its._round(0, ("n0", "n1")) == 128 + number
+    assert its.child is not None
+    assert its.child.returncode == -number
+    events = [event for event in read_all(paths) if event["kind"] == "killed"]
+    assert [event["pid"] for event in events] == ([its.child.pid] if stubborn else [])
+
+
+def _up(paths: RunPaths) -> str:
+    """The host that is lost, once srun has set its trap."""
+    return "n1" if (paths.run / "up").exists() else ""
+
+
 def test_command_on_chosen_hosts(paths: RunPaths) -> None:
     command = agent_command(options(paths, "srun"), ("n0", "n2"), overlap=True)
     assert {"--nodelist=n0,n2", "--nodes=2", "--ntasks=2", "--overlap"} <= set(command)
@@ -331,7 +358,7 @@ def test_what_a_link_does_around_its_rounds(
     paths.plan.write_text(plan.to_json())
     said = Said()
 
-    def rounds(self: Rounds) -> int:
+    def run(self: Rounds) -> int:
         said.append("rounds")
         if ended:
             end(History(paths.history), Kind.FINISHED, {})
@@ -345,7 +372,7 @@ def test_what_a_link_does_around_its_rounds(
     monkeypatch.setattr(supervisor, "Upkeep", said.upkeep)
     monkeypatch.setattr(supervisor, "continue_after", after)
     monkeypatch.setattr(supervisor, "end_chain", lambda link: said.append("end"))
-    monkeypatch.setattr(Rounds, "run", rounds)
+    monkeypatch.setattr(Rounds, "run", run)
     its = Rounds(options(paths, "srun"), paths, Allocation(paths, 1))
     assert supervisor.run_link(Link(paths, 1, "trainer", "41", 0), its) == 3
     last = "end" if ended else "continue"

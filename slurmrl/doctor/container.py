@@ -1,0 +1,81 @@
+"""What workers would find in their container, seen from a host of the job.
+
+One start of the container, by the command that workers are started with, gets as far as it can; how
+far that was says what is missing. What is looked at inside is in `inside`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from slurmrl.config.schema.cluster import Slurm
+from slurmrl.doctor import inside
+from slurmrl.doctor.check import Check, failed, ok
+from slurmrl.doctor.directory import seconds
+from slurmrl.fsio import documents
+from slurmrl.workers.agent.container import interpreter
+
+TIMEOUT_S = 60.0
+_PROGRAM = """\
+import os, sys
+print("has python", flush=True)
+os.listdir(sys.argv[1])
+print("sees the folder", flush=True)
+import slurmrl.config.load
+from slurmrl.doctor import inside
+print("has slurmrl", flush=True)
+inside.main(sys.argv[1:])
+"""
+_STAGES = ("has python", "sees the folder", "has slurmrl")
+_ADVICE = (
+    "try cluster.slurm.container and container_python by hand on a host of the job; what has to be "
+    "loaded first belongs into cluster.slurm.setup",
+    "show the directory of --root inside under the same path (apptainer: --bind, enroot: --mount)",
+    "install the packages of pyproject.toml in the image, for its container_python",
+    "the directory of --root must be the same inside, and writable for you",
+)
+
+
+def check(folder: Path, task: int, slurm: Slurm) -> list[Check]:
+    """``folder`` is the job's; ``slurm`` names a container."""
+    command = [*interpreter(slurm, os.environ), "-P", "-c", _PROGRAM, str(folder), str(task)]
+    began = time.monotonic()
+    try:
+        done = subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return [failed("container", f"did not end within {TIMEOUT_S:.0f} s", _ADVICE[0])]
+    except OSError as error:
+        return [failed("container", f"cannot start '{command[0]}': {error.strerror}", _ADVICE[0])]
+    reached = sum(stage in done.stdout.splitlines() for stage in _STAGES)
+    if done.returncode != 0:
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["without a word"]
+        got = f"it {_STAGES[reached - 1]}; then" if reached else "does not start:"
+        measured = f"{got} exit code {done.returncode}: {last[0]}"
+        return [failed("container", measured, _ADVICE[reached])]
+    return _seen_inside(folder, task, time.monotonic() - began)
+
+
+def _seen_inside(folder: Path, task: int, took_s: float) -> list[Check]:
+    path = folder / inside.result_name(task)
+    try:
+        values = documents.read(path)
+    except FileNotFoundError:
+        measured = "what is written inside does not show on its host"
+        return [failed("container", measured, _ADVICE[-1])]
+    with documents.expecting(path):
+        found = [Check.from_json(one) for one in values["checks"]]
+    measured = f"starts, sees the directory and has slurmrl; {seconds(took_s)}"
+    named = [replace(one, name=f"{one.name} in container") for one in found]
+    return [ok("container", measured, took_s=took_s), *named]

@@ -1,0 +1,78 @@
+"""A Slurm whose queue is a dictionary."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from slurmrl.errors import SchedulerError
+from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.rows import QueueRow
+
+
+class Slurm(SlurmClient):
+    """A queue in memory: job -> (name, elements); element 0 of job 41 runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.jobs: dict[str, tuple[str, list[int]]] = {}
+        self.running: tuple[str, int] = ("41", 0)
+        self.state = "RUNNING"
+        self.options: list[tuple[str, ...]] = []
+        self.inherited: list[Mapping[str, str] | None] = []
+        self.done: list[str] = []
+        self.array_size = "1001"
+        self.refuse = ""
+        self.tries = 0
+        self.lose = False
+        self.looked_for: list[str] = []
+
+    def settings(self) -> dict[str, str]:
+        return {"MaxArraySize": self.array_size}
+
+    def submit_limits(self, user: str) -> str:
+        return ""
+
+    def accounting(self, jobs: Iterable[str]) -> list[QueueRow] | None:
+        return None
+
+    def submit(
+        self, script: Path, *options: str, inherited: Mapping[str, str] | None = None
+    ) -> str:
+        self.tries += 1
+        if self.refuse:
+            raise SchedulerError(self.refuse)
+        text = script.read_text()
+        said = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", text, re.MULTILINE))
+        said |= dict(option.removeprefix("--").split("=", 1) for option in options)
+        first, last = re.findall(r"\d+", said["array"].partition("%")[0])
+        job = str(41 + len(self.jobs))
+        self.jobs[job] = (said["job-name"], list(range(int(first), int(last) + 1)))
+        self.options.append(options)
+        self.inherited.append(inherited)
+        if self.lose:
+            raise SchedulerError("sbatch did not answer within 120 s")
+        return job
+
+    def queue(self, jobs: Iterable[str]) -> list[QueueRow]:
+        return [row for row in self._rows() if row.job in set(jobs)]
+
+    def queue_by_name(self, names: Iterable[str]) -> list[QueueRow]:
+        wanted = list(names)
+        self.looked_for += wanted
+        return [row for row in self._rows() if row.name in wanted]
+
+    def cancel(self, elements: Iterable[str]) -> None:
+        self.done += [f"cancel {element}" for element in elements]
+
+    def requeue(self, element: str) -> None:
+        self.done.append(f"requeue {element}")
+
+    def _rows(self) -> list[QueueRow]:
+        return [
+            QueueRow(job, (e,), self.state if (job, e) == self.running else "PENDING", (), name, "")
+            for job, (name, elements) in self.jobs.items()
+            for e in elements
+            if (job, e) >= self.running  # what came before has been forgotten
+        ]

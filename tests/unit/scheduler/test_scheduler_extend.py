@@ -1,0 +1,201 @@
+"""Extending a group by another array: by whom, once, and what becomes of claims without a job.
+Slurm is scripted; the real one is in tests/slurm."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from slurmrl.errors import SchedulerError, UsageError
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler import elastic, extend, extensions
+from slurmrl.scheduler.rows import QueueRow
+from slurmrl.scheduler.slurm import SlurmScheduler
+from tests.support.scripted_slurm import Slurm
+
+
+def test_an_answer_that_was_lost_is_found_by_name(
+    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
+) -> None:
+    slurm.lose = True
+    with pytest.raises(SchedulerError, match="did not answer"):
+        scheduler.extend(run, 1, "trainer", by="41_0")
+    slurm.lose = False
+    assert scheduler.recover(run, 1) == {"trainer": ("41", "42")}
+    assert scheduler.extend(run, 1, "trainer", by="41_1") == "42"
+    assert list(slurm.jobs) == ["41", "42"]
+
+
+def test_somebody_who_is_about_to_submit_is_waited_for(
+    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
+) -> None:
+    """Their claim is younger than their job; ours would be one array too many."""
+    theirs = extensions.Claim.of_this_process(index=1, first=3, count=3, by="x", records=0)
+    extensions.take(run, 1, "trainer", theirs)
+    script = run.submission_script(1, "trainer")
+
+    def they_submit(pause_s: float) -> None:
+        slurm.submit(script, "--array=3-5%1", f"--job-name={slurm.jobs['41'][0]}.1")
+
+    extender = extend.Extender(slurm, run, 1, "trainer", sleep=they_submit)
+    jobs = scheduler.recover(run, 1)
+    assert extender.extend(scheduler.query(jobs), known=jobs["trainer"], by="y") == "42"
+    assert list(slurm.jobs) == ["41", "42"]
+
+
+def test_a_claim_that_stays_empty_is_void_in_the_end(
+    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
+) -> None:
+    theirs = extensions.Claim.of_this_process(index=1, first=3, count=3, by="x", records=0)
+    extensions.take(run, 1, "trainer", theirs)
+    times = iter([0.0, 1.0, extend.SETTLE_S + 1])
+    extender = extend.Extender(
+        slurm, run, 1, "trainer", sleep=lambda pause_s: None, clock=lambda: next(times)
+    )
+    assert extender.extend([], known=("41",), by="y") == "42"
+    assert slurm.jobs["42"][1] == [6, 7, 8]
+
+
+def test_arrays_are_known_after_the_first_one_was_forgotten(
+    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
+) -> None:
+    """Its submitter was killed before it could note the id."""
+    scheduler.extend(run, 1, "trainer", by="41_0")
+    run.submission_jobs(1).unlink()
+    slurm.running = ("42", 3)
+    assert scheduler.recover(run, 1) == {"trainer": ("42",)}
+    assert scheduler.extend(run, 1, "trainer", by="42_3") == "43"
+    assert slurm.options[-1][-1] == "--dependency=afterany:42"
+
+
+def test_a_void_claim_is_not_looked_for_for_ever(
+    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
+) -> None:
+    """Once a later array was submitted, each look costs what it did before."""
+    void = extensions.Claim.of_this_process(index=1, first=3, count=3, by="41_0", records=0)
+    extensions.take(run, 1, "trainer", void)
+    scheduler.recover(run, 1)
+    assert slurm.looked_for, "it may have a job as long as nobody knows better"
+    scheduler.extend(run, 1, "trainer", by="41_0")
+    slurm.looked_for.clear()
+    assert scheduler.recover(run, 1) == {"trainer": ("41", "42")}
+    assert slurm.looked_for == []
+    scheduler.extend(run, 1, "trainer", by="41_1")
+    assert slurm.jobs["43"][1] == [9, 10, 11], "its numbers stay unused"
+
+
+def test_a_job_of_a_void_claim_that_came_after_all_is_kept(
+    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the array that takes its place, or when its claimant wakes up after that."""
+    script = run.submission_script(1, "trainer")
+    name = slurm.jobs["41"][0]
+    void = extensions.Claim.of_this_process(index=1, first=3, count=3, by="41_0", records=0)
+    extensions.take(run, 1, "trainer", void)
+    submit = slurm.submit
+
+    def after_theirs(*arguments: Any, **inherited: Any) -> str:
+        submit(script, "--array=3-5%1", f"--job-name={name}.1")
+        return submit(*arguments, **inherited)
+
+    monkeypatch.setattr(slurm, "submit", after_theirs)
+    assert scheduler.extend(run, 1, "trainer", by="41_0") == "43"
+    assert scheduler.recover(run, 1) == {"trainer": ("41", "42", "43")}
+    monkeypatch.setattr(slurm, "submit", submit)
+    extensions.take(run, 1, "trainer", replace(void, index=3, first=9))
+    assert scheduler.extend(run, 1, "trainer", by="41_0") == "44"
+    extensions.note(run, 1, "trainer", 3, "45")
+    extensions.close(run, 1, "trainer", 3)
+    assert scheduler.recover(run, 1) == {"trainer": ("41", "42", "43", "45", "44")}
+
+
+def test_void_claims_wait_where_squeue_does_not_answer(
+    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The array was submitted: that is what counts."""
+    for index in (1, 2):
+        void = extensions.Claim.of_this_process(index=index, first=3, count=3, by="x", records=0)
+        extensions.take(run, 1, "trainer", void)
+    submit, ask = slurm.submit, slurm.queue_by_name
+
+    def silent(names: Iterable[str]) -> list[QueueRow]:
+        raise SchedulerError("squeue did not answer")
+
+    def last_word(*arguments: Any, **inherited: Any) -> str:
+        monkeypatch.setattr(slurm, "queue_by_name", silent)
+        return submit(*arguments, **inherited)
+
+    monkeypatch.setattr(slurm, "submit", last_word)
+    assert scheduler.extend(run, 1, "trainer", by="x") == "42"
+    assert [one.open for one in extensions.read(run, 1, "trainer")] == [True, True, False]
+    monkeypatch.setattr(slurm, "submit", submit)
+    monkeypatch.setattr(slurm, "queue_by_name", ask)
+    assert scheduler.extend(run, 1, "trainer", by="x") == "43"
+    assert not any(one.open for one in extensions.read(run, 1, "trainer"))
+
+
+def keep_beside(run: RunPaths, slurm: Slurm, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The keeper of link 1 looks after the group; that of link 0, which is still alive, adds a task
+    at the moment when the first one's squeue has been answered."""
+    ask = getattr(slurm, when)
+
+    def answer(wanted: Iterable[str]) -> list[QueueRow]:
+        found: list[QueueRow] = ask(wanted)
+        monkeypatch.setattr(slurm, when, ask)
+        if when == "queue":
+            elastic.ElasticGroup(run, 1, "trainer", slurm, by="40_0").keep(2)
+        else:
+            script = run.submission_script(1, "trainer")
+            slurm.submit(script, "--array=3-3%1", f"--job-name={slurm.jobs['41'][0]}.1")
+        return found
+
+    monkeypatch.setattr(slurm, when, answer)
+    elastic.ElasticGroup(run, 1, "trainer", slurm, by="40_1").keep(2)
+
+
+def test_a_keeper_waits_for_the_tasks_that_another_one_is_adding(
+    run: RunPaths, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two links of the trainers are alive at once; neither may take the other's claim for its own
+    of a start before."""
+    slurm.running = ("41", 2)
+    monkeypatch.setattr(extend, "LOOK_S", 0.0)
+    theirs = extensions.Claim.of_this_process(index=1, first=3, count=1, by="40_0", records=0)
+    extensions.take(run, 1, "trainer", theirs)
+    keep_beside(run, slurm, "queue_by_name", monkeypatch)
+    assert list(slurm.jobs) == ["41", "42"]
+
+
+def test_a_keeper_adds_nothing_to_what_another_one_added_since_it_looked(
+    run: RunPaths, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm.running = ("41", 2)
+    with pytest.raises(UsageError, match="extended by somebody else meanwhile"):
+        keep_beside(run, slurm, "queue", monkeypatch)
+    assert list(slurm.jobs) == ["41", "42"]
+
+
+def test_array_indices_run_out_in_words(
+    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
+) -> None:
+    slurm.array_size = "5"
+    scheduler.extend(run, 1, "trainer", by="41_0")
+    assert slurm.jobs["42"][1] == [3, 4]
+    with pytest.raises(UsageError, match="all 5 array indices"):
+        scheduler.extend(run, 1, "trainer", by="41_1")
+
+
+def test_links_that_are_added_inherit_what_the_first_ones_did(
+    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Set-up lines of a link have changed its PATH; those of the next do so again."""
+    before = os.environ["PATH"]
+    monkeypatch.setenv("PATH", "/opt/module/bin:/usr/bin")
+    scheduler.extend(run, 1, "trainer", by="41_0")
+    inherited = slurm.inherited[-1]
+    assert inherited is not None
+    assert inherited["PATH"] == before
