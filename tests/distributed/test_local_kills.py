@@ -83,7 +83,7 @@ def check_end(site: Site, kind: str, undisturbed: Callable[[str], dict[str, Any]
 @pytest.mark.parametrize(
     ("kind", "role", "index"),
     [
-        ("ppo", "worker", 1),
+        pytest.param("ppo", "worker", 1, marks=long),
         ("sft", "master", 0),
         pytest.param("sft", "template", 1, marks=long),
         pytest.param("ppo", "worker", 0, marks=long),
