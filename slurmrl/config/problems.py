@@ -33,12 +33,22 @@ RULES = {
     "too_short": "must have at least {min_length} items",
 }
 
+PRECISIONS = ("fp16", "bf16")
+"""Switches of other trainers for what is ``dtype`` here."""
+
 
 def problems_from(
     error: ValidationError, source: Source, prefix: KeyPath, schema: type[BaseModel]
 ) -> list[Problem]:
     """One problem for each thing that ``schema`` refused in the values at ``prefix``."""
-    return [_problem(details, source, prefix, schema) for details in error.errors()]
+    found = error.errors()
+    places = {details["loc"] for details in found}
+    return [
+        _problem(details, source, prefix, schema)
+        for details in found
+        # (one message for both switches)
+        if not (details["loc"][-1:] == ("bf16",) and (*details["loc"][:-1], "fp16") in places)
+    ]
 
 
 def _problem(
@@ -89,6 +99,8 @@ def _unknown(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> str
     owner = section_at(schema, location[:-1])
     known = sorted(key for key, _ in keys(owner)) if owner else []
     name = str(location[-1])
+    if name in PRECISIONS and "dtype" in known:
+        return "unknown key; write dtype: bfloat16 (fp16 is not supported) or float32"
     if not difflib.get_close_matches(name, known, n=1):
         elsewhere = [dotted((*prefix, *path)) for path in paths(schema) if path[-1] == name]
         if elsewhere:

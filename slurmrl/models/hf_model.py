@@ -1,7 +1,7 @@
 """Any causal model of transformers behind the contract of the built-in decoders.
 
-Sequences go through it as one padded batch with a mask: every model takes that. Its logits
-[T, V] are kept whole, because only the model itself knows how it makes them.
+Sequences go through it as one padded batch with a mask: every model takes that. Logits [T, V] are
+kept whole where only the model itself knows how it makes them: where it does more than multiply.
 T packed tokens, S sequences, L the longest of them, V vocabulary.
 """
 
@@ -24,10 +24,11 @@ from slurmrl.errors import UsageError
 from slurmrl.models.base import PackedModel
 from slurmrl.models.config import Head
 from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_head import only_multiplies
 from slurmrl.models.hf_reader import HFReader
 from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.models.recompute import Recompute
-from slurmrl.ops.logprobs import packed_logprobs_of_logits
+from slurmrl.ops.logprobs import packed_logprobs_and_entropy, packed_logprobs_of_logits
 
 TASKS = {"lm": AutoModelForCausalLM, "value": AutoModelForSequenceClassification}
 
@@ -50,6 +51,7 @@ class HFModel(PackedModel):
         self.head = head
         self.inner = _model(config, head, source, seed, dtype)
         self.inner.train(False)
+        self._multiplies = head == "lm" and only_multiplies(self.inner)
         if head == "value" and not isinstance(getattr(self.inner, "score", None), nn.Linear):
             raise UsageError(
                 f"{type(self.inner).__name__} has no linear layer 'score' that could give values"
@@ -76,7 +78,7 @@ class HFModel(PackedModel):
         max_len: int,
         step: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Logits [T, V], or hidden states [T, h] of a value model. A ``step`` of generation is
+        """Logits [T, V], or hidden states [T, h] where they suffice. A ``step`` of generation is
         a call of the model itself: it comes through here, too, because a sharded engine has its
         hooks on this module first."""
         if step is not None:
@@ -87,15 +89,18 @@ class HFModel(PackedModel):
         ids = input_ids.new_zeros(shape).index_put((rows, places), input_ids)
         columns = torch.arange(max_len, device=ids.device)
         mask = (columns < cu_seqlens.diff()[:, None]).long()
-        inner = self.inner.base_model if self.head == "value" else self.inner
+        whole = self.head == "lm" and not self._multiplies
+        inner = self.inner if whole else self.inner.base_model
         found = inner(input_ids=ids, attention_mask=mask, use_cache=False)
-        features = found.logits if self.head == "lm" else found.last_hidden_state
-        return features[rows, places]
+        return (found.logits if whole else found.last_hidden_state)[rows, places]
 
     def logprobs(
         self, features: Tensor, input_ids: Tensor, cu_seqlens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        return packed_logprobs_of_logits(features, input_ids, cu_seqlens, temperature)
+        if not self._multiplies:
+            return packed_logprobs_of_logits(features, input_ids, cu_seqlens, temperature)
+        weight = cast(Any, self.inner).get_output_embeddings().weight
+        return packed_logprobs_and_entropy(features, weight, input_ids, cu_seqlens, temperature)
 
     def values(self, features: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         score = cast(nn.Linear, self.inner.score)

@@ -179,7 +179,8 @@ def uses_sequence_parallel(model: Model, allocation: Allocation) -> bool:
 
 def layer_activations(job: Job, *, products: bool = False) -> float:
     """Elements that one layer keeps for its backward pass, per token of a rank: all, or its input
-    and the results of matrix ``products`` and attention alone."""
+    and the results of matrix ``products`` and attention alone; where TransformerEngine may compute
+    these, all but the results of norms."""
     shape, sizes = job.shape, job.allocation.sizes
     tp = sizes["tp"]
     split = tp if uses_sequence_parallel(job.model, job.allocation) else 1
@@ -188,9 +189,19 @@ def layer_activations(job: Job, *, products: bool = False) -> float:
     if shape.expert_layers:
         routed = shape.experts_per_token * shape.expert_inner / _expert_tp(job.allocation)
         inner = routed + shape.shared_inner / tp
+    if products and _may_use_transformer_engine(job):
+        return 2 * shape.hidden / split + attention + (shape.mlp_matrices + 1) * inner
     if products:
         return 3 * shape.hidden / split + attention + (shape.mlp_matrices - 1) * inner
     return 4 * shape.hidden / split + attention + (shape.mlp_matrices + 1) * inner
+
+
+def _may_use_transformer_engine(job: Job) -> bool:
+    """As far as can be said without the host: by default it is used where it is installed."""
+    said = job.model.transformer_engine
+    return job.allocation.backend == "megatron" and (
+        job.model.dtype != "float32" if said is None else said
+    )
 
 
 def _activations(job: Job) -> int:

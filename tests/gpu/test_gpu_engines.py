@@ -70,6 +70,7 @@ def make(name: str, context: ParallelContext, source: Path, **changes: Any) -> A
     )
 
 
+@pytest.mark.parametrize("settings", ["fsdp", "megatron"], indirect=True)
 def test_steps_and_outputs_are_those_of_a_cpu(
     context: ParallelContext, settings: tuple[str, dict[str, Any]], tmp_path: Path
 ) -> None:

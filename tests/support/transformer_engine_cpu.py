@@ -187,6 +187,7 @@ def _add(module: types.ModuleType) -> None:
 
 def _patch() -> None:
     warnings.filterwarnings("ignore", "To guarantee overlapping")  # a matter of CUDA streams
+    warnings.filterwarnings("ignore", "fp8_autocast is deprecated")  # megatron calls it
     fake = megatron_cpu.TorchOnCPU()
     fake.cuda.is_available = lambda: True
     fake.cuda.is_current_stream_capturing = lambda: False

@@ -63,7 +63,8 @@ class Model(Section):
     gradient_checkpointing: bool | Literal["off", "selective", "full"] = False
     """Recompute activations in the backward pass: less memory, more time. `full` (or true) keeps
     each layer's input alone, for about a third more time; `selective` keeps the results of matrix
-    products and attention, too; `off` (or false) keeps all."""
+    products and attention, too (with TransformerEngine all but those of norms); `off` (or false)
+    keeps all."""
     max_tokens_per_microbatch: PositiveInt = 16384
     """Most tokens on one rank at a time; a longer single sequence gets one of its own."""
     cpu_offload: bool = False
@@ -71,7 +72,8 @@ class Model(Section):
     it computes: much less GPU memory, much more time. The optimizer steps on the CPU. On fsdp."""
     transformer_engine: bool | None = None
     """Whether megatron makes its layers of TransformerEngine's linear layers, norms and grouped
-    experts. Default: on GPUs, where a release that megatron-core takes is installed."""
+    experts. Default: in bfloat16 on GPUs, where a release that megatron-core takes is installed. In
+    float32 its products are of TF32."""
     optimizer: Optimizer = Optimizer()
 
     @model_validator(mode="after")

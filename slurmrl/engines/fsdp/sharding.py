@@ -112,14 +112,7 @@ class Shards:
         try:
             yield
         except BaseException:
-            self.decoder.zero_grad()  # of the parameters that are gathered
-            if self.plan.wrapped:
-                cast(FSDPModule, self.decoder).reset_iter_state()
-                self.decoder.zero_grad()  # of the shards
-            for unit in self._units():  # what torch 2.13 keeps, though it says that it does not
-                for group in unit._get_fsdp_state()._fsdp_param_groups:
-                    for parameter in group.fsdp_params:
-                        parameter.unsharded_accumulated_grad = None
+            self._clear()
             raise
 
     @contextmanager
@@ -135,6 +128,16 @@ class Shards:
                 for unit in self._units():
                     is_root = cast(nn.Module, unit) is self.decoder
                     unit.set_reshard_after_forward(not is_root, recurse=False)
+
+    def _clear(self) -> None:
+        self.decoder.zero_grad()  # of the parameters that are gathered
+        if self.plan.wrapped:
+            cast(FSDPModule, self.decoder).reset_iter_state()
+            self.decoder.zero_grad()  # of the shards
+        for unit in self._units():  # what torch 2.13 keeps, though it says that it does not
+            for group in unit._get_fsdp_state()._fsdp_param_groups:
+                for parameter in group.fsdp_params:
+                    parameter.unsharded_accumulated_grad = None
 
     def _units(self) -> list[FSDPModule]:
         return [module for module in self.decoder.modules() if isinstance(module, FSDPModule)]

@@ -81,7 +81,7 @@ class MegatronEngine(Engine):
         ):
             raise UsageError(f"{role}: {found}")
         self._groups = collection(context)
-        self._te = transformer_engine.chosen(model.transformer_engine, context.device)
+        self._te = transformer_engine.chosen(model.transformer_engine, context.device, model.dtype)
         self._settings = transformer_config(
             config, context, model.dtype, model.recompute, transformer_engine=self._te
         )

@@ -124,6 +124,15 @@ class SelectiveLayer(TransformerLayer):  # type: ignore[misc]
             return selective(super().forward, *args, **kwargs)
 
 
+class KeptRow(RowParallelLinear):  # type: ignore[misc]
+    """A product that may be kept: megatron adds it up over tensor ranks in place."""
+
+    def _forward_impl(self, *args: Any, **kwargs: Any) -> Tensor:
+        product: Tensor = super()._forward_impl(*args, **kwargs)
+        apart = self.sequence_parallel or self.explicit_expert_comm or self.tp_group.size() == 1
+        return product if apart else product.clone()
+
+
 @dataclass(frozen=True)
 class Modules:
     """What layers are made of."""
@@ -140,13 +149,14 @@ class Modules:
 def own_modules(config: ModelConfig, device: torch.device, recompute: Recompute) -> Modules:
     """Norms of the built-in decoder, megatron's linear layers, one expert after the other."""
     matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    kept = recompute == "selective"
     return Modules(
-        layer=SelectiveLayer if recompute == "selective" else TransformerLayer,
+        layer=SelectiveLayer if kept else TransformerLayer,
         norm=ModuleSpec(Norm, {"offset": config.family.norm_offset, "device": device}),
         # (q and k norms have no offset in any family)
         head_norm=ModuleSpec(Norm, {"offset": False, "device": device}),
         column=ColumnParallelLinear,
-        row=RowParallelLinear,
+        row=KeptRow if kept else RowParallelLinear,
         experts=ModuleSpec(SequentialMLP, submodules=matrices),
     )
 

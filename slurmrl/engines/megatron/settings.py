@@ -53,9 +53,7 @@ def transformer_config(
         context_parallel_size=context.axis_size("cp"),
         **_pipeline(context, dtype),
         **_experts(config, context),
-        **_recompute(
-            recompute, transformer_engine=transformer_engine, sparse=config.moe is not None
-        ),
+        **_recompute(recompute, transformer_engine=transformer_engine),
     )
 
 
@@ -93,7 +91,7 @@ def _experts(config: ModelConfig, context: ParallelContext) -> dict[str, Any]:
     }
 
 
-def _recompute(recompute: Recompute, *, transformer_engine: bool, sparse: bool) -> dict[str, Any]:
+def _recompute(recompute: Recompute, *, transformer_engine: bool) -> dict[str, Any]:
     if recompute == "full":
         return {
             "recompute_granularity": "full",
@@ -102,6 +100,5 @@ def _recompute(recompute: Recompute, *, transformer_engine: bool, sparse: bool) 
         }
     if recompute == "selective" and transformer_engine:
         # PyTorch does not see the products of its modules, so it cannot keep just these.
-        modules = ["layernorm", *(["moe_act"] if sparse else [])]
-        return {"recompute_granularity": "selective", "recompute_modules": modules}
+        return {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
     return {}

@@ -23,11 +23,12 @@ FIRST, END = "2.9.0a0", "2.12"
 HINT = f"pip install --no-build-isolation 'transformer_engine[pytorch]>={FIRST},<{END}'"
 
 
-def chosen(wanted: bool | None, device: torch.device) -> bool:
-    """Whether layers are made of TransformerEngine's modules; ``wanted`` None leaves it to the
-    device and to what is installed. Raises UsageError where they are wanted and missing."""
+def chosen(wanted: bool | None, device: torch.device, dtype: str) -> bool:
+    """Whether layers are made of TransformerEngine's modules. ``wanted`` None leaves it to what is
+    installed, on GPUs in half precision: its float32 products are of TF32. Raises UsageError where
+    they are wanted and missing."""
     if wanted is None:
-        return device.type == "cuda" and te.HAVE_TE and _suits()
+        return device.type == "cuda" and dtype != "float32" and te.HAVE_TE and _suits()
     if wanted and not te.HAVE_TE:
         raise UsageError(f"transformer_engine: true needs TransformerEngine: {HINT}")
     return wanted

@@ -179,18 +179,6 @@ def frozen(setup: Setup, folder: Path) -> tuple[list[Any], str]:
     return [], "trained"
 
 
-def train_on_infinity(setup: Setup) -> tuple[dict[str, float], float]:
-    """Statistics of a step with an infinite gradient on rank 0, and the largest change of a
-    weight."""
-    engine = make(setup)
-    sample = batch().take(setup.split[engine.context.dp_rank])
-    before = {n: p.clone() for n, p in engine._shards.local().items()}  # type: ignore[attr-defined]
-    factor = float("inf") if dist.get_rank() == 0 else 1.0
-    stats = engine.train_batch(sample, lambda out, _: (out["logp"].sum() * factor, {}), 1.0)
-    after = engine._shards.local()  # type: ignore[attr-defined]
-    return stats, max((after[n] - p).abs().max().item() for n, p in before.items())
-
-
 def outputs_around_training(setup: Setup) -> list[dict[str, Tensor]]:
     """Outputs before and after a training step, and of an engine that only trained."""
     engine, fresh = make(setup), make(setup)

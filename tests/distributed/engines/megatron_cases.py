@@ -121,18 +121,21 @@ def offloaded(case: Case) -> tuple[int, int, list[dict[str, float]], list[dict[s
     engine: Any = make(case)
     kept = make(case)
     first = [step(engine, 0)]
-    before = _bytes(engine)
+    before = held_bytes(engine)
     engine.offload()
     engine.offload()
-    during = _bytes(engine)
+    during = held_bytes(engine)
     engine.onload()
     first.append(step(engine, 1))
     return before, during, first, [step(kept, 0), step(kept, 1)]
 
 
-def _bytes(engine: Any) -> int:
+def held_bytes(engine: Any) -> int:
+    """Of weights and, where they are trained, moments and gradients."""
     tensors = [t for t, _ in (*engine._weights().values(), *engine._shards().values())]
-    tensors += [b.grad_data for chunk in engine._chunks for b in chunk.buffers]
+    for chunk in engine._chunks if engine.trained else ():
+        buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)
+        tensors += [buffer.grad_data for buffer in buffers]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
 

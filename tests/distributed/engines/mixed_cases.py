@@ -1,23 +1,28 @@
-"""What ranks do in the test of several models with layouts of their own in one worker."""
+"""What ranks do in the test of several models with layouts of their own in one worker, and one
+process in their place: PPO's calls on recorded rollouts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
+from slurmrl.algorithms.base import CallContext, Stats
+from slurmrl.algorithms.ppo.actor import PPOActorInterface
+from slurmrl.algorithms.ppo.critic import PPOCriticInterface
+from slurmrl.algorithms.ppo.schema import PPO
 from slurmrl.config.schema.model import Model
+from slurmrl.config.schema.rollout import Rollout
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
-from slurmrl.engines.base import Engine, Outputs
+from slurmrl.engines.base import Engine
 from slurmrl.parallel.groups import build
-from tests.distributed.engines.cases import batch, denominator
 from tests.support.megatron_cpu import install
 
 
@@ -46,45 +51,89 @@ ROLES = (
     Role("ref", "fsdp", {"dp": 4}, "lm", 9),
     Role("reward", "fsdp", {"dp": 2, "tp": 2}, "value", 10),
 )
-STEPS = 2
 
 
-def recorded(number: int) -> SequenceSample:
-    """Rollouts as they were recorded: tokens, and the log-probabilities they were drawn with."""
-    sample = batch(number)
-    generator = torch.Generator().manual_seed(number)
-    behaviour = -3.0 + torch.rand(sample.tensor("input_ids").shape[0], generator=generator)
-    sample.update_(
-        SequenceSample.from_default(
-            [sum(lengths) for lengths in sample.lengths["input_ids"]],
-            sample.ids,
-            {"logprobs": behaviour},
-        )
-    )
-    return sample
+def context(step: int) -> CallContext:
+    """What PPO's calls need to know: one update a step, all parts of the losses in use."""
+    ppo = PPO(batch_size=10, n_minibatches=1, gae_lambda=0.95, discount=0.99, entropy_coef=0.01)
+    config = SimpleNamespace(rollout=Rollout(max_new_tokens=6), evaluation=None)
+    settings: Any = SimpleNamespace(algorithm=ppo, config=config)
+    tokenizer: Any = SimpleNamespace(eos_token_id=4)
+    return CallContext(step, 5, {"kl_coef": ppo.kl.coef}, tokenizer, settings)
 
 
-def loss(outputs: Outputs, sample: SequenceSample) -> tuple[Tensor, dict[str, Tensor]]:
-    """Clipped policy gradients of the actor, squared errors of the critic."""
-    if "values" in outputs:
-        error = (outputs["values"] - sample.tensor("returns")).square()
-        return error.sum(), {"error": error.detach().sum()}
-    ratio = (outputs["logp"] - sample.tensor("logprobs")).exp()
-    weights = sample.tensor("advantages")
-    gains = torch.minimum(ratio * weights, ratio.clamp(0.8, 1.2) * weights)
-    return -gains.sum() - 0.01 * outputs["entropy"].sum(), {"ratio": ratio.detach().sum()}
+def inference(role: str, engine: Any, sample: SequenceSample, about: CallContext) -> SequenceSample:
+    """What a role's model makes of a batch before anything is trained."""
+    if role == "reward":
+        values = engine.forward(sample.only(["input_ids"]))["values"]
+        last = sample.cu_seqlens("input_ids")[1:].long() - 1
+        return SequenceSample.from_default([1] * sample.bs, sample.ids, {"rewards": values[last]})
+    if role == "actor":
+        outputs = engine.forward(sample.only(["input_ids"]))
+        lengths = dict.fromkeys(outputs, sample.lengths["input_ids"])
+        return SequenceSample(sample.ids, lengths, data=dict(outputs))
+    interface = PPOActorInterface() if role == "ref" else PPOCriticInterface()
+    made = interface.inference(engine, sample, about).sample
+    assert made is not None
+    return made
 
 
-def share(engine: Engine) -> list[int]:
+@dataclass(frozen=True)
+class Step:
+    made: dict[str, SequenceSample]
+    """What each role's inference made of this rank's own items."""
+    stats: dict[str, Stats]
+    """Of the training of each role."""
+
+
+def replay(
+    engines: Mapping[str, Any],
+    rollouts: Sequence[SequenceSample],
+    trained: Callable[[str, int], None] = lambda role, number: None,
+) -> list[Step]:
+    """PPO's calls on each of the rollouts: what the models say of one reaches the losses. All
+    models but the one that computes are offloaded; ``trained`` is called after each update."""
+    found = []
+    for engine in engines.values():
+        engine.offload()
+    for number, rollout in enumerate(rollouts):
+        batch, about = rollout.only(rollout.keys), context(number)
+        made, stats = {}, {}
+        for role in ("ref", "reward", "critic", "actor"):
+            engine = engines[role]
+            engine.onload()
+            made[role] = inference(role, engine, batch.take(share(engine)), about)
+            engine.offload()
+            batch.update_(everyone(engine, made[role]).select(batch.ids))
+        for role, interface in (("actor", PPOActorInterface()), ("critic", PPOCriticInterface())):
+            engine = engines[role]
+            engine.onload()
+            stats[role] = interface.train_step(engine, batch.take(share(engine)), about).stats
+            trained(role, number)
+            engine.offload()
+        found.append(Step(made, stats))
+    return found
+
+
+def share(engine: Any) -> list[int]:
     rank, size = engine.context.dp_rank, engine.context.dp_size
     return list(range(rank, 10, size))
 
 
+def everyone(engine: Any, own: SequenceSample) -> SequenceSample:
+    """What all ranks of a model made, each item once: in this worker's other layouts its items are
+    on other ranks."""
+    if not dist.is_initialized():
+        return own
+    found: list[SequenceSample | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own if engine.context.speaks else None)
+    return SequenceSample.gather([one for one in found if one is not None])
+
+
 def run(
-    settings: Mapping[str, Any], folder: Path
-) -> list[dict[str, tuple[list[int], Outputs, dict[str, float]]]]:
-    """Every model's outputs, and the statistics of those that learn, step by step; their state
-    after each step is saved."""
+    settings: Mapping[str, Any], folder: Path, rollouts: Sequence[SequenceSample]
+) -> list[Step]:
+    """The replay on this rank; the states after each step are saved under its number."""
     install()
     contexts = build(ROLES, rank=dist.get_rank(), device=torch.device("cpu"))
     engines: dict[str, Engine] = {}
@@ -96,25 +145,11 @@ def run(
             trained=role.trained,
             context=contexts[role.role],
             seed=role.seed,
-            total_steps=STEPS,
+            total_steps=len(rollouts),
             source=folder / role.role,
         )
-    found = []
-    for number in range(STEPS):
-        results = {}
-        for name in ("ref", "reward", "critic", "actor"):
-            engine = engines[name]
-            items = share(engine)
-            engine.onload()
-            results[name] = (items, engine.forward(recorded(number).take(items)), {})
-            engine.offload()
-        for name in ("actor", "critic"):
-            engine = engines[name]
-            sample = recorded(number).take(share(engine))
-            engine.onload()
-            stats = engine.train_batch(sample, loss, denominator(sample))
-            results[name] = (*results[name][:2], stats)
-            engine.save(folder / str(number))
-            engine.offload()
-        found.append(results)
-    return found
+
+    def saved(role: str, number: int) -> None:
+        engines[role].save(folder / str(number))
+
+    return replay(engines, rollouts, saved)

@@ -117,13 +117,6 @@ def test_an_empty_global_batch_is_refused(ranks: RankPool) -> None:
         ranks(2, f"{HERE}:train", Setup(model=model(), split=[[], []]))
 
 
-def test_a_gradient_that_is_not_finite_changes_nothing(ranks: RankPool, tmp_path: Path) -> None:
-    setup = Setup(model=model(), split=[[0, 1], [2]])
-    ((stats, weights), _) = ranks(2, f"{HERE}:train_on_infinity", setup)
-    assert stats["skipped"] == 1.0
-    assert weights == 0.0
-
-
 def test_a_checkpoint_of_another_model_is_refused(ranks: RankPool, tmp_path: Path) -> None:
     setup = Setup(model=model(), split=[[0], [1]])
     ranks(2, f"{HERE}:train", setup, save=tmp_path)

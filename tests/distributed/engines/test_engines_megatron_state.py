@@ -16,16 +16,24 @@ from slurmrl.layout.copy import execute
 from slurmrl.layout.layout import Layout
 from slurmrl.layout.piece import Piece
 from slurmrl.layout.plan import plan
-from slurmrl.models.hf import to_hf
 from tests.distributed.engines.cases import LENGTHS, Setup, model
 from tests.distributed.engines.megatron_cases import Case, Placed, placed
+from tests.distributed.engines.one_process import random_model
 from tests.distributed.engines.test_engines_contract import (
     plain_decoder,
     plain_outputs,
     value_model,
 )
-from tests.distributed.engines.test_engines_megatron import BUDGET, EVEN, MOE, TIED, grid
-from tests.pool import RankPool
+from tests.distributed.engines.test_engines_megatron import (
+    BUDGET,
+    EVEN,
+    FAST,
+    LONG,
+    MOE,
+    TIED,
+    grid,
+)
+from tests.pool import RankError, RankPool
 
 HERE = "tests.distributed.engines.megatron_cases"
 FSDP = "tests.distributed.engines.cases"
@@ -46,32 +54,41 @@ def assembled(results: list[tuple[Layout, dict[str, Tensor]]]) -> dict[str, np.n
     return {n: targets[n].reshape(t.shape) for n, t in layout.tensors.items()}
 
 
+VALUED = ("t2", "p2", "p2 v2", "p4", "t2 sp p2 c2", "d2 experts e2")
+"""Layouts that are also looked at with a value head."""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("where", "architecture"),
+    ("name", "head"),
     [
-        (placed(tp=2), TIED),
-        (placed(dp=2), TIED),
-        (placed(cp=2), EVEN),
-        (placed(pp=2, v=2), EVEN),
-        (placed(tp=2, pp=2), TIED),
-        (placed(pp=2, dp=2), EVEN),
-        (placed(tp=2, sp=True, pp=2, cp=2), EVEN),
-        (placed(dp=2, experts=grid(1, 1, 2, 1)), MOE),
-        (placed(dp=2, tp=2, sp=True, experts=grid(1, 1, 2, 2)), MOE),
+        *((name, head) for name, (_, _, head) in {**FAST, **LONG}.items()),
+        *((name, "value") for name in VALUED),
     ],
 )
-@pytest.mark.parametrize("head", ["lm", "value"])
 def test_pieces_of_all_ranks_make_up_the_folders_tensors(
-    ranks: RankPool, tmp_path: Path, where: Placed, architecture: dict[str, Any], head: Any
+    ranks: RankPool, tmp_path: Path, name: str, head: Any
 ) -> None:
-    to_hf(plain_decoder("lm", **architecture), tmp_path)
+    where, architecture, _ = {**FAST, **LONG}[name]
+    decoder = random_model(tmp_path, architecture, head)
     case = Case(where, model(architecture=None, **BUDGET), head, source=tmp_path)
     found = assembled(ranks(len(where.ranks), f"{HERE}:held", case, deadline_s=300.0))
-    expected = dict(plain_decoder(head, **architecture).named_parameters())
+    expected = dict(decoder.named_parameters())
     assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert np.array_equal(found[name], value.detach().numpy()), name
+    for tensor, value in expected.items():
+        assert np.array_equal(found[tensor], value.detach().numpy()), tensor
+
+
+@pytest.mark.long
+def test_a_value_head_that_the_folder_lacks_is_zero(ranks: RankPool, tmp_path: Path) -> None:
+    decoder = random_model(tmp_path, TIED)
+    case = Case(placed(pp=2), model(architecture=None, **BUDGET), "value", source=tmp_path)
+    found = assembled(ranks(2, f"{HERE}:held", case, deadline_s=300.0))
+    assert not found.pop("score.weight").any()
+    expected = dict(decoder.named_parameters())
+    assert found.keys() == expected.keys()
+    for name, values in found.items():
+        assert np.array_equal(values, expected[name].detach().numpy()), name
 
 
 @pytest.mark.long
@@ -143,12 +160,23 @@ def test_a_checkpoint_goes_from_layout_to_layout_and_engine_to_engine(
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("where", "dtype"), [(placed(tp=2, sp=True), "float32"), (placed(dp=2), "bfloat16")]
+    ("where", "architecture"),
+    [
+        (placed(), TIED),
+        (placed(dp=2), TIED),
+        (placed(tp=2, sp=True), TIED),
+        (placed(pp=2, v=2), TIED),
+        (placed(dp=2, experts=grid(1, 1, 2, 1)), MOE),
+    ],
 )
-def test_memory_is_given_back_and_taken_again(ranks: RankPool, where: Placed, dtype: str) -> None:
-    case = Case(where, model(architecture=TIED, dtype=dtype, **BUDGET))
-    for before, during, first, kept in ranks(2, f"{HERE}:offloaded", case, deadline_s=300.0):
+def test_memory_is_given_back_and_taken_again(
+    ranks: RankPool, where: Placed, architecture: dict[str, Any], dtype: str
+) -> None:
+    case = Case(where, model(architecture=architecture, dtype=dtype, **BUDGET))
+    results = ranks(len(where.ranks), f"{HERE}:offloaded", case, deadline_s=300.0)
+    for before, during, first, kept in results:
         assert before > 0
         assert during == 0
         assert first == kept
@@ -190,3 +218,31 @@ def test_what_it_does_not_do_is_refused(ranks: RankPool) -> None:
     settings = model(architecture=EVEN, **BUDGET)
     (message,) = ranks(1, f"{HERE}:refused_generation", Case(placed(), settings), deadline_s=300.0)
     assert "does not generate in this version" in message
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("where", "architecture", "message"),
+    [
+        (placed(tp=4), EVEN, "t4 does not divide num_key_value_heads 2"),
+        (placed(tp=2), {**EVEN, "intermediate_size": 49}, "t2 does not divide intermediate_size"),
+        (placed(pp=2), {**EVEN, "num_hidden_layers": 3}, "p2 does not divide num_hidden_layers 3"),
+        (
+            placed(pp=2, v=2),
+            {**EVEN, "num_hidden_layers": 6},
+            "p2 times 2 chunks does not divide num_hidden_layers 6",
+        ),
+        (placed(cp=2), {**EVEN, "num_attention_heads": 3, "num_key_value_heads": 3}, "c2 does"),
+        (
+            placed(dp=2, experts=grid(1, 1, 2, 1)),
+            {**MOE, "num_experts": 3},
+            "e2 does not divide the number of experts 3",
+        ),
+    ],
+)
+def test_layouts_that_do_not_fit_are_refused(
+    ranks: RankPool, where: Placed, architecture: dict[str, Any], message: str
+) -> None:
+    case = Case(where, model(architecture=architecture, **BUDGET))
+    with pytest.raises(RankError, match=f"actor: {message}"):
+        ranks(len(where.ranks), f"{HERE}:outputs", case, deadline_s=300.0)

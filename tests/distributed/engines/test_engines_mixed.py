@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from slurmrl.algorithms.rollout.interface import RolloutInterface
 from slurmrl.checkpoint.pieces import RoleCheckpoint
-from slurmrl.models.build import build
-from slurmrl.models.config import ModelConfig
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.base import LossFn, Outputs
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.hf import to_hf
-from slurmrl.models.init import init_tensor
-from tests.distributed.engines.cases import LENGTHS, model
-from tests.distributed.engines.mixed_cases import ROLES, STEPS, Role, loss, recorded
+from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
+from tests.distributed.engines.cases import batch, model
+from tests.distributed.engines.mixed_cases import ROLES, Step, context, replay
+from tests.distributed.engines.one_process import norm_of, random_model
 from tests.distributed.engines.test_engines_megatron import (
     BUDGET,
-    ROUNDING,
     TIED,
     close,
     outputs_of,
@@ -26,52 +28,121 @@ from tests.distributed.engines.test_engines_megatron import (
 )
 from tests.pool import RankPool
 
+SHARES = (5e-6, 2e-5)
+"""Of a gradient's largest element, how far rounding may take it at each step: advantages come from
+float32 outputs, and the second step's from weights that the first one left."""
+STEPS = len(SHARES)
 
-def decoder_of(role: Role, settings: dict[str, Any]) -> Decoder:
-    config = ModelConfig.from_hf(settings["architecture"])
-    decoder = build(config, role.head)  # type: ignore[arg-type]
-    with torch.no_grad():
-        for name, p in decoder.named_parameters():
-            p.copy_(init_tensor(name, tuple(p.shape), config, role.seed))
-    return decoder
+
+class OneProcess:
+    """In an engine's place: a model in one process, with torch's optimizer."""
+
+    def __init__(self, decoder: Decoder, options: dict[str, Any]) -> None:
+        self.context = SimpleNamespace(dp_rank=0, dp_size=1, device=torch.device("cpu"))
+        self.decoder = decoder
+        self.gradients: list[dict[str, Tensor]] = []
+        """Of each step, as the weights after it."""
+        self.weights: list[dict[str, Tensor]] = []
+        self._optimizer = reference(decoder, options)
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    @torch.no_grad()
+    def forward(self, sample: SequenceSample, *, temperature: float = 1.0) -> Outputs:
+        return {name: whole.float() for name, whole in outputs_of(self.decoder, sample).items()}
+
+    def train_batch(
+        self, sample: SequenceSample, loss_fn: LossFn, denominator: float, **_: Any
+    ) -> dict[str, float]:
+        self._optimizer.zero_grad()
+        total, stats = loss_fn(outputs_of(self.decoder, sample), sample)
+        (total / denominator).backward()  # type: ignore[no-untyped-call]
+        found = {n: p.grad for n, p in self.decoder.named_parameters() if p.grad is not None}
+        self.gradients.append({name: gradient.clone() for name, gradient in found.items()})
+        self._optimizer.step()
+        self.weights.append({n: p.detach().clone() for n, p in self.decoder.named_parameters()})
+        own = {"denominator": denominator, "skipped": 0.0, "grad_norm": norm_of(found), "lr": 1e-2}
+        return {**{name: value.item() for name, value in stats.items()}, **own}
+
+    def generate(
+        self, sample: SequenceSample, options: GenerationOptions, **draws: Any
+    ) -> GenerationOutput:
+        ids, cu_seqlens = sample.tensor("prompt_ids"), sample.cu_seqlens("prompt_ids")
+        return generate(self.decoder, ids, cu_seqlens, options, **draws)
+
+    def onload(self) -> None: ...
+
+    def offload(self) -> None: ...
+
+
+def recorded(engine: Any, number: int) -> SequenceSample:
+    """Completions by the actor before it learns, with the log-probabilities of their tokens."""
+    prompts = batch(number).only(["input_ids"])
+    prompts.remap_keys_({"input_ids": "prompt_ids"})
+    rollout = RolloutInterface().generate(engine, prompts, context(number)).sample
+    assert rollout is not None
+    finished = rollout.tensor("finished")
+    assert finished.any()
+    assert not finished.all()
+    return rollout
+
+
+def assert_same(ours: Step, theirs: Step) -> None:
+    """What inference made of a rank's items, and the statistics of training."""
+    for role, made in ours.made.items():
+        wanted = theirs.made[role].select(made.ids)
+        for key in made.keys:
+            assert torch.allclose(made.tensor(key), wanted.tensor(key), atol=1e-5), (role, key)
+    for role, stats in ours.stats.items():
+        assert {name: value for name, (value, _) in stats.items()} == pytest.approx(
+            {name: value for name, (value, _) in theirs.stats[role].items()}, rel=1e-5, abs=1e-6
+        ), role
+
+
+def assert_same_state(checkpoint: RoleCheckpoint, alone: OneProcess, number: int) -> None:
+    """The gradient of a step, which is its first moment, and the weights after it."""
+    gradients = alone.gradients[number]
+    whole = norm_of(gradients)
+    for name, gradient in gradients.items():
+        found = torch.from_numpy(checkpoint.read(f"exp_avg/{name}"))
+        close(name, found, gradient, whole, share=SHARES[number])
+        weights = torch.from_numpy(checkpoint.read(name))
+        assert (weights - alone.weights[number][name]).abs().max() < 2e-6, name
 
 
 @pytest.mark.long
 def test_each_model_computes_as_alone(ranks: RankPool, tmp_path: Path) -> None:
+    """What the frozen ones and the critic say makes the advantages, the returns and the price of
+    distance that the trained ones learn from; at the second step the actor has left the policy that
+    was recorded."""
     settings = model(architecture=TIED, **BUDGET)
+    alone = {}
+    for role in ROLES:
+        decoder = random_model(tmp_path / role.role, TIED, role.head, role.seed)
+        alone[role.role] = OneProcess(decoder, settings["optimizer"])
+    rollouts = [recorded(alone["actor"], number) for number in range(STEPS)]
+    for one in alone.values():
+        one.decoder.double()
     for number in range(STEPS):
         (tmp_path / str(number)).mkdir()
-    for role in ROLES:  # all have values, where new heads would give zeros
-        (tmp_path / role.role).mkdir()
-        to_hf(decoder_of(role, settings), tmp_path / role.role)
     results = ranks(
-        4, "tests.distributed.engines.mixed_cases:run", settings, tmp_path, deadline_s=400.0
+        4,
+        "tests.distributed.engines.mixed_cases:run",
+        settings,
+        tmp_path,
+        rollouts,
+        deadline_s=400.0,
     )
-    for role in ROLES:
-        decoder = decoder_of(role, settings)
-        optimizer = reference(decoder, settings["optimizer"])
-        for number in range(STEPS):
-            sample = recorded(number)
-            outputs = outputs_of(decoder, sample)
-            for rank in results:
-                items, theirs, _ = rank[number][role.role]
-                for name, whole in outputs.items():
-                    parts = whole.detach().split(LENGTHS)
-                    wanted = torch.cat([parts[index] for index in items])
-                    assert torch.allclose(theirs[name], wanted, atol=5e-5), (role.role, name)
-            if not role.trained:
-                continue
-            optimizer.zero_grad()
-            total = loss(outputs, sample)[0] / sum(LENGTHS)
-            total.backward()  # type: ignore[no-untyped-call]
-            gradients = {n: p.grad for n, p in decoder.named_parameters() if p.grad is not None}
-            norm = sum(g.double().square().sum().item() for g in gradients.values()) ** 0.5
-            for rank in results:
-                stats = rank[number][role.role][2]
-                assert stats["loss"] == pytest.approx(total.item(), rel=1e-5)
-                assert stats["grad_norm"] == pytest.approx(norm, rel=1e-5)
-            checkpoint = RoleCheckpoint(tmp_path / str(number), role.role)
-            for name, gradient in gradients.items():
-                found = torch.from_numpy(checkpoint.read(f"exp_avg/{name}"))
-                close(name, found, gradient, norm, share=ROUNDING if number == 0 else 1e-4)
-            optimizer.step()
+    expected = replay(alone, rollouts)
+    for found in results:
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_same(ours, theirs)
+    for number in range(STEPS):
+        for role in ("actor", "critic"):
+            checkpoint = RoleCheckpoint(tmp_path / str(number), role)
+            assert_same_state(checkpoint, alone[role], number)
+    last = expected[-1].stats["actor"]
+    assert abs(last["kl"][0]) > 0.01
+    assert abs(last["importance_ratio"][0] - 1) > 0.01
+    assert last["clip_fraction"][0] > 0

@@ -34,11 +34,20 @@ def saved_around_training(setup: Setup, folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("engine", ["fsdp"])
-def test_a_copy_stays_while_training_goes_on(ranks: RankPool, tmp_path: Path, engine: str) -> None:
+@pytest.mark.parametrize(
+    ("engine", "dtype"),
+    [
+        ("fsdp", "float32"),
+        pytest.param("megatron", "float32", marks=pytest.mark.long),
+        pytest.param("megatron", "bfloat16", marks=pytest.mark.long),
+    ],
+)
+def test_a_copy_stays_while_training_goes_on(
+    ranks: RankPool, tmp_path: Path, engine: str, dtype: str
+) -> None:
     for name in FOLDERS:
         (tmp_path / name).mkdir()
-    settings = model(optimizer={"betas": (0.9, 0.95)})
+    settings = model(optimizer={"betas": (0.9, 0.95)}, dtype=dtype)
     setup = Setup(engine=engine, model=settings, split=[[0, 1, 2], [3, 4]])
     here = f"{__name__}:saved_around_training"
     for before, copied, again, after in ranks(2, here, setup, tmp_path):

@@ -12,6 +12,7 @@ from tests.distributed.engines.megatron_cases import Case, placed
 from tests.distributed.engines.test_engines_megatron import (
     BUDGET,
     DESCENT,
+    EVEN,
     FAST,
     LONG,
     MOE,
@@ -28,6 +29,7 @@ pytestmark = [
     ),
 ]
 HERE = "tests.distributed.engines.transformer_engine_cases"
+COUNTED = "tests.distributed.engines.test_engines_recompute:trained"
 TRAIN = "tests.distributed.engines.megatron_cases:train"
 LAYOUTS = {
     name: {**FAST, **LONG}[name]
@@ -72,9 +74,19 @@ def test_recomputed_layers_step_alike(te_ranks: RankPool, recompute: str, dtype:
     assert kept == computed
 
 
+def test_norms_run_again_and_products_do_not(te_ranks: RankPool, tmp_path: Path) -> None:
+    settings = model(architecture=EVEN, **USED, **BUDGET)
+    again = {**settings, "gradient_checkpointing": "selective"}
+    cases = (Case(placed(), one) for one in (settings, again))
+    kept, computed = (te_ranks(1, COUNTED, case, tmp_path)[0][1] for case in cases)
+    assert computed["aten::mm"] == kept["aten::mm"] > 0
+    assert computed["aten::rsqrt"] > kept["aten::rsqrt"] > 0
+
+
 def test_release_that_megatron_does_not_take_is_passed_over(te_ranks: RankPool) -> None:
-    assert te_ranks(1, f"{HERE}:chosen", "2.11.0") == [(True, [])]
-    (found,) = te_ranks(1, f"{HERE}:chosen", "2.12.0")
+    assert te_ranks(1, f"{HERE}:chosen", "2.11.0", "bfloat16") == [(True, [])]
+    assert te_ranks(1, f"{HERE}:chosen", "2.11.0", "float32") == [(False, [])]
+    (found,) = te_ranks(1, f"{HERE}:chosen", "2.12.0", "bfloat16")
     message = (
         "TransformerEngine 2.12.0 is passed over: megatron-core takes 2.9.0a0 to below 2.12; set "
         "transformer_engine: true to use it all the same"

@@ -19,7 +19,7 @@ def kinds(case: Case) -> set[str]:
     return {type(module).__name__ for chunk in chunks for module in chunk.modules()}
 
 
-def chosen(release: str) -> tuple[bool, list[str]]:
+def chosen(release: str, dtype: str) -> tuple[bool, list[str]]:
     """Whether that release is used on a GPU that nobody has said anything about, and warnings."""
     transformer_engine_cpu.install()
     from megatron.core import utils
@@ -31,7 +31,7 @@ def chosen(release: str) -> tuple[bool, list[str]]:
     try:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
-            found = transformer_engine.chosen(None, torch.device("cuda"))
+            found = transformer_engine.chosen(None, torch.device("cuda"), dtype)
     finally:
         utils._te_version = known
     return found, [str(one.message) for one in told]
@@ -43,6 +43,6 @@ def without(wanted: bool | None) -> bool | str:
     from slurmrl.engines.megatron import transformer_engine
 
     try:
-        return transformer_engine.chosen(wanted, torch.device("cuda"))
+        return transformer_engine.chosen(wanted, torch.device("cuda"), "bfloat16")
     except UsageError as error:
         return str(error)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmrl.engines.megatron.parts import part_of_flat, parts_of
-from slurmrl.engines.megatron.place import Place, place_of
+from slurmrl.engines.megatron.place import Place, misfits, place_of
 from slurmrl.engines.megatron.schema import MegatronModel
 from slurmrl.errors import UsageError
 from slurmrl.layout.box import Box
@@ -157,3 +157,24 @@ def test_what_megatron_does_not_run_is_refused(values: dict[str, Any], reason: s
 
 def test_what_megatron_runs_is_read() -> None:
     assert MegatronModel.from_hf(SPARSE) == ModelConfig.from_hf(SPARSE)
+
+
+@pytest.mark.parametrize(
+    ("values", "place", "context", "vocabulary", "message"),
+    [
+        (DENSE, {"tp": 4}, 1, 12, "t4 does not divide num_key_value_heads 2"),
+        (DENSE, {"pp": 3}, 1, 12, "p3 does not divide num_hidden_layers 4"),
+        (DENSE, {"pp": 2, "virtual": 4}, 1, 12, "p2 times 4 chunks does not divide num_hidden"),
+        (DENSE, {}, 3, 12, "c3 does not divide the attention heads of a rank, 4"),
+        (DENSE, {"tp": 2}, 1, 20, "t2 leaves a rank without a token of the vocabulary of 10"),
+        (SPARSE, {"ep": 3}, 1, 12, "e3 does not divide the number of experts 4"),
+        (SPARSE, {"etp": 4}, 1, 12, "t4 of experts does not divide their inner size 6"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_told(
+    values: dict[str, Any], place: dict[str, int], context: int, vocabulary: int, message: str
+) -> None:
+    config = ModelConfig.from_hf(values)
+    (found,) = misfits(config, Place(**place), context, vocabulary)
+    assert found.startswith(message)
+    assert not list(misfits(config, Place(tp=2, pp=2, virtual=2), 2, 12))

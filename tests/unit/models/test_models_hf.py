@@ -17,6 +17,7 @@ from slurmrl.errors import CorruptFileError, UsageError
 from slurmrl.layout.box import Box
 from slurmrl.models.build import build
 from slurmrl.models.decoder import Decoder
+from slurmrl.models.families import FAMILIES
 from slurmrl.models.hf import TensorSource, Weights, from_hf, read_config, to_hf
 
 
@@ -79,6 +80,19 @@ def test_what_is_written_is_what_transformers_writes(
         assert (ours / name).read_bytes() == (tmp_path / "theirs" / name).read_bytes()
 
 
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_bfloat16_is_written_as_transformers_writes_it(
+    name: str, tmp_path: Path, hf_model_of: Callable[..., Any]
+) -> None:
+    model = hf_model_of({"model_type": name}, 4).to(torch.bfloat16)
+    folders = [tmp_path / which for which in ("theirs", "ours")]
+    model.save_pretrained(folders[0])
+    folders[1].mkdir()
+    to_hf(from_hf(folders[0], dtype=torch.bfloat16), folders[1])
+    theirs, ours = (folder / "model.safetensors" for folder in folders)
+    assert ours.read_bytes() == theirs.read_bytes()
+
+
 def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """Type, shape and bytes of every tensor of a folder's files, by name."""
     found = {}
@@ -89,7 +103,7 @@ def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma", "mixtral", "gpt2"])
+@pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_value_models_go_to_transformers_and_back(
     name: str, tmp_path: Path, small_decoder: Callable[..., Decoder]
 ) -> None:
@@ -112,9 +126,11 @@ def test_value_models_go_to_transformers_and_back(
     assert (values[-1] - score.squeeze()).abs() < 1e-5 * max(1.0, values.abs().max().item())
     (tmp_path / "again").mkdir()
     model.save_pretrained(tmp_path / "again")
+    ours, theirs = (folder / "model.safetensors" for folder in (tmp_path, tmp_path / "again"))
+    assert ours.read_bytes() == theirs.read_bytes()
     again = from_hf(tmp_path / "again", "value")
-    for ours, theirs in zip(decoder.parameters(), again.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
+    for parameter, same in zip(decoder.parameters(), again.parameters(), strict=True):
+        assert torch.equal(parameter, same)
 
 
 def test_a_critic_starts_from_an_actor_with_values_of_zero(

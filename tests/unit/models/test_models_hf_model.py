@@ -11,7 +11,10 @@ from slurmrl.errors import UsageError
 from slurmrl.models.config import Head
 from slurmrl.models.generate import GenerationOptions, generate
 from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_head import only_multiplies
 from slurmrl.models.hf_model import HFModel
+from slurmrl.ops import logprobs
+from tests.support.largest_tensor import LargestTensor
 
 SIZES = {"vocab_size": 37, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 GEMMA2 = {
@@ -35,6 +38,16 @@ FALCON = {
     "num_attention_heads": 4,
     "initializer_range": 0.3,
 }
+MIXTRAL = {
+    **SIZES,
+    "model_type": "mixtral",
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+}
 LENGTHS = (5, 1, 9, 12)
 
 
@@ -45,10 +58,11 @@ def made(
     return HFModel(config, head, source=source, seed=seed, dtype=torch.float32)
 
 
-def packed() -> tuple[torch.Tensor, torch.Tensor]:
+def packed(copies: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(1, 37, (sum(LENGTHS),), generator=generator)
-    cu = torch.nn.functional.pad(torch.tensor(LENGTHS).cumsum(0), (1, 0)).to(torch.int32)
+    lengths = LENGTHS * copies
+    ids = torch.randint(1, 37, (sum(lengths),), generator=generator)
+    cu = torch.nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
     return ids, cu
 
 
@@ -68,6 +82,39 @@ def test_outputs_are_those_of_each_sequence_alone(values: dict[str, Any]) -> Non
         exact = torch.distributions.Categorical(logits=logits[:-1])
         assert torch.allclose(found[1:].double(), exact.log_prob(sequence[1:]), atol=1e-5)
         assert torch.allclose(spread[1:].double(), exact.entropy(), atol=1e-5)
+
+
+SMALL = {**SIZES, "hidden_size": 24, "num_hidden_layers": 1, "num_attention_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("values", "plain"),
+    [
+        (FALCON, True),
+        (MIXTRAL, True),
+        (GEMMA2, False),
+        ({**SMALL, "model_type": "granite", "logits_scaling": 3.0}, False),
+        ({**SMALL, "model_type": "cohere", "num_key_value_heads": 2, "logit_scale": 0.5}, False),
+        ({**SMALL, "model_type": "phi"}, False),  # its projection has a bias
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else str(value),
+)
+def test_logits_that_are_more_than_products_are_known(values: dict[str, Any], plain: bool) -> None:
+    assert only_multiplies(made(values).inner) == plain
+
+
+@pytest.mark.parametrize(("values", "whole"), [(FALCON, False), (GEMMA2, True)])
+def test_logits_are_kept_whole_only_where_they_must(
+    values: dict[str, Any], whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logprobs, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(logprobs, "CHUNK_TOKENS", 8)
+    model = made({**values, "vocab_size": 2000})
+    ids, cu = packed(copies=4)
+    with LargestTensor() as largest:
+        logp, entropy = model.logprobs(model(ids, cu, max(LENGTHS)), ids, cu, 1.0)
+        (logp + entropy).sum().backward()
+    assert largest.elements >= len(ids) * 2000 if whole else largest.elements <= 2000 * 24
 
 
 @pytest.mark.parametrize("values", [GEMMA2, FALCON], ids=["gemma2", "falcon"])
@@ -112,6 +159,19 @@ def test_weights_follow_from_the_seed_or_the_folder(tmp_path: Path) -> None:
     assert read.inner.config.attention_dropout == 0.0
 
 
+def test_a_loss_of_no_weight_may_be_asked_for() -> None:
+    made({**MIXTRAL, "output_router_logits": True, "router_aux_loss_coef": 0.0})
+
+
+def test_drawing_weights_leaves_the_generators_of_gpus_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seeded: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeded.append)
+    made(GEMMA2)
+    assert not seeded
+
+
 def test_recomputation_changes_no_gradient() -> None:
     gradients = []
     for mode in ("off", "full"):
@@ -136,6 +196,7 @@ def test_layers_are_found_for_sharding() -> None:
         ({"hidden_size": 3}, "'model_type' is None, must name a family"),
         ({**GEMMA2, "model_type": "gemmatwo"}, "transformers cannot make a gemmatwo model"),
         ({**GEMMA2, "model_type": "t5"}, "transformers cannot make a t5 model"),
+        ({**MIXTRAL, "output_router_logits": True}, "does not compute the load-balancing loss"),
     ],
 )
 def test_what_cannot_be_made_is_refused(values: dict[str, Any], message: str) -> None:

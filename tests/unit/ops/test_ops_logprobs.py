@@ -3,13 +3,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from slurmrl.ops.logprobs import (
     following_tokens,
     logprobs_and_entropy,
     packed_logprobs_and_entropy,
 )
+from tests.support.largest_tensor import LargestTensor
 
 TOKENS, HIDDEN, VOCABULARY = 50, 12, 31
 
@@ -77,27 +77,12 @@ def test_bfloat16_inputs_give_float32_results() -> None:
     assert (logp - exact).abs().max() < 0.1
 
 
-class _LargestTensor(TorchDispatchMode):
-    """The most elements that any tensor made under it had."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.elements = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, Tensor):
-                self.elements = max(self.elements, tensor.numel())
-        return out
-
-
 def test_logits_are_never_kept_whole() -> None:
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(400, 4, generator=generator, requires_grad=True)
     weight = torch.randn(90, 4, generator=generator, requires_grad=True)
     targets = torch.randint(0, 90, (400,), generator=generator)
-    with _LargestTensor() as largest:
+    with LargestTensor() as largest:
         logp, entropy = logprobs_and_entropy(hidden, weight, targets, chunk=10)
         (logp + entropy).sum().backward()
     assert largest.elements <= 400 * 4

@@ -169,6 +169,21 @@ def test_recomputed_activations_are_one_tensor_a_layer() -> None:
     assert estimate(job(LLAMA_8B, "fsdp:d8", model=off)) == plain
 
 
+def test_transformer_engine_keeps_all_but_norms() -> None:
+    found = {}
+    for said in (None, True, False):
+        model = Model(
+            dtype="bfloat16",
+            max_tokens_per_microbatch=4096,
+            gradient_checkpointing="selective",
+            transformer_engine=said,
+        )
+        found[said] = estimate(job(LLAMA_8B, "megatron:d8", model=model)).activations
+    assert found[None] == found[True]
+    more = (2 * 14336 - 4096) * 32 * 4096 * 2  # elements a token, layers, tokens, bytes
+    assert found[True] - found[False] == more
+
+
 def test_a_model_that_is_not_trained_has_weights_only() -> None:
     found = estimate(job(LLAMA_8B, "fsdp:d8", trained=False))
     assert (found.gradients, found.optimizer) == (0, 0)

@@ -170,6 +170,9 @@ def test_a_folder_without_a_readable_model_is_told_why(load_ppo: Load, folder: P
     config = folder / "model" / "config.json"
     config.write_text('{"model_type": "gpt9"}')
     assert "gpt9" in problems(load_ppo)[0].message
+    config.write_text('{"model_type": "mixtral", "output_router_logits": true}')
+    [problem] = problems(load_ppo, "actor.implementation=hf")
+    assert "does not compute the load-balancing loss of output_router_logits" in problem.message
     config.write_text("{")
     assert "is not JSON" in problems(load_ppo)[0].message
     config.unlink()

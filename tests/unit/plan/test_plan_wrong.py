@@ -254,6 +254,18 @@ KINDS = {
     "no such implementation": wrong(
         "critic.implementation", "allowed: builtin, hf", "critic.implementation=vllm"
     ),
+    "fp16": wrong(
+        "actor.fp16", "write dtype: bfloat16 (fp16 is not supported)", "actor.fp16=true"
+    ),
+    "bf16": wrong("ref.bf16", "write dtype: bfloat16", "ref.bf16=true"),
+    "fp16 and bf16 both": wrong(
+        "actor.fp16", "write dtype: bfloat16 (fp16 is not supported)",
+        "actor.bf16=true", "actor.fp16=true",
+    ),
+    "float16": wrong(
+        "actor.dtype", "'float16' is not allowed; did you mean 'bfloat16'?",
+        "actor.dtype=float16",
+    ),
     "half of a layer of transformers": wrong(
         "actor.implementation", "off or full, not selective",
         "actor.implementation=hf", "actor.gradient_checkpointing=selective",
