@@ -42,12 +42,18 @@ def show(proposal: Proposal, outlook: Outlook | None = None, *, as_json: bool) -
         return 0
     click.echo(f"# plan of {proposal.trial} on {proposal.kind}; run directory {proposal.paths.run}")
     if outlook is not None:
-        begin = "the beginning" if outlook.step is None else f"step {outlook.step}"
-        click.echo("\n".join(f"# {line}" for line in (f"goes on from {begin}", *outlook.notes)))
+        click.echo("\n".join(f"# {line}" for line in _would_do(outlook)))
     click.echo(proposal.plan.to_json())
     for group, text in scripts.items():
         click.echo(f"# {proposal.paths.submission_script(1, group).name}\n{text}")
     return 0
+
+
+def _would_do(outlook: Outlook) -> list[str]:
+    begin = "the beginning" if outlook.step is None else f"step {outlook.step}"
+    left = [job for jobs in outlook.left.ids.values() for job in jobs] if outlook.left else []
+    cancels = [f"cancels what it has left in the queue: {', '.join(left)}"] if left else []
+    return [f"goes on from {begin}", *cancels, *outlook.notes]
 
 
 def _watch(submitted: Submitted, jobs: Jobs, as_json: bool) -> int:

@@ -96,7 +96,8 @@ def _engine_options(draft: Draft) -> Iterator[Problem]:
         if rules is None or allocation is None:
             continue
         for field in ("cpu_offload", "transformer_engine"):
-            if getattr(model, field) and not getattr(rules, field):
+            inherited = not draft.writes(role, field)
+            if getattr(model, field) and not getattr(rules, field) and not inherited:
                 able = ", ".join(one for one, other in ENGINES.items() if getattr(other, field))
                 message = f"true is not allowed with {allocation.backend}; allowed backends: {able}"
                 yield draft.problem((role, field), message)
@@ -104,7 +105,10 @@ def _engine_options(draft: Draft) -> Iterator[Problem]:
 
 def _optimizers(draft: Draft) -> Iterator[Problem]:
     """Settings that the kind of optimizer does not use."""
+    trained = {use.role for use in draft.algorithm.roles() if use.trained}
     for role, model in draft.models():
+        if role not in trained:
+            continue
         options = model.optimizer
         for field in options.unused:
             able = ", ".join(USERS[field])

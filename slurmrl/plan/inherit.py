@@ -18,6 +18,7 @@ INHERITED: Final = (
     "implementation",
     "dtype",
     "gradient_checkpointing",
+    "transformer_engine",
     "max_tokens_per_microbatch",
 )
 

@@ -7,7 +7,8 @@ the group, missing tasks are submitted one by one, and the throttle follows what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from slurmrl.errors import UsageError
@@ -49,13 +50,21 @@ class ElasticGroup:
     """One elastic group of one submission, as a link of its trainers looks after it."""
 
     def __init__(
-        self, run: RunPaths, number: int, group: str, client: SlurmClient | None = None, *, by: str
+        self,
+        run: RunPaths,
+        number: int,
+        group: str,
+        client: SlurmClient | None = None,
+        *,
+        by: str,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         """``by``: the element (``41_3``) that this process belongs to. Another one may run beside
-        it and look after the group, too."""
+        it and look after the group, too. ``sleep`` may raise to give up a wait for that one."""
         self._client = client or SlurmClient()
         self._scheduler = SlurmScheduler(self._client)
         self._run, self._number, self._group, self._by = run, number, group, by
+        self._sleep = sleep
         self._throttle: int | None = None
 
     def keep(self, desired: int) -> Change:
@@ -78,7 +87,9 @@ class ElasticGroup:
             self._throttle = change.throttle
         self._cancel(change.cancel)
         if change.submit:
-            extender = Extender(self._client, self._run, self._number, self._group)
+            extender = Extender(
+                self._client, self._run, self._number, self._group, sleep=self._sleep
+            )
             extender.extend(everybody, known=jobs[self._group], by=self._by, count=change.submit)
         return change
 

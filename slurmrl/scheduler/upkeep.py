@@ -86,9 +86,15 @@ class Upkeep:
                 logger.info("cannot see whether there is a commit: %s", error)
         return False
 
+    def _unless_stopped(self, seconds: float) -> None:
+        if self._stop.wait(seconds):
+            raise UsageError("the link ends")
+
     def _keep_group(self, name: str, wanted: int) -> None:
         link = self._link
-        group = ElasticGroup(link.run, link.submission, name, by=link.element)
+        group = ElasticGroup(
+            link.run, link.submission, name, by=link.element, sleep=self._unless_stopped
+        )
         pause_s = KEEP_S
         while not self._stop.wait(pause_s):
             try:

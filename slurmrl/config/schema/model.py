@@ -39,7 +39,8 @@ class ParallelSizes(Section):
 class Model(Section):
     """One role. `critic` and `ref` take from the actor what they do not say themselves: the
     weights (`path` or `architecture`), `implementation`, `tokenizer`, `backend`, `gpus`, `model`,
-    `dtype`, `gradient_checkpointing` and `max_tokens_per_microbatch`, but not the optimizer."""
+    `dtype`, `gradient_checkpointing`, `transformer_engine` and `max_tokens_per_microbatch`, but not
+    the optimizer."""
 
     path: PathText | None = None
     """Folder in Hugging Face form, or `trial:EXPERIMENT/TRIAL` for that trial's newest export."""

@@ -131,8 +131,9 @@ class Shards:
 
     def _clear(self) -> None:
         self.decoder.zero_grad()  # of the parameters that are gathered
-        if self.plan.wrapped:
-            cast(FSDPModule, self.decoder).reset_iter_state()
+        root = cast(FSDPModule, self.decoder)
+        if self.plan.wrapped and root._get_fsdp_state()._is_root:  # set by the first forward
+            root.reset_iter_state()
             self.decoder.zero_grad()  # of the shards
         for unit in self._units():  # what torch 2.13 keeps, though it says that it does not
             for group in unit._get_fsdp_state()._fsdp_param_groups:

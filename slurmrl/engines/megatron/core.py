@@ -14,9 +14,10 @@ def require() -> None:
     installs it, and where it has no GPU."""
     if _missing("megatron.core"):
         raise UsageError(f"the megatron engine needs megatron-core: {INSTALL_HINT}")
-    # 0.16.1 reads this name without TransformerEngine, too, which alone defines it.
+    # TransformerEngine's product for routers: 0.16.1 reads the name without it, too, and would take
+    # it wherever it is, with products of TF32 where float32 is asked for.
     utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
-    vars(utils).setdefault("te_general_gemm", None)
+    vars(utils)["te_general_gemm"] = None
     # Scratch memory that sequence parallelism gathers into: the only thing of megatron's global
     # state that is set here, and it knows no layout.
     state = importlib.import_module("megatron.core.parallel_state")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -255,13 +256,15 @@ def saved_after_failed_training(setup: Setup, folder: Path) -> tuple[str, bool, 
             raise RuntimeError(f"in round {len(calls)}")
         return loss(outputs, part)
 
+    shards = engine._shards  # type: ignore[attr-defined]
+    with contextlib.suppress(KeyError), shards.cleared_on_error():
+        raise KeyError("before anything has been computed")
     message = ""
     try:
         engine.train_batch(sample, failing, denominator(sample))
     except RuntimeError as error:
         message = str(error)
-    decoder = engine._shards.decoder  # type: ignore[attr-defined]
-    sharded = all(isinstance(p, DTensor) for p in decoder.parameters())
+    sharded = all(isinstance(p, DTensor) for p in shards.decoder.parameters())
     found = []
     for one in (engine, fresh):
         one.train_batch(sample, loss, denominator(sample))

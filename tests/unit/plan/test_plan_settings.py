@@ -45,6 +45,9 @@ def test_critic_and_reference_take_from_the_actor_what_they_do_not_say(load_ppo:
         "actor.optimizer.lr=0.5",
         "critic.optimizer.lr=0.25",
         "critic.dtype=float32",
+        "actor.transformer_engine=false",
+        "ref.optimizer.name=sgd",  # of no use, since it is not trained
+        "ref.optimizer.betas=[0.5,0.5]",
     ).config
     assert config.critic is not None
     assert config.ref is not None
@@ -53,6 +56,7 @@ def test_critic_and_reference_take_from_the_actor_what_they_do_not_say(load_ppo:
         assert model.tokenizer == config.actor.tokenizer
         assert model.backend == "fsdp:d2"
         assert model.max_tokens_per_microbatch == 100
+        assert model.transformer_engine is False
     assert (config.critic.dtype, config.ref.dtype) == ("float32", "bfloat16")
     assert config.critic.optimizer.lr == 0.25
     assert config.ref.optimizer.lr == 1e-5

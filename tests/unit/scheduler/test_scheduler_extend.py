@@ -170,6 +170,23 @@ def test_a_keeper_waits_for_the_tasks_that_another_one_is_adding(
     assert list(slurm.jobs) == ["41", "42"]
 
 
+def test_a_keeper_waits_for_another_one_until_its_link_ends(run: RunPaths, slurm: Slurm) -> None:
+    slurm.running = ("41", 2)
+    theirs = extensions.Claim.of_this_process(index=1, first=3, count=1, by="40_0", records=0)
+    extensions.take(run, 1, "trainer", theirs)
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 3:
+            raise UsageError("the link ends")
+
+    group = elastic.ElasticGroup(run, 1, "trainer", slurm, by="40_1", sleep=sleep)
+    with pytest.raises(UsageError, match="the link ends"):
+        group.keep(3)
+    assert list(slurm.jobs) == ["41"]
+
+
 def test_a_keeper_adds_nothing_to_what_another_one_added_since_it_looked(
     run: RunPaths, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:

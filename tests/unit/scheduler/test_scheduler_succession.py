@@ -83,7 +83,7 @@ def test_each_link_looks_after_elastic_groups_in_its_own_name(
     names: list[str] = []
 
     class Group:
-        def __init__(self, *_: object, by: str) -> None:
+        def __init__(self, *_: object, by: str, sleep: object) -> None:
             names.append(by)
 
         def keep(self, wanted: int) -> elastic.Change:
