@@ -360,4 +360,7 @@ def _refuse_if_overtaken(proposal: Proposal, jobs: Jobs) -> None:
     would leave by themselves; they are taken back at once."""
     if max(submission_numbers(proposal.paths)) > jobs.number:
         jobs.scheduler.cancel(jobs.ids)
-        raise UsageError(f"{proposal.trial} was submitted by somebody else at the same moment")
+        raise UsageError(
+            f"{proposal.trial} was submitted by somebody else at the same moment; submit it again "
+            "if slurmrl status says that it was not, because they were interrupted"
+        )
