@@ -26,7 +26,7 @@ from slurmrl.history.record import Kind, Record
 from slurmrl.history.state import TrialState, fold
 from slurmrl.history.writer import resume
 from slurmrl.monitor import sinks
-from slurmrl.monitor.snapshot import submission_numbers
+from slurmrl.monitor.snapshot import newest_submission, submission_numbers
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan import inventory
 from slurmrl.plan.build import make_plan
@@ -357,10 +357,9 @@ def _claim(proposal: Proposal, code: int) -> int:
 
 def _refuse_if_overtaken(proposal: Proposal, jobs: Jobs) -> None:
     """Somebody who looked before our jobs were there may have submitted after us: then our jobs
-    would leave by themselves; they are taken back at once."""
-    if max(submission_numbers(proposal.paths)) > jobs.number:
+    would leave by themselves; they are taken back at once. (A number without a request is nobody's
+    submission: whoever looks now finds ours.)"""
+    newest = newest_submission(proposal.paths)
+    if newest is not None and newest.number > jobs.number:
         jobs.scheduler.cancel(jobs.ids)
-        raise UsageError(
-            f"{proposal.trial} was submitted by somebody else at the same moment; submit it again "
-            "if slurmrl status says that it was not, because they were interrupted"
-        )
+        raise UsageError(f"{proposal.trial} was submitted by somebody else at the same moment")

@@ -248,12 +248,29 @@ def test_an_overtaken_submission_takes_its_jobs_back(
 
     def overtaken(request: Any) -> dict[str, str]:
         paths.submission(3).mkdir()
+        paths.submission_request(3).write_bytes(paths.submission_request(1).read_bytes())
         return submit_really(request)
 
     monkeypatch.setattr(scheduler, "submit", overtaken)
     with pytest.raises(UsageError, match="at the same moment"):
         again()
     assert scheduler.done == ["cancel"]
+
+
+def test_nobody_gives_way_to_a_number_that_was_taken_and_not_used(
+    again: Submit, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its submitter was killed before its request: others find our jobs to be the newest."""
+    paths = again().paths
+    submit_really = scheduler.submit
+
+    def beside(request: Any) -> dict[str, str]:
+        paths.submission(3).mkdir()
+        return submit_really(request)
+
+    monkeypatch.setattr(scheduler, "submit", beside)
+    assert again().jobs is not None
+    assert scheduler.done == []
 
 
 @pytest.mark.parametrize("written", ["check", "scripts"])
