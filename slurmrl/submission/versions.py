@@ -13,9 +13,9 @@ def packages() -> dict[str, str]:
     name the first on the path counts, as it does for imports."""
     found: dict[str, str] = {}
     for one in metadata.distributions():
-        name = one.metadata["Name"]
-        if name:  # what a killed installation left has none
-            found.setdefault(name, one.version)
+        known = one.metadata  # a file, parsed anew at each use
+        if known["Name"]:  # what a killed installation left has none
+            found.setdefault(known["Name"], known["Version"])
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 
 

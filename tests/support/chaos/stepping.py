@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 MESSAGE_BYTES = 1 << 16
+STUCK_S = 300.0
+"""An operation takes less than a millisecond."""
 PACED = (
     *("open", "read", "write", "pread", "pwrite", "close"),
     *("stat", "lstat", "link", "rename", "replace", "unlink", "remove"),
@@ -99,7 +101,7 @@ class Process:
             self.count += 1
             self._line.send(HALF if half else GO)
         while True:
-            message = json.loads(self._line.recv(MESSAGE_BYTES))
+            message = json.loads(self._receive())
             if "operation" in message:
                 self.operation = message["operation"]
                 return
@@ -107,6 +109,16 @@ class Process:
             if message["note"]["event"] in ("end", "crash"):
                 self.operation = None
                 return
+
+    def _receive(self) -> bytes:
+        try:
+            return self._line.recv(MESSAGE_BYTES)
+        except TimeoutError:
+            at = f"{self.count}:{self.operation}"
+            raise TimeoutError(
+                f"actor {self.number} (process {self._pid}) did not come back from {at} "
+                f"within {STUCK_S:.0f} s"
+            ) from None
 
     def kill(self) -> None:
         if self._pid:
@@ -119,9 +131,11 @@ class Process:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._pid = os.fork()
         if self._pid == 0:
-            self._line.close()
+            os.closerange(3, theirs.fileno())  # the others' lines: they end when we are gone
+            os.closerange(theirs.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
             _live(self._parts, theirs)
         theirs.close()
+        self._line.settimeout(STUCK_S)
 
 
 def _live(parts: Mapping[str, Actor], line: socket.socket) -> None:

@@ -9,8 +9,8 @@ import tempfile
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any
 
+from slurmrl.config.load import dump
 from slurmrl.errors import UsageError
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.history.log import History
@@ -20,7 +20,7 @@ from slurmrl.paths import RunPaths
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.rows import QueueRow
 from slurmrl.scheduler.slurm import SlurmScheduler
-from slurmrl.submission import live, prepare, submit
+from slurmrl.submission import git, live, prepare, submit, versions
 from tests.fake_runs import write_config
 from tests.support.chaos.schedule import Event, Scenario, ViolationError
 from tests.support.chaos.stepping import Note
@@ -90,6 +90,22 @@ def _proposal() -> submit.Proposal:
         return submit.propose(config, [], root=folder, scheduler="local")
 
 
+@cache
+def _configuration() -> str:
+    return dump(_proposal().settings.config)
+
+
+def _put_in(folder: Path) -> None:
+    """A Slurm in a folder, a small package; and what costs time, which no protocol knows of, once
+    (the configuration, as all submit the same) or not at all."""
+    prepare.slurmrl.__file__ = str(folder / "slurmrl" / "__init__.py")
+    for module in (submit, live):
+        module.make = lambda kind: _scheduler(folder)
+    prepare.dump = lambda config: _configuration()
+    versions.packages = dict
+    git.look = lambda place: "not a repository"
+
+
 def _small_package(folder: Path) -> None:
     """A package to snapshot that is not 200 files long."""
     (folder / "slurmrl").mkdir()
@@ -102,6 +118,7 @@ def setup(folder: Path) -> None:
     write_config(folder)
     make_private_directory(folder / RUN / "user" / "add" / "1")
     _proposal()
+    _configuration()
 
 
 def _scheduler(folder: Path) -> SlurmScheduler:
@@ -113,9 +130,7 @@ def _paths(folder: Path) -> RunPaths:
 
 
 def submitter(folder: Path, me: int, note: Note) -> None:
-    stand_in: Any = lambda kind: _scheduler(folder)  # noqa: E731
-    submit.make = live.make = stand_in
-    prepare.slurmrl.__file__ = str(folder / "slurmrl" / "__init__.py")
+    _put_in(folder)
     planned = _proposal()
     recorder = dataclasses.replace(planned.recorder, config_file=folder / CONFIG)
     proposal = dataclasses.replace(planned, paths=_paths(folder), kind="slurm", recorder=recorder)
