@@ -10,7 +10,7 @@ from tests.support import apptainer, paced
 from tests.support.nodes import preempt, private_bed, queued
 from tests.support.trials import kill_one, processes, wait_until
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.long
 STEPS = 3
 
 
