@@ -30,7 +30,7 @@ from slurmrl.scheduler.base import (
 )
 from slurmrl.scheduler.processes import ProcessId
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 300.0
 STAY = "import os, time; open('pid', 'a').write(f'{os.getpid()}\\n'); time.sleep(600)"
 """Adds its pid to a file in the run directory and stays."""
 STOP_ON_WARNING = """

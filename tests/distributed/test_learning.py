@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.trials import REPOSITORY, Site
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(3600)]
 
 
 def evaluations(lines: list[dict[str, Any]]) -> list[float]:
@@ -21,7 +21,7 @@ def test_addition_example_learns(tmp_path: Path) -> None:
     for name in ("sft", "ppo"):
         config = str(REPOSITORY / "examples" / f"{name}.yaml")
         steps = () if name == "sft" else ("total_steps=20",)
-        site.slurmrl("submit", config, *steps, "--scheduler", "local", "--wait", timeout_s=900)
+        site.slurmrl("submit", config, *steps, "--scheduler", "local", "--wait", timeout_s=1500)
     start = evaluations(site.metrics("addition-sft/1"))
     assert start[-1] >= 0.4, "SFT stops at its mark"
     assert len(site.metrics("addition-sft/1")) < 600

@@ -53,8 +53,8 @@ def test_an_error_carries_the_remote_traceback_and_the_pool_goes_on(ranks: RankP
 
 def test_a_deadline_names_the_rank_and_where_it_stands(ranks: RankPool) -> None:
     ranks(2, f"{HERE}:total", 1.0)
-    with pytest.raises(TimeoutError, match=r"waited 1 s for rank \[1\](.|\n)*in hang_on"):
-        ranks(2, f"{HERE}:hang_on", 1, deadline_s=1)
+    with pytest.raises(TimeoutError, match=r"waited 10 s for rank \[1\](.|\n)*in hang_on"):
+        ranks(2, f"{HERE}:hang_on", 1, deadline_s=10)
     assert [value for _, value in ranks(2, f"{HERE}:total", 1.0)] == [3.0, 3.0]
 
 

@@ -64,7 +64,7 @@ class Site:
         return self.folder / "runs"
 
     def slurmrl(
-        self, *arguments: str, code: int | None = 0, timeout_s: float = 600.0
+        self, *arguments: str, code: int | None = 0, timeout_s: float = 1000.0
     ) -> subprocess.CompletedProcess[str]:
         """Run ``slurmrl``; ``code`` is the exit code that it must have (None: any)."""
         done = subprocess.run(
@@ -103,7 +103,7 @@ class Site:
             timeout_s,
         )
 
-    def wait_for_end(self, trial: str, timeout_s: float = 600.0) -> dict[str, Any]:
+    def wait_for_end(self, trial: str, timeout_s: float = 1000.0) -> dict[str, Any]:
         """Status once the trial neither runs nor is about to."""
 
         def ended() -> dict[str, Any] | None:

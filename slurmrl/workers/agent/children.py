@@ -142,7 +142,8 @@ class Children:
         self._news = News()
         for key, _ in self._selector.select(timeout_s):
             handler: Callable[[], None] = key.data
-            handler()
+            if self._selector.get_map().get(key.fd) is key:  # one before it may have dropped it
+                handler()
         return self._news
 
     def silent(self) -> list[int | None]:

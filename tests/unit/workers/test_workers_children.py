@@ -92,7 +92,6 @@ def ear(
     (tmp_path / "stub_worker.py").write_text(STUB)
     (tmp_path / "stub_master.py").write_text(MASTER)
     monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY}:{tmp_path}")
-    monkeypatch.setattr(children_module, "END_TIMEOUT_S", 1.0)
     spawn = process.spawn_with_pipe
 
     def spawn_stub(
@@ -208,8 +207,31 @@ def test_death_of_a_template_is_that_of_its_worker(ear: Ear, tmp_path: Path) -> 
     assert ear.of(2)["template"] != said["template"]
 
 
-def test_stopped_processes_are_ended_all_the_same(ear: Ear, tmp_path: Path) -> None:
+def test_a_template_and_its_worker_that_both_died_meanwhile(
+    ear: Ear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the template drops the worker's pipe, whose own end waits in the same list."""
+    said, selector = ear.of(2), ear.children._selector
+    template = ear.children.slots[0].template
+    assert template is not None
+    os.kill(said["template"], signal.SIGKILL)
+    wait_until("its worker to die", lambda: gone(said["pid"]), 60)
+    select = selector.select
+    wait_until("all to be readable", lambda: len(select(0)) == 3, 60)
+    monkeypatch.setattr(
+        selector,
+        "select",
+        lambda timeout_s: sorted(select(timeout_s), key=lambda one: one[0].fd != template.pidfd),
+    )
+    ear.until(lambda: bool(ear.ended))
+    assert [str(one) for one in ear.ended] == ["the template of rank 2 on n1 was ended by SIGKILL"]
+
+
+def test_stopped_processes_are_ended_all_the_same(
+    ear: Ear, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A stopped worker is killed by its template; a stopped template is killed with its worker."""
+    monkeypatch.setattr(children_module, "END_TIMEOUT_S", 5.0)
     worker, other = ear.of(2), ear.of(3)
     os.kill(worker["pid"], signal.SIGSTOP)
     os.kill(other["template"], signal.SIGSTOP)
