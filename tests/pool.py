@@ -220,4 +220,4 @@ def execute(job: Job) -> bytes:
     finally:
         with contextlib.suppress(AssertionError, ValueError):
             dist.destroy_process_group()
-        gc.collect()  # engines are cycles that hold groups, and each group keeps three threads awake
+        gc.collect()  # engines are cycles that hold groups, each of which keeps threads awake

@@ -33,8 +33,7 @@ def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     Best fit decreasing (at most 11/9 of the optimal number of parts, plus one; Johnson 1974).
     Parts are sorted, and ordered by their first index.
     """
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+    _check_budget(max_tokens)
     parts: list[list[int]] = []
     room: list[tuple[int, int]] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
@@ -49,6 +48,33 @@ def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     for items in parts:
         items.sort()
     return sorted(parts)
+
+
+def padded_microbatches(lengths: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+    """Like ``microbatches``, of items with sequences of these ``lengths`` that are padded to the
+    longest of their part: its sequences times the longest are at most ``max_tokens``.
+
+    Parts are filled one after the other, the longest items first. Where each has one sequence
+    there is no way with fewer parts.
+    """
+    _check_budget(max_tokens)
+    longest = [max(item, default=0) for item in lengths]
+    parts: list[list[int]] = []
+    rows = width = 0
+    for index in sorted(range(len(lengths)), key=longest.__getitem__, reverse=True):
+        if not parts or (rows + len(lengths[index])) * width > max_tokens:
+            parts.append([])
+            rows, width = 0, longest[index]
+        parts[-1].append(index)
+        rows += len(lengths[index])
+    for items in parts:
+        items.sort()
+    return sorted(parts)
+
+
+def _check_budget(max_tokens: int) -> None:
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
 
 
 def even_sizes(n: int, k: int) -> list[int]:

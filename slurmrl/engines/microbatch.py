@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from slurmrl.data.packing import microbatches
+from slurmrl.data.packing import microbatches, padded_microbatches
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import OUTPUTS, TOKENS, Outputs
 from slurmrl.errors import UsageError
@@ -48,11 +48,21 @@ class Rounds:
 
 
 def agree(
-    sample: SequenceSample, max_tokens: int, denominator: float, context: ParallelContext
+    sample: SequenceSample,
+    max_tokens: int,
+    denominator: float,
+    context: ParallelContext,
+    *,
+    padded: bool = False,
 ) -> Rounds:
-    """Cut the sample into micro-batches and learn what the other ranks have."""
+    """Cut the sample into micro-batches and learn what the other ranks have. ``padded``: their
+    sequences are padded to the longest, which counts."""
     lengths = item_tokens(sample)
-    parts = tuple(map(tuple, microbatches(lengths, max_tokens)))
+    if padded:
+        cut = padded_microbatches(sample.lengths[TOKENS], max_tokens)
+    else:
+        cut = microbatches(lengths, max_tokens)
+    parts = tuple(map(tuple, cut))
     ranks = _gather([float(len(parts)), denominator, float(sum(lengths))], context)
     counts = [int(count) for count, _, _ in ranks]
     total = sum(tokens for _, _, tokens in ranks)

@@ -1,7 +1,7 @@
 """The contract of all decoders: the built-in ones, and transformers' models in their place.
 
 T packed tokens, S sequences, h hidden size, V vocabulary. A decoder may be built under
-``torch.device("meta")``; its parameters are its only state.
+``torch.device("meta")``; its parameters and ``constants`` are its only state.
 """
 
 from __future__ import annotations
@@ -73,6 +73,11 @@ class PackedModel(nn.Module, ABC):
     @abstractmethod
     def reader(self, lengths: Tensor, new_tokens: int) -> Reader:
         """For prompts of ``lengths`` [S] and up to ``new_tokens`` more of each."""
+
+    def constants(self) -> dict[str, Tensor]:
+        """Tensors that belong to the model, in checkpoints and exports too, and that no step
+        changes, by name; the built-in decoders have none."""
+        return {}
 
     def weigh_balance(self, weight: float) -> None:
         """Let the coming backward passes add ``weight`` times the load-balancing loss of the

@@ -105,6 +105,15 @@ class ModelConfig:
         unlimited = self.rope is not None and self.rope.kind != "dynamic"
         return None if unlimited else self.max_positions
 
+    def check_length(self, tokens: int) -> None:
+        """Raises UsageError for a sequence of more tokens than can be computed."""
+        limit = self.position_limit
+        if limit is not None and tokens > limit:
+            raise UsageError(
+                f"a sequence of {tokens} tokens: this {self.model_type} model has positions for "
+                f"{limit} (max_position_embeddings) and none beyond"
+            )
+
     @staticmethod
     def from_hf(values: Mapping[str, Any], *, strict: bool = False) -> ModelConfig:
         """Read a ``config.json`` object.

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from slurmrl.errors import UsageError
 from slurmrl.models.attention import Attention, AttentionCore, PackedCore
 from slurmrl.models.base import PackedModel, Reader
 from slurmrl.models.config import Head, ModelConfig
@@ -109,7 +108,7 @@ class Decoder(PackedModel):
     def forward(self, input_ids: Tensor, cu_seqlens: Tensor, max_len: int) -> Tensor:
         """Hidden states [T, h] after the final norm; with a split, a part of them in an order of
         its own, for ``logprobs`` and ``values``."""
-        self._check_length(max_len)
+        self.config.check_length(max_len)
         # Equal lengths side by side let attention run in few batched calls.
         order, cu_sorted = length_order(cu_seqlens, input_ids.shape[0])
         positions = packed_positions(cu_sorted, input_ids.shape[0])
@@ -185,16 +184,8 @@ class Decoder(PackedModel):
         return split_values(self.split, values, cu_seqlens)
 
     def reader(self, lengths: Tensor, new_tokens: int) -> Reader:
-        self._check_length(int(lengths.max()) + new_tokens)
+        self.config.check_length(int(lengths.max()) + new_tokens)
         return split_reader(self, self.config, lengths, new_tokens, self.head_weight(), self.split)
-
-    def _check_length(self, tokens: int) -> None:
-        limit = self.config.position_limit
-        if limit is not None and tokens > limit:
-            raise UsageError(
-                f"a sequence of {tokens} tokens: this {self.config.model_type} model has "
-                f"positions for {limit} (max_position_embeddings) and none beyond"
-            )
 
     def weigh_balance(self, weight: float) -> None:
         moe = self.config.moe

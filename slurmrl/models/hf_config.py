@@ -43,6 +43,7 @@ class HFConfig:
         values = {**self.values, "dtype": dtype}
         if head == "value":
             values |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+            values.pop("architectures", None)  # the class of the language model
         return dict(sorted(values.items()))
 
 

@@ -62,6 +62,10 @@ class HFModel(PackedModel):
         names = self.inner._no_split_modules or ()
         return [module for module in self.inner.modules() if type(module).__name__ in names]
 
+    def constants(self) -> dict[str, Tensor]:
+        persistent = self.state_dict().keys()
+        return {name: values for name, values in self.named_buffers() if name in persistent}
+
     def use(self, recompute: Recompute) -> None:
         """Say what is recomputed in backward passes: ``off`` or ``full``."""
         if recompute == "selective":

@@ -6,7 +6,7 @@ S sequences, L the longest prompt, V vocabulary.
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -46,7 +46,8 @@ class HFReader:
 
     def keep(self, rows: Tensor) -> None:
         self.lengths, self._mask = self.lengths[rows], self._mask[rows]
-        self._cache.batch_select_indices(rows)
+        # Layers of convolutions or linear attention lack `batch_select_indices`, or select half.
+        self._cache.reorder_cache(cast(torch.LongTensor, rows))
 
     def _places(self) -> Tensor:
         return self.lengths[:, None]

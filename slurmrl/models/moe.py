@@ -61,7 +61,7 @@ class SparseMLP(nn.Module):
         weights, chosen = probabilities.topk(self.per_token)
         if self.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
-        counts = torch.bincount(chosen.flatten(), minlength=probabilities.shape[1])
+        counts = tokens_of_experts(chosen, probabilities.shape[1])
         if self.balance and torch.is_grad_enabled() and x.shape[0]:
             weights = _with_loss(weights, self._balance_loss(probabilities, chosen))
         order = chosen.flatten().argsort(stable=True)
@@ -73,7 +73,7 @@ class SparseMLP(nn.Module):
     def _balance_loss(self, probabilities: Tensor, chosen: Tensor) -> Tensor:
         """This rank's part of the loss: all ranks' gradients of the router are added up."""
         probabilities, chosen = probabilities[: self.tokens], chosen[: self.tokens]
-        counts = torch.bincount(chosen.flatten(), minlength=probabilities.shape[1])
+        counts = tokens_of_experts(chosen, probabilities.shape[1])
         tokens = probabilities.shape[0]
         if self.split.context.size > 1:
             both = torch.cat([counts, counts.new_tensor([tokens])])
@@ -81,6 +81,12 @@ class SparseMLP(nn.Module):
             counts, tokens = both[:-1], int(both[-1])
         loss = balance_loss(probabilities, counts, tokens)
         return loss * (self.balance / self.split.tensor.size)
+
+
+def tokens_of_experts(chosen: Tensor, experts: int) -> Tensor:
+    """chosen [T, K] -> tokens of each expert [E]; unlike bincount it does not wait for the GPU."""
+    each = chosen.flatten()
+    return each.new_zeros(experts).scatter_add_(0, each, torch.ones_like(each))
 
 
 def balance_loss(probabilities: Tensor, counts: Tensor, tokens: int | None = None) -> Tensor:

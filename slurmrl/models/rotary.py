@@ -22,8 +22,8 @@ class RotaryTable:
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
         """cos and sin for positions [T]; computed in float32, returned as ``dtype``."""
-        freqs = self._frequencies.to(positions.device)
-        angles = (positions.float()[:, None] * freqs)[:, None, :]
+        self._frequencies = self._frequencies.to(positions.device)  # copied once
+        angles = (positions.float()[:, None] * self._frequencies)[:, None, :]
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 

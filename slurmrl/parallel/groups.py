@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import cached_property
 from typing import Final, Protocol, runtime_checkable
 
@@ -123,12 +124,17 @@ class ParallelContext:
 
 
 def build(
-    models: Iterable[Placement], *, rank: int, device: torch.device
+    models: Iterable[Placement],
+    *,
+    rank: int,
+    device: torch.device,
+    timeout: timedelta | None = None,
 ) -> dict[str, ParallelContext]:
     """The contexts, by role, of the models that the global rank ``rank`` holds a part of.
 
     Collective over the whole process world: every rank calls it with the same models in plan
     order, whether it holds them or not. Models that need the same ranks share a group.
+    ``timeout`` is for one collective (None: the backend's, which need not be that of the world).
     """
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
     contexts: dict[str, ParallelContext] = {}
@@ -138,7 +144,7 @@ def build(
         for axis, members in _families(model, topology):
             peers = tuple(model.ranks[index] for index in members)
             if peers not in made:
-                made[peers] = dist.new_group(list(peers))
+                made[peers] = dist.new_group(list(peers), timeout=timeout)
             if rank in peers:
                 groups[axis] = made[peers]
         if rank in model.ranks:

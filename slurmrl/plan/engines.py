@@ -33,6 +33,8 @@ class EngineRules:
     """Whether it can make its layers of TransformerEngine's modules."""
     context_heads: bool = False
     """Whether context-parallel ranks share the attention heads, so that these must divide."""
+    experts_of_whole_sequences: bool = True
+    """Whether it trains experts on several tensor ranks without sequence parallelism."""
 
 
 NATIVE: Final = EngineRules(
@@ -54,6 +56,7 @@ ENGINES: Final = {
         copies_heads=False,
         transformer_engine=True,
         context_heads=True,
+        experts_of_whole_sequences=False,
     ),
 }
 

@@ -129,6 +129,19 @@ def _sequence_parallel(fit: Fit) -> Found:
             "sequence_parallel",
             "true is not allowed: sequence parallelism needs tensor parallelism (t above 1)",
         )
+    rules, trained = ENGINES.get(fit.allocation.backend), fit.minibatches > 0
+    if rules is None or rules.experts_of_whole_sequences or not (trained and _has_experts(fit)):
+        return
+    if fit.sizes.sequence_parallel is False and fit.allocation.sizes["tp"] > 1:
+        yield (
+            "sequence_parallel",
+            f"false is not allowed: {fit.allocation.backend} trains experts on several tensor "
+            "ranks with sequence parallelism only",
+        )
+
+
+def _has_experts(fit: Fit) -> bool:
+    return fit.shape is not None and fit.shape.experts > 0
 
 
 def _context_heads(fit: Fit) -> Found:

@@ -108,7 +108,10 @@ def job(tmp_path: Path) -> Iterator[Job]:
 
 def test_a_failure_of_one_host_is_the_end_for_both(job: Job) -> None:
     job.wait_for_commit_of(1)
+    job.agents[0].send_signal(signal.SIGSTOP)  # its worker fails, too; the first to say so counts
     os.kill(job.child(1, "worker"), signal.SIGKILL)
+    make("file", directory=job.paths.names).wait(keys.failure(1), timeout_s=300)
+    job.agents[0].send_signal(signal.SIGCONT)
     job.wait_for_commit_of(2)
     assert job.failure(1) == {
         "cause": "died",

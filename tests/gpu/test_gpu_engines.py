@@ -18,6 +18,8 @@ from slurmrl.parallel.groups import ParallelContext, build
 from tests.distributed.engines.cases import Placed, batch, denominator, loss, model
 from tests.distributed.engines.megatron_cases import placed
 from tests.distributed.engines.test_engines_contract import plain_decoder
+from tests.distributed.engines.test_engines_families import MOE
+from tests.distributed.engines.test_engines_families import plain_decoder as with_experts
 from tests.distributed.engines.test_engines_megatron import outputs_of
 
 pytestmark = [
@@ -92,12 +94,20 @@ def test_steps_and_outputs_are_those_of_a_cpu(
         optimizer.step()
 
 
+@pytest.mark.parametrize("mode", ["off", "selective", "full"])
+@pytest.mark.parametrize("experts", [False, True])
 def test_bfloat16_trains_near_float32(
-    context: ParallelContext, settings: tuple[str, dict[str, Any]], tmp_path: Path
+    context: ParallelContext,
+    settings: tuple[str, dict[str, Any]],
+    mode: str,
+    experts: bool,
+    tmp_path: Path,
 ) -> None:
-    to_hf(plain_decoder("lm"), tmp_path)
+    to_hf(with_experts(MOE) if experts else plain_decoder("lm"), tmp_path)
     exact, rounded = (
-        make(settings[0], context, tmp_path, dtype=dtype, **settings[1])
+        make(
+            settings[0], context, tmp_path, dtype=dtype, gradient_checkpointing=mode, **settings[1]
+        )
         for dtype in ("float32", "bfloat16")
     )
     for number in range(STEPS):

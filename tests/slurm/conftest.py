@@ -57,7 +57,7 @@ def _testbed(*arguments: str) -> None:
         [sys.executable, str(TESTBED), *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=400,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -34,7 +34,7 @@ def directory() -> Iterator[Path]:
 
 def bed_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(TESTBED), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
 
 
 def slurm(directory: Path, *command: str) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 TESTBED = Path(__file__).parents[2] / "scripts" / "slurm-testbed"
-TIMEOUT_S = 180.0
+TIMEOUT_S = 400.0
 
 
 def run_bed(*arguments: str) -> None:

@@ -67,7 +67,8 @@ class Model(Section):
     products and attention, too (with TransformerEngine all but those of norms); `off` (or false)
     keeps all."""
     max_tokens_per_microbatch: PositiveInt = 16384
-    """Most tokens on one rank at a time; a longer single sequence gets one of its own."""
+    """Most tokens on one rank at a time, with `implementation: hf` those of padding, too; a longer
+    single sequence gets one of its own."""
     cpu_offload: bool = False
     """Keep weights, gradients and optimizer state in host memory and bring a layer to the GPU when
     it computes: much less GPU memory, much more time. The optimizer steps on the CPU. On fsdp."""

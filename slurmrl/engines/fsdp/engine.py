@@ -27,7 +27,7 @@ from slurmrl.engines.fsdp.copies import sum_copies
 from slurmrl.engines.fsdp.gradients import clip, global_norm
 from slurmrl.engines.fsdp.placing import Placing, split_of, tensor_split
 from slurmrl.engines.fsdp.sharding import SMALL_BYTES, Shards, shard_plan
-from slurmrl.engines.fsdp.weights import fill, new_model, whole_shapes
+from slurmrl.engines.fsdp.weights import constant_specs, fill, new_model, whole_shapes
 from slurmrl.engines.host import HostCopies
 from slurmrl.engines.microbatch import Rounds, Sums, agree, in_order, longest, no_outputs
 from slurmrl.engines.offload import Offload
@@ -77,7 +77,11 @@ class FSDPEngine(Engine):
         decoder.use(model.recompute)
         decoder.requires_grad_(trained)
         self._placing = Placing(
-            whole_shapes(decoder), self._dtype, context, tensor_split(self.config, self._split)
+            whole_shapes(decoder),
+            self._dtype,
+            context,
+            tensor_split(self.config, self._split),
+            constant_specs(decoder, trained=trained),
         )
         plan = shard_plan(
             decoder,
@@ -114,7 +118,7 @@ class FSDPEngine(Engine):
             raise UsageError(f"{self.role} is frozen: it cannot be trained")
         self._offload.check()
         sample = sample.to(self.context.device)
-        rounds = agree(sample, self._max_tokens, denominator, self.context)
+        rounds = self._rounds(sample, denominator)
         if rounds.count == 0:
             raise UsageError(f"{self.role}: no rank has anything to train on")
         with self._shards.cleared_on_error():
@@ -123,6 +127,10 @@ class FSDPEngine(Engine):
         stats["loss"] *= rounds.scale
         stats["denominator"] = rounds.denominator
         return {**stats, **self._step(self._optimizer)}
+
+    def _rounds(self, sample: SequenceSample, denominator: float) -> Rounds:
+        padded = not isinstance(self.config, ModelConfig)  # as those of transformers are run
+        return agree(sample, self._max_tokens, denominator, self.context, padded=padded)
 
     def _backward(
         self, sample: SequenceSample, loss_fn: LossFn, rounds: Rounds, temperature: float
@@ -168,7 +176,7 @@ class FSDPEngine(Engine):
     ) -> Outputs:
         self._offload.check()
         sample = sample.to(self.context.device)
-        rounds = agree(sample, self._max_tokens, 0.0, self.context)
+        rounds = self._rounds(sample, 0.0)
         results: list[Outputs] = []
         with self._shards.resharded():
             for index in range(rounds.count):
@@ -261,9 +269,9 @@ class FSDPEngine(Engine):
         return ("", *(f"{moment}/" for moment in self._optimizer.names))
 
     def _state(self) -> dict[str, Tensor]:
-        """This rank's chunks of weights and moments."""
+        """This rank's chunks of weights and moments, and the model's constants."""
         assert self._optimizer is not None
-        tensors = self._shards.local()
+        tensors = self._shards.local() | self._shards.decoder.constants()
         for moment, values in self._optimizer.moments.items():
             tensors |= {f"{moment}/{name}": value for name, value in values.items()}
         return tensors

@@ -5,7 +5,7 @@ as FSDP2 does it."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from slurmrl.errors import UsageError
@@ -28,6 +28,8 @@ class Placing:
     dtype: str
     context: ParallelContext
     tensor: TensorSplit | None
+    constants: Mapping[str, TensorSpec] = field(default_factory=dict)
+    """What belongs to the model and is no parameter: whole on every rank."""
 
     @cached_property
     def _shard_groups(self) -> list[list[int]]:
@@ -59,15 +61,18 @@ class Placing:
         return 1 if self.tensor is None else self.tensor.copies(name)
 
     def layout(self, prefixes: Sequence[str] = ("",), *, copies: bool = True) -> Layout:
-        """Every parameter once for each prefix of its name; without ``copies`` only the first rank
-        that has an element counts."""
+        """Every parameter once for each prefix of its name, and the constants; without ``copies``
+        only the first rank that has an element counts."""
         tensors = {
             prefix + name: TensorSpec(shape, self.dtype)
             for prefix in prefixes
             for name, shape in self.shapes.items()
         }
+        constants = tuple(
+            Piece.contiguous(name, Box.whole(spec.shape)) for name, spec in self.constants.items()
+        )
         return Layout(
-            tensors,
+            {**tensors, **self.constants},
             tuple(
                 tuple(
                     Piece.contiguous(prefix + name, box)
@@ -76,6 +81,7 @@ class Placing:
                     if (copies or self._tensor_rank(rank) % self.copies(name) == 0)
                     and (box := self.box(name, rank)).count
                 )
+                + (constants if copies or rank == 0 else ())
                 for rank in range(self.context.size)
             ),
         )

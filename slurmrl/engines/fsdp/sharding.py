@@ -70,6 +70,9 @@ class Shards:
             decoder.to_empty(device=self._home)
         else:
             decoder.to(self._home)
+        for module in decoder.modules():  # a unit's parameters are brought to the device, these not
+            for name, values in module.named_buffers(recurse=False):
+                setattr(module, name, values.to(context.device))
 
     def local(self) -> dict[str, Tensor]:
         """This rank's chunk of every parameter, by name; writing to it changes the parameter."""

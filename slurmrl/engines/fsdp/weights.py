@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from slurmrl.engines.first_values import Reader
+from slurmrl.errors import UsageError
 from slurmrl.layout.box import Box, Index
+from slurmrl.layout.layout import TensorSpec
 from slurmrl.models.base import PackedModel
 from slurmrl.models.build import build
 from slurmrl.models.config import Head, ModelConfig
@@ -42,6 +44,22 @@ def whole_shapes(model: PackedModel) -> dict[str, Index]:
     if isinstance(model.config, ModelConfig):
         return parameter_shapes(model.config, model.head)
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+def constant_specs(model: PackedModel, *, trained: bool) -> dict[str, TensorSpec]:
+    """The model's constants, by name. Raises UsageError where a checkpoint of a trained model
+    could not hold them."""
+    found = {
+        name: TensorSpec(tuple(values.shape), str(values.dtype).removeprefix("torch."))
+        for name, values in model.constants().items()
+    }
+    odd = sorted(name for name, spec in found.items() if spec.dtype != "float32")
+    if trained and odd:
+        raise UsageError(
+            f"{model.config.model_type} models cannot be trained here: {odd[0]} is "
+            f"{found[odd[0]].dtype}, not float32"
+        )
+    return found
 
 
 @torch.no_grad()

@@ -76,10 +76,16 @@ class MegatronEngine(Engine):
         self._dtype = model.dtype
         self._vocabulary = _padded(config, model.model or ParallelSizes(), context.axis_size("tp"))
         self._place = self._place_of(context.rank)
-        if found := "; ".join(
-            misfits(config, self._place, context.axis_size("cp"), self._vocabulary)
-        ):
-            raise UsageError(f"{role}: {found}")
+        trains_whole = trained and not context.sequence_parallel
+        found = misfits(
+            config,
+            self._place,
+            context.axis_size("cp"),
+            self._vocabulary,
+            trains_whole=trains_whole,
+        )
+        if text := "; ".join(found):
+            raise UsageError(f"{role}: {text}")
         self._groups = collection(context)
         self._te = transformer_engine.chosen(model.transformer_engine, context.device, model.dtype)
         self._settings = transformer_config(
@@ -273,6 +279,7 @@ class MegatronEngine(Engine):
         else:
             ids, cu_seqlens = sample.tensor(TOKENS), sample.cu_seqlens(TOKENS)
             most = longest(sample)
+            self.config.check_length(most)
         split = self._place.tp if self._settings.sequence_parallel else 1
         multiple = self.context.axis_size("cp") * split
         dtype = self._settings.params_dtype

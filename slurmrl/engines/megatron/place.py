@@ -74,10 +74,16 @@ def place_of(
 
 
 def misfits(
-    config: ModelConfig, place: Place, context_ranks: int, vocabulary: int
+    config: ModelConfig,
+    place: Place,
+    context_ranks: int,
+    vocabulary: int,
+    *,
+    trains_whole: bool = False,
 ) -> Iterator[str]:
-    """Why a model cannot be split like that; ``vocabulary`` is the padded number of rows. (A plan
-    has asked the same; megatron itself would lose layers or heads without a word.)"""
+    """Why a model cannot be split like that; ``vocabulary`` is the padded number of rows,
+    ``trains_whole`` says that it is trained without sequence parallelism. (A plan has asked the
+    same; megatron itself would lose layers or heads without a word.)"""
     heads, moe = config.num_heads, config.moe
     parts = [
         (f"t{place.tp}", place.tp, "num_attention_heads", heads),
@@ -98,5 +104,7 @@ def misfits(
     for said, size, what, number in parts:
         if number % size:
             yield f"{said} does not divide {what} {number}"
+    if moe is not None and place.tp > 1 and trains_whole:
+        yield f"experts are trained on t{place.tp} with sequence parallelism only"
     if vocabulary // place.tp * (place.tp - 1) >= config.vocab_size:
         yield f"t{place.tp} leaves a rank without a token of the vocabulary of {config.vocab_size}"

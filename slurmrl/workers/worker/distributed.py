@@ -11,11 +11,24 @@ from torch._C._distributed_c10d import TCPStore
 from slurmrl.parallel.device import Accelerator
 from slurmrl.workers.messages import Message
 
-TIMEOUT = timedelta(minutes=30)
-"""For one collective; the master's own deadline for a call is a setting."""
+LEAST = timedelta(minutes=30)
+"""While models are loaded and before, no call of the master's sets a bound."""
+LATER = timedelta(minutes=5)
 
 
-def join(start: Message, rank: int, listener: int | None, accelerator: Accelerator) -> None:
+def patience(step_timeout_s: float) -> timedelta:
+    """For one collective: ranks may wait for each other for as long as a call may last, and the
+    master's deadline, which says what was waited for, comes first."""
+    return max(LEAST, timedelta(seconds=step_timeout_s) + LATER)
+
+
+def join(
+    start: Message,
+    rank: int,
+    listener: int | None,
+    accelerator: Accelerator,
+    timeout: timedelta,
+) -> None:
     """Connect to the store that rank 0 serves, and form the process group.
 
     Args:
@@ -23,6 +36,7 @@ def join(start: Message, rank: int, listener: int | None, accelerator: Accelerat
             that the ranks talk over.
         listener: file descriptor of the store's listening socket, which the agent has bound; on
             rank 0 only.
+        timeout: for one collective.
     """
     host, _, port = start["store"].rpartition(":")
     if start["interface"]:
@@ -33,7 +47,7 @@ def join(start: Message, rank: int, listener: int | None, accelerator: Accelerat
         int(port),
         start["world_size"],
         is_master=rank == 0,
-        timeout=TIMEOUT,
+        timeout=timeout,
         wait_for_workers=False,
         master_listen_fd=listener,
     )
@@ -42,5 +56,5 @@ def join(start: Message, rank: int, listener: int | None, accelerator: Accelerat
         store=store,
         rank=rank,
         world_size=start["world_size"],
-        timeout=TIMEOUT,
+        timeout=timeout,
     )

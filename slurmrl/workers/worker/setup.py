@@ -20,7 +20,7 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.workers.messages import Message
-from slurmrl.workers.worker.distributed import join
+from slurmrl.workers.worker.distributed import join, patience
 from slurmrl.workers.worker.executor import Executor
 
 
@@ -36,8 +36,11 @@ def build(paths: RunPaths, rank: int, start: Message, listener: int | None) -> E
         deterministic=accelerator.device.type == "cpu" if deterministic is None else deterministic,
     )
     torch.manual_seed(settings.config.seed * plan.world_size + rank)
-    join(start, rank, listener, accelerator)
-    contexts = groups.build(plan.models.values(), rank=rank, device=accelerator.device)
+    timeout = patience(settings.config.step_timeout_s)
+    join(start, rank, listener, accelerator, timeout)
+    contexts = groups.build(
+        plan.models.values(), rank=rank, device=accelerator.device, timeout=timeout
+    )
     engines = _engines(settings, plan, contexts)
     if start["base"] is not None:
         verify_share(paths.checkpoints / start["base"], rank, plan.world_size)

@@ -225,6 +225,24 @@ def forward_with_function(setup: Setup) -> dict[str, Tensor]:
     )
 
 
+def padded_tokens(setup: Setup) -> tuple[list[int], list[int]]:
+    """Sequences times the longest of them in each micro-batch: of outputs, and of training."""
+    engine = make(setup)
+    sample = batch().take(setup.split[engine.context.dp_rank])
+    found: list[int] = []
+
+    def watch(_: Any, inputs: tuple[Tensor, Tensor, int]) -> None:
+        _, cu_seqlens, longest = inputs
+        found.append((len(cu_seqlens) - 1) * longest)
+
+    engine._shards.decoder.register_forward_pre_hook(watch)  # type: ignore[attr-defined]
+    engine.forward(sample)
+    outputs = found.copy()
+    found.clear()
+    engine.train_batch(sample, loss, denominator(sample))
+    return outputs, found
+
+
 def completions(setup: Setup, options: GenerationOptions) -> dict[str, list[Any]]:
     """What each item's prompt was continued with: tokens and log-probabilities by id."""
     engine = make(setup)

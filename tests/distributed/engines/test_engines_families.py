@@ -187,6 +187,17 @@ def test_a_model_of_transformers_trains_like_the_builtin(
         assert abs(ours - theirs).max() < 1e-4, name
 
 
+@pytest.mark.parametrize(("implementation", "within"), [("hf", True), ("builtin", False)])
+def test_padding_counts_where_a_model_pads(
+    ranks: RankPool, implementation: str, within: bool
+) -> None:
+    settings = model(implementation=implementation, max_tokens_per_microbatch=16)
+    setup = Setup(model=settings, split=SPLIT)
+    outputs, training = zip(*ranks(2, f"{HERE}:padded_tokens", setup), strict=True)
+    assert outputs == training
+    assert (max(map(max, outputs)) <= 16) == within
+
+
 def test_an_export_of_a_model_of_transformers_is_loaded(ranks: RankPool, tmp_path: Path) -> None:
     architecture = {**MOE, "moe_intermediate_size": 16}  # a size that its kernels take
     setup = Setup(model=model(architecture=architecture, implementation="hf"), split=SPLIT)

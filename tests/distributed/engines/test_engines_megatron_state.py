@@ -238,6 +238,7 @@ def test_what_it_does_not_do_is_refused(ranks: RankPool) -> None:
             {**MOE, "num_experts": 3},
             "e2 does not divide the number of experts 3",
         ),
+        (placed(tp=2), MOE, "experts are trained on t2 with sequence parallelism only"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused(
@@ -246,3 +247,13 @@ def test_layouts_that_do_not_fit_are_refused(
     case = Case(where, model(architecture=architecture, **BUDGET))
     with pytest.raises(RankError, match=f"actor: {message}"):
         ranks(len(where.ranks), f"{HERE}:outputs", case, deadline_s=300.0)
+
+
+@pytest.mark.long
+def test_sequences_beyond_all_positions_are_refused(ranks: RankPool) -> None:
+    """Angles that grow with the sequence are not computed."""
+    rope = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0}
+    architecture = {**EVEN, "rope_scaling": rope, "max_position_embeddings": 10}
+    case = Case(placed(), model(architecture=architecture, **BUDGET))
+    with pytest.raises(RankError, match=r"a sequence of 12 tokens: .* has positions for 10"):
+        ranks(1, f"{HERE}:outputs", case, deadline_s=300.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import pytest
 import torch
@@ -43,6 +44,20 @@ def sums() -> dict[str, tuple[int, int, int, dict[str, float]]]:
         assert context.mesh.get_local_rank() == context.dp_rank
         found[role] = (context.dp_rank, context.dp_size, context.rank, totals)
     return found
+
+
+def waits() -> float:
+    """Seconds that a collective of a model may take."""
+    made = build(
+        MODELS, rank=dist.get_rank(), device=torch.device("cpu"), timeout=timedelta(hours=3)
+    )
+    group = made["critic"].group("tp")
+    seconds: float = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return seconds
+
+
+def test_groups_wait_as_long_as_they_are_told(ranks: RankPool) -> None:
+    assert ranks(4, f"{HERE}:waits") == [10800.0] * 4
 
 
 def test_every_rank_finds_its_groups(ranks: RankPool) -> None:

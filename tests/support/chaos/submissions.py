@@ -36,9 +36,10 @@ class FolderSlurm(SlurmClient):
     """A Slurm whose jobs are files ``<id>__<job name>__<state>``, so that each of its actions is
     one operation: it has happened or not when its caller is killed."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, me: int = 0) -> None:
         super().__init__()
         self._folder = folder
+        self._me = me
 
     def ping(self) -> None:
         pass
@@ -56,7 +57,7 @@ class FolderSlurm(SlurmClient):
     def submit(self, script: Path, *options: str) -> str:
         found = re.search(r"^#SBATCH --job-name=(.+)$", script.read_text(), re.MULTILINE)
         assert found
-        job = str(100 + 10 * len(os.listdir(self._folder)) + int(os.getpid()) % 10)
+        job = str(100 + 10 * len(os.listdir(self._folder)) + self._me)
         path = self._folder / f"{job}__{found[1]}__{PENDING}"
         os.close(os.open(path, os.O_CREAT | os.O_EXCL))
         return job
@@ -95,12 +96,12 @@ def _configuration() -> str:
     return dump(_proposal().settings.config)
 
 
-def _put_in(folder: Path) -> None:
+def _put_in(folder: Path, me: int) -> None:
     """A Slurm in a folder, a small package; and what costs time, which no protocol knows of, once
     (the configuration, as all submit the same) or not at all."""
     prepare.slurmrl.__file__ = str(folder / "slurmrl" / "__init__.py")
     for module in (submit, live):
-        module.make = lambda kind: _scheduler(folder)
+        module.make = lambda kind: _scheduler(folder, me)
     prepare.dump = lambda config: _configuration()
     versions.packages = dict
     git.look = lambda place: "not a repository"
@@ -121,8 +122,8 @@ def setup(folder: Path) -> None:
     _configuration()
 
 
-def _scheduler(folder: Path) -> SlurmScheduler:
-    return FolderScheduler(FolderSlurm(folder / SLURM))
+def _scheduler(folder: Path, me: int = 0) -> SlurmScheduler:
+    return FolderScheduler(FolderSlurm(folder / SLURM, me))
 
 
 def _paths(folder: Path) -> RunPaths:
@@ -130,7 +131,7 @@ def _paths(folder: Path) -> RunPaths:
 
 
 def submitter(folder: Path, me: int, note: Note) -> None:
-    _put_in(folder)
+    _put_in(folder, me)
     planned = _proposal()
     recorder = dataclasses.replace(planned.recorder, config_file=folder / CONFIG)
     proposal = dataclasses.replace(planned, paths=_paths(folder), kind="slurm", recorder=recorder)

@@ -16,7 +16,7 @@ from tests.support.chaos_trials.watched import Outcome, Watched
 from tests.support.trials import Site, ppo_config, sft_config
 
 STEPS_PER_KILL = {"sft": 12, "ppo": 4}
-LAST_STEPS = 4
+LAST_STEPS = 12
 """After the last kill's window, so that there is something left to recover for."""
 
 

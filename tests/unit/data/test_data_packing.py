@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from itertools import combinations, pairwise, product
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from slurmrl.data.packing import (
     balanced_partition,
     even_sizes,
     microbatches,
+    padded_microbatches,
     partition_balanced,
 )
 
@@ -118,9 +121,53 @@ def test_microbatches_respect_the_budget(lengths: list[int], budget: int) -> Non
     assert parts == sorted(parts)
 
 
-def test_a_budget_of_nothing_is_refused() -> None:
+def padded_tokens(lengths: list[list[int]], part: Iterable[int]) -> int:
+    rows = [length for index in part for length in lengths[index]]
+    return len(rows) * max(rows, default=0)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 100), min_size=1, max_size=4), max_size=40),
+    st.integers(1, 500),
+)
+def test_padded_microbatches_respect_the_budget(lengths: list[list[int]], budget: int) -> None:
+    parts = padded_microbatches(lengths, budget)
+    assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
+    for part in parts:
+        assert part == sorted(part)
+        assert padded_tokens(lengths, part) <= budget or len(part) == 1
+    assert parts == sorted(parts)
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=5), st.integers(20, 50))
+def test_padded_microbatches_of_single_sequences_are_as_few_as_can_be(
+    singles: list[int], budget: int
+) -> None:
+    lengths, n = [[length] for length in singles], len(singles)
+    possible = []
+    for choice in product(range(n), repeat=n):
+        parts = [[i for i in range(n) if choice[i] == part] for part in set(choice)]
+        if all(padded_tokens(lengths, part) <= budget for part in parts):
+            possible.append(len(parts))
+    assert len(padded_microbatches(lengths, budget)) == min(possible)
+
+
+def test_short_sequences_are_not_padded_to_a_long_one() -> None:
+    lengths = [[8000], *[[100]] * 80]
+    assert padded_microbatches(lengths, 16384) == [[0, 1], list(range(2, 81))]
+
+
+def test_equal_items_keep_their_order_and_count_with_all_their_sequences() -> None:
+    assert padded_microbatches([[3]] * 5, 6) == [[0, 1], [2, 3], [4]]
+    assert padded_microbatches([[1], [4, 1], [2, 2], [4]], 8) == [[0, 2], [1], [3]]
+
+
+@pytest.mark.parametrize("cut", [microbatches, padded_microbatches])
+def test_a_budget_of_nothing_is_refused(cut: Callable[[list[Any], int], object]) -> None:
     with pytest.raises(ValueError, match="at least 1"):
-        microbatches([1], 0)
+        cut([], 0)
 
 
 @settings(deadline=None)

@@ -178,3 +178,12 @@ def test_a_layout_that_does_not_fit_is_told(
     (found,) = misfits(config, Place(**place), context, vocabulary)
     assert found.startswith(message)
     assert not list(misfits(config, Place(tp=2, pp=2, virtual=2), 2, 12))
+
+
+@pytest.mark.parametrize(("values", "tp"), [(SPARSE, 1), (DENSE, 2), (SPARSE, 2)])
+def test_experts_are_trained_with_sequence_parallelism(values: dict[str, Any], tp: int) -> None:
+    config, place = ModelConfig.from_hf(values), Place(tp=tp, etp=tp)
+    found = [*misfits(config, place, 1, 12, trains_whole=True)]
+    said = ["experts are trained on t2 with sequence parallelism only"]
+    assert found == (said if values is SPARSE and tp == 2 else [])
+    assert not [*misfits(config, place, 1, 12)]

@@ -48,6 +48,29 @@ MIXTRAL = {
     "num_key_value_heads": 2,
     "num_local_experts": 4,
 }
+QWEN3_NEXT = {
+    **GEMMA2,
+    "model_type": "qwen3_next",
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 6,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+FALCON_H1 = {
+    **GEMMA2,
+    "model_type": "falcon_h1",
+    "mamba_d_ssm": 32,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_chunk_size": 8,
+}
+"""Attention and mamba side by side in each layer."""
 LENGTHS = (5, 1, 9, 12)
 
 
@@ -117,7 +140,11 @@ def test_logits_are_kept_whole_only_where_they_must(
     assert largest.elements >= len(ids) * 2000 if whole else largest.elements <= 2000 * 24
 
 
-@pytest.mark.parametrize("values", [GEMMA2, FALCON], ids=["gemma2", "falcon"])
+@pytest.mark.parametrize(
+    "values",
+    [GEMMA2, FALCON, QWEN3_NEXT, FALCON_H1],
+    ids=lambda values: values["model_type"],
+)
 def test_generated_logprobs_are_those_of_the_training_forward(values: dict[str, Any]) -> None:
     model = made(values)
     ids, cu = packed()

@@ -113,6 +113,13 @@ KINDS = {
         f"{MEGATRON}d2",
         "actor.model.sequence_parallel=true",
     ),
+    "experts of whole sequences": wrong(
+        "actor.model.sequence_parallel",
+        "false is not allowed: megatron trains experts on several tensor ranks",
+        f"{MEGATRON}t2",
+        "actor.model.sequence_parallel=false",
+        architecture=EXPERTS,
+    ),
     "optimizer of whole matrices": wrong(
         "actor.optimizer.name",
         "'Muon' is not allowed: it looks at whole matrices, of which a rank has only a part; "

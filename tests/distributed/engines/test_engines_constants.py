@@ -1,0 +1,137 @@
+"""Models of transformers with tensors that are no parameters and belong to the model all the
+same: what balances the experts of deepseek_v3."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from slurmrl.checkpoint.export import export
+from slurmrl.checkpoint.manifest import write_manifest
+from slurmrl.engines.base import Engine
+from slurmrl.errors import UsageError
+from slurmrl.models.base import PackedModel
+from slurmrl.models.storage import file_form
+from tests.distributed.engines import cases
+from tests.distributed.engines.cases import Setup, batch, model
+from tests.pool import RankPool
+
+CASES = "tests.distributed.engines.cases"
+HERE = "tests.distributed.engines.test_engines_constants"
+SPLIT = [[1, 5], [0, 2, 3, 4, 6, 7, 8, 9]]
+ARCHITECTURE = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 33,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    values = {k: v for k, v in ARCHITECTURE.items() if k != "model_type"}
+    torch.manual_seed(3)
+    made = AutoModelForCausalLM.from_config(AutoConfig.for_model("deepseek_v3", **values))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.normal_(std=0.2)
+        dict(made.named_buffers())[BIAS].copy_(torch.linspace(-1, 1, 8))
+    made.save_pretrained(tmp_path / "source")
+    return tmp_path / "source"
+
+
+def logits(made: PreTrainedModel) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = made(batch().tensor("input_ids")[None]).logits
+    return found
+
+
+@pytest.mark.parametrize("layers", [False, True])
+def test_an_export_has_them(ranks: RankPool, tmp_path: Path, source: Path, layers: bool) -> None:
+    """An export of a model that was trained with a rate of 0 is the model that it began as."""
+    settings = model(
+        architecture=ARCHITECTURE,
+        implementation="hf",
+        optimizer={"lr": 0.0},
+        dtype="bfloat16" if layers else "float32",
+    )
+    options = {"small_bytes": 0} if layers else {}
+    setup = Setup(model=settings, split=SPLIT, source=source, options=options)
+    results = ranks(2, f"{CASES}:train", setup, save=tmp_path)
+    files = [file for _, saved in results for file in saved]
+    write_manifest(tmp_path, step=1, files=files, state={})
+    values, storage = file_form(ARCHITECTURE, "hf", "lm")
+    folder = export(tmp_path, "actor", values, tmp_path / "export", storage=storage)
+    again, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert torch.equal(logits(again), logits(AutoModelForCausalLM.from_pretrained(source)))
+
+
+def saved_and_loaded(setup: Setup, folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """The bias of a fresh engine before and after a checkpoint is loaded."""
+    engine = cases.make(setup)
+    before = bias(engine).clone()
+    engine.load(folder)
+    return before, bias(engine)
+
+
+def bias(engine: Engine) -> torch.Tensor:
+    decoder: PackedModel = engine._shards.decoder  # type: ignore[attr-defined]
+    (found,) = decoder.constants().values()
+    return found
+
+
+def test_a_checkpoint_has_them(ranks: RankPool, tmp_path: Path, source: Path) -> None:
+    settings = model(architecture=ARCHITECTURE, implementation="hf")
+    setup = Setup(model=settings, split=SPLIT, source=source)
+    results = ranks(2, f"{CASES}:train", setup, save=tmp_path)
+    write_manifest(tmp_path, step=1, files=[f for _, saved in results for f in saved], state={})
+    fresh = Setup(model=settings, split=SPLIT)  # drawn at random, where the bias begins at 0
+    for before, after in ranks(2, f"{HERE}:saved_and_loaded", fresh, tmp_path):
+        assert not before.any()
+        assert torch.equal(after, torch.linspace(-1, 1, 8))
+
+
+def counting(setup: Setup) -> str:
+    """Make an engine of a model that counts in whole numbers."""
+    from slurmrl.models.hf_model import HFModel
+
+    made = HFModel.constants
+    HFModel.constants = lambda self: {"inner.count": torch.zeros(1, dtype=torch.int64)}  # type: ignore[method-assign]
+    try:
+        cases.make(setup)
+    except UsageError as error:
+        return str(error)
+    finally:
+        HFModel.constants = made  # type: ignore[method-assign]
+    return ""
+
+
+def test_what_a_checkpoint_cannot_hold_is_refused(ranks: RankPool) -> None:
+    settings = model(architecture=ARCHITECTURE, implementation="hf")
+    (message,) = ranks(1, f"{HERE}:counting", Setup(model=settings, split=[range(10)]))
+    assert message == (
+        "deepseek_v3 models cannot be trained here: inner.count is int64, not float32"
+    )

@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import torch
+
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.microbatch import agree
+from slurmrl.parallel.groups import ParallelContext
+from slurmrl.parallel.topology import ProcessTopology
+
+TOPOLOGY = ProcessTopology(("dp",), (1,))
+ALONE = ParallelContext("actor", torch.device("cpu"), 0, (0,), TOPOLOGY, {})
+ITEMS = [[8, 1], [3], [3, 3, 3], [20], [1], [2], [4]]
+
+
+def sample() -> SequenceSample:
+    ids = torch.zeros(sum(map(sum, ITEMS)), dtype=torch.int64)
+    names = tuple(f"item{index}" for index in range(len(ITEMS)))
+    return SequenceSample(names, {"input_ids": ITEMS}, {}, {"input_ids": ids})
+
+
+def test_sums_of_tokens_keep_the_budget() -> None:
+    rounds = agree(sample(), 16, 1.0, ALONE)
+    assert rounds.parts == ((0, 1, 6), (2, 4, 5), (3,))
+
+
+def test_padded_sizes_keep_the_budget_and_shares_are_of_tokens() -> None:
+    rounds = agree(sample(), 16, 1.0, ALONE, padded=True)
+    assert rounds.parts == ((0,), (1, 6), (2, 4, 5), (3,))
+    assert rounds.count == 4
+    assert rounds.shares == (9 / 48, 7 / 48, 12 / 48, 20 / 48)
