@@ -61,7 +61,7 @@ def test_an_interrupted_run_goes_on_with_more_ranks(tmp_path: Path) -> None:
     site.slurmrl("submit", str(whole), "--scheduler", "local", "--wait")
     config = site.write("sft.yaml", config_of("sft", trial="killed", total_steps=40))
     site.slurmrl("submit", str(config), "--scheduler", "local", "--detach")
-    site.wait_for_step("sft/killed", 3)
+    site.wait_for_commit("sft/killed")
     kill_one(site.paths("sft/killed").run, "chain")
     assert site.wait_for_end("sft/killed")["state"] == "INTERRUPTED"
     said = resume(site, "sft/killed", 2)

@@ -103,6 +103,11 @@ class Site:
             timeout_s,
         )
 
+    def wait_for_commit(self, trial: str) -> None:
+        """Steps go on while a checkpoint is written, so that a later step may be there before."""
+        history = History(self.paths(trial).history)
+        wait_until(f"a commit of {trial}", lambda: fold(history.read()).last_commit)
+
     def wait_for_end(self, trial: str, timeout_s: float = 1000.0) -> dict[str, Any]:
         """Status once the trial neither runs nor is about to."""
 
