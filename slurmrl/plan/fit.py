@@ -129,19 +129,20 @@ def _sequence_parallel(fit: Fit) -> Found:
             "sequence_parallel",
             "true is not allowed: sequence parallelism needs tensor parallelism (t above 1)",
         )
-    rules, trained = ENGINES.get(fit.allocation.backend), fit.minibatches > 0
-    if rules is None or rules.experts_of_whole_sequences or not (trained and _has_experts(fit)):
+
+
+def _whole_sequences(fit: Fit) -> Found:
+    rules = ENGINES.get(fit.allocation.backend)
+    if rules is None or rules.experts_of_whole_sequences:
         return
-    if fit.sizes.sequence_parallel is False and fit.allocation.sizes["tp"] > 1:
+    trains_experts = fit.minibatches > 0 and fit.shape is not None and fit.shape.experts > 0
+    split = fit.allocation.sizes["tp"] > 1
+    if trains_experts and split and fit.sizes.sequence_parallel is False:
         yield (
             "sequence_parallel",
             f"false is not allowed: {fit.allocation.backend} trains experts on several tensor "
             "ranks with sequence parallelism only",
         )
-
-
-def _has_experts(fit: Fit) -> bool:
-    return fit.shape is not None and fit.shape.experts > 0
 
 
 def _context_heads(fit: Fit) -> Found:
@@ -223,6 +224,7 @@ RULES: Final[tuple[Rule, ...]] = (
     _vocabulary,
     _layers,
     _sequence_parallel,
+    _whole_sequences,
     _context_heads,
     _positions,
     _experts,

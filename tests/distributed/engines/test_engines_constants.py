@@ -9,17 +9,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from slurmrl.checkpoint.export import export
-from slurmrl.checkpoint.manifest import write_manifest
 from slurmrl.engines.base import Engine
 from slurmrl.errors import UsageError
 from slurmrl.models.base import PackedModel
-from slurmrl.models.storage import file_form
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import Setup, batch, model
+from tests.distributed.engines.exported import train, train_and_export
 from tests.pool import RankPool
 
-CASES = "tests.distributed.engines.cases"
 HERE = "tests.distributed.engines.test_engines_constants"
 SPLIT = [[1, 5], [0, 2, 3, 4, 6, 7, 8, 9]]
 ARCHITECTURE = {
@@ -78,14 +75,7 @@ def test_an_export_has_them(ranks: RankPool, tmp_path: Path, source: Path, layer
     )
     options = {"small_bytes": 0} if layers else {}
     setup = Setup(model=settings, split=SPLIT, source=source, options=options)
-    results = ranks(2, f"{CASES}:train", setup, save=tmp_path)
-    files = [file for _, saved in results for file in saved]
-    write_manifest(tmp_path, step=1, files=files, state={})
-    values, storage = file_form(ARCHITECTURE, "hf", "lm")
-    folder = export(tmp_path, "actor", values, tmp_path / "export", storage=storage)
-    again, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
+    _, again = train_and_export(ranks, setup, tmp_path, "hf")
     assert torch.equal(logits(again), logits(AutoModelForCausalLM.from_pretrained(source)))
 
 
@@ -106,8 +96,7 @@ def bias(engine: Engine) -> torch.Tensor:
 def test_a_checkpoint_has_them(ranks: RankPool, tmp_path: Path, source: Path) -> None:
     settings = model(architecture=ARCHITECTURE, implementation="hf")
     setup = Setup(model=settings, split=SPLIT, source=source)
-    results = ranks(2, f"{CASES}:train", setup, save=tmp_path)
-    write_manifest(tmp_path, step=1, files=[f for _, saved in results for f in saved], state={})
+    train(ranks, setup, tmp_path)
     fresh = Setup(model=settings, split=SPLIT)  # drawn at random, where the bias begins at 0
     for before, after in ranks(2, f"{HERE}:saved_and_loaded", fresh, tmp_path):
         assert not before.any()

@@ -9,10 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from slurmrl.checkpoint.export import export
-from slurmrl.checkpoint.manifest import write_manifest
 from slurmrl.checkpoint.pieces import RoleCheckpoint
 from slurmrl.models.build import build
 from slurmrl.models.config import ModelConfig
@@ -21,9 +18,9 @@ from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.hf import from_hf, to_hf
 from slurmrl.models.init import init_tensor
 from slurmrl.models.moe import SparseMLP, balance_loss
-from slurmrl.models.storage import file_form
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import ARCHITECTURE, Setup, batch, model
+from tests.distributed.engines.exported import train_and_export
 from tests.distributed.engines.one_process import (
     assert_as_one_process,
     assert_gradients,
@@ -95,14 +92,7 @@ def test_gradients_of_every_family_are_those_of_one_process(
 @pytest.mark.parametrize("family", ["gemma", "mixtral", "gpt2"])
 def test_an_export_is_what_the_decoder_writes(ranks: RankPool, tmp_path: Path, family: str) -> None:
     setup = Setup(model=model(architecture=FAMILIES[family]), split=SPLIT)
-    results = ranks(2, f"{HERE}:train", setup, save=tmp_path)
-    files = [file for _, saved in results for file in saved]
-    write_manifest(tmp_path, step=1, files=files, state={})
-    values, storage = file_form(FAMILIES[family], "builtin", "lm")
-    folder = export(tmp_path, "actor", values, tmp_path / "export", storage=storage)
-    _, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
+    folder, _ = train_and_export(ranks, setup, tmp_path, "builtin")
     (tmp_path / "again").mkdir()
     to_hf(from_hf(folder), tmp_path / "again")
     name = "model.safetensors"
@@ -201,14 +191,7 @@ def test_padding_counts_where_a_model_pads(
 def test_an_export_of_a_model_of_transformers_is_loaded(ranks: RankPool, tmp_path: Path) -> None:
     architecture = {**MOE, "moe_intermediate_size": 16}  # a size that its kernels take
     setup = Setup(model=model(architecture=architecture, implementation="hf"), split=SPLIT)
-    results = ranks(2, f"{HERE}:train", setup, save=tmp_path)
-    files = [file for _, saved in results for file in saved]
-    write_manifest(tmp_path, step=1, files=files, state={})
-    values, storage = file_form(architecture, "hf", "lm")
-    folder = export(tmp_path, "actor", values, tmp_path / "export", storage=storage)
-    loaded, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    assert not report["missing_keys"]
-    assert not report["unexpected_keys"]
+    _, loaded = train_and_export(ranks, setup, tmp_path, "hf")
     saved = RoleCheckpoint(tmp_path, "actor")
     for name, parameter in loaded.named_parameters():
         assert torch.equal(parameter, torch.from_numpy(saved.read(f"inner.{name}"))), name

@@ -172,6 +172,12 @@ def test_a_new_value_model_gives_zeros_and_learns() -> None:
     assert model.inner.score.weight.grad.any()
 
 
+def test_the_export_of_a_critic_names_no_language_model() -> None:
+    config = HFConfig.from_hf({"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    assert "architectures" not in config.to_hf(head="value")
+    assert config.to_hf()["architectures"] == ["LlamaForCausalLM"]
+
+
 def test_weights_follow_from_the_seed_or_the_folder(tmp_path: Path) -> None:
     torch.manual_seed(8)
     before = torch.get_rng_state()

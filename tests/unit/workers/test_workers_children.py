@@ -17,7 +17,6 @@ from slurmrl.errors import EnvironmentFailure
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.workers import process
-from slurmrl.workers.agent import children as children_module
 from slurmrl.workers.agent.children import Children, News
 from slurmrl.workers.agent.identity import Identity
 from slurmrl.workers.agent.slot import Ended
@@ -227,11 +226,8 @@ def test_a_template_and_its_worker_that_both_died_meanwhile(
     assert [str(one) for one in ear.ended] == ["the template of rank 2 on n1 was ended by SIGKILL"]
 
 
-def test_stopped_processes_are_ended_all_the_same(
-    ear: Ear, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_processes_are_ended_all_the_same(ear: Ear, tmp_path: Path) -> None:
     """A stopped worker is killed by its template; a stopped template is killed with its worker."""
-    monkeypatch.setattr(children_module, "END_TIMEOUT_S", 5.0)
     worker, other = ear.of(2), ear.of(3)
     os.kill(worker["pid"], signal.SIGSTOP)
     os.kill(other["template"], signal.SIGSTOP)

@@ -1,0 +1,35 @@
+"""What trained ranks leave behind: a checkpoint, and the folder that it is exported to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from slurmrl.checkpoint.export import export
+from slurmrl.checkpoint.manifest import write_manifest
+from slurmrl.models.storage import file_form
+from tests.distributed.engines.cases import Setup
+from tests.pool import RankPool
+
+
+def train(ranks: RankPool, setup: Setup, folder: Path) -> None:
+    """A step on two ranks, and a checkpoint in ``folder``."""
+    results = ranks(2, "tests.distributed.engines.cases:train", setup, save=folder)
+    files: Sequence[Any] = [file for _, saved in results for file in saved]
+    write_manifest(folder, step=1, files=files, state={})
+
+
+def train_and_export(
+    ranks: RankPool, setup: Setup, folder: Path, implementation: str
+) -> tuple[Path, PreTrainedModel]:
+    """The export after that, and what transformers loads of it: all, and nothing else."""
+    train(ranks, setup, folder)
+    values, storage = file_form(setup.model["architecture"], implementation, "lm")
+    target = export(folder, "actor", values, folder / "export", storage=storage)
+    loaded, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    return target, loaded
