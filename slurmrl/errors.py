@@ -62,6 +62,10 @@ class ConfigError(UsageError):
         return "\n".join(str(problem) for problem in self.problems)
 
 
+class RewardError(UsageError):
+    """A reward function did not do what it must, or cannot judge a row of the data."""
+
+
 class AllocationError(UsageError):
     """An allocation string that is not allowed."""
 

@@ -20,6 +20,11 @@ class RewardFunction(ABC):
         """One score per completion. A row is the dataset's line, with the text of its answer
         under ``answer``."""
 
+    def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Why each row cannot be judged, "" where it can be: asked before anything is submitted,
+        so without torch."""
+        return [""] * len(rows)
+
     def stats(self) -> dict[str, tuple[float, float]]:
         """What else to report of the latest call: name to (sum, count)."""
         return {}

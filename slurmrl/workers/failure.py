@@ -2,8 +2,9 @@
 published counts.
 
 It has ``cause`` (see `Cause`) and ``reason``, a sentence; where they are known also ``host``,
-``rank``, ``call``, ``step``, ``exception``, ``traceback``, ``damaged``, a checkpoint's folder, and
-``agent``, one that hangs.
+``rank``, ``call``, ``step``, ``exception``, ``traceback``, ``damaged``, a checkpoint's folder,
+``agent``, one that hangs, and ``final``, true for a user's mistake, after which no other
+incarnation is tried.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from slurmrl.errors import (
     NameNotFoundError,
     RunFailedError,
     SlurmrlError,
+    UsageError,
     WaitTimeoutError,
 )
 from slurmrl.fsio import documents
@@ -62,6 +64,8 @@ def describe(error: Exception, who: str) -> Failure:
         return {"cause": Cause.DEADLINE, "reason": f"{who}: {error}"}
     if isinstance(error, EnvironmentFailure):
         return {"cause": Cause.ENVIRONMENT, "reason": f"{who}: {error}"}
+    if isinstance(error, UsageError):
+        return {"cause": Cause.EXCEPTION, "reason": f"{who}: {error}", "final": True}
     known: Failure = {}
     if isinstance(error, DamagedCheckpointError):
         known["damaged"] = error.directory

@@ -35,6 +35,8 @@ class Ending:
     cause: str = ""
     step: int | None = None
     traceback: str = ""
+    final: bool = False
+    """It met a mistake of the user's, which another start would meet again."""
     damaged: bool = False
     """It could not read the checkpoint that it was to go on from."""
     warned: str = ""
@@ -71,19 +73,24 @@ def judge(
 ) -> Verdict | None:
     """Why another incarnation, in ``job``, would be in vain; None if it would not.
 
-    Either user code failed with the same exception at the same step twice, or two jobs in a row
-    reached their time limit before a commit was possible (``explain_limit`` adds figures), or
-    ``max_begins`` incarnations in a row made no commit. Those whose job was taken away do not
-    count, unless very many were lost without a warning.
+    Either the last one met a mistake of the user's (a UsageError), or user code failed with the
+    same exception at the same step twice, or two jobs in a row reached their time limit before a
+    commit was possible (``explain_limit`` adds figures), or ``max_begins`` incarnations in a row
+    made no commit. Those whose job was taken away do not count, unless very many were lost without
+    a warning.
     """
     in_vain = fold(records).begins_without_commit
-    if in_vain == 0:
-        return None
     begun = _since_resume(records)[-(in_vain + 1) :]  # with the one that made the last commit
+    if not begun:
+        return None
     jobs_after = [*(record.data.get("job", "") for record in begun[1:]), job]
     endings = [
         read_ending(names, record, after) for record, after in zip(begun, jobs_after, strict=True)
     ]
+    if endings[-1].final:
+        return Verdict(endings[-1].reason, "")
+    if in_vain == 0:
+        return None
     against = [ending for ending in endings if ending.counts]
     vain = [ending for ending in against if ending in endings[-in_vain:]]
     lost = _lost(endings[-in_vain:], LOSSES * max_begins)
@@ -114,6 +121,7 @@ def read_ending(names: NameStore, begin: Record, next_job: str) -> Ending:
         said.get("cause", RAISED[0] if said.get("traceback") else ""),
         said.get("step"),
         said.get("traceback", ""),
+        bool(said.get("final")),
         bool(said.get("damaged")),
         warned,
         requeued,

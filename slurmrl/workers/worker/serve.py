@@ -10,7 +10,7 @@ from typing import Any
 
 from slurmrl import log
 from slurmrl.channel.pipe import Connection
-from slurmrl.errors import DamagedCheckpointError
+from slurmrl.errors import DamagedCheckpointError, UsageError
 from slurmrl.paths import RunPaths
 from slurmrl.workers import messages
 from slurmrl.workers.messages import Message
@@ -50,7 +50,10 @@ def serve(run: Path, rank: int, pipe: Connection) -> int:
         else:
             logger.warning("the agent is gone")
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the process boundary: report it
-        traceback.print_exc()
+        if isinstance(error, UsageError):
+            logger.error("%s", error)
+        else:
+            traceback.print_exc()
         pipe.send(_describe(error, rank, doing))
         log.flush()
         _linger(pipe)
@@ -78,13 +81,18 @@ def _linger(pipe: Connection) -> None:
 
 
 def _describe(error: BaseException, rank: int, doing: Message) -> dict[str, Any]:
+    """A user's mistake is final: its message says everything, and another start would meet it
+    again."""
+    final = isinstance(error, UsageError)
+    text = str(error) if final else f"{type(error).__name__}: {error}"
     return {
+        **({"final": True} if final else {}),
         **({"damaged": error.directory} if isinstance(error, DamagedCheckpointError) else {}),
         **recognise(error),
         "type": messages.ERROR,
         "rank": rank,
         "step": doing.get("step"),
         "call": doing.get("name", doing["type"]),
-        "exception": f"{type(error).__name__}: {error}"[:TEXT_CHARACTERS],
-        "traceback": traceback.format_exc()[-TRACEBACK_CHARACTERS:],
+        "exception": text[:TEXT_CHARACTERS],
+        "traceback": "" if final else traceback.format_exc()[-TRACEBACK_CHARACTERS:],
     }

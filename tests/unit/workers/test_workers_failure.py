@@ -10,6 +10,7 @@ from slurmrl.errors import (
     DamagedCheckpointError,
     EnvironmentFailure,
     RunFailedError,
+    UsageError,
     WaitTimeoutError,
 )
 from slurmrl.name_resolve.memory import MemoryNameStore
@@ -44,6 +45,11 @@ def test_other_exceptions_have_a_traceback() -> None:
     found = describe(raised(KeyError("x")), "master")
     assert (found["cause"], found["reason"]) == ("exception", "master: KeyError: 'x'")
     assert "test_workers_failure.py" in found["traceback"]
+
+
+def test_a_mistake_of_the_users_is_final() -> None:
+    found = describe(raised(UsageError("no such metric")), "master")
+    assert found == {"cause": "exception", "reason": "master: no such metric", "final": True}
 
 
 def test_a_damaged_checkpoint_is_named() -> None:

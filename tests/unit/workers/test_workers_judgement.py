@@ -97,6 +97,18 @@ def test_same_exception_twice(past: Past) -> None:
     )
 
 
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_mistake_of_the_users_ends_the_trial_at_once(past: Past, committed: bool) -> None:
+    text = "reward m:f returned nan"
+    past.ends(rank=1, call="reward_inf", exception=text, cause="exception", final=True)
+    if committed:
+        past.commits()
+    assert past.verdict() == Verdict(f"rank 1, reward_inf: {text}", "")
+    end(past.history, Kind.FAILED, {})
+    resume(past.history, {})
+    assert past.verdict() is None, "it may have been mended"
+
+
 def test_same_exception_of_the_master_twice(past: Past) -> None:
     for _ in range(2):
         past.ends(reason="master: KeyError: 'x'", traceback="at KeyError", cause="master")

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import pytest
 
 from slurmrl.channel.pipe import Connection
-from slurmrl.errors import DamagedCheckpointError
+from slurmrl.errors import DamagedCheckpointError, RewardError
 from slurmrl.workers import messages
 from slurmrl.workers.worker import serve as serve_module
 
@@ -142,6 +142,14 @@ def test_error_is_described_and_the_rank_stays(ready: Rank, error: BaseException
     assert ready.thread.is_alive()
     ready.agent.close()
     assert ready.end() == 1
+
+
+def test_a_mistake_of_the_users_is_final(ready: Rank) -> None:
+    ready.executor.raises["reward_inf"] = RewardError("reward m:f returned nan")
+    ready.agent.send({"type": messages.CALL, "seq": 5, "name": "reward_inf", "step": 9})
+    said = ready.hear()
+    assert said["final"] is True
+    assert (said["exception"], said["traceback"]) == ("reward m:f returned nan", "")
 
 
 def test_a_damaged_checkpoint_is_named(ready: Rank) -> None:
