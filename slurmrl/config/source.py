@@ -149,6 +149,8 @@ class Builder:
         except (YAMLError, ValueError) as error:
             reason = getattr(error, "problem", None) or error
             return self._refuse(path, f"{node.value!r} cannot be read: {reason}")
+        if isinstance(value, str) and not _is_text(value):
+            return self._refuse(path, f"{value!r} holds half of a character (a lone surrogate)")
         if value is None or isinstance(value, bool | int | float | str):
             return value
         return self._refuse(path, f"{node.value!r} is of a kind ({node.tag}) that is not taken")
@@ -159,3 +161,11 @@ class Builder:
 
     def _refuse(self, path: KeyPath, message: str) -> None:
         self._source.problems.append(self._source.problem(path, message))
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -16,17 +16,15 @@ class PromptDataset(Dataset):
     """Key ``prompt_ids``; metadata ``prompt`` (text), ``answer`` (the row's text under
     ``answer_key``, or "") and ``row`` (the whole row, with its answer under ``answer``)."""
 
-    needed: ClassVar[tuple[str, ...]] = ("prompt",)
-
     def _sample(self, rows: Sequence[int], ids: Sequence[str]) -> SequenceSample:
-        prompts = self._prompt_ids(rows)
+        prompts = self._lines.prompt_ids(self._tokenizer, rows)
         tokens = torch.tensor(list(chain.from_iterable(prompts)), dtype=torch.int64)
-        answers = [str(self._row(row).get(self._config.answer_key, "")) for row in rows]
+        answers = self._lines.answers(rows)
         metadata: dict[str, list[Any]] = {
-            "prompt": self._prompt_texts(rows),
+            "prompt": self._lines.prompts(rows),
             "answer": answers,
             "row": [
-                {**self._row(row), "answer": answer}
+                {**self._lines.records.rows[row], "answer": answer}
                 for row, answer in zip(rows, answers, strict=True)
             ],
         }

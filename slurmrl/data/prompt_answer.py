@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import ClassVar
 
 import torch
 
 from slurmrl.data.dataset import Dataset
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.tokenizer import end_id, text_ids
 
 
 class PromptAnswerDataset(Dataset):
@@ -18,10 +16,10 @@ class PromptAnswerDataset(Dataset):
     the prompt). Prompt and answer are tokenised apart, so that a prompt's tokens are those that
     generation will see."""
 
-    needed: ClassVar[tuple[str, ...]] = ("prompt", "answer")
-
     def _sample(self, rows: Sequence[int], ids: Sequence[str]) -> SequenceSample:
-        pairs = list(zip(self._prompt_ids(rows), self._answer_ids(rows), strict=True))
+        prompts = self._lines.prompt_ids(self._tokenizer, rows)
+        answers = self._lines.answer_ids(self._tokenizer, rows)
+        pairs = list(zip(prompts, answers, strict=True))
         tokens = list(chain.from_iterable(prompt + answer for prompt, answer in pairs))
         mask = list(
             chain.from_iterable(
@@ -33,8 +31,3 @@ class PromptAnswerDataset(Dataset):
             "prompt_mask": torch.tensor(mask, dtype=torch.bool),
         }
         return SequenceSample.from_default([len(p) + len(a) for p, a in pairs], ids, data)
-
-    def _answer_ids(self, rows: Sequence[int]) -> list[list[int]]:
-        end = end_id(self._tokenizer)
-        texts = self._texts(self._config.answer_template, rows)
-        return [[*ids, end] for ids in text_ids(self._tokenizer, texts, begin=False)]

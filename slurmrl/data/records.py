@@ -8,6 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from slurmrl.data.text import wrong_text
 from slurmrl.errors import ConfigError, EnvironmentFailure, Problem
 
 MOST_PROBLEMS = 20
@@ -23,19 +24,19 @@ class Records:
     lines: tuple[int, ...]
     """The row's line number, from 1."""
     fingerprint: str
+    whole: bool = True
+    """Whether the file was read to its end."""
 
 
-def read_records(path: Path, id_key: str) -> Records:
-    """All rows. Where no row has an id, a row's id is its line number; blank lines are skipped.
+def read_records(path: Path, id_key: str, *, most_bytes: int | None = None) -> Records:
+    """All rows, or the whole lines in the first ``most_bytes``. Where no row has an id, a row's id
+    is its line number; blank lines are skipped.
 
     :raises ConfigError: lines that are no objects, ids that are missing or there twice, an empty
         file; each problem names its line.
     :raises EnvironmentFailure: the file cannot be read.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise EnvironmentFailure(f"cannot read dataset {path}: {error.strerror}") from error
+    content, whole = _read(path, most_bytes)
     problems: list[Problem] = []
     numbered = _parse(content, path, problems)
     rows = tuple(row for _, row in numbered)
@@ -45,7 +46,21 @@ def read_records(path: Path, id_key: str) -> Records:
         problems.append(Problem(str(path), "", "the file holds no rows"))
     if problems:
         raise ConfigError(tuple(problems[:MOST_PROBLEMS]))
-    return Records(rows, ids, lines, blake2b(content, digest_size=16).hexdigest())
+    return Records(rows, ids, lines, blake2b(content, digest_size=16).hexdigest(), whole)
+
+
+def _read(path: Path, most_bytes: int | None) -> tuple[bytes, bool]:
+    """The file's bytes, or its first lines; and whether that is all."""
+    try:
+        with path.open("rb") as file:
+            if most_bytes is None:
+                return file.read(), True
+            content = file.read(most_bytes + 1)
+    except OSError as error:
+        raise EnvironmentFailure(f"cannot read dataset {path}: {error.strerror}") from error
+    if len(content) <= most_bytes:
+        return content, True
+    return content[: content.rfind(b"\n") + 1], False
 
 
 def _parse(content: bytes, path: Path, problems: list[Problem]) -> list[tuple[int, dict[str, Any]]]:
@@ -55,6 +70,9 @@ def _parse(content: bytes, path: Path, problems: list[Problem]) -> list[tuple[in
             continue
         try:
             row = json.loads(line)
+        except RecursionError:
+            problems.append(Problem(f"{path}:{number}", "", "not JSON: nested too deeply"))
+            continue
         except ValueError as error:
             problems.append(Problem(f"{path}:{number}", "", f"not JSON: {error}"))
             continue
@@ -76,6 +94,10 @@ def _ids(
         where = f"{path}:{number}"
         if name is None:
             problems.append(Problem(where, id_key, "missing here, though other lines have it"))
+        elif isinstance(name, bool) or not isinstance(name, int | str):
+            problems.append(Problem(where, id_key, "must be a string or a whole number"))
+        elif isinstance(name, str) and (message := wrong_text(name)):
+            problems.append(Problem(where, id_key, message))
         elif str(name) in first:
             told = f"'{name}' is the id of line {first[str(name)]} too"
             problems.append(Problem(where, id_key, told))

@@ -19,7 +19,8 @@ END, PAD = "<|endoftext|>", "<|pad|>"
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder; nothing is downloaded.
 
-    :raises UsageError: no tokenizer there, or one without an end-of-text token.
+    :raises UsageError: no tokenizer there, or one without an end-of-text token or a vocabulary
+        (transformers makes one of a ``config.json`` alone, which knows no text).
     """
     from transformers import AutoTokenizer
 
@@ -27,8 +28,11 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True
         )
-    except (OSError, ValueError) as error:
-        raise UsageError(f"no tokenizer in {folder}: {error}") from error
+    except Exception as error:  # noqa: BLE001 - the tokenizers package raises bare exceptions
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(f"no tokenizer in {folder}: {reason}") from error
+    if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
+        raise UsageError(f"no tokenizer in {folder}: no file of a vocabulary (tokenizer.json, …)")
     end_id(tokenizer)
     return tokenizer
 

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator
 
 from slurmrl.config.schema.base import PathText, PositiveInt, Section, Word
+from slurmrl.config.template import Template
+
+
+def _check_template(text: str) -> str:
+    Template.parse(text)
+    return text
+
+
+TemplateText = Annotated[str, AfterValidator(_check_template)]
 
 
 class Dataset(Section):
@@ -14,14 +25,16 @@ class Dataset(Section):
     """`prompt` feeds generation (the answer goes to the reward), `prompt_answer` feeds SFT."""
     path: PathText
     """The JSONL file."""
-    prompt_template: str = "{prompt}"
-    """Text of a prompt; `{prompt}` and any other key of the line in braces are filled in."""
-    answer_template: str = "{answer}"
-    """Text of an answer, filled in the same way; the end-of-text token follows it."""
+    prompt_template: TemplateText = "{prompt}"
+    """Text of a prompt: `{key}` stands for the text under that key of the line, `{{` and `}}` for
+    braces. Every line needs every key, and its value must be a string."""
+    answer_template: TemplateText = "{answer}"
+    """Text of an answer, written in the same way; the end-of-text token follows it."""
     prompt_key: Word = "prompt"
     """Key of the line that `{prompt}` stands for."""
     answer_key: Word = "answer"
-    """Key of the line that `{answer}` stands for."""
+    """Key of the line that `{answer}` stands for. With `prompt` it is the reference that the reward
+    reads; if one line has it, every line needs it, as a string."""
     id_key: Word = "id"
     """Key of the line's id. Where no line has one, the line's number is its id."""
     max_prompt_tokens: PositiveInt | None = None

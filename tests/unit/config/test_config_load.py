@@ -110,6 +110,18 @@ def test_one_wrong_value_gives_one_message_with_value_rule_and_choices(
     assert rule in problem.message
 
 
+def test_a_template_is_checked_where_it_stands(tmp_path: Path) -> None:
+    (found,) = problems(tmp_path, "dataset.prompt_template='{prompt'")
+    assert (found.where, found.key) == ("command line", "dataset.prompt_template")
+    assert "the brace at character 1 ('{prompt') is not closed; write {{" in found.message
+
+
+def test_half_a_character_is_refused(tmp_path: Path) -> None:
+    (found,) = problems(tmp_path, 'dataset.prompt_template="{prompt}\\ud800"')
+    assert found.key == "dataset.prompt_template"
+    assert "half of a character" in found.message
+
+
 def test_a_rule_over_a_section_stands_at_the_section(tmp_path: Path) -> None:
     [problem] = problems(tmp_path, "actor.path=here")
     assert (problem.where, problem.key) == (f"{tmp_path / 'a.yaml'}:4", "actor")
@@ -195,11 +207,16 @@ def test_any_text_and_number_survives_the_dump(
     architecture: dict[str, Any],
     rate: float,
 ) -> None:
+    doubled = template.replace("{", "{{").replace("}", "}}")
     config = Config.model_validate(
         {
             **VALUES,
             "actor": {"architecture": architecture, "optimizer": {"lr": rate}},
-            "dataset": {"type": "prompt", "path": "/x", "prompt_template": template},
+            "dataset": {
+                "type": "prompt",
+                "path": "/x",
+                "prompt_template": f"{doubled}{{prompt}}",
+            },
         }
     )
     path = tmp_path_factory.mktemp("dump") / "resolved.yaml"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from slurmrl.config.schema import Dataset
 from slurmrl.data.dataset import make
@@ -110,6 +111,82 @@ def test_rows_without_their_keys_are_named(tmp_path: Path) -> None:
     assert found == [("2", "prompt"), ("3", "prompt"), ("3", "answer")]
 
 
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        (None, "must be a string, but is null"),
+        (42, 'must be a string, but is a number (42): write "42"'),
+        (0.1, 'must be a string, but is a number (0.1): write "0.1"'),
+        (True, "must be a string, but is true or false (true)"),
+        (["a"], 'must be a string, but is a list (["a"])'),
+        ({"a": 1}, 'must be a string, but is an object ({"a": 1})'),
+        ([{"role": "user", "content": "1+2="}], "must be a string, but is a list of messages: "),
+        ("1\ud800", "is no valid text: \\ud800 at character 2 is half of a character"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("kind", "key"), [("prompt", "prompt"), ("prompt", "answer"), ("prompt_answer", "answer")]
+)
+def test_what_is_no_text_is_refused_with_line_and_key(
+    tmp_path: Path, kind: str, key: str, value: Any, found: str
+) -> None:
+    config = Dataset(type=kind, path=rows(tmp_path, LONG, {**SUM, key: value}))
+    with pytest.raises(ConfigError) as caught:
+        make(config, characters(tmp_path))
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.key) == (f"{config.path}:2", key)
+    assert problem.message.startswith(found)
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "message"),
+    [
+        ({"prompt_template": "{prmpt}"}, "prompt_template", "'prmpt' is no key .* 'prompt'?"),
+        ({"answer_template": "{anwser}"}, "answer_template", "'anwser' is no key .* 'answer'?"),
+        ({"prompt_key": "promt"}, "prompt_key", "{prompt} stands for 'promt', .* 'prompt'?"),
+        ({"answer_key": "Answer"}, "answer_key", "{answer} stands for 'Answer', .* 'answer'?"),
+    ],
+)
+def test_keys_that_no_line_has_are_the_setting_s_fault(
+    tmp_path: Path, settings: dict[str, str], key: str, message: str
+) -> None:
+    config = Dataset(type="prompt_answer", path=rows(tmp_path, SUM, LONG), **settings)
+    with pytest.raises(ConfigError) as caught:
+        make(config, characters(tmp_path))
+    (problem,) = caught.value.problems
+    assert problem.key == key
+    assert re.match(message.replace("?", r"\?"), problem.message)
+
+
+def test_references_are_there_for_all_prompts_or_for_none(tmp_path: Path) -> None:
+    without = {"prompt": "1+2="}
+    tokenizer = characters(tmp_path)
+    none = make(Dataset(type="prompt", path=rows(tmp_path, without)), tokenizer)
+    assert none.sample([0], epoch=0).metadata["answer"] == [""]
+    with pytest.raises(ConfigError, match="rows.jsonl:2: answer: missing"):
+        make(Dataset(type="prompt", path=rows(tmp_path, SUM, {**without, "id": "c"})), tokenizer)
+    with pytest.raises(ConfigError, match="answer_key: .*'solution', which is no key"):
+        config = Dataset(type="prompt", path=rows(tmp_path, SUM), answer_key="solution")
+        make(config, tokenizer)
+
+
+def test_a_key_other_than_prompt_and_answer_may_be_empty(tmp_path: Path) -> None:
+    path = rows(tmp_path, {"a": "1", "b": ""}, {"a": "", "b": " "})
+    config = Dataset(type="prompt", path=path, prompt_template="{a}{b}")
+    with pytest.raises(ConfigError, match=r"rows.jsonl:2: a, b: must not all be empty$"):
+        make(config, characters(tmp_path))
+
+
+def test_a_prompt_without_tokens_is_named(tmp_path: Path) -> None:
+    tokenizer = characters(tmp_path)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace("=", "")
+    config = Dataset(
+        type="prompt", path=rows(tmp_path, SUM, {"id": "e", "prompt": "=", "answer": "1"})
+    )
+    with pytest.raises(ConfigError, match="rows.jsonl:2: .* makes no token of this prompt"):
+        make(config, tokenizer).sample([1], epoch=0)
+
+
 def test_the_fingerprint_follows_settings(tmp_path: Path) -> None:
     tokenizer = characters(tmp_path)
     path = rows(tmp_path, SUM)
@@ -128,6 +205,20 @@ def test_the_begin_token_comes_where_the_tokenizer_puts_it_and_only_once(tmp_pat
 
 
 def test_a_folder_without_tokenizer_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no tokenizer in"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2", "gemma", "llama"])
+def test_a_model_without_tokenizer_files_has_no_tokenizer(tmp_path: Path, family: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, "vocab_size": 99999}))
+    with pytest.raises(UsageError, match="no tokenizer in"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_file_that_is_damaged_is_a_usage_error(tmp_path: Path) -> None:
+    characters(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
     with pytest.raises(UsageError, match="no tokenizer in"):
         load_tokenizer(tmp_path)
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from slurmrl.data.records import read_records
-from slurmrl.data.template import fill
 from slurmrl.errors import ConfigError, EnvironmentFailure
 
 
@@ -46,6 +45,26 @@ def test_all_wrong_lines_are_named_at_once(tmp_path: Path) -> None:
     assert any(line == "4" and text.startswith("not JSON") for line, text in found)
 
 
+@pytest.mark.parametrize("value", ["1.5", "true", "[1]", "{}", '"\\ud800"'])
+def test_an_id_is_a_string_or_a_whole_number(tmp_path: Path, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_records(write(tmp_path, f'{{"id": "a"}}\n{{"id": {value}}}\n'), "id")
+    (problem,) = caught.value.problems
+    assert (problem.where.rpartition(":")[2], problem.key) == ("2", "id")
+
+
+def test_lines_that_python_cannot_nest_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="rows.jsonl:1: not JSON: nested too deeply"):
+        read_records(write(tmp_path, "[" * 200_000 + "\n"), "id")
+
+
+def test_of_a_large_file_the_first_whole_lines_are_read(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"x": 1}\n{"x": 2}\n{"x": 3}\n')
+    for size, rows, whole in ((20, 2, False), (27, 3, True)):
+        found = read_records(path, "id", most_bytes=size)
+        assert (len(found.rows), found.whole) == (rows, whole)
+
+
 def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no rows"):
         read_records(write(tmp_path, "\n"), "id")
@@ -57,10 +76,3 @@ def test_the_fingerprint_follows_the_bytes(tmp_path: Path) -> None:
     one = read_records(write(tmp_path, '{"x": 1}\n'), "id").fingerprint
     assert read_records(write(tmp_path, '{"x": 1}\n'), "id").fingerprint == one
     assert read_records(write(tmp_path, '{"x": 2}\n'), "id").fingerprint != one
-
-
-def test_templates_fill_in_keys_and_leave_other_braces() -> None:
-    row = {"question": "1+1?", "hint": "small {prompt}"}
-    names = {"prompt": "question", "answer": "answer"}
-    text = fill(r"Q: {prompt} ({hint}) \boxed{} {unknown} {answer}", row, names)
-    assert text == r"Q: 1+1? (small {prompt}) \boxed{} {unknown} {answer}"

@@ -1,0 +1,58 @@
+"""The templates of texts that datasets are made from: ``Question: {prompt}``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from slurmrl.errors import UsageError
+
+DOUBLING = "write {{ and }} for braces in the text"
+
+
+@dataclass(frozen=True)
+class Template:
+    """Literal texts with a field between each two: ``literals`` has one more entry."""
+
+    literals: tuple[str, ...]
+    fields: tuple[str, ...]
+
+    @staticmethod
+    def parse(text: str) -> Template:
+        """``{name}`` is a field; ``{{`` and ``}}`` are braces. Raises UsageError for a brace that
+        is neither, an empty name, and a text without fields."""
+        literals, fields, at = [""], [], 0
+        while at < len(text):
+            if text[at : at + 2] in ("{{", "}}"):
+                literals[-1] += text[at]
+                at += 2
+            elif text[at] == "{":
+                end = text.find("}", at)
+                name = text[at + 1 : end]
+                if end < 0 or "{" in name:
+                    raise UsageError(f"the brace at {_place(text, at)} is not closed; {DOUBLING}")
+                if not name.strip():
+                    raise UsageError(f"the braces at {_place(text, at)} hold no key; {DOUBLING}")
+                fields.append(name)
+                literals.append("")
+                at = end + 1
+            elif text[at] == "}":
+                raise UsageError(f"the brace at {_place(text, at)} was not opened; {DOUBLING}")
+            else:
+                literals[-1] += text[at]
+                at += 1
+        if not fields:
+            raise UsageError("has no {key}: every line would give the same text")
+        return Template(tuple(literals), tuple(fields))
+
+    def fill(self, values: Mapping[str, str]) -> str:
+        """The text with the values of all fields. What they hold stays as it is."""
+        parts = [self.literals[0]]
+        for name, literal in zip(self.fields, self.literals[1:], strict=True):
+            parts += [values[name], literal]
+        return "".join(parts)
+
+
+def _place(text: str, at: int) -> str:
+    """``character 7 ('{x')``"""
+    return f"character {at + 1} ({text[at : at + 12]!r})"

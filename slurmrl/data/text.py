@@ -1,0 +1,50 @@
+"""What counts as a text in a line of a dataset. Torch-free."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+SHOWN = 60
+"""Characters of a wrong value that are shown."""
+
+
+def wrong_text(value: Any) -> str:
+    """Why a value is no text; "" if it is one. What is no string is never turned into one: Python's
+    form of it (``None``, ``True``, ``[{'role': …``) is not what was meant."""
+    if not isinstance(value, str):
+        return f"must be a string, but is {_kind(value)}{_advice(value)}"
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(value[error.start]):04x}"
+        return f"is no valid text: {half} at character {error.start + 1} is half of a character"
+    return ""
+
+
+def _kind(value: Any) -> str:
+    """``a number (42)``"""
+    if value is None:
+        return "null"
+    if _is_messages(value):
+        return "a list of messages"
+    kinds = {bool: "true or false", int: "a number", float: "a number", list: "a list"}
+    text = json.dumps(value)
+    shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+    return f"{kinds.get(type(value), 'an object')} ({shown})"
+
+
+def _advice(value: Any) -> str:
+    if _is_messages(value):
+        return ": apply the model's chat template to them first, and write its text into the line"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return f': write "{json.dumps(value)}"'
+    return ""
+
+
+def _is_messages(value: Any) -> bool:
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(one, dict) and "role" in one for one in value)
+    )
