@@ -28,7 +28,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True
         )
-    except Exception as error:  # noqa: BLE001 - the tokenizers package raises bare exceptions
+    except Exception as error:  # (tokenizers raises bare exceptions)
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(f"no tokenizer in {folder}: {reason}") from error
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):

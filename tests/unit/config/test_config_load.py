@@ -117,7 +117,7 @@ def test_a_template_is_checked_where_it_stands(tmp_path: Path) -> None:
 
 
 def test_half_a_character_is_refused(tmp_path: Path) -> None:
-    (found,) = problems(tmp_path, 'dataset.prompt_template="{prompt}\\ud800"')
+    found = problems(tmp_path, 'dataset.prompt_template="{prompt}\\ud800"')[0]
     assert found.key == "dataset.prompt_template"
     assert "half of a character" in found.message
 

@@ -163,10 +163,10 @@ def test_references_are_there_for_all_prompts_or_for_none(tmp_path: Path) -> Non
     tokenizer = characters(tmp_path)
     none = make(Dataset(type="prompt", path=rows(tmp_path, without)), tokenizer)
     assert none.sample([0], epoch=0).metadata["answer"] == [""]
-    with pytest.raises(ConfigError, match="rows.jsonl:2: answer: missing"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:2: answer: missing"):
         make(Dataset(type="prompt", path=rows(tmp_path, SUM, {**without, "id": "c"})), tokenizer)
-    with pytest.raises(ConfigError, match="answer_key: .*'solution', which is no key"):
-        config = Dataset(type="prompt", path=rows(tmp_path, SUM), answer_key="solution")
+    config = Dataset(type="prompt", path=rows(tmp_path, SUM), answer_key="solution")
+    with pytest.raises(ConfigError, match=r"answer_key: .*'solution', which is no key"):
         make(config, tokenizer)
 
 
@@ -183,7 +183,7 @@ def test_a_prompt_without_tokens_is_named(tmp_path: Path) -> None:
     config = Dataset(
         type="prompt", path=rows(tmp_path, SUM, {"id": "e", "prompt": "=", "answer": "1"})
     )
-    with pytest.raises(ConfigError, match="rows.jsonl:2: .* makes no token of this prompt"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:2: .* makes no token of this prompt"):
         make(config, tokenizer).sample([1], epoch=0)
 
 

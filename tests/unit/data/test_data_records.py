@@ -54,7 +54,7 @@ def test_an_id_is_a_string_or_a_whole_number(tmp_path: Path, value: str) -> None
 
 
 def test_lines_that_python_cannot_nest_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="rows.jsonl:1: not JSON: nested too deeply"):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl:1: not JSON: nested too deeply"):
         read_records(write(tmp_path, "[" * 200_000 + "\n"), "id")
 
 
