@@ -30,6 +30,8 @@ class CallContext:
     tokenizer: PreTrainedTokenizerBase
     settings: Settings
     """``settings.config`` is the whole configuration, ``settings.algorithm`` the schema."""
+    stop_token_ids: tuple[int, ...]
+    """The tokens that end a completion."""
     evaluation: bool = False
     """True while held-out items are judged: its own sampling settings and random stream."""
 

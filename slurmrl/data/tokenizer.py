@@ -38,7 +38,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def end_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The end-of-text token, which ends answers and completions."""
+    """The end-of-text token, which ends answers and is one of those that end completions."""
     if tokenizer.eos_token_id is None:
         raise UsageError(f"tokenizer {tokenizer.name_or_path} has no end-of-text token (eos_token)")
     return int(tokenizer.eos_token_id)

@@ -22,7 +22,7 @@ from slurmrl.graph.graph import Graph
 from slurmrl.plan.draft import Draft
 from slurmrl.plan.engines import ENGINES
 from slurmrl.plan.layouts import LAYOUT_CHECKS, SUBMISSION_CHECKS
-from slurmrl.plan.weights import implementations, tokenizer, weights
+from slurmrl.plan.weights import implementations, stop_tokens, tokenizer, weights
 from slurmrl.registry import near, resolve
 
 Check: TypeAlias = Callable[[Draft], Iterable[Problem]]
@@ -169,6 +169,7 @@ SUBMISSION: Final[tuple[Check, ...]] = (
     *SUBMISSION_CHECKS,
     weights,
     tokenizer,
+    stop_tokens,
     _dataset_files,
 )
 """What must hold besides, before a trial can be submitted: files and engines that are there."""

@@ -10,7 +10,8 @@ from typing import Any
 from slurmrl.allocation import Allocation
 from slurmrl.allocation.backends import AXIS_OF
 from slurmrl.config.schema import Model
-from slurmrl.errors import Problem
+from slurmrl.errors import Problem, UsageError
+from slurmrl.plan import model_files
 from slurmrl.plan.draft import Draft
 from slurmrl.plan.engines import ENGINES
 from slurmrl.registry import resolve
@@ -93,6 +94,24 @@ def _hf_problems(model: Model, allocation: Allocation) -> Iterator[str]:
         yield f"'{allocation}' splits {', '.join(split)}, and a model of transformers only d"
     if model.recompute == "selective":
         yield "its gradient_checkpointing is off or full, not selective"
+
+
+def stop_tokens(draft: Draft) -> Iterator[Problem]:
+    """Tokens that end completions can be read and are in the actor's vocabulary."""
+    actor = draft.config.actor
+    try:
+        size = model_files.vocabulary(model_files.config_values(actor))
+    except UsageError:
+        return  # told by the check of weights
+    try:
+        model_files.stop_tokens(draft.config, None)
+    except UsageError as error:
+        where = "path" if actor.architecture is None else "architecture"
+        yield draft.problem(("actor", where), str(error))
+    for one in draft.config.rollout.stop_token_ids:
+        if size is not None and one >= size:
+            message = f"{one} is not allowed: the actor's vocabulary has the ids 0 to {size - 1}"
+            yield draft.problem(("rollout", "stop_token_ids"), message)
 
 
 def tokenizer(draft: Draft) -> Iterator[Problem]:

@@ -56,14 +56,17 @@ class RuleRewardInterface(Interface):
 
 
 def decode_completions(sample: SequenceSample, tokenizer: Any) -> list[str]:
-    """The text behind each prompt, without special tokens."""
+    """The text behind each prompt, without special tokens and the stop token that ended it (which
+    need not be a special one)."""
     ids, prompt = sample.tensor("input_ids").tolist(), sample.tensor("prompt_mask").tolist()
     cuts = [0, *accumulate(sample.item_lengths("input_ids"))]
+    finished = sample.tensor("finished").tolist()
     return [
         tokenizer.decode(
-            [ids[at] for at in range(start, stop) if not prompt[at]], skip_special_tokens=True
+            [ids[at] for at in range(start, stop - bool(ended)) if not prompt[at]],
+            skip_special_tokens=True,
         )
-        for start, stop in pairwise(cuts)
+        for (start, stop), ended in zip(pairwise(cuts), finished, strict=True)
     ]
 
 

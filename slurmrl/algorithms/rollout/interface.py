@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface, Stats
-from slurmrl.config.schema import Config
 from slurmrl.data.sample import SequenceSample
 from slurmrl.models.generate import GenerationOptions, GenerationOutput
 
@@ -22,11 +21,11 @@ class RolloutInterface(Interface):
         self, engine: Engine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """Prompt and completion as ``input_ids``, with ``prompt_mask``, ``logprobs`` under the
-        sampling policy, and whether the completion ``finished`` with the end-of-text token."""
+        sampling policy, and whether the completion ``finished`` with a stop token."""
         assert engine is not None
         output = engine.generate(
             sample.only(["prompt_ids"]),
-            generation_options(context.settings.config, context.tokenizer.eos_token_id, context),
+            generation_options(context),
             seed=evaluation_seed(context.seed) if context.evaluation else context.seed,
             step=context.step,
             keys=sampling_keys(sample.ids),
@@ -34,17 +33,15 @@ class RolloutInterface(Interface):
         return CallResult(_as_sample(sample.ids, output), _length_stats(output))
 
 
-def generation_options(
-    config: Config, stop_token_id: int, context: CallContext
-) -> GenerationOptions:
+def generation_options(context: CallContext) -> GenerationOptions:
     """The rollout's settings, or the evaluation's: there the whole distribution is sampled."""
-    rollout, evaluation = config.rollout, config.evaluation
+    rollout, evaluation = context.settings.config.rollout, context.settings.config.evaluation
     if context.evaluation and evaluation is not None:
         return GenerationOptions(
             max_new_tokens=evaluation.max_new_tokens or rollout.max_new_tokens,
             temperature=evaluation.temperature,
             greedy=evaluation.greedy,
-            stop_token_ids=(stop_token_id,),
+            stop_token_ids=context.stop_token_ids,
         )
     return GenerationOptions(
         max_new_tokens=rollout.max_new_tokens,
@@ -53,7 +50,7 @@ def generation_options(
         top_p=rollout.top_p,
         top_k=rollout.top_k,
         greedy=rollout.greedy,
-        stop_token_ids=(stop_token_id,),
+        stop_token_ids=context.stop_token_ids,
     )
 
 

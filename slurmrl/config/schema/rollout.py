@@ -13,6 +13,7 @@ from slurmrl.config.schema.base import (
     PositiveFraction,
     PositiveInt,
     Section,
+    Sequence,
     Word,
 )
 
@@ -41,6 +42,10 @@ class Rollout(Section):
     """Sample from this many of the most probable tokens; null takes all."""
     greedy: bool = False
     """Always take the most probable token."""
+    stop_token_ids: Sequence[NonNegativeInt] = ()
+    """More tokens that end a completion, beside each `eos_token_id` of the actor's
+    `generation_config.json` and `config.json` and that of its tokenizer. The log of the run names
+    all of them. The reward does not see the token that ended a completion."""
 
     @model_validator(mode="after")
     def _lengths(self) -> Rollout:

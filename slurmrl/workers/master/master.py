@@ -19,6 +19,7 @@ from slurmrl.backoff import Backoff
 from slurmrl.config.schema import Config
 from slurmrl.errors import CheckpointError
 from slurmrl.fsio.atomic import replace
+from slurmrl.graph.call import Method
 from slurmrl.history.record import Kind
 from slurmrl.history.state import TrialState
 from slurmrl.history.writer import IncarnationWriter
@@ -144,6 +145,18 @@ class Master:
         if len(found) > 1:
             raise CheckpointError(f"the ranks see different datasets: {sorted(found)}")
         self.progress.use_dataset(*found.pop())
+        self._use_stop_tokens({tuple(map(tuple, one["stop_tokens"])) for one in ready.values()})
+
+    def _use_stop_tokens(self, found: set[tuple[tuple[int, str], ...]]) -> None:
+        """``found`` holds the ids and texts that each rank has read from the model's files."""
+        if len(found) > 1:
+            raise CheckpointError(f"the ranks see different stop tokens: {sorted(found)}")
+        tokens = found.pop()
+        self.progress.stop_token_ids = [one for one, _ in tokens]
+        calls = (*self.plan.calls, *self.plan.evaluation_calls)
+        if any(call.method == Method.GENERATE for call in calls):
+            named = ", ".join(f"{text!r} ({one})" for one, text in tokens)
+            logger.info("a completion ends with one of these tokens: %s", named)
 
     def _start(self) -> None:
         """Before the first step: evaluate what training starts from."""

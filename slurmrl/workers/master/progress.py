@@ -43,6 +43,8 @@ class Progress:
         """Those of the last step, evaluation included."""
         self.stop_when = StopWhen.parse(self.config.stop_when) if self.config.stop_when else None
         self.evaluation_size = 0
+        self.stop_token_ids: list[int] = []
+        """The tokens that end a completion; an export states them."""
         self._order: DataOrder | None = None
         if state is not None:
             self._restore(state)
@@ -60,6 +62,7 @@ class Progress:
             "controller": self.controller.state(),
             "commits": self.commits.state(),
             "evaluations": self.evaluations.state() if self.evaluations else None,
+            "stop_token_ids": self.stop_token_ids,
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:

@@ -40,6 +40,7 @@ class Executor:
         dataset: Dataset,
         evaluation_dataset: Dataset | None,
         tokenizer: Any,
+        stop_token_ids: tuple[int, ...],
     ) -> None:
         self.paths = paths
         self.settings = settings
@@ -49,17 +50,21 @@ class Executor:
         self.dataset = dataset
         self.evaluation_dataset = evaluation_dataset
         self.tokenizer = tokenizer
+        self.stop_token_ids = stop_token_ids
         self.store = SampleStore()
         self._interfaces: dict[str, Interface] = {}
         self._saver = Saver(rank)
 
     def describe_data(self) -> dict[str, Any]:
-        """What the master needs to know of the data, the same on every rank."""
+        """What the master needs to know of data and tokens, the same on every rank."""
         evaluation = self.evaluation_dataset
         return {
             "size": self.dataset.size,
             "fingerprint": self.dataset.fingerprint,
             "evaluation_size": evaluation.size if evaluation is not None else 0,
+            "stop_tokens": [
+                [one, self.tokenizer.convert_ids_to_tokens(one)] for one in self.stop_token_ids
+            ],
         }
 
     # -- messages ----------------------------------------------------------------------------
@@ -92,6 +97,7 @@ class Executor:
             scalars=message["scalars"],
             tokenizer=self.tokenizer,
             settings=self.settings,
+            stop_token_ids=self.stop_token_ids,
             evaluation=message["evaluation"],
         )
         place = self._place(call)

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from slurmrl.checkpoint.manifest import verify_share
 from slurmrl.config.schema import Model
 from slurmrl.data import dataset
-from slurmrl.data.tokenizer import load_tokenizer
+from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine
 from slurmrl.parallel import device, groups
 from slurmrl.parallel.groups import ParallelContext
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
+from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.workers.messages import Message
 from slurmrl.workers.worker.distributed import join, patience
@@ -87,4 +88,5 @@ def _executor(
         dataset.make(config.dataset, tokenizer),
         dataset.make(config.evaluation.dataset, tokenizer) if config.evaluation else None,
         tokenizer,
+        stop_tokens(config, end_id(tokenizer)),
     )

@@ -67,7 +67,7 @@ def train(size: int) -> tuple[dict[str, float], torch.Tensor]:
         dataset=Dataset(type="prompt", path="unused"),
     )
     settings = Settings(config, ppo, cast(Any, None))
-    context = CallContext(1, 1, {"kl_coef": 0.1}, cast(Any, None), settings)
+    context = CallContext(1, 1, {"kl_coef": 0.1}, cast(Any, None), settings, ())
     heads = {"actor": "lm", "critic": "value"}
     plans = [
         ModelPlan(

@@ -58,8 +58,8 @@ def context(step: int) -> CallContext:
     ppo = PPO(batch_size=10, n_minibatches=1, gae_lambda=0.95, discount=0.99, entropy_coef=0.01)
     config = SimpleNamespace(rollout=Rollout(max_new_tokens=6), evaluation=None)
     settings: Any = SimpleNamespace(algorithm=ppo, config=config)
-    tokenizer: Any = SimpleNamespace(eos_token_id=4)
-    return CallContext(step, 5, {"kl_coef": ppo.kl.coef}, tokenizer, settings)
+    tokenizer: Any = None
+    return CallContext(step, 5, {"kl_coef": ppo.kl.coef}, tokenizer, settings, (4,))
 
 
 def inference(role: str, engine: Any, sample: SequenceSample, about: CallContext) -> SequenceSample:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -47,10 +46,10 @@ class World:
     critic: Engine
     ref: Engine
     seed: int
+    stops: tuple[int, ...] = (END,)
 
     def context(self, step: int, **scalars: float) -> CallContext:
-        tokenizer = cast(Any, SimpleNamespace(eos_token_id=END))
-        return CallContext(step, self.seed, scalars, tokenizer, self.settings)
+        return CallContext(step, self.seed, scalars, cast(Any, None), self.settings, self.stops)
 
     def rollout(self, step: int, prompts: int = 48, ref: Engine | None = None) -> SequenceSample:
         """Completions with rewards, reference log-probabilities and values."""

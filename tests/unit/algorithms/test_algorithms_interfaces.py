@@ -74,6 +74,32 @@ def test_generation_reports_lengths(make_world: MakeWorld) -> None:
     assert result.stats["finished"] == (float(result.sample.tensor("finished").sum()), 2.0)
 
 
+def test_a_completion_ends_with_any_of_the_stop_tokens(make_world: MakeWorld) -> None:
+    world = make_world()
+    world.stops = (*world.stops, 5, 9)
+    result = RolloutInterface().generate(
+        world.actor, prompts([f"{n}@0" for n in range(64)]), world.context(step=1)
+    )
+    assert result.sample is not None
+    last = set()
+    for one in range(64):
+        item = result.sample.take([one])
+        new = item.tensor("input_ids")[~item.tensor("prompt_mask")].tolist()
+        assert not set(new[:-1]) & set(world.stops)
+        assert bool(item.tensor("finished")) == (new[-1] in world.stops)
+        last.add(new[-1])
+    assert set(world.stops) < last
+
+
+def test_a_reward_does_not_see_the_stop_token(make_world: MakeWorld) -> None:
+    """Stop tokens need not be special ones; here the second completion ends with an 8."""
+    context = judging(make_world().context(step=1), samples=2)
+    sample = completed()
+    sample.tensor("finished").fill_(True)
+    result = RuleRewardInterface().inference(None, sample, context)
+    assert [row["completion"] for row in result.texts] == ["3", ""]
+
+
 def test_evaluation_has_settings_and_a_stream_of_its_own(make_world: MakeWorld) -> None:
     world = make_world()
     training = world.context(step=1)
@@ -81,10 +107,13 @@ def test_evaluation_has_settings_and_a_stream_of_its_own(make_world: MakeWorld) 
     config = evaluation.settings.config.model_copy(
         update={"rollout": Rollout(max_new_tokens=9, top_k=3, min_new_tokens=2)}
     )
-    options = generation_options(config, 1, training)
+    settings = replace(training.settings, config=config)
+    options = generation_options(replace(training, settings=settings))
     assert (options.max_new_tokens, options.top_k, options.temperature) == (9, 3, 1.0)
-    options = generation_options(config, 1, evaluation)
+    assert options.stop_token_ids == training.stop_token_ids
+    options = generation_options(replace(evaluation, settings=settings))
     assert (options.max_new_tokens, options.top_k, options.temperature) == (4, None, 0.5)
+    assert options.stop_token_ids == training.stop_token_ids
     assert evaluation_seed(1) != evaluation_seed(2)
     assert 0 <= evaluation_seed(1) < 2**63
     ids = [f"{index}@0" for index in range(8)]

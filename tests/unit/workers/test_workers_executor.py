@@ -48,6 +48,11 @@ class FakeDataset:
         )
 
 
+class FakeTokenizer:
+    def convert_ids_to_tokens(self, one: int) -> str:
+        return f"<{one}>"
+
+
 class FakeEngine:
     def __init__(self, role: str, rank: int, sizes: dict[str, int], ranks: tuple[int, ...]) -> None:
         """``rank`` of the ranks of a model with the layout ``sizes``."""
@@ -132,7 +137,8 @@ class Ranks:
                 },
                 cast(Dataset, self.dataset),
                 cast(Dataset, self.held_out),
-                tokenizer="the tokenizer",
+                tokenizer=FakeTokenizer(),
+                stop_token_ids=(7, 2),
             )
             for rank in range(world)
         ]
@@ -229,7 +235,8 @@ def test_call_gets_its_inputs_and_adds_its_outputs(make_ranks: Callable[..., Ran
         assert engine is None
         assert sample.keys == ("input_ids",)
         assert (context.step, context.scalars, context.evaluation) == (3, {"kl_coef": 0.1}, False)
-        assert context.tokenizer == "the tokenizer"
+        assert isinstance(context.tokenizer, FakeTokenizer)
+        assert context.stop_token_ids == (7, 2)
         assert set(executor.store.sample.keys) == {"input_ids", "prompt_mask", "rewards"}
         assert answer["stats"] == {"reward": (0.5 * sample.bs, float(sample.bs))}
         assert answer["texts"] == [{"id": sample.ids[0]}]
@@ -341,4 +348,5 @@ def test_description_of_the_data(make_ranks: Callable[..., Ranks]) -> None:
         "size": 40,
         "fingerprint": "of 40",
         "evaluation_size": 9,
+        "stop_tokens": [[7, "<7>"], [2, "<2>"]],
     }

@@ -1,0 +1,93 @@
+"""What the JSON files of a role's model folder say, and the tokens that end a completion."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from slurmrl.config.schema import Config, Model
+from slurmrl.errors import UsageError
+
+CONFIG: Final = "config.json"
+GENERATION_CONFIG: Final = "generation_config.json"
+EOS: Final = "eos_token_id"
+
+
+def config_values(model: Model) -> dict[str, Any]:
+    """The ``config.json`` object of a role: its ``architecture``, or that of its folder.
+
+    Raises UsageError.
+    """
+    if model.architecture is not None:
+        return model.architecture
+    if model.path is None:
+        return {}
+    return _read(Path(model.path) / CONFIG)
+
+
+def generation_values(model: Model) -> dict[str, Any]:
+    """The ``generation_config.json`` object of a role's folder; empty where it has none.
+
+    Raises UsageError.
+    """
+    if model.path is None or not (Path(model.path) / GENERATION_CONFIG).is_file():
+        return {}
+    return _read(Path(model.path) / GENERATION_CONFIG)
+
+
+def stop_tokens(config: Config, tokenizer_eos: int | None) -> tuple[int, ...]:
+    """The tokens that end a completion of the actor: each ``eos_token_id`` of its
+    ``generation_config.json`` and ``config.json``, the tokenizer's, and
+    ``rollout.stop_token_ids``. Ids beyond the vocabulary, which some files have, are left out.
+
+    Raises UsageError for an ``eos_token_id`` that is neither a number nor a list of numbers.
+    """
+    values = config_values(config.actor)
+    text = text_config(values)
+    found = [
+        *_eos(generation_values(config.actor), GENERATION_CONFIG),
+        *_eos(values, CONFIG),
+        *_eos(text, CONFIG),
+        *([] if tokenizer_eos is None else [tokenizer_eos]),
+        *config.rollout.stop_token_ids,
+    ]
+    size = vocabulary(values)
+    return tuple(dict.fromkeys(one for one in found if one >= 0 and (not size or one < size)))
+
+
+def vocabulary(values: Mapping[str, Any]) -> int | None:
+    """Rows of the embedding of a ``config.json`` object; None where it does not say."""
+    for one in (values, text_config(values)):
+        size = one.get("vocab_size")
+        if isinstance(size, int) and not isinstance(size, bool):
+            return size
+    return None
+
+
+def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part about the language model in the ``config.json`` of a model of several kinds of
+    input; the object itself for all others."""
+    text = values.get("text_config")
+    return text if isinstance(text, Mapping) else values
+
+
+def _eos(values: Mapping[str, Any], file: str) -> list[int]:
+    stated = values.get(EOS)
+    listed = stated if isinstance(stated, list) else [] if stated is None else [stated]
+    if any(isinstance(one, bool) or not isinstance(one, int) for one in listed):
+        raise UsageError(f"{file}: {EOS} is {stated!r}, must be a token id or a list of them")
+    return listed
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"{path} does not hold a JSON object")
+    return values
