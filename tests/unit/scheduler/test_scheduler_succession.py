@@ -32,6 +32,24 @@ def commit(run: RunPaths, step: int) -> None:
     writer.append(Kind.COMMIT, {"step": step, "directory": f"step-{step:08d}.{step}"})
 
 
+def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Link]:
+    """The links for which a function of `upkeep` was called and has returned or raised."""
+    function, calls = getattr(upkeep, name), []
+
+    def call(link: Link) -> object:
+        try:
+            return function(link)
+        finally:
+            calls.append(link)
+
+    monkeypatch.setattr(upkeep, name, call)
+    return calls
+
+
+def ended(looks: Upkeep) -> bool:
+    return not any(thread.is_alive() for thread in looks._threads)
+
+
 def test_links_are_added_when_few_are_left_and_the_trial_commits(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
@@ -154,11 +172,11 @@ def test_a_link_without_sbatch_breaks_nothing(
     assert "not known here" in continue_after(link(run, 0))
     end_chain(link(run, 0))
     monkeypatch.setattr(upkeep, "RETRY_S", 0.0)
-    told: list[str] = []
-    looks = Upkeep(link(run, 0), {}, told.append)
+    tries = counted(monkeypatch, "top_up")
+    looks = Upkeep(link(run, 0), {}, pytest.fail)
     looks.start()
-    looks.stop()
-    assert told == []
+    wait_until("the last try", lambda: ended(looks))
+    assert len(tries) == upkeep.TRIES
     assert signal.SIGUSR2 not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
 
 
@@ -172,13 +190,16 @@ def _everywhere(monkeypatch: pytest.MonkeyPatch, slurm: Slurm) -> None:
 
 @pytest.mark.usefixtures("_everywhere")
 def test_a_running_link_asks_for_more_links_once_there_is_a_commit(
-    run: RunPaths, slurm: Slurm
+    run: RunPaths, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm.running = ("41", 2)
     told: list[str] = []
+    seen = counted(monkeypatch, "committed")
     looks = Upkeep(link(run, 2), {}, told.append)
     looks.start()
+    wait_until("looks at a history without a commit", lambda: len(seen) > 1)
     assert told == []
+    assert list(slurm.jobs) == ["41"]
     commit(run, 1)
     wait_until("more links", lambda: told)
     looks.stop()
@@ -195,7 +216,7 @@ def test_sbatch_that_is_refused_is_tried_a_few_times_and_when_the_link_ends(
     slurm.refuse, slurm.tries = "sbatch: error: Access/permission denied", 0
     looks = Upkeep(link(run, 2), {}, pytest.fail)
     looks.start()
-    wait_until("the last try", lambda: not any(thread.is_alive() for thread in looks._threads))
+    wait_until("the last try", lambda: ended(looks))
     assert slurm.tries == upkeep.TRIES
     assert "no link is left" in continue_after(link(run, 2))
     slurm.refuse = ""
