@@ -2,38 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, pairwise
 from typing import Any
 
-from slurmrl.data.packing import partition_balanced
-
 Lengths = dict[str, list[list[int]]]
-
-
-@dataclass(frozen=True)
-class SplitSpec:
-    """Contiguous, non-empty parts of a batch, as sizes in items."""
-
-    sizes: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not self.sizes or min(self.sizes) < 1:
-            raise ValueError(f"parts of a split must not be empty: sizes {self.sizes}")
-
-    @staticmethod
-    def of_partitions(partitions: Sequence[tuple[int, int]]) -> SplitSpec:
-        """From (start, stop) pairs, which must follow each other from 0."""
-        starts = [0, *(stop for _, stop in partitions)]
-        if any(start != begin for (start, _), begin in zip(partitions, starts, strict=False)):
-            raise ValueError(f"parts of a split must follow each other from 0: {partitions}")
-        return SplitSpec(tuple(stop - start for start, stop in partitions))
-
-    @property
-    def partitions(self) -> tuple[tuple[int, int], ...]:
-        cuts = [0, *accumulate(self.sizes)]
-        return tuple(pairwise(cuts))
 
 
 @dataclass
@@ -76,20 +48,3 @@ class SampleMeta:
         if not self.lengths:
             raise ValueError("a sample without keys has no main key")
         return max(self.lengths, key=lambda key: sum(map(sum, self.lengths[key])))
-
-    def split_spec(self, k: int, key: str | None = None, min_size: int = 1) -> SplitSpec:
-        """``k`` contiguous parts of at least ``min_size`` items with balanced tokens of ``key``."""
-        cuts = partition_balanced(self.item_lengths(key), k, min_size)
-        return SplitSpec.of_partitions(list(pairwise(cuts)))
-
-    def positions(self, ids: Sequence[str]) -> list[int]:
-        """Where the items of ``ids`` stand; KeyError for an id that is not here."""
-        where = {name: index for index, name in enumerate(self.ids)}
-        return [where[name] for name in ids]
-
-    def to_json(self) -> dict[str, Any]:
-        return {"ids": list(self.ids), "lengths": self.lengths, "metadata": self.metadata}
-
-    @staticmethod
-    def from_json(value: dict[str, Any]) -> SampleMeta:
-        return SampleMeta(tuple(value["ids"]), value["lengths"], value["metadata"])

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slurmrl.data.meta import SampleMeta, SplitSpec
+from slurmrl.data.meta import SampleMeta
 from slurmrl.errors import UnknownNameError
 from slurmrl.registry import near
 
@@ -97,19 +97,6 @@ class SequenceSample(SampleMeta):
         cuts = [0, *accumulate(chain.from_iterable(self.lengths[key]))]
         return torch.tensor(cuts, dtype=torch.int32, device=None if value is None else value.device)
 
-    def split(self, k: int, key: str | None = None, min_size: int = 1) -> list[SequenceSample]:
-        """``k`` contiguous parts, balanced by the tokens of ``key`` (default: the main key)."""
-        return self.split_with_spec(self.split_spec(k, key, min_size))
-
-    def split_with_spec(self, spec: SplitSpec) -> list[SequenceSample]:
-        if sum(spec.sizes) != self.bs:
-            raise ValueError(f"the split has {sum(spec.sizes)} items, the batch {self.bs}")
-        return [self.slice(start, stop) for start, stop in spec.partitions]
-
-    def unpack(self) -> list[SequenceSample]:
-        """One sample per item."""
-        return [self.slice(index, index + 1) for index in range(self.bs)]
-
     def slice(self, start: int, stop: int) -> SequenceSample:
         """Items start..stop-1; the tensors are views."""
         data: dict[str, Tensor | None] = {}
@@ -128,10 +115,6 @@ class SequenceSample(SampleMeta):
             data[key] = None if tensor is None else _pick(tensor, cuts, indices)
         return self._with_items(indices, data)
 
-    def select(self, ids: Sequence[str]) -> SequenceSample:
-        """The items named by ``ids``, in that order; KeyError for one that is not here."""
-        return self.take(self.positions(ids))
-
     def only(self, keys: Iterable[str]) -> SequenceSample:
         """The same items with some of the keys; tensors are shared."""
         wanted = tuple(keys)
@@ -142,10 +125,6 @@ class SequenceSample(SampleMeta):
             {key: self.data[key] for key in wanted},
         )
 
-    def meta(self) -> SampleMeta:
-        """Ids, lengths and metadata, without tensors."""
-        return SampleMeta(self.ids, self.lengths, self.metadata)
-
     def update_(self, other: SequenceSample) -> None:
         """Take over the keys and the metadata of ``other``, which has the same ids; shares."""
         if other.ids != self.ids:
@@ -153,14 +132,6 @@ class SequenceSample(SampleMeta):
         self.lengths.update(other.lengths)
         self.metadata.update(other.metadata)
         self.data.update(other.data)
-
-    def remap_keys_(self, names: Mapping[str, str]) -> None:
-        """Rename keys: old name to new name; keys that are not here are left out."""
-        renamed = {key: names.get(key, key) for key in self.lengths}
-        if len(set(renamed.values())) != len(renamed):
-            raise ValueError(f"two keys would get one name: {renamed}")
-        self.lengths = {renamed[key]: rows for key, rows in self.lengths.items()}
-        self.data = {renamed[key]: tensor for key, tensor in self.data.items()}
 
     def to(self, device: torch.device | str) -> SequenceSample:
         data = {key: None if t is None else t.to(device) for key, t in self.data.items()}

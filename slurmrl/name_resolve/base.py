@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
 from typing import NamedTuple
 
-from slurmrl.backoff import Backoff
-from slurmrl.errors import NameExistsError, NameNotFoundError, WaitTimeoutError
+from slurmrl.errors import NameExistsError, NameNotFoundError
 from slurmrl.name_resolve.names import below, checked_value, normalise, normalise_root
-from slurmrl.name_resolve.watch import Watch
-
-POLL_GROWTH = 25
-"""A long wait looks at most this much less often than a fresh one."""
-REFRESH_S = 1.0
-"""How often a wait asks the store to look past its caches."""
 
 
 class Entry(NamedTuple):
@@ -100,16 +92,6 @@ class NameStore(ABC):
         else:
             self._added.pop(key, None)
 
-    def add_subentry(self, name: str, value: object, *, delete_on_exit: bool = True) -> str:
-        """Add a value under a new key ``name/<8 hexadecimal digits>``, which is returned."""
-        while True:
-            key = f"{normalise(name)}/{uuid.uuid4().hex[:8]}"
-            try:
-                self.add(key, value, delete_on_exit=delete_on_exit)
-            except NameExistsError:
-                continue
-            return key
-
     def get(self, name: str) -> str:
         """The value of a key. Raises NameNotFoundError."""
         key = normalise(name)
@@ -135,62 +117,12 @@ class NameStore(ABC):
         found = ((key, self._get(key)) for key in self._below(normalise_root(root)))
         return {key: entry for key, entry in found if entry is not None}
 
-    def wait(self, name: str, *, timeout_s: float | None, poll_s: float = 0.02) -> str:
-        """The value of a key, as soon as it is there.
-
-        Looks every ``poll_s`` at first and less often the longer it takes. ``timeout_s`` of zero
-        or less means one look, None no limit. Raises WaitTimeoutError.
-        """
-        key = normalise(name)
-        backoff = Backoff(poll_s, poll_s * POLL_GROWTH)
-        start = refreshed = time.monotonic()
-        while (entry := self._live(key)) is None:
-            now = time.monotonic()
-            if timeout_s is not None and now - start >= timeout_s:
-                raise WaitTimeoutError(f"waited {max(timeout_s, 0):g} s for key {key!r}")
-            if now - refreshed >= REFRESH_S:
-                self.refresh()
-                refreshed = now
-            left_s = start + timeout_s - now if timeout_s is not None else float("inf")
-            time.sleep(min(backoff.next_s(), left_s))
-        return entry.value
-
-    def watch_names(
-        self,
-        names: str | Sequence[str],
-        callback: Callable[[], object],
-        *,
-        poll_s: float = 1.0,
-        wait_timeout_s: float = 300.0,
-    ) -> Watch:
-        """Call ``callback`` once, in a thread of its own, after the last of ``names`` has gone.
-
-        A name that has not appeared within ``wait_timeout_s`` counts as gone. A store that does
-        not answer proves nothing: it is asked again.
-        """
-        keys = [normalise(name) for name in ([names] if isinstance(names, str) else names)]
-        watch = Watch(self._has, keys, callback)
-        watch.start(poll_s, wait_timeout_s)
-        return watch
-
-    def _has(self, key: str) -> bool:
-        """Whether a key is there. Raises EnvironmentFailure where it only cannot be seen."""
-        if self._live(key) is None:
-            self.refresh()
-        return self._live(key) is not None
-
     def delete(self, name: str) -> None:
         """Delete a key. Raises NameNotFoundError."""
         key = normalise(name)
         self._added.pop(key, None)
         if not self._delete(key):
             raise NameNotFoundError(f"no key {key!r}")
-
-    def clear_subtree(self, root: str) -> None:
-        """Delete ``root`` and all below it, as far as they are there."""
-        for key in self._below(normalise_root(root)):
-            self._added.pop(key, None)
-            self._delete(key)
 
     def reset(self) -> None:
         """Delete what this object added with ``delete_on_exit`` and nobody has replaced since."""

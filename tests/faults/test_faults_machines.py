@@ -110,13 +110,6 @@ class Names(InFolder):
         store.add(key, value, replace=True, delete_on_exit=not stays)
         self._hold(key, value, None if stays else store)
 
-    @rule(client=st.integers(0, 1), key=KEYS, value=VALUES)
-    def add_subentry(self, client: int, key: str, value: str) -> None:
-        made = self.stores[client].add_subentry(key, value)
-        assert made not in self.model
-        assert made.startswith(f"{key}/")
-        self._hold(made, value, self.stores[client])
-
     @rule(client=st.integers(0, 1), key=KEYS, how=SPELLINGS)
     def get(self, client: int, key: str, how: str) -> None:
         if key in self.model:
@@ -133,12 +126,6 @@ class Names(InFolder):
         else:
             with pytest.raises(NameNotFoundError):
                 self.stores[client].delete(key)
-
-    @rule(client=st.integers(0, 1), root=KEYS)
-    def clear(self, client: int, root: str) -> None:
-        self.stores[client].clear_subtree(root)
-        for key in self._below(root):
-            self._drop(key)
 
     @rule(client=st.integers(0, 1))
     def reset(self, client: int) -> None:

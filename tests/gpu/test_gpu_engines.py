@@ -15,7 +15,7 @@ from slurmrl.engines import ENGINES
 from slurmrl.models.generate import GenerationOptions, generate
 from slurmrl.models.hf import to_hf
 from slurmrl.parallel.groups import ParallelContext, build
-from tests.distributed.engines.cases import Placed, batch, denominator, loss, model
+from tests.distributed.engines.cases import Placed, batch, denominator, loss, model, prompts
 from tests.distributed.engines.megatron_cases import placed
 from tests.distributed.engines.test_engines_contract import plain_decoder
 from tests.distributed.engines.test_engines_families import MOE
@@ -134,8 +134,7 @@ def test_completions_are_those_of_a_cpu(
         step=0,
         keys=keys,
     )
-    sample.remap_keys_({"input_ids": "prompt_ids"})
-    found = engine.generate(sample, options, seed=3, step=0, keys=keys)
+    found = engine.generate(prompts(sample), options, seed=3, step=0, keys=keys)
     assert torch.equal(found.lengths.cpu(), wanted.lengths)
     assert torch.equal(found.tokens.cpu(), wanted.tokens)
     assert torch.allclose(found.logprobs.cpu(), wanted.logprobs, atol=1e-4)

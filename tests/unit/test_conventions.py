@@ -201,7 +201,7 @@ def test_the_layer_check_sees_what_it_forbids() -> None:
     assert allowed(part_of("plan.build"), part_of("graph"))
     assert not allowed(part_of("graph"), part_of("plan.build"))
     assert part_of("parallel.topology").row < part_of("parallel.gpu").row
-    assert "backoff" in {one.imported for one in imports("name_resolve.base")}
+    assert "backoff" in {one.imported for one in imports("channel.follower")}
 
 
 def test_the_lowest_row_needs_only_the_standard_library() -> None:

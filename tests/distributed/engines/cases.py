@@ -243,12 +243,17 @@ def padded_tokens(setup: Setup) -> tuple[list[int], list[int]]:
     return outputs, found
 
 
+def prompts(sample: SequenceSample) -> SequenceSample:
+    """The same sequences, to be gone on with."""
+    data: dict[str, Tensor | None] = {"prompt_ids": sample.tensor("input_ids")}
+    return SequenceSample(sample.ids, {"prompt_ids": sample.lengths["input_ids"]}, {}, data)
+
+
 def completions(setup: Setup, options: GenerationOptions) -> dict[str, list[Any]]:
     """What each item's prompt was continued with: tokens and log-probabilities by id."""
     engine = make(setup)
     share = setup.split[engine.context.dp_rank]
-    sample = batch().take(share)
-    sample.remap_keys_({"input_ids": "prompt_ids"})
+    sample = prompts(batch().take(share))
     found: dict[str, list[Any]] = {}
     for step in range(2):
         keys = torch.tensor(share, dtype=torch.int64)
@@ -293,12 +298,11 @@ def saved_after_failed_training(setup: Setup, folder: Path) -> tuple[str, bool, 
 def saved_after_failed_generation(setup: Setup, folder: Path) -> tuple[str, str, str]:
     """The error, and the checksums of what is saved right after it and by a fresh engine."""
     engine, fresh = make(setup), make(setup)
-    prompts = batch().take(setup.split[engine.context.dp_rank])
-    prompts.remap_keys_({"input_ids": "prompt_ids"})
-    keys = torch.zeros(prompts.bs + 1, 2, dtype=torch.int64)
+    sample = prompts(batch().take(setup.split[engine.context.dp_rank]))
+    keys = torch.zeros(sample.bs + 1, 2, dtype=torch.int64)
     message = ""
     try:
-        engine.generate(prompts, GenerationOptions(max_new_tokens=2), seed=0, step=0, keys=keys)
+        engine.generate(sample, GenerationOptions(max_new_tokens=2), seed=0, step=0, keys=keys)
     except (RuntimeError, ValueError, IndexError) as error:
         message = str(error)
     after, expected = (e.save(folder)[0].checksum for e in (engine, fresh))

@@ -104,7 +104,8 @@ def replay(
             engine.onload()
             made[role] = inference(role, engine, batch.take(share(engine)), about)
             engine.offload()
-            batch.update_(everyone(engine, made[role]).select(batch.ids))
+            whole = everyone(engine, made[role])
+            batch.update_(whole.take([whole.ids.index(name) for name in batch.ids]))
         for role, interface in (("actor", PPOActorInterface()), ("critic", PPOCriticInterface())):
             engine = engines[role]
             engine.onload()

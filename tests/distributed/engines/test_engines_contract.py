@@ -64,7 +64,7 @@ def value_model(folder: Path, **architecture: Any) -> Decoder:
 def plain_outputs(decoder: Decoder, temperature: float = 1.0) -> dict[str, Tensor]:
     """One sequence at a time, with whole logits."""
     found: list[dict[str, Tensor]] = []
-    for item in batch().unpack():
+    for item in (batch().take([index]) for index in range(batch().bs)):
         ids = item.tensor("input_ids")
         hidden = decoder(ids, torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
         if decoder.head == "value":

@@ -162,7 +162,7 @@ def reference(decoder: Decoder, options: dict[str, Any]) -> torch.optim.Optimize
 def outputs_of(decoder: Decoder, sample: SequenceSample) -> Outputs:
     """One sequence at a time, with whole logits."""
     found: list[Outputs] = []
-    for item in sample.unpack():
+    for item in (sample.take([index]) for index in range(sample.bs)):
         ids = item.tensor("input_ids")
         hidden = decoder(ids, torch.tensor([0, len(ids)], dtype=torch.int32), len(ids))
         if decoder.head == "value":

@@ -16,7 +16,7 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import LossFn, Outputs
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
-from tests.distributed.engines.cases import batch, model
+from tests.distributed.engines.cases import batch, model, prompts
 from tests.distributed.engines.mixed_cases import ROLES, Step, context, replay
 from tests.distributed.engines.one_process import norm_of, random_model
 from tests.distributed.engines.test_engines_megatron import (
@@ -78,9 +78,7 @@ class OneProcess:
 
 def recorded(engine: Any, number: int) -> SequenceSample:
     """Completions by the actor before it learns, with the log-probabilities of their tokens."""
-    prompts = batch(number).only(["input_ids"])
-    prompts.remap_keys_({"input_ids": "prompt_ids"})
-    rollout = RolloutInterface().generate(engine, prompts, context(number)).sample
+    rollout = RolloutInterface().generate(engine, prompts(batch(number)), context(number)).sample
     assert rollout is not None
     finished = rollout.tensor("finished")
     assert finished.any()
@@ -91,7 +89,8 @@ def recorded(engine: Any, number: int) -> SequenceSample:
 def assert_same(ours: Step, theirs: Step) -> None:
     """What inference made of a rank's items, and the statistics of training."""
     for role, made in ours.made.items():
-        wanted = theirs.made[role].select(made.ids)
+        whole = theirs.made[role]
+        wanted = whole.take([whole.ids.index(name) for name in made.ids])
         for key in made.keys:
             assert torch.allclose(made.tensor(key), wanted.tensor(key), atol=1e-5), (role, key)
     for role, stats in ours.stats.items():

@@ -14,7 +14,7 @@ from slurmrl.engines.base import Engine
 from slurmrl.errors import UsageError
 from slurmrl.models.generate import GenerationOptions
 from tests.distributed.engines import cases, megatron_cases
-from tests.distributed.engines.cases import Setup, batch, denominator, loss, model
+from tests.distributed.engines.cases import Setup, batch, denominator, loss, model, prompts
 from tests.distributed.engines.megatron_cases import Case, placed
 from tests.distributed.engines.test_engines_megatron import BUDGET, EVEN, MOE, grid
 from tests.pool import RankPool
@@ -80,9 +80,9 @@ def refusals(case: Setup | Case, folder: Path) -> tuple[dict[str, str], float]:
     }
     if isinstance(case, Setup):
         keys, options = torch.arange(sample.bs), GenerationOptions(max_new_tokens=2)
-        prompts = batch()
-        prompts.remap_keys_({"input_ids": "prompt_ids"})
-        calls["generate"] = lambda: engine.generate(prompts, options, seed=0, step=0, keys=keys)
+        calls["generate"] = lambda: engine.generate(
+            prompts(batch()), options, seed=0, step=0, keys=keys
+        )
     said = {}
     engine.offload()
     for name, call in calls.items():

@@ -42,7 +42,7 @@ def one_by_one(sample: SequenceSample, ppo: PPO, kl_coef: float) -> tuple[list[f
     """Advantages and returns of all response tokens, sequence by sequence, step by step."""
     advantages: list[float] = []
     returns: list[float] = []
-    for item in sample.unpack():
+    for item in (sample.take([index]) for index in range(sample.bs)):
         key = {name: item.tensor(name).tolist() for name in item.keys}
         response = [t for t, is_prompt in enumerate(key["prompt_mask"]) if not is_prompt]
         carry, rows = 0.0, []

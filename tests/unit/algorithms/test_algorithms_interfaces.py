@@ -57,7 +57,7 @@ def test_a_completion_depends_on_its_id_and_not_on_the_batch(make_world: MakeWor
     alone = RolloutInterface().generate(world.actor, prompts(["y@0"]), context).sample
     assert both is not None
     assert alone is not None
-    second = both.select(["y@0"])
+    second = both.take([both.ids.index("y@0")])
     for key in ("input_ids", "prompt_mask", "finished"):
         assert torch.equal(second.tensor(key), alone.tensor(key))
     assert both.tensor("prompt_mask").tolist().count(True) == 6

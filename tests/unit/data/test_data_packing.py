@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import combinations, pairwise, product
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,61 +15,7 @@ from slurmrl.data.packing import (
     even_sizes,
     microbatches,
     padded_microbatches,
-    partition_balanced,
 )
-
-
-def spread(nums: list[int], cuts: tuple[int, ...] | list[int]) -> int:
-    sums = [sum(nums[start:stop]) for start, stop in pairwise(cuts)]
-    return max(sums) - min(sums)
-
-
-def smallest_spread(nums: list[int], k: int, min_size: int) -> int:
-    n = len(nums)
-    every = ([0, *middle, n] for middle in combinations(range(1, n), k - 1))
-    return min(
-        spread(nums, cuts)
-        for cuts in every
-        if all(stop - start >= min_size for start, stop in pairwise(cuts))
-    )
-
-
-@settings(deadline=None, max_examples=300)
-@given(st.lists(st.integers(0, 30), min_size=1, max_size=9), st.data())
-def test_contiguous_parts_have_the_smallest_possible_spread(
-    nums: list[int], data: st.DataObject
-) -> None:
-    min_size = data.draw(st.integers(1, min(3, len(nums))))
-    k = data.draw(st.integers(1, len(nums) // min_size))
-    cuts = partition_balanced(nums, k, min_size)
-    assert cuts[0] == 0
-    assert cuts[-1] == len(nums)
-    assert len(cuts) == k + 1
-    assert all(stop - start >= min_size for start, stop in pairwise(cuts))
-    assert spread(nums, cuts) == smallest_spread(nums, k, min_size)
-
-
-def test_the_case_where_a_dynamic_programme_over_single_states_misses_the_optimum() -> None:
-    nums = [3, 3, 3, 7, 8, 2, 13, 1]
-    assert spread(nums, partition_balanced(nums, 5)) == 11
-
-
-def test_contiguous_parts_of_many_lengths() -> None:
-    nums = [(index * 7919) % 1997 + 10 for index in range(2048)]
-    cuts = partition_balanced(nums, 32)
-    sums = [sum(nums[start:stop]) for start, stop in pairwise(cuts)]
-    assert max(sums) <= 1.02 * sum(nums) / 32
-
-
-@pytest.mark.parametrize(("n", "k", "min_size"), [(2, 3, 1), (5, 2, 3), (3, 0, 1), (3, 1, 0)])
-def test_impossible_contiguous_parts_are_refused(n: int, k: int, min_size: int) -> None:
-    with pytest.raises(ValueError, match="cannot split"):
-        partition_balanced([1] * n, k, min_size)
-
-
-def test_negative_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match="negative"):
-        partition_balanced([1, -1], 1)
 
 
 @settings(deadline=None)

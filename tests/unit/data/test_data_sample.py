@@ -1,8 +1,8 @@
-"""SequenceSample: gather, split, unpack, select, update and remap."""
+"""SequenceSample: gather, slice, take and update."""
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from random import Random
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmrl.data.meta import SampleMeta, SplitSpec
+from slurmrl.data.meta import SampleMeta
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UnknownNameError
 
@@ -55,41 +55,25 @@ groups = st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), min_size=
 
 
 @settings(deadline=None)
-@given(batches, st.data())
-def test_gather_undoes_split(lengths: list[int], data: st.DataObject) -> None:
-    sample = make(lengths)
-    k = data.draw(st.integers(1, len(lengths)))
-    parts = sample.split(k)
-    assert len(parts) == k
+@given(groups, st.data())
+def test_gather_undoes_slices_of_items_with_many_sequences(
+    rows: list[list[int]], data: st.DataObject
+) -> None:
+    sample = nested(rows)
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(rows)))) | {0, len(rows)})
+    parts = [sample.slice(start, stop) for start, stop in pairwise(cuts)]
+    assert [part.bs for part in parts] == [stop - start for start, stop in pairwise(cuts)]
     assert same(SequenceSample.gather(parts), sample)
 
 
 @settings(deadline=None)
-@given(groups, st.data())
-def test_gather_undoes_split_of_items_with_many_sequences(
-    rows: list[list[int]], data: st.DataObject
-) -> None:
-    sample = nested(rows)
-    k = data.draw(st.integers(1, len(rows)))
-    assert same(SequenceSample.gather(sample.split(k, key="seq")), sample)
-
-
-@settings(deadline=None)
-@given(groups)
-def test_gather_undoes_unpack(rows: list[list[int]]) -> None:
-    sample = nested(rows)
-    items = sample.unpack()
-    assert [item.ids for item in items] == [(name,) for name in sample.ids]
-    assert same(SequenceSample.gather(items), sample)
-
-
-@settings(deadline=None)
 @given(batches, st.randoms())
-def test_select_finds_items_by_id_in_the_asked_order(lengths: list[int], random: Random) -> None:
+def test_items_are_taken_in_the_asked_order(lengths: list[int], random: Random) -> None:
     sample = make(lengths)
     order = list(range(len(lengths)))
     random.shuffle(order)
-    picked = sample.select([sample.ids[index] for index in order])
+    picked = sample.take(order)
+    assert picked.ids == tuple(f"s{index}" for index in order)
     starts = [0, *accumulate(lengths)]
     wanted = [token for i in order for token in range(starts[i], starts[i] + lengths[i])]
     assert picked.tensor("input_ids").tolist() == wanted
@@ -143,23 +127,15 @@ def test_what_does_not_fit_is_refused() -> None:
         SampleMeta(("a", "b"), {"x": [[1]]})
     with pytest.raises(KeyError):
         SequenceSample(("a",), {"x": [[1]]}, {}, {"y": torch.zeros(1)})
-    with pytest.raises(KeyError):
-        make([1]).select(["other"])
 
 
 def test_a_key_may_hold_no_data() -> None:
     sample = SequenceSample(("a", "b"), {"x": [[1], [2]]}, {}, {"x": None})
-    assert [part.data["x"] for part in sample.unpack()] == [None, None]
-    assert SequenceSample.gather(sample.unpack()).data["x"] is None
+    parts = [sample.slice(0, 1), sample.take([1])]
+    assert [part.data["x"] for part in parts] == [None, None]
+    assert SequenceSample.gather(parts).data["x"] is None
     with pytest.raises(ValueError, match="holds no data"):
         sample.tensor("x")
-
-
-def test_meta_goes_through_json() -> None:
-    meta = make([2, 3]).meta()
-    assert SampleMeta.from_json(meta.to_json()) == meta
-    assert meta.main_key() == "input_ids"
-    assert meta.item_lengths() == [2, 3]
 
 
 def test_update_takes_over_keys_of_the_same_items() -> None:
@@ -173,29 +149,3 @@ def test_update_takes_over_keys_of_the_same_items() -> None:
     assert sample.tensor("input_ids").tolist() == [0, 1, 2, 3, 4]
     with pytest.raises(ValueError, match="first difference"):
         sample.update_(make([2, 3], "t"))
-
-
-def test_keys_are_renamed() -> None:
-    sample = make([2, 3])
-    sample.remap_keys_({"logprobs": "ref_logprobs", "absent": "values"})
-    assert sample.keys == ("input_ids", "ref_logprobs", "rewards")
-    assert set(sample.data) == set(sample.keys)
-    with pytest.raises(ValueError, match="two keys"):
-        sample.remap_keys_({"rewards": "input_ids"})
-
-
-def test_a_split_is_contiguous_and_not_empty() -> None:
-    assert SplitSpec.of_partitions([(0, 2), (2, 5)]).sizes == (2, 3)
-    for wrong in ([(1, 2)], [(0, 2), (3, 4)], [(0, 2), (2, 2)], []):
-        with pytest.raises(ValueError):
-            SplitSpec.of_partitions(wrong)
-    with pytest.raises(ValueError, match="the batch 2"):
-        make([1, 1]).split_with_spec(SplitSpec((3,)))
-    with pytest.raises(ValueError, match="cannot split"):
-        make([1, 1]).split(3)
-
-
-def test_a_split_balances_tokens_and_keeps_a_least_size() -> None:
-    sample = make([8, 1, 1, 1, 1])
-    assert [part.bs for part in sample.split(2)] == [1, 4]
-    assert [part.bs for part in sample.split(2, min_size=2)] == [2, 3]

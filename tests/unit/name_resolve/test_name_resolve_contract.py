@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 import subprocess
 import tempfile
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -22,7 +20,6 @@ from slurmrl.errors import (
     NameExistsError,
     NameNotFoundError,
     UnknownNameError,
-    WaitTimeoutError,
 )
 from slurmrl.name_resolve import STORES, make
 from slurmrl.name_resolve.base import Entry, NameStore
@@ -66,20 +63,6 @@ def redis_server(folder: Path) -> Iterator[str]:
 @pytest.fixture
 def store(connect: Connect) -> NameStore:
     return connect()
-
-
-@pytest.fixture
-def later() -> Iterator[Callable[[float, Callable[[], object]], None]]:
-    """Run something in a thread after some seconds."""
-    timers: list[threading.Timer] = []
-
-    def start(seconds: float, action: Callable[[], object]) -> None:
-        timers.append(threading.Timer(seconds, action))
-        timers[-1].start()
-
-    yield start
-    for timer in timers:
-        timer.join()
 
 
 def test_every_kind_is_tested() -> None:
@@ -130,16 +113,6 @@ def test_subtrees(store: NameStore) -> None:
     assert store.get_subtree("run") == [f"value of {key}" for key in keys]
     assert store.find_subtree("nothing") == store.get_subtree("nothing") == []
     assert store.find_subtree("") == store.find_subtree("/") == sorted([*keys, "runner", "other"])
-    store.clear_subtree("run")
-    store.clear_subtree("run")
-    assert store.find_subtree("") == ["other", "runner"]
-
-
-def test_add_subentry(store: NameStore) -> None:
-    keys = {store.add_subentry("root/", str(number)) for number in range(50)}
-    assert len(keys) == 50
-    assert all(key.startswith("root/") and len(key) == len("root/") + 8 for key in keys)
-    assert sorted(map(int, store.get_subtree("root"))) == list(range(50))
 
 
 @pytest.mark.parametrize(
@@ -197,77 +170,6 @@ def test_encoding_is_one_to_one(name: str) -> None:
     assert not encode(key).startswith(".")
 
 
-def test_wait_returns_at_once_what_is_there(store: NameStore) -> None:
-    store.add("a", "1")
-    assert store.wait("a/", timeout_s=0) == "1"
-
-
-def test_wait_for_a_later_key(store: NameStore, later: Callable[..., None]) -> None:
-    later(0.1, lambda: store.add("a", "1"))
-    assert store.wait("a", timeout_s=60) == "1"
-    later(0.1, lambda: store.add("b", "2"))
-    assert store.wait("b", timeout_s=None, poll_s=0.001) == "2"
-
-
-@pytest.mark.parametrize("timeout_s", [-1.0, 0.0, 0.05])
-def test_wait_is_bounded(store: NameStore, timeout_s: float) -> None:
-    with pytest.raises(WaitTimeoutError, match="for key 'a/b'"):
-        store.wait("a/b", timeout_s=timeout_s)
-
-
-def test_a_long_wait_looks_past_caches(store: NameStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
-    refreshed_at: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-
-    monkeypatch.setattr(time, "monotonic", lambda: now)
-    monkeypatch.setattr(time, "sleep", sleep)
-    monkeypatch.setattr(store, "refresh", lambda: refreshed_at.append(now))
-    with pytest.raises(WaitTimeoutError):
-        store.wait("a", timeout_s=10)
-    assert 6 <= len(refreshed_at) <= 10
-    assert now == pytest.approx(10)
-
-
-def test_watch_calls_back_once_after_the_last_name(store: NameStore) -> None:
-    calls: list[int] = []
-    store.add("a", "1")
-    store.add("b", "1")
-    watch = store.watch_names(["a/", "b"], lambda: calls.append(1), poll_s=0.01)
-    store.delete("a")
-    assert not watch.join(0.2)
-    assert calls == []
-    store.delete("b")
-    assert watch.join(60)
-    assert calls == [1]
-
-
-def test_watch_waits_for_names_to_appear(store: NameStore) -> None:
-    calls: list[int] = []
-    watch = store.watch_names("a", lambda: calls.append(1), poll_s=0.01, wait_timeout_s=600)
-    assert not watch.join(0.1)
-    store.add("a", "1")
-    assert not watch.join(0.2)
-    store.delete("a")
-    assert watch.join(60)
-    never = store.watch_names("b", lambda: calls.append(2), poll_s=0.01, wait_timeout_s=0.05)
-    assert never.join(60)
-    assert calls == [1, 2]
-
-
-def test_a_stopped_watch_is_silent(store: NameStore) -> None:
-    calls: list[int] = []
-    store.add("a", "1")
-    watch = store.watch_names("a", lambda: calls.append(1), poll_s=0.01)
-    watch.stop()
-    store.delete("a")
-    assert watch.join(0)
-    assert calls == []
-
-
 def test_reset_deletes_only_own_keys_marked_for_it(store: NameStore) -> None:
     store.add("gone", "1")
     store.add("stays", "1", delete_on_exit=False)
@@ -283,10 +185,8 @@ def test_reset_deletes_only_own_keys_marked_for_it(store: NameStore) -> None:
 def test_context_manager_resets(store: NameStore) -> None:
     with store:
         store.add("a", "1")
-        subentry = store.add_subentry("b", "1")
-        store.add_subentry("c", "1", delete_on_exit=False)
-    assert store.find_subtree("a") == store.find_subtree(subentry) == []
-    assert len(store.find_subtree("c")) == 1
+        store.add("b", "1", delete_on_exit=False)
+    assert store.find_subtree("") == ["b"]
 
 
 class Owners:
@@ -312,23 +212,10 @@ def test_keys_die_with_their_owner(connect: Connect) -> None:
     assert ours.get_subtree("root") == ["3", "2"]
     with pytest.raises(NameNotFoundError):
         ours.get("root/theirs")
-    with pytest.raises(WaitTimeoutError):
-        ours.wait("root/theirs", timeout_s=0.0)
     assert connect().get("root/theirs") == "1"
     assert ours.entries("root")["root/theirs"].owner == "trainer.0.0"
     owners.dead.clear()
     assert ours.get("root/theirs") == "1"
-
-
-def test_a_watch_sees_the_death_of_an_owner(connect: Connect) -> None:
-    owners = Owners()
-    connect(owner="a.0.0").add("key", "1")
-    called: list[int] = []
-    watch = connect(alive=owners.alive).watch_names("key", lambda: called.append(1), poll_s=0.01)
-    assert not watch.join(0.1)
-    owners.dead.add("a.0.0")
-    assert watch.join(60)
-    assert called == [1]
 
 
 def test_a_dead_owners_key_can_be_added_again(connect: Connect) -> None:

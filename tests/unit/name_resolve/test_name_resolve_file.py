@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -78,30 +77,6 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFailure, match="gone"):
         store.add("a", "1")
     assert not (tmp_path / "gone").exists()
-
-
-class Failing(SystemCalls):
-    fails = False
-
-    def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
-        if self.fails:
-            raise OSError(errno.EIO, "broken")
-        return super().open(path, flags, mode)
-
-
-def test_a_watch_outlives_a_directory_that_does_not_answer(tmp_path: Path) -> None:
-    calls = Failing()
-    store = FileNameStore(tmp_path, calls=calls)
-    store.add("a", "1")
-    called: list[int] = []
-    watch = store.watch_names("a", lambda: called.append(1), poll_s=0.01)
-    calls.fails = True
-    assert not watch.join(0.2)
-    assert called == []
-    calls.fails = False
-    store.delete("a")
-    assert watch.join(60)
-    assert called == [1]
 
 
 def test_listing_a_subtree_decodes_its_names_only(
