@@ -66,6 +66,17 @@ class RewardError(UsageError):
     """A reward function did not do what it must, or cannot judge a row of the data."""
 
 
+class UnusableRowError(RewardError):
+    """A reward function cannot judge one row. ``args``: why, and the row's index in its call."""
+
+    @property
+    def index(self) -> int:
+        return int(self.args[1])
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class AllocationError(UsageError):
     """An allocation string that is not allowed."""
 

@@ -32,6 +32,8 @@ class CallContext:
     """``settings.config`` is the whole configuration, ``settings.algorithm`` the schema."""
     stop_token_ids: tuple[int, ...]
     """The tokens that end a completion."""
+    cores: int = 1
+    """CPU cores of this host for each of its ranks."""
     evaluation: bool = False
     """True while held-out items are judged: its own sampling settings and random stream."""
 

@@ -14,7 +14,8 @@ from slurmrl.data.sample import SequenceSample
 
 class PromptDataset(Dataset):
     """Key ``prompt_ids``; metadata ``prompt`` (text), ``answer`` (the row's text under
-    ``answer_key``, or "") and ``row`` (the whole row, with its answer under ``answer``)."""
+    ``answer_key``, or ""), ``row`` (the whole row, with its answer under ``answer``) and ``line``
+    (its number in the file)."""
 
     def _sample(self, rows: Sequence[int], ids: Sequence[str]) -> SequenceSample:
         prompts = self._lines.prompt_ids(self._tokenizer, rows)
@@ -23,6 +24,7 @@ class PromptDataset(Dataset):
         metadata: dict[str, list[Any]] = {
             "prompt": self._lines.prompts(rows),
             "answer": answers,
+            "line": [self._lines.records.lines[row] for row in rows],
             "row": [
                 {**self._lines.records.rows[row], "answer": answer}
                 for row, answer in zip(rows, answers, strict=True)

@@ -1,19 +1,18 @@
 """Reward functions: rules that judge completions.
 
-A new rule = one file beside ``exact_match.py`` plus one line below; a user's own rule is named
-``package.module:Class`` in the configuration and needs neither.
+A new rule = one file beside ``exact_match.py`` plus one line below; a user's own function or class
+is named ``package.module:name`` in the configuration and needs neither (docs/rewards.md).
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from slurmrl.errors import UsageError
-from slurmrl.registry import Registry, resolve
-
-if TYPE_CHECKING:
-    from slurmrl.rewards.base import RewardFunction
+from slurmrl.registry import Registry, near
+from slurmrl.rewards.reward import Reward
 
 REWARDS = Registry(
     "reward",
@@ -24,14 +23,29 @@ REWARDS = Registry(
 )
 
 
-def make(name: str, options: Mapping[str, Any]) -> RewardFunction:
-    """The reward function of a name of the table, or of ``module:Class``.
+def make(name: str, options: Mapping[str, Any], *, cores: int = 1) -> Reward:
+    """The reward of a name of the table, or of ``module:name``. ``cores``: CPU cores that it may
+    use.
 
-    :raises UsageError: an unknown name, or options that the rule does not take.
+    :raises UsageError: an unknown name, one that is no reward, or options that it does not take.
     """
-    kind = resolve(name) if ":" in name else REWARDS.load(name)
+    return Reward(name, _own(name) if ":" in name else REWARDS.load(name), options, cores)
+
+
+def _own(reference: str) -> Any:
+    """The user's function or class; errors in the user's module itself are left to say where."""
+    module_name, _, name = reference.partition(":")
     try:
-        function: RewardFunction = kind(**options)
-    except TypeError as error:
-        raise UsageError(f"reward '{name}' with options {dict(options)}: {error}") from error
-    return function
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        missing = error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
+        gone = isinstance(error, ModuleNotFoundError) and missing
+        why = f"there is no module '{error.name}'" if gone else f"{module_name}: {error}"
+        raise UsageError(f"reward '{reference}': {why}") from error
+    except SyntaxError as error:
+        raise UsageError(f"reward '{reference}': {error}") from error
+    if not hasattr(module, name):
+        public = sorted(one for one in vars(module) if not one.startswith("_"))
+        hint = near(name, public)
+        raise UsageError(f"reward '{reference}': {module_name} has no '{name}'; {hint}")
+    return getattr(module, name)

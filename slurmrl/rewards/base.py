@@ -10,6 +10,9 @@ from typing import Any
 class RewardFunction(ABC):
     """Constructed with the configuration's ``reward.options`` as keywords."""
 
+    cores: int = 1
+    """CPU cores that the rank has to itself; set before the first call."""
+
     @abstractmethod
     def __call__(
         self,

@@ -17,6 +17,9 @@ from typing import Any
 from slurmrl.errors import UsageError, WorkerDiedError
 
 PROGRAM = Path(__file__).with_name("math_judge.py")
+Verdict = dict[str, Any]
+"""What a judge replies."""
+
 START_LIMIT_S = 120.0
 ATTEMPTS = 2
 """Times that a request is tried when its judge dies; what hangs is not tried again."""
@@ -81,32 +84,50 @@ class Judge:
 
 
 class JudgePool:
-    """``processes`` judges, started on first use and replaced when they hang or die."""
+    """Judges that are started on first use and replaced when they hang or die.
 
-    def __init__(self, processes: int, timeout_s: float, program: Path = PROGRAM) -> None:
-        if processes < 1 or timeout_s <= 0:
-            raise UsageError(f"processes {processes} and timeout_s {timeout_s} must be positive")
+    :param timeout_s: for one request.
+    :param processes: how many there are; None leaves that to each call.
+    """
+
+    def __init__(
+        self,
+        timeout_s: float,
+        processes: int | None = None,
+        program: Path = PROGRAM,
+    ) -> None:
+        if timeout_s <= 0 or (processes is not None and processes < 1):
+            raise UsageError(f"timeout_s {timeout_s} and processes {processes} must be positive")
         self._size = processes
         self._timeout_s = timeout_s
         self._program = program
         self._judges: list[Judge] = []
         self._failed_starts = 0
+        self._end = inf
+        """When the requests of the present call are given up."""
 
-    def judge(self, requests: Sequence[Mapping[str, Any]]) -> list[bool | None]:
-        """A verdict for each request; None where the judge took too long or kept dying.
+    def judge(
+        self, requests: Sequence[Mapping[str, Any]], *, most: int = 1, within_s: float = inf
+    ) -> list[Verdict | None]:
+        """A verdict for each request; None where the judge took too long or kept dying, and for
+        those that are left ``within_s`` after the first one was handed out. ``most``: how many
+        judges there are, where that was left open.
 
         :raises WorkerDiedError: judges do not even start.
         """
-        verdicts: list[bool | None] = [None] * len(requests)
+        verdicts: list[Verdict | None] = [None] * len(requests)
         waiting = deque(range(len(requests)))
         attempts = [0] * len(requests)
+        self._end = inf
         while waiting or any(judge.request is not None for judge in self._judges):
-            self._fill()
-            self._hand_out(requests, waiting, attempts)
+            self._fill(min(self._size or most, len(requests)))
+            self._hand_out(requests, waiting, attempts, within_s)
             for judge in self._readable():
                 self._receive(judge, verdicts, waiting, attempts)
             for judge in [j for j in self._judges if time.monotonic() > j.deadline]:
                 self._drop(judge)
+            if time.monotonic() > self._end:
+                waiting.clear()
         return verdicts
 
     @property
@@ -118,19 +139,25 @@ class JudgePool:
             judge.close()
         self._judges = []
 
-    def _fill(self) -> None:
-        while len(self._judges) < self._size:
+    def _fill(self, size: int) -> None:
+        while len(self._judges) < size:
             self._judges.append(Judge(self._program))
 
     def _hand_out(
-        self, requests: Sequence[Mapping[str, Any]], waiting: deque[int], attempts: list[int]
+        self,
+        requests: Sequence[Mapping[str, Any]],
+        waiting: deque[int],
+        attempts: list[int],
+        within_s: float,
     ) -> None:
         for judge in [judge for judge in self._judges if judge.idle]:
             if not waiting:
                 return
             index = waiting.popleft()
+            now = time.monotonic()
+            self._end = min(self._end, now + within_s)
             try:
-                judge.ask(index, requests[index], self._timeout_s)
+                judge.ask(index, requests[index], min(self._timeout_s, self._end - now))
             except BrokenPipeError:
                 self._lost(judge, waiting, attempts)
 
@@ -148,7 +175,7 @@ class JudgePool:
     def _receive(
         self,
         judge: Judge,
-        verdicts: list[bool | None],
+        verdicts: list[Verdict | None],
         waiting: deque[int],
         attempts: list[int],
     ) -> None:
@@ -164,7 +191,7 @@ class JudgePool:
             judge.ready = True
             self._failed_starts = 0
         else:
-            verdicts[judge.request] = message["correct"]
+            verdicts[judge.request] = message
             judge.request = None
 
     def _lost(self, judge: Judge, waiting: deque[int], attempts: list[int]) -> None:

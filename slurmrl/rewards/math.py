@@ -2,26 +2,57 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from math import inf
 from typing import Any
 
+from slurmrl import log
+from slurmrl.errors import UnusableRowError, UsageError
 from slurmrl.rewards.base import RewardFunction
-from slurmrl.rewards.judges import JudgePool
+from slurmrl.rewards.judges import JudgePool, Verdict
+
+logger = log.get(__name__)
+
+MOST_JUDGES = 8
+"""Judges that are started without being asked for; each takes about 100 MB."""
+PLAIN_NUMBER = re.compile(r"-?\$?\d+(,\d{3})*(\.\d+)?%?")
+"""What needs no judge to be known as a number."""
 
 
 class MathReward(RewardFunction):
     """Judged by math-verify, in processes of its own.
 
-    :param timeout_s: a completion that takes longer scores 0 and counts as ``reward_unjudged``,
-        as does one that crashes its judge twice.
-    :param processes: judges that work side by side.
+    :param timeout_s: seconds after which a completion scores 0 and counts as
+        ``reward_unjudged``, as does one that crashes its judge twice.
+    :param batch_timeout_s: seconds after which all completions of one call that are not judged
+        yet score 0 and count as ``reward_unjudged``.
+    :param processes: judges that work side by side. Default: one for each CPU core that the rank
+        has to itself, at most 8.
     :param marker: the final answer is the rest of the line behind its last occurrence (GSM8K's
         ``#### 72``); a text without it is searched as a whole.
+    :param tail_characters: how much of a longer text is searched, from its end.
     """
 
-    def __init__(self, *, timeout_s: float = 5.0, processes: int = 1, marker: str = "####") -> None:
+    def __init__(
+        self,
+        *,
+        timeout_s: float = 5.0,
+        batch_timeout_s: float = 300.0,
+        processes: int | None = None,
+        marker: str = "####",
+        tail_characters: int = 2000,
+    ) -> None:
+        if tail_characters < 1:
+            raise UsageError(f"tail_characters {tail_characters} must be positive")
+        if not marker:
+            raise UsageError("marker must not be empty")
         self._marker = marker
-        self._pool = JudgePool(processes, timeout_s)
+        self._tail = tail_characters
+        if batch_timeout_s <= 0:
+            raise UsageError(f"batch_timeout_s {batch_timeout_s} must be positive")
+        self._batch_timeout_s = batch_timeout_s
+        self._pool = JudgePool(timeout_s, processes)
         self._unjudged = 0
         self._judged = 0
 
@@ -31,18 +62,39 @@ class MathReward(RewardFunction):
         completions: Sequence[str],
         rows: Sequence[Mapping[str, Any]],
     ) -> list[float]:
-        verdicts = self._pool.judge(
+        """
+        :raises UnusableRowError: a row whose reference holds nothing to compare with.
+        """
+        verdicts = self._judge(
             [
-                {
-                    "reference": final_answer(str(row["answer"]), self._marker),
-                    "completion": final_answer(completion, self._marker),
-                }
+                {"reference": self._final(row["answer"]), "completion": self._final(completion)}
                 for completion, row in zip(completions, rows, strict=True)
-            ]
+            ],
+            self._batch_timeout_s,
         )
+        for index, verdict in enumerate(verdicts):
+            if verdict is not None and verdict["refused"]:
+                raise UnusableRowError(_refused(rows[index], verdict["refused"]), index)
         self._judged = len(verdicts)
-        self._unjudged = sum(verdict is None for verdict in verdicts)
-        return [float(verdict or False) for verdict in verdicts]
+        self._unjudged = verdicts.count(None)
+        if self._unjudged:
+            logger.warning(
+                "%d of %d completions took too long to judge and score 0",
+                self._unjudged,
+                self._judged,
+            )
+        return [float(verdict is not None and verdict["correct"]) for verdict in verdicts]
+
+    def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """References that hold nothing to compare with, or that take too long to read."""
+        references = [self._final(row["answer"]) for row in rows]
+        asked = [i for i, text in enumerate(references) if not PLAIN_NUMBER.fullmatch(text)]
+        verdicts = self._judge([{"reference": references[index]} for index in asked], inf)
+        problems = [""] * len(rows)
+        for index, verdict in zip(asked, verdicts, strict=True):
+            why = "math-verify takes too long to read it" if verdict is None else verdict["refused"]
+            problems[index] = _refused(rows[index], why) if why else ""
+        return problems
 
     def stats(self) -> dict[str, tuple[float, float]]:
         return {"reward_unjudged": (float(self._unjudged), float(self._judged))}
@@ -50,8 +102,27 @@ class MathReward(RewardFunction):
     def close(self) -> None:
         self._pool.close()
 
+    def _judge(self, requests: list[dict[str, str]], within_s: float) -> list[Verdict | None]:
+        return self._pool.judge(requests, most=min(self.cores, MOST_JUDGES), within_s=within_s)
+
+    def _final(self, text: Any) -> str:
+        return tail(final_answer(str(text), self._marker), self._tail)
+
 
 def final_answer(text: str, marker: str) -> str:
     """The rest of the line behind the last marker; the whole text where there is none."""
     _, found, rest = text.rpartition(marker)
     return rest.split("\n", 1)[0].strip() if found else text
+
+
+def tail(text: str, characters: int) -> str:
+    """The end of a long text, from the begin of a line where its first half has one: then no
+    formula is cut."""
+    end = text[-characters:]
+    return end if end == text else end[end.find("\n", 0, characters // 2) + 1 :]
+
+
+def _refused(row: Mapping[str, Any], why: str) -> str:
+    text = str(row["answer"])
+    shown = text if len(text) <= 100 else f"…{text[-100:]}"
+    return f"reward 'math' cannot use the reference {shown!r}: {why}"

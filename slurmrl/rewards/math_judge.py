@@ -1,8 +1,12 @@
-"""The process that runs math-verify: one JSON request a line in, one JSON verdict a line out.
+"""The process that runs math-verify: one JSON request a line in, one JSON reply a line out.
 
 It is started by path, so it imports nothing of slurmrl. Time limits are its parent's business
 (who kills it): math-verify's own ones work through SIGALRM and do not interrupt long operations
 on big numbers.
+
+math-verify reads an answer as mathematics only inside a LaTeX environment, and takes single
+numbers out of anything else: the 2 out of ``2\\sqrt{3}``. So an answer without an environment gets
+one here.
 """
 
 from __future__ import annotations
@@ -11,10 +15,39 @@ import ctypes
 import json
 import logging
 import os
+import re
 import signal
 import sys
+from typing import Any
 
 PR_SET_PDEATHSIG = 1
+
+FORMULA = re.compile(
+    r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\A\$([^$\n]+)\$\Z"
+    # a dollar before a digit may be money: as in Pandoc, mathematics has no spaces inside its
+    # dollars and no digit behind the last one
+    r"|(?<![\\\d$])\$(?=\S)([^$\n]*?)(?<=[^\s\\])\$(?!\d)",
+    re.DOTALL,
+)
+BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+QUOTED = r"\\(?:text\w*|mbox|mathrm|mathbf|operatorname|begin|end)\s*\{[^{}]*\}"
+COMMAND = re.compile(r"\\[A-Za-z]+")
+PROSE = re.compile(
+    r"\b(?!(?:a?(?:sin|cos|tan)h?|arc(?:sin|cos|tan)|cot|sec|csc|log|exp|sqrt|and|mod|gcd|lcm|det"
+    r"|min|max|lim|inf|infty|infinity|percent|percentage|pct|alpha|beta|gamma|delta|theta|lambda"
+    r"|sigma|omega|phi)\b)[A-Za-z]{3,}\b"
+    r"|(?<!\S)(?:is|of|so|we|to|it|be|an|as|if|at|by)(?!\S)"
+)
+"""A word that is no name of mathematics."""
+ARTICLE = re.compile(r"a|A|I")
+ONE_WORD = re.compile(r"[A-Za-z]{3,}|no|No|NO")
+TOKEN = re.compile(rf"(?:{QUOTED}|\S)+")
+THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;:! ]|~|\{,\})\d{3})+(?!\d)")
+SPACED_THOUSANDS = re.compile(r"-?[1-9]\d{0,2}(?: \d{3})+(?:\.\d+)?")
+SCIENTIFIC = re.compile(r"(-?\d+(?:\.\d+)?)[eE]([-+]?\d+)")
+MIXED = re.compile(r"(?<![\w./^{}])(\d+)\s+(\d+)/(\d+)(?![\w/^.])")
+NUMBER = re.compile(r"(?<![\w.])-?(?:\\?\$ ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?(?: ?\\?%)?")
+CURRENCIES = re.compile("[€£¥₹]")
 
 
 def main() -> None:
@@ -22,17 +55,122 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
-    from math_verify import parse, verify
+    from math_verify import verify
 
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     replies.write('{"ready": true}\n')
     for line in sys.stdin:
         request = json.loads(line)
-        reference, completion = (
-            parse(request[key], parsing_timeout=None) for key in ("reference", "completion")
-        )
-        correct = verify(reference, completion, timeout_seconds=None)
-        replies.write(json.dumps({"correct": bool(correct)}) + "\n")
+        reference = read(request["reference"])
+        reply: dict[str, Any] = {"refused": refusal(request["reference"], reference)}
+        if "completion" in request and not reply["refused"]:
+            completion = read(request["completion"])
+            reply["correct"] = bool(verify(reference, completion, timeout_seconds=None))
+        replies.write(json.dumps(reply) + "\n")
+
+
+def read(text: str) -> list[Any]:
+    """What math-verify makes of an answer: expressions, and the text that they were read from."""
+    from math_verify import parse
+
+    prepared = prepare(text)
+    mode = "first_match" if BOX.search(prepared) else "any_match"  # a box is the answer, or none is
+    found: list[Any] = parse(prepared, extraction_mode=mode, parsing_timeout=None)
+    return found
+
+
+def refusal(text: str, reference: list[Any]) -> str:
+    """Why no completion can be compared with a reference; "" where one can be. What math-verify
+    cannot calculate with is compared as text."""
+    if not reference:
+        return "it holds no number, no formula and no one-word answer"
+    read_from = str(reference[-1])
+    if all(isinstance(one, str) for one in reference) and (
+        read_from.count("{") != read_from.count("}") or not re.search(r"\w", read_from)
+    ):
+        return f"math-verify cannot read {read_from!r}"
+    single = "\n" not in text and "=" not in text and "answer" not in text.lower()
+    if single and not BOX.search(text) and only_formula(text) is None:
+        numbers = [found.group() for found in NUMBER.finditer(text)]
+        if len(numbers) > 1 and not FORMULA.search(mark_formulas(text)):
+            return f"it holds several numbers: {', '.join(numbers)}; put the answer in \\boxed{{}}"
+    return ""
+
+
+def prepare(text: str) -> str:
+    """An answer as math-verify reads it right: with its mathematics in LaTeX environments."""
+    text = THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text.strip())
+    if BOX.search(text):
+        return replace_boxes(text)
+    if FORMULA.search(text):
+        return text
+    formula = only_formula(text)
+    return rf"\boxed{{{formula}}}" if formula else mark_formulas(text)
+
+
+def only_formula(text: str) -> str | None:
+    """The one formula, number or word that an answer consists of, perhaps with prose around it;
+    "" for nothing, None where it holds several."""
+    if FORMULA.search(text):
+        return the_only(["".join(groups) for groups in FORMULA.findall(text)])
+    text = CURRENCIES.sub("", text).strip().strip("*").rstrip(".,;:").strip()
+    text = MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    if ONE_WORD.fullmatch(text) and (PROSE.fullmatch(text) or len(text) == 2):
+        return rf"\text{{{text}}}"
+    if SPACED_THOUSANDS.fullmatch(text):
+        return text.replace(" ", "")
+    if SCIENTIFIC.fullmatch(text):
+        return SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
+    several_lines = "\n" in text and r"\begin" not in text
+    if not several_lines and not PROSE.search(bare(text)):
+        return text
+    formulas = ["".join(groups) for groups in FORMULA.findall(mark_formulas(text))]
+    return the_only(formulas or [found.group() for found in NUMBER.finditer(text)])
+
+
+def the_only(found: list[str]) -> str | None:
+    return found[0].strip() if len(found) == 1 else None
+
+
+def bare(text: str) -> str:
+    """A text without the words that LaTeX quotes, and without its commands."""
+    return COMMAND.sub(" ", re.sub(QUOTED, " ", text))
+
+
+def mark_formulas(text: str) -> str:
+    """Prose with dollars around each run of tokens that holds a LaTeX command."""
+    result: list[str] = []
+    run: list[re.Match[str]] = []
+    end = 0
+    for match in [*TOKEN.finditer(text), None]:
+        if match and not PROSE.search(bare(match[0])) and not ARTICLE.fullmatch(match[0]):
+            run.append(match)
+            continue
+        if run:
+            begin = run[0].start()
+            formula = text[begin : run[-1].end()].rstrip(".,;:?")
+            if COMMAND.search(formula):
+                result += [text[end:begin], f"${formula}$"]
+                end = begin + len(formula)
+            run = []
+    return "".join([*result, text[end:]])
+
+
+def replace_boxes(text: str) -> str:
+    """Around each outermost box's one formula goes a box of its own; a box that holds several, or
+    that has no end, stays as it is."""
+    result, at = [], 0
+    while (box := BOX.search(text, at)) is not None:
+        depth, end = 1, box.end()
+        while depth and end < len(text):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        if depth:
+            break
+        content = text[box.end() : end - 1]
+        result += [text[at : box.start()], rf"\boxed{{{only_formula(content) or content}}}"]
+        at = end
+    return "".join([*result, text[at:]])
 
 
 if __name__ == "__main__":

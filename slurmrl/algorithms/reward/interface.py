@@ -12,29 +12,29 @@ from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
 from slurmrl.rewards import make
-from slurmrl.rewards.base import RewardFunction
+from slurmrl.rewards.reward import Reward
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import Engine
 
 
 class RuleRewardInterface(Interface):
-    """Keeps its reward function (and that one's processes) until it is closed."""
+    """Keeps its reward (and that one's processes) until it is closed."""
 
     def __init__(self) -> None:
-        self._function: RewardFunction | None = None
+        self._reward: Reward | None = None
 
     def inference(
         self, engine: Engine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """``rewards`` [S] float32. The sample carries the dataset's metadata."""
-        function = self._prepare(context)
+        reward = self._prepare(context)
         completions = decode_completions(sample, context.tokenizer)
         prompts, rows = sample.metadata["prompt"], sample.metadata["row"]
-        scores = function(prompts, completions, rows)
+        scores = reward.score(prompts, completions, rows, _places(sample, context))
         data: dict[str, Tensor | None] = {"rewards": torch.tensor(scores, dtype=torch.float32)}
-        stats = {"reward": (float(sum(scores)), float(len(scores)))}
-        stats |= function.stats()
+        stats = reward.stats() if completions else {}
+        stats["reward"] = (float(sum(scores)), float(len(scores)))
         return CallResult(
             SequenceSample.from_default([1] * sample.bs, sample.ids, data),
             stats,
@@ -42,17 +42,17 @@ class RuleRewardInterface(Interface):
         )
 
     def close(self) -> None:
-        if self._function is not None:
-            self._function.close()
-            self._function = None
+        if self._reward is not None:
+            self._reward.close()
+            self._reward = None
 
-    def _prepare(self, context: CallContext) -> RewardFunction:
-        if self._function is None:
+    def _prepare(self, context: CallContext) -> Reward:
+        if self._reward is None:
             reward = context.settings.config.reward
             if reward is None:
                 raise UsageError("the configuration has no reward")
-            self._function = make(reward.name, reward.options)
-        return self._function
+            self._reward = make(reward.name, reward.options, cores=context.cores)
+        return self._reward
 
 
 def decode_completions(sample: SequenceSample, tokenizer: Any) -> list[str]:
@@ -67,6 +67,17 @@ def decode_completions(sample: SequenceSample, tokenizer: Any) -> list[str]:
             skip_special_tokens=True,
         )
         for (start, stop), ended in zip(pairwise(cuts), finished, strict=True)
+    ]
+
+
+def _places(sample: SequenceSample, context: CallContext) -> list[str]:
+    """Where each item's row stands: ``data.jsonl:17 (sample 17@0)``."""
+    config = context.settings.config
+    evaluation = config.evaluation if context.evaluation else None
+    path = (evaluation or config).dataset.path
+    return [
+        f"{path}:{line} (sample {name})"
+        for line, name in zip(sample.metadata["line"], sample.ids, strict=True)
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
@@ -52,6 +53,7 @@ class Executor:
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
         self.store = SampleStore()
+        self._cores = max(1, len(os.sched_getaffinity(0)) // plan.groups[0].workers_per_host)
         self._interfaces: dict[str, Interface] = {}
         self._saver = Saver(rank)
 
@@ -98,6 +100,7 @@ class Executor:
             tokenizer=self.tokenizer,
             settings=self.settings,
             stop_token_ids=self.stop_token_ids,
+            cores=self._cores,
             evaluation=message["evaluation"],
         )
         place = self._place(call)

@@ -22,7 +22,7 @@ from slurmrl.algorithms.sft.interface import SFTInterface
 from slurmrl.config.schema import Dataset, Evaluation, Logging, Reward, Rollout
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.tokenizer import load_tokenizer
-from slurmrl.errors import UsageError
+from slurmrl.errors import RewardError, UsageError
 
 MakeWorld = Callable[..., Any]
 TOKENIZER = Path(__file__).parents[3] / "examples" / "addition" / "tokenizer"
@@ -146,6 +146,7 @@ def completed() -> SequenceSample:
             "prompt": ["1+2=", "4+5="],
             "answer": ["3", "9"],
             "row": [{"answer": "3"}, {"answer": "9"}],
+            "line": [1, 2],
         },
     )
 
@@ -178,6 +179,17 @@ def test_rewards_judge_decoded_completions(make_world: MakeWorld) -> None:
     nothing = interface.inference(None, completed().take([]), context)
     assert nothing.stats == {"reward": (0.0, 0.0)}
     interface.close()
+
+
+def test_a_reward_that_is_not_finite_fails_the_call(make_world: MakeWorld) -> None:
+    """Every update of the step would be skipped, and the run would end as if it had learned."""
+    context = judging(make_world().context(step=1), samples=1)
+    config = context.settings.config.model_copy(
+        update={"reward": Reward(name="tests.support.users_rewards:nan_for_the_second")}
+    )
+    context = replace(context, settings=replace(context.settings, config=config))
+    with pytest.raises(RewardError, match=r"returned nan for .*:2 \(sample b@0\), completion '8'"):
+        RuleRewardInterface().inference(None, completed(), context)
 
 
 def test_a_reward_must_be_configured(make_world: MakeWorld) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -31,14 +32,21 @@ for line in sys.stdin:
 Make = Callable[..., JudgePool]
 
 
+def verdicts(pool: JudgePool, requests: list[dict[str, Any]], **limits: float) -> list[bool | None]:
+    return [
+        None if verdict is None else verdict["correct"]
+        for verdict in pool.judge(requests, **limits)  # type: ignore[arg-type]
+    ]
+
+
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Make]:
     pools: list[JudgePool] = []
 
-    def build(processes: int = 1, timeout_s: float = 60.0, text: str = PROGRAM) -> JudgePool:
+    def build(processes: int | None = 1, timeout_s: float = 60.0, text: str = PROGRAM) -> JudgePool:
         program = tmp_path / "judge.py"
         program.write_text(text)
-        pools.append(JudgePool(processes, timeout_s, program))
+        pools.append(JudgePool(timeout_s, processes, program))
         return pools[-1]
 
     yield build
@@ -50,40 +58,55 @@ def make(tmp_path: Path) -> Iterator[Make]:
 def test_verdicts_come_in_the_order_of_the_requests(make: Make, processes: int) -> None:
     pool = make(processes)
     wanted = [x % 2 == 0 for x in range(50)]
-    assert pool.judge([{"x": x} for x in range(50)]) == wanted
-    assert pool.judge([{"x": 1}]) == [False]
+    assert verdicts(pool, [{"x": x} for x in range(50)]) == wanted
+    assert verdicts(pool, [{"x": 1}]) == [False]
 
 
 def test_long_requests_pass(make: Make) -> None:
-    assert make().judge([{"x": 2, "text": "a" * 1_000_000}]) == [True]
+    assert verdicts(make(), [{"x": 2, "text": "a" * 1_000_000}]) == [True]
 
 
 def test_a_judge_that_hangs_is_replaced_and_its_request_unjudged(make: Make) -> None:
     pool = make(timeout_s=3.0)
-    assert pool.judge([{"x": 2}, {"x": 2, "hang": True}, {"x": 4}]) == [True, None, True]
+    assert verdicts(pool, [{"x": 2}, {"x": 2, "hang": True}, {"x": 4}]) == [True, None, True]
 
 
 def test_a_judge_that_dies_gets_its_request_again(make: Make, tmp_path: Path) -> None:
     pool = make()
     requests = [{"x": 2}, {"x": 4, "die_once": str(tmp_path / "died")}, {"x": 6}]
-    assert pool.judge(requests) == [True, True, True]
+    assert verdicts(pool, requests) == [True, True, True]
     assert (tmp_path / "died").exists()
 
 
 def test_a_request_that_always_kills_its_judge_is_unjudged(make: Make) -> None:
-    assert make(2).judge([{"x": 2, "die": True}, {"x": 2}]) == [None, True]
+    assert verdicts(make(2), [{"x": 2, "die": True}, {"x": 2}]) == [None, True]
 
 
 def test_a_judge_that_was_killed_while_idle_changes_no_verdict(make: Make) -> None:
     pool = make()
-    assert pool.judge([{"x": 2}]) == [True]
+    assert verdicts(pool, [{"x": 2}]) == [True]
     os.kill(pool.pids[0], signal.SIGKILL)
-    assert pool.judge([{"x": 2}, {"x": 3}]) == [True, False]
+    assert verdicts(pool, [{"x": 2}, {"x": 3}]) == [True, False]
 
 
 def test_a_program_that_never_starts_is_an_error(make: Make) -> None:
     with pytest.raises(WorkerDiedError, match="did not start three times"):
         make(text="raise SystemExit(1)").judge([{"x": 1}])
+
+
+def test_a_batch_has_a_time_of_its_own(make: Make) -> None:
+    """Each request may take a minute, so those that hang would take half an hour."""
+    pool = make(2)
+    hanging = [{"x": 2, "hang": True}] * 30
+    assert verdicts(pool, [{"x": 2}, *hanging], within_s=3.0) == [True] + [None] * 30
+    assert verdicts(pool, [{"x": 2}, {"x": 3}]) == [True, False], "the next batch is judged"
+
+
+def test_no_more_judges_than_requests(make: Make) -> None:
+    pool = make(None)
+    verdicts(pool, [{"x": 2}] * 3, most=8)
+    assert len(pool.pids) == 3
+    assert len(make(2).pids) == 0
 
 
 def test_judges_end_when_the_pool_is_closed(make: Make) -> None:

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from slurmrl.errors import UnknownNameError, UsageError
+from slurmrl.errors import UnknownNameError, UnusableRowError, UsageError
 from slurmrl.rewards import make
 from slurmrl.rewards.exact_match import ExactMatch
-from slurmrl.rewards.math import MathReward, final_answer
+from slurmrl.rewards.math import MathReward, final_answer, tail
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +25,16 @@ def test_exact_match_ignores_white_space_only() -> None:
 
 
 def test_names_and_options_are_checked() -> None:
-    assert isinstance(make("exact_match", {}), ExactMatch)
-    assert isinstance(make("slurmrl.rewards.exact_match:ExactMatch", {}), ExactMatch)
+    for name in ("exact_match", "slurmrl.rewards.exact_match:ExactMatch"):
+        assert make(name, {}).score(["p"], ["64 "], [{"answer": "64"}], ["1"]) == [1.0]
     with pytest.raises(UnknownNameError, match="did you mean 'exact_match'"):
         make("exactmatch", {})
     with pytest.raises(UsageError, match="nonsense"):
         make("math", {"nonsense": 1})
     with pytest.raises(UsageError, match="positive"):
         make("math", {"timeout_s": 0})
+    with pytest.raises(UsageError, match="batch_timeout_s 0 must be positive"):
+        make("math", {"batch_timeout_s": 0})
 
 
 @pytest.mark.parametrize(
@@ -59,6 +61,137 @@ CASES = [
     ("#### 18", "#### 18.00", 1.0),
     ("#### -3", "#### 3", 0.0),
 ]
+
+
+REFERENCES = [
+    r"\sqrt{51}",
+    r"3\pi",
+    "[-2,7]",
+    r"\frac12",
+    "1{,}000",
+    r"1\,000",
+    "1,000,000",
+    r"\$32{,}348",
+    "$1000",
+    "50 dollars",
+    "72 clips",
+    r"16\%",
+    "10 percent",
+    "2 1/2",
+    r"2\frac12",
+    "1/2 cup",
+    "-3",
+    r"-\frac{1}{2}",
+    ".5",
+    "1e-5",
+    "10!",
+    "x = 5",
+    "1, 2",
+    "x=1 or x=2",
+    r"\{1,2\}",
+    r"(-\infty, 3) \cup (5, \infty)",
+    r"\left(3, \frac{\pi}{2}\right)",
+    "3+4i",
+    r"5\text{ cm}^2",
+    r"90^\circ",
+    r"\text{(A)}",
+    r"\text{Tuesday}",
+    "Tuesday",
+    "no",
+    r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}",
+    r"2\sqrt{3}",
+    r"0.\overline{3}",
+    r"\dfrac{\sqrt{3}}{2}",
+    "$5$",
+    r"\[x^2\]",
+    r"The answer is $\frac{1}{2}$.",
+    r"The answer is \frac{1}{2}.",
+    "The answer is 42.",
+    r"\boxed{7}",
+]
+"""As they stand in MATH, GSM8K and the like."""
+
+
+def test_each_reference_agrees_with_its_own_box(judged: MathReward) -> None:
+    rows = [{"answer": reference} for reference in REFERENCES]
+    assert judged.check_rows(rows) == [""] * len(rows)
+    for form in (r"So it is \boxed{%s}.", r"Thus $\boxed{%s}$", "\\[ \\boxed{%s} \\]"):
+        completions = [form % reference for reference in REFERENCES]
+        scores = judged(["p"] * len(rows), completions, rows)
+        assert [r for r, score in zip(REFERENCES, scores, strict=True) if score != 1.0] == []
+
+
+WRONG = [
+    (r"2\sqrt{3}", r"\boxed{2}"),
+    ("2", r"#### 2\sqrt{3}"),
+    ("2", r"The answer is 2\sqrt{3}."),
+    (r"3\pi", "3"),
+    ("[-2,7]", "7"),
+    ("[-2,7]", r"\boxed{(-2,7)}"),
+    ("1{,}000", r"\boxed{1}"),
+    ("0", r"\boxed{1\,000}"),
+    ("10!", "10"),
+    ("no", r"\boxed{on}"),
+    ("1,2,3", r"\boxed{1.2}"),
+    ("2 1/2", r"\boxed{1}"),
+    (r"0.\overline{3}", r"\boxed{0}"),
+    ("5", r"2 + 3 = 5, so \boxed{\frac{}}"),
+    ("3", r"\boxed{2} or \boxed{3}"),
+]
+
+
+def test_a_part_of_an_answer_is_not_the_answer(judged: MathReward) -> None:
+    references, completions = zip(*WRONG, strict=True)
+    rows = [{"answer": reference} for reference in references]
+    scores = judged(["p"] * len(WRONG), completions, rows)
+    assert [pair for pair, score in zip(WRONG, scores, strict=True) if score] == []
+
+
+@pytest.mark.parametrize(
+    ("reference", "why"),
+    [
+        ("", "no number"),
+        ("72 apples\n####", "no number"),
+        ("neither odd nor even", "no number"),
+        ("???", "cannot read"),
+        (r"\frac{1}{", "cannot read"),
+        ("3 hours 20 minutes", "several numbers: 3, 20"),
+    ],
+)
+def test_references_without_an_answer_are_refused(
+    judged: MathReward, reference: str, why: str
+) -> None:
+    rows = [{"answer": "7"}, {"answer": reference}]
+    problems = judged.check_rows(rows)
+    assert problems[0] == ""
+    assert why in problems[1]
+    with pytest.raises(UnusableRowError, match=why) as refused:
+        judged(["p"] * 2, ["7", "7"], rows)
+    assert refused.value.index == 1
+
+
+def test_long_completions_are_judged_by_their_end(
+    judged: MathReward, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    completions = ["12 " * 10_000, "1+" * 4_000, "12 " * 10_000 + "\nso it is \\boxed{7}."]
+    rows = [{"answer": "7"}] * 3
+    assert judged(["p"] * 3, completions, rows) == [0.0, 0.0, 1.0]
+    asked: list[dict[str, str]] = []
+
+    def judge(requests: list[dict[str, str]], **limits: float) -> list[None]:
+        asked.extend(requests)
+        return [None] * len(requests)
+
+    monkeypatch.setattr(judged._pool, "judge", judge)
+    assert judged(["p"] * 3, completions, rows) == [0.0] * 3
+    assert judged.stats()["reward_unjudged"] == (3.0, 3.0)
+    assert max(len(request["completion"]) for request in asked) == 2000
+
+
+def test_a_tail_begins_with_a_line_where_that_costs_little() -> None:
+    assert tail("short", 10) == "short"
+    assert tail("x" * 50 + "\n" + "y" * 8, 10) == "y" * 8
+    assert tail("x" * 50 + "\ny", 10) == "x" * 8 + "\ny"
 
 
 def test_answers_are_compared_as_numbers(judged: MathReward) -> None:

@@ -1,0 +1,77 @@
+"""What a reward function returned, as finite numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
+from numbers import Real
+from typing import Any
+
+from slurmrl.errors import RewardError
+
+FLOAT32_MAX = 3.4028234e38
+"""Rewards are trained on as float32: what is larger would be infinite there."""
+SHOWN_CHARACTERS = 200
+
+
+def as_scores(
+    reward: str, returned: Any, completions: Sequence[str], places: Sequence[str]
+) -> list[float]:
+    """One finite number for each completion, from a list, tuple, tensor, array or other iterable
+    of numbers. ``places`` says where each one's row stands.
+
+    :raises RewardError: anything else was returned.
+    """
+    values = _values(reward, returned, len(completions))
+    if len(values) != len(completions):
+        raise RewardError(
+            f"reward {reward} returned {len(values)} scores for {len(completions)} completions"
+        )
+    scores = []
+    for value, completion, place in zip(values, completions, places, strict=True):
+        score = _number(value)
+        if score is None or not (isfinite(score) and abs(score) <= FLOAT32_MAX):
+            what = f"{value!r}"[:SHOWN_CHARACTERS]
+            rule = "a score must be a finite number"
+            raise RewardError(
+                f"reward {reward} returned {what} for {place}, completion {_short(completion)}; "
+                f"{rule}"
+            )
+        scores.append(score)
+    return scores
+
+
+def _values(reward: str, returned: Any, count: int) -> list[Any]:
+    shape = getattr(returned, "shape", None)  # of tensors and arrays
+    if isinstance(returned, Iterable) and not isinstance(returned, str | bytes | Mapping | set):
+        if shape is None:
+            return list(returned)
+        if len(shape) == 1:
+            values: list[Any] = returned.tolist()  # type: ignore[attr-defined]
+            return values
+    kind = "None" if returned is None else f"a {type(returned).__name__}"
+    of_shape = f" of shape {list(shape)}" if shape is not None else ""
+    raise RewardError(
+        f"reward {reward} returned {kind}{of_shape}; it must return a list of {count} numbers, "
+        "one for each completion"
+    )
+
+
+def _number(value: Any) -> float | None:
+    """None for what is no number. Scalars of torch and numpy know themselves as numbers."""
+    if not isinstance(value, Real) and hasattr(value, "item"):
+        try:
+            value = value.item()
+        except (ValueError, RuntimeError):  # an array or a tensor of several
+            return None
+    if not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return float("inf")
+
+
+def _short(text: str) -> str:
+    half = SHOWN_CHARACTERS // 2
+    return repr(text if len(text) <= 2 * half else f"{text[:half]} … {text[-half:]}")

@@ -1,0 +1,90 @@
+"""Rewards as users write them: functions and classes, right and wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+Rows = Sequence[Mapping[str, Any]]
+CONSTANT = 3
+
+
+def nan_for_the_second(prompts: Sequence[str], completions: Sequence[str], rows: Rows) -> Any:
+    return [float("nan") if index == 1 else 1.0 for index in range(len(completions))]
+
+
+def returning(
+    prompts: Sequence[str], completions: Sequence[str], rows: Rows, *, what: str = "list"
+) -> Any:
+    """One score, 0, 1, 2, ..., for each completion, in some form."""
+    scores = range(len(completions))
+    forms: dict[str, Any] = {
+        "list": [float(score) for score in scores],
+        "ints": list(scores),
+        "bools": [score > 0 for score in scores],
+        "tuple": tuple(scores),
+        "generator": (score for score in scores),
+        "tensor": torch.arange(len(scores), dtype=torch.bfloat16, requires_grad=True),
+        "array": np.arange(len(scores), dtype=np.int64),
+        "list of tensors": [torch.tensor(score) for score in scores],
+        "list of numpy": [np.float32(score) for score in scores],
+        "one": [1.0],
+        "nothing": None,
+        "number": 1.0,
+        "dict": dict.fromkeys(scores, 1.0),
+        "text": "11",
+        "column": torch.zeros(len(scores), 1),
+        "texts": ["1"] * len(scores),
+        "nones": [None] * len(scores),
+        "infinite": [float("inf")] * len(scores),
+        "more than float32": [1e39] * len(scores),
+        "huge": [10**400] * len(scores),
+    }
+    return forms[what]
+
+
+async def asynchronous(
+    prompts: Sequence[str], completions: Sequence[str], rows: Rows, *, by: float = 0.0
+) -> list[float]:
+    await asyncio.sleep(0)
+    return [len(completion) + by for completion in completions]
+
+
+def of_one(completion: str) -> float:
+    return 1.0
+
+
+class Looks:
+    """Like a RewardFunction, without being one; its methods share an event loop."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.closed = False
+
+    async def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], rows: Rows
+    ) -> list[float]:
+        assert self.loop in (None, asyncio.get_running_loop())
+        self.loop = asyncio.get_running_loop()
+        return [self.scale for _ in completions]
+
+    def stats(self) -> dict[str, tuple[int, int]]:
+        return {"scaled": (1, 2)}
+
+    async def close(self) -> None:
+        assert self.loop is asyncio.get_running_loop()
+        self.closed = True
+
+
+class Silent:
+    """It cannot be called."""
+
+
+class WrongStats(Looks):
+    def stats(self) -> Any:
+        return {"scaled": 0.5}

@@ -1,0 +1,114 @@
+"""Rewards of users: what is accepted, and one clear message for what is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.errors import RewardError, UsageError
+from slurmrl.rewards import make
+from tests.support.users_rewards import Looks
+
+MODULE = "tests.support.users_rewards"
+PLACES = ["rows.jsonl:1 (sample 1@0)", "rows.jsonl:2 (sample 2@0)", "rows.jsonl:3 (sample 3@0)"]
+
+
+def score(name: str, **options: Any) -> list[float]:
+    reward = make(f"{MODULE}:{name}", options)
+    try:
+        return reward.score(["p"] * 3, ["a", "bb", "ccc"], [{"answer": "x"}] * 3, PLACES)
+    finally:
+        reward.close()
+
+
+@pytest.mark.parametrize(
+    "form",
+    ["list", "ints", "tuple", "generator", "tensor", "array", "list of tensors", "list of numpy"],
+)
+def test_numbers_in_any_form_are_scores(form: str) -> None:
+    scores = score("returning", what=form)
+    assert scores == [0.0, 1.0, 2.0]
+    assert {type(one) for one in scores} == {float}
+
+
+def test_bools_are_scores() -> None:
+    assert score("returning", what="bools") == [0.0, 1.0, 1.0]
+
+
+def test_functions_may_be_async_and_take_options() -> None:
+    assert score("asynchronous", by=0.5) == [1.5, 2.5, 3.5]
+
+
+def test_objects_need_only_look_like_rewards() -> None:
+    reward = make(f"{MODULE}:Looks", {"scale": 2})
+    assert reward.score(["p"], ["a"], [{}], PLACES[:1]) == [2.0]
+    assert reward.score(["p"], ["a"], [{}], PLACES[:1]) == [2.0], "in the same event loop"
+    assert reward.stats() == {"scaled": (1.0, 2.0)}
+    assert reward.check_rows([{}]) == [""]
+    reward.close()
+    assert isinstance(reward._object, Looks)
+    assert reward._object.closed
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        ("one", "returned 1 scores for 3 completions"),
+        ("nothing", "returned None; it must return a list of 3 numbers"),
+        ("number", "returned a float; it must"),
+        ("dict", "returned a dict; it must"),
+        ("text", "returned a str; it must"),
+        ("column", r"returned a Tensor of shape \[3, 1\]; it must"),
+        ("texts", r"returned '1' for rows.jsonl:1 \(sample 1@0\), completion 'a'; a score must be"),
+        ("nones", "returned None for rows.jsonl:1"),
+        ("infinite", "returned inf for rows.jsonl:1"),
+        ("more than float32", r"returned 1e\+39 for rows.jsonl:1"),
+        ("huge", "returned 1000+ for rows.jsonl:1"),
+    ],
+)
+def test_what_is_no_score_is_named(form: str, message: str) -> None:
+    with pytest.raises(RewardError, match=f"reward {MODULE}:returning {message}"):
+        score("returning", what=form)
+
+
+def test_completions_are_shortened_in_messages() -> None:
+    reward = make(f"{MODULE}:nan_for_the_second", {})
+    with pytest.raises(RewardError, match="returned nan") as error:
+        reward.score(["p"] * 2, ["a", "b" * 10_000], [{}] * 2, PLACES[:2])
+    assert len(str(error.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (f"{MODULE}:of_one", {}, r"takes \(completion\), but is called with \(prompts,"),
+        (f"{MODULE}:returning", {"whta": 1}, "unexpected keyword argument 'whta'"),
+        (f"{MODULE}:Looks", {"scael": 1}, "unexpected keyword argument 'scael'"),
+        (f"{MODULE}:Silent", {}, "it has no __call__"),
+        (f"{MODULE}:CONSTANT", {}, "is a int; it must be a function or a class"),
+        (f"{MODULE}:retruning", {}, "has no 'retruning'; did you mean 'returning'"),
+        ("no_such_module.of_mine:f", {}, "there is no module 'no_such_module'"),
+        (f"{MODULE}.further:f", {}, "there is no module"),
+    ],
+)
+def test_what_is_no_reward_is_refused(name: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make(name, options)
+
+
+def test_modules_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "needs_more.py").write_text("import a_package_that_is_not_here\n")
+    (tmp_path / "not_python.py").write_text("def f(:\n")
+    with pytest.raises(UsageError, match="needs_more: No module named 'a_package_that_is_not"):
+        make("needs_more:f", {})
+    with pytest.raises(UsageError, match=r"not_python.py, line 1"):
+        make("not_python:f", {})
+
+
+def test_stats_that_are_none(tmp_path: Path) -> None:
+    reward = make(f"{MODULE}:WrongStats", {})
+    with pytest.raises(RewardError, match=r"stats\(\) returned .* name to \(sum, count\)"):
+        reward.stats()
