@@ -17,7 +17,7 @@ from slurmrl.errors import UsageError
 from slurmrl.models.config import Head
 from slurmrl.parallel.groups import ParallelContext
 
-OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped")
+OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "vetoed")
 """What `Engine.train_batch` returns beside the loss function's statistics."""
 NAME_BYTES = 4096
 """Room for the names of statistics when ranks exchange them."""

@@ -20,6 +20,7 @@ from slurmrl.engines.base import (
     LossFn,
     OutputFn,
     Outputs,
+    Veto,
 )
 from slurmrl.engines.first_values import first_values, model_config
 from slurmrl.engines.fsdp import state
@@ -114,6 +115,7 @@ class FSDPEngine(Engine):
         denominator: float,
         *,
         temperature: float = 1.0,
+        veto: Veto | None = None,
     ) -> dict[str, float]:
         if self._optimizer is None:
             raise UsageError(f"{self.role} is frozen: it cannot be trained")
@@ -127,7 +129,7 @@ class FSDPEngine(Engine):
             stats = sums.over_ranks(self.context, some_empty=rounds.some_empty)
         stats["loss"] *= rounds.scale
         stats["denominator"] = rounds.denominator
-        return {**stats, **self._step(self._optimizer)}
+        return {**stats, **self._step(self._optimizer, vetoed=self.vetoed(veto, stats))}
 
     def _rounds(self, sample: SequenceSample, denominator: float) -> Rounds:
         padded = not isinstance(self.config, ModelConfig)  # as those of transformers are run
@@ -171,7 +173,7 @@ class FSDPEngine(Engine):
         """Whether the tokens of a batch lie on several ranks."""
         return self.context.axis_size("dp") * self.context.axis_size("cp") > 1
 
-    def _step(self, optimizer: ShardOptimizer) -> dict[str, float]:
+    def _step(self, optimizer: ShardOptimizer, *, vetoed: bool) -> dict[str, float]:
         gradients = self._shards.take_gradients()
         if self._placing.tensor is not None:
             split, tensor = self._placing.tensor, self._split.tensor
@@ -179,9 +181,9 @@ class FSDPEngine(Engine):
         axes = [axis for axis in ("shard", "tp") if axis in self.context.groups]
         groups = [self.context.group(axis) for axis in axes]
         norm = global_norm(gradients, groups, self._placing.copies, self.context.device)
-        stats = {"grad_norm": norm, "lr": optimizer.learning_rate}
-        if not isfinite(norm):
-            return {**stats, "skipped": 1.0}
+        stats = {"grad_norm": norm, "lr": optimizer.learning_rate, "vetoed": float(vetoed)}
+        if vetoed or not isfinite(norm):
+            return {**stats, "skipped": float(not isfinite(norm))}
         clip(gradients, norm, optimizer.options.gradient_clip)
         optimizer.step(self._shards.local(), gradients)
         return {**stats, "skipped": 0.0}
