@@ -19,6 +19,7 @@ from pathlib import Path
 
 from slurmrl import log
 from slurmrl.config.load import load_resolved
+from slurmrl.config.schema import Config
 from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.fsio import atomic, variables
 from slurmrl.history.log import History
@@ -32,7 +33,13 @@ from slurmrl.plan import inventory
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings, load_settings
-from slurmrl.recover import consequences, differences, follow_actor, may_change
+from slurmrl.recover import (
+    consequences,
+    differences,
+    follow_actor,
+    may_change,
+    moved_schedules,
+)
 from slurmrl.scheduler import choose, make
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
 from slurmrl.submission import own_code, snapshot, trials
@@ -237,9 +244,24 @@ def look(proposal: Proposal) -> Outlook:
     if _complete(proposal, state):
         return Outlook(state, complete=True, left=left)
     _check_code(proposal)
-    committed = state.last_commit is not None
-    notes = consequences(before, proposal.settings.config) if committed else ()
+    commit = state.last_commit
+    notes = _notes(before, proposal.settings, commit.step) if commit is not None else ()
     return Outlook(state, complete=False, left=left, notes=tuple(notes))
+
+
+def _notes(before: Config, settings: Settings, step: int) -> list[str]:
+    """What goes on otherwise than before behind the commit of ``step``."""
+    algorithm = settings.algorithm
+    return [
+        *consequences(before, settings.config),
+        *moved_schedules(
+            before,
+            settings.config,
+            trained=[use.role for use in algorithm.roles() if use.trained],
+            step=step,
+            optimizer_steps=algorithm.optimizer_steps,
+        ),
+    ]
 
 
 def _own_code(settings: Settings, folders: Sequence[Path]) -> own_code.OwnCode:
