@@ -366,28 +366,37 @@ PROGRAM_TIMEOUT_S = 1400.0
 SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
-def run_program(program: Path, sources: list[Path], flags: list[str]) -> str:
-    """What a C++ program prints that is compiled with sanitizers and must succeed."""
+def run_program(folder: Path, sources: list[str], flags: list[str], made: Recipe) -> str:
+    """What a C++ program prints that must succeed, made of sources in ``folder`` with sanitizers
+    and kept for as long as they, the flags and the compiler stay as they are."""
     common = ["-std=c++20", "-Wall", "-Wextra", "-Werror", *SANITIZE]
-    command = [toolchain.find().cxx, *common, *flags, *map(str, sources), "-o", str(program)]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S)
+    command = [toolchain.find().cxx, *common, *flags, *sources, "-o", "{}/program"]
+    versions = " ".join(made.versions)
+    built = subprocess.run(
+        [ROOT / "scripts" / "cached", "sanitized", "--of", ".", "--with", versions, "--", *command],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=PROGRAM_TIMEOUT_S,
+    )
     assert built.returncode == 0, built.stderr
+    program = f"{built.stdout.strip()}/program"
     done = subprocess.run([program], capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.mark.timeout(2 * PROGRAM_TIMEOUT_S)
-def test_the_loops_under_sanitizers(tmp_path: Path) -> None:
+def test_the_loops_under_sanitizers(made: Recipe) -> None:
     """Address and undefined-behaviour sanitizers, in a program without torch."""
-    names = ("tests/cpu_loops.cpp", "cpu/scan.cpp", "cpu/intervals.cpp")
-    sources = [recipe.SOURCES / name for name in names]
-    said = run_program(tmp_path / "cpu_loops", sources, ["-O1", "-ffp-contract=off", "-pthread"])
+    sources = ["tests/cpu_loops.cpp", "cpu/scan.cpp", "cpu/intervals.cpp"]
+    flags = ["-O1", "-ffp-contract=off", "-pthread"]
+    said = run_program(recipe.SOURCES, sources, flags, made)
     assert said == "all loops as expected\n"
 
 
-def without_launch_syntax(source: Path, folder: Path) -> Path:
-    """A .cu file as C++: ``kernel<<<grid>>>(arguments)`` is not."""
+def without_launch_syntax(source: Path) -> str:
+    """Make a C++ file of a .cu file, which ``kernel<<<grid>>>(arguments)`` is not. Its name."""
     text, launches = re.subn(
         r"(\w+)<<<(.*?)>>>\(",
         r"emulated::Grid(\2).run([](auto... given) { \1(given...); }, ",
@@ -395,24 +404,21 @@ def without_launch_syntax(source: Path, folder: Path) -> Path:
         flags=re.DOTALL,
     )
     assert launches == 1
-    text = re.sub('#include "(.*?)"', rf'#include "{source.parent}/\1"', text)
-    path = folder / f"{source.stem}.cpp"
-    path.write_text(text)
-    return path
+    source.with_suffix(".cpp").write_text(text)
+    return f"gpu/{source.stem}.cpp"
 
 
 @pytest.mark.long
 @pytest.mark.timeout(2 * PROGRAM_TIMEOUT_S)
-def test_the_cuda_kernels_on_a_cpu_under_sanitizers(tmp_path: Path) -> None:
+def test_the_cuda_kernels_on_a_cpu_under_sanitizers(made: Recipe, tmp_path: Path) -> None:
     """Every thread of the kernels runs, in fibers: numbers, borders, waiting between blocks."""
-    kernels = [
-        without_launch_syntax(recipe.SOURCES / "gpu" / name, tmp_path)
-        for name in ("scan.cu", "intervals.cu")
-    ]
+    tree = tmp_path / "cuda"
+    shutil.copytree(recipe.SOURCES, tree)
+    kernels = [without_launch_syntax(tree / "gpu" / name) for name in ("scan.cu", "intervals.cu")]
     flags = ["-Wno-unknown-pragmas", "-include", "cuda_runtime_api.h", "-pthread"]
-    flags += ["-I", str(recipe.SOURCES / "tests" / "emulated")]
-    sources = [*kernels, recipe.SOURCES / "tests" / "kernels.cpp"]
-    assert run_program(tmp_path / "kernels", sources, flags) == "all kernels as expected\n"
+    flags += ["-I", "tests/emulated"]
+    said = run_program(tree, [*kernels, "tests/kernels.cpp"], flags, made)
+    assert said == "all kernels as expected\n"
 
 
 def test_the_operators_build_from_the_wheel(tmp_path: Path) -> None:

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-RESULTS = """<testsuites><testsuite>
+LONG = '<properties><property name="long" value="True"/></properties>'
+RESULTS = f"""<testsuites><testsuite>
 <testcase classname="tests.unit.scheduler.test_x" name="a"/>
+<testcase classname="tests.unit.scheduler.test_x" name="at length">{LONG}</testcase>
+<testcase classname="tests.gpu.test_x" name="fast only"/>
 <testcase classname="tests.unit.scheduler.test_x" name="b"><failure message="no"/></testcase>
 <testcase classname="tests.slurm.test_y" name="c"><skipped message="no munged"/></testcase>
 <testcase classname="tests.faults.test_z" name="d"><error message="no"/></testcase>
@@ -22,9 +25,10 @@ RESULTS = """<testsuites><testsuite>
     ("lanes", "said"),
     [
         (["unit"], []),
-        (["unit", "slurm"], ["lane slurm", "no munged"]),
-        (["faults"], ["lane faults"]),
-        (["distributed"], ["lane distributed", "no test was found"]),
+        (["unit", "slurm"], ["no fast test of lane slurm", "no munged"]),
+        (["faults"], ["no fast test of lane faults", "no long test of lane faults"]),
+        (["gpu"], ["no long test of lane gpu"]),
+        (["distributed"], ["no fast test of lane distributed", "none was found"]),
     ],
 )
 def test_a_lane_without_a_passed_test_is_a_failure(
