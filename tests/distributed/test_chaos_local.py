@@ -1,6 +1,7 @@
 """Local trials that lose processes at seeded random moments end like one that was left alone.
 
-A few kills of each kind; `scripts/chaos` does any number.
+A few kills of each kind; `scripts/chaos` does any number. The lane's other tests end each kind of
+process once, at one step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
             os.kill(chain, signal.SIGKILL)  # its children die with it
 
 
-@pytest.mark.long
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     ("algorithm", "ranks", "seed", "causes"),

@@ -50,6 +50,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dic
 
 pytestmark = pytest.mark.timeout(1800)
 long = pytest.mark.long
+soak = pytest.mark.soak
 
 
 def begun_by(site: Site, trial: str) -> list[tuple[int, str]]:
@@ -83,12 +84,12 @@ def check_end(site: Site, kind: str, undisturbed: Callable[[str], dict[str, Any]
 @pytest.mark.parametrize(
     ("kind", "role", "index"),
     [
-        pytest.param("ppo", "worker", 1, marks=long),
+        pytest.param("ppo", "worker", 1, marks=soak),
         ("sft", "master", 0),
         pytest.param("sft", "template", 1, marks=long),
         pytest.param("ppo", "worker", 0, marks=long),
-        pytest.param("ppo", "master", 0, marks=long),
-        pytest.param("sft", "worker", 0, marks=long),
+        pytest.param("ppo", "master", 0, marks=soak),
+        pytest.param("sft", "worker", 0, marks=soak),
     ],
 )
 def test_the_same_agent_serves_the_next_incarnation(
@@ -171,9 +172,11 @@ def others(run: Path, before: dict[str, list[int]]) -> dict[str, list[int]] | No
 
 @pytest.mark.parametrize(
     ("kind", "role"),
-    [("sft", "worker"), pytest.param("ppo", "master", marks=long)],
+    [
+        pytest.param("sft", "worker", marks=long),
+        pytest.param("ppo", "master", marks=soak),
+    ],
 )
-@pytest.mark.long
 def test_a_hung_process_is_found_and_replaced(
     tmp_path: Path, undisturbed: Callable[[str], dict[str, Any]], kind: str, role: str
 ) -> None:
@@ -207,7 +210,7 @@ def test_an_agent_that_hangs_is_found_and_started_again(
     ("kind", "role", "begun"),
     [
         ("sft", "agent", [(0, "0"), (0, "1")]),
-        pytest.param("ppo", "agent", [(0, "0"), (0, "1")], marks=long),
+        pytest.param("ppo", "agent", [(0, "0"), (0, "1")], marks=soak),
         pytest.param("ppo", "supervisor", [(0, "0"), (1, "0")], marks=long),
     ],
 )

@@ -37,6 +37,7 @@ STEPS = 3
 
 pytestmark = pytest.mark.timeout(1800)
 long = pytest.mark.long
+soak = pytest.mark.soak
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +96,7 @@ def same(trial: Watched, calm: Outcome) -> None:
     ("causes", "how"),
     [
         ([("worker", 0.9)], "in the job"),
-        pytest.param([("worker", 0.0), ("master", 0.0)], "in the job", marks=long),
+        pytest.param([("worker", 0.0), ("master", 0.0)], "in the job", marks=soak),
         pytest.param([("stop", 0.9), ("stop-master", 0.0)], "in the job", marks=long),
         pytest.param([("agent", 0.9), ("agent", 0.0)], "next round", marks=long),
         pytest.param([("supervisor", 0.0)], "next link", marks=long),
@@ -214,7 +215,7 @@ def test_preemption_with_time_to_commit(tmp_path: Path, calm: Outcome, parameter
     assert calm.batches == outcome.batches
 
 
-@long
+@soak
 def test_preemption_without_grace(tmp_path: Path, calm: Outcome) -> None:
     """Nothing can be done in no time: the last commit stands."""
     with private_bed():
@@ -287,12 +288,11 @@ def _lives(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-@long
 @pytest.mark.parametrize(
     ("same_each_time", "incarnations", "says"),
     [
-        (True, 2, "failed twice in the same way"),
-        (False, 3, "3 starts in a row without a new commit"),
+        pytest.param(True, 2, "failed twice in the same way", marks=long),
+        pytest.param(False, 3, "3 starts in a row without a new commit", marks=soak),
     ],
 )
 def test_code_that_fails_ends_the_trial(
