@@ -22,15 +22,16 @@ from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.scheduler.base import JobIds, JobState, Scheduler, SubmissionRequest, TaskState
 
-CONFIG = """\
+ADDITION = Path(__file__).parents[1] / "examples" / "addition"
+CONFIG = f"""\
 experiment: add
 total_steps: 6
-algorithm: {name: sft, batch_size: 8}
+algorithm: {{name: sft, batch_size: 8}}
 actor:
-  architecture: {model_type: llama, hidden_size: 32, num_hidden_layers: 1,
-                 num_attention_heads: 2, intermediate_size: 64, vocab_size: 64}
-  tokenizer: .
-dataset: {type: prompt_answer, path: data.jsonl}
+  architecture: {{model_type: llama, hidden_size: 32, num_hidden_layers: 1,
+                 num_attention_heads: 2, intermediate_size: 64, vocab_size: 64}}
+  tokenizer: {ADDITION / "tokenizer"}
+dataset: {{type: prompt_answer, path: data.jsonl}}
 """
 
 

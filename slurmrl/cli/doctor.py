@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmrl.cli.layout import hanging, row_lines, width
-from slurmrl.cli.options import common, json_option
+from slurmrl.cli.options import checking, common, json_option
 from slurmrl.monitor.words import plain
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ MOST_HOSTS = 4
     type=click.Choice(["auto", "local", "slurm"]),
     help="Where the job runs. Default: cluster.scheduler; auto is slurm where sbatch answers.",
 )
+@checking
 @json_option
 @common
 def doctor(
@@ -47,6 +48,8 @@ def doctor(
     job: bool,
     timeout: float,
     scheduler: str | None,
+    no_check: bool,
+    check_timeout: float,
     as_json: bool,
     root: str | None,
 ) -> int:
@@ -58,7 +61,14 @@ def doctor(
     from slurmrl.submission.trials import chosen_root, root_folder
 
     what = Examination(
-        config, overrides, chosen_root(root), root_folder(root), scheduler, job, timeout
+        config,
+        overrides,
+        chosen_root(root),
+        root_folder(root),
+        scheduler,
+        job,
+        timeout,
+        None if no_check else check_timeout,
     )
     checks = examine(what, lambda text: click.echo(text, err=True))
     counts = {state: sum(one.state == state for one in checks) for state in MARKS}

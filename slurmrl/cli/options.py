@@ -52,7 +52,26 @@ def submitting(command: F) -> F:
     dry_run = click.option(
         "--dry-run", is_flag=True, help="Print plan and batch scripts; write nothing."
     )
-    return overrides(scheduler(wait(json_option(dry_run(command)))))
+    return overrides(scheduler(wait(json_option(dry_run(checking(command))))))
+
+
+def checking(command: F) -> F:
+    """Add what commands share that check a trial's files."""
+    no_check = click.option(
+        "--no-check",
+        is_flag=True,
+        help="Skip the checks of data, weights, tokenizer, reward and disk, for a login node that "
+        "cannot run them. The run then meets what is wrong.",
+    )
+    timeout = click.option(
+        "--check-timeout",
+        type=click.FloatRange(min=0.1),
+        default=120.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="Longest time for these checks; what is not checked by then is said.",
+    )
+    return no_check(timeout(command))
 
 
 def json_option(command: F) -> F:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from slurmrl.cli.options import common, submitting
-from slurmrl.cli.start import describe, show, start
+from slurmrl.cli.start import describe, look_over, show, start
 
 if TYPE_CHECKING:
     from slurmrl.paths import RunPaths
@@ -33,6 +33,8 @@ def resume(
     wait: bool | None,
     as_json: bool,
     dry_run: bool,
+    no_check: bool,
+    check_timeout: float,
     update_code: bool,
     root: str | None,
 ) -> int:
@@ -40,8 +42,7 @@ def resume(
 
     Settings that do not change what is computed (total_steps, stop_when, cluster, checkpoint, …)
     can be changed, and the layout (actor.backend=fsdp:d4): then the order of the data and the
-    optimizer state are kept, and what is not is said. So is a learning rate that follows another
-    total_steps.
+    optimizer state are kept, and what is not is said.
 
     A live trial with few Slurm jobs left in its chain gets more of them.
     """
@@ -59,9 +60,10 @@ def resume(
         click.echo(json.dumps(describe(longer)) if as_json else said)
         return 0
     proposal = propose_resume(paths, overrides, scheduler=scheduler, update_code=update_code)
+    checked = look_over(proposal, None if no_check else check_timeout)
     if dry_run:
-        return show(proposal, look(proposal), as_json=as_json)
-    return start(proposal, wait=wait, as_json=as_json)
+        return show(proposal, checked, look(proposal), as_json=as_json)
+    return start(proposal, checked, wait=wait, as_json=as_json)
 
 
 def _be_its_slurmrl(paths: RunPaths) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,28 +11,56 @@ import click
 from slurmrl.cli.options import again
 
 if TYPE_CHECKING:
+    from slurmrl.submission.checks.finding import Finding
     from slurmrl.submission.live import Jobs
     from slurmrl.submission.submit import Outlook, Proposal, Submitted
 
 
-def start(proposal: Proposal, *, wait: bool | None, as_json: bool) -> int:
+def look_over(proposal: Proposal, timeout_s: float | None) -> Sequence[Finding]:
+    """Check what the run will read, and say what there is to be said; None checks nothing.
+
+    Raises ConfigError for what would make the run fail.
+    """
+    from slurmrl.submission.checks.run import refuse
+
+    if timeout_s is None:
+        click.echo("not checked: data, weights, tokenizer, reward, disk (--no-check)", err=True)
+        return ()
+    checked = proposal.check(timeout_s)
+    refuse(checked)
+    for one in checked:
+        click.echo(f"{one.weight}: {one.problem}", err=True)
+    return checked
+
+
+def start(
+    proposal: Proposal, checked: Sequence[Finding], *, wait: bool | None, as_json: bool
+) -> int:
     """Submit; ``wait=None`` means to watch a local run and to leave a Slurm job alone."""
     from slurmrl.submission.submit import submit
 
     submitted = submit(proposal)
     wait = submitted.kind == "local" if wait is None else wait
+    said = {**describe(submitted), "checks": [one.to_json() for one in checked]}
     if submitted.jobs is not None and wait:
-        return _watch(submitted, submitted.jobs, as_json)
-    click.echo(json.dumps(describe(submitted)) if as_json else "\n".join(_lines(submitted)))
+        return _watch(submitted, submitted.jobs, said if as_json else None)
+    click.echo(json.dumps(said) if as_json else "\n".join(_lines(submitted)))
     return 0
 
 
-def show(proposal: Proposal, outlook: Outlook | None = None, *, as_json: bool) -> int:
+def show(
+    proposal: Proposal,
+    checked: Sequence[Finding],
+    outlook: Outlook | None = None,
+    *,
+    as_json: bool,
+) -> int:
     """Print what would be submitted; ``outlook``: where the trial stands that would go on."""
     complete = outlook is not None and outlook.complete
     scripts = {} if complete else proposal.scripts()
     if as_json:
         shown: dict[str, Any] = {"trial": proposal.trial, "run": str(proposal.paths.run)}
+        shown["checks"] = [one.to_json() for one in checked]
         if outlook is not None:
             shown |= {"resumed_step": outlook.step, "notes": list(outlook.notes)}
         plan = json.loads(proposal.plan.to_json())
@@ -56,17 +85,18 @@ def _would_do(outlook: Outlook) -> list[str]:
     return [f"goes on from {begin}", *cancels, *outlook.notes]
 
 
-def _watch(submitted: Submitted, jobs: Jobs, as_json: bool) -> int:
+def _watch(submitted: Submitted, jobs: Jobs, said: dict[str, Any] | None) -> int:
+    """``said`` is what to print as JSON beside the status; None prints for people."""
     from slurmrl.cli import render
     from slurmrl.cli.follow import Follower, exit_code
     from slurmrl.cli.live import make_view
 
-    if not as_json:
+    if said is None:
         click.echo(_headline(submitted))
-    with make_view(silent=as_json, earlier=submitted.earlier) as view:
+    with make_view(silent=said is not None, earlier=submitted.earlier) as view:
         status = Follower(submitted.paths, submitted.kind, jobs, view).run()
-    if as_json:
-        click.echo(json.dumps({**describe(submitted), "status": status}))
+    if said is not None:
+        click.echo(json.dumps({**said, "status": status}))
     else:
         click.echo(render.conclusion(status, again(submitted.root)))
     return exit_code(status)

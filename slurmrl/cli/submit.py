@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from slurmrl.cli.options import common, submitting
-from slurmrl.cli.start import show, start
+from slurmrl.cli.start import look_over, show, start
 
 
 @click.command(epilog="Example: slurmrl submit ppo.yaml trial=2 actor.optimizer.lr=3e-5")
@@ -22,6 +22,8 @@ def submit(
     wait: bool | None,
     as_json: bool,
     dry_run: bool,
+    no_check: bool,
+    check_timeout: float,
     new: bool,
     root: str | None,
 ) -> int:
@@ -32,6 +34,7 @@ def submit(
     from slurmrl.submission.submit import propose
 
     proposal = propose(config, overrides, root=root, scheduler=scheduler, new=new)
+    checked = look_over(proposal, None if no_check else check_timeout)
     if dry_run:
-        return show(proposal, as_json=as_json)
-    return start(proposal, wait=wait, as_json=as_json)
+        return show(proposal, checked, as_json=as_json)
+    return start(proposal, checked, wait=wait, as_json=as_json)

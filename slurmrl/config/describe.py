@@ -102,11 +102,15 @@ def kind_of(annotation: Any, metadata: Sequence[Any] = ()) -> str:
     if origin is dict:
         return "keys and values"
     limits = [
-        f"{sign} {getattr(mark, name):g}"
+        f"{sign} {_bound(getattr(mark, name))}"
         for mark in _limits(metadata)
         for name, sign in [_SIGNS[type(mark)]]
     ]
     return " ".join([_BASES[annotation], ", ".join(limits)]).strip()
+
+
+def _bound(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def _limits(metadata: Sequence[Any]) -> Iterator[Any]:

@@ -19,7 +19,7 @@ RULES = {
     "greater_than": "must be greater than {gt:g}",
     "greater_than_equal": "must be at least {ge:g}",
     "less_than": "must be less than {lt:g}",
-    "less_than_equal": "must be at most {le:g}",
+    "less_than_equal": "must be at most {le}",
     "int_type": "must be a whole number",
     "float_type": "must be a number",
     "bool_type": "must be true or false",

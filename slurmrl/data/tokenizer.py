@@ -37,6 +37,21 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def vocabulary(folder: Path) -> dict[str, int] | None:
+    """Ids of all tokens, read without transformers, which takes seconds to import; None where only
+    that can say (no ``tokenizer.json``, or no end-of-text token in the files)."""
+    from tokenizers import Tokenizer
+
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        end = settings.get("eos_token")
+        known = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()
+    except Exception:  # noqa: BLE001 - tokenizers raises bare exceptions
+        return None
+    name = end.get("content") if isinstance(end, dict) else end
+    return known if name in known else None
+
+
 def end_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """The end-of-text token, which ends answers and is one of those that end completions."""
     if tokenizer.eos_token_id is None:

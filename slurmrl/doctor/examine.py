@@ -36,6 +36,8 @@ class Examination:
     scheduler: str | None
     job: bool
     timeout_s: float
+    check_timeout_s: float | None = None
+    """For the files of the configuration's trial; None leaves them alone."""
 
 
 def examine(what: Examination, say: Say) -> list[Check]:
@@ -44,6 +46,7 @@ def examine(what: Examination, say: Say) -> list[Check]:
     found: list[Check] = []
     if what.config is not None:
         settings, found = login.configuration(what.config, what.overrides, what.root)
+        found += _trial(settings, what.check_timeout_s)
     config = settings.config if settings else None
     cluster = config.cluster if config else Cluster()
     asked = what.scheduler or cluster.scheduler
@@ -65,6 +68,12 @@ def examine(what: Examination, say: Say) -> list[Check]:
 
     more = guarded("root", login.ROOT_ADVICE, look_at_root)
     return _here([*found, *more, *software.same_everywhere(found, more)])
+
+
+def _trial(settings: Settings | None, timeout_s: float | None) -> list[Check]:
+    if settings is None or settings.missing or timeout_s is None:
+        return []
+    return guarded("trial", "", lambda: login.trial(settings, timeout_s))
 
 
 def _here(checks: list[Check]) -> list[Check]:

@@ -6,12 +6,15 @@ import shutil
 from pathlib import Path
 
 from slurmrl.doctor import directory, disk, limits, software
-from slurmrl.doctor.check import Check, failed, guarded, ok, warning
+from slurmrl.doctor.check import Check, State, failed, guarded, ok, warning
 from slurmrl.errors import ConfigError
 from slurmrl.plan import inventory
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.scheduler import AUTO
+from slurmrl.submission import own_code
+from slurmrl.submission.checks.finding import Finding, Weight
+from slurmrl.submission.checks.run import Code, check
 
 ROOT_ADVICE = "choose a folder of yours on a directory that all hosts share: --root or SLURMRL_ROOT"
 
@@ -26,6 +29,22 @@ def configuration(
         return None, [failed("configuration", str(one), "") for one in error.problems]
     problems = [failed("configuration", str(one), "") for one in settings.missing]
     return settings, problems or [ok("configuration", f"{path} can be submitted")]
+
+
+def trial(settings: Settings, timeout_s: float) -> list[Check]:
+    """What ``submit`` looks at before it queues the trial of a configuration."""
+    folders = [settings.source.path.parent.absolute(), Path.cwd()]
+    code = own_code.find(settings.config, settings.source, folders)
+    found = check(settings, Code(paths=code.paths), timeout_s=timeout_s)
+    checks = [_check_of(one) for one in found]
+    fine = ok("trial", "data, weights, tokenizer, reward and room are as its run needs them")
+    return checks if any(one.state != State.OK for one in checks) else [*checks, fine]
+
+
+def _check_of(finding: Finding) -> Check:
+    make = {Weight.FAILED: failed, Weight.WARNING: warning}.get(finding.weight)
+    text = str(finding.problem)
+    return make(finding.subject, text, "") if make else ok(finding.subject, text)
 
 
 def scheduler(asked: str, kind: str, settings: Settings | None, plan: Plan | None) -> list[Check]:

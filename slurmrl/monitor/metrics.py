@@ -41,7 +41,8 @@ class MetricsWriter:
 
 def encode(values: Mapping[str, Any]) -> bytes:
     """One line. JSON has no NaN and no infinity: they become null."""
-    return json.dumps(_finite(values), allow_nan=False).encode() + b"\n"
+    finite = {name: None if _not_finite(value) else value for name, value in values.items()}
+    return json.dumps(finite, allow_nan=False).encode() + b"\n"
 
 
 def cut(path: Path, last_step: int) -> None:
@@ -110,9 +111,5 @@ def _lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
             yield line
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {_finite(key): _finite(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _not_finite(value: Any) -> bool:
+    return isinstance(value, float) and not math.isfinite(value)

@@ -82,7 +82,12 @@ def load_settings(
 
 def load_run_settings(paths: RunPaths) -> Settings:
     """The settings of a run directory. They were checked when the trial was submitted."""
-    source = load(paths.config)
+    return load_resolved_settings(paths.config)
+
+
+def load_resolved_settings(path: Path) -> Settings:
+    """The settings in a resolved configuration. Raises ConfigError."""
+    source = load(path)
     config = parse(source)
     algorithm, problems = _algorithm(source)
     if problems or algorithm is None:

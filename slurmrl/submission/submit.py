@@ -19,7 +19,6 @@ from pathlib import Path
 
 from slurmrl import log
 from slurmrl.config.load import load_resolved
-from slurmrl.config.schema import Config
 from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.fsio import atomic, variables
 from slurmrl.history.log import History
@@ -33,16 +32,12 @@ from slurmrl.plan import inventory
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings, load_settings
-from slurmrl.recover import (
-    consequences,
-    differences,
-    follow_actor,
-    may_change,
-    moved_schedules,
-)
+from slurmrl.recover import consequences, differences, follow_actor, may_change
 from slurmrl.scheduler import choose, make
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
 from slurmrl.submission import own_code, snapshot, trials
+from slurmrl.submission.checks.finding import Finding
+from slurmrl.submission.checks.run import Code, check
 from slurmrl.submission.live import Jobs, clear_away, newest_jobs
 from slurmrl.submission.prepare import is_prepared, prepare, rewrite, trial_uuid
 from slurmrl.submission.record import Recorder, recorded_folders
@@ -100,6 +95,13 @@ class Proposal:
         known = trial_uuid(self.paths) if self.paths.identity.exists() else uuid.uuid4().hex
         code = snapshot.following if self.update_code else snapshot.current
         return make(self.kind).scripts(self.request(number, known, code(self.paths)))
+
+    def check(self, timeout_s: float) -> list[Finding]:
+        """Look at everything that the run will read (see `checks.run`)."""
+        code = Code(paths=self.recorder.code.paths)
+        if is_prepared(self.paths) and not self.update_code:
+            code = Code(self.paths.snapshot(snapshot.current(self.paths)))
+        return check(self.settings, code, timeout_s=timeout_s)
 
 
 @dataclass(frozen=True)
@@ -244,24 +246,9 @@ def look(proposal: Proposal) -> Outlook:
     if _complete(proposal, state):
         return Outlook(state, complete=True, left=left)
     _check_code(proposal)
-    commit = state.last_commit
-    notes = _notes(before, proposal.settings, commit.step) if commit is not None else ()
+    committed = state.last_commit is not None
+    notes = consequences(before, proposal.settings.config) if committed else ()
     return Outlook(state, complete=False, left=left, notes=tuple(notes))
-
-
-def _notes(before: Config, settings: Settings, step: int) -> list[str]:
-    """What goes on otherwise than before behind the commit of ``step``."""
-    algorithm = settings.algorithm
-    return [
-        *consequences(before, settings.config),
-        *moved_schedules(
-            before,
-            settings.config,
-            trained=[use.role for use in algorithm.roles() if use.trained],
-            step=step,
-            optimizer_steps=algorithm.optimizer_steps,
-        ),
-    ]
 
 
 def _own_code(settings: Settings, folders: Sequence[Path]) -> own_code.OwnCode:

@@ -77,8 +77,6 @@ TORCH_FREE = (
     "data",
     "data.meta",
     "data.order",
-    "rewards",
-    "rewards.*",
     "checkpoint",
     "checkpoint.manifest",
     "checkpoint.export",

@@ -47,7 +47,6 @@ class PPOCriticInterface(Interface):
         means = run_updates(
             engine,
             _training_sample(sample, estimates),
-            context.batch,
             "state_mask",
             partial(critic_loss, ppo=ppo),
             ppo,

@@ -69,6 +69,8 @@ PathText = Annotated[Word, IsPath()]
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+"""Times the number of ranks, it still fits into the 64 bits of a generator's seed."""
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

@@ -10,11 +10,11 @@ from slurmrl.config.conditions import StopWhen
 from slurmrl.config.schema.base import (
     Line,
     Name,
-    NonNegativeInt,
     PathText,
     PositiveFloat,
     PositiveInt,
     Section,
+    Seed,
     Sequence,
     Word,
 )
@@ -32,7 +32,7 @@ class Config(Section):
     """Name of the experiment; trials of one experiment lie together."""
     trial: Name = "1"
     """Name of this trial."""
-    seed: NonNegativeInt = 1
+    seed: Seed = 1
     """Seed of everything that is random."""
     root: Word = "./runs"
     """Folder of all runs, on a directory that all hosts share. Relative to where the command runs;

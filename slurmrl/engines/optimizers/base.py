@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.config.schema.optimizer import Optimizer
+from slurmrl.engines.schedule import learning_rate
 
 
 class ShardOptimizer(ABC):
@@ -41,7 +42,7 @@ class ShardOptimizer(ABC):
     @property
     def learning_rate(self) -> float:
         """Rate of the coming step."""
-        return self.options.learning_rate(self.steps, self.total_steps)
+        return learning_rate(self.options, self.steps, self.total_steps)
 
     @torch.no_grad()
     def step(self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:

@@ -14,6 +14,7 @@ MODULES = (
     "slurmrl.checkpoint.pieces",
     "slurmrl.checkpoint.export",
     "slurmrl.engines",
+    "slurmrl.engines.schedule",
     "slurmrl.parallel",
 )
 

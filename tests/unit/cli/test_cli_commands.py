@@ -318,6 +318,7 @@ def test_submission_as_json(
         "jobs": {"trainer": "41"},
         "resumed_step": None,
         "notes": [],
+        "checks": [],
     }
 
 

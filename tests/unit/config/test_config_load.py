@@ -116,6 +116,13 @@ def test_a_template_is_checked_where_it_stands(tmp_path: Path) -> None:
     assert "the brace at character 1 ('{prompt') is not closed; write {{" in found.message
 
 
+@pytest.mark.parametrize("seed", [2**32, 10**30, -1])
+def test_a_seed_that_no_generator_takes_is_refused(tmp_path: Path, seed: int) -> None:
+    (found,) = problems(tmp_path, f"seed={seed}")
+    assert found.key == "seed"
+    assert ("must be at most 4294967295" if seed > 0 else "must be at least 0") in found.message
+
+
 def test_half_a_character_is_refused(tmp_path: Path) -> None:
     found = problems(tmp_path, 'dataset.prompt_template="{prompt}\\ud800"')[0]
     assert found.key == "dataset.prompt_template"

@@ -1,0 +1,131 @@
+"""What the headers of a model folder's safetensors files say, without reading any weights.
+Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from safetensors import SafetensorError, safe_open
+
+from slurmrl.checkpoint.stored import file_tensors
+from slurmrl.layout.layout import TensorSpec
+from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.shapes import LM_HEAD, VALUE_HEAD, parameter_shapes
+from slurmrl.models.storage import storage_of
+
+SINGLE_FILE: Final = "model.safetensors"
+INDEX_FILE: Final = "model.safetensors.index.json"
+FLOATS: Final = ("F64", "F32", "BF16", "F16")
+"""Elements that weights are read from. Others are quantised, which no engine trains."""
+HARMLESS: Final = (LM_HEAD, VALUE_HEAD, "rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
+"""Ends of names of tensors that files may hold besides: heads that the role does not use, and
+constants that families compute anew."""
+SHOWN: Final = 5
+
+
+@dataclass(frozen=True)
+class Header:
+    """One tensor of a file."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """As safetensors has it: ``BF16``."""
+
+
+def read_headers(folder: Path) -> tuple[dict[str, Header], list[str]]:
+    """The tensors of a model folder by name, and what is wrong with its files."""
+    try:
+        files = _files(folder)
+    except (OSError, ValueError) as error:
+        return {}, [f"{folder / INDEX_FILE} cannot be read: {error}"]
+    if not files:
+        return {}, [
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; weights in another form are not "
+            "read: load the model with transformers and save it with save_pretrained"
+        ]
+    found: dict[str, Header] = {}
+    problems = []
+    for file, names in files.items():
+        try:
+            held = _held(folder / file)
+        except FileNotFoundError:
+            problems.append(f"{folder / file} is missing, but {INDEX_FILE} names it")
+            continue
+        except (OSError, SafetensorError) as error:
+            problems.append(f"{folder / file} is damaged or not whole: {error}")
+            continue
+        if absent := sorted(names - held.keys()):
+            told = _some(absent)
+            problems.append(f"{folder / file} lacks {told}, which {INDEX_FILE} says it holds")
+        found |= held
+    return found, problems
+
+
+def mismatches(headers: Mapping[str, Header], config: ModelConfig, head: Head) -> list[str]:
+    """Why the weights are not those of an architecture that the built-in decoder runs."""
+    missing, other, quantised = [], [], []
+    for name, shape in implied_shapes(config, head).items():
+        header = headers.get(name) or headers.get(name.partition(".")[2])
+        if header is None:
+            missing += [name] if name != VALUE_HEAD else []
+        elif header.shape != shape:
+            other.append(f"{name} {list(header.shape)} instead of {list(shape)}")
+        elif header.dtype not in FLOATS:
+            quantised.append(f"{name} ({header.dtype})")
+    found = []
+    if missing:
+        found.append(f"the files lack {_some(missing)}, which config.json implies")
+    if other:
+        found.append(f"shapes are not those that config.json implies: {_some(other)}")
+    if quantised:
+        found.append(f"{_some(quantised)}: only {', '.join(FLOATS)} are read, no quantised weights")
+    return found
+
+
+def unused(headers: Mapping[str, Header], config: ModelConfig, head: Head) -> list[str]:
+    """Tensors of the files that the architecture has no place for."""
+    shapes = implied_shapes(config, head)
+    known = {*shapes, *(name.partition(".")[2] for name in shapes)}
+    return sorted(name for name in headers if name not in known and not name.endswith(HARMLESS))
+
+
+def implied_shapes(config: ModelConfig, head: Head) -> dict[str, tuple[int, ...]]:
+    """Shape of every tensor of the files, by name."""
+    specs = [
+        (name, TensorSpec(shape, "float32"))
+        for name, shape in parameter_shapes(config, head).items()
+    ]
+    tensors = file_tensors(specs, storage_of(config))
+    return {name: tuple(tensor.spec.shape) for name, tensor in tensors.items()}
+
+
+def _files(folder: Path) -> dict[str, set[str]]:
+    """The files, and the tensors that the index says they hold. Raises OSError, ValueError."""
+    if (folder / INDEX_FILE).is_file():
+        mapping = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8")).get("weight_map")
+        if not isinstance(mapping, dict) or not mapping:
+            raise ValueError("it has no weight_map")
+        files: dict[str, set[str]] = {}
+        for name, file in mapping.items():
+            files.setdefault(str(file), set()).add(name)
+        return files
+    return {SINGLE_FILE: set()} if (folder / SINGLE_FILE).is_file() else {}
+
+
+def _held(path: Path) -> dict[str, Header]:
+    """Raises FileNotFoundError, OSError, SafetensorError (also for a file that is cut off)."""
+    found = {}
+    with safe_open(path, framework="np") as file:
+        for name in file.keys():  # noqa: SIM118 - it is no mapping
+            view = file.get_slice(name)
+            found[name] = Header(tuple(view.get_shape()), str(view.get_dtype()))
+    return found
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(names[:SHOWN])}{more}"

@@ -1,0 +1,239 @@
+"""What the child process looks at: large files, the tokenizer, and code of the user's own.
+
+``python -m slurmrl.submission.checks.child FOLDER PARENT`` finds ``config.yaml`` in FOLDER and
+appends to ``findings.jsonl`` there: ``{"begins": …}`` before each look, and what it found.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, Final
+
+from slurmrl.config.schema import Config
+from slurmrl.config.schema import Dataset as DatasetConfig
+from slurmrl.data.records import MOST_PROBLEMS
+from slurmrl.data.rows import Rows
+from slurmrl.data.tokenizer import load_tokenizer, vocabulary
+from slurmrl.errors import ConfigError, SlurmrlError, UsageError
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.headers import mismatches, read_headers, unused
+from slurmrl.plan.settings import load_resolved_settings
+from slurmrl.plan.shape import shape_of
+from slurmrl.rewards import make
+from slurmrl.rewards.reward import Reward
+from slurmrl.submission.checks.finding import CONFIG, FINDINGS, Finding, Weight
+from slurmrl.workers import process
+
+MOST_BYTES: Final = 64 * 2**20
+"""Of a data file, from its top."""
+MOST_MEMORY: Final = 8 * 2**30
+SETTINGS: Final = ("prompt_template", "answer_template", "prompt_key", "answer_key")
+
+Look = Callable[[], Iterator[Finding]]
+
+
+class Child:
+    """Says what it finds as it finds it."""
+
+    def __init__(self, folder: Path) -> None:
+        settings = load_resolved_settings(folder / CONFIG)
+        self.config = settings.config
+        self.roles = settings.algorithm.roles()
+        self.rows: dict[str, Rows] = {}
+        """By the dotted key of the section; only those that are right."""
+        self._file = (folder / FINDINGS).open("a", encoding="utf-8")
+
+    def close(self) -> None:
+        self._file.close()
+
+    def run(self) -> None:
+        looks: dict[str, tuple[str, Look]] = {
+            "weights": ("reading the headers of the weights", self._weights),
+            "data": ("reading the data", self._data),
+            "reward": ("importing and making the reward", self._reward),
+            "tokenizer": ("reading the tokenizer", self._tokenizer),
+            "lengths": ("tokenising the data", self._lengths),
+        }
+        for subject, (what, look) in looks.items():
+            self._say({"begins": what, "subject": subject})
+            try:
+                for finding in look():
+                    self._say(finding.to_json())
+            except MemoryError:
+                message = f"{what} took more than {MOST_MEMORY >> 30} GiB; not checked"
+                self._say(Finding(subject, Weight.WARNING, message).to_json())
+            except (SlurmrlError, OSError) as error:
+                self._say(Finding(subject, Weight.FAILED, str(error)).to_json())
+        self._say({"begins": "", "subject": ""})
+
+    def _say(self, value: dict[str, Any]) -> None:
+        self._file.write(json.dumps(value) + "\n")
+        self._file.flush()
+
+    # -- looks -------------------------------------------------------------------------------
+
+    def _weights(self) -> Iterator[Finding]:
+        seen = set()
+        for use in self.roles:
+            model = getattr(self.config, use.role)
+            what = (model.path, use.head, model.implementation)
+            if model.path is None or what in seen:
+                continue
+            seen.add(what)
+            key = f"{use.role}.path"
+            headers, wrong = read_headers(Path(model.path))
+            if model.implementation == "builtin" and not wrong:
+                values = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
+                config = ModelConfig.from_hf(values)
+                wrong = [f"{model.path}: {one}" for one in mismatches(headers, config, use.head)]
+                if extra := unused(headers, config, use.head):
+                    message = f"{model.path}: {len(extra)} tensors are not used, such as {extra[0]}"
+                    yield Finding("weights", Weight.WARNING, message, key)
+            for message in wrong:
+                yield Finding("weights", Weight.FAILED, message, key)
+
+    def _data(self) -> Iterator[Finding]:
+        for key, dataset in datasets(self.config):
+            try:
+                rows = self.rows[key] = Rows(dataset, most_bytes=MOST_BYTES)
+            except ConfigError as error:
+                yield from (_of_data(key, one) for one in error.problems)
+                continue
+            if not rows.records.whole:
+                message = (
+                    f"the file has more than {MOST_BYTES >> 20} MiB: its first {len(rows)} lines "
+                    "were checked, the others are when the run starts"
+                )
+                yield Finding("data", Weight.WARNING, message, f"{key}.path")
+
+    def _reward(self) -> Iterator[Finding]:
+        reward = self.config.reward
+        if reward is None:
+            return
+        try:
+            with closing(make(reward.name, reward.options)) as function:
+                yield from self._judged_rows(reward.name, function)
+        except UsageError as error:
+            slurm = self.config.cluster.slurm
+            elsewhere = isinstance(error.__cause__, ImportError) and (
+                slurm.container or slurm.setup
+            )
+            weight = Weight.WARNING if elsewhere else Weight.FAILED
+            hint = " (the job's own container or setup may have it)" if elsewhere else ""
+            yield Finding("reward", weight, f"{error}{hint}", "reward")
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
+            message = f"reward '{reward.name}': {describe(error)}"
+            yield Finding("reward", Weight.FAILED, message, "reward")
+
+    def _judged_rows(self, name: str, function: Reward) -> Iterator[Finding]:
+        """Rows that the reward says it cannot judge."""
+        for key, dataset in datasets(self.config):
+            rows = self.rows.get(key)
+            if dataset.type != "prompt" or rows is None:
+                continue
+            if not rows.have_references and ":" not in name:
+                message = f"{dataset.path} has no answers under '{dataset.answer_key}' to judge by"
+                yield Finding("reward", Weight.FAILED, message, f"{key}.answer_key")
+                continue
+            everyone = range(len(rows))
+            answers = rows.answers(everyone)
+            lines = [
+                {**row, "answer": answer}
+                for row, answer in zip(rows.records.rows, answers, strict=True)
+            ]
+            told = list(zip(rows.records.lines, function.check_rows(lines), strict=True))
+            for line, message in [one for one in told if one[1]][:MOST_PROBLEMS]:
+                yield Finding(
+                    "reward", Weight.FAILED, message, dataset.answer_key, f"{dataset.path}:{line}"
+                )
+
+    def _tokenizer(self) -> Iterator[Finding]:
+        folder = self.config.actor.tokenizer
+        assert folder is not None, "checked before"
+        known = vocabulary(Path(folder))
+        if known is None:
+            known = load_tokenizer(Path(folder)).get_vocab()
+        last = max(known, key=lambda token: known[token])
+        for use in self.roles:
+            shape = shape_of(getattr(self.config, use.role))
+            if shape is None or known[last] < shape.vocabulary:
+                continue
+            message = (
+                f"'{folder}' does not fit the model: its largest token id is {known[last]} "
+                f"({last!r}), and {use.role} embeds {shape.vocabulary} tokens (vocab_size)"
+            )
+            yield Finding("tokenizer", Weight.FAILED, message, "actor.tokenizer")
+            return
+
+    def _lengths(self) -> Iterator[Finding]:
+        """Lines that are left out, where a length is limited."""
+        limited = {
+            key: dataset
+            for key, dataset in datasets(self.config)
+            if key in self.rows and (dataset.max_prompt_tokens or dataset.max_tokens)
+        }
+        if not limited or self.config.actor.tokenizer is None:
+            return
+        tokenizer = load_tokenizer(Path(self.config.actor.tokenizer))
+        for key, dataset in limited.items():
+            rows = self.rows[key]
+            try:
+                left = len(rows) - len(rows.usable(tokenizer))
+            except ConfigError as error:
+                yield from (_of_data(key, one) for one in error.problems)
+                continue
+            if left:
+                weight = Weight.WARNING if 2 * left > len(rows) else Weight.NOTE
+                message = (
+                    f"{left} of {len(rows)} lines ({left / len(rows):.1%}) are longer than "
+                    f"{limits(dataset)} and are left out"
+                )
+                yield Finding("data", weight, message, key)
+
+
+def datasets(config: Config) -> Iterator[tuple[str, DatasetConfig]]:
+    """With the dotted keys of their sections."""
+    yield "dataset", config.dataset
+    if config.evaluation is not None:
+        yield "evaluation.dataset", config.evaluation.dataset
+
+
+def limits(dataset: DatasetConfig) -> str:
+    """``max_prompt_tokens 512``"""
+    named = {"max_prompt_tokens": dataset.max_prompt_tokens, "max_tokens": dataset.max_tokens}
+    return " or ".join(f"{name} {value}" for name, value in named.items() if value is not None)
+
+
+def _of_data(section: str, problem: Any) -> Finding:
+    """A setting's problem stands in the configuration, another one in the data file."""
+    if problem.key in SETTINGS or problem.key == "dataset":
+        key = f"{section}.{problem.key}" if problem.key in SETTINGS else section
+        return Finding("data", Weight.FAILED, problem.message, key)
+    return Finding("data", Weight.FAILED, problem.message, problem.key, problem.where)
+
+
+def describe(error: BaseException) -> str:
+    """``KeyError: 'x' (my_rewards.py:12)``: the last line of it that is the user's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    others = ("slurmrl", "importlib", "<frozen importlib._bootstrap>")
+    own = [one for one in frames if not set(others) & set(Path(one.filename).parts)]
+    where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{where}"
+
+
+def main(arguments: list[str]) -> None:
+    folder, parent = Path(arguments[0]), int(arguments[1])
+    process.die_with(parent)
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
+    with closing(Child(folder)) as child:
+        child.run()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

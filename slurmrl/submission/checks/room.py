@@ -1,0 +1,67 @@
+"""Whether the root of the runs has room for the checkpoints of a trial."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from slurmrl.allocation import parse
+from slurmrl.graph.roles import Head
+from slurmrl.paths import RunPaths, user_name
+from slurmrl.plan.memory import parameters
+from slurmrl.plan.settings import Settings
+from slurmrl.plan.shape import shape_of
+from slurmrl.submission.checks.finding import Finding, Weight
+
+GIB: Final = 2**30
+SCALAR_BYTES: Final = 4
+"""Weights, moments and exports are kept in float32."""
+
+
+def check(settings: Settings) -> list[Finding]:
+    """Raises OSError for a file system that does not answer."""
+    config = settings.config
+    one, export = checkpoint_bytes(settings), 0
+    if config.checkpoint.export_at_end:
+        export = _parameters(settings, "actor", "lm") * SCALAR_BYTES
+    paths = RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)
+    there = _checkpoints(paths)
+    copies = max(config.checkpoint.keep_last + 1 - there, 1)
+    needed = copies * one + export
+    folder = next(path for path in (paths.run, *paths.run.parents) if path.exists())
+    found = os.statvfs(folder)
+    free = found.f_bavail * found.f_frsize
+    if free >= needed:
+        return []
+    message = (
+        f"{_size(free)} are free in {folder}, and the run needs about {_size(needed)}: {copies} "
+        f"checkpoints of {_size(one)}{f', an export of {_size(export)}' if export else ''}; choose "
+        "another root, or lower checkpoint.keep_last"
+    )
+    return [Finding("disk space", Weight.FAILED, message, "root")]
+
+
+def checkpoint_bytes(settings: Settings) -> int:
+    """About as many as one checkpoint has: weights and optimizer states of the trained models. A
+    model whose architecture is not known counts as nothing."""
+    total = 0
+    for use in settings.algorithm.roles():
+        if use.trained:
+            tensors = 1 + len(getattr(settings.config, use.role).optimizer.moments)
+            total += _parameters(settings, use.role, use.head) * tensors * SCALAR_BYTES
+    return total
+
+
+def _parameters(settings: Settings, role: str, head: Head) -> int:
+    shape = shape_of(getattr(settings.config, role))
+    return round(parameters(shape, parse("fsdp:d1"), head).total) if shape else 0
+
+
+def _checkpoints(paths: RunPaths) -> int:
+    """How many the run has already."""
+    return len(list(paths.checkpoints.iterdir())) if paths.checkpoints.is_dir() else 0
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,160 @@
+"""All looks at a trial before it is queued."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import slurmrl
+from slurmrl.config.load import dump
+from slurmrl.errors import ConfigError, SlurmrlError
+from slurmrl.fsio import variables
+from slurmrl.monitor import sinks
+from slurmrl.plan.settings import Settings
+from slurmrl.scheduler.environment import of_local_job
+from slurmrl.submission.checks import room
+from slurmrl.submission.checks.finding import CONFIG, FINDINGS, Finding, Weight
+
+TIMEOUT_S: Final = 120.0
+CHILD: Final = "slurmrl.submission.checks.child"
+UNCHECKED: Final = "the run checks it when it starts"
+SHOWN: Final = 300
+"""Characters of what a child that crashed wrote last."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """What the run will be able to import: a snapshot that is there, or what one is made of."""
+
+    snapshot: Path | None = None
+    paths: Sequence[Path] = ()
+
+
+def check(settings: Settings, code: Code, *, timeout_s: float = TIMEOUT_S) -> list[Finding]:
+    """Everything that can be checked without a GPU; the worst comes first. Changes nothing.
+
+    Raises EnvironmentFailure, OSError where nothing can be looked at.
+    """
+    found = [*_places(settings), *room.check(settings), *_in_child(settings, code, timeout_s)]
+    order = list(Weight)
+    placed = [_placed(one, settings) for one in found]
+    return sorted(placed, key=lambda one: order.index(one.weight))
+
+
+def refuse(findings: Sequence[Finding]) -> None:
+    """Raise ConfigError with all findings that would make the run fail."""
+    failed = tuple(one.problem for one in findings if one.weight is Weight.FAILED)
+    if failed:
+        raise ConfigError(failed)
+
+
+def _places(settings: Settings) -> list[Finding]:
+    """Packages and files that settings name."""
+    config = settings.config
+    found = []
+    try:
+        sinks.check(config.logging)
+    except SlurmrlError as error:
+        found.append(Finding("logging", Weight.FAILED, str(error), "logging"))
+    try:
+        if file := config.cluster.variables_file:
+            variables.read(Path(file))
+    except SlurmrlError as error:
+        found.append(Finding("variables", Weight.FAILED, str(error), "cluster.variables_file"))
+    return found
+
+
+def _placed(finding: Finding, settings: Settings) -> Finding:
+    """With the place in the configuration of what has no other."""
+    if finding.where:
+        return finding
+    where = settings.source.where(tuple(finding.key.split("."))) if finding.key else ""
+    return dataclasses.replace(finding, where=where)
+
+
+# -- the child -------------------------------------------------------------------------------
+
+
+def _in_child(settings: Settings, code: Code, timeout_s: float) -> list[Finding]:
+    with tempfile.TemporaryDirectory(prefix="slurmrl-check-") as name:
+        folder = Path(name)
+        (folder / CONFIG).write_text(dump(settings.config), encoding="utf-8")
+        with (folder / "output").open("wb") as output:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", CHILD, str(folder), str(os.getpid())],
+                env=_environment(folder, code),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        try:
+            ended: int | None = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            ended = None
+        finally:
+            _end(process)
+        return _read(folder, ended, timeout_s)
+
+
+def _environment(folder: Path, code: Code) -> dict[str, str]:
+    """That of a job: what it does not inherit cannot be imported there either."""
+    place = code.snapshot
+    if place is None:
+        place = folder / "code"
+        place.mkdir()
+        for path in (Path(slurmrl.__file__).parent, *code.paths):
+            (place / path.name).symlink_to(path.absolute())
+    return {
+        **of_local_job(os.environ),
+        "PYTHONPATH": str(place),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """With everything that the user's code has started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _read(folder: Path, ended: int | None, timeout_s: float) -> list[Finding]:
+    """What the child found, and what it could not look at; ``ended`` is its exit code, None if it
+    ran out of time."""
+    found, begun = [], {"begins": "starting to check", "subject": "checks"}
+    path = folder / FINDINGS
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    for line in lines:
+        values = json.loads(line)
+        if "begins" in values:
+            begun = values
+        else:
+            found.append(Finding.from_json(values))
+    doing, subject = begun["begins"], begun["subject"]
+    if not doing and ended is not None:
+        return found
+    if ended is None:
+        text = (
+            f"{doing or 'ending'} took longer than {timeout_s:g} s; {UNCHECKED} (--check-timeout)"
+        )
+        return [*found, Finding(subject, Weight.WARNING, text)]
+    said = (folder / "output").read_bytes()[-4096:].decode(errors="replace").strip()
+    last = said.splitlines()[-1][:SHOWN] if said else "without a word"
+    if ended == -signal.SIGKILL:
+        text = f"the check was killed while {doing}, perhaps for its memory; {UNCHECKED}"
+        return [*found, Finding(subject, Weight.WARNING, text)]
+    text = f"{doing} ended the process with code {ended}: {last}"
+    return [*found, Finding(subject, Weight.FAILED, text)]

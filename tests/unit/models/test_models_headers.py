@@ -1,0 +1,93 @@
+"""Headers of safetensors files against an architecture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.headers import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    implied_shapes,
+    mismatches,
+    read_headers,
+    unused,
+)
+
+VALUES = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "intermediate_size": 16,
+    "vocab_size": 32,
+}
+KEY = "model.layers.1.self_attn.k_proj.weight"
+
+
+def config(**changes: object) -> ModelConfig:
+    return ModelConfig.from_hf({**VALUES, **changes})
+
+
+def save(folder: Path, of: ModelConfig, **changes: np.ndarray) -> None:
+    tensors = {
+        name: np.zeros(shape, np.float32) for name, shape in implied_shapes(of, "lm").items()
+    }
+    save_file({**tensors, **changes}, folder / SINGLE_FILE)
+
+
+def test_weights_of_the_architecture_are_accepted(tmp_path: Path) -> None:
+    for values in ({}, {"model_type": "mixtral", "num_local_experts": 2}):
+        save(tmp_path, config(**values))
+        headers, wrong = read_headers(tmp_path)
+        for head in ("lm", "value"):
+            assert [*wrong, *mismatches(headers, config(**values), head)] == []
+        assert unused(headers, config(**values), "lm") == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vocab_size": 48}, "model.embed_tokens.weight [32, 8] instead of [48, 8]"),
+        ({"num_hidden_layers": 3}, "the files lack model.layers.2.self_attn.q_proj.weight"),
+        ({"attention_bias": True}, "the files lack model.layers.0.self_attn.q_proj.bias"),
+    ],
+)
+def test_names_and_shapes_that_the_config_implies_are_missed(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    save(tmp_path, config())
+    headers, wrong = read_headers(tmp_path)
+    assert wrong == []
+    assert message in " ".join(mismatches(headers, config(**changes), "lm"))
+
+
+def test_quantised_weights_and_unused_tensors_are_named(tmp_path: Path) -> None:
+    save(tmp_path, config(), **{KEY: np.zeros((8, 8), np.int8)})
+    headers, _ = read_headers(tmp_path)
+    assert f"{KEY} (I8): only F64" in mismatches(headers, config(), "lm")[0]
+    assert unused(headers, config(num_hidden_layers=1), "lm")[0].startswith("model.layers.1.")
+
+
+def test_files_that_are_missing_cut_off_or_hold_less_are_named(tmp_path: Path) -> None:
+    save(tmp_path, config())
+    whole = (tmp_path / SINGLE_FILE).read_bytes()
+    (tmp_path / SINGLE_FILE).write_bytes(whole[:-1])
+    assert "damaged or not whole" in read_headers(tmp_path)[1][0]
+    (tmp_path / SINGLE_FILE).write_bytes(whole)
+    index = {"weight_map": {"a": "absent.safetensors", "b": SINGLE_FILE}}
+    (tmp_path / INDEX_FILE).write_text(json.dumps(index))
+    missing, lacks = read_headers(tmp_path)[1]
+    assert "absent.safetensors is missing" in missing
+    assert f"{SINGLE_FILE} lacks b, which" in lacks
+    (tmp_path / INDEX_FILE).write_text("[")
+    assert "cannot be read" in read_headers(tmp_path)[1][0]
+    (tmp_path / INDEX_FILE).unlink()
+    (tmp_path / SINGLE_FILE).unlink()
+    assert "has neither" in read_headers(tmp_path)[1][0]

@@ -1,0 +1,213 @@
+"""What is looked at before a trial is queued."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.cli.main import main
+from slurmrl.config.load import dump
+from slurmrl.errors import ConfigError
+from slurmrl.plan.settings import Settings, load_settings
+from slurmrl.submission import own_code
+from slurmrl.submission.checks import child, room
+from slurmrl.submission.checks.finding import CONFIG, FINDINGS, Finding, Weight
+from slurmrl.submission.checks.run import Code, check, refuse
+from tests.fake_runs import write_config
+
+REWARD = """
+class Good:
+    def __init__(self, *, bonus: float = 0.0) -> None: ...
+    def __call__(self, prompts, completions, rows):
+        return [0.0 for _ in completions]
+"""
+
+
+def settings_of(folder: Path, *overrides: str) -> Settings:
+    return load_settings(write_config(folder), overrides, root=folder / "runs")
+
+
+def look(folder: Path, settings: Settings, timeout_s: float = 300.0) -> list[Finding]:
+    code = own_code.find(settings.config, settings.source, [folder])
+    return check(settings, Code(paths=code.paths), timeout_s=timeout_s)
+
+
+def told(findings: list[Finding]) -> list[tuple[str, str]]:
+    return [(one.subject, str(one.weight)) for one in findings]
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_nothing_is_found_in_what_is_right(tmp_path: Path) -> None:
+    assert look(tmp_path, settings_of(tmp_path)) == []
+
+
+def test_all_that_is_wrong_is_told_at_once_each_where_it_stands(tmp_path: Path) -> None:
+    rows = write_rows(
+        tmp_path / "held.jsonl", {"prompt": "1", "answer": "2"}, {"prompt": None, "answer": "2"}
+    )
+    settings = settings_of(
+        tmp_path,
+        "dataset.prompt_template='{prmpt}'",
+        f"evaluation={{dataset: {{type: prompt_answer, path: {rows}}}}}",
+        "actor.architecture.vocab_size=15",
+        f"cluster.variables_file={tmp_path / 'absent'}",
+        "checkpoint.keep_last=1000000000000",
+    )
+    found = look(tmp_path, settings)
+    places = {(one.where.rpartition("/")[2], one.key): one.message for one in found}
+    assert all(one.weight is Weight.FAILED for one in found)
+    assert "did you mean 'prompt'?" in places["command line", "dataset.prompt_template"]
+    assert places["held.jsonl:2", "prompt"] == "must be a string, but is null"
+    assert "largest token id is 15 " in places["sft.yaml:7", "actor.tokenizer"]
+    assert "absent" in places["command line", "cluster.variables_file"]
+    assert " are free in " in places["sft.yaml", "root"]
+    with pytest.raises(ConfigError) as caught:
+        refuse(found)
+    assert len(caught.value.problems) == 5
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "message"),
+    [
+        ("def broken(:", "mine:Good", "reward 'mine:Good': .* (mine.py, line 1)"),
+        ("raise LookupError(3)", "mine:Good", "reward 'mine:Good': LookupError: 3 (mine.py:1)"),
+        (REWARD, "mine:God", "mine has no 'God'; did you mean 'Good'?"),
+        ("import only_in_my_shell", "mine:Good", "mine: No module named 'only_in_my_shell'"),
+        ("import os; os._exit(3)", "mine:Good", "importing and making the reward ended the "),
+        ("import sys; sys.exit('no')", "mine:Good", "SystemExit: no (mine.py:1)"),
+    ],
+)
+def test_a_reward_that_the_run_could_not_make_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str, message: str
+) -> None:
+    """A job has no PYTHONPATH of the shell that submits it."""
+    (tmp_path / "shell").mkdir()
+    (tmp_path / "shell" / "only_in_my_shell.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "shell"))
+    (tmp_path / "mine.py").write_text(module)
+    (found,) = look(tmp_path, settings_of(tmp_path, f"reward={{name: '{name}'}}"))
+    assert (found.subject, found.weight) == ("reward", Weight.FAILED)
+    for part in message.split(".*"):
+        assert part in found.message
+    assert "Traceback" not in found.message
+
+
+def test_a_reward_of_ones_own_is_made_with_its_options_and_what_lies_beside_it(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "beside.py").write_text("X = 1\n")
+    (tmp_path / "mine.py").write_text(f"import beside\n{REWARD}")
+    right = "reward={name: 'mine:Good', options: {bonus: 0.5}}"
+    assert look(tmp_path, settings_of(tmp_path, right)) == []
+    (found,) = look(tmp_path, settings_of(tmp_path, right.replace("bonus", "bonsu")))
+    assert (found.subject, found.key) == ("reward", "reward")
+    assert "bonsu" in found.message
+    assert not (tmp_path / "__pycache__").exists()
+
+
+def test_what_takes_too_long_is_ended_and_said_to_be_unchecked(tmp_path: Path) -> None:
+    """With all that it has started; what was found before counts."""
+    module = """
+import pathlib, subprocess, time
+sleeper = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)
+pathlib.Path(__file__).resolve().with_name("pid").write_text(str(sleeper.pid))
+time.sleep(600)
+"""
+    (tmp_path / "mine.py").write_text(module)
+    settings = settings_of(
+        tmp_path, "reward={name: 'mine:Good'}", "dataset.prompt_template='{prmpt}'"
+    )
+    found = look(tmp_path, settings, timeout_s=20.0)
+    assert told(found) == [("data", "failed"), ("reward", "warning")]
+    assert "making the reward took longer than 20 s" in found[1].message
+    sleeper = Path(f"/proc/{(tmp_path / 'pid').read_text()}")
+    deadline = time.monotonic() + 60
+    while sleeper.exists() and "\nState:\tZ" not in (sleeper / "status").read_text():
+        assert time.monotonic() < deadline, f"waited for {sleeper} to be gone"
+        time.sleep(0.05)
+
+
+def test_an_import_that_only_the_job_s_container_may_have_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("import only_in_the_image\n")
+    settings = settings_of(
+        tmp_path, "reward={name: 'mine:Good'}", "cluster.slurm.container=run --image x"
+    )
+    assert told(look(tmp_path, settings)) == [("reward", "warning")]
+
+
+def test_lines_that_are_left_out_are_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": "1+2=", "answer": "3"}] * 3 + [{"prompt": "11+22=", "answer": "33"}]
+    write_rows(tmp_path / "rows.jsonl", *rows)
+    path = f"dataset.path={tmp_path / 'rows.jsonl'}"
+    (found,) = look(tmp_path, settings_of(tmp_path, path, "dataset.max_prompt_tokens=4"))
+    assert (found.weight, found.message[:41]) == (
+        Weight.NOTE,
+        "1 of 4 lines (25.0%) are longer than max_",
+    )
+
+
+def test_a_built_in_reward_needs_answers(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "held.jsonl", {"prompt": "1"})
+    evaluation = f"evaluation={{dataset: {{type: prompt, path: {rows}}}}}"
+    settings = settings_of(tmp_path, evaluation, "reward={name: exact_match}")
+    (found,) = look(tmp_path, settings)
+    assert found.key == "evaluation.dataset.answer_key"
+    assert "no answers under 'answer'" in found.message
+
+
+def test_of_a_large_file_the_top_is_checked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(child, "MOST_BYTES", 1024)
+    settings = settings_of(tmp_path)
+    rows = [{"id": str(n), "prompt": "1+2=", "answer": "3"} for n in range(100)]
+    write_rows(Path(settings.config.dataset.path), *rows)
+    (tmp_path / CONFIG).write_text(dump(settings.config))
+    with closing(child.Child(tmp_path)) as looker:
+        looker.run()
+    lines = (tmp_path / FINDINGS).read_text().splitlines()
+    (found,) = [json.loads(line) for line in lines if "begins" not in line]
+    assert (found["subject"], found["weight"], found["key"]) == ("data", "warning", "dataset.path")
+    assert "were checked" in found["message"]
+
+
+def test_a_checkpoint_s_size_is_that_of_weights_and_moments(tmp_path: Path) -> None:
+    settings = settings_of(tmp_path)
+    matrices = 64 * 32 * 2 + 4 * 32 * 32 + 3 * 32 * 64 + 3 * 32
+    assert room.checkpoint_bytes(settings) == matrices * 4 * 3
+
+
+def test_submit_refuses_before_anything_is_written_and_can_be_told_not_to_look(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_config(tmp_path)
+    write_rows(tmp_path / "data.jsonl", {"prompt": "1", "answer": 42})
+    arguments = ["submit", str(path), "--scheduler", "local", "--root", str(tmp_path / "runs")]
+    for more in (["--dry-run"], ["--detach"]):
+        assert main([*arguments, *more]) == 2
+        said = capsys.readouterr().err
+        assert 'data.jsonl:1: answer: must be a string, but is a number (42): write "42"' in said
+        assert said.count("must be a string") == 1
+    assert not (tmp_path / "runs").exists()
+    assert main([*arguments, "--dry-run", "--no-check"]) == 0
+    assert "not checked" in capsys.readouterr().err
+
+
+def test_doctor_finds_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_config(tmp_path)
+    write_rows(tmp_path / "data.jsonl", {"prompt": "1", "answer": 42})
+    arguments = ["doctor", str(path), "--scheduler", "local", "--root", str(tmp_path / "runs")]
+    assert main([*arguments, "--json"]) == 1
+    checks = json.loads(capsys.readouterr().out)["checks"]
+    (found,) = [one for one in checks if one["name"] == "data"]
+    assert found["state"] == "failed"
+    assert "data.jsonl:1: answer: must be a string" in found["measured"]
