@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmrl.errors import EnvironmentFailure
+from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.fsio.failures import explain
+from slurmrl.fsio.failures import explain, unreadable
 from slurmrl.fsio.primitives import make_private, opened, pwrite_all
 
 DIGITS = 20
@@ -48,7 +48,8 @@ class Lease:
 def read_counter(path: Path, *, calls: SystemCalls = REAL) -> int | None:
     """The counter; None where there is none (no file yet, or half of the first write).
 
-    Raises EnvironmentFailure if the directory does not answer or is gone.
+    Raises EnvironmentFailure if the directory does not answer or is gone, CorruptFileError for
+    what is no regular file.
     """
     try:
         with opened(path, os.O_RDONLY | os.O_NOFOLLOW, calls) as file:
@@ -57,7 +58,7 @@ def read_counter(path: Path, *, calls: SystemCalls = REAL) -> int | None:
         _look_again(path.parent, calls)
         return None
     except OSError as error:
-        raise explain(error, "read", path) from error
+        raise unreadable(error, path, "remove it: its holder makes it again") from error
     whole = len(text) == DIGITS + 1 and text[:DIGITS].isdigit()
     return int(text[:DIGITS]) if whole else None
 
@@ -103,7 +104,7 @@ class LeaseObserver:
         before = self._clock()
         try:
             counter = read_counter(self._path, calls=self._calls)
-        except EnvironmentFailure:
+        except (EnvironmentFailure, CorruptFileError):
             self._looked_at = None
             return self._view()
         if counter is not None and counter != self._counter:

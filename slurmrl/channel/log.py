@@ -16,12 +16,14 @@ from slurmrl.channel.frame import Message, decode, encode
 from slurmrl.errors import CorruptFileError, UsageError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.fsio.failures import explain
+from slurmrl.fsio.failures import corrupt, explain, unreadable
 from slurmrl.fsio.primitives import opened, pwrite_all
 
 SEGMENT_BYTES = 64 << 20
 """Size from which on a log goes on in another file."""
 CHUNK_BYTES = 1 << 20
+TAIL_BYTES = 256 << 20
+"""More than a writer appends while its reader looks away."""
 LOOK_AGAIN_EVERY = 16
 """Reads of a missing file until its directory is listed: an NFS client can go on believing that a
 file is missing until it learns that the directory has changed."""
@@ -142,7 +144,7 @@ class LogReader:
         except OSError as error:
             if error.errno == errno.ESTALE:
                 return False
-            raise explain(error, "read", path) from error
+            raise unreadable(error, path) from error
         try:
             messages, taken = decode(tail)
         except CorruptFileError as error:
@@ -171,6 +173,8 @@ class LogReader:
             offset += len(chunk)
             if len(chunk) < CHUNK_BYTES:
                 break
+            if offset - self._offset > TAIL_BYTES:
+                raise corrupt(self.path, f"has more than {TAIL_BYTES} bytes after its last message")
         return b"".join(chunks)
 
     def _miss(self) -> None:

@@ -23,13 +23,16 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.fsio.failures import cause, explain
+from slurmrl.fsio.failures import NO_FILE, cause, explain
+from slurmrl.fsio.shapes import FILE_NAME, INTEGER, SIZE, TEXT, Fields, list_of, table, wrong
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
 VERSION = 1
-UNREADABLE = (errno.EIO, errno.EISDIR)
+UNREADABLE = (errno.EIO, *NO_FILE)
 """Errors of a file itself. Others (ESTALE, EACCES, …) tell nothing about what was written."""
+_FILE: Fields = {"name": FILE_NAME, "size": SIZE, "checksum": TEXT}
+_FIELDS: Fields = {"version": INTEGER, "step": INTEGER, "files": list_of(table(_FILE, _FILE))}
 
 
 @dataclass(frozen=True)
@@ -66,22 +69,20 @@ def read_manifest(directory: Path) -> Manifest:
     """Raises DamagedCheckpointError where it is missing or not whole, CheckpointError where another
     version of this program wrote it."""
     path = directory / MANIFEST
-    values = _read(path)
-    try:
-        if values["version"] != VERSION:
-            raise CheckpointError(
-                f"{path} has version {values['version']}, this program reads {VERSION}"
-            )
-        return Manifest(values["step"], tuple(SavedFile(**file) for file in values["files"]))
-    except (KeyError, TypeError) as error:
-        raise DamagedCheckpointError(
-            f"{path} is not a manifest: {error!r}", directory.name
-        ) from error
+    values = _read(path, {"version": INTEGER})
+    if values["version"] != VERSION:
+        raise CheckpointError(
+            f"{path} has version {values['version']}, this program reads {VERSION}"
+        )
+    if problem := wrong(values, _FIELDS, _FIELDS):
+        raise DamagedCheckpointError(f"{path} {problem}", directory.name)
+    files = tuple(SavedFile(**{name: file[name] for name in _FILE}) for file in values["files"])
+    return Manifest(values["step"], files)
 
 
 def read_state(directory: Path) -> dict[str, Any]:
     """The state that ``write_manifest`` was given. Raises DamagedCheckpointError."""
-    return _read(directory / STATE)
+    return _read(directory / STATE, {})
 
 
 def verify(directory: Path, *, checksums: bool = True) -> Manifest:
@@ -115,7 +116,7 @@ def _problem(directory: Path, file: SavedFile, checksums: bool) -> str:
     """Opened before it is judged: NFS looks at a file's size anew then."""
     path = directory / file.name
     try:
-        with path.open("rb") as opened:
+        with os.fdopen(REAL.open(path, os.O_RDONLY), "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             if size != file.size:
                 return f"{file.name} has {size} bytes instead of {file.size}"
@@ -134,9 +135,9 @@ def _json(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, indent=1) + "\n").encode()
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path, fields: Fields) -> dict[str, Any]:
     try:
-        return documents.read(path)
+        return documents.read(path, fields, fields)
     except FileNotFoundError as error:
         raise DamagedCheckpointError(f"{path} does not exist", path.parent.name) from error
     except CorruptFileError as error:

@@ -12,7 +12,6 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,15 +23,26 @@ from slurmrl.checkpoint.tensors import (
     write_tensors,
 )
 from slurmrl.errors import CheckpointError, LayoutError
+from slurmrl.fsio import documents
 from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.shapes import COUNT, INTEGER, SIZE, TEXT, Fields, each, items, list_of, one_of
 from slurmrl.layout.box import Box
 from slurmrl.layout.copy import Array, execute
-from slurmrl.layout.layout import Layout, TensorSpec
+from slurmrl.layout.layout import ITEM_BYTES, Layout, TensorSpec
 from slurmrl.layout.piece import Piece
 from slurmrl.layout.plan import fill
 
 KEY = "slurmrl"
 VERSION = 1
+_FIELDS: Fields = {
+    "version": INTEGER,
+    "role": TEXT,
+    "rank": COUNT,
+    "ranks": COUNT,
+    "step": INTEGER,
+    "tensors": each(items(list_of(SIZE), one_of(*ITEM_BYTES))),
+    "pieces": list_of(items(TEXT, list_of(SIZE), list_of(SIZE), TEXT, SIZE, list_of(SIZE))),
+}
 
 
 @dataclass(frozen=True)
@@ -63,7 +73,7 @@ class Part:
 
     @staticmethod
     def from_json(text: str) -> Part:
-        values: dict[str, Any] = json.loads(text)
+        values = documents.parse(text, "its layout", _FIELDS, _FIELDS)
         if values["version"] != VERSION:
             raise ValueError(f"version {values['version']} instead of {VERSION}")
         return Part(
@@ -107,13 +117,14 @@ class RoleCheckpoint:
         self._files = [file for file, _ in opened]
         self.step = first.step
         self.layout = Layout(first.tensors, tuple(part.pieces for _, part in opened))
-        self._holders = self.layout.by_name()
+        with documents.expecting(directory):
+            self._holders = self.layout.by_name()
 
     def _open(self, rank: int) -> tuple[TensorFile, Part]:
         file = TensorFile(self.directory / file_name(self.role, rank))
         try:
             part = Part.from_json(file.metadata[KEY])
-        except (KeyError, ValueError, TypeError) as error:
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{file.path} has no layout that we wrote: {error!r}") from error
         if (part.role, part.rank) != (self.role, rank):
             raise CheckpointError(f"{file.path} says it is {part.role} rank {part.rank}")

@@ -21,9 +21,11 @@ from typing import Any
 import numpy as np
 
 from slurmrl.errors import CheckpointError, CorruptFileError
+from slurmrl.fsio import documents
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.fsio.failures import explain
+from slurmrl.fsio.failures import explain, unreadable
 from slurmrl.fsio.primitives import opened
+from slurmrl.fsio.shapes import SIZE, check, list_of
 from slurmrl.layout.copy import Array
 from slurmrl.layout.layout import ITEM_BYTES, TensorSpec
 
@@ -109,11 +111,14 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._bytes = np.memmap(path, dtype=np.uint8, mode="r")
+            with os.fdopen(REAL.open(path, os.O_RDONLY), "rb") as file:
+                self._bytes = np.memmap(file, dtype=np.uint8, mode="r")
         except FileNotFoundError as error:
             raise CheckpointError(f"{path} does not exist") from error
         except ValueError as error:
             raise CorruptFileError(f"{path} is empty") from error
+        except OSError as error:
+            raise unreadable(error, path) from error
         try:
             self._read_header()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -123,11 +128,12 @@ class TensorFile:
         length = int.from_bytes(self._bytes[:8].tobytes(), "little")
         if length > min(MAX_HEADER_BYTES, self._bytes.size - 8):
             raise ValueError(f"header of {length} bytes in a file of {self._bytes.size}")
-        header: dict[str, Any] = json.loads(self._bytes[8 : 8 + length].tobytes())
+        header = documents.parse(self._bytes[8 : 8 + length].tobytes(), self.path)
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         self.specs: dict[str, TensorSpec] = {}
         self._spans: dict[str, tuple[int, int]] = {}
         for name, entry in header.items():
+            check(entry, {"shape": list_of(SIZE), "data_offsets": list_of(SIZE)}, name)
             spec = TensorSpec(tuple(entry["shape"]), DTYPES[entry["dtype"]])
             begin, end = (8 + length + offset for offset in entry["data_offsets"])
             if end - begin != spec.bytes or end > self._bytes.size:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,15 +81,13 @@ class Printer:
         """``torn``: print a last line without an end too; else it waits until it is whole."""
         for file in files:
             prefix = f"{file.label} | " if len(files) > 1 else ""
-            for line in self._new_lines(file.path, torn):
-                click.echo(prefix + line)
+            for raw in self._new_lines(file.path, torn):
+                for line in raw.decode(errors="replace").splitlines():
+                    click.echo(prefix + line)
 
-    def _new_lines(self, path: Path, torn: bool) -> list[str]:
-        offset = self._offsets.get(path, 0)
-        with path.open("rb") as file:
-            file.seek(offset)
-            data = file.read()
-        if not torn:
-            data = data[: data.rfind(b"\n") + 1]
-        self._offsets[path] = offset + len(data)
-        return data.decode(errors="replace").splitlines()
+    def _new_lines(self, path: Path, torn: bool) -> Iterator[bytes]:
+        from slurmrl.fsio import lines
+
+        with lines.opened(path) as file:
+            yield from file.forward(self._offsets.get(path, 0), torn=torn)
+            self._offsets[path] = file.offset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -93,6 +94,10 @@ def cli() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command line (default: this process's) and return its exit code."""
     ownership.make_umask_private()  # Slurm makes the batch log with the umask of sbatch's caller
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # a file's text may not fit the terminal's encoding
+        sys.stdout.reconfigure(errors="backslashreplace")
     invocation = Invocation(list(sys.argv[1:] if arguments is None else arguments))
     try:
         return _invoke(invocation)

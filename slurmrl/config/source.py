@@ -3,6 +3,7 @@ strings, ``3e-4`` is a number."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +14,20 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from slurmrl.errors import ConfigError, Problem
+from slurmrl.fsio.calls import REAL
+from slurmrl.fsio.failures import NO_FILE
+from slurmrl.fsio.primitives import opened, read_all
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 
 COMMAND_LINE = "command line"
+MOST_BYTES = 1 << 20
+MOST_VALUES = 20_000
+"""Of one file, with those that aliases stand for."""
+MOST_DEPTH = 32
+MOST_DIGITS = 300
+"""Of a number; more do not fit into a float."""
+LARGEST = 10**MOST_DIGITS
 
 
 def dotted(path: KeyPath) -> str:
@@ -52,14 +63,7 @@ class Source:
 
 def read(path: Path) -> Source:
     """The file's values. Raises ConfigError where there is no file or it is not YAML."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError((Problem(str(path), "", f"cannot be read: {error.strerror}"),)) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(
-            (Problem(str(path), "", f"is not UTF-8 text: {error.reason}"),)
-        ) from error
+    text = _text(path)
     source = Source(path)
     node = compose(text, str(path))
     if node is None:
@@ -68,6 +72,23 @@ def read(path: Path) -> Source:
         raise ConfigError((Problem(f"{path}:1", "", "expected lines of key: value"),))
     source.values = Builder(source, file=str(path)).mapping(node, ())
     return source
+
+
+def _text(path: Path) -> str:
+    try:
+        with opened(path, os.O_RDONLY, REAL) as descriptor:
+            data = read_all(descriptor, REAL, MOST_BYTES)
+            if data is None:
+                raise ConfigError((Problem(str(path), "", f"is larger than {MOST_BYTES} bytes"),))
+            return data.decode()
+    except OSError as error:
+        kind = NO_FILE.get(error.errno or 0)
+        why = f"is {kind}, not a regular file" if kind else f"cannot be read: {error.strerror}"
+        raise ConfigError((Problem(str(path), "", why),)) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            (Problem(str(path), "", f"is not UTF-8 text: {error.reason}"),)
+        ) from error
 
 
 def compose(text: str, name: str) -> Node | None:
@@ -102,8 +123,15 @@ class Builder:
         self._file = file
         self._constructor = _yaml().constructor
         self._open: set[int] = set()
+        self._count = 0
 
     def value(self, node: Node, path: KeyPath) -> Any:
+        self._count += 1
+        if self._count > MOST_VALUES:
+            message = f"more than {MOST_VALUES} values, counting what aliases stand for"
+            raise ConfigError((Problem(self._where(node), dotted(path), message),))
+        if len(path) > MOST_DEPTH:
+            return self._refuse(path, f"nested more than {MOST_DEPTH} levels deep")
         if isinstance(node, ScalarNode):
             return self._scalar(node, path)
         if id(node) in self._open:
@@ -151,13 +179,17 @@ class Builder:
             return self._refuse(path, f"{node.value!r} cannot be read: {reason}")
         if isinstance(value, str) and not _is_text(value):
             return self._refuse(path, f"{value!r} holds half of a character (a lone surrogate)")
+        if isinstance(value, int) and abs(value) > LARGEST:
+            return self._refuse(path, f"{node.value[:20]}… has more than {MOST_DIGITS} digits")
         if value is None or isinstance(value, bool | int | float | str):
             return value
         return self._refuse(path, f"{node.value!r} is of a kind ({node.tag}) that is not taken")
 
     def _mark(self, path: KeyPath, node: Node) -> None:
-        where = f"{self._file}:{node.start_mark.line + 1}" if self._file else COMMAND_LINE
-        self._source.marks[path] = where
+        self._source.marks[path] = self._where(node)
+
+    def _where(self, node: Node) -> str:
+        return f"{self._file}:{node.start_mark.line + 1}" if self._file else COMMAND_LINE
 
     def _refuse(self, path: KeyPath, message: str) -> None:
         self._source.problems.append(self._source.problem(path, message))

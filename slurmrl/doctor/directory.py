@@ -100,7 +100,7 @@ def _round(path: Path) -> dict[str, float]:
 
 def _read(path: Path) -> None:
     with opened(path, os.O_RDONLY, REAL) as descriptor:
-        if read_all(descriptor, REAL) != BLOCK:
+        if read_all(descriptor, REAL, 2 * len(BLOCK)) != BLOCK:
             raise EnvironmentFailure(f"{path} does not hold what was written into it")
 
 

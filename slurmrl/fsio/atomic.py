@@ -10,7 +10,7 @@ from stat import S_IMODE, S_ISGID
 
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.fsio.failures import DEFINITE, explain
+from slurmrl.fsio.failures import DEFINITE, corrupt, explain, unreadable
 from slurmrl.fsio.primitives import (
     discard,
     is_temporary,
@@ -22,6 +22,8 @@ from slurmrl.fsio.primitives import (
 )
 
 DIRECTORY_MODE = 0o700
+LIMIT_BYTES = 64 << 20
+"""More than any file that is read whole: plans of thousands of hosts have a few MB."""
 RETRY_PAUSES_S = (0.005, 0.02, 0.1, 0.5, 1.0)
 """Pauses before the retries of something whose outcome is unclear."""
 
@@ -69,21 +71,36 @@ def replace(path: Path, data: bytes, *, durable: bool = True, calls: SystemCalls
         return
 
 
-def read(path: Path, *, calls: SystemCalls = REAL) -> bytes:
-    """The whole content. Raises FileNotFoundError, or EnvironmentFailure for other errors.
+def read(path: Path, *, calls: SystemCalls = REAL, limit_bytes: int = LIMIT_BYTES) -> bytes:
+    """The whole content.
 
     ESTALE (the file was replaced on the server while we held an old handle) is tried again.
+    Raises FileNotFoundError, CorruptFileError for what is no regular file or is larger than
+    ``limit_bytes``, EnvironmentFailure for other errors.
     """
     for pause_s in (*RETRY_PAUSES_S, None):
         try:
             with opened(path, os.O_RDONLY | os.O_NOFOLLOW, calls) as descriptor:
-                return read_all(descriptor, calls)
+                data = read_all(descriptor, calls, limit_bytes)
         except FileNotFoundError:
             raise
         except OSError as error:
-            retry_s = pause_s if error.errno == errno.ESTALE else None
-            _pause_or_raise(error, "read", path, retry_s, calls)
+            if error.errno != errno.ESTALE or pause_s is None:
+                raise unreadable(error, path) from error
+            _pause_or_raise(error, "read", path, pause_s, calls)
+            continue
+        if data is None:
+            raise corrupt(path, f"is larger than {limit_bytes} bytes")
+        return data
     raise AssertionError("unreachable: the last try returns or raises")
+
+
+def read_needed(path: Path, *, calls: SystemCalls = REAL) -> bytes:
+    """`read` of a file that must be there: CorruptFileError too where it is missing."""
+    try:
+        return read(path, calls=calls)
+    except FileNotFoundError as error:
+        raise corrupt(path, "is missing") from error
 
 
 def append(path: Path, data: bytes, *, calls: SystemCalls = REAL) -> None:
@@ -98,6 +115,17 @@ def append(path: Path, data: bytes, *, calls: SystemCalls = REAL) -> None:
                 view = view[calls.write(descriptor, view) :]
     except OSError as error:
         raise explain(error, "append to", path) from error
+
+
+def truncate(path: Path, size: int, *, calls: SystemCalls = REAL) -> None:
+    """Cut a file off, durably; a crash leaves it as it was or as it is to be. Raises
+    EnvironmentFailure."""
+    try:
+        with opened(path, os.O_WRONLY | os.O_NOFOLLOW, calls) as descriptor:
+            calls.truncate(descriptor, size)
+            calls.fsync(descriptor)
+    except OSError as error:
+        raise explain(error, "cut", path) from error
 
 
 def remove(path: Path, *, calls: SystemCalls = REAL) -> bool:

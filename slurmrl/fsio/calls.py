@@ -6,17 +6,34 @@ in its place that record, fail, delay or show a stale view.
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import time
 from collections.abc import Iterable
 from pathlib import Path
+
+from slurmrl.fsio.local import is_local
 
 
 class SystemCalls:
     """The real thing. Errors are the OSErrors of the operating system."""
 
     def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
-        return os.open(path, flags, mode)
+        """Regular files only: EISDIR for a directory, ENXIO for a FIFO, a socket or a device,
+        without waiting for whoever holds its other end."""
+        descriptor = os.open(path, flags | os.O_NONBLOCK, mode)
+        kind = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(kind):
+            os.close(descriptor)
+            number = errno.EISDIR if stat.S_ISDIR(kind) else errno.ENXIO
+            raise OSError(number, os.strerror(number), str(path))
+        return descriptor
+
+    def caches(self, directory: Path) -> bool:
+        """Whether this machine can see an older state of a directory than the one that others
+        have made; on a local file system it cannot."""
+        return not is_local(directory)
 
     def close(self, descriptor: int) -> None:
         os.close(descriptor)
@@ -32,6 +49,9 @@ class SystemCalls:
 
     def pwrite(self, descriptor: int, data: bytes | memoryview, offset: int) -> int:
         return os.pwrite(descriptor, data, offset)
+
+    def truncate(self, descriptor: int, size: int) -> None:
+        os.ftruncate(descriptor, size)
 
     def fsync(self, descriptor: int) -> None:
         os.fsync(descriptor)

@@ -1,32 +1,58 @@
-"""JSON objects in files, read without trusting them."""
+"""JSON objects in files, read without trusting them: regular files of a bounded size, numbers that
+are finite and of a bounded length, values that are not nested deeply, and fields of known types."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from slurmrl.errors import CorruptFileError, SlurmrlError
+from slurmrl.errors import SlurmrlError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.failures import REMEDY, corrupt
+from slurmrl.fsio.shapes import Fields, check
+
+MOST_DEPTH = 64
+"""Levels of lists and objects; nothing of ours has more than ten."""
+MOST_DIGITS = 20
+"""Of an integer: those of 64 bits, and its sign."""
 
 
-def parse(text: str | bytes, where: object) -> dict[str, Any]:
-    """Raises CorruptFileError that names ``where`` for anything but a JSON object."""
+def parse(
+    text: str | bytes,
+    where: object,
+    fields: Fields | None = None,
+    required: Collection[str] = (),
+    *,
+    remedy: str = REMEDY,
+) -> dict[str, Any]:
+    """Raises CorruptFileError that names ``where`` for anything but a JSON object with these
+    ``fields`` (see `shapes`), of which the ``required`` ones must be there."""
     try:
-        values = json.loads(text)
+        values = _DECODER.decode(text if isinstance(text, str) else text.decode())
     except (ValueError, RecursionError) as error:
-        raise CorruptFileError(f"{where} is not JSON: {error!r}") from error
+        raise corrupt(where, f"is not JSON that we write: {error}", remedy) from error
     if not isinstance(values, dict):
-        raise CorruptFileError(f"{where} does not hold a JSON object")
+        raise corrupt(where, "does not hold a JSON object", remedy)
+    if _too_deep(values):
+        raise corrupt(where, f"is nested more than {MOST_DEPTH} levels deep", remedy)
+    check(values, fields or {}, where, required, remedy=remedy)
     return values
 
 
-def read(path: Path, *, calls: SystemCalls = REAL) -> dict[str, Any]:
-    """Raises FileNotFoundError, CorruptFileError, EnvironmentFailure."""
-    return parse(atomic.read(path, calls=calls), path)
+def read(
+    path: Path,
+    fields: Fields | None = None,
+    required: Collection[str] = (),
+    *,
+    calls: SystemCalls = REAL,
+) -> dict[str, Any]:
+    """`parse` of a file. Raises FileNotFoundError, CorruptFileError, EnvironmentFailure."""
+    return parse(atomic.read(path, calls=calls), path, fields, required)
 
 
 @contextmanager
@@ -37,5 +63,34 @@ def expecting(where: object) -> Iterator[None]:
         yield
     except SlurmrlError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise CorruptFileError(f"{where} does not hold what it should: {error!r}") from error
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise corrupt(where, f"does not hold what it should ({error!r})") from error
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:MOST_DIGITS]}… is too large")
+    return value
+
+
+def _bounded(text: str) -> int:
+    if len(text) > MOST_DIGITS:
+        raise ValueError(f"the number {text[:MOST_DIGITS]}… is too long")
+    return int(text)
+
+
+_DECODER = json.JSONDecoder(
+    parse_float=_finite, parse_int=_bounded, parse_constant=lambda constant: None
+)
+"""NaN and Infinity, which are not JSON but which Python writes, count as null."""
+
+
+def _too_deep(value: Any) -> bool:
+    below = [value]
+    for _ in range(MOST_DEPTH):
+        inner = (one.values() if isinstance(one, dict) else one for one in below)
+        below = [item for items in inner for item in items if isinstance(item, dict | list)]
+        if not below:
+            return False
+    return True

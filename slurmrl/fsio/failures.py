@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from slurmrl.errors import EnvironmentFailure
+from slurmrl.errors import CorruptFileError, EnvironmentFailure
 
 DEFINITE = frozenset(
     {
@@ -40,3 +40,29 @@ def explain(error: OSError, action: str, path: Path) -> EnvironmentFailure:
     reason = os.strerror(error.errno) if error.errno else str(error)
     name = errno.errorcode.get(error.errno or 0, "")
     return EnvironmentFailure(f"cannot {action} {path}: {reason}{f' ({name})' if name else ''}")
+
+
+NO_FILE = {
+    errno.EISDIR: "a directory",
+    errno.ELOOP: "a symbolic link",
+    errno.ENXIO: "a FIFO, a socket or a device",
+}
+REMEDY = "restore it from a backup, or start another trial: slurmrl submit CONFIG --new"
+"""For files that a trial cannot do without."""
+MOVE_AWAY = "move it away: it is only a record for people"
+
+
+def corrupt(where: object, what: str, remedy: str = REMEDY) -> CorruptFileError:
+    """For a file of ours that does not hold what we wrote: its name, what is wrong, what to do."""
+    return CorruptFileError(f"{where} {what}; {remedy}")
+
+
+def unreadable(
+    error: OSError, path: Path, remedy: str = REMEDY
+) -> EnvironmentFailure | CorruptFileError:
+    """What to raise for an OSError of a read: something that is no file is damage, which trying
+    again does not mend."""
+    kind = NO_FILE.get(error.errno or 0)
+    if kind is not None:
+        return corrupt(path, f"is {kind}, not a regular file", remedy)
+    return explain(error, "read", path)

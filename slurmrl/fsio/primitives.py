@@ -29,11 +29,14 @@ def opened(path: Path, flags: int, calls: SystemCalls) -> Iterator[int]:
     calls.close(descriptor)
 
 
-def read_all(descriptor: int, calls: SystemCalls) -> bytes:
-    """From the descriptor's position to the end of the file."""
-    chunks = []
+def read_all(descriptor: int, calls: SystemCalls, limit_bytes: int) -> bytes | None:
+    """From the descriptor's position to the end of the file; None if that is too much."""
+    chunks, size = [], 0
     while chunk := calls.read(descriptor, READ_BYTES):
         chunks.append(chunk)
+        size += len(chunk)
+        if size > limit_bytes:
+            return None
     return b"".join(chunks)
 
 

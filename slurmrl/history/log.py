@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from slurmrl import log
 from slurmrl.errors import CorruptFileError, SlotTakenError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.fsio.failures import explain
+from slurmrl.fsio.failures import corrupt, explain
 from slurmrl.history.record import Kind, Record, pack, unpack
 
 SLOT_DIGITS = 8
+_SLOT = re.compile(r"[0-9]{8}|[1-9][0-9]{8,11}")
+LEAST_PAUSES = 4
+"""So many looks are enough where no cache lies."""
 HIDDEN_PAUSES_S = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """Pauses before looks at the directory while a slot that must exist does not show: NFS clients
 may believe for a minute that a file is missing."""
+LONG_PAUSE_S = 1.0
+"""Before a pause of so many seconds people are told what is waited for."""
+
+logger = log.get(__name__)
 
 
 class History:
@@ -51,17 +60,14 @@ class History:
         there: only after some time, since caches and listings can show a newer slot before an
         older one.
         """
-        for pause_s in HIDDEN_PAUSES_S:
-            if pause_s:
-                self._calls.sleep(pause_s)
-            least = max(at_least, self._listed())
+        least = at_least
+        for _ in self._looks(lambda: self._path(len(self._records))):
+            least = max(least, self._listed())
             while (record := self._read_slot(len(self._records))) is not None:
                 self._records.append(record)
             if len(self._records) >= least:
                 return list(self._records)
-        raise CorruptFileError(
-            f"{self._directory}: slot {len(self._records)} is missing, slot {least - 1} was made"
-        )
+        raise self._missing(len(self._records), least - 1)
 
     def count(self) -> int:
         """How many records there are, without reading them."""
@@ -72,13 +78,34 @@ class History:
 
     def record(self, slot: int) -> Record:
         """One of the first `count` records. Raises as `read`."""
-        for pause_s in HIDDEN_PAUSES_S:
-            if pause_s:
-                self._calls.sleep(pause_s)
+        for again in self._looks(lambda: self._path(slot)):
+            if again:
                 self._listed()
             if self._look_at(slot):
                 return self._single[slot]
-        raise CorruptFileError(f"{self._directory}: slot {slot} is missing, a later one was made")
+        raise self._missing(slot, self._listed() - 1)
+
+    def _looks(self, hidden: Callable[[], Path]) -> Iterator[int]:
+        """Numbers of looks for a slot that must exist, with pauses between them: many where a
+        cache may hide it, which is said then."""
+        lies = self._calls.caches(self._directory)
+        for number, pause_s in enumerate(
+            HIDDEN_PAUSES_S if lies else HIDDEN_PAUSES_S[:LEAST_PAUSES]
+        ):
+            if pause_s == LONG_PAUSE_S:
+                left_s = sum(HIDDEN_PAUSES_S[number:])
+                logger.warning(
+                    "%s is not there although it was made: looking for another %.0f s, in which "
+                    "caches of the file system may show it",
+                    hidden(),
+                    left_s,
+                )
+            if pause_s:
+                self._calls.sleep(pause_s)
+            yield number
+
+    def _missing(self, slot: int, made: int) -> CorruptFileError:
+        return corrupt(self._path(slot), f"is missing although slot {made} was made")
 
     def _look_at(self, slot: int) -> bool:
         if slot not in self._single and (record := self._read_slot(slot)) is not None:
@@ -100,11 +127,12 @@ class History:
         return self._directory / f"{slot:0{SLOT_DIGITS}d}"
 
     def _read_slot(self, slot: int) -> Record | None:
+        path = self._path(slot)
         try:
-            data = atomic.read(self._path(slot), calls=self._calls)
+            data = atomic.read(path, calls=self._calls)
         except FileNotFoundError:
             return None
-        return unpack(data, slot)
+        return unpack(data, slot, path)
 
     def _listed(self) -> int:
         """One more than the highest slot in the listing. Listing also makes an NFS client look
@@ -116,5 +144,4 @@ class History:
                 raise explain(error, "list", self._directory) from error
             return 0
         self._listed_once = True
-        long = filter(str.isdecimal, [name for name in names if len(name) >= SLOT_DIGITS])
-        return max(map(int, long), default=-1) + 1
+        return max((int(name) for name in names if _SLOT.fullmatch(name)), default=-1) + 1

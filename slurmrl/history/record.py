@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from slurmrl.errors import CorruptFileError
+from slurmrl.fsio import documents
+from slurmrl.fsio.failures import corrupt
+from slurmrl.fsio.shapes import COUNT, FILE_NAME, INTEGER, SECONDS, SIZE, TEXT, check, one_of, table
 
 
 class Kind(StrEnum):
@@ -56,24 +58,34 @@ def pack(record: Record, nonce: str) -> bytes:
     return (json.dumps(content) + "\n").encode()
 
 
-def unpack(data: bytes, slot: int) -> Record:
-    """The record in ``slot``. Raises CorruptFileError."""
-    try:
-        content = json.loads(data)
-        record = Record(
-            content["slot"],
-            Kind(content["kind"]),
-            content["incarnation"],
-            content["time"],
-            content["data"],
-        )
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise CorruptFileError(f"history slot {slot} is not a record: {error!r}") from error
-    if (
-        record.slot != slot
-        or type(record.incarnation) is not int
-        or type(record.time) not in (int, float)
-        or not isinstance(record.data, dict)
-    ):
-        raise CorruptFileError(f"history slot {slot} is not a record: {record}")
-    return record
+_FIELDS = {
+    "slot": SIZE,
+    "kind": one_of(*Kind),
+    "incarnation": COUNT,
+    "time": SECONDS,
+    "data": table(
+        {
+            "step": COUNT,
+            "directory": FILE_NAME,
+            "base": FILE_NAME,
+            "job": TEXT,
+            "host": TEXT,
+            "link": INTEGER,
+            "submission": COUNT,
+            "reason": TEXT,
+            "traceback": TEXT,
+        }
+    ),
+}
+
+
+def unpack(data: bytes, slot: int, where: object = "") -> Record:
+    """The record in ``slot``. Raises CorruptFileError that names ``where``."""
+    where = where or f"history slot {slot}"
+    values = documents.parse(data, where, _FIELDS, _FIELDS)
+    if values["slot"] != slot:
+        raise corrupt(where, f"holds the record of slot {values['slot']}")
+    kind = Kind(values["kind"])
+    if kind in (Kind.COMMIT, Kind.DELETE, Kind.EXPORT):
+        check(values["data"], {}, where, ("step", "directory"))
+    return Record(slot, kind, values["incarnation"], float(values["time"]), values["data"])

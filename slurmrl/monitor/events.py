@@ -8,7 +8,6 @@ lines that are no events are passed over.
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Any
 
 from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
-from slurmrl.fsio import atomic, documents
+from slurmrl.fsio import atomic, documents, lines
+from slurmrl.fsio.shapes import COUNT, INTEGER, SECONDS, TEXT, Fields, list_of
 from slurmrl.paths import RunPaths
 
 logger = log.get(__name__)
@@ -25,6 +25,19 @@ Event = dict[str, Any]
 """``time``, ``writer``, ``kind`` and what belongs to the kind."""
 
 SUFFIX = ".jsonl"
+FIELDS: Fields = {
+    "time": SECONDS,
+    "kind": TEXT,
+    "step": INTEGER,
+    "seconds": SECONDS,
+    "stall_s": SECONDS,
+    "reason": TEXT,
+    "incarnation": COUNT,
+    "round": INTEGER,
+    "hosts": list_of(TEXT),
+    "host": TEXT,
+    "cause": TEXT,
+}
 END_BYTES = 32 * 1024
 """What is read from each end of a writer's file by those who need to know how it began and what
 it said last."""
@@ -55,17 +68,14 @@ def read_ends(paths: RunPaths, writer: str) -> list[Event]:
     """The first and the last events of one writer; all of them, unless they are very many."""
     path = paths.event_file(writer)
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            if size <= 2 * END_BYTES:
-                return _parse(file.read(), path)
-            first = file.read(END_BYTES)
-            file.seek(size - END_BYTES)
-            last = file.read().partition(b"\n")[2]
+        with lines.opened(path) as file:
+            if file.size <= 2 * END_BYTES:
+                return _parse(file.forward(), path)
+            first = _parse(file.forward(stop=END_BYTES), path)
+            last = [line for _, line in file.backward(file.size - END_BYTES)]
+            return first + _parse(reversed(last), path)
     except FileNotFoundError:
         return []
-    return _parse(first, path) + _parse(last, path)
 
 
 class Reader:
@@ -90,30 +100,26 @@ class Reader:
 
     def _new(self, name: str) -> list[Event]:
         path = self._paths.event_file(name.removesuffix(SUFFIX))
-        offset = self._offsets.get(name, 0)
         try:
-            with path.open("rb") as file:
-                file.seek(offset)
-                data = file.read()
+            with lines.opened(path) as file:
+                found = _parse(file.forward(self._offsets.get(name, 0)), path)
+                self._offsets[name] = file.offset
         except FileNotFoundError:
             return []  # the listing is older than a deletion by hand
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offsets[name] = offset + len(whole)
-        return _parse(whole, path)
+        return found
 
 
 def in_order(events: Iterable[Event]) -> list[Event]:
     return sorted(events, key=lambda event: float(event["time"]))
 
 
-def _parse(data: bytes, path: Path) -> list[Event]:
+def _parse(raw_lines: Iterable[bytes], path: Path) -> list[Event]:
     """The events in whole lines."""
     events = []
-    for raw in data.split(b"\n")[:-1]:
+    for raw in raw_lines:
         try:
-            event = documents.parse(raw, path)
+            event = documents.parse(raw, path, FIELDS, ("time", "kind"))
         except CorruptFileError:
             continue  # torn by a crash
-        if isinstance(event.get("time"), int | float) and isinstance(event.get("kind"), str):
-            events.append({**event, "writer": path.name.removesuffix(SUFFIX)})
+        events.append({**event, "writer": path.name.removesuffix(SUFFIX)})
     return events

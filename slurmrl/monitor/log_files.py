@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurmrl import keys
 from slurmrl.errors import UnknownNameError
-from slurmrl.fsio import documents
 from slurmrl.history.recent import begin_of
+from slurmrl.monitor import published
 from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
 from slurmrl.registry import near
 
-AGENT_LOG = re.compile(r"(\d+)\.(\d+)\.log")
+AGENT_LOG = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\.log")
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,17 @@ def serving(paths: RunPaths, incarnation: int) -> Attempts:
         raise UnknownNameError(f"incarnation {incarnation} has not begun; see slurmrl status")
     found = {}
     with make("file", directory=paths.names) as names:
-        for text in names.get_subtree(keys.ATTEMPTS):
-            attempt = documents.parse(text, keys.ATTEMPTS)
-            with documents.expecting(keys.ATTEMPTS):
-                if attempt["job"] == begin.data.get("job"):
-                    found[str(attempt["group"]), int(attempt["task"])] = int(attempt["attempt"])
+        for attempt in published.attempts(names):
+            if attempt["job"] == begin.data.get("job"):
+                found[attempt["group"], attempt["task"]] = attempt["attempt"]
     return found
 
 
 def _of_group(paths: RunPaths, group: str, only: Attempts | None) -> dict[str, Path]:
     attempts: dict[int, int] = {}
     folder = paths.logs / group
-    for name in (file.name for file in folder.iterdir()):
+    names = [entry.name for entry in os.scandir(folder) if entry.is_file(follow_symlinks=False)]
+    for name in names:
         match = AGENT_LOG.fullmatch(name)
         if match:
             task, attempt = int(match[1]), int(match[2])
@@ -86,7 +85,7 @@ def _of_group(paths: RunPaths, group: str, only: Attempts | None) -> dict[str, P
         return {f"{group}/{t}": paths.log(group, t, a) for t, a in sorted(attempts.items())}
     if only is not None:
         return {}
-    stats = [(path, path.stat()) for path in folder.glob("*.out")]
+    stats = [(folder / name, (folder / name).stat()) for name in names if name.endswith(".out")]
     written = [(stat.st_mtime_ns, path) for path, stat in stats if stat.st_size]
     return {f"{group}/batch": max(written)[1]} if written else {}
 

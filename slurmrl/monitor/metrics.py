@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from slurmrl.fsio import atomic
+from slurmrl.errors import CorruptFileError
+from slurmrl.fsio import atomic, documents, lines
+from slurmrl.fsio.shapes import INTEGER, Fields
 
-TAIL_BYTES = 64 * 1024
-"""What `read_latest` reads from the end at first; doubled until it holds enough lines."""
+FIELDS: Fields = {"step": INTEGER}
+LATEST_BYTES = 64 << 20
+"""How far from the end `read_latest` looks at most."""
+MIXED_BYTES = 1 << 20
+"""How far before the last line that stays `cut` looks for others that go."""
+NO_STEP = 2**60
+"""Greater than any step."""
 
 
 class MetricsWriter:
@@ -41,46 +48,62 @@ class MetricsWriter:
 
 def encode(values: Mapping[str, Any]) -> bytes:
     """One line. JSON has no NaN and no infinity: they become null."""
-    finite = {name: None if _not_finite(value) else value for name, value in values.items()}
-    return json.dumps(finite, allow_nan=False).encode() + b"\n"
+    return json.dumps(finite(values), allow_nan=False).encode() + b"\n"
+
+
+def finite(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values with null in the place of what JSON does not have."""
+    return {name: None if _not_finite(value) else value for name, value in values.items()}
 
 
 def cut(path: Path, last_step: int) -> None:
     """Drop lines of steps after ``last_step`` and a torn last line, at the begin of an
-    incarnation that goes on from that step."""
+    incarnation that goes on from that step. Reads from the end as far as that takes."""
     try:
-        old = atomic.read(path)
+        with lines.opened(path) as file:
+            end, mixed = _cut_at(file, last_step)
+            if mixed:
+                whole = file.forward()
+                kept = [raw + b"\n" for raw in whole if _step(raw, path) <= last_step]
+            size = file.size
     except FileNotFoundError:
         return
-    kept = b"".join(encode(line) for line in _lines(_whole(old)) if line["step"] <= last_step)
-    if kept != old:
-        atomic.replace(path, kept)
+    if mixed:
+        atomic.replace(path, b"".join(kept))
+    elif end != size:
+        atomic.truncate(path, end)
+
+
+def _cut_at(file: lines.LineFile, last_step: int) -> tuple[int, bool]:
+    """Where the lines end that stay, and whether some that go stand before others that stay: then
+    an earlier incarnation's master wrote on beside a later one's."""
+    end = None
+    for offset, raw in file.backward() if last_step >= 0 else ():
+        step = _step(raw, offset)
+        if step <= last_step and end is None:
+            end = offset + len(raw) + 1
+        elif last_step < step < NO_STEP and end is not None:
+            return end, True
+        if end is not None and end - offset > MIXED_BYTES:
+            break
+    return end or 0, False
 
 
 def read(path: Path) -> list[dict[str, Any]]:
     """All lines; a torn last one and a missing file count as not written yet."""
     try:
-        return list(_lines(_whole(path.read_bytes())))
+        with lines.opened(path) as file:
+            return list(_parsed(file.forward(), path))
     except FileNotFoundError:
         return []
 
 
 def read_latest(path: Path, n: int) -> list[dict[str, Any]]:
-    """The last ``n`` lines, oldest first; reads only as much of the file's end as that takes."""
+    """The last ``n`` lines, oldest first, as far as they lie in the last LATEST_BYTES."""
     try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            want = TAIL_BYTES
-            while True:
-                start = max(0, size - want)
-                file.seek(start)
-                data = file.read(size - start)
-                if start:
-                    data = data.partition(b"\n")[2]
-                lines = list(islice(_lines(reversed(_whole(data))), n))
-                if len(lines) == n or not start:
-                    return lines[::-1]
-                want *= 2
+        with lines.opened(path) as file:
+            newest = (raw for _, raw in file.backward(max(0, file.size - LATEST_BYTES)))
+            return list(islice(_parsed(newest, path), n))[::-1]
     except FileNotFoundError:
         return []
 
@@ -94,21 +117,21 @@ def newest(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     return newest
 
 
-def _whole(data: bytes) -> list[bytes]:
-    """The lines that have an end."""
-    return data.split(b"\n")[:-1]
-
-
-def _lines(lines: Iterable[bytes]) -> Iterator[dict[str, Any]]:
+def _parsed(raw_lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
     """The lines that hold an object with a step. What a crash left in the middle of the file (a
     torn line that a later one was appended to) is passed over."""
-    for raw in lines:
-        try:
-            line = json.loads(raw)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            yield line
+    for raw in raw_lines:
+        with suppress(CorruptFileError):
+            yield documents.parse(raw, path, FIELDS, FIELDS)
+
+
+def _step(raw: bytes, where: object) -> int:
+    """The step of a line; NO_STEP for one that is none."""
+    try:
+        step: int = documents.parse(raw, where, FIELDS, FIELDS)["step"]
+    except CorruptFileError:
+        return NO_STEP
+    return step
 
 
 def _not_finite(value: Any) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import time
 from collections.abc import Mapping
 from typing import Any, Protocol
 
 from slurmrl.config.schema import Logging, Wandb
 from slurmrl.errors import MissingDependencyError
+from slurmrl.fsio import documents
+from slurmrl.fsio.shapes import TEXT
 from slurmrl.paths import RunPaths
 
 
@@ -90,7 +91,7 @@ class WeightsAndBiases:
         self._run = wandb.init(
             project=settings.project,
             name=f"{paths.experiment}/{paths.trial}",
-            id=json.loads(paths.identity.read_bytes())["uuid"],
+            id=documents.read(paths.identity, {"uuid": TEXT}, ("uuid",))["uuid"],
             resume="allow",
             mode=settings.mode,
             dir=str(paths.run),

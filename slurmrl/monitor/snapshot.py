@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl import keys
-from slurmrl.errors import CorruptFileError, NameNotFoundError
 from slurmrl.fsio import atomic, documents
+from slurmrl.fsio.shapes import COUNT, FLAG, INTEGER, SECONDS, TEXT, Fields, Kind, list_of, table
 from slurmrl.history.recent import Begun, Recent, recent
-from slurmrl.monitor import events, metrics, throughput
+from slurmrl.monitor import events, metrics, published, throughput
 from slurmrl.monitor.events import Event
 from slurmrl.name_resolve import make
 from slurmrl.name_resolve.base import NameStore
@@ -28,6 +29,23 @@ FIRST_STARTS = 5
 """Incarnations among which the first one is looked for that came as far as training."""
 MOST_METRICS_BYTES = 32 * 1024 * 1024
 """Metrics that are added up at most, for the story of one trial."""
+
+HEARTBEAT = Kind("from 0 to 3600 s", lambda value: SECONDS.accepts(value) and 0 <= value <= 3600)
+"""It is waited for."""
+REQUEST: Fields = {
+    "scheduler": TEXT,
+    "total_steps": INTEGER,
+    "heartbeat_s": HEARTBEAT,
+    "time": SECONDS,
+    "signal_lead_s": SECONDS,
+    "snapshot": COUNT,
+    "continue": TEXT,
+}
+REQUIRED = ("scheduler", "total_steps", "heartbeat_s")
+_GROUP: Fields = {"name": TEXT, "hosts": COUNT, "elastic": FLAG, "workers_per_host": COUNT}
+PLAN: Fields = {"groups": list_of(table(_GROUP, ("name", "hosts", "elastic")))}
+_NUMBER = re.compile(r"[0-9]{1,9}")
+"""Submissions, tasks and attempts as file names and keys hold them."""
 
 
 @dataclass(frozen=True)
@@ -168,8 +186,8 @@ def _traces(
     attempt = next((one for one in leaders if job and one.get("job") == job), {})
     return Traces(
         begun,
-        _value(names, keys.failure(begun.number)),
-        _value(names, keys.warned(begun.number)),
+        published.failure(names, begun.number),
+        published.warned(names, begun.number),
         attempt,
         events.read_ends(paths, f"master.{begun.number}"),
         _agent(paths, attempt, begun.number),
@@ -200,18 +218,17 @@ def newest_submission(paths: RunPaths) -> Submission | None:
     for number in sorted(submission_numbers(paths), reverse=True):
         path = paths.submission_request(number)
         try:
-            request = documents.read(path)
+            request = documents.read(path, REQUEST, REQUIRED)
         except FileNotFoundError:
             continue  # its submitter has not come as far, or never will
-        with documents.expecting(path):
-            return Submission(
-                number,
-                str(request["scheduler"]),
-                int(request["total_steps"]),
-                float(request["heartbeat_s"]),
-                _seconds(request.get("time")),
-                _seconds(request.get("signal_lead_s")),
-            )
+        return Submission(
+            number,
+            request["scheduler"],
+            request["total_steps"],
+            request["heartbeat_s"],
+            request.get("time"),
+            request.get("signal_lead_s"),
+        )
     return None
 
 
@@ -221,41 +238,23 @@ def submission_numbers(paths: RunPaths) -> list[int]:
         names = atomic.list_names(paths.submissions)
     except FileNotFoundError:
         return []
-    return [int(name) for name in names if name.isascii() and name.isdigit()]
+    return [int(name) for name in names if _NUMBER.fullmatch(name)]
 
 
 def _groups(paths: RunPaths) -> tuple[Group, ...]:
     try:
-        plan = documents.read(paths.plan)
+        plan = documents.read(paths.plan, PLAN, PLAN)
     except FileNotFoundError:
         return ()
-    with documents.expecting(paths.plan):
-        return tuple(
-            Group(
-                str(group["name"]),
-                int(group["hosts"]),
-                bool(group["elastic"]),
-                int(group.get("workers_per_host", 1)),
-            )
-            for group in plan["groups"]
-        )
-
-
-def _seconds(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    return tuple(
+        Group(group["name"], group["hosts"], group["elastic"], group.get("workers_per_host") or 1)
+        for group in plan["groups"]
+    )
 
 
 def _said(names: NameStore, incarnation: int) -> Mapping[str, Any]:
-    said = _value(names, keys.status())
+    said = published.status(names)
     return said if said.get("incarnation") == incarnation else {}
-
-
-def _value(names: NameStore, key: str) -> Mapping[str, Any]:
-    """The object in a key; empty if it is not there."""
-    try:
-        return documents.parse(names.get(key), key)
-    except NameNotFoundError:
-        return {}
 
 
 def _attempts(
@@ -277,16 +276,12 @@ def _numbers(names: NameStore, group: str) -> Iterator[tuple[int, int]]:
     root = keys.group_attempts(group)
     for key in names.find_subtree(root):
         task, _, number = key.removeprefix(f"{root}/").partition("/")
-        if task.isdecimal() and number.isdecimal():
+        if _NUMBER.fullmatch(task) and _NUMBER.fullmatch(number):
             yield int(task), int(number)
 
 
 def _attempt(names: NameStore, group: str, task: int, number: int) -> Mapping[str, Any]:
-    key = keys.attempt(group, task, number)
-    attempt = _value(names, key)
-    if attempt and attempt.get("attempt") != number:
-        raise CorruptFileError(f"{key} does not hold what it should: {attempt}")
-    return attempt or {"attempt": number}
+    return published.attempt(names, group, task, number) or {"attempt": number}
 
 
 def _leaders(

@@ -8,10 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from slurmrl.errors import CorruptFileError, EnvironmentFailure
-from slurmrl.fsio import atomic
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio import atomic, documents
+from slurmrl.fsio.failures import corrupt
+from slurmrl.fsio.shapes import MOST_COUNT
 from slurmrl.graph.call import Method
 from slurmrl.graph.roles import Head
 
@@ -24,12 +26,12 @@ class GroupPlan(_Part):
     """Workers of one kind and shape. Global rank = host * workers_per_host + index on the host."""
 
     name: str = "trainer"
-    hosts: int
-    workers_per_host: int
+    hosts: int = Field(ge=0, le=MOST_COUNT)
+    workers_per_host: int = Field(ge=0, le=MOST_COUNT)
     gpus_per_worker: int
     threads_per_worker: int
     cpus_per_worker: int
-    links: int
+    links: int = Field(ge=0, le=MOST_COUNT)
     """Elements of its job array."""
     elastic: bool = False
 
@@ -113,8 +115,17 @@ class Plan(_Part):
     def read(path: Path) -> Plan:
         """Raises CorruptFileError, EnvironmentFailure."""
         try:
-            return Plan.from_json(atomic.read(path))
+            data = atomic.read(path)
         except FileNotFoundError as error:
             raise EnvironmentFailure(f"{path} is missing") from error
-        except ValueError as error:
-            raise CorruptFileError(f"{path} is not a plan: {error}") from error
+        documents.parse(data, path)
+        try:
+            return Plan.from_json(data)
+        except ValidationError as error:
+            raise corrupt(path, f"is not a plan: {_first(error)}") from error
+
+
+def _first(error: ValidationError) -> str:
+    """The first of the problems, with where it is."""
+    details = error.errors(include_url=False)[0]
+    return f"{'.'.join(map(str, details['loc']))}: {details['msg']}"

@@ -16,13 +16,26 @@ import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import atomic, documents
+from slurmrl.fsio.failures import corrupt
+from slurmrl.fsio.shapes import COUNT, SIZE, TEXT, Fields
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler import parse, submission
 from slurmrl.scheduler.processes import ProcessId, boot_id
 
-_CLAIM = re.compile(r"(?P<group>.+)\.more\.(?P<index>\d+)\.json")
+_CLAIM = re.compile(r"(?P<group>.+)\.more\.(?P<index>[0-9]{1,9})\.json")
+_FIELDS: Fields = {
+    "index": COUNT,
+    "first": COUNT,
+    "count": COUNT,
+    "by": TEXT,
+    "records": COUNT,
+    "host": TEXT,
+    "boot": TEXT,
+    "pid": COUNT,
+    "start_ticks": SIZE,
+    "nonce": TEXT,
+}
 
 
 @dataclass(frozen=True)
@@ -114,16 +127,16 @@ def length(run: RunPaths, number: int, group: str) -> tuple[int, int]:
     """Elements of the group's first array, and how many of them run at once."""
     array = submission.directive(run, number, group, "array")
     throttle = array.partition("%")[2]
-    return len(parse.elements(array)), int(throttle) if throttle.isdigit() else 1
+    with documents.expecting(run.submission_script(number, group)):
+        return len(parse.elements(array)), int(throttle) if throttle.isdecimal() else 1
 
 
 def _read(run: RunPaths, number: int, group: str, index: int) -> Extension:
     path = run.extension_claim(number, group, index)
-    values = documents.read(path)
-    with documents.expecting(path):
-        claim = Claim(**values)
+    values = documents.read(path, _FIELDS, _FIELDS)
+    claim = Claim(**{name: values[name] for name in _FIELDS})
     if claim.index != index:
-        raise CorruptFileError(f"{path} holds the claim of extension {claim.index}")
+        raise corrupt(path, f"holds the claim of extension {claim.index}")
     found, job = _job(run.extension_job(number, group, index))
     return Extension(claim, name(run, number, group, index), job, refused=found and job is None)
 
@@ -131,12 +144,12 @@ def _read(run: RunPaths, number: int, group: str, index: int) -> Extension:
 def _job(path: Path) -> tuple[bool, str | None]:
     """Whether there is a note, and the job id in it."""
     try:
-        values = documents.read(path)
+        values = documents.read(path, {"job": submission.JOB})
     except FileNotFoundError:
         return False, None
-    with documents.expecting(path):
-        job = values["job"]
-        return True, None if job is None else str(job)
+    if "job" not in values:
+        raise corrupt(path, "has no 'job'")
+    return True, values["job"]
 
 
 def _names(run: RunPaths, number: int) -> list[str]:

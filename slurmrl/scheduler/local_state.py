@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 from dataclasses import asdict, dataclass, field, replace
@@ -10,11 +11,13 @@ from pathlib import Path
 
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import atomic, documents
+from slurmrl.fsio.shapes import COUNT, TEXT, Fields, list_of, one_of, table
 from slurmrl.scheduler import processes
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.scheduler.processes import ProcessId
 
 PREFIX = "local"
+_NUMBER = re.compile(r"[0-9]{1,20}")
 
 SIGNALS = (
     signal.SIGTERM,
@@ -25,6 +28,15 @@ SIGNALS = (
     signal.SIGCHLD,
 )
 """What a chain blocks from its first instruction on, and then reads one at a time."""
+
+
+_ELEMENT: Fields = {"state": one_of(*JobState), "reason": TEXT, "pid": COUNT}
+_FIELDS: Fields = {
+    "job": TEXT,
+    "host": TEXT,
+    "boot": TEXT,
+    "elements": list_of(table(_ELEMENT, ("state", "reason"))),
+}
 
 
 @dataclass
@@ -64,17 +76,14 @@ class ChainState:
     def read(path: Path) -> ChainState | None:
         """None if the chain has not written it yet. Raises CorruptFileError."""
         try:
-            values = documents.read(path)
+            values = documents.read(path, _FIELDS, _FIELDS)
         except FileNotFoundError:
             return None
-        with documents.expecting(path):
-            elements = [
-                Element(JobState(element["state"]), str(element["reason"]), element["pid"])
-                for element in values["elements"]
-            ]
-            return ChainState(
-                str(values["job"]), str(values["host"]), str(values["boot"]), elements
-            )
+        elements = [
+            Element(JobState(element["state"]), element["reason"], element.get("pid"))
+            for element in values["elements"]
+        ]
+        return ChainState(values["job"], values["host"], values["boot"], elements)
 
     def after_sudden_end(self) -> ChainState:
         """What is true when the chain's process vanished without saying so."""
@@ -111,6 +120,6 @@ def job_id(process: ProcessId) -> str:
 def chain_process(job: str) -> ProcessId:
     """The process of a chain. Raises CorruptFileError for an id that is not a local one."""
     prefix, *numbers = job.split("-")
-    if prefix != PREFIX or len(numbers) != 2 or not all(part.isdigit() for part in numbers):
+    if prefix != PREFIX or len(numbers) != 2 or not all(map(_NUMBER.fullmatch, numbers)):
         raise CorruptFileError(f"{job!r} is not a job id of the local scheduler")
     return ProcessId(int(numbers[0]), int(numbers[1]))

@@ -10,6 +10,8 @@ from slurmrl.errors import SchedulerError
 
 HOSTS_FORMAT = "%N|%T|%G"
 """sinfo's fields, one line for each host and partition: host, state, generic resources."""
+MOST_DIGITS = 7
+"""Of an element or of a host's number: Slurm has at most 4,000,001 elements."""
 _GPUS = re.compile(r"\bgpu(?::[^:,()]+)*?:(\d+)")
 
 
@@ -50,6 +52,8 @@ def _ranges(text: str) -> Iterable[str]:
         if not found:
             raise SchedulerError(f"not a range that Slurm prints: {part!r} in {text!r}")
         first, last, step = found[1], found[2] or found[1], int(found[3] or 1)
+        if max(len(first), len(last)) > MOST_DIGITS or step < 1:
+            raise SchedulerError(f"not a range that Slurm prints: {part!r}")
         for value in range(int(first), int(last) + 1, step):
             yield str(value).zfill(len(first))
 

@@ -7,10 +7,14 @@ import re
 import shlex
 from collections.abc import Mapping
 
-from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import atomic, documents
+from slurmrl.fsio.failures import corrupt
+from slurmrl.fsio.shapes import FILE_NAME, TEXT, Kind
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.base import JobIds
+
+_JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", re.ASCII)
+JOB = Kind("a job id", lambda value: isinstance(value, str) and bool(_JOB.fullmatch(value)))
 
 
 def write_scripts(run: RunPaths, number: int, scripts: Mapping[str, str]) -> None:
@@ -36,7 +40,10 @@ def read_jobs(run: RunPaths, number: int) -> dict[str, tuple[str, ...]] | None:
         jobs = documents.read(path)
     except FileNotFoundError:
         return None
-    return {str(group): (str(job),) for group, job in jobs.items()}
+    for group, job in jobs.items():
+        if not FILE_NAME.accepts(group) or not JOB.accepts(job):
+            raise corrupt(path, f"has {job!r} in {group!r} and not {JOB.expected}")
+    return {group: (job,) for group, job in jobs.items()}
 
 
 def write_environment(run: RunPaths, number: int, environ: Mapping[str, str]) -> None:
@@ -47,10 +54,12 @@ def read_environment(run: RunPaths, number: int) -> dict[str, str] | None:
     """What the jobs of a submission inherit; None where it was not noted. Raises
     CorruptFileError."""
     try:
-        found = documents.read(run.submission_environment(number))
+        found = documents.read(path := run.submission_environment(number))
     except FileNotFoundError:
         return None
-    return {str(name): str(value) for name, value in found.items()}
+    if any("\0" in f"{name}{value}" or not TEXT.accepts(value) for name, value in found.items()):
+        raise corrupt(path, "does not hold variables of an environment")
+    return found
 
 
 def job_names(run: RunPaths, number: int) -> dict[str, str]:
@@ -66,8 +75,9 @@ def job_names(run: RunPaths, number: int) -> dict[str, str]:
 def directive(run: RunPaths, number: int, group: str, name: str) -> str:
     """A directive's value in a script that was written. Raises CorruptFileError without one."""
     path = run.submission_script(number, group)
-    text = atomic.read(path).decode(errors="replace")
+    text = atomic.read_needed(path).decode(errors="replace")
     found = re.search(rf"^#SBATCH --{name}=(.+)$", text, re.MULTILINE)
     if not found:
-        raise CorruptFileError(f"{path}: no --{name} in it")
-    return shlex.split(found[1])[0]
+        raise corrupt(path, f"has no --{name}")
+    with documents.expecting(path):
+        return shlex.split(found[1])[0]

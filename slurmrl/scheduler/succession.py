@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from enum import Enum
 
 from slurmrl import env, log
-from slurmrl.errors import EnvironmentFailure, UsageError
-from slurmrl.fsio import documents
+from slurmrl.errors import CorruptFileError, EnvironmentFailure, UsageError
+from slurmrl.fsio import atomic, documents
+from slurmrl.fsio.shapes import one_of
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.paths import RunPaths
@@ -85,17 +86,17 @@ def continue_after(
     Call it last: a link that is put back into the queue gets TERM at once. One in which nothing
     began is not, since it would fail for ever.
     """
-    goes_on = continues(link)
-    if goes_on is Continue.NONE:
-        return "nothing follows this job (continue: none)"
     scheduler = scheduler or _scheduler()
     try:
+        goes_on = continues(link)
+        if goes_on is Continue.NONE:
+            return "nothing follows this job (continue: none)"
         if goes_on is Continue.REQUEUE:
             return _requeue(link, scheduler)
         if extend:
             _last_top_up(link, scheduler)
         tasks = scheduler.query(scheduler.recover(link.run, link.submission))
-    except EnvironmentFailure as error:
+    except (EnvironmentFailure, CorruptFileError) as error:
         return f"what follows this job is not known here: {error}"
     after = successors(tasks, link.group, link.element)
     if not after:
@@ -110,7 +111,7 @@ def end_chain(link: Link, scheduler: SlurmScheduler | None = None) -> None:
     try:
         jobs = scheduler.recover(link.run, link.submission) or {link.group: (link.job,)}
         scheduler.cancel(jobs, spare=link.element)
-    except EnvironmentFailure as error:
+    except (EnvironmentFailure, CorruptFileError) as error:
         logger.info("the links left over are not cancelled here: %s", error)
 
 
@@ -126,9 +127,10 @@ def successors(tasks: list[TaskState], group: str, element: str = "") -> list[Ta
 
 def continues(link: Link) -> Continue:
     """What the submission's request asks for. Submissions of older versions are chains."""
-    request = documents.read(link.run.submission_request(link.submission))
-    with documents.expecting(link.run.submission_request(link.submission)):
-        return Continue(request.get("continue", Continue.CHAIN))
+    fields = {"continue": one_of(*Continue)}
+    path = link.run.submission_request(link.submission)
+    request = documents.parse(atomic.read_needed(path), path, fields)
+    return Continue(request.get("continue") or Continue.CHAIN)
 
 
 def committed(link: Link) -> bool:
@@ -152,7 +154,7 @@ def _last_top_up(link: Link, scheduler: SlurmScheduler) -> None:
     """For a link too short for its upkeep, or one that had committed nothing until it ended."""
     try:
         top_up(link, scheduler)
-    except (EnvironmentFailure, UsageError) as error:
+    except (EnvironmentFailure, CorruptFileError, UsageError) as error:
         logger.info("the chain was not extended: %s", error)
 
 

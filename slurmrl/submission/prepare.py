@@ -13,8 +13,8 @@ import uuid
 import slurmrl
 from slurmrl import log
 from slurmrl.config.load import dump
-from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import atomic, documents, ownership
+from slurmrl.fsio.shapes import TEXT
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings
@@ -57,9 +57,9 @@ def is_prepared(paths: RunPaths) -> bool:
 
 
 def trial_uuid(paths: RunPaths) -> str:
-    uuid_text = documents.read(paths.identity).get("uuid")
-    if not isinstance(uuid_text, str):
-        raise CorruptFileError(f"{paths.identity}: no uuid in it")
+    uuid_text: str = documents.parse(
+        atomic.read_needed(paths.identity), paths.identity, {"uuid": TEXT}, ("uuid",)
+    )["uuid"]
     return uuid_text
 
 

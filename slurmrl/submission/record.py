@@ -22,6 +22,7 @@ from slurmrl.errors import SchedulerError
 from slurmrl.fsio import documents
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.primitives import write_new
+from slurmrl.fsio.shapes import TEXT, list_of
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.submission import copying, git, versions
 from slurmrl.submission.own_code import OwnCode
@@ -107,11 +108,10 @@ def recorded_folders(snapshot: Path) -> list[Path]:
     """Where the code of a snapshot was looked for; none for one without a record."""
     path = snapshot / FILE
     try:
-        values = documents.read(path)
+        values = documents.read(path, {"folders": list_of(TEXT)}, ("folders",))
     except FileNotFoundError:
         return []
-    with documents.expecting(path):
-        return [Path(str(folder)) for folder in values["folders"]]
+    return [Path(folder) for folder in values["folders"]]
 
 
 def _named_files(config: Config) -> list[Path]:

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import slurmrl
-from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import atomic, documents
+from slurmrl.fsio.shapes import COUNT
 from slurmrl.monitor.snapshot import submission_numbers
 from slurmrl.paths import RunPaths
 from slurmrl.submission import copying
@@ -64,12 +64,10 @@ def current(paths: RunPaths) -> int:
     for number in sorted(submission_numbers(paths), reverse=True):
         path = paths.submission_request(number)
         try:
-            request = documents.read(path)
+            request = documents.read(path, {"snapshot": COUNT})
         except FileNotFoundError:
             continue
-        found = request.get("snapshot", 1)
-        if not isinstance(found, int):
-            raise CorruptFileError(f"{path}: no snapshot has the number {found!r}")
+        found: int = request.get("snapshot", 1)
         return found
     return 1
 
@@ -108,7 +106,7 @@ def _build(paths: RunPaths, code: OwnCode, record: Record) -> Path:
 
 
 def _numbers(paths: RunPaths) -> list[int]:
-    found = (re.fullmatch(r"code\.(\d+)", name) for name in os.listdir(paths.run))
+    found = (re.fullmatch(r"code\.([0-9]{1,9})", name) for name in os.listdir(paths.run))
     return [1, *(int(match[1]) for match in found if match)]
 
 

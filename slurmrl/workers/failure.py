@@ -20,13 +20,12 @@ from slurmrl.errors import (
     DamagedCheckpointError,
     EnvironmentFailure,
     NameExistsError,
-    NameNotFoundError,
     RunFailedError,
     SlurmrlError,
     UsageError,
     WaitTimeoutError,
 )
-from slurmrl.fsio import documents
+from slurmrl.monitor import published
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.workers.patience import patiently
 
@@ -98,8 +97,4 @@ def publish(
 
 def first(names: NameStore, incarnation: int) -> Failure | None:
     """The failure that was published. Raises EnvironmentFailure."""
-    where = keys.failure(incarnation)
-    try:
-        return documents.parse(names.get(where), where)
-    except NameNotFoundError:
-        return None
+    return dict(published.failure(names, incarnation)) or None

@@ -11,7 +11,9 @@ from typing import Any
 from slurmrl.fsio.calls import SystemCalls
 
 OPERATIONS = frozenset(
-    name for name in vars(SystemCalls) if not name.startswith("_") and name not in ("sleep", "mode")
+    name
+    for name in vars(SystemCalls)
+    if not name.startswith("_") and name not in ("sleep", "mode", "caches")
 )
 REPEATED = {
     "link": errno.EEXIST,

@@ -29,6 +29,9 @@ class StaleCalls(DiskCalls):
     def sleep(self, seconds: float) -> None:
         self._clock.advance(seconds)
 
+    def caches(self, directory: Path) -> bool:
+        return True
+
     def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
         if flags & os.O_CREAT:
             self._entries.pop(path, None)

@@ -13,16 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from slurmrl import keys, log
+from slurmrl import log
 from slurmrl.checkpoint.manifest import verify
-from slurmrl.errors import DamagedCheckpointError, NameNotFoundError
-from slurmrl.fsio import documents
+from slurmrl.errors import DamagedCheckpointError
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.local import is_local
 from slurmrl.history.log import HIDDEN_PAUSES_S, History
 from slurmrl.history.record import Kind, Record
 from slurmrl.history.state import Commit, TrialState
 from slurmrl.history.writer import IncarnationWriter, begin
+from slurmrl.monitor import published
 from slurmrl.monitor.events import EventWriter
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
@@ -125,11 +125,7 @@ def _said_by_ranks(names: NameStore, state: TrialState) -> dict[str, str]:
     """What ranks of the last incarnations found damaged when they loaded it."""
     found: dict[str, str] = {}
     for number in range(max(1, state.incarnation - LOOK_BACK + 1), state.incarnation + 1):
-        key = keys.failure(number)
-        try:
-            said = documents.parse(names.get(key), key)
-        except NameNotFoundError:
-            continue
+        said = published.failure(names, number)
         if "damaged" in said:
             found[str(said["damaged"])] = str(said.get("exception"))
     return found

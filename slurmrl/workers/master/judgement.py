@@ -7,11 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from slurmrl import keys
-from slurmrl.errors import NameNotFoundError
-from slurmrl.fsio import documents
 from slurmrl.history.record import Kind, Record
 from slurmrl.history.state import fold
+from slurmrl.monitor import published
 from slurmrl.name_resolve.base import NameStore
 
 RAISED = ("exception", "master")
@@ -107,8 +105,8 @@ def judge(
 def read_ending(names: NameStore, begin: Record, next_job: str) -> Ending:
     """How the incarnation of a BEGIN record ended; ``next_job`` is the job of the one after it."""
     incarnation = begin.incarnation
-    said = _said(names, keys.failure(incarnation))
-    warned = _said(names, keys.warned(incarnation)).get("cause", "")
+    said = published.failure(names, incarnation)
+    warned = published.warned(names, incarnation).get("cause") or ""
     requeued = _requeued(str(begin.data.get("job", "")), next_job)
     what = said.get("exception") or said.get("reason") or ("unknown" if said else "")
     rank = ""
@@ -118,21 +116,14 @@ def read_ending(names: NameStore, begin: Record, next_job: str) -> Ending:
         incarnation,
         f"{rank}{what}",
         what,
-        said.get("cause", RAISED[0] if said.get("traceback") else ""),
+        said.get("cause") or (RAISED[0] if said.get("traceback") else ""),
         said.get("step"),
-        said.get("traceback", ""),
+        said.get("traceback") or "",
         bool(said.get("final")),
         bool(said.get("damaged")),
         warned,
         requeued,
     )
-
-
-def _said(names: NameStore, key: str) -> dict[str, Any]:
-    try:
-        return documents.parse(names.get(key), key)
-    except NameNotFoundError:
-        return {}
 
 
 def _requeued(job: str, after: str) -> bool:

@@ -12,6 +12,7 @@ from slurmrl.config.conditions import Frequency, StopWhen
 from slurmrl.config.schema import Config
 from slurmrl.data.order import Cursor, DataOrder, merge_ranges
 from slurmrl.errors import CheckpointError
+from slurmrl.monitor.metrics import finite
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
 
@@ -58,7 +59,7 @@ class Progress:
             "cursor": self.cursor.to_json(),
             "consumed": self.consumed,
             "dataset": self.dataset,
-            "metrics": self.metrics,
+            "metrics": finite(self.metrics),
             "controller": self.controller.state(),
             "commits": self.commits.state(),
             "evaluations": self.evaluations.state() if self.evaluations else None,

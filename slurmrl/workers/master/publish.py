@@ -10,6 +10,7 @@ from typing import Any
 from slurmrl import keys, log
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.lease import LeaseObserver, LeaseView
+from slurmrl.monitor import metrics
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.workers.messages import Message
@@ -83,6 +84,7 @@ class StatusPublisher:
             checkpoint = {"step": self._committed[0], "age_s": now - self._committed[1]}
         value = {
             **self._said,
+            "metrics": metrics.finite(self._said["metrics"]),
             "checkpoint": checkpoint,
             "tasks": self._tasks,
             "time": time.time(),

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from slurmrl import keys, log
-from slurmrl.errors import EnvironmentFailure, RunFailedError
-from slurmrl.fsio import documents
+from slurmrl.errors import CorruptFileError, EnvironmentFailure, RunFailedError
+from slurmrl.monitor import published
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.workers.failure import Cause
@@ -74,12 +74,12 @@ class Roster(Mapping[str, Message]):
         root = keys.group_attempts(group)
         try:
             claims = self._names.find_subtree(root)
-            for task, key in _newest(claims, root).items():
+            for task, attempt in _newest(claims, root).items():
                 if task in tasks:
-                    claim = documents.parse(self._names.get(key), key)
+                    claim = published.attempt(self._names, group, task, attempt)
                     if claim.get("job") == self._job:
-                        self._claimed[f"{group}/{task}"] = claim
-        except EnvironmentFailure as error:
+                        self._claimed[f"{group}/{task}"] = dict(claim)
+        except (EnvironmentFailure, CorruptFileError) as error:
             logger.warning("cannot look for agents, trying on: %s", error)
 
     def report_lost(self, labels: list[str]) -> None:
@@ -104,11 +104,11 @@ class Roster(Mapping[str, Message]):
         raise RunFailedError(reason, {"cause": Cause.LOST_HOST, "reason": reason, "host": host})
 
 
-def _newest(claims: list[str], root: str) -> dict[int, str]:
-    """The key of each task's last attempt."""
-    found: dict[int, tuple[int, str]] = {}
+def _newest(claims: list[str], root: str) -> dict[int, int]:
+    """Each task's last attempt."""
+    found: dict[int, int] = {}
     for key in claims:
         task, _, attempt = key.removeprefix(f"{root}/").partition("/")
         if task.isdecimal() and attempt.isdecimal():
-            found[int(task)] = max(found.get(int(task), (-1, "")), (int(attempt), key))
-    return {task: key for task, (_, key) in found.items()}
+            found[int(task)] = max(found.get(int(task), -1), int(attempt))
+    return found

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from slurmrl import env, keys, log
-from slurmrl.errors import EnvironmentFailure, NameNotFoundError
+from slurmrl import env, log
+from slurmrl.errors import CorruptFileError, EnvironmentFailure
+from slurmrl.monitor import published
 from slurmrl.name_resolve import make as make_names
+from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.scheduler import parse
@@ -53,17 +54,13 @@ class Allocation:
         """Hosts whose agents were seen to be dead in this start of the job."""
         try:
             with make_names("file", directory=self.paths.names) as names:
-                return {host for host in self.hosts if self._is_lost(names.get, host)}
-        except EnvironmentFailure as error:
+                return {host for host in self.hosts if self._is_lost(names, host)}
+        except (EnvironmentFailure, CorruptFileError) as error:
             logger.warning("cannot look for lost hosts, trying on: %s", error)
             return set()
 
-    def _is_lost(self, get: Callable[[str], str], host: str) -> bool:
-        try:
-            said = json.loads(get(keys.lost(host)))
-        except (NameNotFoundError, ValueError):
-            return False
-        return str(said.get("job", "")).startswith(f"{self.job}.")
+    def _is_lost(self, names: NameStore, host: str) -> bool:
+        return str(published.lost(names, host).get("job")).startswith(f"{self.job}.")
 
 
 def usable(hosts: Iterable[str], lost: Iterable[str]) -> tuple[str, ...]:

@@ -100,10 +100,18 @@ def test_aliases_elsewhere_are_copies(tmp_path: Path) -> None:
     assert not source.problems
 
 
+def test_a_bomb_of_aliases_is_refused_at_once(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]
+    (tmp_path / "bomb.yaml").write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=r"bomb.yaml:\d+: .*more than 20000 values"):
+        load(tmp_path / "bomb.yaml")
+
+
 def test_a_file_that_is_not_there_or_not_text_is_a_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         load(tmp_path / "absent.yaml")
-    with pytest.raises(ConfigError, match="Is a directory"):
+    with pytest.raises(ConfigError, match="is a directory, not a regular file"):
         load(tmp_path)
     (tmp_path / "b.yaml").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not UTF-8"):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.errors import EnvironmentFailure
+from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.fsio.primitives import TEMPORARY_PREFIX
@@ -177,7 +177,7 @@ def test_read_retries_stale_handles_only(tmp_path: Path) -> None:
 def test_read_does_not_follow_links(tmp_path: Path) -> None:
     (tmp_path / "secret").write_bytes(b"x")
     (tmp_path / "a").symlink_to(tmp_path / "secret")
-    with pytest.raises(EnvironmentFailure):
+    with pytest.raises(CorruptFileError, match="a is a symbolic link"):
         atomic.read(tmp_path / "a")
 
 

@@ -18,6 +18,14 @@ class NoSleep(SystemCalls):
     def sleep(self, seconds: float) -> None:
         self.slept += seconds
 
+    def caches(self, directory: Path) -> bool:
+        return False
+
+
+class Shared(NoSleep):
+    def caches(self, directory: Path) -> bool:
+        return True
+
 
 def test_append_and_read(tmp_path: Path) -> None:
     history = History(tmp_path, clock=lambda: 5.0)
@@ -56,17 +64,32 @@ def test_leftovers_and_foreign_files_are_no_records(tmp_path: Path) -> None:
 def test_a_corrupt_slot_is_reported(tmp_path: Path) -> None:
     History(tmp_path).append(Kind.BEGIN, 1, {}, after=-1)
     (tmp_path / "00000001").write_bytes(b'{"slot": 1')
-    with pytest.raises(CorruptFileError, match="slot 1"):
+    with pytest.raises(CorruptFileError, match="00000001 is not JSON"):
         History(tmp_path).read()
 
 
-def test_a_hole_is_corruption_only_after_a_while(tmp_path: Path) -> None:
+def test_a_hole_is_corruption_only_after_caches_had_their_time(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    History(tmp_path).append(Kind.BEGIN, 1, {}, after=-1)
+    (tmp_path / "00000002").write_text("{}")
+    calls = Shared()
+    for look in (lambda h: h.read(), lambda h: h.record(1)):
+        calls.slept = 0.0
+        with pytest.raises(CorruptFileError, match="00000001 is missing although slot 2"):
+            look(History(tmp_path, calls=calls))
+        assert calls.slept > 60
+        assert caplog.messages[-1].startswith(f"{tmp_path}/00000001 is not there")
+
+
+def test_a_hole_on_a_local_file_system_is_said_at_once(tmp_path: Path) -> None:
     History(tmp_path).append(Kind.BEGIN, 1, {}, after=-1)
     (tmp_path / "00000002").write_text("{}")
     calls = NoSleep()
-    with pytest.raises(CorruptFileError, match="slot 1 is missing, slot 2"):
-        History(tmp_path, calls=calls).read()
-    assert calls.slept > 60
+    for look in (lambda h: h.read(), lambda h: h.record(1)):
+        with pytest.raises(CorruptFileError, match="00000001 is missing although slot 2"):
+            look(History(tmp_path, calls=calls))
+    assert calls.slept < 2
 
 
 class HidesNewFiles(NoSleep):

@@ -124,5 +124,5 @@ def test_a_slot_that_never_shows_is_an_error(tmp_path: Path) -> None:
     (tmp_path / f"{9:0{SLOT_DIGITS}d}").write_bytes(
         pack(Record(9, Kind.DELETE, 1, 0.0, {"step": 7, "directory": "step-00000007"}), "n")
     )
-    with pytest.raises(CorruptFileError, match="slot 8 is missing"):
+    with pytest.raises(CorruptFileError, match="00000008 is missing"):
         recent(tmp_path, calls=Counting())

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.config.schema import Logging
+from slurmrl.fsio import lines
 from slurmrl.monitor import metrics
 from slurmrl.monitor.recorder import Recorder
 from slurmrl.paths import RunPaths
@@ -63,13 +64,15 @@ def test_a_line_after_a_torn_one_counts(path: Path) -> None:
     assert steps(path) == [1, 2, 4]
 
 
+@pytest.mark.parametrize("chunk", [1, 7, 64])
 @pytest.mark.parametrize("n", [0, 1, 3, 10_000])
 def test_latest_lines_of_a_file_larger_than_one_read(
-    path: Path, monkeypatch: pytest.MonkeyPatch, n: int
+    path: Path, monkeypatch: pytest.MonkeyPatch, n: int, chunk: int
 ) -> None:
-    monkeypatch.setattr(metrics, "TAIL_BYTES", 64)
+    monkeypatch.setattr(lines, "CHUNK_BYTES", chunk)
     write(path, *range(200))
     expected = list(range(200))[-n:] if n else []
+    assert steps(path) == list(range(200))
     assert [line["step"] for line in metrics.read_latest(path, n)] == expected
 
 
@@ -110,6 +113,29 @@ def test_cut_keeps_the_bytes_of_what_stays(path: Path) -> None:
     writer.write({"step": 2})
     metrics.cut(path, 1)
     assert path.read_bytes() == before
+
+
+def test_cut_reads_from_the_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = metrics.encode({"step": 5, "reward": 0.1234567})
+    with path.open("wb") as file:
+        file.write(line * 200_000)
+        file.write(metrics.encode({"step": 6}) * 3)
+    read = []
+    parse = metrics.documents.parse
+    monkeypatch.setattr(metrics.documents, "parse", lambda *a: read.append(1) or parse(*a))
+    before = path.read_bytes()
+    metrics.cut(path, 5)
+    assert path.read_bytes() == before[: len(line) * 200_000]
+    assert len(read) < 50_000
+    read.clear()
+    metrics.cut(path, -1)
+    assert (path.read_bytes(), read) == (b"", [])
+
+
+def test_cut_drops_what_an_older_master_wrote_between(path: Path) -> None:
+    write(path, 1, 2, 9, 3, 4, 5)
+    metrics.cut(path, 4)
+    assert steps(path) == [1, 2, 3, 4]
 
 
 def test_recorder_goes_on_after_the_last_commit(tmp_path: Path) -> None:

@@ -1,0 +1,88 @@
+"""Files of lines, such as metrics, events and logs, read in chunks from either end: they can be of
+any size. A last line without an end is not written yet, and lines longer than any of ours are
+passed over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio import primitives
+from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.failures import MOVE_AWAY, unreadable
+
+FIRST_BYTES = 64 << 10
+"""Of the end: often all that is looked at."""
+CHUNK_BYTES = 1 << 20
+LINE_BYTES = 8 << 20
+
+
+class LineFile:
+    """An open file; ``size`` is what it had when it was opened."""
+
+    def __init__(self, descriptor: int, calls: SystemCalls) -> None:
+        self.size = os.fstat(descriptor).st_size
+        self.offset = 0
+        """Where the first line begins that `forward` did not give."""
+        self._descriptor = descriptor
+        self._calls = calls
+
+    def forward(
+        self, start: int = 0, stop: int | None = None, *, torn: bool = False
+    ) -> Iterator[bytes]:
+        """The whole lines between two offsets; ``torn``: a last one without an end too, and the
+        parts of those that are too long."""
+        stop = self.size if stop is None else min(stop, self.size)
+        self.offset = start
+        rest, skip = b"", False
+        while start < stop and (data := self._read(start, min(stop - start, CHUNK_BYTES))):
+            start += len(data)
+            *whole, rest = (rest + data).split(b"\n")
+            if whole:
+                yield from whole[skip:]
+                skip = False
+            self.offset = start - len(rest)
+            if skip or len(rest) > LINE_BYTES or (torn and start == stop and rest):
+                if torn:
+                    yield rest
+                rest, skip, self.offset = b"", not torn, start
+
+    def backward(self, stop: int = 0) -> Iterator[tuple[int, bytes]]:
+        """The whole lines from the last one down to the offset ``stop``, each with the offset at
+        which it begins."""
+        start, rest, chunk = self.size, b"", min(FIRST_BYTES, CHUNK_BYTES)
+        skip = True  # what follows the last line end is no whole line
+        while start > stop:
+            end = start + len(rest)
+            start = max(stop, start - chunk)
+            chunk = min(2 * chunk, CHUNK_BYTES)
+            rest, *whole = (self._read(start, end - start - len(rest)) + rest).split(b"\n")
+            for line in reversed(whole):
+                end -= len(line)
+                if not skip:
+                    yield end, line
+                skip = False
+                end -= 1
+            if skip or len(rest) > LINE_BYTES:
+                rest, skip = b"", True
+        if stop == 0 and not skip:
+            yield 0, rest
+
+    def _read(self, offset: int, count: int) -> bytes:
+        return self._calls.pread(self._descriptor, count, offset)
+
+
+@contextmanager
+def opened(path: Path, *, calls: SystemCalls = REAL) -> Iterator[LineFile]:
+    """Raises FileNotFoundError, CorruptFileError for what is no regular file,
+    EnvironmentFailure."""
+    try:
+        with primitives.opened(path, os.O_RDONLY, calls) as descriptor:
+            yield LineFile(descriptor, calls)
+    except (FileNotFoundError, EnvironmentFailure):
+        raise
+    except OSError as error:
+        raise unreadable(error, path, MOVE_AWAY) from error

@@ -1,0 +1,125 @@
+"""The types that the fields of a JSON object must have. Whoever reads one that it did not make
+checks it here, and can rely on what the fields hold from there on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from slurmrl.fsio.failures import REMEDY, corrupt
+
+SHOWN_CHARACTERS = 80
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a field may hold."""
+
+    expected: str
+    """``a number``"""
+    accepts: Callable[[Any], bool]
+
+
+Fields = Mapping[str, Kind]
+"""Kinds by name. Other fields may be there; one that is null counts as missing."""
+
+
+def _integer(value: Any, least: int, most: int) -> bool:
+    return type(value) is int and least <= value <= most
+
+
+def _number(value: Any, least: float, most: float) -> bool:
+    return type(value) in (int, float) and least <= value <= most
+
+
+def _file_name(value: Any) -> bool:
+    return isinstance(value, str) and value not in ("", ".", "..") and not set("/\0") & set(value)
+
+
+MOST_COUNT = 10**7
+"""More hosts, ranks or array elements than any cluster has; one can still count so far."""
+LONGEST_S = 1e11
+"""3,000 years, as a span and since the epoch."""
+
+INTEGER = Kind("a whole number", lambda value: _integer(value, -(2**53), 2**53))
+COUNT = Kind(f"a whole number from 0 to {MOST_COUNT}", lambda v: _integer(v, 0, MOST_COUNT))
+SIZE = Kind("a whole number that is not negative", lambda value: _integer(value, 0, 2**63))
+NUMBER = Kind("a number", lambda value: _number(value, -1e300, 1e300))
+SECONDS = Kind("a number of seconds", lambda value: _number(value, -LONGEST_S, LONGEST_S))
+TEXT = Kind("a text", lambda value: isinstance(value, str))
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+FILE_NAME = Kind("the name of a file or a folder", _file_name)
+
+
+def one_of(*values: str) -> Kind:
+    return Kind(f"one of {', '.join(values)}", lambda value: value in values)
+
+
+def list_of(kind: Kind) -> Kind:
+    def accepts(value: Any) -> bool:
+        return isinstance(value, list) and all(map(kind.accepts, value))
+
+    return Kind(f"a list, each item {kind.expected}", accepts)
+
+
+def items(*kinds: Kind) -> Kind:
+    """A list of a known length."""
+
+    def accepts(value: Any) -> bool:
+        return (
+            isinstance(value, list)
+            and len(value) == len(kinds)
+            and all(kind.accepts(item) for kind, item in zip(kinds, value, strict=True))
+        )
+
+    return Kind(f"a list of {', '.join(kind.expected for kind in kinds)}", accepts)
+
+
+def table(fields: Fields, required: Collection[str] = ()) -> Kind:
+    """An object with these fields."""
+
+    def accepts(value: Any) -> bool:
+        return isinstance(value, dict) and wrong(value, fields, required) is None
+
+    return Kind(f"an object with {', '.join(fields)}", accepts)
+
+
+def each(kind: Kind) -> Kind:
+    """An object, whatever its keys are, whose values are of a kind."""
+
+    def accepts(value: Any) -> bool:
+        return isinstance(value, dict) and all(map(kind.accepts, value.values()))
+
+    return Kind(f"an object, each value {kind.expected}", accepts)
+
+
+def wrong(values: Mapping[str, Any], fields: Fields, required: Collection[str] = ()) -> str | None:
+    """What is wrong with the first field that is not as it should be."""
+    for name, kind in fields.items():
+        value = values.get(name)
+        if value is None:
+            if name in required:
+                return f"has no '{name}' ({kind.expected})"
+        elif not kind.accepts(value):
+            return f"has {_shown(value)} in '{name}' and not {kind.expected}"
+    return None
+
+
+def check(
+    values: Mapping[str, Any],
+    fields: Fields,
+    where: object,
+    required: Collection[str] = (),
+    *,
+    remedy: str = REMEDY,
+) -> None:
+    """Raises CorruptFileError that names ``where`` and the field."""
+    problem = wrong(values, fields, required)
+    if problem is not None:
+        raise corrupt(where, problem, remedy)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"

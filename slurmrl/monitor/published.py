@@ -1,0 +1,107 @@
+"""What processes publish in the name store, as objects whose fields have the types that they should
+have. What nobody published is an empty object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from slurmrl import keys
+from slurmrl.errors import NameNotFoundError
+from slurmrl.fsio import documents
+from slurmrl.fsio.failures import corrupt
+from slurmrl.fsio.shapes import (
+    COUNT,
+    FLAG,
+    INTEGER,
+    SECONDS,
+    TEXT,
+    Fields,
+    each,
+    list_of,
+    table,
+)
+from slurmrl.name_resolve.base import NameStore
+
+Said = Mapping[str, Any]
+
+ATTEMPT: Fields = {
+    "group": TEXT,
+    "task": COUNT,
+    "attempt": COUNT,
+    "host": TEXT,
+    "job": TEXT,
+    "job_id": TEXT,
+}
+FAILURE: Fields = {
+    "cause": TEXT,
+    "reason": TEXT,
+    "host": TEXT,
+    "rank": COUNT,
+    "call": TEXT,
+    "step": INTEGER,
+    "exception": TEXT,
+    "traceback": TEXT,
+    "damaged": TEXT,
+    "final": FLAG,
+    "agent": TEXT,
+}
+WARNED: Fields = {"signal": TEXT, "cause": TEXT, "time_left_s": SECONDS}
+STATUS: Fields = {
+    "incarnation": COUNT,
+    "step": COUNT,
+    "total_steps": COUNT,
+    "phase": TEXT,
+    "time": SECONDS,
+    "metrics": table({"step": COUNT}),
+    "checkpoint": table({"step": COUNT, "age_s": SECONDS}, ("step", "age_s")),
+    "checkpoint_failed": table({"step": COUNT, "reason": TEXT}),
+    "waiting": table(
+        {"for": list_of(COUNT), "what": TEXT, "since_s": SECONDS}, ("what", "since_s")
+    ),
+    "tasks": each(table({"host": TEXT, "attempt": COUNT, "lease_age_s": SECONDS}, ("host",))),
+}
+LOST: Fields = {"incarnation": COUNT, "job": TEXT}
+
+
+def failure(names: NameStore, incarnation: int) -> Said:
+    """What the first failing process of an incarnation said (see `workers.failure`)."""
+    return _said(names, keys.failure(incarnation), FAILURE)
+
+
+def warned(names: NameStore, incarnation: int) -> Said:
+    """What told an incarnation that its job will end."""
+    return _said(names, keys.warned(incarnation), WARNED)
+
+
+def status(names: NameStore) -> Said:
+    """What the newest master said of itself last."""
+    return _said(names, keys.status(), STATUS)
+
+
+def lost(names: NameStore, host: str) -> Said:
+    """The incarnation and the job that lost a host."""
+    return _said(names, keys.lost(host), LOST)
+
+
+def attempt(names: NameStore, group: str, task: int, number: int) -> Said:
+    """The claim of one attempt of a task."""
+    key = keys.attempt(group, task, number)
+    said = _said(names, key, ATTEMPT)
+    if said and said.get("attempt") != number:
+        raise corrupt(key, f"does not hold the claim of attempt {number}")
+    return said
+
+
+def attempts(names: NameStore) -> list[Said]:
+    """All claims."""
+    texts = names.get_subtree(keys.ATTEMPTS)
+    where = f"a name below {keys.ATTEMPTS}"
+    return [documents.parse(text, where, ATTEMPT, ATTEMPT) for text in texts]
+
+
+def _said(names: NameStore, key: str, fields: Fields) -> Said:
+    try:
+        return documents.parse(names.get(key), f"the name {key}", fields)
+    except NameNotFoundError:
+        return {}
