@@ -3,10 +3,8 @@ those import from beside them. Found without importing any of it: it may need to
 
 from __future__ import annotations
 
-import ast
 import importlib
 import sys
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
@@ -17,6 +15,7 @@ from slurmrl.config.schema import Config
 from slurmrl.config.source import Source
 from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.submission import copying
+from slurmrl.submission.reachable import with_imported
 
 INSTALLED = frozenset({"site-packages", "dist-packages"})
 """Folders of installed packages: those stay where they are, and their versions are written down."""
@@ -42,11 +41,14 @@ def find(config: Config, source: Source, folders: Sequence[Path]) -> OwnCode:
     if problems:
         raise ConfigError(tuple(problems))
     found = {Path(path).stem: Path(path) for path in config.code}
-    notes = []
+    notes, modules = [], list(found)
     importlib.invalidate_caches()
     for key, module in _references(config):
         top = module.partition(".")[0]
-        if top in found or top == "slurmrl":
+        if top == "slurmrl":
+            continue
+        if top in found:
+            modules.append(module)
             continue
         place = _locate(top, folders)
         if place is None:
@@ -55,7 +57,8 @@ def find(config: Config, source: Source, folders: Sequence[Path]) -> OwnCode:
             )
         elif not _installed(place):
             found[top] = place
-    found = _with_imported(found)
+            modules.append(module)
+    found = with_imported(found, modules)
     _check_sizes([path for path in found.values() if str(path) not in config.code], source)
     return OwnCode(tuple(folders), tuple(found.values()), tuple(notes))
 
@@ -102,48 +105,6 @@ def _locate(name: str, folders: Sequence[Path]) -> Path | None:
 def _installed(path: Path) -> bool:
     base = Path(importlib.__file__).parents[1]
     return bool(INSTALLED & set(path.parts)) or path.is_relative_to(base)
-
-
-def _with_imported(found: dict[str, Path]) -> dict[str, Path]:
-    """Add what these import from the folder in which they lie themselves."""
-    result = dict(found)
-    waiting = list(found.values())
-    while waiting:
-        path = waiting.pop()
-        for name in _imported(path):
-            if name in result or name == "slurmrl" or name in sys.stdlib_module_names:
-                continue
-            beside = _beside(path.parent, name)
-            if beside is not None:
-                result[name] = beside
-                waiting.append(beside)
-    return result
-
-
-def _imported(path: Path) -> set[str]:
-    """Top-level names that Python files import. One that is not valid Python says so in the run."""
-    names: set[str] = set()
-    for _, file in copying.files(path):
-        if file.suffix != ".py":
-            continue
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                tree = ast.parse(file.read_bytes())
-        except (SyntaxError, ValueError):
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Import):
-                names |= {alias.name.partition(".")[0] for alias in node.names}
-            elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-                names.add(node.module.partition(".")[0])
-    return names
-
-
-def _beside(folder: Path, name: str) -> Path | None:
-    if (folder / name / "__init__.py").is_file():
-        return folder / name
-    return folder / f"{name}.py" if (folder / f"{name}.py").is_file() else None
 
 
 def _check_sizes(paths: Iterable[Path], source: Source) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import json
 import os
 import shutil
@@ -77,6 +78,25 @@ def test_listed_code_is_copied_without_what_nobody_imports(
     assert {"package", "helper.py"} < copied(paths.code)
     found = {str(p.relative_to(paths.code)) for p in (paths.code / "package").rglob("*")}
     assert found == {"package/part", "package/__init__.py", "package/part/table.json"}
+
+
+def test_only_what_is_reachable_is_parsed(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = user / "large"
+    (package / "inner").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "inner" / "__init__.py").write_text("from . import deep\n")
+    (package / "inner" / "deep.py").write_text("from ..other import thing\nimport json\n")
+    (package / "other.py").write_text("def thing():\n    import helper\n")
+    for number in range(50):
+        (package / f"never{number}.py").write_text("import unrelated\n")
+    (package / "score.py").write_text("import large.inner\n")
+    (user / "unrelated.py").write_text("")
+    parsed: list[bytes] = []
+    parse = ast.parse
+    monkeypatch.setattr(ast, "parse", lambda text: parsed.append(text) or parse(text))
+    code = proposed(user, "reward={name: 'large.score:Score'}").recorder.code
+    assert [path.name for path in code.paths] == ["large", "helper.py"]
+    assert len(parsed) < 10
 
 
 def test_paths_of_code_are_relative_to_the_configuration(user: Path) -> None:
