@@ -19,6 +19,7 @@ from pathlib import Path
 
 from slurmrl import log
 from slurmrl.config.load import load_resolved
+from slurmrl.config.schema import Config
 from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.fsio import atomic, variables
 from slurmrl.history.log import History
@@ -163,8 +164,10 @@ def propose(
     if new:
         name = _free_name(settings)
         settings = load_settings(config, [*overrides, f"trial={json.dumps(name)}"], root=chosen)
-    folders = [config.parent.absolute(), Path.cwd()]
-    return _planned(settings, scheduler, _own_code(settings, folders))
+    code = _own_code(settings, [config.parent.absolute(), Path.cwd()])
+    return _planned(
+        settings, scheduler, code, update_code=_needs_other_code(_paths(settings), settings.config)
+    )
 
 
 def propose_resume(
@@ -189,6 +192,10 @@ def propose_resume(
     if not update_code:
         if settings.config.code != before.code:
             raise UsageError("code: the trial keeps the code that it has; add --update-code")
+        if _reward(settings.config) != _reward(before) and ":" in _reward(settings.config):
+            raise UsageError(
+                "reward.name: the trial has the code of the reward before; add --update-code"
+            )
         return _planned(settings, scheduler, own_code.OwnCode())
     folders = [*recorded_folders(paths.snapshot(snapshot.current(paths))), Path.cwd()]
     code = _own_code(settings, list(dict.fromkeys(folders)))
@@ -236,8 +243,9 @@ def look(proposal: Proposal) -> Outlook:
     state = fold(History(proposal.paths.history).read())
     left = _jobs_left(proposal, state)
     before = load_resolved(proposal.paths.config)
+    committed = state.last_commit is not None
     changed = differences(before, proposal.settings.config)
-    if changed:
+    if changed and committed:
         lines = "".join(f"\n  {line}" for line in changed)
         raise UsageError(
             f"{proposal.trial} exists with another configuration; use --new, or undo:{lines}\n"
@@ -246,9 +254,24 @@ def look(proposal: Proposal) -> Outlook:
     if _complete(proposal, state):
         return Outlook(state, complete=True, left=left)
     _check_code(proposal)
-    committed = state.last_commit is not None
-    notes = consequences(before, proposal.settings.config) if committed else ()
+    if committed:
+        notes = consequences(before, proposal.settings.config)
+    else:
+        notes = [f"starts at the beginning with {line}" for line in changed]
     return Outlook(state, complete=False, left=left, notes=tuple(notes))
+
+
+def _reward(config: Config) -> str:
+    return config.reward.name if config.reward is not None else ""
+
+
+def _needs_other_code(paths: RunPaths, config: Config) -> bool:
+    """Whether a trial exists that has nothing to go on from, and whose configuration names other
+    code now."""
+    if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is not None:
+        return False
+    before = load_resolved(paths.config)
+    return (config.code, _reward(config)) != (before.code, _reward(before))
 
 
 def _own_code(settings: Settings, folders: Sequence[Path]) -> own_code.OwnCode:

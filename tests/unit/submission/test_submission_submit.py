@@ -150,7 +150,7 @@ def test_jobs_that_do_not_go_are_named(
 def test_another_configuration_is_refused_with_the_differences(
     again: Submit, scheduler: FakeScheduler
 ) -> None:
-    again()
+    train(again().paths, 2)
     with pytest.raises(UsageError, match=r"seed: 1 in the trial, 2 now\n  actor.optimizer.lr: "):
         again("seed=2", "actor.optimizer.lr=1.0")
     with pytest.raises(
@@ -158,6 +158,22 @@ def test_another_configuration_is_refused_with_the_differences(
     ):
         again("seed=2", "actor.backend=fsdp:d2")
     assert len(scheduler.requests) == 1
+
+
+def test_a_trial_without_a_commit_goes_on_with_any_configuration(
+    again: Submit, scheduler: FakeScheduler
+) -> None:
+    paths = again().paths
+    begin(History(paths.history), {})
+    submitted = again("seed=2", "actor.optimizer.lr=1.0")
+    assert load_resolved(paths.config).seed == 2
+    assert submitted.notes[0] == "starts at the beginning with seed: 1 in the trial, 2 now"
+    end(History(paths.history), Kind.FAILED, {"reason": "diverged"})
+    root = str(paths.run.parents[2])
+    submit(propose_resume(RunPaths.of(Path(root), user_name(), "add", "1"), ["seed=3"]))
+    assert load_resolved(paths.config).seed == 3
+    assert Plan.read(paths.plan)
+    assert (history(paths).end, len(scheduler.requests)) == (None, 3)
 
 
 @pytest.mark.parametrize(
