@@ -16,7 +16,7 @@ from typing import Any
 from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic, documents, lines
-from slurmrl.fsio.shapes import COUNT, INTEGER, SECONDS, TEXT, Fields, list_of
+from slurmrl.fsio.shapes import COUNT, INTEGER, NUMBER, SECONDS, TEXT, Fields, list_of
 from slurmrl.paths import RunPaths
 
 logger = log.get(__name__)
@@ -26,7 +26,7 @@ Event = dict[str, Any]
 
 SUFFIX = ".jsonl"
 FIELDS: Fields = {
-    "time": SECONDS,
+    "time": NUMBER,
     "kind": TEXT,
     "step": INTEGER,
     "seconds": SECONDS,
