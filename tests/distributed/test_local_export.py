@@ -9,25 +9,31 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions, generate
 from slurmrl.models.hf import TensorSource
-from tests.support.trials import Site, sft_config
+from tests.support.trials import ARCHITECTURE, Site, ppo_config, sft_config
 
 MARGIN = 1e-4
 """Between the two best tokens' logits; below it either answer is right."""
 PROMPTS = [f"{a}+{b}=" for a in range(10, 100, 7) for b in range(10, 100, 11)]
 NEW_TOKENS = 4
+GENERATION = {"eos_token_id": [1, 6], "top_k": 5}
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """A trial that has come to its end."""
+    """A trial that started from a model in bfloat16 and has come to its end."""
     site = Site(tmp_path_factory.mktemp("export"))
-    config = site.write("sft.yaml", sft_config())
+    source = site.folder / "source"
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**ARCHITECTURE))
+    model.to(torch.bfloat16).save_pretrained(source)
+    (source / "generation_config.json").write_text(json.dumps(GENERATION))
+    actor = {**sft_config()["actor"], "architecture": None, "path": str(source)}
+    config = site.write("sft.yaml", sft_config(actor=actor))
     site.slurmrl("submit", str(config), "--scheduler", "local", "--wait")
     return site
 
@@ -87,6 +93,24 @@ def test_same_greedy_answers(export: Path) -> None:
             compared += 1
             assert answer[len(prompt) :].tolist() == expected
     assert compared > len(PROMPTS) // 2
+
+
+def test_types_and_stop_tokens_go_from_trial_to_trial(site: Site, export: Path) -> None:
+    """A model in bfloat16 that stops at two tokens is trained by SFT and then by PPO."""
+    actor = {"path": "trial:sft/1", "backend": "fsdp:d2"}
+    config = ppo_config(actor=actor, total_steps=1, evaluation=None)
+    site.slurmrl("submit", str(site.write("ppo.yaml", config)), "--scheduler", "local", "--wait")
+    source = site.folder / "source"
+    for folder in (export, Path(site.status("ppo/1")["export"])):
+        assert json.loads((folder / "generation_config.json").read_text()) == GENERATION
+        assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
+        with TensorSource(folder) as files:
+            assert {files.read(name).dtype for name in files.names()} == {torch.bfloat16}
+        sizes = [(one / "model.safetensors").stat().st_size for one in (source, folder)]
+        assert abs(sizes[0] - sizes[1]) < 100  # of the header
+    logs = site.paths("ppo/1").logs.rglob("*")
+    said = "".join(path.read_text() for path in logs if path.is_file())
+    assert "a completion ends with one of these tokens: '<eos>' (1), '3' (6)" in said
 
 
 def test_files_are_private(export: Path) -> None:
