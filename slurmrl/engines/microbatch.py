@@ -19,8 +19,6 @@ from slurmrl.parallel.groups import ParallelContext
 
 OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped")
 """What `Engine.train_batch` returns beside the loss function's statistics."""
-NAME_BYTES = 4096
-"""Room for the names of statistics when ranks exchange them."""
 
 
 @dataclass(frozen=True)
@@ -150,12 +148,23 @@ def _gather(values: list[float], context: ParallelContext) -> list[list[float]]:
 
 
 def _names_of_any(names: list[str], context: ParallelContext) -> list[str]:
-    """The names of a rank that has some: those without send zeros into a maximum."""
+    """The names of a rank that has some: those without send zeros into a maximum.
+
+    Raises UsageError where ranks have different ones.
+    """
     text = json.dumps(names).encode() if names else b""
-    assert len(text) <= NAME_BYTES, f"{len(text)} bytes of names of statistics"
-    padded = torch.zeros(NAME_BYTES, dtype=torch.int32)
+    group = context.group("dp")
+    size = torch.tensor(len(text), device=context.device)
+    dist.all_reduce(size, dist.ReduceOp.MAX, group=group)
+    padded = torch.zeros(int(size), dtype=torch.int32)
     padded[: len(text)] = torch.tensor(list(text), dtype=torch.int32)
     padded = padded.to(context.device)
-    dist.all_reduce(padded, dist.ReduceOp.MAX, group=context.group("dp"))
-    found: list[str] = json.loads(bytes(code for code in padded.tolist() if code))
-    return found
+    dist.all_reduce(padded, dist.ReduceOp.MAX, group=group)
+    found = bytes(padded.tolist())
+    if names and found != text:
+        raise UsageError(
+            f"the loss returns other statistics on another rank than here ({', '.join(names)}): "
+            "it must return the same names for every micro-batch"
+        )
+    named: list[str] = json.loads(found)
+    return named
