@@ -37,6 +37,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "link": {"job_id": "41_1", "time_left_s": 1200.0, "runs_s": 40.0},
         "pending": None,
         "checkpoint_failures": None,
+        "skipped": None,
         "timing": {
             "step_s": 2.0,
             "left_s": 96.0,

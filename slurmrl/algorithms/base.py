@@ -32,6 +32,8 @@ class CallContext:
     """``settings.config`` is the whole configuration, ``settings.algorithm`` the schema."""
     stop_token_ids: tuple[int, ...]
     """The tokens that end a completion."""
+    batch: tuple[str, ...]
+    """Ids of the whole batch in its order, of which a rank's sample has some."""
     cores: int = 1
     """CPU cores of this host for each of its ranks."""
     evaluation: bool = False

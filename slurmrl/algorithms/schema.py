@@ -30,6 +30,12 @@ class AlgorithmSchema(Section, ABC):
         """Optimizer steps that each trained model makes in one step of the run."""
         return 1
 
+    @property
+    def minibatches(self) -> int:
+        """Consecutive parts of a batch, of equal numbers of items, that each trained model makes
+        its optimizer steps with."""
+        return 1
+
     @abstractmethod
     def roles(self) -> tuple[RoleUse, ...]:
         """The models it uses."""

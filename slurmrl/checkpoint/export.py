@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from slurmrl.checkpoint.pieces import RoleCheckpoint
+from slurmrl.checkpoint.precision import AS_STORED, FLOATS, Precision
 from slurmrl.checkpoint.stored import Storage, by_name, file_entries
 from slurmrl.checkpoint.tensors import Entry, write_tensors
 from slurmrl.errors import CheckpointError, EnvironmentFailure
@@ -24,46 +26,50 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "vocab.json",
     "merges.txt",
+    "vocab.txt",
     "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tiktoken.model",
+    "tekken.json",
     "chat_template.jinja",
     "chat_template.json",
 )
-TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+MORE_TEMPLATES = "additional_chat_templates"
+"""Folder beside the tokenizer's files with a chat template in each of its own."""
 SHARD_BYTES = 50 * 10**9
 """Size at which transformers starts a new file."""
 Shard = list[Entry]
 
 
 def export(
-    checkpoint: Path,
-    role: str,
+    weights: RoleCheckpoint,
     config: Mapping[str, Any],
     target: Path,
     *,
+    generation: Mapping[str, Any],
     tokenizer: Path | None = None,
-    generation: Mapping[str, Any] | None = None,
     storage: Storage = by_name,
+    precision: Precision = AS_STORED,
     shard_bytes: int = SHARD_BYTES,
     calls: SystemCalls = REAL,
 ) -> Path:
-    """Write ``role`` of a checkpoint directory as a folder that transformers loads.
+    """Write a role of a checkpoint as a folder that transformers loads. (`open_verified` opens one
+    whose files are as they were written.)
 
-    ``config`` is the object for config.json and ``generation`` overrides what
-    generation_config.json takes from it; ``storage`` says how the files hold the parameters. The
+    ``config`` is the object for config.json, ``generation`` that for generation_config.json;
+    ``storage`` says how the files hold the parameters and ``precision`` in which types. The
     folder is written under a temporary name and then renamed, so it is whole or not there; an
-    older one is replaced. Weights keep the type they are stored in, one tensor is in memory at
-    a time.
+    older one is replaced. One tensor is in memory at a time.
     """
-    weights = RoleCheckpoint(checkpoint, role)
     temporary = temporary_beside(target)
     try:
         calls.mkdir(temporary)
-        entries = file_entries(weights.weights(), weights.read, storage)
+        stored = file_entries(weights.weights(), weights.read, storage)
+        entries = [precision.apply(entry) for entry in stored]
         write_weights(temporary, entries, shard_bytes=shard_bytes, calls=calls)
-        dtype = _dtype(weights)
-        _write_json(temporary / "config.json", {**config, "dtype": dtype}, calls)
-        values = {**_generation(config), **(generation or {})}
-        _write_json(temporary / "generation_config.json", values, calls)
+        _write_json(temporary / "config.json", {**config, "dtype": _main_dtype(entries)}, calls)
+        _write_json(temporary / "generation_config.json", generation, calls)
         if tokenizer is not None:
             _copy_tokenizer(tokenizer, temporary, calls)
         calls.fsync_directory(temporary)
@@ -115,16 +121,13 @@ def _shard_names(count: int) -> list[str]:
     return [f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
 
 
-def _dtype(weights: RoleCheckpoint) -> str:
-    found = {spec.dtype for _, spec in weights.weights()}
-    if len(found) != 1:
-        raise CheckpointError(f"{weights.directory}: weights of types {sorted(found)}")
-    return found.pop()
-
-
-def _generation(config: Mapping[str, Any]) -> dict[str, Any]:
-    ids = {name: config[name] for name in TOKEN_IDS if config.get(name) is not None}
-    return {"_from_model_config": True, **ids}
+def _main_dtype(entries: Iterable[Entry]) -> str:
+    """The floating-point type that most of the bytes have: what config.json calls the model's."""
+    sizes: Counter[str] = Counter()
+    for entry in entries:
+        if entry.spec.dtype in FLOATS:
+            sizes[entry.spec.dtype] += entry.spec.bytes
+    return sizes.most_common(1)[0][0] if sizes else "float32"
 
 
 def _copy_tokenizer(source: Path, folder: Path, calls: SystemCalls) -> None:
@@ -133,6 +136,12 @@ def _copy_tokenizer(source: Path, folder: Path, calls: SystemCalls) -> None:
         raise CheckpointError(f"{source} holds no tokenizer file")
     for name in names:
         write_new(folder / name, (source / name).read_bytes(), True, calls)
+    templates = [path for path in (source / MORE_TEMPLATES).glob("*.jinja") if path.is_file()]
+    if templates:
+        calls.mkdir(folder / MORE_TEMPLATES)
+        for path in templates:
+            write_new(folder / MORE_TEMPLATES / path.name, path.read_bytes(), True, calls)
+        calls.fsync_directory(folder / MORE_TEMPLATES)
 
 
 def _write_json(path: Path, values: Mapping[str, Any], calls: SystemCalls) -> None:

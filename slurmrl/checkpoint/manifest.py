@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from slurmrl.checkpoint.pieces import RoleCheckpoint, file_name
 from slurmrl.checkpoint.tensors import SavedFile, checksum
 from slurmrl.errors import (
     CheckpointError,
@@ -101,6 +102,23 @@ def verify_share(directory: Path, rank: int, ranks: int) -> None:
     Raises DamagedCheckpointError.
     """
     _check(directory, read_manifest(directory).files[rank::ranks], True)
+
+
+def open_verified(directory: Path, role: str) -> RoleCheckpoint:
+    """A role, once the sizes and checksums of all its files (and of the state) are right.
+
+    Raises DamagedCheckpointError, CheckpointError for a role that the checkpoint does not hold.
+    """
+    files = {file.name: file for file in read_manifest(directory).files}
+    names = [name for rank in range(len(files)) if (name := file_name(role, rank)) in files]
+    if not names:
+        raise CheckpointError(f"checkpoint {directory} has no files of '{role}'")
+    _check(directory, [files[name] for name in (STATE, *names) if name in files], True)
+    weights = RoleCheckpoint(directory, role)
+    if weights.ranks != len(names):
+        message = f"{directory / MANIFEST} names {len(names)} of {weights.ranks} files of '{role}'"
+        raise DamagedCheckpointError(message, directory.name)
+    return weights
 
 
 def _check(directory: Path, files: Iterable[SavedFile], checksums: bool) -> None:

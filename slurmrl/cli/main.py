@@ -31,6 +31,9 @@ class Entry(NamedTuple):
 COMMANDS = {
     "submit": Entry("slurmrl.cli.submit:submit", "Check a configuration and start its trial."),
     "plan": Entry("slurmrl.cli.plan:plan", "Show what would run where, without submitting it."),
+    "try-reward": Entry(
+        "slurmrl.cli.try_reward:try_reward", "Judge some completions with a configuration's reward."
+    ),
     "graph": Entry("slurmrl.cli.graph:graph", "Show the calls of a step and what they pass on."),
     "status": Entry("slurmrl.cli.status:status", "Show how trials are doing."),
     "events": Entry("slurmrl.cli.events:events", "Print what happened in a trial, in order."),

@@ -42,7 +42,8 @@ def resume(
 
     Settings that do not change what is computed (total_steps, stop_when, cluster, checkpoint, …)
     can be changed, and the layout (actor.backend=fsdp:d4): then the order of the data and the
-    optimizer state are kept, and what is not is said.
+    optimizer state are kept, and what is not is said. So is a learning rate that follows another
+    total_steps.
 
     A live trial with few Slurm jobs left in its chain gets more of them.
     """

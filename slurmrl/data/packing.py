@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from heapq import heapreplace
+from heapq import heappop, heapreplace
+from itertools import accumulate, pairwise
 
 
 def balanced_partition(lengths: Sequence[int], k: int) -> list[list[int]]:
@@ -21,6 +22,37 @@ def balanced_partition(lengths: Sequence[int], k: int) -> list[list[int]]:
         load, count, part = heap[0]
         parts[part].append(index)
         heapreplace(heap, (load + lengths[index], count + 1, part))
+    for items in parts:
+        items.sort()
+    return parts
+
+
+def even_partition(lengths: Sequence[int], k: int, sections: int = 1) -> list[list[int]]:
+    """Indices in ``k`` parts of equal numbers: of each of ``sections`` consecutive sections of the
+    indices, and so of all together, no part has more than one more than another. Total lengths are
+    about equal as far as that allows: the longest first, each to the part that holds least of the
+    section and has room.
+
+    Every part is sorted.
+    """
+    if k < 1 or sections < 1:
+        raise ValueError(f"cannot make {k} parts of {sections} sections")
+    parts: list[list[int]] = [[] for _ in range(k)]
+    loads = [0] * k
+    for start, stop in pairwise(accumulate(even_sizes(len(lengths), sections), initial=0)):
+        fewest = sorted(range(k), key=lambda part: (len(parts[part]), loads[part]))
+        sizes = even_sizes(stop - start, k)  # the larger ones come first
+        room = dict(zip(fewest, sizes, strict=True))
+        heap = [(0, part) for part in range(k) if room[part]]
+        for index in sorted(range(start, stop), key=lengths.__getitem__, reverse=True):
+            held, part = heap[0]
+            parts[part].append(index)
+            loads[part] += lengths[index]
+            room[part] -= 1
+            if room[part]:
+                heapreplace(heap, (held + lengths[index], part))
+            else:
+                heappop(heap)
     for items in parts:
         items.sort()
     return parts

@@ -8,9 +8,10 @@ first token of a sequence; ``values[t]`` is the value after reading token t.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -28,6 +29,8 @@ Outputs = dict[str, Tensor]
 OUTPUTS: dict[Head, tuple[str, ...]] = {"lm": ("logp", "entropy"), "value": ("values",)}
 LossFn = Callable[[Outputs, SequenceSample], tuple[Tensor, dict[str, Tensor]]]
 """(outputs of whole sequences, the micro-batch) -> (loss SUM, sums of statistics), all scalars."""
+Veto = Callable[[Mapping[str, float]], bool]
+"""(sums of a step's statistics, over all ranks) -> whether to leave its update out."""
 OutputFn = Callable[[Outputs, SequenceSample], Outputs]
 """(outputs of whole sequences, the micro-batch) -> per-token results, each [T]."""
 
@@ -60,6 +63,16 @@ class Engine(ABC):
             dist.all_reduce(tensor, group=self.context.group("dp"))
         return tensor
 
+    def vetoed(self, veto: Veto | None, stats: Mapping[str, float]) -> bool:
+        """What ``veto`` says, the same on all ranks though rounding may differ between those that
+        work on the same samples. Collective."""
+        if veto is None:
+            return False
+        said = torch.tensor(int(veto(stats)), device=self.context.device)
+        if "data" in self.context.groups:
+            dist.all_reduce(said, dist.ReduceOp.MAX, group=self.context.group("data"))
+        return bool(said)
+
     @abstractmethod
     def train_batch(
         self,
@@ -68,13 +81,16 @@ class Engine(ABC):
         denominator: float,
         *,
         temperature: float = 1.0,
+        veto: Veto | None = None,
     ) -> dict[str, float]:
         """One optimizer step on the gradient of (sum of losses) / (sum of denominators), both
         over all micro-batches and data-parallel ranks; ``denominator`` is this rank's share.
 
         Returns, the same on every rank, the sums of ``loss_fn``'s statistics and ``loss``
         (divided), ``grad_norm`` (before clipping), ``lr``, ``tokens``, ``denominator``. Where
-        the gradient is not finite the step is left out and ``skipped`` is 1.
+        the gradient is not finite the step is left out and ``skipped`` is 1. So it is where
+        ``veto`` is given those sums, ``loss``, ``tokens`` and ``denominator`` and returns true;
+        then ``vetoed`` is 1.
         """
 
     @abstractmethod

@@ -17,7 +17,7 @@ from slurmrl.errors import UsageError
 from slurmrl.models.config import Head
 from slurmrl.parallel.groups import ParallelContext
 
-OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped")
+OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "vetoed")
 """What `Engine.train_batch` returns beside the loss function's statistics."""
 
 
@@ -33,8 +33,6 @@ class Rounds:
     """Sum over the ranks."""
     some_empty: bool
     """Whether any rank has no micro-batch at all."""
-    shares: tuple[float, ...] = ()
-    """What part of the tokens of all ranks each micro-batch of this one has."""
 
     @property
     def scale(self) -> float:
@@ -55,18 +53,15 @@ def agree(
 ) -> Rounds:
     """Cut the sample into micro-batches and learn what the other ranks have. ``padded``: their
     sequences are padded to the longest, which counts."""
-    lengths = item_tokens(sample)
     if padded:
         cut = padded_microbatches(sample.lengths[TOKENS], max_tokens)
     else:
-        cut = microbatches(lengths, max_tokens)
+        cut = microbatches(item_tokens(sample), max_tokens)
     parts = tuple(map(tuple, cut))
-    ranks = _gather([float(len(parts)), denominator, float(sum(lengths))], context)
-    counts = [int(count) for count, _, _ in ranks]
-    total = sum(tokens for _, _, tokens in ranks)
-    shares = tuple(sum(lengths[item] for item in part) / total for part in parts)
-    whole = sum(share for _, share, _ in ranks)
-    return Rounds(parts, max(counts), whole, min(counts) == 0, shares)
+    ranks = _gather([float(len(parts)), denominator], context)
+    counts = [int(count) for count, _ in ranks]
+    whole = sum(share for _, share in ranks)
+    return Rounds(parts, max(counts), whole, min(counts) == 0)
 
 
 def item_tokens(sample: SequenceSample) -> list[int]:

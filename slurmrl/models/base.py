@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torch import Tensor, nn
 
+from slurmrl.models.balance import Balance
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.recompute import Recompute
@@ -44,6 +45,8 @@ class PackedModel(nn.Module, ABC):
 
     config: ModelConfig | HFConfig
     head: Head
+    balance: Balance | None = None
+    """The load-balancing loss that the config asks for."""
 
     @property
     @abstractmethod
@@ -78,7 +81,3 @@ class PackedModel(nn.Module, ABC):
         """Tensors that belong to the model, in checkpoints and exports too, and that no step
         changes, by name; the built-in decoders have none."""
         return {}
-
-    def weigh_balance(self, weight: float) -> None:
-        """Let the coming backward passes add ``weight`` times the load-balancing loss of the
-        config; a model without experts has none."""

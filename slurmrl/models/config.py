@@ -9,7 +9,7 @@ from typing import Any, Literal
 from slurmrl.errors import UsageError
 from slurmrl.models.families import Family, family_of
 from slurmrl.models.refusals import bad_sizes, malformed, unknown_fields, unsupported
-from slurmrl.models.rope import Rope
+from slurmrl.models.rope import PARTIAL, Rope
 
 Head = Literal["lm", "value"]
 
@@ -42,8 +42,9 @@ DESCRIPTIVE = (
     "id2label",
     "label2id",
     "num_labels",
+    PARTIAL,
 )
-"""Fields that are written anew at each export."""
+"""Fields that are written anew at each export, or are not needed there."""
 ALIASES = {"num_local_experts": "num_experts", "num_experts": "num_local_experts"}
 """transformers takes either name for the number of experts."""
 
@@ -144,7 +145,6 @@ class ModelConfig:
     def to_hf(self, *, head: Head = "lm", dtype: str = "float32") -> dict[str, Any]:
         """The ``config.json`` object that transformers loads for weights of this ``dtype``."""
         family = self.family
-        task = "CausalLM" if head == "lm" else "SequenceClassification"
         values: dict[str, Any] = {
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -161,7 +161,7 @@ class ModelConfig:
             "rope_parameters": self.rope.to_hf() if self.rope else None,
         }
         described: dict[str, Any] = {
-            "architectures": [f"{family.class_prefix}For{task}"],
+            "architectures": [family.class_name(head)],
             "model_type": self.model_type,
             "dtype": dtype,
         }

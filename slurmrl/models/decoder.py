@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slurmrl.models.attention import Attention, AttentionCore, PackedCore
+from slurmrl.models.balance import Balance
 from slurmrl.models.base import PackedModel, Reader
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.mlp import GatedMLP
@@ -93,6 +94,7 @@ class Decoder(PackedModel):
             self.lm_head = nn.Linear(config.hidden_size, last - first, bias=False)
         self._scale = config.hidden_size**0.5 if config.family.scaled_embedding else None
         self._rotary = RotaryTable(config.rope, config.head_dim) if config.rope else None
+        self.balance = self._balance()
 
     @property
     def layers(self) -> Iterable[nn.Module]:
@@ -187,11 +189,16 @@ class Decoder(PackedModel):
         self.config.check_length(int(lengths.max()) + new_tokens)
         return split_reader(self, self.config, lengths, new_tokens, self.head_weight(), self.split)
 
-    def weigh_balance(self, weight: float) -> None:
-        moe = self.config.moe
-        if moe is not None and moe.balance:
-            for block in self._sparse_blocks:
-                block.balance = moe.balance * weight / len(self._sparse_blocks)
+    def _balance(self) -> Balance | None:
+        """Tensor ranks all see the same tokens, and their gradients of a router are added up."""
+        blocks, moe = self._sparse_blocks, self.config.moe
+        if moe is None or not moe.balance or not blocks:
+            return None
+        share = moe.balance / self.split.tensor.size
+        balance = Balance(len(blocks), moe.experts, moe.per_token, share)
+        for number, block in enumerate(blocks):
+            block.balance, block.number = balance, number
+        return balance
 
     @cached_property
     def _sparse_blocks(self) -> list[SparseMLP]:

@@ -44,6 +44,8 @@ class Family:
     model_type: str
     class_prefix: str
     """``Qwen3`` of ``Qwen3ForCausalLM``."""
+    lm_class: str = ""
+    """The class of the language model where it is not ``<class_prefix>ForCausalLM``."""
     qkv_bias: Switch = False
     o_bias: Switch = False
     mlp_bias: Switch = False
@@ -74,6 +76,12 @@ class Family:
     """Values that mean another one: (our field, written value) to the value."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """What transformers assumes for fields that a ``config.json`` leaves out, by our names."""
+
+    def class_name(self, head: Literal["lm", "value"]) -> str:
+        """transformers' class of a model with this head."""
+        if head == "value":
+            return f"{self.class_prefix}ForSequenceClassification"
+        return self.lm_class or f"{self.class_prefix}ForCausalLM"
 
     def switched(self, switch: Switch, values: Mapping[str, Any]) -> bool:
         """The state of an optional part under the config ``values``."""
@@ -216,6 +224,7 @@ QWEN3_MOE = Family(
 GPT2 = Family(
     model_type="gpt2",
     class_prefix="GPT2",
+    lm_class="GPT2LMHeadModel",
     qkv_bias=True,
     o_bias=True,
     mlp_bias=True,

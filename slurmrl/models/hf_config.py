@@ -11,6 +11,7 @@ from slurmrl.checkpoint.stored import Stored
 from slurmrl.errors import UsageError
 from slurmrl.layout.box import Index
 from slurmrl.models.config import Head
+from slurmrl.models.rope import length_limit
 
 MODULE = "inner."
 """What parameters' names begin with that are transformers' own behind it."""
@@ -37,6 +38,17 @@ class HFConfig:
                 "output_router_logits: set that to false, or use the built-in decoder"
             )
         return HFConfig(model_type=model_type, values=dict(values))
+
+    def check_length(self, tokens: int) -> None:
+        """Raises UsageError for a sequence of more tokens than can be computed alike in every
+        batch."""
+        found = length_limit(self.values)
+        if found is not None and tokens > found[0]:
+            raise UsageError(
+                f"a sequence of {tokens} tokens: with rope_type '{found[1]}' this "
+                f"{self.model_type} model's log-probabilities depend on what else is in the batch "
+                f"once a sequence has more than {found[0]} tokens"
+            )
 
     def to_hf(self, *, head: Head = "lm", dtype: str = "float32") -> dict[str, Any]:
         """The ``config.json`` object of an export."""

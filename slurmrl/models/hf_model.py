@@ -8,6 +8,7 @@ T packed tokens, S sequences, L the longest of them, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,6 +52,8 @@ class HFModel(PackedModel):
         self.head = head
         self.inner = _model(config, head, source, seed, dtype)
         self.inner.train(False)
+        self._made = HFConfig(model_type=config.model_type, values=self.inner.config.to_dict())
+        """With the defaults that transformers has put in."""
         self._multiplies = head == "lm" and only_multiplies(self.inner)
         if head == "value" and not isinstance(getattr(self.inner, "score", None), nn.Linear):
             raise UsageError(
@@ -84,9 +87,12 @@ class HFModel(PackedModel):
     ) -> Any:
         """Logits [T, V], or hidden states [T, h] where they suffice. A ``step`` of generation is
         a call of the model itself: it comes through here, too, because a sharded engine has its
-        hooks on this module first."""
+        hooks on this module first.
+
+        Raises UsageError for a ``max_len`` beyond which rows would depend on each other."""
         if step is not None:
             return self.inner(**step)
+        self._made.check_length(max_len)
         tokens = input_ids.shape[0]
         rows, places = packed_rows(cu_seqlens, tokens), packed_positions(cu_seqlens, tokens)
         shape = (cu_seqlens.shape[0] - 1, max_len)
@@ -112,6 +118,7 @@ class HFModel(PackedModel):
         return values.squeeze(-1).float()
 
     def reader(self, lengths: Tensor, new_tokens: int) -> HFReader:
+        self._made.check_length(int(lengths.max()) + new_tokens)
         return HFReader(self, self.inner.config, lengths)
 
 
@@ -128,7 +135,7 @@ def _model(
             )
             fresh = "score.weight" in report["missing_keys"]
         else:
-            values = {k: v for k, v in config.values.items() if k != "model_type"}
+            values = {k: deepcopy(v) for k, v in config.values.items() if k != "model_type"}
             settings = _without_dropout(AutoConfig.for_model(config.model_type, **values, **more))
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)  # a GPU's stays as it is

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from slurmrl.models.families import Family
+from slurmrl.models.rope import PARTIAL, WHOLE_HEADS
 from slurmrl.registry import near
 
 ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
@@ -53,8 +54,8 @@ def unsupported(family: Family, full: Mapping[str, Any]) -> list[str]:
     problems = [f"{name} is not supported" for name in MUST_BE_OFF if full.get(name)]
     if full["hidden_act"] not in ACTIVATIONS:
         problems.append(f"hidden_act '{full['hidden_act']}' is not one of {', '.join(ACTIVATIONS)}")
-    if full.get("partial_rotary_factor") not in (None, 1.0):
-        problems.append("partial_rotary_factor other than 1 is not supported")
+    if full.get(PARTIAL) not in WHOLE_HEADS:
+        problems.append(f"{PARTIAL} {full[PARTIAL]!r} is not supported, only 1")
     return problems + _layer_types(family, full)
 
 

@@ -18,6 +18,9 @@ KINDS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
 }
+PARTIAL = "partial_rotary_factor"
+WHOLE_HEADS = (None, 1)
+"""Values of that field with which all dims of a head are rotated."""
 WITH_ORIGINAL_LENGTH = ("llama3", "yarn")
 REFUSED: Mapping[str, str] = {
     "longrope": "its angles depend on how long a sequence gets, so keys that are cached already "
@@ -47,6 +50,9 @@ class Rope:
         stated = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
         kind = stated.pop("rope_type", None) or stated.pop("type", None) or "default"
         stated.pop("type", None)
+        partial = stated.pop(PARTIAL, None)
+        if partial not in WHOLE_HEADS:
+            return Rope(options={}), [f"{PARTIAL} {partial!r} is not supported, only 1"]
         theta = stated.pop("rope_theta", None) or values.get("rope_theta") or 10000.0
         if kind not in KINDS:
             reason = REFUSED.get(kind) or f"it is not one of {', '.join(KINDS)}"
@@ -92,3 +98,55 @@ def _field_problems(kind: str, stated: Mapping[str, Any]) -> list[str]:
         *(f"rope_type '{kind}' needs the field '{name}'" for name in missing),
         *(f"rope_type '{kind}' has no field '{name}'; it has: {known}" for name in unknown),
     ]
+
+
+def length_limit(values: Mapping[str, Any]) -> tuple[int, str] | None:
+    """Tokens up to which the angles of a sequence do not depend on the longest one of its batch in
+    transformers' model of a ``config.json`` object, and the ``rope_type`` for which they do beyond;
+    None where they never do, or where the object leaves the number to transformers' defaults.
+
+    ``longrope`` changes its factors for a whole batch once one of its sequences is longer than the
+    original length, and ``dynamic`` its base beyond ``max_position_embeddings``. Rotations may
+    differ by the type of the layer, and may stand in the object's part about text.
+    """
+    limits = [
+        (limit, kind)
+        for part in (values, *_parts(values))
+        for rope in _ropes(part)
+        if (kind := _kind(rope)) and (limit := _original_length(part, rope, kind))
+    ]
+    return min(limits, default=None)
+
+
+def _parts(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The configs of text models within that of a model of several kinds of input."""
+    return [
+        part
+        for name, part in values.items()
+        if isinstance(part, Mapping) and name.endswith(("_config", "decoder"))
+        if not any(other in name for other in ("vision", "audio", "quantization"))
+    ]
+
+
+def _ropes(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Its rotations: one for all layers, or one for each type of layer."""
+    stated = (values.get("rope_parameters"), values.get("rope_scaling"))
+    found = [one for one in stated if isinstance(one, Mapping)]
+    return [*found, *(one for all_ in found for one in all_.values() if isinstance(one, Mapping))]
+
+
+def _kind(rope: Mapping[str, Any]) -> str | None:
+    """``longrope`` or ``dynamic``; None for what does not depend on lengths."""
+    kind = str(rope.get("rope_type") or rope.get("type") or "")
+    if "dynamic" in kind:
+        return "dynamic"
+    # Phi's older files call it su, and even yarn
+    return "longrope" if kind in ("longrope", "su") or "long_factor" in rope else None
+
+
+def _original_length(values: Mapping[str, Any], rope: Mapping[str, Any], kind: str) -> int | None:
+    original = "original_max_position_embeddings"
+    stated = [values.get("max_position_embeddings")]
+    if kind == "longrope":
+        stated = [values.get(original), rope.get(original), *stated]
+    return next((one for one in stated if isinstance(one, int)), None)

@@ -29,9 +29,12 @@ class Finding(NamedTuple):
 def diagnose(status: Status) -> list[Finding]:
     """All that is to be said, the most urgent first; never empty. ``status`` is the documented
     object without ``diagnosis`` and ``findings``."""
-    if status["state"] in ("COMPLETED", "FAILED", "CANCELLED"):
-        return [_ended(status)]
-    found = [*_problem(status), *_short_limit(status)]
+    skipped = list(_skipped(status))
+    if status["state"] == "COMPLETED":
+        return [*skipped, _ended(status)]
+    if status["state"] in ("FAILED", "CANCELLED"):
+        return [_ended(status), *skipped]
+    found = [*_problem(status), *skipped, *_short_limit(status)]
     if status["state"] == "INTERRUPTED":
         return [*found, _interrupted(status)]
     if status["state"] == "PENDING":
@@ -61,6 +64,18 @@ def _problem(status: Status) -> Iterator[Finding]:
         yield Finding("scheduler", text)
     if status.get("unconfirmed"):
         yield Finding("unconfirmed", "unconfirmed: no heartbeat of its first host was seen")
+
+
+def _skipped(status: Status) -> Iterator[Finding]:
+    skipped = status["skipped"]
+    if skipped is not None:
+        whose = f" of the {skipped['model']}" if skipped["model"] else ""
+        last = f"{skipped['steps']} steps" if skipped["steps"] > 1 else "step"
+        text = (
+            f"nothing was learned: all updates{whose} in the last {last} were skipped, because "
+            "gradients were not finite"
+        )
+        yield Finding("skipped", text)
 
 
 def _interrupted(status: Status) -> Finding:

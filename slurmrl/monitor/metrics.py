@@ -53,7 +53,7 @@ def encode(values: Mapping[str, Any]) -> bytes:
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values with null in the place of what JSON does not have."""
-    return {name: None if _not_finite(value) else value for name, value in values.items()}
+    return {name: _finite(value) for name, value in values.items()}
 
 
 def cut(path: Path, last_step: int) -> None:
@@ -134,5 +134,9 @@ def _step(raw: bytes, where: object) -> int:
     return step
 
 
-def _not_finite(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {_finite(key): _finite(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

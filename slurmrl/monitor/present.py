@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
+from itertools import takewhile
 from typing import Any
 
 from slurmrl.monitor import story, throughput
 from slurmrl.monitor.snapshot import Snapshot, Traces
 from slurmrl.scheduler.base import JobState, TaskState
+
+SKIPPED_STEPS = 3
+"""Steps in a row without an update that are worth a word while a trial runs."""
 
 
 def describe(
@@ -25,6 +30,7 @@ def describe(
         "link": _link(tasks, snapshot.now) if state == "RUNNING" else None,
         "pending": _pending(snapshot, tasks) if state == "PENDING" else None,
         "checkpoint_failures": _failed_commits(snapshot, newest) if newest else None,
+        "skipped": _skipped(snapshot),
         "timing": _timing(snapshot, state, status["step"]),
     }
 
@@ -91,6 +97,33 @@ def _failed_commits(snapshot: Snapshot, newest: Traces) -> dict[str, Any] | None
         "reason": str(failed[-1].get("reason", "")),
         "last_commit_s": max(snapshot.now - commits[-1].time, 0.0) if commits else None,
     }
+
+
+def _skipped(snapshot: Snapshot) -> dict[str, Any] | None:
+    """The newest steps in a row in which a model was not updated at all, if they are enough to say
+    so: some, or all that an ended trial made."""
+    trained = [line for line in snapshot.lines if _models(line)]
+    names = sorted({name for line in trained for name in _models(line)})
+    runs = [(len(list(takewhile(partial(_in_vain, name), trained[::-1]))), name) for name in names]
+    longest, model = max(runs, default=(0, ""))
+    ended_so = snapshot.state.end is not None and longest == len(trained)
+    if not longest or (longest < SKIPPED_STEPS and not ended_so):
+        return None
+    return {"steps": longest, "model": model}
+
+
+def _models(line: Mapping[str, Any]) -> list[str]:
+    """The models whose updates a line counts: ``actor_skipped``; SFT's has no name."""
+    counted = (name for name in line if name == "skipped" or name.endswith("_skipped"))
+    return [name.removesuffix("skipped").removesuffix("_") for name in counted]
+
+
+def _in_vain(model: str, line: Mapping[str, Any]) -> bool:
+    """Whether the engine skipped every update of a step: their gradients were not finite."""
+    prefix = f"{model}_" if model else ""
+    skipped, updates = line.get(f"{prefix}skipped"), line.get(f"{prefix}updates", 1)
+    numbers = isinstance(skipped, int | float) and isinstance(updates, int | float)
+    return numbers and 0 < updates <= skipped
 
 
 def _timing(snapshot: Snapshot, state: str, step: int) -> dict[str, Any]:

@@ -38,6 +38,9 @@ This object is a contract: fields may be added, none is ever changed or removed.
                                               expects it, in its local time: "2026-01-31T09:30:00"
       "checkpoint_failures": {"count": 2, "step": 30, "reason": "…", "last_commit_s": 2400.0}
                              | null,          commits that failed since the last one
+      "skipped": {"steps": 12, "model": "actor"} | null,   the newest steps in a row in which every
+                                              update of a model (SFT's is "") was skipped, because
+                                              its gradients were not finite; null for fewer than 3
       "timing": {
         "step_s": 12.3,                       mean of the newest steps; null before the first
         "left_s": 240.0,                      to the last step at that pace

@@ -55,6 +55,11 @@ class Algorithm(Protocol):
         """Optimizer steps of each trained model in one step."""
         ...
 
+    @property
+    def minibatches(self) -> int:
+        """Consecutive parts of a batch, one for each optimizer step."""
+        ...
+
     def controller(self) -> str:
         """``module:Class`` of the scalars that the master keeps for it."""
         ...

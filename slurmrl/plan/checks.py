@@ -22,7 +22,7 @@ from slurmrl.graph.graph import Graph
 from slurmrl.plan.draft import Draft
 from slurmrl.plan.engines import ENGINES
 from slurmrl.plan.layouts import LAYOUT_CHECKS, SUBMISSION_CHECKS
-from slurmrl.plan.weights import implementations, stop_tokens, tokenizer, weights
+from slurmrl.plan.weights import implementations, lengths, stop_tokens, tokenizer, weights
 from slurmrl.registry import near, resolve
 
 Check: TypeAlias = Callable[[Draft], Iterable[Problem]]
@@ -168,6 +168,7 @@ CHECKS: Final[tuple[Check, ...]] = (
 SUBMISSION: Final[tuple[Check, ...]] = (
     *SUBMISSION_CHECKS,
     weights,
+    lengths,
     tokenizer,
     stop_tokens,
     _dataset_files,

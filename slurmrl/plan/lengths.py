@@ -25,7 +25,7 @@ def lengths_of(config: Config, algorithm: Algorithm, shape: ModelShape | None) -
     """None where nothing bounds the sequences."""
     new = config.rollout.max_new_tokens if config.dataset.type == "prompt" else 0
     sequences = algorithm.batch_size * int(getattr(algorithm, "group_size", 1))
-    bound = _bound(config.dataset, new)
+    bound = longest(config.dataset, new)
     if bound is not None:
         return Lengths(sequences, bound, new, assumed=False)
     if shape is None or shape.positions is None:
@@ -33,7 +33,9 @@ def lengths_of(config: Config, algorithm: Algorithm, shape: ModelShape | None) -
     return Lengths(sequences, max(shape.positions, new), new, assumed=True)
 
 
-def _bound(dataset: Dataset, new_tokens: int) -> int | None:
+def longest(dataset: Dataset, new_tokens: int) -> int | None:
+    """Tokens of its longest sequence, completions of ``new_tokens`` included; None where nothing
+    bounds it."""
     if dataset.type == "prompt":
         prompt = dataset.max_prompt_tokens
         return None if prompt is None else prompt + new_tokens

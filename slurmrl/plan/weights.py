@@ -9,12 +9,17 @@ from typing import Any
 
 from slurmrl.allocation import Allocation
 from slurmrl.allocation.backends import AXIS_OF
-from slurmrl.config.schema import Model
+from slurmrl.config.schema import Dataset, Model
+from slurmrl.config.source import KeyPath
 from slurmrl.errors import Problem, UsageError
 from slurmrl.plan import model_files
 from slurmrl.plan.draft import Draft
 from slurmrl.plan.engines import ENGINES
+from slurmrl.plan.lengths import longest
 from slurmrl.registry import resolve
+
+LENGTH_LIMIT = "slurmrl.models.rope:length_limit"
+"""It stands above the plan and is looked at by name, as schemas are."""
 
 
 def weights(draft: Draft) -> Iterator[Problem]:
@@ -94,6 +99,42 @@ def _hf_problems(model: Model, allocation: Allocation) -> Iterator[str]:
         yield f"'{allocation}' splits {', '.join(split)}, and a model of transformers only d"
     if model.recompute == "selective":
         yield "its gradient_checkpointing is off or full, not selective"
+
+
+def lengths(draft: Draft) -> Iterator[Problem]:
+    """Sequences are no longer than models of transformers compute them alike in every batch."""
+    limits = [limit for _, model in draft.models() if (limit := _length_limit(model))]
+    if not limits:
+        return
+    most, kind = min(limits)
+    rule = (
+        f"with rope_type '{kind}' log-probabilities depend on what else is in the batch once a "
+        f"sequence, prompt and completion, has more than {most} tokens"
+    )
+    config = draft.config
+    new = config.rollout.max_new_tokens
+    parts: list[tuple[KeyPath, Dataset, int]] = [(("dataset",), config.dataset, new)]
+    if config.evaluation is not None:
+        own = config.evaluation.max_new_tokens or new
+        parts.append((("evaluation", "dataset"), config.evaluation.dataset, own))
+    for where, dataset, new_tokens in parts:
+        key = (*where, "max_prompt_tokens" if dataset.type == "prompt" else "max_tokens")
+        found = longest(dataset, new_tokens)
+        if found is None:
+            yield draft.problem(key, f"is required: {rule}")
+        elif found > most:
+            yield draft.problem(key, f"sequences of up to {found} tokens are not allowed: {rule}")
+
+
+def _length_limit(model: Model) -> tuple[int, str] | None:
+    if model.implementation != "hf":
+        return None
+    try:
+        values = model_files.config_values(model)
+    except UsageError:
+        return None  # told by the check of weights
+    limit: tuple[int, str] | None = resolve(LENGTH_LIMIT)(values)
+    return limit
 
 
 def stop_tokens(draft: Draft) -> Iterator[Problem]:

@@ -48,6 +48,11 @@ LAYOUT = frozenset(
 change too, at the price that `layout.consequences` tells."""
 
 
+SCHEDULES = frozenset(f"{role}.optimizer.schedule_steps" for role in ("actor", *FOLLOWERS))
+"""Dotted keys that, like ``total_steps``, may change where a learning rate has fallen to its end;
+`schedule.moved_schedules` tells what follows."""
+
+
 def differences(old: Config, new: Config) -> list[str]:
     """What keeps a trial that began with ``old`` from going on with ``new``: one line a setting,
     ``actor.optimizer.lr: 1e-05 in the trial, 3e-05 now``; empty if they agree."""
@@ -55,7 +60,7 @@ def differences(old: Config, new: Config) -> list[str]:
     return [
         f"{key}: {before} in the trial, {now} now"
         for key, before, now in found
-        if not _is_at_or_below(key, MAY_CHANGE | LAYOUT)
+        if not _is_at_or_below(key, MAY_CHANGE | LAYOUT | SCHEDULES)
     ]
 
 
@@ -67,7 +72,7 @@ def changes(old: Config, new: Config, keys: frozenset[str]) -> list[str]:
 
 def may_change() -> str:
     """The settings that can be changed, for a message."""
-    return ", ".join(sorted(MAY_CHANGE | LAYOUT))
+    return ", ".join(sorted(MAY_CHANGE | LAYOUT | SCHEDULES))
 
 
 def _differing(old: Any, new: Any, key: str) -> list[tuple[str, str, str]]:

@@ -45,11 +45,6 @@ def consequences(old: Config, new: Config) -> list[str]:
     lost = ["sums are added in another order"]
     if moved:
         lost.append("each rank's random state is drawn anew from the step and the rank")
-    minibatches = new.algorithm.get("n_minibatches", 1)
-    if moved and minibatches > 1:
-        lost.append(
-            f"a step's {minibatches} minibatches are made on each rank, so they hold other samples"
-        )
     return [
         "another layout: " + "; ".join(changed),
         "kept exactly: weights, optimizer state, the order of the data and what was consumed",

@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from slurmrl.errors import UsageError
+from slurmrl.errors import RewardImportError, UsageError
 from slurmrl.registry import Registry, near
 from slurmrl.rewards.reward import Reward
 
@@ -27,7 +27,8 @@ def make(name: str, options: Mapping[str, Any], *, cores: int = 1) -> Reward:
     """The reward of a name of the table, or of ``module:name``. ``cores``: CPU cores that it may
     use.
 
-    :raises UsageError: an unknown name, one that is no reward, or options that it does not take.
+    :raises UsageError: an unknown name, one that is no reward, or options that it does not take;
+        RewardImportError where its module is not found.
     """
     return Reward(name, _own(name) if ":" in name else REWARDS.load(name), options, cores)
 
@@ -41,7 +42,7 @@ def _own(reference: str) -> Any:
         missing = error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
         gone = isinstance(error, ModuleNotFoundError) and missing
         why = f"there is no module '{error.name}'" if gone else f"{module_name}: {error}"
-        raise UsageError(f"reward '{reference}': {why}") from error
+        raise RewardImportError(f"reward '{reference}': {why}") from error
     except SyntaxError as error:
         raise UsageError(f"reward '{reference}': {error}") from error
     if not hasattr(module, name):

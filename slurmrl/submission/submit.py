@@ -33,7 +33,13 @@ from slurmrl.plan import inventory
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings, load_settings
-from slurmrl.recover import consequences, differences, follow_actor, may_change
+from slurmrl.recover import (
+    consequences,
+    differences,
+    follow_actor,
+    may_change,
+    moved_schedules,
+)
 from slurmrl.scheduler import choose, make
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
 from slurmrl.submission import own_code, snapshot, trials
@@ -243,9 +249,8 @@ def look(proposal: Proposal) -> Outlook:
     state = fold(History(proposal.paths.history).read())
     left = _jobs_left(proposal, state)
     before = load_resolved(proposal.paths.config)
-    committed = state.last_commit is not None
     changed = differences(before, proposal.settings.config)
-    if changed and committed:
+    if changed and state.last_commit is not None:
         lines = "".join(f"\n  {line}" for line in changed)
         raise UsageError(
             f"{proposal.trial} exists with another configuration; use --new, or undo:{lines}\n"
@@ -254,11 +259,27 @@ def look(proposal: Proposal) -> Outlook:
     if _complete(proposal, state):
         return Outlook(state, complete=True, left=left)
     _check_code(proposal)
-    if committed:
-        notes = consequences(before, proposal.settings.config)
+    commit = state.last_commit
+    if commit is not None:
+        notes = _notes(before, proposal.settings, commit.step)
     else:
         notes = [f"starts at the beginning with {line}" for line in changed]
     return Outlook(state, complete=False, left=left, notes=tuple(notes))
+
+
+def _notes(before: Config, settings: Settings, step: int) -> list[str]:
+    """What goes on otherwise than before behind the commit of ``step``."""
+    algorithm = settings.algorithm
+    return [
+        *consequences(before, settings.config),
+        *moved_schedules(
+            before,
+            settings.config,
+            trained=[use.role for use in algorithm.roles() if use.trained],
+            step=step,
+            optimizer_steps=algorithm.optimizer_steps,
+        ),
+    ]
 
 
 def _reward(config: Config) -> str:

@@ -30,6 +30,16 @@ class Broken(RewardFunction):
         return [0.0 for _ in completions]
 '''
 
+NAN_REWARD = """
+calls = 0
+
+
+async def judge(prompts, completions, rows):
+    global calls
+    calls += 1
+    return [float("nan") if calls > 2 and n == 0 else 1 for n, _ in enumerate(completions)]
+"""
+
 
 @pytest.fixture
 def make_site(tmp_path: Path) -> Iterator[Callable[[str], Site]]:
@@ -85,6 +95,25 @@ def test_reward_that_raises_fails_the_trial(
     wait_until(
         "all processes to leave", lambda: not any(processes(site.paths("ppo/1").run).values())
     )
+
+
+@pytest.mark.long
+def test_reward_that_is_not_finite_fails_the_trial_at_its_first_start(
+    make_site: Callable[[str], Site],
+) -> None:
+    """A user's function in a file beside the configuration. What has been committed by then gives
+    no right to another start."""
+    site = make_site("site")
+    (site.folder / "nan_reward.py").write_text(NAN_REWARD)
+    reward = {"name": "nan_reward:judge"}
+    config = ppo_config(reward=reward, evaluation=None, checkpoint={"every_steps": 1})
+    path = str(site.write("config.yaml", config))
+    site.slurmrl("submit", path, "--scheduler", "local", "--wait", code=1)
+    status = site.status("ppo/1")
+    assert (status["state"], status["incarnation"]) == ("FAILED", 1)
+    assert "reward_inf: reward nan_reward:judge returned nan for" in status["reason"]
+    assert "train.jsonl:" in status["reason"]
+    assert status["traceback"] is None
 
 
 def test_command_of_workers_that_does_not_exist_fails_the_trial(

@@ -77,6 +77,8 @@ TORCH_FREE = (
     "data",
     "data.meta",
     "data.order",
+    "rewards",
+    "rewards.*",
     "checkpoint",
     "checkpoint.manifest",
     "checkpoint.export",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -56,11 +57,12 @@ class PPOActorInterface(Interface):
         means = run_updates(
             engine,
             _training_sample(sample, estimates, advantages),
+            context.batch,
             "response_mask",
             partial(actor_loss, ppo=ppo),
             ppo,
             temperature=context.settings.config.rollout.temperature,
-            stop=partial(_has_left, ppo=ppo),
+            stop=_stop(ppo.early_stop_importance_ratio),
         )
         return global_result({**stats, **means}, "actor")
 
@@ -102,7 +104,6 @@ def _kl_stats(estimates: Estimates, sequences: int, all_reduce_sum: SumOverRanks
     return {"kl": total / max(tokens, 1.0), "kl_sequence": total / max(completions, 1.0)}
 
 
-def _has_left(means: MeanStats, ppo: PPO) -> bool:
-    """Whether a minibatch's mean probability ratio says to stop the updates of this step."""
-    limit = ppo.early_stop_importance_ratio
-    return limit is not None and means["importance_ratio"] > limit
+def _stop(limit: float | None) -> Callable[[MeanStats], bool] | None:
+    """What says of a minibatch's mean probability ratio to make no more updates in this step."""
+    return None if limit is None else lambda means: means["importance_ratio"] > limit

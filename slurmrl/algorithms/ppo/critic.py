@@ -47,6 +47,7 @@ class PPOCriticInterface(Interface):
         means = run_updates(
             engine,
             _training_sample(sample, estimates),
+            context.batch,
             "state_mask",
             partial(critic_loss, ppo=ppo),
             ppo,

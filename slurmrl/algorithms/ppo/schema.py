@@ -35,7 +35,8 @@ class PPO(AlgorithmSchema):
     name: Literal["ppo"] = "ppo"
     """`ppo`."""
     n_minibatches: PositiveInt = 4
-    """Optimizer steps that a batch is split into."""
+    """Consecutive parts of a batch, of equal numbers of prompts, with one optimizer step each. They
+    are the same for every number of ranks."""
     n_epochs: PositiveInt = 1
     """Times that each batch is gone through."""
     kl: KL = KL()
@@ -60,14 +61,18 @@ class PPO(AlgorithmSchema):
     mask_no_eos_with_zero: bool = False
     """Give completions that did not end a reward of 0, instead of what the rule says."""
     early_stop_importance_ratio: PositiveFloat | None = 5.0
-    """Leave out the rest of a step's updates once the mean probability ratio of a minibatch
-    exceeds this; null goes on."""
+    """Once the mean probability ratio of a minibatch's tokens exceeds this, leave out its update of
+    the actor and those that follow in the step; null never does."""
 
     dataset_types: ClassVar[tuple[str, ...]] = ("prompt",)
 
     @property
     def optimizer_steps(self) -> int:
         return self.n_minibatches * self.n_epochs
+
+    @property
+    def minibatches(self) -> int:
+        return self.n_minibatches
 
     def roles(self) -> tuple[RoleUse, ...]:
         return (

@@ -1,8 +1,8 @@
-"""A step's optimizer updates: minibatches and epochs over one rank's part of the batch."""
+"""A step's optimizer updates: minibatches and epochs over a batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, pairwise
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -18,42 +18,65 @@ if TYPE_CHECKING:
     from slurmrl.engines.base import Engine, LossFn
 
 MeanStats = dict[str, float]
-ENGINE_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped")
+ENGINE_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "vetoed")
 """What the engine reports besides the sums of the loss function's statistics."""
 
 
 def run_updates(
     engine: Engine,
     sample: SequenceSample,
+    batch: tuple[str, ...],
     mask_key: str,
     loss_fn: LossFn,
     ppo: PPO,
     *,
     temperature: float = 1.0,
-    stop: Callable[[MeanStats], bool] = lambda means: False,
+    stop: Callable[[MeanStats], bool] | None = None,
 ) -> MeanStats:
-    """Go ``n_epochs`` times through ``n_minibatches`` contiguous parts, one optimizer step each.
+    """Go ``n_epochs`` times through the minibatches of ``batch``, the ids of all ranks' items in
+    order, of which ``sample`` has this rank's. One optimizer step each.
 
     The bool tensor under ``mask_key`` picks the tokens that count. Every rank makes the same
-    steps: a part that holds no such token on any rank is left out, and ``stop`` (given a
-    minibatch's global means, it ends the updates of this step) sees the same numbers everywhere.
+    steps: a minibatch that holds no such token on any rank is left out. Where ``stop`` says so
+    about a minibatch's global means, its update and all that follow are left out.
 
-    :return: global means over the tokens of all updates; of ``grad_norm``, over the updates; the
-        last ``lr``; the number of ``updates``, and how many the engine ``skipped``.
+    :return: global means over the tokens of all minibatches that were looked at; of ``grad_norm``,
+        over the updates; the last ``lr``; the number of ``updates``, how many the engine
+        ``skipped``; with ``stop``, 1 as ``early_stop`` where it stopped.
     """
-    cuts = [0, *accumulate(even_sizes(sample.bs, ppo.n_minibatches))]
-    parts = [sample.slice(start, stop) for start, stop in pairwise(cuts)]
+    parts = minibatches(sample, batch, ppo.n_minibatches)
     counts = [float(part.tensor(mask_key).sum()) for part in parts]
     device = sample.tensor(mask_key).device
     total = engine.all_reduce_sum(torch.tensor(counts, dtype=torch.float64, device=device))
     schedule = [index for index, size in enumerate(total.tolist()) if size > 0]
+    veto = None if stop is None else lambda result: stop(_means([result]))
     results: list[dict[str, float]] = []
     for index in schedule * ppo.n_epochs:
-        result = engine.train_batch(parts[index], loss_fn, counts[index], temperature=temperature)
+        result = engine.train_batch(
+            parts[index], loss_fn, counts[index], temperature=temperature, veto=veto
+        )
         results.append(result)
-        if stop(_means([result])):
+        if result["vetoed"]:
             break
-    return _means(results)
+    means = _summary(results)
+    if stop is not None:
+        means["early_stop"] = sum(result["vetoed"] for result in results)
+    return means
+
+
+def minibatches(sample: SequenceSample, batch: tuple[str, ...], count: int) -> list[SequenceSample]:
+    """What ``sample`` has of each of ``count`` consecutive parts of a batch."""
+    numbers = {
+        name: number
+        for number, (start, stop) in enumerate(
+            pairwise(accumulate(even_sizes(len(batch), count), initial=0))
+        )
+        for name in batch[start:stop]
+    }
+    items: list[list[int]] = [[] for _ in range(count)]
+    for index, name in enumerate(sample.ids):
+        items[numbers[name]].append(index)
+    return [sample.take(part) for part in items]
 
 
 def global_result(means: MeanStats, role: str) -> CallResult:
@@ -64,14 +87,22 @@ def global_result(means: MeanStats, role: str) -> CallResult:
     return CallResult(stats={key: (mean, 1.0) for key, mean in named.items()})
 
 
-def _means(results: list[dict[str, float]]) -> MeanStats:
+def _summary(results: list[dict[str, float]]) -> MeanStats:
     if not results:
         return {"updates": 0.0}
-    sums = {key: sum(result[key] for result in results) for key in results[0]}
-    means = {key: sums[key] / sums["denominator"] for key in results[0] if key not in ENGINE_STATS}
-    norms = [result["grad_norm"] for result in results if isfinite(result["grad_norm"])]
-    means["grad_norm"] = sum(norms) / max(len(norms), 1)
-    means["lr"] = results[-1]["lr"]
-    means["updates"] = float(len(results))
-    means["skipped"] = sums["skipped"]
-    return means
+    made = [result for result in results if not result["vetoed"]]
+    norms = [result["grad_norm"] for result in made if isfinite(result["grad_norm"])]
+    return {
+        **_means(results),
+        "grad_norm": sum(norms) / max(len(norms), 1),
+        "lr": (made or results)[-1]["lr"],
+        "updates": float(len(made)),
+        "skipped": sum(result["skipped"] for result in made),
+    }
+
+
+def _means(results: Sequence[Mapping[str, float]]) -> MeanStats:
+    """Of the loss function's statistics, over all tokens."""
+    total = sum(result["denominator"] for result in results)
+    names = [name for name in results[0] if name not in ENGINE_STATS]
+    return {name: sum(result[name] for result in results) / total for name in names}

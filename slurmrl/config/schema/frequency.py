@@ -13,6 +13,8 @@ from slurmrl.config.schema.base import (
 )
 from slurmrl.config.schema.data import Dataset
 
+ExportDtype = Literal["source", "float32", "bfloat16", "float16"]
+
 
 class Checkpoint(Section):
     """When the run commits, and what it keeps. It always commits at its end."""
@@ -32,6 +34,10 @@ class Checkpoint(Section):
     host memory, which takes as much memory again. The last checkpoint of a job is waited for."""
     export_at_end: bool = True
     """Write the trained actor in Hugging Face form when the run is finished."""
+    export_dtype: ExportDtype = "source"
+    """Type of the weights in exports, unless `slurmrl export --dtype` says otherwise. `source`
+    gives each tensor the type that it has in the folder of `<role>.path`, and those of a new model
+    the `dtype` of its `architecture` or float32. Checkpoints are in float32 in any case."""
 
 
 class Evaluation(Section):

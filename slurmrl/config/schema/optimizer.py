@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import cos, pi
 from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import Field, Strict, field_validator
@@ -12,6 +13,7 @@ from slurmrl.config.schema.base import (
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
+    PositiveInt,
     Section,
 )
 
@@ -81,9 +83,12 @@ class Optimizer(Section):
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate falls from the end of warm-up to the last step of the run."""
+    """How the learning rate falls from the end of warm-up to the end of the schedule."""
+    schedule_steps: PositiveInt | None = None
+    """Optimizer steps, those of warm-up included, after which the learning rate has fallen.
+    Default: all of the run, so that it changes with `total_steps`."""
     min_lr_ratio: Fraction = 0.0
-    """Learning rate at the last step, as a share of `lr`."""
+    """Learning rate at the end of the schedule and after it, as a share of `lr`."""
     gradient_clip: PositiveFloat | None = 1.0
     """Largest norm of the whole gradient; null does not clip."""
 
@@ -94,6 +99,23 @@ class Optimizer(Section):
         if reason is not None:
             raise ValueError(f"{reason}; allowed: {', '.join(get_args(Kind))}")
         return name
+
+    def learning_rate(self, step: int, run_steps: int) -> float:
+        """Rate of optimizer step ``step`` (from 0) in a run of ``run_steps``: warm-up rises
+        linearly and ends at ``lr``; then constant, linear or half a cosine down to
+        ``lr * min_lr_ratio`` at the schedule's last step, where it stays."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return self.lr
+        falling_steps = max(1, self.last_step(run_steps) - self.warmup_steps)
+        progress = min(1.0, (step - self.warmup_steps) / falling_steps)
+        left = 1.0 - progress if self.schedule == "linear" else 0.5 * (1.0 + cos(pi * progress))
+        return self.lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * left)
+
+    def last_step(self, run_steps: int) -> int:
+        """The optimizer step (from 0) at which the schedule ends."""
+        return (self.schedule_steps or run_steps) - 1
 
     @property
     def moments(self) -> tuple[str, ...]:

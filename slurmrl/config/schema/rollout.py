@@ -60,6 +60,7 @@ class Reward(Section):
     """The rule that judges completions."""
 
     name: Word
-    """Kind of reward: `exact_match`, `math`, … or a `package.module:Class` of your own."""
+    """Kind of reward: `exact_match`, `math`, … or a `package.module:name` of your own, a function
+    or a class (docs/rewards.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Settings of that kind."""

@@ -20,6 +20,7 @@ from slurmrl.engines.base import (
     LossFn,
     OutputFn,
     Outputs,
+    Veto,
 )
 from slurmrl.engines.first_values import first_values, model_config
 from slurmrl.engines.fsdp import state
@@ -35,6 +36,7 @@ from slurmrl.engines.optimizers import OPTIMIZERS
 from slurmrl.engines.optimizers.base import ShardOptimizer
 from slurmrl.errors import UsageError
 from slurmrl.layout.layout import Layout
+from slurmrl.models.balance import Balance
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
 from slurmrl.parallel.groups import ParallelContext
@@ -113,6 +115,7 @@ class FSDPEngine(Engine):
         denominator: float,
         *,
         temperature: float = 1.0,
+        veto: Veto | None = None,
     ) -> dict[str, float]:
         if self._optimizer is None:
             raise UsageError(f"{self.role} is frozen: it cannot be trained")
@@ -126,7 +129,7 @@ class FSDPEngine(Engine):
             stats = sums.over_ranks(self.context, some_empty=rounds.some_empty)
         stats["loss"] *= rounds.scale
         stats["denominator"] = rounds.denominator
-        return {**stats, **self._step(self._optimizer)}
+        return {**stats, **self._step(self._optimizer, vetoed=self.vetoed(veto, stats))}
 
     def _rounds(self, sample: SequenceSample, denominator: float) -> Rounds:
         padded = not isinstance(self.config, ModelConfig)  # as those of transformers are run
@@ -137,21 +140,40 @@ class FSDPEngine(Engine):
     ) -> Sums:
         """Gradients of all rounds, and the sums of what the loss function returned."""
         sums = Sums(self.context.device)
+        balance = self._shards.decoder.balance
+        if balance is not None:
+            self._count(balance, sample, rounds)
         for index in range(rounds.count):
             self._shards.last_round(index == rounds.count - 1)
             part = rounds.part(index)
+            if balance is not None:
+                balance.now = "train" if part is not None else "other"
             if part is None:
-                self._shards.decoder.weigh_balance(0.0)
                 torch.autograd.backward(self._empty_round(temperature))
                 continue
             micro = sample.take(part)
-            self._shards.decoder.weigh_balance(rounds.shares[index])
             outputs = self._outputs(micro, temperature)
             loss = sums.add_loss(self.role, micro, *loss_fn(outputs, micro))
             torch.autograd.backward(loss * rounds.scale)
         return sums
 
-    def _step(self, optimizer: ShardOptimizer) -> dict[str, float]:
+    @torch.no_grad()
+    def _count(self, balance: Balance, sample: SequenceSample, rounds: Rounds) -> None:
+        """Learn how many tokens of all micro-batches and ranks each expert gets."""
+        balance.begin(self.context.device)
+        with self._shards.resharded():
+            for index in range(rounds.count):
+                part = rounds.part(index)
+                balance.now = "count" if part is not None else "other"
+                self._shards.decoder(*self._tokens(None if part is None else sample.take(part)))
+        balance.add_up([self.context.group("shard")] if self._spread else [])
+
+    @property
+    def _spread(self) -> bool:
+        """Whether the tokens of a batch lie on several ranks."""
+        return self.context.axis_size("dp") * self.context.axis_size("cp") > 1
+
+    def _step(self, optimizer: ShardOptimizer, *, vetoed: bool) -> dict[str, float]:
         gradients = self._shards.take_gradients()
         if self._placing.tensor is not None:
             split, tensor = self._placing.tensor, self._split.tensor
@@ -159,9 +181,9 @@ class FSDPEngine(Engine):
         axes = [axis for axis in ("shard", "tp") if axis in self.context.groups]
         groups = [self.context.group(axis) for axis in axes]
         norm = global_norm(gradients, groups, self._placing.copies, self.context.device)
-        stats = {"grad_norm": norm, "lr": optimizer.learning_rate}
-        if not isfinite(norm):
-            return {**stats, "skipped": 1.0}
+        stats = {"grad_norm": norm, "lr": optimizer.learning_rate, "vetoed": float(vetoed)}
+        if vetoed or not isfinite(norm):
+            return {**stats, "skipped": float(not isfinite(norm))}
         clip(gradients, norm, optimizer.options.gradient_clip)
         optimizer.step(self._shards.local(), gradients)
         return {**stats, "skipped": 0.0}
@@ -193,8 +215,15 @@ class FSDPEngine(Engine):
         return nothing if output_fn is None else output_fn(nothing, sample)
 
     def _outputs(self, sample: SequenceSample, temperature: float) -> Outputs:
-        ids, cu_seqlens = sample.tensor(TOKENS), sample.cu_seqlens(TOKENS)
-        return self._run(ids, cu_seqlens, longest(sample), temperature)
+        return self._run(*self._tokens(sample), temperature)
+
+    def _tokens(self, sample: SequenceSample | None) -> tuple[Tensor, Tensor, int]:
+        """What the decoder reads of a micro-batch: tokens, ``cu_seqlens`` and the longest. A rank
+        that has nothing left takes part in the collectives of the others with two tokens."""
+        if sample is not None:
+            return sample.tensor(TOKENS), sample.cu_seqlens(TOKENS), longest(sample)
+        ids = torch.zeros(2, dtype=torch.int64, device=self.context.device)
+        return ids, torch.tensor([0, 2], dtype=torch.int32, device=self.context.device), 2
 
     def _run(self, ids: Tensor, cu_seqlens: Tensor, longest: int, temperature: float) -> Outputs:
         decoder = self._shards.decoder
@@ -205,12 +234,9 @@ class FSDPEngine(Engine):
         return {"logp": logp, "entropy": entropy}
 
     def _empty_round(self, temperature: float) -> Tensor:
-        """A round of a rank that has nothing left: two tokens of no weight, so that it takes
-        part in the collectives of the others."""
-        ids = torch.zeros(2, dtype=torch.int64, device=self.context.device)
-        cu_seqlens = torch.tensor([0, 2], dtype=torch.int32, device=self.context.device)
-        outputs = self._run(ids, cu_seqlens, 2, temperature)
-        return sum((values.sum() for values in outputs.values()), ids.new_zeros(())) * 0.0
+        """A round of a rank that has nothing left: a loss of no weight."""
+        outputs = self._run(*self._tokens(None), temperature)
+        return torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0
 
     def generate(
         self,

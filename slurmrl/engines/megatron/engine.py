@@ -16,7 +16,7 @@ from slurmrl.checkpoint.pieces import RoleCheckpoint, Snapshot
 from slurmrl.config.schema.model import Model, ParallelSizes
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import random_state
-from slurmrl.engines.base import OUTPUTS, TOKENS, Engine, LossFn, OutputFn, Outputs
+from slurmrl.engines.base import OUTPUTS, TOKENS, Engine, LossFn, OutputFn, Outputs, Veto
 from slurmrl.engines.first_values import first_values, model_config
 from slurmrl.engines.host import HostCopies
 from slurmrl.engines.megatron import state, transformer_engine
@@ -188,6 +188,7 @@ class MegatronEngine(Engine):
         denominator: float,
         *,
         temperature: float = 1.0,
+        veto: Veto | None = None,
     ) -> dict[str, float]:
         if self._optimizer is None:
             raise UsageError(f"{self.role} is frozen: it cannot be trained")
@@ -215,7 +216,7 @@ class MegatronEngine(Engine):
             stats["loss"] *= rounds.scale
             stats["denominator"] = rounds.denominator
         stats = self._schedule.told_by_last(stats, self.context.device)
-        return {**stats, **self._optimizer.step()}
+        return {**stats, **self._optimizer.step(vetoed=self.vetoed(veto, stats))}
 
     @torch.no_grad()
     def forward(

@@ -96,14 +96,15 @@ class ShardedOptimizer:
         """Names of what is kept beside each parameter."""
         return self._inner[0].ours.names
 
-    def step(self) -> dict[str, float]:
+    def step(self, *, vetoed: bool) -> dict[str, float]:
         """Update the parameters from the gradients that megatron has reduced; leaves them as they
-        are where the gradient is not finite."""
+        are where the gradient is not finite, and where the step is ``vetoed``."""
         self._all.prepare_grads()
         norm = float(self._all.get_grad_norm())
-        stats = {"grad_norm": norm, "lr": self._inner[0].ours.learning_rate}
-        if not isfinite(norm):
-            return {**stats, "skipped": 1.0}
+        rate = self._inner[0].ours.learning_rate
+        stats = {"grad_norm": norm, "lr": rate, "vetoed": float(vetoed)}
+        if vetoed or not isfinite(norm):
+            return {**stats, "skipped": float(not isfinite(norm))}
         limit = self.options.gradient_clip
         if limit is not None:
             for optimizer in self._all.chained_optimizers:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from slurmrl.config.schema.optimizer import Optimizer
-from slurmrl.engines.schedule import learning_rate
 
 
 class ShardOptimizer(ABC):
@@ -42,7 +41,7 @@ class ShardOptimizer(ABC):
     @property
     def learning_rate(self) -> float:
         """Rate of the coming step."""
-        return learning_rate(self.options, self.steps, self.total_steps)
+        return self.options.learning_rate(self.steps, self.total_steps)
 
     @torch.no_grad()
     def step(self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from slurmrl.checkpoint.export import export
+from slurmrl.checkpoint.manifest import open_verified, read_state
+from slurmrl.checkpoint.precision import FLOATS, Precision, file_dtypes
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config, Model
-from slurmrl.errors import CheckpointError, CorruptFileError, UsageError
+from slurmrl.config.schema.frequency import ExportDtype
+from slurmrl.errors import CheckpointError, CorruptFileError, DamagedCheckpointError, UsageError
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.primitives import is_temporary
 from slurmrl.history.log import History
@@ -21,47 +26,111 @@ from slurmrl.models.config import Head
 from slurmrl.models.storage import file_form
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
+from slurmrl.plan.model_files import EOS, config_values, generation_values, stop_tokens, text_config
 
 ROLE = "actor"
+TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")
 LEFT_S = 24 * 3600.0
 """Age at which a temporary folder is what a killed export left, and not one that is being written.
 """
 
 
-def architecture_of(model: Model) -> dict[str, Any]:
-    """A role's config.json: given in the configuration, or by the folder it started from."""
-    if model.architecture is not None:
-        return model.architecture
-    assert model.path is not None, "checked at submission"
-    values: dict[str, Any] = json.loads((Path(model.path) / "config.json").read_text())
-    return values
+@dataclass(frozen=True)
+class Exporter:
+    """Exports of one role of a trial."""
+
+    paths: RunPaths
+    config: Config
+    role: str
+    head: Head
+    dtype: ExportDtype
+
+    @property
+    def model(self) -> Model:
+        model: Model = getattr(self.config, self.role)
+        return model
+
+    def write(self, commit: Commit, target: Path) -> Path:
+        """The folder of a commit. Raises DamagedCheckpointError before anything is written."""
+        _sweep(self.paths)
+        model, checkpoint = self.model, self.paths.checkpoints / commit.directory
+        weights = open_verified(checkpoint, self.role)
+        stops = self._stop_tokens(checkpoint)
+        stated = config_values(model)
+        if text_config(stated).get(EOS) is None:  # a family's default need not be the tokenizer's
+            stated = {**stated, EOS: _one_or_list(stops)}
+        values, storage = file_form(stated, model.implementation, self.head)
+        tokenizer = model.tokenizer or self.config.actor.tokenizer
+        make_private_directory(target.parent)
+        return export(
+            weights,
+            values,
+            target,
+            generation=_generation(generation_values(model), values, stops),
+            storage=storage,
+            precision=_precision(model, self.dtype),
+            tokenizer=Path(tokenizer) if tokenizer else None,
+        )
+
+    def _stop_tokens(self, checkpoint: Path) -> list[int]:
+        """Those that the run had; before they were committed, those that the files state."""
+        said = read_state(checkpoint).get("stop_token_ids")
+        return list(said if said is not None else stop_tokens(self.config, None))
 
 
 def export_actor(paths: RunPaths, config: Config, commit: Commit) -> Path:
-    """The folder ``export/step-<s>`` of a commit, loadable by transformers."""
-    return _export(paths, config, commit, ROLE, "lm", paths.export(commit.step))
+    """The folder ``export/step-<s>`` of a commit, loadable by transformers.
+
+    Raises DamagedCheckpointError before anything is written.
+    """
+    exporter = Exporter(paths, config, ROLE, "lm", config.checkpoint.export_dtype)
+    return exporter.write(commit, paths.export(commit.step))
 
 
-def export_step(paths: RunPaths, role: str, step: int | None, target: Path | None) -> Path:
+def export_step(
+    paths: RunPaths,
+    role: str,
+    step: int | None,
+    target: Path | None,
+    dtype: ExportDtype | None = None,
+) -> Path:
     """What a command exports: a commit of any trial, whether it runs or not; by default the newest,
     into its own folder. A commit that the run deletes meanwhile is another one to choose.
 
-    Raises UsageError for a step or a role that there is not, or a target that is in use.
+    Raises UsageError for a step or a role that there is not, or a target that is in use, and
+    CheckpointError for a damaged commit, naming those to export instead.
     """
     config = load_resolved(paths.config)
-    head = _head(paths, role)
-    if target is not None:
-        if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-            raise UsageError(f"{target} exists already: choose a folder that does not")
-        make_private_directory(target.parent)
+    dtype = dtype or config.checkpoint.export_dtype
+    exporter = Exporter(paths, config, role, _head(paths, role), dtype)
+    if target is not None and target.exists() and not _is_empty_folder(target):
+        raise UsageError(f"{target} exists already: choose a folder that does not")
     while True:
         commit = _choose(paths, step)
-        folder = target or paths.export(commit.step, role)
         try:
-            return _export(paths, config, commit, role, head, folder)
-        except (CheckpointError, CorruptFileError):
-            if commit in fold(History(paths.history).read()).commits:
-                raise
+            return exporter.write(commit, target or paths.export(commit.step, role))
+        except (CheckpointError, CorruptFileError) as error:
+            left = fold(History(paths.history).read()).commits
+            if commit not in left:
+                continue
+            if isinstance(error, DamagedCheckpointError):
+                raise CheckpointError(f"{error}. {_remedy(paths, commit, left)}") from error
+            raise
+
+
+def _is_empty_folder(path: Path) -> bool:
+    return path.is_dir() and not any(path.iterdir())
+
+
+def _remedy(paths: RunPaths, damaged: Commit, commits: Sequence[Commit]) -> str:
+    others = [commit.step for commit in commits if commit != damaged]
+    if not others:
+        return "Nothing was exported, and there is no other checkpoint"
+    steps = ", ".join(map(str, others))
+    return (
+        f"Nothing was exported; choose another checkpoint with --step (there are: {steps}); "
+        f"`slurmrl checkpoints {paths.experiment}/{paths.trial}` says which are whole"
+    )
 
 
 def _choose(paths: RunPaths, step: int | None) -> Commit:
@@ -85,21 +154,45 @@ def _head(paths: RunPaths, role: str) -> Head:
     return head
 
 
-def _export(
-    paths: RunPaths, config: Config, commit: Commit, role: str, head: Head, target: Path
-) -> Path:
-    _sweep(paths)
-    model: Model = getattr(config, role)
-    values, storage = file_form(architecture_of(model), model.implementation, head)
-    tokenizer = model.tokenizer or config.actor.tokenizer
-    return export(
-        paths.checkpoints / commit.directory,
-        role,
-        values,
-        target,
-        storage=storage,
-        tokenizer=Path(tokenizer) if tokenizer else None,
-    )
+def _generation(
+    stated: Mapping[str, Any], config: Mapping[str, Any], stops: list[int]
+) -> dict[str, Any]:
+    """generation_config.json: that of the model's folder, or what config.json says, and in either
+    case with the stop tokens that the run had."""
+    ids = {name: config[name] for name in TOKEN_IDS if config.get(name) is not None}
+    values = dict(stated) or {"_from_model_config": True, **ids}
+    known = values.get(EOS)
+    if not stops or set(stops) == set(known if isinstance(known, list) else [known]):
+        return values
+    values.pop("_from_model_config", None)  # transformers would take config.json's ids instead
+    return {**values, EOS: _one_or_list(stops)}
+
+
+def _one_or_list(stops: list[int]) -> int | list[int] | None:
+    if not stops:
+        return None
+    return stops[0] if len(stops) == 1 else stops
+
+
+def _precision(model: Model, dtype: ExportDtype) -> Precision:
+    if dtype != "source":
+        return Precision(dtype)
+    values = config_values(model)
+    stated = values.get("dtype") or values.get("torch_dtype")
+    tensors = _source_dtypes(Path(model.path)) if model.path is not None else {}
+    if stated not in FLOATS:
+        common = Counter(tensors.values()).most_common(1)
+        stated = common[0][0] if common else None
+    return Precision(stated, tensors)
+
+
+def _source_dtypes(folder: Path) -> dict[str, str]:
+    """The types of the tensors in a model folder; empty where it has none that can be read."""
+    found: dict[str, str] = {}
+    with suppress(OSError, CorruptFileError):
+        for path in sorted(folder.glob("*.safetensors")):
+            found |= file_dtypes(path)
+    return found
 
 
 def _sweep(paths: RunPaths) -> None:

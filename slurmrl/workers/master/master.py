@@ -232,9 +232,9 @@ class Master:
 
     def _write_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         if rows:
-            lines = "".join(json.dumps({"step": step, **row}) + "\n" for row in rows)
+            lines = step_metrics.sample_lines(step, rows)
             path = self.paths.samples / f"step-{step:08d}.jsonl"
-            write = partial(replace, path, lines.encode(), durable=False)
+            write = partial(replace, path, lines, durable=False)
             self._patiently("write samples", write)
 
     def _patiently(self, what: str, action: Callable[[], T]) -> T:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from slurmrl.graph.call import Method
+from slurmrl.monitor.metrics import encode
 from slurmrl.plan.model import CallPlan
 from slurmrl.workers.messages import Message
 
@@ -49,3 +50,8 @@ def texts(calls: Sequence[tuple[CallPlan, Answers]]) -> list[dict[str, Any]]:
     return [
         text for call, answers in calls for rank in call.ranks for text in answers[rank]["texts"]
     ]
+
+
+def sample_lines(step: int, rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Readable samples as JSON lines, whatever numbers they hold."""
+    return b"".join(encode({"step": step, **row}) for row in rows)

@@ -13,7 +13,7 @@ import torch
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.data.dataset import Dataset
-from slurmrl.data.packing import balanced_partition
+from slurmrl.data.packing import balanced_partition, even_partition
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Engine
 from slurmrl.graph.call import Method
@@ -54,6 +54,7 @@ class Executor:
         self.stop_token_ids = stop_token_ids
         self.store = SampleStore()
         self._cores = max(1, len(os.sched_getaffinity(0)) // plan.groups[0].workers_per_host)
+        self._batch: tuple[str, ...] = ()
         self._interfaces: dict[str, Interface] = {}
         self._saver = Saver(rank)
 
@@ -73,16 +74,16 @@ class Executor:
 
     def load(self, message: Message) -> Message:
         """Take this rank's part of a batch. Every rank reads the whole batch, so that all agree
-        on how to balance it by tokens without asking each other; ranks that share a model's
-        matrices or sequences take the same part."""
+        on the parts without asking each other; ranks that share a model's matrices or sequences
+        take the same part."""
         began = time.monotonic()
         first = self._calls(message)[0]
         part = None
         if self.rank in first.ranks:
             place = self._place(first)
             whole = self._read(message)
-            parts = balanced_partition(whole.item_lengths(), place.dp_size)
-            part = whole.take(parts[place.dp_rank])
+            self._batch = whole.ids
+            part = whole.take(self._parts(whole, first, place.dp_size)[place.dp_rank])
         self.store.replace(part)
         return self._answer(began)
 
@@ -100,6 +101,7 @@ class Executor:
             tokenizer=self.tokenizer,
             settings=self.settings,
             stop_token_ids=self.stop_token_ids,
+            batch=self._batch,
             cores=self._cores,
             evaluation=message["evaluation"],
         )
@@ -135,6 +137,15 @@ class Executor:
 
     def _calls(self, message: Message) -> Sequence[CallPlan]:
         return self.plan.evaluation_calls if message["evaluation"] else self.plan.calls
+
+    def _parts(self, whole: SequenceSample, first: CallPlan, ranks: int) -> list[list[int]]:
+        """Items of each data-parallel rank: of about equal numbers of tokens, or of equal numbers
+        of items of each minibatch where a call generates, because completions, whose lengths are
+        not known yet, cost more than prompts."""
+        if first.method != Method.GENERATE:
+            return balanced_partition(whole.item_lengths(), ranks)
+        minibatches = self.settings.algorithm.minibatches
+        return even_partition(whole.item_lengths(), ranks, minibatches)
 
     def _place(self, call: CallPlan) -> ParallelContext:
         """Where this rank stands in the layout that a call runs on; a call without a model runs

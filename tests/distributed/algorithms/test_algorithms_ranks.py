@@ -14,11 +14,13 @@ from slurmrl.algorithms.ppo.critic import PPOCriticInterface
 from slurmrl.algorithms.ppo.schema import PPO
 from slurmrl.config.schema import Config, Dataset, Model, Optimizer
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines.fsdp.engine import FSDPEngine
+from slurmrl.engines import ENGINES
+from slurmrl.engines.base import Engine
 from slurmrl.parallel.groups import build
 from slurmrl.plan.model import ModelPlan
 from slurmrl.plan.settings import Settings
 from tests.pool import RankPool
+from tests.support import megatron_cpu
 
 HERE = "tests.distributed.algorithms.test_algorithms_ranks"
 ARCHITECTURE = {
@@ -55,10 +57,12 @@ def rollout() -> SequenceSample:
     )
 
 
-def train(size: int) -> tuple[dict[str, float], torch.Tensor]:
+def train(size: int, engine: str = "fsdp", **options: Any) -> tuple[dict[str, float], torch.Tensor]:
     """Statistics of one actor and one critic step, and what the actor says afterwards."""
-    model = Model(architecture=ARCHITECTURE, optimizer=Optimizer(lr=1e-3))
-    ppo = PPO(batch_size=8, n_minibatches=1)
+    if engine == "megatron":
+        megatron_cpu.install()
+    model = Model(architecture=ARCHITECTURE, optimizer=Optimizer(lr=1e-3, eps=1e-3))
+    ppo = PPO(batch_size=8, **options)
     config = Config(
         experiment="test",
         total_steps=1,
@@ -67,13 +71,14 @@ def train(size: int) -> tuple[dict[str, float], torch.Tensor]:
         dataset=Dataset(type="prompt", path="unused"),
     )
     settings = Settings(config, ppo, cast(Any, None))
-    context = CallContext(1, 1, {"kl_coef": 0.1}, cast(Any, None), settings, ())
+    about = ((), rollout().ids)  # nothing is generated
+    context = CallContext(1, 1, {"kl_coef": 0.1}, cast(Any, None), settings, *about)
     heads = {"actor": "lm", "critic": "value"}
     plans = [
         ModelPlan(
             role=role,
-            backend=f"fsdp:d{size}",
-            engine="fsdp",
+            backend=f"{engine}:d{size}",
+            engine=engine,
             sizes={"dp": size},
             ranks=tuple(range(size)),
             trained=True,
@@ -85,9 +90,9 @@ def train(size: int) -> tuple[dict[str, float], torch.Tensor]:
     contexts = build(plans, rank=rank, device=torch.device("cpu"))
     own = rollout().take(PARTS[size][rank])
     stats: dict[str, float] = {}
-    engines = {}
+    engines: dict[str, Engine] = {}
     for plan, interface in zip(plans, (PPOActorInterface(), PPOCriticInterface()), strict=True):
-        engines[plan.role] = FSDPEngine(
+        engines[plan.role] = ENGINES.load(engine)(
             plan.role,
             model,
             head=plan.head,
@@ -103,13 +108,25 @@ def train(size: int) -> tuple[dict[str, float], torch.Tensor]:
     return stats, after
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_a_step_on_ranks_is_the_step_on_one(ranks: RankPool, size: int) -> None:
-    (wanted, after_one), *_ = ranks(1, f"{HERE}:train", 1)
-    results = ranks(size, f"{HERE}:train", size)
+@pytest.mark.parametrize(
+    ("size", "engine", "options"),
+    [
+        (2, "fsdp", {"n_minibatches": 1}),
+        (3, "fsdp", {"n_minibatches": 1}),
+        (2, "fsdp", {"n_minibatches": 4}),
+        (3, "fsdp", {"n_minibatches": 3}),
+        (2, "megatron", {"n_minibatches": 3, "n_epochs": 2}),
+    ],
+)
+def test_a_step_on_ranks_is_the_step_on_one(
+    ranks: RankPool, size: int, engine: str, options: dict[str, int]
+) -> None:
+    """A minibatch has the same items on any number of ranks: here some have none of one."""
+    (wanted, after_one), *_ = ranks(1, f"{HERE}:train", 1, engine, **options)
+    results = ranks(size, f"{HERE}:train", size, engine, **options)
     for stats, after in results:
         assert stats == results[0][0]
         assert stats == pytest.approx(wanted, rel=1e-4, abs=1e-5)
-        torch.testing.assert_close(after, after_one, rtol=1e-4, atol=1e-5)
-    assert wanted["actor_updates"] == 1.0
+        torch.testing.assert_close(after, after_one, rtol=1e-5, atol=1e-5)
+    assert wanted["actor_updates"] == options["n_minibatches"] * options.get("n_epochs", 1)
     assert wanted["advantages_std"] > 0.1

@@ -53,13 +53,13 @@ ROLES = (
 )
 
 
-def context(step: int) -> CallContext:
+def context(step: int, batch: tuple[str, ...]) -> CallContext:
     """What PPO's calls need to know: one update a step, all parts of the losses in use."""
     ppo = PPO(batch_size=10, n_minibatches=1, gae_lambda=0.95, discount=0.99, entropy_coef=0.01)
     config = SimpleNamespace(rollout=Rollout(max_new_tokens=6), evaluation=None)
     settings: Any = SimpleNamespace(algorithm=ppo, config=config)
     tokenizer: Any = None
-    return CallContext(step, 5, {"kl_coef": ppo.kl.coef}, tokenizer, settings, (4,))
+    return CallContext(step, 5, {"kl_coef": ppo.kl.coef}, tokenizer, settings, (4,), batch)
 
 
 def inference(role: str, engine: Any, sample: SequenceSample, about: CallContext) -> SequenceSample:
@@ -97,7 +97,7 @@ def replay(
     for engine in engines.values():
         engine.offload()
     for number, rollout in enumerate(rollouts):
-        batch, about = rollout.only(rollout.keys), context(number)
+        batch, about = rollout.only(rollout.keys), context(number, rollout.ids)
         made, stats = {}, {}
         for role in ("ref", "reward", "critic", "actor"):
             engine = engines[role]

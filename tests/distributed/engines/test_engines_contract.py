@@ -135,7 +135,8 @@ def test_statistics_are_global_sums(ranks: RankPool, engine: str) -> None:
     assert stats["weight"] == pytest.approx(expected["weight"].item(), rel=1e-5)
     assert stats["logp"] == pytest.approx(expected["logp"].item(), rel=1e-5)
     assert set(stats) == {
-        *("weight", "logp", "loss", "tokens", "denominator", "grad_norm", "lr", "skipped")
+        *("weight", "logp", "loss", "tokens", "denominator", "grad_norm", "lr"),
+        *("skipped", "vetoed"),
     }
 
 

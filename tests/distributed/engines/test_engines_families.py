@@ -17,15 +17,11 @@ from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.models.hf import from_hf, to_hf
 from slurmrl.models.init import init_tensor
-from slurmrl.models.moe import SparseMLP, balance_loss
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import ARCHITECTURE, Setup, batch, model
 from tests.distributed.engines.exported import train_and_export
 from tests.distributed.engines.one_process import (
     assert_as_one_process,
-    assert_gradients,
-    assert_routed,
-    gradients,
 )
 from tests.pool import RankPool
 
@@ -121,32 +117,6 @@ def test_recomputation_changes_nothing(
         found.append({name: saved.read(f"exp_avg/{name}") for name, _ in saved.weights()})
     for name, plain in found[0].items():
         assert (plain == found[1][name]).all(), name
-
-
-def test_experts_are_balanced_where_the_config_asks_for_it(ranks: RankPool, tmp_path: Path) -> None:
-    """One micro-batch: its balancing loss is the mean over the layers, times the coefficient."""
-    architecture = {**MOE, "output_router_logits": True, "router_aux_loss_coef": 0.3}
-    setup = Setup(model=model(architecture=architecture), split=[list(range(10))])
-    ranks(1, f"{HERE}:train", setup, save=tmp_path)
-    assert_routed(plain_decoder(MOE))
-    decoder = plain_decoder(MOE)
-    found: list[Tensor] = []
-
-    def watch(block: SparseMLP, inputs: tuple[Tensor], _: Tensor) -> None:
-        probabilities = (inputs[0] @ block.gate.weight.t()).softmax(-1)
-        chosen = probabilities.topk(2).indices.flatten()
-        counts = torch.stack([(chosen == expert).sum() for expert in range(3)])
-        found.append(balance_loss(probabilities, counts))
-
-    for block in decoder.modules():
-        if isinstance(block, SparseMLP):
-            block.register_forward_hook(watch)
-    total = plain_loss(decoder) + 0.3 * sum(found, torch.zeros(())) / 3
-    assert len(found) == 3
-    total.backward()  # type: ignore[no-untyped-call]
-    assert_gradients(tmp_path, gradients(decoder), bound=1e-5)
-    share = balance_loss(torch.full((8, 4), 0.25), torch.full((4,), 4))
-    assert share.item() == pytest.approx(2.0)  # evenly spread: the experts of a token
 
 
 @pytest.mark.parametrize("units", UNITS)

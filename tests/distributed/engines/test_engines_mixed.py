@@ -62,7 +62,8 @@ class OneProcess:
         self.gradients.append({name: gradient.clone() for name, gradient in found.items()})
         self._optimizer.step()
         self.weights.append({n: p.detach().clone() for n, p in self.decoder.named_parameters()})
-        own = {"denominator": denominator, "skipped": 0.0, "grad_norm": norm_of(found), "lr": 1e-2}
+        own = {"denominator": denominator, "grad_norm": norm_of(found), "lr": 1e-2}
+        own |= {"skipped": 0.0, "vetoed": 0.0}
         return {**{name: value.item() for name, value in stats.items()}, **own}
 
     def generate(
@@ -78,7 +79,8 @@ class OneProcess:
 
 def recorded(engine: Any, number: int) -> SequenceSample:
     """Completions by the actor before it learns, with the log-probabilities of their tokens."""
-    rollout = RolloutInterface().generate(engine, prompts(batch(number)), context(number)).sample
+    sample = prompts(batch(number))
+    rollout = RolloutInterface().generate(engine, sample, context(number, sample.ids)).sample
     assert rollout is not None
     finished = rollout.tensor("finished")
     assert finished.any()

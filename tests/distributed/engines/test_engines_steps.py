@@ -3,6 +3,7 @@ add up) against torch's in one process, and steps that are left out."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.checkpoint.pieces import RoleCheckpoint
+from slurmrl.engines.base import Engine
 from slurmrl.models.decoder import Decoder
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import Setup, batch, denominator, model
@@ -75,20 +77,33 @@ def steps(case: Setup | Case, folder: Path) -> list[dict[str, float]]:
     return stats
 
 
-def after_infinity(case: Setup | Case, folders: tuple[Path, Path]) -> tuple[Any, ...]:
-    """Statistics of a step whose gradient is infinite on one data-parallel rank, the number of
-    steps made then, and those of a step after it and of a fresh engine's; both are saved."""
+def left_out(case: Setup | Case, folders: tuple[Path, Path], why: str) -> tuple[Any, ...]:
+    """Statistics of a step that is left out, the number of steps made then, and the statistics of
+    a step after it and of a fresh engine's; both are saved."""
     engine, fresh = made(case), made(case)
     sample = batch().take(share(engine))
-    factor = float("inf") if engine.context.dp_rank == 0 else 1.0
-    lost = engine.train_batch(
-        sample, lambda out, _: (out["logp"].sum() * factor, {}), denominator(sample)
-    )
+    if why == "skipped":  # the gradient is infinite on one data-parallel rank
+        factor = float("inf") if engine.context.dp_rank == 0 else 1.0
+        lost = engine.train_batch(
+            sample, lambda out, _: (out["logp"].sum() * factor, {}), denominator(sample)
+        )
+    else:
+        lost = engine.train_batch(
+            sample, cases.loss, denominator(sample), veto=lambda stats: one_objects(engine, stats)
+        )
     made_steps = engine.steps
     found = [step(one, 0) for one in (engine, fresh)]
     for one, folder in zip((engine, fresh), folders, strict=True):
         one.save(folder)
     return lost, made_steps, *found
+
+
+def one_objects(engine: Engine, stats: Mapping[str, float]) -> bool:
+    """To sums over all ranks; of ranks that work on the same samples the last one alone."""
+    whole = sum(cases.LENGTHS)
+    others = engine.context.size // engine.context.dp_size - 1
+    place = engine.context.rank % (others + 1) if others else 0
+    return stats["tokens"] == stats["denominator"] == whole and place == others
 
 
 def one_process(decoder: Decoder) -> tuple[list[float], dict[str, Tensor]]:
@@ -139,18 +154,20 @@ def test_it_steps_as_one_process(
         assert difference <= SHARE * change + rounded, (name, difference, change)
 
 
+@pytest.mark.parametrize("why", ["skipped", "vetoed"])
 @pytest.mark.parametrize(("case", "architecture"), LAYOUTS)
-def test_a_gradient_that_is_not_finite_changes_nothing(
-    ranks: RankPool, tmp_path: Path, case: Setup | Case, architecture: dict[str, Any]
+def test_a_step_that_is_left_out_changes_nothing(
+    ranks: RankPool, tmp_path: Path, case: Setup | Case, architecture: dict[str, Any], why: str
 ) -> None:
+    """Because its gradient is not finite, or because of what its statistics say."""
     folders = tmp_path / "after", tmp_path / "fresh"
     for folder in folders:
         folder.mkdir()
     start(tmp_path, architecture, "lm")
     placed = replace(case, source=tmp_path)
-    results = ranks(2, f"{__name__}:after_infinity", placed, folders, deadline_s=300.0)
+    results = ranks(2, f"{__name__}:left_out", placed, folders, why, deadline_s=300.0)
     for lost, made_steps, found, fresh in results:
-        assert lost["skipped"] == 1.0
+        assert {name for name in ("skipped", "vetoed") if lost[name]} == {why}
         assert made_steps == 0
         assert found == fresh
     for rank in range(2):

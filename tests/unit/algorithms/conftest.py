@@ -48,8 +48,9 @@ class World:
     seed: int
     stops: tuple[int, ...] = (END,)
 
-    def context(self, step: int, **scalars: float) -> CallContext:
-        return CallContext(step, self.seed, scalars, cast(Any, None), self.settings, self.stops)
+    def context(self, step: int, batch: tuple[str, ...] = (), **scalars: float) -> CallContext:
+        tokenizer = cast(Any, None)
+        return CallContext(step, self.seed, scalars, tokenizer, self.settings, self.stops, batch)
 
     def rollout(self, step: int, prompts: int = 48, ref: Engine | None = None) -> SequenceSample:
         """Completions with rewards, reference log-probabilities and values."""
@@ -67,11 +68,11 @@ class World:
         return sample
 
     def train_actor(self, sample: SequenceSample, step: int, kl_coef: float) -> dict[str, float]:
-        context = self.context(step, kl_coef=kl_coef)
+        context = self.context(step, sample.ids, kl_coef=kl_coef)
         return means(PPOActorInterface().train_step(self.actor, sample, context))
 
     def train_critic(self, sample: SequenceSample, step: int, kl_coef: float) -> dict[str, float]:
-        context = self.context(step, kl_coef=kl_coef)
+        context = self.context(step, sample.ids, kl_coef=kl_coef)
         return means(PPOCriticInterface().train_step(self.critic, sample, context))
 
 

@@ -12,6 +12,7 @@ from slurmrl.algorithms.ppo import advantages, critic
 from slurmrl.algorithms.ppo.advantages import estimate
 from slurmrl.algorithms.ppo.critic import critic_loss
 from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.base import Engine
 from slurmrl.ops.gae import packed_gae
 
 MakeWorld = Callable[..., Any]
@@ -168,13 +169,31 @@ def test_the_same_step_twice_gives_the_same_numbers(make_world: MakeWorld) -> No
     assert runs[0] == runs[1]
 
 
-def test_updates_stop_early_when_the_ratio_runs_away(make_world: MakeWorld) -> None:
-    world = make_world(n_minibatches=4, n_epochs=2, early_stop_importance_ratio=1.0 + 1e-6)
-    stats = world.train_actor(world.rollout(step=1), 1, kl_coef=0.0)
-    assert 1.0 <= stats["actor_updates"] < 8.0
-    world = make_world(n_minibatches=4, n_epochs=2, early_stop_importance_ratio=None)
-    stats = world.train_actor(world.rollout(step=1), 1, kl_coef=0.0)
-    assert stats["actor_updates"] == 8.0
+def weights(engine: Engine) -> dict[str, torch.Tensor]:
+    held = engine._shards.local()  # type: ignore[attr-defined]
+    return {name: tensor.clone() for name, tensor in held.items()}
+
+
+@pytest.mark.parametrize("runs_away", [0, 2, None])
+def test_the_update_whose_ratio_runs_away_is_not_made(
+    make_world: MakeWorld, runs_away: int | None
+) -> None:
+    """Nor any after it: the third of four minibatches was sampled by quite another policy, so its
+    mean ratio is above the limit when it is looked at."""
+    world, other = (make_world(n_minibatches=4, n_epochs=2) for _ in range(2))
+    sample = world.rollout(step=1)
+    if runs_away is not None:
+        first = sum(sample.item_lengths("input_ids")[: 12 * runs_away])
+        sample.tensor("logprobs")[first:] -= 3.0
+    stats = world.train_actor(sample, 1, kl_coef=0.0)
+    made = 8 if runs_away is None else runs_away
+    assert stats["actor_updates"] == world.actor.steps == made
+    assert stats["early_stop"] == (runs_away is not None)
+    assert (stats["importance_ratio"] > 5.0) == (runs_away is not None)
+    free = make_world(n_minibatches=4, n_epochs=2, early_stop_importance_ratio=None)
+    assert free.train_actor(sample, 1, kl_coef=0.0)["actor_updates"] == 8
+    before, after = weights(other.actor), weights(world.actor)
+    assert all(torch.equal(before[name], after[name]) for name in before) == (made == 0)
 
 
 def test_more_minibatches_than_completions_leave_out_the_empty_ones(make_world: MakeWorld) -> None:

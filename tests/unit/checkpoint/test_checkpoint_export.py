@@ -22,6 +22,12 @@ from slurmrl.layout.piece import Piece
 
 SHAPES = {"model.b": (5, 4), "model.a": (3,), "lm_head": (2, 2, 2)}
 CONFIG = {"model_type": "llama", "eos_token_id": 2, "pad_token_id": None, "dtype": "float64"}
+GENERATION = {"eos_token_id": [2, 7], "top_k": 4}
+
+
+def exported(checkpoint: Path, target: Path, *, role: str = "actor", **options: Any) -> Path:
+    weights = RoleCheckpoint(checkpoint, role)
+    return export(weights, CONFIG, target, generation=GENERATION, **options)
 
 
 def write_checkpoint(directory: Path, dtype: str, ranks: int) -> dict[str, np.ndarray]:
@@ -59,6 +65,8 @@ def tokenizer(tmp_path: Path) -> Path:
     (folder / "tokenizer.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<e>"}')
     (folder / "model.safetensors").write_text("not of a tokenizer")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("{{ rag }}")
     return folder
 
 
@@ -68,16 +76,19 @@ def test_an_export_holds_the_weights_and_no_moments(
     tmp_path: Path, tokenizer: Path, dtype: str, ranks: int
 ) -> None:
     whole = write_checkpoint(tmp_path, dtype, ranks)
-    folder = export(tmp_path, "actor", CONFIG, tmp_path / "out", tokenizer=tokenizer)
+    folder = exported(tmp_path, tmp_path / "out", tokenizer=tokenizer)
     loaded = load_file(folder / "model.safetensors")
     assert loaded.keys() == whole.keys()
     assert all(np.array_equal(bits(loaded[name]), whole[name]) for name in whole)
     assert {str(value.dtype) for value in loaded.values()} == {f"torch.{dtype}"}
     assert json.loads((folder / "config.json").read_text()) == {**CONFIG, "dtype": dtype}
     generation = json.loads((folder / "generation_config.json").read_text())
-    assert generation == {"_from_model_config": True, "eos_token_id": 2}
+    assert generation == GENERATION
     assert (folder / "tokenizer_config.json").read_text() == '{"eos_token": "<e>"}'
+    template = folder / "additional_chat_templates" / "rag.jinja"
+    assert template.read_text() == "{{ rag }}"
     assert sorted(path.name for path in folder.iterdir()) == [
+        "additional_chat_templates",
         "config.json",
         "generation_config.json",
         "model.safetensors",
@@ -88,7 +99,7 @@ def test_an_export_holds_the_weights_and_no_moments(
 
 def test_large_weights_go_into_several_files(tmp_path: Path) -> None:
     whole = write_checkpoint(tmp_path, "float32", 2)
-    folder = export(tmp_path, "actor", CONFIG, tmp_path / "out", shard_bytes=92)
+    folder = exported(tmp_path, tmp_path / "out", shard_bytes=92)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     assert index["metadata"] == {"total_size": 4 * (20 + 3 + 8)}
     assert index["weight_map"] == {
@@ -132,17 +143,17 @@ class KilledAt(SystemCalls):
 def test_a_killed_export_leaves_nothing_half(tmp_path: Path, last: int) -> None:
     write_checkpoint(tmp_path, "float32", 2)
     with pytest.raises(Killed):
-        export(tmp_path, "actor", CONFIG, tmp_path / "out", calls=KilledAt(last))
+        exported(tmp_path, tmp_path / "out", calls=KilledAt(last))
     assert not (tmp_path / "out").exists()
-    export(tmp_path, "actor", CONFIG, tmp_path / "out", calls=KilledAt(5))
+    exported(tmp_path, tmp_path / "out", calls=KilledAt(5))
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 def test_an_older_export_is_replaced(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "float32", 1)
-    export(tmp_path, "actor", CONFIG, tmp_path / "out")
+    exported(tmp_path, tmp_path / "out")
     (tmp_path / "out" / "old").write_text("")
-    export(tmp_path, "actor", {**CONFIG, "eos_token_id": 3}, tmp_path / "out")
+    exported(tmp_path, tmp_path / "out")
     assert not (tmp_path / "out" / "old").exists()
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".tmp")] == []
 
@@ -150,11 +161,11 @@ def test_an_older_export_is_replaced(tmp_path: Path) -> None:
 def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "float32", 2)
     with pytest.raises(CheckpointError, match=r"critic\.0\.safetensors does not exist"):
-        export(tmp_path, "critic", CONFIG, tmp_path / "out")
+        exported(tmp_path, tmp_path / "out", role="critic")
     with pytest.raises(CheckpointError, match="holds no tokenizer file"):
-        export(tmp_path, "actor", CONFIG, tmp_path / "out", tokenizer=tmp_path)
+        exported(tmp_path, tmp_path / "out", tokenizer=tmp_path)
     with pytest.raises(EnvironmentFailure, match="nowhere"):
-        export(tmp_path, "actor", CONFIG, tmp_path / "nowhere" / "out")
+        exported(tmp_path, tmp_path / "nowhere" / "out")
     assert not (tmp_path / "out").exists()
 
 

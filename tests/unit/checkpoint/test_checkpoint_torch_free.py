@@ -14,7 +14,6 @@ MODULES = (
     "slurmrl.checkpoint.pieces",
     "slurmrl.checkpoint.export",
     "slurmrl.engines",
-    "slurmrl.engines.schedule",
     "slurmrl.parallel",
 )
 

@@ -5,45 +5,64 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from slurmrl.checkpoint import export as export_module
+from slurmrl.checkpoint import manifest as manifest_module
 from slurmrl.checkpoint.manifest import write_manifest
 from slurmrl.checkpoint.pieces import Part, RoleCheckpoint, Snapshot
 from slurmrl.checkpoint.tensors import Entry
 from slurmrl.cli.checkpoints import size
 from slurmrl.cli.main import main
-from slurmrl.config.load import dump
+from slurmrl.config.load import dump, load_resolved
+from slurmrl.errors import DamagedCheckpointError
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
+from slurmrl.history.state import fold
 from slurmrl.history.writer import begin
 from slurmrl.layout.box import Box
 from slurmrl.layout.layout import TensorSpec
 from slurmrl.layout.piece import Piece
 from slurmrl.plan.build import make_plan
+from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.settings import load_settings
+from slurmrl.workers.master.exporting import export_actor
 from tests.fake_runs import FakeRun, write_config
 
 SHAPES = {"model.norm.weight": (4,), "lm_head.weight": (3, 4)}
 
 
+FILE = "actor.0.safetensors"
+ARCHITECTURE = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": 64,
+}
+
+
 class Trial:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *overrides: str) -> None:
+        folder.mkdir(exist_ok=True)
         self.root = folder / "runs"
         run = FakeRun(self.root)
         self.paths = run.paths
-        overrides = ("checkpoint.keep_every_steps=4",)
+        overrides = ("checkpoint.keep_every_steps=4", *overrides)
         settings = load_settings(write_config(folder), overrides)
         (folder / "tokenizer.json").write_text("{}")
         self.paths.config.write_text(dump(settings.config))
         self.paths.plan.write_text(make_plan(settings, scheduler="local").to_json())
         self.writer = begin(History(self.paths.history), {})
 
-    def commit(self, step: int) -> None:
+    def commit(self, step: int, **state: Any) -> None:
         directory = self.paths.checkpoint(step, 1)
         directory.mkdir()
         tensors = {name: TensorSpec(shape, "float32") for name, shape in SHAPES.items()}
@@ -53,7 +72,7 @@ class Trial:
             for name, spec in tensors.items()
         )
         file = Snapshot(Part("actor", 0, 1, step, tensors, pieces), entries).write(directory)
-        write_manifest(directory, step=step, files=[vars(file)], state={"step": step})
+        write_manifest(directory, step=step, files=[vars(file)], state={"step": step, **state})
         self.writer.append(Kind.COMMIT, {"step": step, "directory": directory.name})
 
     def delete(self, step: int, **more: Any) -> None:
@@ -208,7 +227,7 @@ def test_a_commit_that_goes_while_it_is_exported(
     """The newest is another one then; a step that was asked for is not there any more."""
     trial.commit(4)
     Deleting.trial = trial
-    monkeypatch.setattr(export_module, "RoleCheckpoint", Deleting)
+    monkeypatch.setattr(manifest_module, "RoleCheckpoint", Deleting)
     assert trial.run("export") == 0
     assert Path(capsys.readouterr().out.strip()) == trial.paths.export(6)
 
@@ -218,16 +237,136 @@ def test_a_step_that_goes_while_it_is_exported(
 ) -> None:
     trial.commit(4)
     Deleting.trial = trial
-    monkeypatch.setattr(export_module, "RoleCheckpoint", Deleting)
+    monkeypatch.setattr(manifest_module, "RoleCheckpoint", Deleting)
     assert trial.run("export", "--step", "4") == 2
     assert "no checkpoint of step 4; there are: 6" in capsys.readouterr().err
 
 
-def test_a_damaged_one_is_an_error(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
-    trial.commit(4)
-    (trial.paths.checkpoint(4, 1) / "actor.0.safetensors").write_bytes(b"x")
+def change(path: Path, *, at: int, length: int = 4) -> None:
+    """Bytes that are others now; the size stays."""
+    data = bytearray(path.read_bytes())
+    at %= len(data)
+    data[at : at + length] = bytes(value ^ 0xFF for value in data[at : at + length])
+    path.write_bytes(data)
+
+
+DAMAGES: list[tuple[str, Callable[[Path], Any]]] = [
+    ("actor.0.safetensors has another checksum", lambda p: change(p / FILE, at=-4)),
+    ("actor.0.safetensors has another checksum", lambda p: change(p / FILE, at=2)),
+    ("actor.0.safetensors has 1 bytes", lambda p: (p / FILE).write_bytes(b"x")),
+    ("actor.0.safetensors is missing", lambda p: (p / FILE).unlink()),
+    ("state.json has another checksum", lambda p: change(p / "state.json", at=-4, length=1)),
+    ("manifest.json", lambda p: (p / "manifest.json").unlink()),
+]
+
+
+@pytest.mark.parametrize(("message", "damage"), DAMAGES)
+def test_of_a_damaged_checkpoint_nothing_is_exported(
+    trial: Trial,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    message: str,
+    damage: Callable[[Path], Any],
+) -> None:
+    for step in (2, 4):
+        trial.commit(step)
+    damage(trial.paths.checkpoint(4, 1))
+    for arguments in ((), ("--step", "4", "--out", str(tmp_path / "new" / "folder"))):
+        assert trial.run("export", *arguments) == 1
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert said.err.count("Error: ") == said.err.count("\n") == 1
+        assert message in said.err
+        assert "choose another checkpoint with --step (there are: 2)" in said.err
+    assert not (tmp_path / "new").exists()
+    assert not list(trial.paths.exports.iterdir())
+    config = load_resolved(trial.paths.config)
+    commit = fold(History(trial.paths.history).read()).commits[-1]
+    with pytest.raises(DamagedCheckpointError):  # what the end of a run does: it goes on from 2
+        export_actor(trial.paths, config, commit)
+    assert not list(trial.paths.exports.iterdir())
+    assert trial.run("export", "--step", "2") == 0
+    trial.delete(2)
     assert trial.run("export") == 1
-    assert "actor.0.safetensors" in capsys.readouterr().err
+    assert "there is no other checkpoint" in capsys.readouterr().err
+
+
+def test_the_files_of_other_roles_do_not_matter(trial: Trial) -> None:
+    trial.commit(4)
+    directory = trial.paths.checkpoint(4, 1)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["files"].append({"name": "critic.0.safetensors", "size": 3, "checksum": "sha256:0"})
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    assert trial.run("export") == 0
+
+
+def test_an_export_has_the_types_of_the_model_it_started_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(
+        {"model.norm.weight": torch.ones(4), "lm_head.weight": torch.ones(3, 4).bfloat16()},
+        source / "model.safetensors",
+        {"format": "pt"},
+    )
+    (source / "config.json").write_text(json.dumps({**ARCHITECTURE, "torch_dtype": "bfloat16"}))
+    trial = Trial(tmp_path, "actor.architecture=", f"actor.path={source}")
+    trial.commit(4)
+    sizes = {}
+    for dtype in ("", "source", "bfloat16", "float32"):
+        out = tmp_path / f"as {dtype}"
+        assert trial.run("export", "--out", str(out), *(["--dtype", dtype] if dtype else [])) == 0
+        found = load_file(out / "model.safetensors")
+        types = {str(value.dtype).removeprefix("torch.") for value in found.values()}
+        assert types == ({"float32", "bfloat16"} if dtype in ("", "source") else {dtype})
+        assert all((value == 4).all() for value in found.values())
+        main = json.loads((out / "config.json").read_text())["dtype"]
+        assert main == ("float32" if dtype == "float32" else "bfloat16")
+        sizes[dtype] = (out / "model.safetensors").stat().st_size
+    assert sizes["bfloat16"] < sizes["source"] == (source / "model.safetensors").stat().st_size
+    settings = Trial(tmp_path / "other", "checkpoint.export_dtype=bfloat16")
+    settings.commit(2)
+    assert settings.run("export") == 0
+    out = settings.paths.export(2)
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("stops", "stated", "expected"),
+    [
+        ([2, 7], {"eos_token_id": [2, 7], "top_p": 0.9}, {"eos_token_id": [2, 7], "top_p": 0.9}),
+        ([2, 7], {"eos_token_id": 2, "top_p": 0.9}, {"eos_token_id": [2, 7], "top_p": 0.9}),
+        ([7], None, {"bos_token_id": 1, "eos_token_id": 7}),
+        ([2], None, {"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2}),
+    ],
+)
+def test_an_export_states_the_stop_tokens_of_the_run(
+    tmp_path: Path, stops: list[int], stated: Any, expected: Any
+) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text(json.dumps({**ARCHITECTURE, "eos_token_id": 2}))
+    if stated is not None:
+        (source / "generation_config.json").write_text(json.dumps(stated))
+    trial = Trial(tmp_path, "actor.architecture=", f"actor.path={source}")
+    trial.commit(4, stop_token_ids=stops)
+    assert trial.run("export") == 0
+    folder = trial.paths.export(4)
+    assert json.loads((folder / "generation_config.json").read_text()) == expected
+    # a trial that goes on from it ends completions with the same tokens
+    config = load_resolved(trial.paths.config)
+    actor = config.actor.model_copy(update={"path": str(folder)})
+    follower = config.model_copy(update={"actor": actor})
+    assert set(stop_tokens(follower, None)) == {*stops, 2}
+
+
+def test_a_new_model_has_no_stop_token_but_the_tokenizers(trial: Trial) -> None:
+    """transformers' default for the family is no token of this tokenizer."""
+    trial.commit(4, stop_token_ids=[5])
+    assert trial.run("export") == 0
+    values = json.loads((trial.paths.export(4) / "config.json").read_text())
+    assert values["eos_token_id"] == 5
 
 
 @pytest.mark.parametrize(

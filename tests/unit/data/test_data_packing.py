@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import product
+from itertools import accumulate, pairwise, product
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from slurmrl.data.packing import (
     balanced_partition,
+    even_partition,
     even_sizes,
     microbatches,
     padded_microbatches,
@@ -124,3 +125,29 @@ def test_even_sizes_differ_by_at_most_one(n: int, k: int) -> None:
     assert len(sizes) == k
     assert max(sizes) - min(sizes) <= 1
     assert sizes == sorted(sizes, reverse=True)
+
+
+@given(st.lists(st.integers(0, 100), max_size=60), st.integers(1, 9), st.integers(1, 7))
+def test_even_parts_have_equal_numbers_of_every_section(
+    lengths: list[int], k: int, sections: int
+) -> None:
+    parts = even_partition(lengths, k, sections)
+    assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
+    assert all(part == sorted(part) for part in parts)
+    cuts = list(accumulate(even_sizes(len(lengths), sections), initial=0))
+    for start, stop in [(0, len(lengths)), *pairwise(cuts)]:
+        numbers = [sum(start <= index < stop for index in part) for part in parts]
+        assert max(numbers) - min(numbers) <= 1
+
+
+def test_even_parts_balance_lengths_where_they_can() -> None:
+    """Balanced by tokens alone, the part with the longest would have 2 of 32 items."""
+    lengths = [1800] + [60] * 31
+    assert sorted(map(len, balanced_partition(lengths, 2))) == [2, 30]
+    parts = even_partition(lengths, 2)
+    assert [len(part) for part in parts] == [16, 16]
+    sums = [sum(lengths[index] for index in part) for part in parts]
+    assert max(sums) - min(sums) == 1800 - 60
+    lengths = [9, 1, 1, 9, 5, 2, 2, 5]
+    sums = [sum(lengths[index] for index in part) for part in even_partition(lengths, 2, 2)]
+    assert sums == [17, 17]

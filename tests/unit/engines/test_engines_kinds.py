@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from slurmrl.config.schema.optimizer import LEFT_OUT, MOMENTS, USERS, Kind, Optimizer
 from slurmrl.engines.optimizers import OPTIMIZERS
 from slurmrl.engines.optimizers.base import ShardOptimizer
-from slurmrl.engines.schedule import learning_rate
 
 BETAS = {"betas": (0.8, 0.9)}
 KINDS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -69,11 +68,11 @@ def torchs(kind: str, options: Optimizer, steps: int, dtype: torch.dtype) -> dic
     reference = known(groups, foreach=False, **settings)
     for step, found in enumerate(gradients(range(steps), dtype)):
         for group in reference.param_groups:
-            group["lr"] = learning_rate(options, step, STEPS)
+            group["lr"] = options.learning_rate(step, STEPS)
         for name, p in parameters.items():
             p.grad = found[name]
         if apart:
-            rate = learning_rate(options, step, STEPS)
+            rate = options.learning_rate(step, STEPS)
             parameters["matrix"].data.mul_(1.0 - rate * options.weight_decay)
         reference.step()
     return {name: p.detach() for name, p in parameters.items()}

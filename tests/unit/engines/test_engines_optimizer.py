@@ -13,11 +13,10 @@ from slurmrl.config.schema.optimizer import Optimizer
 from slurmrl.engines.fsdp.gradients import clip, global_norm
 from slurmrl.engines.optimizers.adamw import AdamW
 from slurmrl.engines.optimizers.sgd import SGD
-from slurmrl.engines.schedule import learning_rate
 
 
 def rates(total: int, **options: Any) -> list[float]:
-    return [learning_rate(Optimizer(lr=2.0, **options), step, total) for step in range(total)]
+    return [Optimizer(lr=2.0, **options).learning_rate(step, total) for step in range(total)]
 
 
 def test_warm_up_rises_linearly_to_the_rate() -> None:
@@ -37,8 +36,12 @@ def test_cosine_is_half_a_wave_after_warm_up() -> None:
 
 def test_a_rate_stays_low_after_the_last_step() -> None:
     options = Optimizer(lr=2.0, schedule="cosine", min_lr_ratio=0.1)
-    assert learning_rate(options, 50, 10) == pytest.approx(0.2)
-    assert learning_rate(Optimizer(lr=2.0, schedule="linear"), 0, 1) == 2.0
+    assert options.learning_rate(50, 10) == pytest.approx(0.2)
+    assert Optimizer(lr=2.0, schedule="linear").learning_rate(0, 1) == 2.0
+    kept = options.model_copy(update={"schedule_steps": 10})
+    assert [kept.learning_rate(n, 50) for n in range(60)] == [
+        options.learning_rate(n, 10) for n in range(60)
+    ]
 
 
 def test_steps_are_those_of_torch() -> None:
@@ -59,7 +62,7 @@ def test_steps_are_those_of_torch() -> None:
     for step in range(4):
         gradients = {name: torch.randn(shape) for name, shape in shapes.items()}
         for group in reference.param_groups:
-            group["lr"] = learning_rate(options, step, 4)
+            group["lr"] = options.learning_rate(step, 4)
         for name, p in theirs.items():
             p.grad = gradients[name].clone()
         reference.step()

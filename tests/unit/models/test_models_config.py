@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from slurmrl.errors import UnknownNameError, UsageError
 from slurmrl.models.build import build
-from slurmrl.models.config import ModelConfig
+from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.families import COMMON_DEFAULTS, FAMILIES, Family
 from slurmrl.models.hf import to_hf
@@ -55,6 +55,7 @@ def test_transformers_loads_what_is_written(
     )
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
+    assert decoder.config.to_hf()["architectures"] == [type(model).__name__]
     ids = torch.arange(30)
     cu = torch.tensor([0, 30], dtype=torch.int32)
     with torch.no_grad():
@@ -69,6 +70,31 @@ def test_transformers_loads_a_value_model(tmp_path: Path, small_decoder: Any) ->
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path)
     assert type(model).__name__ == "LlamaForSequenceClassification"
     assert torch.equal(model.score.weight, decoder.score.weight)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_exports_name_classes_of_transformers(name: str) -> None:
+    for head, kind in (("lm", AutoModelForCausalLM), ("value", AutoModelForSequenceClassification)):
+        classes = [one.__name__ for one in kind._model_mapping.values() if isinstance(one, type)]
+        assert FAMILIES[name].class_name(cast(Head, head)) in classes
+
+
+@pytest.mark.parametrize("factor", [1, 1.0, None])
+def test_heads_that_are_rotated_whole_may_say_so(factor: float | None) -> None:
+    """As transformers and people write it."""
+    theta = {"rope_type": "default", "rope_theta": 500.0}
+    plain = ModelConfig.from_hf({**LLAMA, "rope_parameters": theta}, strict=True)
+    for changes in (
+        {"rope_parameters": {**theta, "partial_rotary_factor": factor}},
+        {"rope_parameters": theta, "partial_rotary_factor": factor},
+        {"rope_theta": 500.0, "partial_rotary_factor": factor},
+    ):
+        found = ModelConfig.from_hf({**LLAMA, **changes}, strict=True)
+        assert found == plain
+        assert found.to_hf() == plain.to_hf()
+    assert "partial_rotary_factor 0.5 is not supported" in refusal(
+        rope_parameters={**theta, "partial_rotary_factor": 0.5}
+    )
 
 
 def test_unknown_families_and_fields_are_named() -> None:

@@ -1,12 +1,34 @@
-"""The load-balancing loss of experts against transformers'."""
+"""The load-balancing loss of experts: transformers', and that of a whole batch in float64."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from slurmrl.models.moe import balance_loss
+from slurmrl.models.balance import Balance, Pass, balance_loss
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.moe import SparseMLP
+
+TOKENS, EXPERTS, COEFFICIENT = 37, 5, 0.7
+ARCHITECTURE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 29,
+    "hidden_size": 20,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 6,
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+}
 
 
 @pytest.mark.parametrize("per_token", [1, 2, 5])
@@ -19,3 +41,65 @@ def test_the_balance_of_one_layer_is_that_of_transformers(per_token: int) -> Non
     theirs = load_balancing_loss_func((logits,), 5, per_token)
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(*(torch.autograd.grad(one, logits)[0] for one in (ours, theirs)))
+
+
+def blocks() -> tuple[list[SparseMLP], Balance]:
+    """Two blocks of one model in float64."""
+    config, generator = ModelConfig.from_hf(ARCHITECTURE), torch.Generator().manual_seed(1)
+    balance = Balance(2, EXPERTS, 2, COEFFICIENT)
+    made = [SparseMLP(config).double() for _ in range(2)]
+    for number, block in enumerate(made):
+        block.balance, block.number = balance, number
+        with torch.no_grad():
+            for p in block.parameters():
+                p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    return made, balance
+
+
+def balanced(parts: Sequence[slice]) -> list[Tensor]:
+    """Gradients of the loss alone, worked through in these micro-batches: of what the blocks read
+    and of their routers."""
+    made, balance = blocks()
+    inputs = tokens()
+    balance.begin(torch.device("cpu"))
+    passes: tuple[Pass, ...] = ("count", "train")
+    for purpose in passes:
+        balance.now = purpose
+        for part in parts:
+            for block, x in zip(made, inputs, strict=True):
+                (block(x[part]) * 0.0).sum().backward()
+        if purpose == "count":
+            balance.add_up([])
+            for one in (*inputs, *(block.gate.weight for block in made)):
+                one.grad = None
+    return [*(x.grad for x in inputs), *(block.gate.weight.grad for block in made)]
+
+
+def tokens() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    shape = (2, TOKENS, ARCHITECTURE["hidden_size"])
+    whole = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return [x.clone().requires_grad_() for x in whole]
+
+
+def in_one_piece() -> list[Tensor]:
+    """The same from all router logits at once, by the formula."""
+    made, _ = blocks()
+    inputs, losses = tokens(), []
+    for block, x in zip(made, inputs, strict=True):
+        probabilities = (x @ block.gate.weight.t()).softmax(-1)
+        chosen = probabilities.argsort(-1, descending=True)[:, :2]
+        shares = torch.stack([(chosen == e).double().sum() for e in range(EXPERTS)]) / TOKENS
+        losses.append(EXPERTS * (shares * probabilities.mean(0)).sum())
+    (COEFFICIENT * torch.stack(losses).mean()).backward()  # type: ignore[no-untyped-call]
+    return [*(x.grad for x in inputs), *(block.gate.weight.grad for block in made)]
+
+
+@pytest.mark.parametrize(
+    "cuts", [[0, TOKENS], [0, 20, TOKENS], [0, 1, 3, 4, 17, TOKENS], [*range(TOKENS + 1)]]
+)
+def test_a_batchs_balance_does_not_depend_on_micro_batches(cuts: list[int]) -> None:
+    found = balanced([slice(*pair) for pair in pairwise(cuts)])
+    for ours, wanted in zip(found, in_one_piece(), strict=True):
+        assert wanted.abs().max() > 1e-3
+        torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-14)

@@ -228,6 +228,15 @@ def test_the_rest_follows_by_urgency() -> None:
     ]
 
 
+def test_updates_that_were_all_skipped_come_before_the_happy_end() -> None:
+    found = diagnose(ended("COMPLETED", "total_steps", skipped={"steps": 12, "model": "actor"}))
+    assert [finding.code for finding in found] == ["skipped", "finished"]
+    assert found[0].text == (
+        "nothing was learned: all updates of the actor in the last 12 steps were skipped, because "
+        "gradients were not finite"
+    )
+
+
 def test_an_ended_trial_has_one_finding() -> None:
     found = diagnose(ended("FAILED", "x", checkpoint_failures=FULL, problem="p", timing=SLOW))
     assert [finding.code for finding in found] == ["failed"]

@@ -21,7 +21,7 @@ CONTRACT = (
 """The fields of the first version, in full."""
 ADDED = {
     *("diagnosis", "findings", "phase", "warned", "waiting", "links_left", "link", "pending"),
-    *("checkpoint_failures", "timing", "submission", "incarnations"),
+    *("checkpoint_failures", "skipped", "timing", "submission", "incarnations"),
 }
 
 
@@ -252,3 +252,40 @@ def test_every_element_of_an_elastic_group_is_a_task(run: FakeRun) -> None:
         (None, "PENDING"),
     ]
     assert group["links_left"] == 0
+
+
+def trained(step: int, skipped: float, updates: float = 2.0) -> dict[str, Any]:
+    return {"step": step, "actor_updates": updates, "actor_skipped": skipped, "critic_skipped": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("lines", "wanted"),
+    [
+        ([trained(1, 0), *(trained(step, 2) for step in (2, 3, 4))], (3, "actor")),
+        ([trained(1, 2), trained(2, 2)], None),
+        ([trained(1, 2), trained(2, 2), trained(3, 1)], None),
+        ([trained(1, 2), trained(2, 2), trained(3, 2), trained(4, 1)], None),
+        ([{"step": step, "loss": None, "skipped": 1.0} for step in (1, 2, 3)], (3, "")),
+        ([{"step": step, "reward": 0.5} for step in (1, 2, 3)], None),
+        (
+            [trained(1, 2), trained(2, 2), trained(3, 2), {"step": 3, "eval/reward": 0}],
+            (3, "actor"),
+        ),
+    ],
+)
+def test_steps_whose_updates_were_all_skipped(
+    run: FakeRun, lines: list[dict[str, Any]], wanted: tuple[int, str] | None
+) -> None:
+    run.begin()
+    run.metrics(*lines)
+    found = look(run, task(0, RUNNING))["skipped"]
+    assert found == (None if wanted is None else {"steps": wanted[0], "model": wanted[1]})
+
+
+def test_a_short_trial_that_learned_nothing(run: FakeRun) -> None:
+    run.begin()
+    run.metrics(trained(1, 2), trained(2, 2))
+    run.end(Kind.FINISHED, step=2)
+    found = look(run)
+    assert found["skipped"] == {"steps": 2, "model": "actor"}
+    assert found["diagnosis"].startswith("nothing was learned")

@@ -368,3 +368,43 @@ def test_experts_that_fit_are_accepted(plan_ppo: Load, dims: str) -> None:
 def test_virtual_stages_that_fit_are_accepted(plan_ppo: Load) -> None:
     field = "actor.model.virtual_pipeline_model_parallel_size"
     assert plan_ppo(f"{MEGATRON}p4", f"{field}=3").missing
+
+
+LONGROPE = {
+    **LARGE,
+    "model_type": "phi3",
+    "original_max_position_embeddings": 512,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        (["rollout.max_new_tokens=256"], None, ""),
+        (
+            ["rollout.max_new_tokens=257", "evaluation="],
+            "dataset.max_prompt_tokens",
+            "up to 513 tokens are not",
+        ),
+        (["dataset.max_prompt_tokens="], "dataset.max_prompt_tokens", "is required: with rope_t"),
+        (
+            ["evaluation.max_new_tokens=300"],
+            "evaluation.dataset.max_prompt_tokens",
+            "sequence, prompt and completion, has more than 512 tokens",
+        ),
+        (["actor.architecture.rope_scaling=", "dataset.max_prompt_tokens="], None, ""),
+    ],
+)
+def test_lengths_of_transformers_models_are_bounded_where_batches_would_matter(
+    plan_ppo: Load, overrides: list[str], key: str | None, message: str
+) -> None:
+    settings = plan_ppo(
+        "actor.implementation=hf",
+        *([] if "evaluation=" in overrides else ["evaluation.dataset.max_prompt_tokens=256"]),
+        *overrides,
+        architecture=LONGROPE,
+    )
+    found = [problem for problem in settings.missing if "rope_type" in problem.message]
+    assert [problem.key for problem in found] == ([key] if key else [])
+    assert all(message in problem.message for problem in found)

@@ -112,6 +112,14 @@ def test_an_interrupted_trial_goes_on(again: Submit, scheduler: FakeScheduler) -
     assert scheduler.requests[0].uuid == scheduler.requests[1].uuid
 
 
+def test_a_schedule_that_moves_with_the_end_is_told(again: Submit) -> None:
+    falling = "actor.optimizer.schedule=linear"
+    train(again(falling).paths, 4)
+    [note] = again(falling, "total_steps=9").notes
+    assert "schedule of its learning rate ends after 9 optimizer steps, not 6" in note
+    assert again(falling, "total_steps=9").notes == ()
+
+
 def test_an_ended_trial_is_lifted_from_its_end(again: Submit, scheduler: FakeScheduler) -> None:
     paths = again().paths
     train(paths, 4)

@@ -171,11 +171,14 @@ def make_ranks(
         world: int = 2,
         ranks: tuple[int, ...] | None = None,
         sizes: dict[str, int] | None = None,
+        first: str = "inference",
     ) -> Ranks:
         on = ranks or tuple(range(world))
         sizes = sizes or {"dp": len(on)}
         train = calls("train", ranks=on, method="train_step", interface="fake:Trainer")
-        judge = calls("judge", ranks=on, role=None, outputs=("rewards",), interface="fake:Judge")
+        judge = calls(
+            "judge", ranks=on, role=None, outputs=("rewards",), interface="fake:Judge", method=first
+        )
         held_out = calls("held_out", ranks=on, interface="fake:Judge")
         plan = plans(per_host=world, calls=(judge, train), evaluation_calls=(held_out,))
         found = Ranks(paths, make_settings(), plan, world, sizes)
@@ -207,6 +210,22 @@ def test_load_balances_tokens(make_ranks: Callable[..., Ranks]) -> None:
     answers = ranks.load([[0, index] for index in range(28)])
     assert sum(answer["tokens"] for answer in answers) == 4 * sum(range(1, 8))
     assert abs(answers[0]["tokens"] - answers[1]["tokens"]) <= 1
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_load_spreads_every_minibatch_evenly_where_completions_are_made(
+    make_ranks: Callable[..., Ranks], world: int
+) -> None:
+    """PPO's four minibatches are consecutive parts of the batch, whatever the number of ranks."""
+    ranks = make_ranks(world, first="generate")
+    ranks.load([[0, index] for index in (6, 13, 20, 27, 34, 0, 7, 14, 21, 28, 1, 2)])
+    order = [f"{index}@0" for index in (6, 13, 20, 27, 34, 0, 7, 14, 21, 28, 1, 2)]
+    for start, stop in [(0, 12), (0, 3), (3, 6), (6, 9), (9, 12)]:
+        numbers = [len({*part} & {*order[start:stop]}) for part in ranks.parts()]
+        assert sum(numbers) == stop - start
+        assert max(numbers) - min(numbers) <= 1
+    ranks.call("train")
+    assert all(one.given[0][2].batch == tuple(order) for one in ranks.interfaces)
 
 
 def test_batch_over_the_end_of_an_epoch(make_ranks: Callable[..., Ranks]) -> None:

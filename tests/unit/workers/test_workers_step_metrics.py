@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -63,3 +64,15 @@ def test_texts_of_all_calls_in_the_order_of_ranks(calls: Callable[..., CallPlan]
     second = {0: answer(), 1: answer(texts=[{"id": "c"}])}
     found = step_metrics.texts([(calls("one"), first), (calls("two"), second)])
     assert [text["id"] for text in found] == ["a", "b", "c"]
+
+
+def test_samples_are_json_whatever_they_hold() -> None:
+    rows = [{"id": "a@0", "reward": float("nan"), "turns": [{"reward": float("inf")}]}]
+    lines = step_metrics.sample_lines(3, rows).splitlines()
+
+    def refuse(token: str) -> None:
+        raise AssertionError(f"{token} is no JSON")
+
+    assert [json.loads(line, parse_constant=refuse) for line in lines] == [
+        {"step": 3, "id": "a@0", "reward": None, "turns": [{"reward": None}]}
+    ]

@@ -1,0 +1,86 @@
+"""The load-balancing loss of experts over all tokens of an optimizer step (Fedus et al. 2021,
+Switch Transformers, equations 4 to 6).
+
+Where n_e of N tokens choose expert e, and P_e is the mean probability that they give it, the loss
+of a block is E times the sum over its E experts of (n_e / N) * P_e. The counts are constants of its
+gradient, so each token's part of it follows from the token's own probabilities and the counts of
+the whole batch. A batch is worked through in micro-batches on several ranks, so its tokens are
+counted first: a forward pass of all micro-batches without gradients, a sum over the ranks, and then
+the passes that train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Pass = Literal["other", "count", "train"]
+
+
+class Balance:
+    """The loss of one model's blocks: the mean over them, times ``coefficient``."""
+
+    def __init__(self, blocks: int, experts: int, per_token: int, coefficient: float) -> None:
+        self.coefficient = coefficient / blocks
+        self.per_token = per_token
+        self.now: Pass = "other"
+        """What the coming passes are for; ``other`` where their tokens are not of the batch."""
+        self._counts = torch.zeros(blocks, experts, dtype=torch.int64, device="cpu")
+        self._tokens: list[int] = []
+
+    def begin(self, device: torch.device) -> None:
+        """Forget the last batch."""
+        self._counts = torch.zeros_like(self._counts, device=device)
+
+    def add_up(self, groups: Iterable[dist.ProcessGroup]) -> None:
+        """The counts of all ranks' tokens, once the passes that count have run. Collective over
+        the ``groups``, along which tokens are spread."""
+        for group in groups:
+            dist.all_reduce(self._counts, group=group)
+        self._tokens = [chosen // self.per_token for chosen in self._counts.sum(-1).tolist()]
+
+    def follow(self, block: int, values: Tensor, probabilities: Tensor, chosen: Tensor) -> Tensor:
+        """Called by a block with its router's ``probabilities`` [T, E] of the tokens of the batch
+        and the experts ``chosen`` [T, K]: returns ``values``, on which its output depends, with
+        the gradient of the loss behind them."""
+        if self.now == "count":
+            self._counts[block] += tokens_of_experts(chosen, probabilities.shape[1])
+        elif self.now == "train" and torch.is_grad_enabled() and probabilities.shape[0]:
+            loss = balance_loss(probabilities, self._counts[block], self._tokens[block])
+            return _with_loss(values, loss * self.coefficient)
+        return values
+
+
+def tokens_of_experts(chosen: Tensor, experts: int) -> Tensor:
+    """chosen [T, K] -> tokens of each expert [E]; unlike bincount it does not wait for the GPU."""
+    each = chosen.flatten()
+    return each.new_zeros(experts).scatter_add_(0, each, torch.ones_like(each))
+
+
+def balance_loss(probabilities: Tensor, counts: Tensor, tokens: int | None = None) -> Tensor:
+    """What tokens with the probabilities [T, E] add to the loss of a block whose ``tokens``
+    (default: these alone) chose its experts ``counts`` [E] times."""
+    experts = probabilities.shape[1]
+    tokens = probabilities.shape[0] if tokens is None else tokens
+    return probabilities.sum(0) @ counts.to(probabilities.dtype) * (experts / max(tokens, 1) ** 2)
+
+
+def _with_loss(values: Tensor, loss: Tensor) -> Tensor:
+    """``values``, whose backward pass adds the gradient of ``loss`` to that of the model's."""
+    out: Tensor = _WithLoss.apply(values, loss)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _WithLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, loss: Tensor) -> Tensor:
+        ctx.shape, ctx.dtype = loss.shape, loss.dtype
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad.new_ones(ctx.shape, dtype=ctx.dtype)

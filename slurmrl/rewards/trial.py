@@ -1,0 +1,59 @@
+"""A reward tried in a process of its own: one JSON request on standard input, one JSON result on
+standard output. What the reward prints goes to standard error.
+
+Run as ``python -m slurmrl.rewards.trial``; `slurmrl.submission.try_reward` is who asks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+from slurmrl.errors import SlurmrlError
+from slurmrl.rewards import make
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Exit code 2 for a mistake of the user's that was told in the result."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    request = json.load(sys.stdin)
+    results = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    try:
+        result = _try(request)
+    except SlurmrlError as error:
+        json.dump({"error": str(error)}, results)
+        results.flush()
+        return 2
+    json.dump(result, results)
+    results.flush()
+    return 0
+
+
+def _try(request: dict[str, Any]) -> dict[str, Any]:
+    began = time.monotonic()
+    reward = make(request["name"], request["options"], cores=len(os.sched_getaffinity(0)))
+    made = time.monotonic()
+    given = (request[key] for key in ("prompts", "completions", "rows", "places"))
+    try:
+        scores = reward.score(*given)
+        scored = time.monotonic()
+        return {
+            "scores": scores,
+            "stats": reward.stats(),
+            "made_s": made - began,
+            "scored_s": scored - made,
+        }
+    finally:
+        reward.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,201 @@
+"""A configuration's reward on some rows of its data, tried without Slurm, models and torch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import slurmrl
+from slurmrl.config.schema import Dataset, Reward
+from slurmrl.data.records import read_records
+from slurmrl.data.rows import Rows
+from slurmrl.errors import ConfigError, Problem, RunFailedError, UsageError, WaitTimeoutError
+from slurmrl.plan.settings import Settings
+from slurmrl.rewards import trial
+from slurmrl.submission import own_code
+
+
+@dataclass(frozen=True)
+class Item:
+    """One completion to judge, of the row at ``index`` of the data."""
+
+    index: int
+    completion: str
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One completion and what came of it."""
+
+    line: int
+    """Of the row, in the data file."""
+    id: str
+    completion: str
+    answer: str
+    score: float
+
+
+@dataclass(frozen=True)
+class Tried:
+    items: tuple[Judged, ...]
+    stats: dict[str, float]
+    """Means of what else the reward reports."""
+    made_s: float
+    """Seconds to import and construct the reward."""
+    scored_s: float
+    """Seconds of its call, which started the processes that it has."""
+
+
+class RewardData:
+    """The rows that a configuration's reward judges.
+
+    :raises ConfigError: a configuration without a reward, or without prompts to judge.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        config = settings.config
+        if config.reward is None:
+            raise ConfigError((settings.source.problem(("reward",), "the configuration has none"),))
+        self.reward: Reward = config.reward
+        evaluation = [config.evaluation.dataset] if config.evaluation else []
+        prompts = [one for one in (config.dataset, *evaluation) if one.type == "prompt"]
+        if not prompts:
+            message = "has no prompts that a reward would judge: type 'prompt' is needed"
+            raise ConfigError((settings.source.problem(("dataset",), message),))
+        self.dataset: Dataset = prompts[0]
+        self.rows = Rows(self.dataset)
+
+    def references(self, count: int) -> list[Item]:
+        """The answers of the first rows, as completions."""
+        if not self.rows.have_references:
+            raise UsageError(
+                f"{self.dataset.path} has no answers under '{self.dataset.answer_key}' to try: "
+                "give --completion or --completions"
+            )
+        indices = range(min(count, len(self.rows)))
+        return [
+            Item(index, text)
+            for index, text in zip(indices, self.rows.answers(indices), strict=True)
+        ]
+
+    def texts(self, count: int, completions: Sequence[str]) -> list[Item]:
+        """Each of the completions, for each of the first rows."""
+        indices = range(min(count, len(self.rows)))
+        return [Item(index, text) for index in indices for text in completions]
+
+    def file(self, path: Path, count: int | None) -> list[Item]:
+        """The first completions of a JSONL file of ``{"id": …, "completion": …}``, as a run's
+        ``samples/`` are; without ids they are of the first, second, … row.
+
+        :raises ConfigError: lines without a completion, or of rows that are not in the data.
+        """
+        records = read_records(path, "")  # an id may stand there more than once
+        numbered = list(zip(records.lines, records.rows, strict=True))[:count]
+        problems: list[Problem] = []
+        items = []
+        for position, (line, row) in enumerate(numbered):
+            where, text = f"{path}:{line}", row.get("completion")
+            index = self._index(row["id"]) if "id" in row else position
+            if not isinstance(text, str):
+                problems.append(Problem(where, "completion", "must be a text"))
+            elif index is None or index >= len(self.rows):
+                which = repr(row["id"]) if "id" in row else f"number {position + 1}"
+                message = f"{self.dataset.path} has no row {which}"
+                problems.append(Problem(where, "id", message))
+            else:
+                items.append(Item(index, text))
+        if problems:
+            raise ConfigError(tuple(problems))
+        return items
+
+    def _index(self, name: Any) -> int | None:
+        """The row of an id, or of a sample's id, which has the epoch behind it."""
+        ids = self.rows.records.ids
+        for wanted in (str(name), str(name).rpartition("@")[0]):
+            if wanted in ids:
+                return ids.index(wanted)
+        return None
+
+
+def try_reward(
+    data: RewardData, items: Sequence[Item], code: own_code.OwnCode, timeout_s: float
+) -> Tried:
+    """Judge the items in one call, in a child process that imports what the run's would.
+
+    :raises UsageError: the reward is wrong, or what it returned.
+    :raises RunFailedError: it raised something else; its traceback is on standard error.
+    :raises WaitTimeoutError: it took longer than ``timeout_s``.
+    """
+    indices = [item.index for item in items]
+    records, answers = data.rows.records, data.rows.answers(indices)
+    lines = [records.lines[index] for index in indices]
+    ids = [records.ids[index] for index in indices]
+    request = {
+        "name": data.reward.name,
+        "options": data.reward.options,
+        "prompts": data.rows.prompts(indices),
+        "completions": [item.completion for item in items],
+        "rows": [
+            {**records.rows[index], "answer": answer}
+            for index, answer in zip(indices, answers, strict=True)
+        ],
+        "places": [f"{data.dataset.path}:{line}" for line in lines],
+    }
+    found = _ask(request, code, timeout_s)
+    each = zip(lines, ids, items, answers, found["scores"], strict=True)
+    return Tried(
+        tuple(
+            Judged(line, name, item.completion, answer, score)
+            for line, name, item, answer, score in each
+        ),
+        {name: total / count for name, (total, count) in found["stats"].items() if count},
+        found["made_s"],
+        found["scored_s"],
+    )
+
+
+def _ask(request: dict[str, Any], code: own_code.OwnCode, timeout_s: float) -> dict[str, Any]:
+    name = request["name"]
+    places = [Path(slurmrl.__file__).parents[1], *(path.parent for path in code.paths)]
+    python_path = os.pathsep.join(dict.fromkeys(str(place.absolute()) for place in places))
+    with (
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", trial.__name__],
+            env={**os.environ, "PYTHONPATH": python_path, "PYTHONDONTWRITEBYTECODE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        ) as process,
+        _ending(process),
+    ):
+        try:
+            output, _ = process.communicate(json.dumps(request).encode(), timeout_s)
+        except subprocess.TimeoutExpired as error:
+            raise WaitTimeoutError(
+                f"reward '{name}' took longer than {timeout_s:g} s for {len(request['rows'])} "
+                "completions; --timeout gives it more"
+            ) from error
+    if process.returncode not in (0, 2) or not output:
+        raise RunFailedError(f"reward '{name}' failed, see above (exit code {process.returncode})")
+    found: dict[str, Any] = json.loads(output)
+    if "error" in found:
+        raise UsageError(found["error"])
+    return found
+
+
+@contextlib.contextmanager
+def _ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """The child ends with everything that the user's code has started."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,141 @@
+"""``slurmrl try-reward``: real rewards in real child processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.cli.main import main
+from tests.support.trials import ppo_config
+
+REWARD = """
+from beside import POINTS
+
+
+def judge(prompts, completions, rows, *, points=POINTS):
+    print("judging", rows[0]["answer"])
+    return [points * (completion == row["answer"]) for completion, row in zip(completions, rows)]
+
+
+def one(prompts, completions, rows):
+    return [1.0]
+
+
+def raises(prompts, completions, rows):
+    return [completions[0]["text"]]
+
+
+def hangs(prompts, completions, rows):
+    while True:
+        pass
+"""
+ROWS = [{"prompt": f"{n} + {n} =", "answer": str(2 * n)} for n in range(12)]
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A configuration with its data and reward beside it, seen from another folder."""
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    (tmp_path / "mine.py").write_text(REWARD)
+    (tmp_path / "beside.py").write_text("POINTS = 2\n")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    values = ppo_config(
+        dataset={"type": "prompt", "path": "rows.jsonl"},
+        evaluation=None,
+        reward={"name": "mine:judge"},
+        root=str(tmp_path / "runs"),
+    )
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(values))
+    return path
+
+
+def run(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["try-reward", *arguments])
+    captured = capfd.readouterr()
+    return code, captured.out, captured.err
+
+
+def tried(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    code, out, err = run(capfd, *arguments, "--json")
+    assert code == 0, err
+    found: dict[str, Any] = json.loads(out)
+    return found
+
+
+def test_the_answers_of_the_first_rows_are_judged(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = run(capfd, str(config), "reward.options.points=3")
+    assert code == 0
+    lines = out.splitlines()
+    assert lines[0].split() == ["LINE", "SCORE", "COMPLETION", "ANSWER"]
+    assert lines[8].split() == ["8", "3", "14", "14"]
+    assert lines[9] == "mine:judge: mean 3 of 8 completions"
+    assert "judging 0" in err, "what the reward prints is seen, and is no result"
+    assert not (config.parent / "runs").exists()
+
+
+def test_given_texts_are_judged(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = tried(capfd, str(config), "--rows", "2", "--completion", "0", "--completion", "2")
+    assert [(one["line"], one["completion"], one["score"]) for one in found["items"]] == [
+        *((1, "0", 2.0), (1, "2", 0.0)),
+        *((2, "0", 0.0), (2, "2", 2.0)),
+    ]
+    assert found["mean"] == 1.0
+
+
+def test_completions_of_a_file_find_their_rows(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Those of a run name the epoch too, and one row may have several."""
+    samples = config.with_name("samples.jsonl")
+    lines = [{"id": "4@1", "completion": "6"}, {"id": "4@1", "completion": "7"}]
+    samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = tried(capfd, str(config), "--completions", str(samples))
+    assert [(one["line"], one["score"]) for one in found["items"]] == [(4, 2.0), (4, 0.0)]
+    samples.write_text(json.dumps({"completion": "0"}) + "\n" + json.dumps({"id": 99}) + "\n")
+    code, _, err = run(capfd, str(config), "--completions", str(samples))
+    assert code == 2
+    assert "samples.jsonl:2: completion: must be a text" in err
+
+
+def test_math_is_tried_like_any_other(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    found = tried(capfd, str(config), "reward.name=math", "--completion", r"\boxed{\frac{0}{3}}")
+    assert [one["score"] for one in found["items"]] == [1.0]
+    assert found["stats"] == {"reward_unjudged": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "message"),
+    [
+        ("mine:one", 2, "reward mine:one returned 1 scores for 8 completions"),
+        ("mine:jugde", 2, "mine has no 'jugde'; did you mean 'judge'"),
+        ("mien:judge", 2, "there is no module 'mien'"),
+        ("mine:raises", 1, "reward 'mine:raises' failed, see above"),
+        ("mine:hangs", 1, "longer than 1 s for 8 completions"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_message(
+    config: Path, capfd: pytest.CaptureFixture[str], name: str, code: int, message: str
+) -> None:
+    limit = ["--timeout", "1"] if name == "mine:hangs" else []
+    found, out, err = run(capfd, str(config), f"reward.name={name}", *limit)
+    assert (found, out) == (code, "")
+    assert message in err
+    assert ("Traceback" in err) == (name == "mine:raises")
+
+
+def test_torch_is_not_imported(config: Path) -> None:
+    program = (
+        "import sys; from slurmrl.cli.main import main; "
+        f"code = main(['try-reward', {str(config)!r}]); "
+        "sys.exit(code or 'torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=300)

@@ -1,0 +1,168 @@
+"""What transformers' models make of a sequence does not depend on what shares its batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slurmrl.errors import UsageError
+from slurmrl.models.generate import GenerationOptions, generate
+from slurmrl.models.hf_config import HFConfig
+from slurmrl.models.hf_model import HFModel
+from slurmrl.models.rope import length_limit
+
+ORIGINAL = 16
+"""Tokens that the models were trained on at first."""
+SMALL = {
+    "model_type": "llama",
+    "vocab_size": 37,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.5,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 100.0, "factor": 4.0}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+LLAMA3 = {
+    **LINEAR,
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": ORIGINAL,
+}
+YARN = {**LINEAR, "rope_type": "yarn", "original_max_position_embeddings": ORIGINAL}
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "short_factor": [1.0] * 4,
+    "long_factor": [5.0] * 4,
+}
+GEMMA3 = {
+    **SMALL,
+    "model_type": "gemma3_text",
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 8,
+}
+PLAIN = {"rope_type": "default", "rope_theta": 100.0}
+
+
+def by_layer(full: dict[str, Any]) -> dict[str, Any]:
+    return {**GEMMA3, "rope_parameters": {"sliding_attention": PLAIN, "full_attention": full}}
+
+
+ALIKE = {
+    "default": {**SMALL, "rope_parameters": PLAIN},
+    "linear": {**SMALL, "rope_parameters": LINEAR},
+    "llama3": {**SMALL, "rope_parameters": LLAMA3},
+    "yarn": {**SMALL, "rope_parameters": YARN},
+    "by-layer": by_layer(LINEAR),
+    "by-layer-yarn": by_layer(YARN),
+}
+LIMITED = {
+    "dynamic": {**SMALL, "max_position_embeddings": ORIGINAL, "rope_parameters": DYNAMIC},
+    "dynamic-old-fields": {
+        **SMALL,
+        "max_position_embeddings": ORIGINAL,
+        "rope_scaling": {"type": "dynamic", "factor": 4.0},
+    },
+    "longrope": {
+        **SMALL,
+        "rope_parameters": {**LONG, "original_max_position_embeddings": ORIGINAL},
+    },
+    "phi3": {
+        **SMALL,
+        "model_type": "phi3",
+        "original_max_position_embeddings": ORIGINAL,
+        "rope_parameters": LONG,
+    },
+    "phi3-old-fields": {
+        **SMALL,
+        "model_type": "phi3",
+        "original_max_position_embeddings": ORIGINAL,
+        "rope_scaling": {
+            **{name: value for name, value in LONG.items() if name != "rope_type"},
+            "type": "su",
+            "original_max_position_embeddings": ORIGINAL,
+        },
+    },
+    "by-layer-dynamic": {**by_layer(DYNAMIC), "max_position_embeddings": ORIGINAL},
+    "by-layer-longrope": by_layer({**LONG, "original_max_position_embeddings": ORIGINAL}),
+}
+
+
+def made(values: dict[str, Any]) -> HFModel:
+    config = HFConfig.from_hf(values)
+    return HFModel(config, "lm", source=None, seed=3, dtype=torch.float32)
+
+
+def sequence(length: int) -> Tensor:
+    return torch.randint(1, 37, (length,), generator=torch.Generator().manual_seed(length))
+
+
+@torch.no_grad()
+def logprobs(model: HFModel, *lengths: int) -> Tensor:
+    """Of the first of sequences that are read together."""
+    ids = torch.cat([sequence(length) for length in lengths])
+    cu = torch.nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
+    return model.logprobs(model(ids, cu, max(lengths)), ids, cu, 1.0)[0][: lengths[0]]
+
+
+@pytest.mark.parametrize("name", [*ALIKE, *LIMITED])
+def test_a_sequence_is_computed_alike_alone_and_among_others(name: str) -> None:
+    values = (ALIKE | LIMITED)[name]
+    model = made(values)
+    alone = logprobs(model, 12)
+    limit = length_limit(values)
+    assert (limit is not None) == (name in LIMITED)
+    partners = [ORIGINAL] if limit else [ORIGINAL, ORIGINAL + 1, 50]
+    for partner in partners:
+        assert (logprobs(model, 12, partner) - alone).abs().max() < 1e-5
+        assert (logprobs(model, 12) - alone).abs().max() < 1e-5
+    if limit:
+        assert limit[0] == ORIGINAL
+        with pytest.raises(UsageError, match=f"depend on what else .* more than {ORIGINAL} tokens"):
+            logprobs(model, 12, ORIGINAL + 1)
+        with pytest.raises(UsageError, match="a sequence of 17 tokens"):
+            write(model, 12, 5)
+        assert (logprobs(model, 12) - alone).abs().max() < 1e-5
+    write(model, 12, 4)
+
+
+def write(model: HFModel, prompt: int, new: int) -> None:
+    """Completions of one prompt, and of one beside it."""
+    ids = torch.cat([sequence(prompt), sequence(3)])
+    cu = torch.tensor([0, prompt, prompt + 3], dtype=torch.int32)
+    options = GenerationOptions(max_new_tokens=new)
+    keys = torch.arange(2)
+    output = generate(model, ids, cu, options, seed=1, step=1, keys=keys)
+    whole = torch.nn.functional.pad(output.lengths.cumsum(0), (1, 0)).to(torch.int32)
+    features = model(output.tokens, whole, int(output.lengths.max()))
+    logp = model.logprobs(features, output.tokens, whole, 1.0)[0]
+    drawn = output.logprobs != 0
+    assert (logp - output.logprobs)[drawn].abs().max() < 1e-4
+
+
+def test_the_defaults_of_transformers_count_too() -> None:
+    """A config that leaves out its lengths is known when the model is made."""
+    values = {k: v for k, v in SMALL.items() if k != "max_position_embeddings"}
+    values |= {"model_type": "phi3", "rope_parameters": LONG}
+    assert length_limit(values) is None
+    with pytest.raises(UsageError, match="more than 4096 tokens"):
+        made(values)(torch.zeros(4097, dtype=torch.int64), torch.tensor([0, 4097]), 4097)
+
+
+def test_the_rotation_of_the_text_model_counts() -> None:
+    text = LIMITED["longrope"]
+    assert length_limit({"model_type": "x", "text_config": text}) == (ORIGINAL, "longrope")
+    assert length_limit({"model_type": "x", "vision_config": text}) is None
+    assert length_limit({**SMALL, "text_config": ALIKE["yarn"], "rope_scaling": None}) is None

@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from slurmrl.config.load import load, parse
+from slurmrl.config.schema import Config
+from slurmrl.recover import differences, moved_schedules
+from tests.fake_runs import write_config
+
+LINEAR = "actor.optimizer={lr: 0.001, schedule: linear, warmup_steps: 4}"
+
+
+def config(folder: Path, *overrides: str) -> Config:
+    return parse(load(write_config(folder), overrides))
+
+
+def told(before: Config, now: Config, step: int = 5) -> list[str]:
+    return moved_schedules(before, now, trained=["actor"], step=step, optimizer_steps=2)
+
+
+def test_a_longer_run_says_how_its_learning_rate_goes_on(tmp_path: Path) -> None:
+    before = config(tmp_path, LINEAR, "total_steps=10")
+    now = config(tmp_path, LINEAR, "total_steps=20")
+    assert differences(before, now) == []
+    [line] = told(before, now)
+    assert line == (
+        "actor: the linear schedule of its learning rate ends after 40 optimizer steps, not 20: "
+        "behind step 5 the rate goes on from 0.000829, not 0.0006; "
+        "actor.optimizer.schedule_steps=20 keeps it"
+    )
+    assert "from 0.000543, not 0;" in told(before, now, step=10)[0]
+
+
+def test_a_schedule_may_be_kept(tmp_path: Path) -> None:
+    before = config(tmp_path, LINEAR, "total_steps=10")
+    now = config(tmp_path, LINEAR, "total_steps=20", "actor.optimizer.schedule_steps=20")
+    assert differences(before, now) == []
+    assert told(before, now) == []
+    for step in range(10, 20):
+        rates = [one.actor.optimizer.learning_rate(step, 20) for one in (before, now)]
+        assert rates[0] == rates[1]
+
+
+@pytest.mark.parametrize("total", [10, 20])
+def test_where_no_rate_changes_nothing_is_told(tmp_path: Path, total: int) -> None:
+    constant = "actor.optimizer={lr: 0.001}"
+    before, now = (config(tmp_path, constant, f"total_steps={n}") for n in (10, total))
+    assert told(before, now) == []
+    assert told(config(tmp_path, LINEAR), config(tmp_path, LINEAR)) == []
