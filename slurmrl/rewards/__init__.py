@@ -7,6 +7,7 @@ is named ``package.module:name`` in the configuration and needs neither (docs/re
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,14 +24,15 @@ REWARDS = Registry(
 )
 
 
-def make(name: str, options: Mapping[str, Any], *, cores: int = 1) -> Reward:
+def make(name: str, options: Mapping[str, Any], *, cores: int | None = None) -> Reward:
     """The reward of a name of the table, or of ``module:name``. ``cores``: CPU cores that it may
-    use.
+    use; all that this process may where it is not said.
 
     :raises UsageError: an unknown name, one that is no reward, or options that it does not take;
         RewardImportError where its module is not found.
     """
-    return Reward(name, _own(name) if ":" in name else REWARDS.load(name), options, cores)
+    kind = _own(name) if ":" in name else REWARDS.load(name)
+    return Reward(name, kind, options, cores or len(os.sched_getaffinity(0)))
 
 
 def _own(reference: str) -> Any:

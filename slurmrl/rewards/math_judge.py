@@ -29,6 +29,9 @@ FORMULA = re.compile(
     r"|(?<![\\\d$])\$(?=\S)([^$\n]*?)(?<=[^\s\\])\$(?!\d)",
     re.DOTALL,
 )
+LONGEST_FORMULA = 300
+"""Characters without an environment that are still read as one formula: math-verify's parser takes
+very long to find out that text is none."""
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 QUOTED = r"\\(?:text\w*|mbox|mathrm|mathbf|operatorname|begin|end)\s*\{[^{}]*\}"
 COMMAND = re.compile(r"\\[A-Za-z]+")
@@ -82,6 +85,8 @@ def read(text: str) -> list[Any]:
 def refusal(text: str, reference: list[Any]) -> str:
     """Why no completion can be compared with a reference; "" where one can be. What math-verify
     cannot calculate with is compared as text."""
+    if not FORMULA.search(text) and not BOX.search(text) and too_long(text):
+        return f"its formula has more than {LONGEST_FORMULA} characters; put it in \\boxed{{}}"
     if not reference:
         return "it holds no number, no formula and no one-word answer"
     read_from = str(reference[-1])
@@ -123,9 +128,14 @@ def only_formula(text: str) -> str | None:
         return SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
     several_lines = "\n" in text and r"\begin" not in text
     if not several_lines and not PROSE.search(bare(text)):
-        return text
+        return text if len(text) <= LONGEST_FORMULA else None
     formulas = ["".join(groups) for groups in FORMULA.findall(mark_formulas(text))]
     return the_only(formulas or [found.group() for found in NUMBER.finditer(text)])
+
+
+def too_long(text: str) -> bool:
+    """Whether an answer on one line is longer than a formula without an environment may be."""
+    return len(text) > LONGEST_FORMULA and "\n" not in text and not PROSE.search(bare(text))
 
 
 def the_only(found: list[str]) -> str | None:
@@ -138,7 +148,8 @@ def bare(text: str) -> str:
 
 
 def mark_formulas(text: str) -> str:
-    """Prose with dollars around each run of tokens that holds a LaTeX command."""
+    """Prose with dollars around each run of tokens that holds a LaTeX command; without those that
+    are too long."""
     result: list[str] = []
     run: list[re.Match[str]] = []
     end = 0
@@ -150,7 +161,8 @@ def mark_formulas(text: str) -> str:
             begin = run[0].start()
             formula = text[begin : run[-1].end()].rstrip(".,;:?")
             if COMMAND.search(formula):
-                result += [text[end:begin], f"${formula}$"]
+                short = len(formula) <= LONGEST_FORMULA
+                result += [text[end:begin], f"${formula}$" if short else ""]
                 end = begin + len(formula)
             run = []
     return "".join([*result, text[end:]])

@@ -39,7 +39,7 @@ def main() -> int:
 
 def _try(request: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
-    reward = make(request["name"], request["options"], cores=len(os.sched_getaffinity(0)))
+    reward = make(request["name"], request["options"])
     made = time.monotonic()
     given = (request[key] for key in ("prompts", "completions", "rows", "places"))
     try:

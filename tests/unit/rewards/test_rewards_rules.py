@@ -156,6 +156,7 @@ def test_a_part_of_an_answer_is_not_the_answer(judged: MathReward) -> None:
         ("???", "cannot read"),
         (r"\frac{1}{", "cannot read"),
         ("3 hours 20 minutes", "several numbers: 3, 20"),
+        ("x+" * 200 + "1", "more than 300 characters"),
     ],
 )
 def test_references_without_an_answer_are_refused(
