@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from slurmrl.errors import UnknownNameError, UnusableRowError, UsageError
+from slurmrl.rewards import judges as judges_module
 from slurmrl.rewards import make
 from slurmrl.rewards.exact_match import ExactMatch
 from slurmrl.rewards.math import MathReward, final_answer, tail
@@ -200,6 +202,39 @@ def test_answers_are_compared_as_numbers(judged: MathReward) -> None:
     rows = [{"answer": reference} for reference in references]
     assert judged(["p"] * len(CASES), completions, rows) == list(wanted)
     assert judged.stats() == {"reward_unjudged": (0.0, float(len(CASES)))}
+
+
+@pytest.mark.parametrize(
+    ("cores", "options", "judges"), [(3, {}, 3), (64, {}, 8), (64, {"processes": 9}, 9)]
+)
+def test_cores_decide_how_many_judges_there_are(
+    cores: int,
+    options: dict[str, int],
+    judges: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[Path] = []
+
+    class Judge(judges_module.Judge):
+        """Agrees to everything."""
+
+        def __init__(self, program: Path) -> None:
+            started.append(program)
+            program = tmp_path / "agree.py"
+            reply = '{"refused": "", "correct": true}'
+            program.write_text(
+                f"import sys\nprint('{{}}', flush=True)\n"
+                f"for line in sys.stdin:\n    print('{reply}', flush=True)\n"
+            )
+            super().__init__(program)
+
+    monkeypatch.setattr(judges_module, "Judge", Judge)
+    reward = make("math", options, cores=cores)
+    rows = [{"answer": "1"}] * 20
+    assert reward.score(["p"] * 20, ["1"] * 20, rows, ["1"] * 20) == [1.0] * 20
+    reward.close()
+    assert len(started) == judges
 
 
 def test_no_completions_are_judged_at_once(judged: MathReward) -> None:
