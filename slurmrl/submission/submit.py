@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import socket
 import sys
-import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from slurmrl import log
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config
 from slurmrl.errors import ConfigError, Problem, UsageError
-from slurmrl.fsio import atomic, variables
+from slurmrl.fsio import variables
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind, Record
 from slurmrl.history.state import TrialState, fold
 from slurmrl.history.writer import resume
 from slurmrl.monitor import sinks
-from slurmrl.monitor.snapshot import newest_submission, submission_numbers
+from slurmrl.monitor.snapshot import submission_numbers
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan import inventory
 from slurmrl.plan.build import make_plan
@@ -42,7 +40,7 @@ from slurmrl.recover import (
 )
 from slurmrl.scheduler import choose, make
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
-from slurmrl.submission import own_code, snapshot, trials
+from slurmrl.submission import claims, own_code, snapshot, trials
 from slurmrl.submission.checks.finding import Finding
 from slurmrl.submission.checks.run import Code, check
 from slurmrl.submission.live import Jobs, clear_away, newest_jobs
@@ -222,7 +220,9 @@ def submit(proposal: Proposal) -> Submitted:
     proposal.scripts()  # what cannot be written into a script is refused before anything is
     outlook = Outlook(fold([]), complete=False, left=None)
     fresh = prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)
+    before = 0
     if not fresh:
+        before = claims.newest(proposal.paths)
         outlook = look(proposal)
     if outlook.left is not None:
         clear_away(outlook.left)
@@ -230,7 +230,7 @@ def submit(proposal: Proposal) -> Submitted:
         return Submitted(proposal.paths, proposal.kind, None)
     state, notes = outlook.state, outlook.notes
     code = _snapshot(proposal)
-    number = _claim(proposal, code)
+    number = claims.claim(proposal.paths, before, _request(proposal, code))
     if proposal.update_code:
         notes += (f"runs the code of now: {proposal.paths.snapshot(code)}",)
     if not fresh:
@@ -239,7 +239,7 @@ def submit(proposal: Proposal) -> Submitted:
         resume(History(proposal.paths.history), {"submission": number})
     ids = scheduler.submit(proposal.request(number, trial_uuid(proposal.paths), code))
     jobs = Jobs(number, scheduler, ids)
-    _refuse_if_overtaken(proposal, jobs)
+    claims.confirm(proposal.paths, jobs)
     return Submitted(proposal.paths, proposal.kind, jobs, state.incarnation, outlook.step, notes)
 
 
@@ -380,39 +380,16 @@ def _snapshot(proposal: Proposal) -> int:
     return snapshot.add(proposal.paths, proposal.recorder.code, proposal.recorder)
 
 
-def _claim(proposal: Proposal, code: int) -> int:
-    """Take the next submission. Raises UsageError if somebody else is taking it."""
-    number = max(submission_numbers(proposal.paths), default=0) + 1
+def _request(proposal: Proposal, code: int) -> dict[str, Any]:
+    """What a submission's request says of it."""
+    config = proposal.settings.config
     hosts = sum(group.hosts for group in proposal.plan.groups)
-    request = {
+    lead_s = config.cluster.slurm.signal_lead_s if proposal.kind == "slurm" else None
+    return {
         "scheduler": proposal.kind,
         "snapshot": code,
-        "continue": proposal.settings.config.cluster.slurm.continue_,
-        "total_steps": proposal.settings.config.total_steps,
-        "heartbeat_s": Pace.of(hosts, proposal.settings.config.cluster.heartbeat_s).beat_s,
-        "signal_lead_s": (
-            proposal.settings.config.cluster.slurm.signal_lead_s
-            if proposal.kind == "slurm"
-            else None
-        ),
-        "nonce": uuid.uuid4().hex,
-        "time": time.time(),
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
+        "continue": config.cluster.slurm.continue_,
+        "total_steps": config.total_steps,
+        "heartbeat_s": Pace.of(hosts, config.cluster.heartbeat_s).beat_s,
+        "signal_lead_s": lead_s,
     }
-    atomic.make_private_directory(proposal.paths.submission(number))
-    if not atomic.exclusive_create(
-        proposal.paths.submission_request(number), json.dumps(request).encode()
-    ):
-        raise UsageError(f"{proposal.trial} is being submitted by somebody else at this moment")
-    return number
-
-
-def _refuse_if_overtaken(proposal: Proposal, jobs: Jobs) -> None:
-    """Somebody who looked before our jobs were there may have submitted after us: then our jobs
-    would leave by themselves; they are taken back at once. (A number without a request is nobody's
-    submission: whoever looks now finds ours.)"""
-    newest = newest_submission(proposal.paths)
-    if newest is not None and newest.number > jobs.number:
-        jobs.scheduler.cancel(jobs.ids)
-        raise UsageError(f"{proposal.trial} was submitted by somebody else at the same moment")

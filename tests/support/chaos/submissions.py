@@ -163,6 +163,8 @@ def _check(folder: Path, events: list[Event]) -> None:
     killed = any(event["event"] == "killed" for event in events)
     if told and newest and newest.number not in told and not killed:
         raise ViolationError(f"told {told}, but {newest} is the newest")
+    if len(told) > 1 and not killed:
+        raise ViolationError(f"several were told that they submitted the trial: {told}")
     if not told and not (killed and pending):
         refused = [event["error"] for event in events if event["event"] == "refused"]
         raise ViolationError(f"nobody submitted: {refused}, pending {pending}")

@@ -244,7 +244,7 @@ def test_an_update_whose_submitter_was_killed_counts_for_nothing(
 
     paths = submit(proposed(user, MINE)).paths
     with monkeypatch.context() as patch:
-        patch.setattr("slurmrl.submission.submit._claim", kill)
+        patch.setattr("slurmrl.submission.claims.claim", kill)
         with pytest.raises(Killed):
             submit(propose_resume(paths, [], update_code=True))
     assert paths.snapshot(2).exists()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,8 @@ from slurmrl.history.writer import begin, end
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.model import Plan
 from slurmrl.scheduler.base import JobState
-from slurmrl.submission import live
+from slurmrl.scheduler.processes import ProcessId
+from slurmrl.submission import claims, live
 from slurmrl.submission.cancel import cancel
 from slurmrl.submission.submit import Submitted, propose, propose_resume, submit
 from tests.fake_runs import FakeScheduler, task, write_config
@@ -250,18 +252,41 @@ def test_a_trial_that_was_never_prepared_cannot_be_resumed(again: Submit) -> Non
         propose_resume(paths, [])
 
 
-def test_two_submitters_at_once(
+def test_of_two_who_have_looked_one_submits(
     again: Submit, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one takes the number between our look and our claim."""
-    paths = again().paths
-    paths.submission(2).mkdir()
-    monkeypatch.setattr("slurmrl.submission.submit.submission_numbers", lambda paths: [1])
-    paths.submission_request(2).write_text("{}")
-    monkeypatch.setattr(live, "newest_submission", lambda paths: None)
+    """The other one submits, from claim to end, between our look and our claim."""
+    claim = claims.claim
+
+    def late(*arguments: Any) -> int:
+        monkeypatch.setattr(claims, "claim", claim)
+        again()
+        return claim(*arguments)
+
+    monkeypatch.setattr(claims, "claim", late)
     with pytest.raises(UsageError, match="by somebody else at this moment"):
         again()
     assert len(scheduler.requests) == 1
+
+
+def test_nobody_submits_beside_a_submission_that_has_no_jobs_yet(
+    again: Submit,
+) -> None:
+    """Its submitter is between request and sbatch, or gone."""
+    paths = again().paths
+    request = json.loads(paths.submission_request(1).read_text())
+    other = subprocess.Popen(["sleep", "1000"])
+    known = ProcessId.of(other.pid)
+    assert known is not None
+    request |= {"pid": known.pid, "start_ticks": known.start_ticks}
+    paths.submission_request(1).write_text(json.dumps(request))
+    try:
+        with pytest.raises(UsageError, match=f"process {other.pid}"):
+            again()
+    finally:
+        other.kill()
+        other.wait()
+    assert again().jobs is not None
 
 
 def test_an_overtaken_submission_takes_its_jobs_back(
@@ -276,7 +301,7 @@ def test_an_overtaken_submission_takes_its_jobs_back(
         return submit_really(request)
 
     monkeypatch.setattr(scheduler, "submit", overtaken)
-    with pytest.raises(UsageError, match="at the same moment"):
+    with pytest.raises(UsageError, match="the jobs of this command were cancelled"):
         again()
     assert scheduler.done == ["cancel"]
 

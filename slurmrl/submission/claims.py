@@ -1,0 +1,88 @@
+"""The right to submit a trial: of several who try at once, one has it.
+
+A claim is the request of the submission whose number follows the newest that its claimant saw
+before looking at the trial's jobs. Whoever looked while somebody else was submitting loses that
+number, or sees a request without jobs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from slurmrl.errors import UsageError
+from slurmrl.fsio import atomic, documents
+from slurmrl.monitor.snapshot import newest_submission
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler.processes import ProcessId, boot_id
+from slurmrl.submission.live import Jobs
+
+SETTLE_S = 150.0
+"""After this time a submission without job ids, made on another host, counts as given up: longer
+than an sbatch may take."""
+
+
+def newest(paths: RunPaths) -> int:
+    """Number of the newest submission, 0 before the first. Raises UsageError while somebody else is
+    making it."""
+    found = newest_submission(paths)
+    if found is None:
+        return 0
+    if not paths.submission_jobs(found.number).exists():
+        request = documents.read(paths.submission_request(found.number))
+        if _in_progress(request):
+            where = f"on {request.get('host')}, process {request.get('pid')}"
+            raise UsageError(_lost(paths, f" ({where})"))
+    return found.number
+
+
+def claim(paths: RunPaths, before: int, request: Mapping[str, Any]) -> int:
+    """Take the submission after ``before``; its number. Raises UsageError if somebody else has."""
+    number = before + 1
+    me = ProcessId.of(os.getpid())
+    assert me is not None, "this process runs"
+    who = {
+        "nonce": uuid.uuid4().hex,
+        "time": time.time(),
+        "host": socket.gethostname(),
+        "boot": boot_id(),
+        "pid": me.pid,
+        "start_ticks": me.start_ticks,
+    }
+    atomic.make_private_directory(paths.submission(number))
+    value = json.dumps({**request, **who}).encode()
+    if not atomic.exclusive_create(paths.submission_request(number), value):
+        raise UsageError(_lost(paths))
+    return number
+
+
+def confirm(paths: RunPaths, jobs: Jobs) -> None:
+    """Raise UsageError if there is a newer submission all the same (by an older slurmrl, or after
+    we seemed to be gone). Our jobs, which would leave by themselves, are cancelled then."""
+    found = newest_submission(paths)
+    if found is not None and found.number > jobs.number:
+        jobs.scheduler.cancel(jobs.ids)
+        raise UsageError(_lost(paths, "; the jobs of this command were cancelled"))
+
+
+def _in_progress(request: Mapping[str, Any]) -> bool:
+    """Whether whoever made a request may still be about to submit its jobs."""
+    pid, ticks = request.get("pid"), request.get("start_ticks")
+    here = request.get("boot") == boot_id()
+    if here and isinstance(pid, int) and isinstance(ticks, int):
+        return pid != os.getpid() and ProcessId(pid, ticks).alive()
+    if request.get("host") == socket.gethostname():
+        return False  # before this machine was started again, or by an older slurmrl
+    made = request.get("time")
+    return isinstance(made, int | float) and abs(time.time() - made) < SETTLE_S
+
+
+def _lost(paths: RunPaths, more: str = "") -> str:
+    name = f"{paths.experiment}/{paths.trial}"
+    said = f"{name} is being submitted by somebody else at this moment{more}"
+    return f"{said}; see slurmrl status {name}"
