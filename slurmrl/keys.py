@@ -39,6 +39,17 @@ def warned(incarnation: int) -> str:
     return f"incarnation/{incarnation}/warned"
 
 
+def batons() -> str:
+    """Root of the jobs that took the trial over, one after the other."""
+    return "baton"
+
+
+def baton(number: int) -> str:
+    """The job that took the trial over as the ``number``-th, as JSON; of several at once one
+    wins."""
+    return f"baton/{number}"
+
+
 def lost(host: str) -> str:
     """A host whose agent was seen to be dead, as JSON: the incarnation and its job."""
     return f"lost/{host}"

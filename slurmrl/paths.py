@@ -72,6 +72,11 @@ class RunPaths:
         return self.run / "leases"
 
     @property
+    def hosts(self) -> Path:
+        """What hosts of a cluster failed at, and which of them jobs avoid."""
+        return self.run / "hosts"
+
+    @property
     def control(self) -> Path:
         return self.run / "control"
 
@@ -183,6 +188,7 @@ class RunPaths:
             self.history,
             self.names,
             self.leases,
+            self.hosts,
             self.control,
             self.samples,
             self.checkpoints,

@@ -25,6 +25,13 @@ if TYPE_CHECKING:
     help="Run slurmrl and your own code as they are now. Default: as they were when the trial was "
     "submitted.",
 )
+@click.option(
+    "--include",
+    "included",
+    multiple=True,
+    metavar="HOST|all",
+    help="Use a host again that the trial's jobs avoid after failures there (see slurmrl status).",
+)
 @common
 def resume(
     trial: str,
@@ -36,6 +43,7 @@ def resume(
     no_check: bool,
     check_timeout: float,
     update_code: bool,
+    included: tuple[str, ...],
     root: str | None,
 ) -> int:
     """Go on with a trial from its last commit, by the configuration in its run directory.
@@ -48,12 +56,18 @@ def resume(
     A live trial with few Slurm jobs left in its chain gets more of them.
     """
     from slurmrl.submission import trials
-    from slurmrl.submission.links import add_links
+    from slurmrl.submission.links import add_links, include
     from slurmrl.submission.submit import look, propose_resume
 
     paths = trials.find(trials.root_folder(root), trial)
     if not update_code:
         _be_its_slurmrl(paths)
+    if included:
+        hosts, live = include(paths, included, dry_run=dry_run)
+        verb = "would be used" if dry_run else "are used"
+        click.echo(f"{trial}: {', '.join(hosts) or 'no hosts'} {verb} again", err=as_json)
+        if live and not overrides and not update_code:
+            return 0
     unchanged = not overrides and not update_code and scheduler in (None, "auto", "slurm")
     longer = add_links(paths, dry_run=dry_run) if unchanged else None
     if longer is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from slurmrl.monitor.words import age, first_line
+from slurmrl.monitor.words import age, first_line, plain
 
 Status = Mapping[str, Any]
 
@@ -34,13 +34,14 @@ def diagnose(status: Status) -> list[Finding]:
         return [*skipped, _ended(status)]
     if status["state"] in ("FAILED", "CANCELLED"):
         return [_ended(status), *skipped]
-    found = [*_problem(status), *skipped, *_short_limit(status)]
+    found = [*_problem(status), *_failed_starts(status), *skipped, *_short_limit(status)]
     if status["state"] == "INTERRUPTED":
-        return [*found, _interrupted(status)]
+        return [*found, _interrupted(status), *_avoided(status)]
     if status["state"] == "PENDING":
-        return [*found, _pending(status)]
+        return [*found, _pending(status), *_avoided(status)]
     found += [*_waiting(status), *_checkpoints(status), *_lead(status)]
-    return [*found, *_last_link(status), *_warned(status), _now(status)]
+    found += [*_last_link(status), *_warned(status), _now(status)]
+    return [*found, *_avoided(status)]
 
 
 def _ended(status: Status) -> Finding:
@@ -76,6 +77,24 @@ def _skipped(status: Status) -> Iterator[Finding]:
             "gradients were not finite"
         )
         yield Finding("skipped", text)
+
+
+def _failed_starts(status: Status) -> Iterator[Finding]:
+    failed = status["failed_starts"]
+    if failed is not None:
+        where = f" on {failed['host']}" if failed["host"] else ""
+        text = f"{failed['count']} starts in a row failed before an incarnation began; the last"
+        yield Finding("failed_starts", f"{text}{where}: {plain(failed['why'])[-200:]}")
+
+
+def _avoided(status: Status) -> Iterator[Finding]:
+    hosts = [one["host"] for one in status["avoided"]]
+    if hosts:
+        named = ", ".join(hosts[:8]) + (f" and {len(hosts) - 8} more" if hosts[8:] else "")
+        why = plain(status["avoided"][0]["why"])[-120:]
+        text = f"jobs avoid {named} ({hosts[0]}: {why})"
+        undo = f"slurmrl resume {status['trial']} --include HOST lifts that"
+        yield Finding("avoided", f"{text}; {undo}")
 
 
 def _interrupted(status: Status) -> Finding:

@@ -44,6 +44,7 @@ FAILURE: Fields = {
     "traceback": TEXT,
     "damaged": TEXT,
     "final": FLAG,
+    "echo": FLAG,
     "agent": TEXT,
 }
 WARNED: Fields = {"signal": TEXT, "cause": TEXT, "time_left_s": SECONDS}

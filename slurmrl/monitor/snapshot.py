@@ -18,6 +18,8 @@ from slurmrl.monitor.events import Event
 from slurmrl.name_resolve import make
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
+from slurmrl.scheduler import hosts
+from slurmrl.scheduler.hosts import BadHost
 
 GLANCE = 3
 """Incarnations whose traces are read for a diagnosis."""
@@ -107,6 +109,10 @@ class Snapshot:
     """The newest ones, the oldest of them first."""
     lines: Sequence[Mapping[str, Any]]
     """The newest lines of metrics."""
+    avoided: Sequence[BadHost]
+    """The hosts that jobs avoid."""
+    failed_starts: Sequence[BadHost]
+    """Starts in a row, up to now, in which nothing began; the oldest first."""
     trained_s: float | None = None
     """Time of all steps that count; None where nobody asked, or they are too many to add up."""
     first_step_at: float | None = None
@@ -151,6 +157,8 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> Snapshot:
         attempts,
         traces,
         metrics.read_latest(paths.metrics, LINES),
+        hosts.avoided(paths),
+        hosts.newest_failed_starts(paths),
         *(_times(paths, state.incarnation) if incarnations > GLANCE else ()),
     )
 

@@ -62,6 +62,10 @@ This object is a contract: fields may be added, none is ever changed or removed.
         "how": "rank 3 on n1 died: SIGKILL",
         "seconds": 31.2                       until its last sign of life
       }, …],
+      "avoided": [{"host": "n3", "why": "…"}, …],   hosts that jobs avoid, after failures there
+      "failed_starts": {"count": 2, "host": "n3", "why": "…"} | null,   starts in a row, up to now,
+                                              in which nothing began; the newest. The host is empty
+                                              where it is unknown
       "problem": "…",                         only where the scheduler could not be asked
       "unconfirmed": true                     only where the master's lease did not move
     }
@@ -109,6 +113,8 @@ def assemble(
         "export": _export(snapshot),
         "submission": snapshot.submission.number if snapshot.submission else None,
         "incarnations": told,
+        "avoided": [{"host": one.host, "why": one.why} for one in snapshot.avoided],
+        "failed_starts": _failed_starts(snapshot),
     }
     status["links_left"] = sum(group["links_left"] for group in status["groups"])
     status |= present.describe(snapshot, tasks, status)
@@ -123,6 +129,13 @@ def assemble(
         "diagnosis": findings[0].text,
         "findings": [finding._asdict() for finding in findings],
     }
+
+
+def _failed_starts(snapshot: Snapshot) -> dict[str, Any] | None:
+    failed = snapshot.failed_starts
+    if not failed:
+        return None
+    return {"count": len(failed), "host": failed[-1].host, "why": failed[-1].why}
 
 
 def trial_state(snapshot: Snapshot, tasks: Sequence[TaskState], *, alive: bool) -> str:

@@ -50,9 +50,10 @@ class SlurmClient:
         """Slurm's version: ``22.05.8``, where some packagers say ``slurm-wlm 22.05.8``."""
         return self._run("sbatch", "--version").strip().rpartition(" ")[2]
 
-    def try_out(self, script: Path) -> None:
+    def try_out(self, script: Path, *options: str) -> None:
         """Raise unless sbatch would take the script; nothing is submitted."""
-        self._run("sbatch", "--test-only", str(script), environ=environment.of_job(os.environ))
+        command = ("sbatch", "--test-only", *options, str(script))
+        self._run(*command, environ=environment.of_job(os.environ))
 
     def hosts(self, partition: str | None, names: Sequence[str] = ()) -> list[parse.HostRow]:
         """Hosts of the partitions (None: of all), whatever state they are in; or of these names."""
@@ -115,6 +116,10 @@ class SlurmClient:
     def requeue(self, element: str) -> None:
         """Put a running element back into the queue: it is ended, and starts again."""
         self._run("scontrol", "requeue", element)
+
+    def exclude(self, element: str, hosts: str) -> None:
+        """Keep queued elements (``41_[2-7]``) off these hosts and no others."""
+        self._run("scontrol", "update", f"JobId={element}", f"ExcNodeList={hosts}")
 
     def throttle(self, job: str, count: int) -> None:
         """Change how many elements of an array may run at once."""

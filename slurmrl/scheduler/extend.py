@@ -13,7 +13,7 @@ from slurmrl import log
 from slurmrl.errors import EnvironmentFailure, SchedulerError, UsageError
 from slurmrl.history.log import History
 from slurmrl.paths import RunPaths
-from slurmrl.scheduler import extensions, limits, submission
+from slurmrl.scheduler import exclusion, extensions, limits, submission
 from slurmrl.scheduler.base import TaskState
 from slurmrl.scheduler.client import TIMEOUT_S, SlurmClient, may_have_worked
 from slurmrl.scheduler.extensions import Claim, Extension
@@ -109,6 +109,7 @@ class Extender:
         options = [f"--job-name={self._name(claim.index)}"]
         if after:
             options.append(f"--dependency=afterany:{':'.join(after)}")
+        options += exclusion.option(self._run, self._number, self._group)
         script = self._run.submission_script(self._number, self._group)
         inherited = submission.read_environment(self._run, self._number)
         count = claim.count

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from slurmrl.scheduler import directives
+from slurmrl.scheduler import directives, leave
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
 
 
@@ -26,11 +26,13 @@ def script(request: SubmissionRequest, group: GroupRequest, launcher: str) -> st
         time=unset,
         wckey=unset,
         stderr_to_stdout=True,
-        setup=_setup(request, group),
+        setup=_setup(request, group, guarded=launcher == "srun" and not group.command),
         additional_parameters=directives.table(request, group),
         use_srun=False,
     )
 
+
+SUPERVISOR = "slurmrl.workers.supervisor"
 
 WARNED_EARLY = "trap '(sleep 3; kill -USR2 $$) &' USR2"
 """A warning during the set-up lines is sent again when the supervisor is up; it has this pid."""
@@ -56,17 +58,30 @@ def _prefix(group: GroupRequest) -> str:
     return "" if group.command else "$slurmrl_block "
 
 
-def _setup(request: SubmissionRequest, group: GroupRequest) -> list[str]:
-    """Shell lines before the command. Slurm reads directives up to the first of them."""
+def _setup(request: SubmissionRequest, group: GroupRequest, *, guarded: bool) -> list[str]:
+    """Shell lines before the command. Slurm reads directives up to the first of them. ``guarded``:
+    where they fail, or Python does, the job goes back into the queue."""
     code = shlex.quote(str(request.code))
     return [
         *directives.extra_lines(request),
         "trap '' USR1",
         "trap '' USR2" if group.command else WARNED_EARLY,
+        *([_leaving(request, group), leave.EARLY] if guarded else []),
         *setup_lines(request),
         f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}"',
+        *([f'{_attempt(request)} || slurmrl_leave "$slurmrl_said"'] if guarded else []),
         *([] if group.command else [BLOCK]),
     ]
+
+
+def _leaving(request: SubmissionRequest, group: GroupRequest) -> str:
+    script = request.run.submission_script(request.number, group.name)
+    exclude = str(directives.slurm_options(request).get("exclude") or "")
+    return leave.functions(request.run.run, script, request.job_name(group.name), exclude)
+
+
+def _attempt(request: SubmissionRequest) -> str:
+    return leave.attempt(request.python, SUPERVISOR)
 
 
 def setup_lines(request: SubmissionRequest) -> Sequence[str]:

@@ -14,6 +14,7 @@ from slurmrl.paths import RunPaths, user_name
 from slurmrl.scheduler import (
     directives,
     environment,
+    exclusion,
     extensions,
     limits,
     parse,
@@ -34,6 +35,15 @@ from slurmrl.scheduler.extend import Extender
 from slurmrl.scheduler.memory import Memory
 
 logger = log.get(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskStart:
+    """What Slurm says of a task that has started."""
+
+    raw: str
+    restarts: int
+    hosts: tuple[str, ...] = ()
 
 
 class SlurmScheduler(Scheduler):
@@ -108,6 +118,38 @@ class SlurmScheduler(Scheduler):
         if running:
             self._client.signal("KILL", running, steps=True)
 
+    def start_of(self, element: str) -> TaskStart | None:
+        """How a task that has started stands now; None where Slurm has forgotten it. Raises
+        SchedulerError."""
+        job, _, index = element.partition("_")
+        rows = [row for row in self._client.queue([job]) if int(index) in row.elements]
+        return TaskStart(rows[0].raw, rows[0].restarts, rows[0].hosts) if rows else None
+
+    def throttle(self, job: str, count: int) -> None:
+        """Change how many elements of an array may run at once. Raises SchedulerError."""
+        self._client.throttle(job, count)
+
+    def keep_off(self, run: RunPaths, number: int, group: str, *, by: str) -> None:
+        """Keep the queued elements of a group off the hosts that the trial avoids. Where Slurm does
+        not let them be changed, others are submitted in their place. Raises EnvironmentFailure,
+        UsageError."""
+        jobs = self.recover(run, number)
+        everybody = self.query(jobs)
+        if exclusion.update(self._client, run, number, group, everybody):
+            return
+        left = [task for task in everybody if task.state is not JobState.PENDING]
+        extender = Extender(self._client, run, number, group)
+        extender.extend(left, known=jobs.get(group, ()), by=by)
+        self._client.cancel(exclusion.queued(everybody, group))
+
+    def avoid(self, run: RunPaths, number: int, group: str, host: str, why: str) -> bool:
+        """Avoid a host from now on, unless no job of the group could start then."""
+        return exclusion.avoid(self._client, run, number, group, host, why)
+
+    def exclude(self, run: RunPaths, number: int, group: str, element: str) -> None:
+        """Keep one queued element off the hosts that the trial avoids. Raises SchedulerError."""
+        self._client.exclude(element, exclusion.excluded(run, number, group))
+
     def runs(self, element: str) -> bool:
         """Whether an element (``41_3``) runs and nobody is ending it. Raises SchedulerError."""
         job, _, index = element.partition("_")
@@ -135,7 +177,9 @@ class SlurmScheduler(Scheduler):
         """Submit one group, with half as many elements each time that a limit is in the way."""
         script = request.run.submission_script(request.number, group.name)
         try:
-            return self._client.submit(script)
+            return self._client.submit(
+                script, *exclusion.option(request.run, request.number, group.name)
+            )
         except SchedulerError as error:
             if may_have_worked(error):
                 return self._find_lost(request, group, error)

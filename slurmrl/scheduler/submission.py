@@ -74,10 +74,22 @@ def job_names(run: RunPaths, number: int) -> dict[str, str]:
 
 def directive(run: RunPaths, number: int, group: str, name: str) -> str:
     """A directive's value in a script that was written. Raises CorruptFileError without one."""
+    found = _directive(run, number, group, name)
+    if found is None:
+        raise corrupt(run.submission_script(number, group), f"has no --{name}")
+    return found
+
+
+def excluded(run: RunPaths, number: int, group: str) -> str:
+    """The hosts that a script which was written excludes; empty for none."""
+    return _directive(run, number, group, "exclude") or ""
+
+
+def _directive(run: RunPaths, number: int, group: str, name: str) -> str | None:
     path = run.submission_script(number, group)
     text = atomic.read_needed(path).decode(errors="replace")
     found = re.search(rf"^#SBATCH --{name}=(.+)$", text, re.MULTILINE)
     if not found:
-        raise corrupt(path, f"has no --{name}")
+        return None
     with documents.expecting(path):
         return shlex.split(found[1])[0]

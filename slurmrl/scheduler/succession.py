@@ -4,17 +4,20 @@ what an ended trial does not need."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import subprocess
 from dataclasses import dataclass
 from enum import Enum
 
 from slurmrl import env, log
-from slurmrl.errors import CorruptFileError, EnvironmentFailure, UsageError
+from slurmrl.errors import CorruptFileError, EnvironmentFailure, SchedulerError, UsageError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.shapes import one_of
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.paths import RunPaths
-from slurmrl.scheduler import extensions
+from slurmrl.scheduler import environment, extensions, hosts, leave, submission
 from slurmrl.scheduler.base import Continue, JobState, TaskState
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.slurm import SlurmScheduler
@@ -78,10 +81,16 @@ def top_up(link: Link, scheduler: SlurmScheduler | None = None) -> str | TopUp:
 
 
 def continue_after(
-    link: Link, scheduler: SlurmScheduler | None = None, *, extend: bool = True
+    link: Link,
+    scheduler: SlurmScheduler | None = None,
+    *,
+    extend: bool = True,
+    lost_host: bool = False,
 ) -> str:
     """See to it that the trial, which has not ended, goes on when this link ends; says how.
-    ``extend``: no other thread of this process is extending the chain.
+    ``extend``: no other thread of this process is extending the chain. ``lost_host``: it ends
+    because it has too few hosts left, so it is put back into the queue as Slurm does after a node
+    failure.
 
     Call it last: a link that is put back into the queue gets TERM at once. One in which nothing
     began is not, since it would fail for ever.
@@ -91,10 +100,11 @@ def continue_after(
         goes_on = continues(link)
         if goes_on is Continue.NONE:
             return "nothing follows this job (continue: none)"
-        if goes_on is Continue.REQUEUE:
-            return _requeue(link, scheduler)
-        if extend:
+        if extend and goes_on is Continue.CHAIN:
             _last_top_up(link, scheduler)
+        _keep_off(link, scheduler)
+        if goes_on is Continue.REQUEUE or lost_host:
+            return _requeue(link, scheduler)
         tasks = scheduler.query(scheduler.recover(link.run, link.submission))
     except (EnvironmentFailure, CorruptFileError) as error:
         return f"what follows this job is not known here: {error}"
@@ -102,6 +112,33 @@ def continue_after(
     if not after:
         return "no link is left: slurmrl resume goes on with the trial"
     return f"{after[0].job_id} follows, {len(after)} left"
+
+
+def give_back(link: Link, why: str, host: str) -> None:
+    """Put a link in which nothing began back into the queue, off ``host`` (empty: no host is to
+    blame). Call it last: Slurm ends this job. See `scheduler.leave`."""
+    text = leave.functions(
+        link.run.run,
+        link.run.submission_script(link.submission, link.group),
+        submission.directive(link.run, link.submission, link.group, "job-name"),
+        submission.excluded(link.run, link.submission, link.group),
+    )
+    command = ["sh", "-c", f'{text}\nslurmrl_give_back "$1" "$2"', "sh", why, host]
+    subprocess.run(command, check=False, env=environment.of_command(os.environ) | _here())
+
+
+def _here() -> dict[str, str]:
+    """What the shell has to know of this job, which of_command leaves out."""
+    known = (env.ARRAY_JOB_ID, env.JOB_ID, env.LINK, env.NODE_NAME, env.RESTART_COUNT)
+    return {one.name: os.environ[one.name] for one in known if one.name in os.environ}
+
+
+def keep_off(link: Link, scheduler: SlurmScheduler | None = None) -> None:
+    """Keep what is queued off the hosts that the trial avoids. Raises EnvironmentFailure,
+    UsageError."""
+    if hosts.avoided(link.run):
+        scheduler = scheduler or _scheduler()
+        scheduler.keep_off(link.run, link.submission, link.group, by=link.element)
 
 
 def end_chain(link: Link, scheduler: SlurmScheduler | None = None) -> None:
@@ -158,6 +195,13 @@ def _last_top_up(link: Link, scheduler: SlurmScheduler) -> None:
         logger.info("the chain was not extended: %s", error)
 
 
+def _keep_off(link: Link, scheduler: SlurmScheduler) -> None:
+    try:
+        keep_off(link, scheduler)
+    except (EnvironmentFailure, CorruptFileError, UsageError) as error:
+        logger.info("the queued links are left as they are: %s", error)
+
+
 def _requeue(link: Link, scheduler: SlurmScheduler) -> str:
     tag = f"{env.JOB_ID.get()}.{link.restart}."
     begins = [r for r in History(link.run.history).read() if r.kind is Kind.BEGIN]
@@ -166,4 +210,6 @@ def _requeue(link: Link, scheduler: SlurmScheduler) -> str:
     if not scheduler.runs(link.element):
         return f"{link.element} is being ended by Slurm or its user, so it is not put back"
     scheduler.requeue(link.element)
+    with contextlib.suppress(SchedulerError, CorruptFileError):  # it may have started again
+        scheduler.exclude(link.run, link.submission, link.group, link.element)
     return f"{link.element} was put back into the queue"

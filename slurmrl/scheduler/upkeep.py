@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from slurmrl import log
 from slurmrl.errors import EnvironmentFailure, SlurmrlError, UsageError
 from slurmrl.scheduler.elastic import Change, ElasticGroup
-from slurmrl.scheduler.succession import TIMEOUT_S, Link, TopUp, committed, top_up
+from slurmrl.scheduler.succession import TIMEOUT_S, Link, TopUp, committed, keep_off, top_up
 
 logger = log.get(__name__)
 
@@ -58,6 +58,10 @@ class Upkeep:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _keep_chain(self) -> None:
+        try:
+            keep_off(self._link)
+        except (EnvironmentFailure, CorruptFileError, UsageError) as error:
+            logger.info("the queued links are left as they are: %s", error)
         failures = 0
         while failures < TRIES and not self._stop.is_set():
             try:

@@ -3,8 +3,8 @@ published counts.
 
 It has ``cause`` (see `Cause`) and ``reason``, a sentence; where they are known also ``host``,
 ``rank``, ``call``, ``step``, ``exception``, ``traceback``, ``damaged``, a checkpoint's folder,
-``agent``, one that hangs, and ``final``, true for a user's mistake, after which no other
-incarnation is tried.
+``agent``, one that hangs, ``echo``, true for what looks like the end of another rank, and
+``final``, true for a user's mistake, after which no other incarnation is tried.
 """
 
 from __future__ import annotations

@@ -12,8 +12,10 @@ from slurmrl import env, log
 from slurmrl.errors import EnvironmentFailure, SlurmrlError, StaleIncarnationError, TrialEndedError
 from slurmrl.fsio import ownership
 from slurmrl.paths import RunPaths
+from slurmrl.scheduler import hosts
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.incarnation import FORM_TIMEOUT_S, Incarnation
+from slurmrl.workers.agent.leader import leave_without
 from slurmrl.workers.failure import Cause, Failure
 from slurmrl.workers.failure import first as first_failure
 from slurmrl.workers.patience import patiently
@@ -40,6 +42,8 @@ class Agent:
         """The newest incarnation that ended here."""
         self._unborn = 0
         """Failures in a row of which no incarnation has begun."""
+        self._without = ""
+        """The first agent's host, if that is lost, and the job's batch process with it."""
 
     def run(self) -> int:
         """Exit code of the agent."""
@@ -53,6 +57,9 @@ class Agent:
         finally:
             self.host.close()
             self.host.events.write("end", code=code)
+        if self._without:
+            host = self.host
+            leave_without(self._without, host.paths, host.submission, host.identity)
         return code
 
     def _serve(self) -> int:
@@ -76,9 +83,13 @@ class Agent:
             logger.info("%s", error)
         except SlurmrlError as error:
             failed = incarnation.fail(error)
+            if failed["cause"] == Cause.LOST_HOST:
+                self._without = str(failed["host"])
         finally:
             incarnation.close()
         self._unborn = 0 if incarnation.number else self._unborn + 1
+        if failed is not None and self._unborn and failed["cause"] == Cause.ENVIRONMENT:
+            self._record_start(failed)
         self._served = max(self._served, incarnation.number)
         return self._verdict(failed)
 
@@ -98,7 +109,7 @@ class Agent:
         if self.host.warnings.received:
             logger.info("this job is to end: no other incarnation is formed")
             return FAILED
-        if first is not None and first["cause"] == Cause.LOST_HOST:
+        if self._without or (first is not None and first["cause"] == Cause.LOST_HOST):
             return AGAIN
         if failed is not None and failed["cause"] == Cause.ENVIRONMENT:
             return FAILED
@@ -112,6 +123,16 @@ class Agent:
         that is over."""
         superseded = self.host.superseded(self._served)
         return superseded, first_failure(self.host.names, self._served)
+
+    def _record_start(self, failed: Failure) -> None:
+        """This host cannot do what is needed: others are tried."""
+        identity = self.host.identity
+        start = identity.job.rpartition(".")[0]
+        try:
+            slots = self.host.history.count()
+            hosts.record_start(self.host.paths, slots, start, identity.host, str(failed["reason"]))
+        except EnvironmentFailure as error:
+            logger.warning("the failed start is not recorded: %s", error)
 
     def _patiently(self, what: str, action: Callable[[], T]) -> T:
         return patiently(what, action, timeout_s=LOOK_TIMEOUT_S)

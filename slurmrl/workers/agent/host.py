@@ -27,6 +27,7 @@ from slurmrl.workers import process
 from slurmrl.workers.agent.children import Children
 from slurmrl.workers.agent.identity import claim
 from slurmrl.workers.agent.keeper import Keeper
+from slurmrl.workers.agent.leader import Leader
 from slurmrl.workers.agent.memory import OomKills
 from slurmrl.workers.agent.warning import Warnings
 from slurmrl.workers.pace import Pace
@@ -61,6 +62,7 @@ class Host:
             check_s=self.pace.check_s,
             ttl_s=self.cluster.lease_ttl_s,
         )
+        self.leader = Leader(paths, self.names, self.identity, self.cluster.lease_ttl_s)
         self.children = Children(paths, self.group, self.identity, self.cluster)
         self.local = _is_local(paths, submission)
         self.warnings = Warnings(local=self.local, lead_s=self.cluster.slurm.signal_lead_s)

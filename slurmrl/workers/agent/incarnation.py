@@ -34,7 +34,7 @@ from slurmrl.workers import messages
 from slurmrl.workers.agent import address
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.symptoms import Symptoms
-from slurmrl.workers.failure import Failure, describe, publish
+from slurmrl.workers.failure import Cause, Failure, describe, publish
 from slurmrl.workers.messages import Message
 from slurmrl.workers.patience import patiently
 
@@ -230,6 +230,7 @@ class Incarnation:
     def turn(self, timeout_s: float) -> None:
         """Wait at most ``timeout_s`` for a child to speak or end; beat the lease when due."""
         self.host.keeper.turn()
+        self.host.leader.look()
         news = self.host.children.turn(min(timeout_s, self._symptoms.longest_turn_s))
         self._tell_warning()
         self.say(*(one for one in news.said if one["type"] != messages.ERROR))
@@ -266,7 +267,8 @@ class Incarnation:
         failure = describe(error, f"{host.identity.label} on {host.identity.host}")
         failure.setdefault("host", host.identity.host)
         logger.error("%s", failure["reason"])
-        self._learn()
+        if failure["cause"] != Cause.LOST_HOST:  # then nobody is left to begin
+            self._learn()
         self._tell_warning()
         if self.number == 0 or publish(host.names, self.number, failure):
             short = {key: failure[key] for key in ("cause", "reason", "rank") if key in failure}

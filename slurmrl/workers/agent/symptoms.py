@@ -78,7 +78,7 @@ class Symptoms:
         return self._known(Cause.HUNG, text, rank)
 
     def _of_error(self, error: Message) -> Failure:
-        known = {key: value for key, value in error.items() if key not in ("type", "echo", "oom")}
+        known = {key: value for key, value in error.items() if key not in ("type", "oom")}
         cause = Cause.OOM if error.get("oom") else Cause.EXCEPTION
         reason = f"rank {error['rank']}: {error['exception']}"
         return {**self._known(cause, reason, error["rank"]), **known}

@@ -3,14 +3,16 @@ reading what they left in the name store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 from slurmrl.history.record import Kind, Record
 from slurmrl.history.state import fold
 from slurmrl.monitor import published
 from slurmrl.name_resolve.base import NameStore
+from slurmrl.workers.failure import Cause
+from slurmrl.workers.supervisor.baton import put_back
 
 RAISED = ("exception", "master")
 """Causes of failures that code raised, a worker's or the master's, and will raise again."""
@@ -26,6 +28,8 @@ class Ending:
     """How an incarnation came to its end, as far as it said."""
 
     incarnation: int
+    start: str = ""
+    """Of its job: ``JOBID.RESTARTCOUNT``."""
     reason: str = ""
     """Of its first failure, with the rank; empty where nothing failed."""
     what: str = ""
@@ -40,13 +44,22 @@ class Ending:
     warned: str = ""
     """Why its job was to end, if it was told to."""
     requeued: bool = False
-    """Slurm has started its job once more since."""
+    """Slurm has put its job back into the queue since, or ended it with its host."""
+    echo: bool = False
+    """Its failure looks like the end of another rank, and nothing more was known."""
+    shared_loss: bool = False
+    """The next incarnation of the same start of the job was lost with its host, so this one was."""
+
+    @property
+    def lost(self) -> bool:
+        """Whether it was lost with a host."""
+        taken = self.requeued and (not self.reason or self.echo)
+        return taken or self.shared_loss or self.cause == Cause.LOST_HOST
 
     @property
     def counts(self) -> bool:
         """Whether it speaks against another start: not if its job was taken away from it."""
-        taken = self.warned in UNFAULTED or (self.requeued and not self.reason)
-        return not taken and not self.damaged
+        return not (self.lost or self.warned in UNFAULTED or self.damaged)
 
 
 @dataclass(frozen=True)
@@ -82,9 +95,13 @@ def judge(
     if not begun:
         return None
     jobs_after = [*(record.data.get("job", "") for record in begun[1:]), job]
-    endings = [
-        read_ending(names, record, after) for record, after in zip(begun, jobs_after, strict=True)
-    ]
+    taken = put_back(names)
+    endings = _with_shared_losses(
+        [
+            read_ending(names, record, after, taken)
+            for record, after in zip(begun, jobs_after, strict=True)
+        ]
+    )
     if endings[-1].final:
         return Verdict(endings[-1].reason, "")
     if in_vain == 0:
@@ -102,18 +119,34 @@ def judge(
     )
 
 
-def read_ending(names: NameStore, begin: Record, next_job: str) -> Ending:
-    """How the incarnation of a BEGIN record ended; ``next_job`` is the job of the one after it."""
+def _with_shared_losses(endings: list[Ending]) -> list[Ending]:
+    """The death of a host reaches the other ranks as a broken connection, of which the incarnation
+    ends; it is the next one, in the same job, that waits for the host in vain."""
+    found: list[Ending] = []
+    for ending in reversed(endings):
+        follower = found[-1] if found else None
+        lost = follower is not None and follower.lost and follower.start == ending.start
+        found.append(replace(ending, shared_loss=ending.echo and lost))
+    return found[::-1]
+
+
+def read_ending(
+    names: NameStore, begin: Record, next_job: str, taken: Collection[str] = ()
+) -> Ending:
+    """How the incarnation of a BEGIN record ended; ``next_job`` is the job of the one after it,
+    ``taken`` are starts of jobs that Slurm has taken away."""
     incarnation = begin.incarnation
     said = published.failure(names, incarnation)
     warned = published.warned(names, incarnation).get("cause") or ""
-    requeued = _requeued(str(begin.data.get("job", "")), next_job)
+    job = str(begin.data.get("job", ""))
+    requeued = _requeued(job, next_job) or _start(job) in taken
     what = said.get("exception") or said.get("reason") or ("unknown" if said else "")
     rank = ""
     if "rank" in said:
         rank, what = f"rank {said['rank']}, ", f"{said.get('call')}: {what}"
     return Ending(
         incarnation,
+        _start(job),
         f"{rank}{what}",
         what,
         said.get("cause") or (RAISED[0] if said.get("traceback") else ""),
@@ -123,7 +156,13 @@ def read_ending(names: NameStore, begin: Record, next_job: str) -> Ending:
         bool(said.get("damaged")),
         warned,
         requeued,
+        bool(said.get("echo")),
     )
+
+
+def _start(job: str) -> str:
+    """``JOBID.RESTARTCOUNT`` of a tag that has the round, too."""
+    return ".".join(job.split(".")[:2])
 
 
 def _requeued(job: str, after: str) -> bool:
@@ -163,10 +202,10 @@ def _time_limit(last_two: list[Ending], explain: Callable[[Ending], str]) -> Ver
 
 def _lost(endings: list[Ending], most: int) -> Verdict | None:
     """Whoever loses host after host may be what brings them down."""
-    silent = [one for one in endings if one.requeued and not one.reason and not one.warned]
-    if len(silent) < most:
+    lost = [one for one in endings if one.lost and not one.warned]
+    if len(lost) < most:
         return None
-    text = f"{len(silent)} starts were lost without a word, and requeued by Slurm, before a commit"
+    text = f"{len(lost)} starts in a row were lost with a host before a commit"
     return Verdict(f"{text}: do their hosts fail because of this trial?", "")
 
 

@@ -14,14 +14,25 @@ from slurmrl.config.load import load_resolved
 from slurmrl.errors import SlurmrlError
 from slurmrl.fsio import ownership, variables
 from slurmrl.monitor.events import EventWriter
+from slurmrl.name_resolve import make as make_names
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
-from slurmrl.scheduler.succession import Link, continue_after, end_chain
+from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.slurm import SlurmScheduler
+from slurmrl.scheduler.succession import (
+    TIMEOUT_S,
+    Link,
+    continue_after,
+    end_chain,
+    give_back,
+)
 from slurmrl.scheduler.upkeep import Upkeep
 from slurmrl.workers.patience import patiently
 from slurmrl.workers.supervisor.allocation import Allocation
+from slurmrl.workers.supervisor.baton import Baton
 from slurmrl.workers.supervisor.link import reason_to_leave
 from slurmrl.workers.supervisor.rounds import Rounds, job_tag
+from slurmrl.workers.supervisor.surplus import wait_for_turn
 
 logger = log.get(__name__)
 
@@ -60,6 +71,8 @@ def main() -> int:
         logger.error("this job cannot begin: %s", error)
         writer = EventWriter(paths, f"supervisor.{options.group}.{job_tag()}")
         writer.write("end", code=1, why=f"it could not begin: {error}")
+        if in_chain:
+            give_back(link, f"the run's files cannot be read: {error}", env.NODE_NAME.get())
         return 1
     return run_link(link, rounds) if in_chain else rounds.run()
 
@@ -77,15 +90,31 @@ def run_link(link: Link, rounds: Rounds) -> int:
     elastic = {group.name: group.hosts for group in groups if group.elastic}
     if link.group in elastic:
         return rounds.run()  # the trainers look after it
+    if not takes_over(link, rounds.events):
+        return 0
     upkeep = Upkeep(link, elastic, lambda job: rounds.events.write("topped_up", job=job))
     upkeep.start()
     code = rounds.run()
     at_rest = upkeep.stop()
     if reason_to_leave(link.run, link.submission) is not None:
         end_chain(link)
+    elif rounds.began or rounds.warned:
+        after = continue_after(link, extend=at_rest, lost_host=rounds.lost_host)
+        logger.info("after this: %s", after)
     else:
-        logger.info("after this: %s", continue_after(link, extend=at_rest))
+        give_back(link, *rounds.failed_start())
     return code
+
+
+def takes_over(link: Link, events: EventWriter) -> bool:
+    """Whether this job goes on with the trial, and not another one that is alive as well."""
+    scheduler = SlurmScheduler(SlurmClient(TIMEOUT_S))
+    ttl_s = load_resolved(link.run.config).cluster.lease_ttl_s
+    with make_names("file", directory=link.run.names) as names:
+        baton = Baton(
+            link.run, names, link, job_tag(), env.NODE_NAME.get(), scheduler, lease_ttl_s=ttl_s
+        )
+        return wait_for_turn(baton, link, scheduler, events)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.scheduler import parse
 from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.hosts import BadHost, failed_starts
 
 logger = log.get(__name__)
 
@@ -41,14 +42,23 @@ class Allocation:
         needed = Plan.read(paths.plan).group(options.group).hosts
         if options.launcher == "direct":
             return Allocation(paths, needed)
-        hosts = parse.hosts(env.NODE_LIST.get())
+        given = parse.hosts(env.NODE_LIST.get())
         job = f"{env.JOB_ID.get()}.{env.RESTART_COUNT.get()}"
-        return Allocation(paths, needed, hosts, _end_of_job(), job)
+        return Allocation(paths, needed, given, _end_of_job(), job)
 
     def choose(self) -> tuple[str, ...] | None:
         """The hosts of the next round, the first good ones; None where too few are left."""
-        good = usable(self.hosts, self.lost())
+        failed = {one.host for one in self.failed_starts()}
+        good = usable(self.hosts, self.lost() | failed)
         return good[: self.needed] if len(good) >= self.needed else None
+
+    def failed_starts(self) -> list[BadHost]:
+        """Those of this start of the job, as its hosts recorded them."""
+        try:
+            return failed_starts(self.paths, self.job)
+        except (CorruptFileError, EnvironmentFailure) as error:
+            logger.warning("cannot look for failed starts, trying on: %s", error)
+            return []
 
     def lost(self) -> set[str]:
         """Hosts whose agents were seen to be dead in this start of the job."""

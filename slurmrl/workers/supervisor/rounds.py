@@ -17,14 +17,17 @@ from slurmrl.history.log import History
 from slurmrl.history.state import fold
 from slurmrl.monitor.events import EventWriter
 from slurmrl.paths import RunPaths
+from slurmrl.scheduler import leave
 from slurmrl.scheduler.client import SRUN
 from slurmrl.workers.patience import patiently
 from slurmrl.workers.process import die_with
 from slurmrl.workers.supervisor.allocation import Allocation
+from slurmrl.workers.supervisor.blame import avoid, blame_hosts
 from slurmrl.workers.supervisor.link import reason_to_leave
 
 logger = log.get(__name__)
 
+AGENT = "slurmrl.workers.agent"
 SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 FRUITLESS_ROUNDS = 2
 """Rounds in a row in which no incarnation began, after which the job is given up."""
@@ -41,17 +44,19 @@ def agent_command(
 ) -> list[str]:
     """What starts the agents: on ``hosts``, or where none are named on all of the job's.
     ``overlap``: what a step before has not given back yet is used all the same."""
-    agent = [sys.executable, "-P", "-m", "slurmrl.workers.agent"]
+    agent = [sys.executable, "-P", "-m", AGENT]
     agent += ["--run", str(options.run), "--submission", str(options.submission)]
     agent += ["--group", options.group]
     if options.launcher == "direct":
         return agent
-    srun = [*SRUN, "--kill-on-bad-exit=1"]  # a lost agent ends the step
+    # A lost agent ends the step; a lost host does not: if it is this one, the other agents see to
+    # the job (workers/agent/leader.py).
+    srun = [*SRUN, "--kill-on-bad-exit=1", "--no-kill"]
     if hosts:
         srun += [f"--nodelist={','.join(hosts)}", f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}"]
     if overlap:
         srun.append("--overlap")
-    return [*srun, *agent]
+    return [*srun, *leave.guarded(options.run, sys.executable, AGENT), *agent]
 
 
 class Rounds:
@@ -64,6 +69,10 @@ class Rounds:
         self.events = EventWriter(paths, f"supervisor.{options.group}.{job_tag()}")
         self.child: subprocess.Popen[bytes] | None = None
         self.warned = False
+        self.began = False
+        """Whether an incarnation began in this job."""
+        self.lost_host = False
+        """Whether it ends because too few of its hosts are left."""
 
     def run(self) -> int:
         """The exit code of the last round, with a signal's number added to 128; 0 where nothing is
@@ -77,10 +86,17 @@ class Rounds:
             hosts = self.allocation.choose() if self.allocation.hosts else ()
             if hosts is None:
                 code, why = code or 1, "too few hosts of this job are left"
+                self.lost_host = True
                 break
             before = self._incarnation()
             code = self._round(number, hosts)
-            fruitless = 0 if self._incarnation() > before else fruitless + 1
+            after = self._incarnation()
+            fruitless = 0 if after > before else fruitless + 1
+            self.began |= after > before
+            if self.allocation.hosts:
+                blame_hosts(self.paths, self.options, range(before, after + 1))
+                for bad in self.allocation.failed_starts():
+                    avoid(self.paths, self.options, bad.host, bad.why)
             reason = self._reason_to_leave(code, fruitless)
             if reason is not None:
                 why = reason
@@ -90,6 +106,15 @@ class Rounds:
         logger.info("leaving after round %d: %s", number, why)
         self.events.write("end", code=code, why=why)
         return code
+
+    def failed_start(self) -> tuple[str, str]:
+        """Why nothing began in this job, and the host that is to blame; empty where that is
+        unknown, or has been recorded."""
+        starts = self.allocation.failed_starts()
+        if starts:
+            return f"on {starts[-1].host}: {starts[-1].why}", ""
+        alone = self.allocation.hosts if len(self.allocation.hosts) == 1 else ("",)
+        return "its agents ended before an incarnation began; see their logs", alone[0]
 
     def _reason_to_leave(self, code: int, fruitless: int) -> str | None:
         if code == 0:

@@ -26,6 +26,15 @@ def ended(state: str, reason: str | None, **changes: Any) -> dict[str, Any]:
 
 
 CASES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "a host where nothing starts": (
+        status(
+            state="INTERRUPTED",
+            incarnations=[],
+            failed_starts={"count": 3, "host": "n3", "why": "python: not found"},
+        ),
+        "failed_starts",
+        "3 starts in a row failed before an incarnation began; the last on n3: python: not found",
+    ),
     "running": (
         status(),
         "running",
@@ -240,3 +249,12 @@ def test_updates_that_were_all_skipped_come_before_the_happy_end() -> None:
 def test_an_ended_trial_has_one_finding() -> None:
     found = diagnose(ended("FAILED", "x", checkpoint_failures=FULL, problem="p", timing=SLOW))
     assert [finding.code for finding in found] == ["failed"]
+
+
+def test_hosts_that_are_avoided_are_named_last() -> None:
+    avoided = [{"host": host, "why": "python: not found"} for host in ("n3", "n4")]
+    findings = diagnose(status(avoided=avoided))
+    assert [finding.code for finding in findings] == ["running", "avoided"]
+    assert findings[-1].text == (
+        "jobs avoid n3, n4 (n3: python: not found); slurmrl resume add/1 --include HOST lifts that"
+    )

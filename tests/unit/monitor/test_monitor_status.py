@@ -22,6 +22,8 @@ CONTRACT = (
 ADDED = {
     *("diagnosis", "findings", "phase", "warned", "waiting", "links_left", "link", "pending"),
     *("checkpoint_failures", "skipped", "timing", "submission", "incarnations"),
+    *("checkpoint_failures", "skipped", "timing", "submission", "incarnations"),
+    *("avoided", "failed_starts"),
 }
 
 

@@ -49,6 +49,7 @@ class Past:
         step: int = 4,
         call: str = "gen",
         cause: str = "exception",
+        **more: Any,
     ) -> None:
         self.ends(
             rank=rank,
@@ -57,6 +58,7 @@ class Past:
             exception=exception,
             traceback=f"at {exception}",
             cause=cause,
+            **more,
         )
 
     def commits_and_raises(self, exception: str) -> None:
@@ -257,7 +259,7 @@ def test_losing_host_after_host_ends_in_the_end(past: Past) -> None:
     past.job = f"7.{judgement.LOSSES * MOST}.0"
     verdict = past.verdict()
     assert verdict is not None
-    assert "were lost without a word" in verdict.reason
+    assert "were lost with a host" in verdict.reason
 
 
 def test_rounds_of_one_job_count(past: Past) -> None:
@@ -329,3 +331,43 @@ def test_no_verdict_on_what_was_not_seen(past: Past) -> None:
 
     assert begin(past.history, {}, verdict).incarnation == 2
     assert looks == [1, 2]
+
+
+def test_hosts_that_are_lost_before_the_first_commit_are_no_fault_of_the_trial(past: Past) -> None:
+    """Each loss is two starts: the other ranks see broken connections, and the next incarnation
+    of the same job waits for the host until its lease is dead, or Slurm ends the job."""
+    for loss in range(MOST + 2):
+        past.job = f"7.{loss}.0"
+        past.raises("RuntimeError: Connection closed by peer", echo=True)
+        if loss % 2:
+            past.ends(cause="lost_host", reason="host n1 is lost", host="n1")
+        else:
+            past.begins()
+        past.job = f"7.{loss + 1}.0"
+        assert past.verdict() is None
+
+
+def test_a_job_whose_host_was_lost_and_whose_successor_is_another_job(past: Past) -> None:
+    """Slurm let the next element start before the one that it put back: the baton says so."""
+    for number in range(MOST + 2):
+        past.job = f"{7 + number}.0.0"
+        past.begins()
+        turn = {"start": f"{8 + number}.0", "element": "41_1", "host": "n0", "left": "put back"}
+        value = json.dumps({**turn, "before": f"{7 + number}.0"})
+        past.names.add(keys.baton(number + 1), value)
+    past.job = "99.0.0"
+    assert past.verdict() is None
+
+
+def test_broken_connections_without_a_lost_host_count(past: Past) -> None:
+    for _ in range(MOST):
+        past.raises("RuntimeError: Connection closed by peer", cause="connection", echo=True)
+    assert past.verdict() is not None
+
+
+def test_losing_hosts_has_an_end(past: Past) -> None:
+    for _ in range(judgement.LOSSES * MOST):
+        past.ends(cause="lost_host", reason="host n1 is lost", host="n1")
+    verdict = past.verdict()
+    assert verdict is not None
+    assert "30 starts in a row were lost with a host before a commit" in verdict.reason

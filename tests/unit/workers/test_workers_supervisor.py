@@ -348,9 +348,17 @@ class Said(list[str]):
         return False
 
 
-@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize(
+    ("ended", "began", "last"),
+    [(False, True, "continue"), (True, True, "end"), (False, False, "give back: its agents ended")],
+)
 def test_what_a_link_does_around_its_rounds(
-    paths: RunPaths, plans: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch, ended: bool
+    paths: RunPaths,
+    plans: Callable[..., Plan],
+    monkeypatch: pytest.MonkeyPatch,
+    ended: bool,
+    began: bool,
+    last: str,
 ) -> None:
     plan = plans()
     rollout = plan.groups[0].model_copy(update={"name": "rollout", "hosts": 3, "elastic": True})
@@ -360,22 +368,28 @@ def test_what_a_link_does_around_its_rounds(
 
     def run(self: Rounds) -> int:
         said.append("rounds")
+        self.began = began
         if ended:
             end(History(paths.history), Kind.FINISHED, {})
         return 3
 
-    def after(link: Link, *, extend: bool) -> str:
+    def after(link: Link, *, extend: bool, lost_host: bool) -> str:
         assert not extend, "the upkeep is still at it"
+        assert not lost_host
         said.append("continue")
         return "41_1 follows"
 
+    def give_back(link: Link, why: str, host: str) -> None:
+        said.append(f"give back: {why}"[:27])
+
+    monkeypatch.setattr(supervisor, "give_back", give_back)
+    monkeypatch.setattr(supervisor, "takes_over", lambda *_: True)
     monkeypatch.setattr(supervisor, "Upkeep", said.upkeep)
     monkeypatch.setattr(supervisor, "continue_after", after)
     monkeypatch.setattr(supervisor, "end_chain", lambda link: said.append("end"))
     monkeypatch.setattr(Rounds, "run", run)
     its = Rounds(options(paths, "srun"), paths, Allocation(paths, 1))
     assert supervisor.run_link(Link(paths, 1, "trainer", "41", 0), its) == 3
-    last = "end" if ended else "continue"
     assert said == ["upkeep of trainer and {'rollout': 3}", "rounds", "stop", last]
     (event,) = read_all(paths)
     assert (event["kind"], event["job"]) == ("topped_up", "42")

@@ -1,0 +1,66 @@
+"""Keeping jobs off hosts that fail: those in the queue, and those that are submitted from now
+on."""
+
+from __future__ import annotations
+
+from slurmrl import log
+from slurmrl.errors import SchedulerError
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler import hosts, parse, submission
+from slurmrl.scheduler.base import JobState, TaskState
+from slurmrl.scheduler.client import SlurmClient, may_have_worked
+
+logger = log.get(__name__)
+
+
+def excluded(run: RunPaths, number: int, group: str, *more: str) -> str:
+    """What jobs of a group are to exclude, as Slurm takes it: what its user said, the hosts that
+    the trial avoids, and ``more``."""
+    own = submission.excluded(run, number, group)
+    avoided = [one.host for one in hosts.avoided(run)]
+    return ",".join(sorted({one for one in (own, *avoided, *more) if one}))
+
+
+def option(run: RunPaths, number: int, group: str) -> tuple[str, ...]:
+    """The same as an option of sbatch."""
+    text = excluded(run, number, group)
+    return (f"--exclude={text}",) if text else ()
+
+
+def avoid(client: SlurmClient, run: RunPaths, number: int, group: str, host: str, why: str) -> bool:
+    """Avoid a host from now on, unless no job of the group could start then."""
+    wanted = excluded(run, number, group, host)
+    try:
+        client.try_out(run.submission_script(number, group), f"--exclude={wanted}")
+    except SchedulerError as error:
+        logger.warning("%s is not avoided, for nothing could start then: %s", host, error)
+        return False
+    logger.warning("jobs of this trial avoid %s from now on: %s", host, why)
+    hosts.avoid(run, host, why)
+    return True
+
+
+def queued(tasks: list[TaskState], group: str) -> list[str]:
+    """The elements of a group that wait, as ranges of each array: ``41_[2-7]``."""
+    waiting: dict[str, list[int]] = {}
+    for task in tasks:
+        if task.group == group and task.state is JobState.PENDING:
+            waiting.setdefault(task.job_id.partition("_")[0], []).append(task.element)
+    return [f"{job}_[{parse.element_list(elements)}]" for job, elements in waiting.items()]
+
+
+def update(
+    client: SlurmClient, run: RunPaths, number: int, group: str, tasks: list[TaskState]
+) -> bool:
+    """Give all queued elements of a group the exclusion of now; False where Slurm refuses to change
+    them. Raises SchedulerError where it does not answer."""
+    wanted = excluded(run, number, group)
+    for elements in queued(tasks, group):
+        try:
+            client.exclude(elements, wanted)
+        except SchedulerError as error:
+            if may_have_worked(error):
+                raise
+            logger.warning("%s cannot be kept off %s: %s", elements, wanted or "no host", error)
+            return False
+    return True

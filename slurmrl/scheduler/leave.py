@@ -1,0 +1,64 @@
+"""How a job leaves in which nothing can begin: shell text, since Python itself may be what is
+missing.
+
+A batch script tries its interpreter before it becomes the supervisor; each host of a job does the
+same before it becomes an agent. The supervisor runs the same text when its agents could not start.
+It records what failed (`scheduler.hosts` reads that), keeps the queued jobs of the trial off the
+host, waits longer the more starts in a row have failed, and puts the job back into the queue: no
+link is used up. After MOST failures in a row the job ends instead.
+"""
+
+from __future__ import annotations
+
+import shlex
+from importlib import resources
+from pathlib import Path
+
+FIRST_S = 5
+LONGEST_S = 300
+"""Pauses, in seconds: after the first failed start, and the longest."""
+MOST = 20
+"""Failed starts in a row, since the history last grew, after which jobs are not put back."""
+TRY_S = 300
+"""How long an interpreter may take to import what it is to run."""
+
+EARLY = """\
+trap 'slurmrl_told=1; exit 143' TERM
+trap 'slurmrl_code=$?
+[ $slurmrl_code = 0 ] || slurmrl_leave "the set-up ended with $slurmrl_code"' EXIT"""
+"""From here on a script that ends early does not use up its link."""
+
+
+def functions(run: Path, script: Path, job: str, exclude: str) -> str:
+    """The shell functions. ``job``: name of the group's first array; ``exclude``: hosts that the
+    user excludes anyway, as Slurm takes them."""
+    values = {
+        "run": str(run),
+        "script": str(script),
+        "job": job,
+        "exclude": exclude,
+        "first_s": str(FIRST_S),
+        "longest_s": str(LONGEST_S),
+        "most": str(MOST),
+    }
+    lines = [f"slurmrl_{name}={shlex.quote(value)}" for name, value in values.items()]
+    text = resources.files(__package__).joinpath("leave.sh").read_text()
+    return "\n".join([*lines, text.rstrip()])
+
+
+def guarded(run: Path, python: str, module: str) -> list[str]:
+    """What stands in front of a module's command on each host of a job: where it cannot run, that
+    is recorded with the host's name."""
+    text = (
+        f"trap '' USR1 USR2\n{functions(run, Path('/dev/null'), '', '')}\n{attempt(python, module)}"
+    )
+    return ["sh", "-c", f'{text} || {{ {RECORD}; }}\nexec "$@"', "sh"]
+
+
+RECORD = 'slurmrl_record "$slurmrl_said" "$slurmrl_host"; printf "%s\\n" "$slurmrl_said"; exit 1'
+
+
+def attempt(python: str, module: str) -> str:
+    """A command that fails, with the reason in ``slurmrl_said``, where a module cannot be run."""
+    tried = shlex.join([python, "-P", "-c", f"import {module}.__main__"])
+    return f"slurmrl_said=$(timeout {TRY_S} {tried} 2>&1)"

@@ -1,0 +1,102 @@
+"""The first agent of a job, beside which the master and the batch process run, as others watch it.
+
+Slurm ends a job whose batch host is lost, but one with spares (``--no-kill``) it leaves to itself:
+without a batch process, on hosts that do nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from slurmrl import keys, log
+from slurmrl.errors import EnvironmentFailure, NameNotFoundError, RunFailedError, SlurmrlError
+from slurmrl.fsio import documents
+from slurmrl.lease import GAPS_PER_TTL, LeaseObserver
+from slurmrl.name_resolve.base import NameStore
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler.base import Continue
+from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.succession import TIMEOUT_S, Link, continues
+from slurmrl.workers.agent.identity import Identity
+from slurmrl.workers.failure import Cause
+from slurmrl.workers.supervisor.allocation import usable
+
+logger = log.get(__name__)
+
+WATCHERS = 3
+"""So many agents after the first one watch it, however many there are."""
+GRACE_S = 30.0
+"""How long a batch process that is still there may take to end this step."""
+LOOK_S = 3.0
+
+
+class Leader:
+    """Looks are spread over the lease's time to live."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        names: NameStore,
+        identity: Identity,
+        ttl_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._paths, self._names, self._identity = paths, names, identity
+        self._ttl_s, self._clock = ttl_s, clock
+        self._look_s = ttl_s / GAPS_PER_TTL / 2
+        self._next = clock() + self._look_s
+        self._lease: LeaseObserver | None = None
+        self._host = ""
+
+    def look(self) -> None:
+        """Look, if it is time to. Raises RunFailedError where the first agent's host is lost."""
+        if not 0 < self._identity.task <= WATCHERS or self._clock() < self._next:
+            return
+        self._next = self._clock() + self._look_s
+        lease = self._lease = self._lease or self._find()
+        if lease is None or lease.observe().alive:
+            return
+        reason = f"host {self._host} is lost, and the master with it: its agent beats no more"
+        failure = {"cause": Cause.LOST_HOST, "reason": reason, "host": self._host}
+        raise RunFailedError(reason, failure)
+
+    def _find(self) -> LeaseObserver | None:
+        """The lease that the first agent of our round has claimed, once it has."""
+        group = self._identity.group
+        try:
+            for key in reversed(self._names.find_subtree(keys.attempts(group, 0))):
+                claim = documents.parse(self._names.get(key), key)
+                if claim.get("job") == self._identity.job:
+                    self._host = str(claim.get("host", ""))
+                    attempt = int(key.rpartition("/")[2])
+                    return LeaseObserver(
+                        self._paths.lease(group, 0, attempt), self._ttl_s, self._clock
+                    )
+        except (EnvironmentFailure, NameNotFoundError) as error:
+            logger.info("cannot look for the first agent, trying on: %s", error)
+        return None
+
+
+def leave_without(
+    host: str,
+    paths: RunPaths,
+    submission: int,
+    identity: Identity,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """What the batch process would do if it were not lost with ``host``: put the job back into the
+    queue. One that lives ends this process before."""
+    client = SlurmClient(TIMEOUT_S)
+    waited_s = 0.0
+    while waited_s < GRACE_S and usable([host], ()):
+        sleep(LOOK_S)
+        waited_s += LOOK_S
+    link = Link.here(paths, submission, identity.group)
+    try:
+        if continues(link) is Continue.NONE:
+            client.cancel([link.element])
+        else:
+            client.requeue(link.element)
+    except SlurmrlError as error:
+        logger.warning("the job cannot be given back: %s", error)

@@ -1,0 +1,202 @@
+"""Which job goes on with a trial where several are alive at once: an array whose throttle was
+lifted, a script that was submitted by hand, a link that Slurm started beside one that has lost a
+host.
+
+Jobs take the trial over one after the other, each by an exclusive add of the next number. The
+newest of them holds it for as long as Slurm says that this very start of it runs; where Slurm does
+not answer, for as long as its first agent beats its lease.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from enum import StrEnum
+
+from slurmrl import keys, log
+from slurmrl.errors import NameExistsError, NameNotFoundError, SchedulerError
+from slurmrl.fsio import documents
+from slurmrl.fsio.shapes import TEXT, Kind, one_of
+from slurmrl.lease import GAPS_PER_TTL, LeaseObserver
+from slurmrl.monitor import events
+from slurmrl.name_resolve.base import NameStore
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler.slurm import SlurmScheduler
+from slurmrl.scheduler.succession import Link
+
+logger = log.get(__name__)
+
+
+_START = Kind(
+    "JOBID.RESTARTCOUNT",
+    lambda value: isinstance(value, str) and re.fullmatch(r"\d{1,12}\.\d{1,9}", value) is not None,
+)
+_ELEMENT = Kind(
+    "JOBID_INDEX",
+    lambda value: isinstance(value, str) and re.fullmatch(r"\d{1,12}_\d{1,9}", value) is not None,
+)
+
+
+class Left(StrEnum):
+    """How the job before left the trial."""
+
+    ENDED = "ended"
+    PUT_BACK = "put back"
+    """Slurm has put it back into the queue, or ended it with its host: that is no fault of it."""
+    UNKNOWN = "unknown"
+
+
+FIELDS = {
+    "start": _START,
+    "element": _ELEMENT,
+    "host": TEXT,
+    "before": TEXT,
+    "left": one_of(*Left),
+}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One job's time with the trial."""
+
+    start: str
+    """``JOBID.RESTARTCOUNT``."""
+    element: str
+    """``41_3``."""
+    host: str
+    """Where its batch process runs."""
+    before: str = ""
+    """The start before it."""
+    left: Left = Left.UNKNOWN
+
+    @property
+    def job(self) -> str:
+        return self.start.partition(".")[0]
+
+    @property
+    def restarts(self) -> int:
+        return int(self.start.partition(".")[2])
+
+
+def read(names: NameStore, number: int) -> Turn | None:
+    """Raises CorruptFileError."""
+    key = keys.baton(number)
+    try:
+        said = documents.parse(names.get(key), f"the name {key}", FIELDS, FIELDS)
+    except NameNotFoundError:
+        return None
+    left = Left(said["left"])
+    return Turn(said["start"], said["element"], said["host"], said["before"], left)
+
+
+def put_back(names: NameStore) -> frozenset[str]:
+    """Starts of jobs that Slurm took away from the trial."""
+    found = names.find_subtree(keys.batons())
+    numbers = [int(tail) for key in found if (tail := key.rpartition("/")[2]).isdecimal()]
+    turns = [turn for number in numbers if (turn := read(names, number)) is not None]
+    return frozenset(turn.before for turn in turns if turn.left is Left.PUT_BACK)
+
+
+class Baton:
+    """The trial as one job sees it."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        names: NameStore,
+        link: Link,
+        start: str,
+        host: str,
+        scheduler: SlurmScheduler,
+        *,
+        lease_ttl_s: float,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._paths, self._names, self._link = paths, names, link
+        self._mine = Turn(start, link.element, host)
+        self._scheduler = scheduler
+        self._lease_ttl_s = lease_ttl_s
+        self._sleep = sleep
+
+    def take(self) -> Turn | None:
+        """Take the trial over; or the turn of the job that has it, if that still runs.
+
+        Raises EnvironmentFailure where the directory does not answer.
+        """
+        number, holder = self._newest()
+        while True:
+            left = Left.UNKNOWN
+            if holder is not None:
+                if holder.start == self._mine.start:
+                    return None  # an earlier try got through after all
+                found = self._left(holder)
+                if found is None:
+                    return holder
+                left = found
+            before = holder.start if holder is not None else ""
+            mine = replace(self._mine, before=before, left=left)
+            try:
+                value = json.dumps(asdict(mine))
+                self._names.add(keys.baton(number + 1), value, delete_on_exit=False)
+            except NameExistsError:
+                number, holder = self._newest(number + 1)
+                continue
+            return None
+
+    def _newest(self, number: int = 0) -> tuple[int, Turn | None]:
+        """``number`` is known to be taken; 0 is nobody's."""
+        self._names.refresh()
+        for key in self._names.find_subtree(keys.batons()):
+            tail = key.rpartition("/")[2]
+            number = max(number, int(tail) if tail.isdecimal() else 0)
+        while (following := read(self._names, number + 1)) is not None:
+            number += 1
+            del following
+        return number, read(self._names, number) if number else None
+
+    def _left(self, holder: Turn) -> Left | None:
+        """How a job has left the trial; None if it has not."""
+        if holder.job == self._mine.job:
+            return Left.PUT_BACK  # Slurm has started it again
+        try:
+            now = self._scheduler.start_of(holder.element)
+        except SchedulerError as error:
+            logger.info("Slurm does not say whether %s runs: %s", holder.element, error)
+            return None if self._beats(holder) else Left.UNKNOWN
+        if now is None:
+            return Left.ENDED
+        if now.restarts > holder.restarts or now.raw in ("PENDING", "NODE_FAIL", "PREEMPTED"):
+            return Left.PUT_BACK
+        if now.raw != "RUNNING":
+            return Left.ENDED
+        # A job with spares goes on without its batch process when that one's host is lost.
+        return None if holder.host in now.hosts else Left.PUT_BACK
+
+    def _beats(self, holder: Turn) -> bool:
+        """Whether the first agent of a job moves its lease, and the job did not say that it
+        ends."""
+        said = events.read_ends(self._paths, f"supervisor.{self._link.group}.{holder.start}")
+        if any(event["kind"] == "end" for event in said):
+            return False
+        root = keys.attempts(self._link.group, 0)
+        for key in reversed(self._names.find_subtree(root)):
+            claim = documents.parse(self._names.get(key), key)
+            if str(claim.get("job", "")).startswith(f"{holder.start}."):
+                attempt = int(key.rpartition("/")[2])
+                return self._moves(
+                    LeaseObserver(
+                        self._paths.lease(self._link.group, 0, attempt), self._lease_ttl_s
+                    )
+                )
+        return False
+
+    def _moves(self, lease: LeaseObserver) -> bool:
+        first = lease.observe()
+        while (view := lease.observe()).alive:
+            if view.counter != first.counter:
+                return True
+            self._sleep(self._lease_ttl_s / GAPS_PER_TTL / 2)
+        return False

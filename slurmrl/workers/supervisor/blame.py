@@ -1,0 +1,42 @@
+"""Hosts that incarnations fail because of, again and again."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterable
+
+from slurmrl import log
+from slurmrl.errors import CorruptFileError, EnvironmentFailure
+from slurmrl.name_resolve import make as make_names
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler import hosts
+from slurmrl.scheduler.slurm import SlurmScheduler
+from slurmrl.workers.failure import Cause, first
+
+logger = log.get(__name__)
+
+CAUSES = (Cause.LOST_HOST, Cause.ENVIRONMENT)
+"""What a host itself is to blame for."""
+
+
+def avoid(paths: RunPaths, options: Namespace, host: str, why: str) -> None:
+    """Keep jobs off a host, unless nothing could start then, or they are already."""
+    if host not in {one.host for one in hosts.avoided(paths)}:
+        SlurmScheduler().avoid(paths, options.submission, options.group, host, why)
+
+
+def blame_hosts(paths: RunPaths, options: Namespace, incarnations: Iterable[int]) -> None:
+    """Record which hosts these incarnations failed because of; jobs avoid those that did so
+    before."""
+    try:
+        with make_names("file", directory=paths.names) as names:
+            failures = [(number, first(names, number)) for number in incarnations]
+        for number, failure in failures:
+            host = str(failure.get("host", "")) if failure is not None else ""
+            if failure is None or failure.get("cause") not in CAUSES or not host:
+                continue
+            why = str(failure.get("reason", ""))
+            if hosts.blame(paths, host, number, why):
+                avoid(paths, options, host, why)
+    except (CorruptFileError, EnvironmentFailure) as error:
+        logger.warning("failures of hosts are not recorded: %s", error)

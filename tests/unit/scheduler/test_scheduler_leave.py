@@ -1,0 +1,181 @@
+"""How a job leaves on a host where nothing can start. Slurm's commands are scripted."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slurmrl.errors import CorruptFileError, UsageError
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler import exclusion, hosts, leave
+
+JOB = {
+    "SLURM_JOB_ID": "43",
+    "SLURM_ARRAY_JOB_ID": "41",
+    "SLURM_ARRAY_TASK_ID": "2",
+    "SLURMD_NODENAME": "n1",
+}
+COMMAND = """\
+#!/bin/sh
+echo "$(basename "$0") $*" >> "$SAID"
+case "$(basename "$0") $*" in
+    sbatch*"$IMPOSSIBLE"*) echo "node configuration is not available" >&2; exit 1;;
+    squeue*) printf '%s\\n' '41 job' '57 job.1' '9 job.x' '8 other';;
+esac
+"""
+
+Leave = Callable[..., list[str]]
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    found = RunPaths(tmp_path / "it's a run")
+    for directory in found.directories():
+        directory.mkdir()
+    return found
+
+
+@pytest.fixture
+def run_leave(paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Leave:
+    """Run shell text in a job after the functions; what Slurm was told."""
+    monkeypatch.setattr(leave, "FIRST_S", 0)
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("sbatch", "scontrol", "squeue"):
+        (folder / name).write_text(COMMAND)
+        (folder / name).chmod(0o700)
+
+    def run(
+        text: str, *, host: str = "n1", restart: int = 0, impossible: str = "never"
+    ) -> list[str]:
+        said = tmp_path / "said"
+        said.write_text("")
+        script = f"{leave.functions(paths.run, Path('job.sh'), 'job', 'n8')}\n{text}"
+        environ = {**os.environ, **JOB, "SAID": str(said), "IMPOSSIBLE": impossible}
+        environ |= {"PATH": f"{folder}:{os.environ['PATH']}", "SLURMD_NODENAME": host}
+        environ |= {"SLURM_RESTART_COUNT": str(restart)}
+        done = subprocess.run(
+            ["sh", "-euc", script], env=environ, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 1, done.stdout + done.stderr
+        return said.read_text().splitlines()
+
+    return run
+
+
+def test_the_host_is_avoided_by_all_that_is_queued_and_the_job_goes_back(
+    paths: RunPaths, run_leave: Leave
+) -> None:
+    said = run_leave("""slurmrl_leave 'python: "no" such\\file\n'""")
+    (bad,) = hosts.avoided(paths)
+    assert (bad.host, bad.why, bad.start) == ("n1", "python: no suchfile ", "43.0")
+    assert hosts.newest_failed_starts(paths) == hosts.failed_starts(paths, "43.0") == [bad]
+    assert said == [
+        "sbatch --test-only --exclude=n1,n8 job.sh",
+        f"squeue -h -t PENDING -o %F %j -u {os.getuid()}",
+        "scontrol update JobId=41 ExcNodeList=n1,n8",
+        "scontrol update JobId=57 ExcNodeList=n1,n8",
+        "scontrol requeue 41_2",
+        "scontrol update JobId=41_2 ExcNodeList=n1,n8",
+    ]
+    assert [path.name for path in paths.hosts.iterdir() if path.name.startswith(".")] == []
+
+
+def test_no_host_is_avoided_whose_loss_would_leave_none(paths: RunPaths, run_leave: Leave) -> None:
+    run_leave("slurmrl_leave broken", host="n1")
+    said = run_leave("slurmrl_leave broken", host="n2", restart=1, impossible="n1,n2")
+    assert [one.host for one in hosts.avoided(paths)] == ["n1"]
+    assert [one.host for one in hosts.newest_failed_starts(paths)] == ["n1", "n2"]
+    assert said[-1] == "scontrol update JobId=41_2 ExcNodeList=n1,n8"
+
+
+def test_pauses_grow_and_there_is_an_end(
+    paths: RunPaths, run_leave: Leave, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leave, "FIRST_S", 5)
+    functions = leave.functions(paths.run, Path("job.sh"), "job", "")
+    pauses = "sleep() { echo $1; }; for n in 1 2 3 7 20; do slurmrl_pause $n; done | grep -v slurm"
+    done = subprocess.run(
+        ["sh", "-c", f"{functions}\n{pauses}"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["5", "10", "20", "300", "300"]
+    monkeypatch.setattr(leave, "FIRST_S", 0)
+    monkeypatch.setattr(leave, "MOST", 1)
+    assert "scontrol requeue 41_2" in run_leave("slurmrl_leave broken")
+    assert run_leave("slurmrl_leave broken", restart=1) == []
+    paths.history.joinpath("00000000").touch()  # something began in between
+    assert "scontrol requeue 41_2" in run_leave("slurmrl_leave broken", restart=2)
+
+
+def test_a_job_that_is_being_cancelled_does_not_go_back(paths: RunPaths, run_leave: Leave) -> None:
+    assert run_leave(f"{leave.EARLY}\nkill -TERM $$\nsleep 1 || exit 1") == []
+    assert hosts.failed_starts(paths) == []
+
+
+@pytest.mark.parametrize("text", ["false", "exit 9", "exec /nowhere/python"])
+def test_set_up_lines_that_end_the_script(paths: RunPaths, run_leave: Leave, text: str) -> None:
+    assert "scontrol requeue 41_2" in run_leave(f"{leave.EARLY}\n{text}")
+    assert [one.host for one in hosts.avoided(paths)] == ["n1"]
+
+
+def test_a_failure_that_is_no_hosts_is_counted_once(paths: RunPaths, run_leave: Leave) -> None:
+    run_leave('slurmrl_give_back "srun: no" ""')
+    run_leave('slurmrl_give_back "srun: no" ""')
+    assert [(one.host, one.why) for one in hosts.newest_failed_starts(paths)] == [("", "srun: no")]
+    assert hosts.avoided(paths) == []
+
+
+@pytest.mark.parametrize("module", ["slurmrl.workers.agent", "slurmrl.no_such_module"])
+def test_each_host_tries_its_interpreter(paths: RunPaths, module: str) -> None:
+    command = [*leave.guarded(paths.run, sys.executable, module), "echo", "it runs"]
+    done = subprocess.run(
+        command, env={**os.environ, **JOB}, capture_output=True, text=True, check=False
+    )
+    if module == "slurmrl.workers.agent":
+        assert (done.returncode, done.stdout) == (0, "it runs\n")
+        assert hosts.failed_starts(paths) == []
+    else:
+        assert done.returncode == 1
+        (bad,) = hosts.failed_starts(paths, "43.0")
+        assert bad.host == "n1"
+        assert bad.why.endswith("No module named slurmrl.no_such_module")
+
+
+def test_a_host_is_avoided_after_two_incarnations_failed_there(paths: RunPaths) -> None:
+    assert not hosts.blame(paths, "n1", 3, "lost")
+    assert not hosts.blame(paths, "n1", 3, "lost")
+    assert not hosts.blame(paths, "n2", 4, "lost")
+    assert hosts.blame(paths, "n1", 5, "lost")
+
+
+def test_hosts_are_used_again(paths: RunPaths) -> None:
+    for host in ("n1", "n2"):
+        hosts.avoid(paths, host, "broken")
+        hosts.record_start(paths, 0, "43.0", host, "broken")
+    with pytest.raises(
+        UsageError, match=r"n3: not avoided by this trial's jobs; avoided are n1, n2"
+    ):
+        hosts.chosen(paths, ["n1", "n3"])
+    hosts.include(paths, hosts.chosen(paths, ["n1"]))
+    assert [one.host for one in hosts.avoided(paths)] == ["n2"]
+    assert [one.host for one in hosts.failed_starts(paths)] == ["n2"]
+    assert hosts.chosen(paths, ["all"]) == ["n2"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"host": 1}', '{"why": ["n1"]}', "{" * 10_000])
+def test_a_record_that_is_not_ours(paths: RunPaths, text: str) -> None:
+    paths.hosts.joinpath("avoid.n1.json").write_text(text)
+    with pytest.raises(CorruptFileError, match=r"avoid\.n1\.json"):
+        hosts.avoided(paths)
+
+
+def test_what_is_queued_from_now_on_avoids_the_host(run: RunPaths) -> None:
+    assert exclusion.option(run, 1, "trainer") == ()
+    hosts.avoid(run, "n1", json.dumps("broken"))
+    assert exclusion.option(run, 1, "trainer") == ("--exclude=n1",)

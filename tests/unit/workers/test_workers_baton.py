@@ -1,0 +1,193 @@
+"""Which of several jobs goes on with a trial. Slurm is scripted; the real one is in tests/slurm."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from slurmrl import keys
+from slurmrl.errors import CorruptFileError, SchedulerError
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.history.writer import end
+from slurmrl.lease import Lease
+from slurmrl.monitor.events import EventWriter, read_all
+from slurmrl.name_resolve import make
+from slurmrl.name_resolve.base import NameStore
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler.slurm import SlurmScheduler, TaskStart
+from slurmrl.scheduler.succession import Link
+from slurmrl.workers.supervisor import surplus
+from slurmrl.workers.supervisor.baton import Baton, Left, put_back, read
+
+
+class Cluster(SlurmScheduler):
+    """Knows how each element stands; remembers what it was asked to do."""
+
+    def __init__(self, now: dict[str, TaskStart | None]) -> None:
+        self.now = now
+        self.silent = self.refuses = False
+        self.done: list[str] = []
+
+    def start_of(self, element: str) -> TaskStart | None:
+        if self.silent:
+            raise SchedulerError("no answer")
+        return self.now[element]
+
+    def recover(self, run: RunPaths, number: int) -> dict[str, tuple[str, ...]]:
+        return {"trainer": ("41",)}
+
+    def throttle(self, job: str, count: int) -> None:
+        self.done.append(f"throttle {job} {count}")
+
+    def requeue(self, element: str) -> None:
+        if self.refuses:
+            raise SchedulerError("access denied")
+        self.done.append(f"requeue {element}")
+
+
+@pytest.fixture
+def names(paths: RunPaths) -> NameStore:
+    paths.submission(1).mkdir()
+    request = {"scheduler": "slurm", "total_steps": 4, "heartbeat_s": 1.0}
+    paths.submission_request(1).write_text(json.dumps(request))
+    return make("file", directory=paths.names)
+
+
+def link(paths: RunPaths, job: str = "41", index: int = 0, restart: int = 0) -> Link:
+    return Link(paths, 1, "trainer", job, index, restart)
+
+
+def baton(
+    paths: RunPaths, names: NameStore, of: Link, start: str, cluster: SlurmScheduler
+) -> Baton:
+    return Baton(paths, names, of, start, "n0", cluster, lease_ttl_s=0.05)
+
+
+RUNS = TaskStart("RUNNING", 0, ("n0", "n1"))
+
+
+def test_of_jobs_that_are_alive_at_once_one_goes_on(paths: RunPaths, names: NameStore) -> None:
+    cluster = Cluster({"41_0": RUNS})
+    assert baton(paths, names, link(paths), "41.0", cluster).take() is None
+    holder = baton(paths, names, link(paths, index=1), "42.0", cluster).take()
+    assert holder is not None
+    assert (holder.element, holder.start) == ("41_0", "41.0")
+    assert baton(paths, names, link(paths), "41.0", cluster).take() is None, "it has it already"
+
+
+@pytest.mark.parametrize(
+    ("now", "left"),
+    [
+        (None, Left.ENDED),
+        (TaskStart("FAILED", 0), Left.ENDED),
+        (TaskStart("COMPLETING", 0), Left.ENDED),
+        (TaskStart("NODE_FAIL", 0), Left.PUT_BACK),
+        (TaskStart("PENDING", 1), Left.PUT_BACK),
+        (TaskStart("RUNNING", 1, ("n0", "n1")), Left.PUT_BACK),
+        (TaskStart("RUNNING", 0, ("n1", "n2")), Left.PUT_BACK),
+    ],
+)
+def test_the_next_job_takes_over_from_one_that_left(
+    paths: RunPaths, names: NameStore, now: TaskStart | None, left: Left
+) -> None:
+    cluster = Cluster({"41_0": now})
+    assert baton(paths, names, link(paths), "41.0", cluster).take() is None
+    assert baton(paths, names, link(paths, index=1), "42.0", cluster).take() is None
+    turn = read(names, 2)
+    assert turn is not None
+    assert (turn.element, turn.before, turn.left) == ("41_1", "41.0", left)
+    assert put_back(names) == ({"41.0"} if left is Left.PUT_BACK else set())
+
+
+def test_a_job_that_was_started_again_takes_over_from_itself(
+    paths: RunPaths, names: NameStore
+) -> None:
+    cluster = Cluster({"41_0": RUNS})
+    for restart in (0, 1):
+        assert baton(paths, names, link(paths), f"41.{restart}", cluster).take() is None
+    assert put_back(names) == {"41.0"}
+
+
+@pytest.mark.parametrize("beats", [True, False])
+@pytest.mark.parametrize("said_end", [True, False])
+def test_where_slurm_does_not_answer_the_lease_says_who_lives(
+    paths: RunPaths, names: NameStore, beats: bool, said_end: bool
+) -> None:
+    cluster = Cluster({})
+    assert baton(paths, names, link(paths), "41.0", cluster).take() is None
+    cluster.silent = True
+    names.add(keys.attempt("trainer", 0, 0), json.dumps({"job": "41.0.0"}), delete_on_exit=False)
+    lease = Lease(paths.lease("trainer", 0, 0))
+    lease.beat()
+    if said_end:
+        EventWriter(paths, "supervisor.trainer.41.0").write("end", code=0, why="")
+
+    def sleep(seconds: float) -> None:
+        if beats:
+            lease.beat()
+
+    other = Baton(
+        paths, names, link(paths, index=1), "42.0", "n0", cluster, lease_ttl_s=0.05, sleep=sleep
+    )
+    assert (other.take() is not None) == (beats and not said_end)
+
+
+def turns(
+    paths: RunPaths, names: NameStore, of: Link, cluster: Cluster
+) -> tuple[bool, list[float]]:
+    """Whether it is this link's turn while 41_0 runs, and what it waited."""
+    baton(paths, names, link(paths), "41.0", cluster).take()
+    waited: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) == 10:
+            cluster.now["41_0"] = None
+
+    its = baton(paths, names, of, f"43.{of.restart}", cluster)
+    events = EventWriter(paths, "supervisor.trainer.43.0")
+    return surplus.wait_for_turn(its, of, cluster, events, sleep), waited
+
+
+def test_a_link_beside_the_running_one_goes_back_into_the_queue(
+    paths: RunPaths, names: NameStore
+) -> None:
+    cluster = Cluster({"41_0": RUNS})
+    assert turns(paths, names, link(paths, index=2), cluster) == (False, [surplus.ENDS_S])
+    assert cluster.done == ["throttle 41 1", "requeue 41_2"]
+    (event,) = [one for one in read_all(paths) if one["kind"] == "surplus"]
+    assert (event["job"], event["holder"]) == ("41_2", "41_0")
+
+
+def test_it_waits_longer_each_time_before_it_goes_back(paths: RunPaths, names: NameStore) -> None:
+    cluster = Cluster({"41_0": RUNS})
+    its = link(paths, index=2, restart=3)
+    assert turns(paths, names, its, cluster) == (False, [surplus.LOOK_S] * 3 + [surplus.ENDS_S])
+
+
+def test_it_waits_for_its_turn_where_it_cannot_go_back(paths: RunPaths, names: NameStore) -> None:
+    cluster = Cluster({"41_0": RUNS})
+    cluster.refuses = True
+    assert turns(paths, names, link(paths, index=2), cluster) == (True, [surplus.LOOK_S] * 10)
+
+
+def test_a_script_that_was_submitted_by_hand_ends(paths: RunPaths, names: NameStore) -> None:
+    cluster = Cluster({"41_0": RUNS})
+    assert turns(paths, names, link(paths, job="99"), cluster) == (False, [])
+    assert cluster.done == []
+
+
+def test_a_trial_that_ends_meanwhile(paths: RunPaths, names: NameStore) -> None:
+    cluster = Cluster({"41_0": RUNS})
+    cluster.refuses = True
+    end(History(paths.history), Kind.CANCELLED, {})
+    assert turns(paths, names, link(paths, index=2), cluster) == (False, [])
+
+
+@pytest.mark.parametrize("text", ["[]", '{"start": "41"}', '{"start":"a","element":"b"}'])
+def test_a_baton_that_is_not_ours(paths: RunPaths, names: NameStore, text: str) -> None:
+    names.add(keys.baton(1), text, delete_on_exit=False)
+    with pytest.raises(CorruptFileError, match="baton/1"):
+        read(names, 1)

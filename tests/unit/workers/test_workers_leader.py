@@ -1,0 +1,125 @@
+"""The loss of the first agent's host, as the other agents see it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from slurmrl import keys
+from slurmrl.errors import RunFailedError, SchedulerError
+from slurmrl.lease import Lease
+from slurmrl.name_resolve import make
+from slurmrl.paths import RunPaths
+from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.parse import HostRow
+from slurmrl.workers.agent.identity import Identity
+from slurmrl.workers.agent.leader import GRACE_S, WATCHERS, Leader, leave_without
+
+TTL_S = 20.0
+
+
+@dataclass
+class Bed:
+    paths: RunPaths
+    now: float = 0.0
+    slept: list[float] = field(default_factory=list)
+    failure: dict[str, Any] = field(default_factory=dict)
+
+    def identity(self, task: int, job: str = "7.0.0") -> Identity:
+        return Identity("trainer", task, 0, f"n{task}", job, "41_0", 1)
+
+    def claims(self, attempt: int, host: str, job: str) -> Lease:
+        """The first agent of a round starts."""
+        with make("file", directory=self.paths.names) as names:
+            said = json.dumps({"job": job, "host": host})
+            names.add(keys.attempt("trainer", 0, attempt), said, delete_on_exit=False)
+        lease = Lease(self.paths.lease("trainer", 0, attempt))
+        lease.beat()
+        return lease
+
+    def watcher(self, task: int = 1) -> Leader:
+        names = make("file", directory=self.paths.names)
+        return Leader(self.paths, names, self.identity(task), TTL_S, lambda: self.now)
+
+    def lost(self, leader: Leader, lease: Lease | None = None) -> float | None:
+        """When the watcher sees the host as lost, within some time."""
+        for _ in range(100):
+            self.now += 1.0
+            if lease is not None:
+                lease.beat()
+            try:
+                leader.look()
+            except RunFailedError as error:
+                self.failure = error.args[1]
+                return self.now
+        return None
+
+
+@pytest.fixture
+def bed(paths: RunPaths) -> Bed:
+    return Bed(paths)
+
+
+def test_the_host_of_the_first_agent_is_lost(bed: Bed) -> None:
+    bed.claims(0, "n9", "7.0.1")  # of another round
+    bed.claims(1, "n0", "7.0.0")
+    when = bed.lost(bed.watcher())
+    assert when is not None
+    assert TTL_S <= when < 2 * TTL_S
+    assert (bed.failure["cause"], bed.failure["host"]) == ("lost_host", "n0")
+
+
+def test_a_first_agent_that_lives_is_left_alone(bed: Bed) -> None:
+    assert bed.lost(bed.watcher(), bed.claims(0, "n0", "7.0.0")) is None
+
+
+def test_a_round_whose_first_agent_has_not_started(bed: Bed) -> None:
+    bed.claims(0, "n0", "7.0.1")
+    assert bed.lost(bed.watcher()) is None
+
+
+@pytest.mark.parametrize("task", [0, WATCHERS + 1])
+def test_few_agents_watch(bed: Bed, task: int) -> None:
+    bed.claims(0, "n0", "7.0.0")
+    assert bed.lost(bed.watcher(task)) is None
+
+
+@pytest.mark.parametrize(
+    ("state", "goes_on", "waits", "does"),
+    [
+        ("down*", "chain", False, "requeue 41_0"),
+        ("allocated*", "chain", False, "requeue 41_0"),
+        ("allocated", "chain", True, "requeue 41_0"),
+        ("down", "none", False, "cancel 41_0"),
+    ],
+)
+def test_the_job_is_given_back_in_place_of_its_batch_process(
+    bed: Bed, monkeypatch: pytest.MonkeyPatch, state: str, goes_on: str, waits: bool, does: str
+) -> None:
+    """After the time in which a batch process that lives would have ended the step."""
+    done: list[str] = []
+    row = HostRow("n0", state, 0)
+    monkeypatch.setattr(SlurmClient, "hosts", lambda self, partition, names: [row])
+    monkeypatch.setattr(SlurmClient, "requeue", lambda self, one: done.append(f"requeue {one}"))
+    monkeypatch.setattr(SlurmClient, "cancel", lambda self, some: done.append(f"cancel {some[0]}"))
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "41")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "0")
+    bed.paths.submission(1).mkdir()
+    bed.paths.submission_request(1).write_text(json.dumps({"continue": goes_on}))
+    leave_without("n0", bed.paths, 1, bed.identity(1), bed.slept.append)
+    assert done == [does]
+    assert sum(bed.slept) == (GRACE_S if waits else 0.0)
+
+
+def test_a_second_agent_that_gives_the_job_back(bed: Bed, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: SlurmClient, element: str) -> None:
+        raise SchedulerError("Job is pending execution")
+
+    monkeypatch.setattr(SlurmClient, "hosts", lambda self, partition, names: [])
+    monkeypatch.setattr(SlurmClient, "requeue", refuse)
+    bed.paths.submission(1).mkdir()
+    bed.paths.submission_request(1).write_text("{}")
+    leave_without("n0", bed.paths, 1, bed.identity(1), bed.slept.append)
