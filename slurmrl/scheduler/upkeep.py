@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 
 from slurmrl import log
-from slurmrl.errors import EnvironmentFailure, SlurmrlError, UsageError
+from slurmrl.errors import CorruptFileError, EnvironmentFailure, SlurmrlError, UsageError
 from slurmrl.scheduler.elastic import Change, ElasticGroup
 from slurmrl.scheduler.succession import TIMEOUT_S, Link, TopUp, committed, keep_off, top_up
 

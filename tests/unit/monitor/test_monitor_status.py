@@ -22,7 +22,6 @@ CONTRACT = (
 ADDED = {
     *("diagnosis", "findings", "phase", "warned", "waiting", "links_left", "link", "pending"),
     *("checkpoint_failures", "skipped", "timing", "submission", "incarnations"),
-    *("checkpoint_failures", "skipped", "timing", "submission", "incarnations"),
     *("avoided", "failed_starts"),
 }
 

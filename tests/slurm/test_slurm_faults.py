@@ -1,0 +1,76 @@
+"""What is no fault of a trial does not end it. ``scripts/soak`` does the same at length."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support import paced
+from tests.support.nodes import kill_node, node_of, private_bed, queued, slurm
+from tests.support.soak.slurm import (
+    array,
+    lift_throttle,
+    start_throttled,
+    states,
+    submit_by_hand,
+    submit_to_broken,
+)
+from tests.support.trials import Site, processes, wait_until
+
+pytestmark = pytest.mark.timeout(1800)
+
+
+@pytest.fixture
+def bed(slurm_bed: Any) -> Iterator[Path]:
+    """The lane's bed, on which nothing is left running."""
+    yield slurm_bed.directory
+    slurm("scancel", "--user", str(os.getuid()))
+    wait_until("an empty queue", lambda: not queued())
+
+
+def test_a_host_on_which_nothing_can_start_is_avoided(tmp_path: Path, bed: Path) -> None:
+    site = Site(tmp_path)
+    submit_to_broken(site, {"n0": "export PYTHONHOME=/nowhere"})
+    wait_until("the node to be avoided", lambda: site.status("sft/1")["avoided"])
+    status = site.status("sft/1")
+    assert [one["host"] for one in status["avoided"]] == ["n0"]
+    assert "encodings" in status["avoided"][0]["why"]
+    assert "jobs avoid n0" in site.slurmrl("status", "sft/1").stdout
+    ended = site.wait_for_end("sft/1")
+    assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 8, 1)
+    assert "FAILED" not in states(array(site.paths("sft/1"))).values()
+    site.slurmrl("resume", "sft/1", "--include", "n1", code=2)
+    site.slurmrl("resume", "sft/1", "--include", "n0", "total_steps=9")
+    wait_until("the node to be avoided again", lambda: site.status("sft/1")["avoided"])
+    assert site.wait_for_end("sft/1")["step"] == 9
+
+
+def test_several_links_at_once(tmp_path: Path, bed: Path) -> None:
+    """The first link goes on alone."""
+    trial = start_throttled(tmp_path)
+    submit_by_hand(trial)
+    lift_throttle(trial)
+    paced.hurry(trial)
+    trial.outcome()
+    assert trial.site.status(trial.name)["incarnation"] == 1
+
+
+@pytest.mark.long
+def test_the_masters_host_is_lost_in_a_job_with_spares(tmp_path: Path) -> None:
+    """Slurm keeps the job, without a batch process, and no other link has room to start beside it:
+    an agent that is left gives it back."""
+    with private_bed() as directory:
+        spares = paced.cluster(tmp_path, spares=1, extra_lines=["--exclusive"])
+        trial = paced.start(tmp_path, cluster={**spares, "lease_ttl_s": 20})
+        assert trial.until("a step", lambda: trial.witness.has_trained(1))
+        run = trial.witness.paths.run
+        kill_node(directory, run, node_of(processes(run)["supervisor"][-1]))
+        assert trial.until("the next start", lambda: trial.incarnation > 1)
+        paced.hurry(trial)
+        trial.outcome()
+        how = trial.site.status(trial.name)["incarnations"][0]
+        assert how["cause"] in ("lost_host", "exception"), how
