@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Final
 
 import numpy as np
 
-from slurmrl.checkpoint.tensors import DTYPES, MAX_HEADER_BYTES, NUMPY_DTYPES, Entry
-from slurmrl.errors import CheckpointError, CorruptFileError
+from slurmrl.checkpoint.tensors import NUMPY_DTYPES, Entry
+from slurmrl.errors import CheckpointError
 from slurmrl.layout.copy import Array
 from slurmrl.layout.layout import TensorSpec
 
@@ -43,25 +41,6 @@ class Precision:
 
 
 AS_STORED: Final = Precision()
-
-
-def file_dtypes(path: Path) -> dict[str, str]:
-    """The types of the floating-point tensors in a safetensors file, by name; others, such as
-    quantised ones, are left out. Raises OSError, CorruptFileError."""
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if length > MAX_HEADER_BYTES:
-                raise ValueError(f"header of {length} bytes")
-            header = json.loads(file.read(length))
-        found = {
-            name: DTYPES.get(entry["dtype"], "")
-            for name, entry in header.items()
-            if name != "__metadata__"
-        }
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptFileError(f"{path} is not a whole safetensors file: {error}") from error
-    return {name: dtype for name, dtype in found.items() if dtype in FLOATS}
 
 
 def _converted(entry: Entry, wanted: str) -> Array:

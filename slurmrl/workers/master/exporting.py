@@ -13,7 +13,8 @@ from typing import Any
 
 from slurmrl.checkpoint.export import export
 from slurmrl.checkpoint.manifest import open_verified, read_state
-from slurmrl.checkpoint.precision import FLOATS, Precision, file_dtypes
+from slurmrl.checkpoint.precision import FLOATS, Precision
+from slurmrl.checkpoint.tensors import DTYPES
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config, Model
 from slurmrl.config.schema.frequency import ExportDtype
@@ -23,6 +24,7 @@ from slurmrl.fsio.primitives import is_temporary
 from slurmrl.history.log import History
 from slurmrl.history.state import Commit, fold
 from slurmrl.models.config import Head
+from slurmrl.models.headers import read_headers
 from slurmrl.models.storage import file_form
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
@@ -187,12 +189,10 @@ def _precision(model: Model, dtype: ExportDtype) -> Precision:
 
 
 def _source_dtypes(folder: Path) -> dict[str, str]:
-    """The types of the tensors in a model folder; empty where it has none that can be read."""
-    found: dict[str, str] = {}
-    with suppress(OSError, CorruptFileError):
-        for path in sorted(folder.glob("*.safetensors")):
-            found |= file_dtypes(path)
-    return found
+    """The types of the tensors in a model folder's files; quantised ones are left out."""
+    headers, _ = read_headers(folder)
+    found = {name: DTYPES.get(header.dtype, "") for name, header in headers.items()}
+    return {name: dtype for name, dtype in found.items() if dtype in FLOATS}
 
 
 def _sweep(paths: RunPaths) -> None:

@@ -306,7 +306,10 @@ def test_an_export_has_the_types_of_the_model_it_started_from(
     source = tmp_path / "source"
     source.mkdir()
     save_file(
-        {"model.norm.weight": torch.ones(4), "lm_head.weight": torch.ones(3, 4).bfloat16()},
+        {
+            "model.norm.weight": torch.ones(4),
+            "lm_head.weight": torch.ones(3, 4).bfloat16(),
+        },
         source / "model.safetensors",
         {"format": "pt"},
     )
