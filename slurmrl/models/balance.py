@@ -22,36 +22,43 @@ Pass = Literal["other", "count", "train"]
 
 
 class Balance:
-    """The loss of one model's blocks: the mean over them, times ``coefficient``."""
+    """The losses of a model's blocks on this rank, each times ``weight``."""
 
-    def __init__(self, blocks: int, experts: int, per_token: int, coefficient: float) -> None:
-        self.coefficient = coefficient / blocks
-        self.per_token = per_token
+    def __init__(self, experts: int, per_token: int, weight: float) -> None:
+        self.weight = weight
         self.now: Pass = "other"
         """What the coming passes are for; ``other`` where their tokens are not of the batch."""
-        self._counts = torch.zeros(blocks, experts, dtype=torch.int64, device="cpu")
+        self._experts, self._per_token = experts, per_token
+        self._blocks = 0
+        self._counts = torch.zeros(0, device="cpu")
         self._tokens: list[int] = []
+
+    def join(self) -> int:
+        """The number of one more block."""
+        self._blocks += 1
+        return self._blocks - 1
 
     def begin(self, device: torch.device) -> None:
         """Forget the last batch."""
-        self._counts = torch.zeros_like(self._counts, device=device)
+        shape = (self._blocks, self._experts)
+        self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def add_up(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """The counts of all ranks' tokens, once the passes that count have run. Collective over
         the ``groups``, along which tokens are spread."""
-        for group in groups:
+        for group in groups if self._blocks else ():
             dist.all_reduce(self._counts, group=group)
-        self._tokens = [chosen // self.per_token for chosen in self._counts.sum(-1).tolist()]
+        self._tokens = [chosen // self._per_token for chosen in self._counts.sum(-1).tolist()]
 
-    def follow(self, block: int, values: Tensor, probabilities: Tensor, chosen: Tensor) -> Tensor:
-        """Called by a block with its router's ``probabilities`` [T, E] of the tokens of the batch
-        and the experts ``chosen`` [T, K]: returns ``values``, on which its output depends, with
-        the gradient of the loss behind them."""
+    def follow(self, block: int, values: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
+        """Called by a block with its router's ``probabilities`` [T, E] of tokens of the batch and
+        the ``counts`` [E] of those that chose each expert: returns ``values``, on which its
+        output depends, with the gradient of the loss behind them."""
         if self.now == "count":
-            self._counts[block] += tokens_of_experts(chosen, probabilities.shape[1])
+            self._counts[block] += counts
         elif self.now == "train" and torch.is_grad_enabled() and probabilities.shape[0]:
             loss = balance_loss(probabilities, self._counts[block], self._tokens[block])
-            return _with_loss(values, loss * self.coefficient)
+            return _with_loss(values, loss * self.weight)
         return values
 
 

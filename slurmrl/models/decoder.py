@@ -194,10 +194,10 @@ class Decoder(PackedModel):
         blocks, moe = self._sparse_blocks, self.config.moe
         if moe is None or not moe.balance or not blocks:
             return None
-        share = moe.balance / self.split.tensor.size
-        balance = Balance(len(blocks), moe.experts, moe.per_token, share)
-        for number, block in enumerate(blocks):
-            block.balance, block.number = balance, number
+        weight = moe.balance / len(blocks) / self.split.tensor.size
+        balance = Balance(moe.experts, moe.per_token, weight)
+        for block in blocks:
+            block.balance, block.number = balance, balance.join()
         return balance
 
     @cached_property

@@ -65,8 +65,9 @@ class SparseMLP(nn.Module):
             weights = weights / weights.sum(-1, keepdim=True)
         counts = tokens_of_experts(chosen, probabilities.shape[1])
         if self.balance is not None:
-            real = slice(self.tokens)
-            weights = self.balance.follow(self.number, weights, probabilities[real], chosen[real])
+            real = probabilities[: self.tokens]
+            loads = tokens_of_experts(chosen[: self.tokens], real.shape[1])
+            weights = self.balance.follow(self.number, weights, real, loads)
         order = chosen.flatten().argsort(stable=True)
         passed = self.experts(x.index_select(0, order // self.per_token), counts)
         parts: Tensor = passed.index_select(0, order.argsort())

@@ -4,7 +4,8 @@ optimizer, under any product of its axes."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cached_property
+from dataclasses import replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from slurmrl.engines.first_values import first_values, model_config
 from slurmrl.engines.host import HostCopies
 from slurmrl.engines.megatron import state, transformer_engine
 from slurmrl.engines.megatron.collection import collection
-from slurmrl.engines.megatron.layers import own_modules
+from slurmrl.engines.megatron.layers import BalancedRouter, balance_of, own_modules
 from slurmrl.engines.megatron.model import Chunk
 from slurmrl.engines.megatron.optimizer import ShardedOptimizer
 from slurmrl.engines.megatron.packing import Micro, micro_batch
@@ -37,6 +38,7 @@ from slurmrl.engines.offload import Offload
 from slurmrl.errors import UsageError
 from slurmrl.layout.layout import Layout, TensorSpec
 from slurmrl.layout.piece import Piece
+from slurmrl.models.balance import Balance
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.generate import GenerationOptions, GenerationOutput
 from slurmrl.models.rotary import RotaryTable
@@ -96,6 +98,10 @@ class MegatronEngine(Engine):
             if self._te
             else own_modules(config, context.device, model.recompute)
         )
+        self._balance = balance_of(config) if trained else None
+        if self._balance is not None:
+            router = partial(BalancedRouter, balance=self._balance)
+            self._modules = replace(self._modules, router=router)
         self._random = RandomStates(seed, self._place)
         assert config.rope is not None, "checked"
         self._rotary = RotaryTable(config.rope, config.head_dim)
@@ -207,6 +213,8 @@ class MegatronEngine(Engine):
             items = sample.take(part)
             return sums.add_loss(self.role, items, *loss_fn(outputs, items)) * rounds.scale
 
+        if self._balance is not None:
+            self._count(self._balance, sample, rounds)
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._run(sample, rounds, use, backward=True)
@@ -217,6 +225,15 @@ class MegatronEngine(Engine):
             stats["denominator"] = rounds.denominator
         stats = self._schedule.told_by_last(stats, self.context.device)
         return {**stats, **self._optimizer.step(vetoed=self.vetoed(veto, stats))}
+
+    @torch.no_grad()
+    def _count(self, balance: Balance, sample: SequenceSample, rounds: Rounds) -> None:
+        """Learn how many tokens of all micro-batches and ranks each expert gets."""
+        balance.begin(self.context.device)
+        balance.now = "count"
+        self._run(sample, rounds, lambda _, hidden, *__: hidden.new_zeros(()), backward=False)
+        balance.add_up([self._groups.tp_dp_cp])
+        balance.now = "train"
 
     @torch.no_grad()
     def forward(
@@ -284,7 +301,11 @@ class MegatronEngine(Engine):
         split = self._place.tp if self._settings.sequence_parallel else 1
         multiple = self.context.axis_size("cp") * split
         dtype = self._settings.params_dtype
-        return micro_batch(ids, cu_seqlens, most, multiple, self._rotary, dtype)
+        micro = micro_batch(ids, cu_seqlens, most, multiple, self._rotary, dtype)
+        if self._balance is None:
+            return micro
+        tokens = 0 if sample is None else ids.shape[0]
+        return replace(micro, real=torch.arange(micro.ids.shape[0], device=device) < tokens)
 
     def generate(
         self,

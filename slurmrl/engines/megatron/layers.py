@@ -6,6 +6,7 @@ rank, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -31,6 +33,7 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from slurmrl.engines.megatron.packing import Packed
 from slurmrl.engines.megatron.place import Stage
+from slurmrl.models.balance import Balance
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.norm import RMSNorm
 from slurmrl.models.recompute import Recompute, selective
@@ -133,6 +136,32 @@ class KeptRow(RowParallelLinear):  # type: ignore[misc]
         return product if apart else product.clone()
 
 
+class BalancedRouter(TopKRouter):  # type: ignore[misc]
+    """A router with the gradient of the load-balancing loss over the whole batch. (megatron's own
+    is of each micro-batch, or of counts that change from one to the next.)"""
+
+    def __init__(self, *, balance: Balance, **options: Any) -> None:
+        super().__init__(**options)
+        self.balance, self.number = balance, balance.join()
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """logits [T, 1, E] -> weights and choices, both [T, E]; the mask is true of real tokens."""
+        weights, chosen = super().routing(logits, padding_mask)
+        assert padding_mask is not None
+        real = padding_mask.reshape(-1, 1)
+        probabilities = logits.view_as(weights).softmax(-1, dtype=torch.float32) * real
+        counts = (chosen & real).sum(0)
+        return self.balance.follow(self.number, weights, probabilities, counts), chosen
+
+
+def balance_of(config: ModelConfig) -> Balance | None:
+    """The mean over all layers with experts, of which a stage has some."""
+    moe = config.moe
+    if moe is None or not moe.balance or not moe.layers:
+        return None
+    return Balance(moe.experts, moe.per_token, moe.balance / len(moe.layers))
+
+
 @dataclass(frozen=True)
 class Modules:
     """What layers are made of."""
@@ -144,6 +173,7 @@ class Modules:
     column: type
     row: type
     experts: ModuleSpec
+    router: Callable[..., TopKRouter] = TopKRouter
 
 
 def own_modules(config: ModelConfig, device: torch.device, recompute: Recompute) -> Modules:
@@ -194,6 +224,7 @@ def _layer(config: ModelConfig, layer: int, modules: Modules) -> ModuleSpec:
 
 def _feed_forward(config: ModelConfig, layer: int, modules: Modules) -> ModuleSpec:
     if config.moe is not None and layer in config.moe.layers:
-        return ModuleSpec(MoELayer, submodules=MoESubmodules(experts=modules.experts))
+        parts = MoESubmodules(experts=modules.experts, router=modules.router)
+        return ModuleSpec(MoELayer, submodules=parts)
     matrices = MLPSubmodules(linear_fc1=modules.column, linear_fc2=modules.row)
     return ModuleSpec(MLP, submodules=matrices)

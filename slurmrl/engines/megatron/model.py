@@ -85,14 +85,20 @@ class Chunk(GPTModel):  # type: ignore[misc]
                 # Their copies lie along the experts' own data axis, whatever the sizes are.
                 vars(parameter)["allreduce"] = False
 
-    def _preprocess(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        found: tuple[Any, ...] = super()._preprocess(*args, **kwargs)
+    def _preprocess(
+        self, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Any, ...]:
+        """The mask [1, T/c] is split as tokens are; megatron would ask its global groups."""
+        hidden, *more, _ = super()._preprocess(*args, **kwargs)
         if self.pre_process and self.model_config.family.scaled_embedding:
             scale = torch.tensor(
                 self.model_config.hidden_size**0.5, dtype=self.config.params_dtype, device="cpu"
             )
-            return (found[0] * scale.item(), *found[1:])
-        return found
+            hidden = hidden * scale.item()
+        if padding_mask is not None and self.config.sequence_parallel:
+            tp = self.pg_collection.tp
+            padding_mask = padding_mask.chunk(tp.size(), 1)[tp.rank()]
+        return hidden, *more, padding_mask
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         """Hidden states [T/c, 1, h] (split further by sequence parallelism), as the last layer

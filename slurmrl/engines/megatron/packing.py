@@ -36,10 +36,13 @@ class Micro:
     back: Tensor
     """[T] where each token of the sample's order lies."""
     params: Packed
+    real: Tensor | None = None
+    """[T + padding] whether a token is one of the batch; None where nobody asks."""
 
-    def share(self, rank: int, ranks: int) -> Tensor:
-        """The tokens of one context-parallel rank."""
-        return self.ids.chunk(ranks)[rank]
+    def share(self, rank: int, ranks: int) -> dict[str, Tensor | None]:
+        """The tokens of one context-parallel rank, as a chunk reads them."""
+        real = None if self.real is None else self.real.chunk(ranks)[rank][None]
+        return {"input_ids": self.ids.chunk(ranks)[rank][None], "padding_mask": real}
 
 
 def micro_batch(

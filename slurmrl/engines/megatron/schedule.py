@@ -71,9 +71,8 @@ class Schedule:
         number = next(numbers)
         batch = micro(number)
         chunk: Any = getattr(model, "module", model)
-        ids = batch.share(self.groups.cp.rank(), self.groups.cp.size())
         hidden = model(
-            input_ids=ids[None],
+            **batch.share(self.groups.cp.rank(), self.groups.cp.size()),
             position_ids=None,
             attention_mask=None,
             packed_seq_params=batch.params,

@@ -37,11 +37,6 @@ def check(config: ModelConfig) -> None:
         problems.append("megatron-core has no experts with biases elsewhere")
     if moe and moe.normalized and moe.per_token == 1:
         problems.append("one expert a token, always with weight 1, gives its router no gradient")
-    if moe and moe.balance:
-        problems.append(
-            "the load-balancing loss of output_router_logits is not computed as in transformers; "
-            "unset it, or use fsdp"
-        )
     if problems:
         raise UsageError(
             f"the megatron engine does not run this {config.model_type} model: "

@@ -14,7 +14,8 @@ from torch import Tensor
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.moe import SparseMLP
 from tests.distributed.engines import cases
-from tests.distributed.engines.cases import Setup, batch
+from tests.distributed.engines.cases import Setup, batch, model
+from tests.distributed.engines.megatron_cases import Case, Placed, placed
 from tests.distributed.engines.one_process import (
     assert_gradients,
     gradients,
@@ -22,7 +23,15 @@ from tests.distributed.engines.one_process import (
     random_model,
 )
 from tests.distributed.engines.test_engines_layouts import LAYOUTS, MODELS, setup_of
-from tests.distributed.engines.test_engines_megatron import MARGIN, margins, outputs_of
+from tests.distributed.engines.test_engines_megatron import (
+    BUDGET,
+    MARGIN,
+    MOE,
+    grid,
+    margins,
+    outputs_of,
+    start,
+)
 from tests.pool import RankPool
 
 ARCHITECTURE = MODELS["qwen3_moe"]
@@ -31,7 +40,7 @@ COEFFICIENT = 3.0
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
 
 
-def reference(decoder: Decoder, steps: int = 1) -> dict[str, Tensor]:
+def reference(decoder: Decoder) -> dict[str, Tensor]:
     """Gradients in float64 of one process that has all router logits of the batch at once."""
     logits: dict[SparseMLP, list[Tensor]] = defaultdict(list)
     for block in decoder.modules():
@@ -39,7 +48,7 @@ def reference(decoder: Decoder, steps: int = 1) -> dict[str, Tensor]:
             block.gate.register_forward_hook(
                 lambda _, __, out, block=block: logits[block].append(out)
             )
-    sample = batch(steps - 1)
+    sample = batch()
     with margins(decoder) as routed:
         total, _ = cases.loss(outputs_of(decoder, sample), sample)
     assert min(routed) > MARGIN
@@ -86,3 +95,32 @@ def test_gradients_are_those_of_the_whole_batch(
     router = expected["model.layers.1.mlp.gate.weight"]
     assert router.abs().max() > 0.01 * max(one.abs().max() for one in expected.values())
     assert_gradients(tmp_path, expected, bound=4e-6)
+
+
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [
+        pytest.param(placed(dp=2, experts=grid(1, 1, 2, 1)), {}, id="d2 e2"),
+        pytest.param(placed(tp=2, sp=True, pp=2), {"gradient_checkpointing": "full"}, id="t2 p2"),
+        pytest.param(placed(pp=2, v=2), {}, id="p2 v2", marks=pytest.mark.long),
+        pytest.param(
+            placed(cp=2, experts=grid(1, 1, 2, 1)),
+            {"gradient_checkpointing": "selective"},
+            id="c2 e2",
+            marks=pytest.mark.long,
+        ),
+    ],
+)
+def test_gradients_of_megatron_are_those_of_the_whole_batch(
+    ranks: RankPool, tmp_path: Path, where: Placed, options: dict[str, Any]
+) -> None:
+    """Which has pipelines, and parts of sequences that padding fills up."""
+    for name, architecture in (("model", {**MOE, **BALANCED}), ("plain", MOE)):
+        (tmp_path / name).mkdir()
+        decoder = start(tmp_path / name, architecture, "lm")
+    (tmp_path / "0").mkdir()
+    settings = model(architecture=None, **BUDGET, **options)
+    case = Case(where, settings, source=tmp_path / "model")
+    train = "tests.distributed.engines.megatron_cases:train"
+    ranks(len(where.ranks), train, case, save=tmp_path, deadline_s=400.0)
+    assert_gradients(tmp_path / "0", reference(decoder), bound=4e-6)

@@ -46,10 +46,10 @@ def test_the_balance_of_one_layer_is_that_of_transformers(per_token: int) -> Non
 def blocks() -> tuple[list[SparseMLP], Balance]:
     """Two blocks of one model in float64."""
     config, generator = ModelConfig.from_hf(ARCHITECTURE), torch.Generator().manual_seed(1)
-    balance = Balance(2, EXPERTS, 2, COEFFICIENT)
+    balance = Balance(EXPERTS, 2, COEFFICIENT / 2)
     made = [SparseMLP(config).double() for _ in range(2)]
-    for number, block in enumerate(made):
-        block.balance, block.number = balance, number
+    for block in made:
+        block.balance, block.number = balance, balance.join()
         with torch.no_grad():
             for p in block.parameters():
                 p.copy_(torch.randn(p.shape, generator=generator, dtype=p.dtype))
