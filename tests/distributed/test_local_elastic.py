@@ -16,10 +16,8 @@ RELATIVE, ABSOLUTE = 1e-3, 1e-5
 
 
 def config_of(kind: str, **changes: Any) -> dict[str, Any]:
-    """One rank, and minibatches that do not depend on how many there are."""
+    """One rank at first; PPO has two minibatches, which do not depend on how many there are."""
     config = CONFIGS[kind](checkpoint={"every_steps": 2, "keep_last": 50}, **changes)
-    if kind == "ppo":
-        config["algorithm"]["n_minibatches"] = 1
     config["actor"]["backend"] = "fsdp:d1"
     return config
 

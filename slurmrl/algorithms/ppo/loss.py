@@ -64,7 +64,8 @@ def value_loss(
     held = torch.zeros_like(losses, dtype=torch.bool)
     if value_clip is not None:
         clipped = (old + (new - old).clamp(-value_clip, value_clip) - target).square()
-        held = clipped > losses
+        # Where the clamp does nothing the two losses still differ by rounding.
+        held = (clipped > losses) & ((new - old).abs() > value_clip)
         losses = torch.maximum(losses, clipped)
     loss = 0.5 * losses.sum()
     return loss, {"value_loss": loss.detach(), "value_clip_fraction": held.sum()}

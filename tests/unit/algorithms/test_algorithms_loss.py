@@ -72,6 +72,15 @@ def test_a_good_token_becomes_likelier_and_a_bad_one_less_likely() -> None:
     assert logp.grad.tolist() == [-1.0, 1.0]
 
 
+def test_rounding_is_not_counted_as_clipping() -> None:
+    old, new, returns = torch.rand(3, 500, generator=torch.Generator().manual_seed(1)) - 0.5
+    old, new = 0.19 * old, 0.19 * new
+    assert (old + (new - old) != new).any()
+    everything = torch.ones(500, dtype=torch.bool)
+    _, stats = value_loss(new, old, returns, everything, value_clip=0.2)
+    assert stats["value_clip_fraction"] == 0
+
+
 @pytest.mark.parametrize("clip", [None, 0.2])
 def test_value_loss_token_by_token(clip: float | None) -> None:
     values, old, returns = (noise(seed) for seed in range(3))
