@@ -108,16 +108,21 @@ def run(engine: Engine, where: Path, rounds: int, steps: int) -> None:
             shutil.rmtree(folder)
             if number:
                 found[mode].append(taken)
-    plain_s = statistics.median(total for total, _, _ in found["none"])
+    plain = [total for total, _, _ in found["none"]]
+    plain_s = statistics.median(plain)
     print(f"{where}: {size / 1e6:.0f} MB, step {plain_s / steps:.3f} s, {rounds} rounds of {steps}")
-    stalls = {mode: statistics.median(one[1] for one in found[mode]) for mode in MODES[1:]}
-    for mode, stall_s in stalls.items():
+    for mode in MODES[1:]:
+        stall_s = statistics.median(one[1] for one in found[mode])
+        ratios = [
+            one[1] / other[1] for one, other in zip(found[mode], found["synchronous"], strict=True)
+        ]
+        wholes = [one[0] - total for one, total in zip(found[mode], plain, strict=True)]
         whole_s = statistics.median(one[0] for one in found[mode]) - plain_s
         written_s = statistics.median(one[2] for one in found[mode])
-        ratio = stall_s / stalls["synchronous"]
         print(
-            f"  {mode:13s} stall {stall_s:7.3f} s  ({ratio:5.3f})  whole {whole_s:7.3f} s"
-            f"  on disk after {written_s:7.3f} s"
+            f"  {mode:13s} stall {stall_s:7.3f} s  ({statistics.median(ratios):5.3f}, "
+            f"{min(ratios):5.3f} to {max(ratios):5.3f})  whole {whole_s:7.3f} s "
+            f"({min(wholes):.3f} to {max(wholes):.3f})  on disk after {written_s:7.3f} s"
         )
 
 

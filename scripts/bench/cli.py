@@ -1,9 +1,10 @@
 """Start of the command line beside that of bare Python: ``python scripts/bench/cli.py [ROUNDS]``.
 
-Prints one JSON object: for each command the medians of its wall and CPU time in seconds, and of the
-ratio and the difference of its wall time to that of ``python -c pass`` in the same round (machines
-differ, ratios hold). Commands take turns, so that a busy moment hits all of them; where the CPU
-time is much below the wall time, the machine was busy and only the former means anything.
+Prints one JSON object: for each command its wall and CPU time in seconds, and the ratio and the
+difference of its wall time to that of ``python -c pass`` in the same round (machines differ, ratios
+hold), each as [median, least, most]. Commands take turns, so that a busy moment hits all of them;
+where the CPU time is much below the wall time, the machine was busy and only the former means
+anything.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def run(command: Sequence[str]) -> Times:
     return Times(wall_s, cpu_s)
 
 
-def measure(rounds: int) -> dict[str, dict[str, float]]:
+def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
     with tempfile.TemporaryDirectory() as root:
         timed = commands(root)
         for command in timed.values():
@@ -60,14 +61,19 @@ def measure(rounds: int) -> dict[str, dict[str, float]]:
     return {name: _summary(taken, times[BARE]) for name, taken in times.items()}
 
 
-def _summary(taken: Sequence[Times], bare: Sequence[Times]) -> dict[str, float]:
+def _summary(taken: Sequence[Times], bare: Sequence[Times]) -> dict[str, list[float]]:
     pairs = list(zip(taken, bare, strict=True))
     return {
-        "wall_s": round(statistics.median(one.wall_s for one in taken), 4),
-        "cpu_s": round(statistics.median(one.cpu_s for one in taken), 4),
-        "ratio": round(statistics.median(one.wall_s / other.wall_s for one, other in pairs), 2),
-        "more_s": round(statistics.median(one.wall_s - other.wall_s for one, other in pairs), 4),
+        "wall_s": _spread([one.wall_s for one in taken]),
+        "cpu_s": _spread([one.cpu_s for one in taken]),
+        "ratio": _spread([one.wall_s / other.wall_s for one, other in pairs]),
+        "more_s": _spread([one.wall_s - other.wall_s for one, other in pairs]),
     }
+
+
+def _spread(values: Sequence[float]) -> list[float]:
+    """Median, least and most."""
+    return [round(value, 4) for value in (statistics.median(values), min(values), max(values))]
 
 
 if __name__ == "__main__":

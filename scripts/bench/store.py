@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Name stores beside torch's TCPStore and FileStore, and redis where it is installed.
 
-scripts/bench/store.py [--directory DIR ...] [--clients 1 4 16 64] [--operations 200]
+scripts/bench/store.py [--directory DIR ...] [--clients 1 4 16 64] [--operations 200] [--rounds 5]
 
 Every client is a process; all start together. Printed: microseconds per operation of one client
-(median over the clients), and the ratio to TCPStore's with as many clients in the same run. The
-file store's add is durable (two fsyncs), which none of the others is.
+(median over the clients, then over the rounds, in which the stores take turns), and the ratio to
+TCPStore's with as many clients in the same round: median, least and most. The file store's add is
+durable (two fsyncs), which none of the others is.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from multiprocessing import get_context
@@ -127,20 +128,30 @@ def start_redis(folder: str) -> tuple[subprocess.Popen[bytes], str] | None:
     return server, url
 
 
-def compare(directory: Path, clients: int, operations: int, port: int, redis: str | None) -> None:
+Round = dict[str, tuple[float, float]]
+"""By kind of store: microseconds of an add and of a get."""
+
+
+def one_round(
+    directory: Path, clients: int, operations: int, port: int, redis: str | None
+) -> Round:
     with tempfile.TemporaryDirectory(dir=directory) as name:
         folder = Path(name)
-        found = {
+        return {
             kind: measure(connect, folder, clients, operations)
             for kind, connect in stores(folder, port, redis).items()
         }
-    base = found["torch TCPStore"]
-    for kind, (add, get) in found.items():
-        print(
-            f"{directory!s:9} {clients:3} clients  {kind:16}"
-            f"  add {add:9.1f} ({add / base[0]:6.2f})  get {get:9.1f} ({get / base[1]:6.2f})",
-            flush=True,
-        )
+
+
+def show(directory: Path, clients: int, rounds: Sequence[Round]) -> None:
+    for kind in rounds[0]:
+        text = f"{directory!s:9} {clients:3} clients  {kind:16}"
+        for index, operation in enumerate(("add", "get")):
+            took = statistics.median(found[kind][index] for found in rounds)
+            ratios = [found[kind][index] / found["torch TCPStore"][index] for found in rounds]
+            text += f"  {operation} {took:9.1f} ({statistics.median(ratios):6.2f}, "
+            text += f"{min(ratios):.2f} to {max(ratios):.2f})"
+        print(text, flush=True)
 
 
 def main() -> None:
@@ -148,6 +159,7 @@ def main() -> None:
     parser.add_argument("--directory", action="append", type=Path)
     parser.add_argument("--clients", nargs="+", type=int, default=[1, 4, 16, 64])
     parser.add_argument("--operations", type=int, default=200)
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; us per operation (x TCPStore)")
     ports = FORK.SimpleQueue()
@@ -160,7 +172,11 @@ def main() -> None:
             for directory in options.directory or [Path("/dev/shm"), Path(tempfile.gettempdir())]:
                 for clients in options.clients:
                     url = redis[1] if redis is not None else None
-                    compare(directory, clients, options.operations, port, url)
+                    rounds = [
+                        one_round(directory, clients, options.operations, port, url)
+                        for _ in range(options.rounds)
+                    ]
+                    show(directory, clients, rounds)
         finally:
             if redis is not None:
                 redis[0].kill()
