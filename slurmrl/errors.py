@@ -66,11 +66,6 @@ class RewardError(UsageError):
     """A reward function did not do what it must, or cannot judge a row of the data."""
 
 
-class RewardImportError(RewardError, ImportError):
-    """The module of a reward function, or something that it imports, is not there. It may be
-    elsewhere: in the container of a job."""
-
-
 class UnusableRowError(RewardError):
     """A reward function cannot judge one row. ``args``: why, and the row's index in its call."""
 

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from slurmrl.errors import RewardImportError, UsageError
+from slurmrl.errors import UsageError
 from slurmrl.registry import Registry, near
 from slurmrl.rewards.reward import Reward
 
@@ -28,8 +28,7 @@ def make(name: str, options: Mapping[str, Any], *, cores: int | None = None) -> 
     """The reward of a name of the table, or of ``module:name``. ``cores``: CPU cores that it may
     use; all that this process may where it is not said.
 
-    :raises UsageError: an unknown name, one that is no reward, or options that it does not take;
-        RewardImportError where its module is not found.
+    :raises UsageError: an unknown name, one that is no reward, or options that it does not take.
     """
     kind = _own(name) if ":" in name else REWARDS.load(name)
     return Reward(name, kind, options, cores or len(os.sched_getaffinity(0)))
@@ -44,7 +43,7 @@ def _own(reference: str) -> Any:
         missing = error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
         gone = isinstance(error, ModuleNotFoundError) and missing
         why = f"there is no module '{error.name}'" if gone else f"{module_name}: {error}"
-        raise RewardImportError(f"reward '{reference}': {why}") from error
+        raise UsageError(f"reward '{reference}': {why}") from error
     except SyntaxError as error:
         raise UsageError(f"reward '{reference}': {error}") from error
     if not hasattr(module, name):

@@ -8,19 +8,21 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import slurmrl
 from slurmrl.config.schema import Dataset, Reward
 from slurmrl.data.records import read_records
 from slurmrl.data.rows import Rows
 from slurmrl.errors import ConfigError, Problem, RunFailedError, UsageError, WaitTimeoutError
+from slurmrl.fsio import variables
 from slurmrl.plan.settings import Settings
 from slurmrl.rewards import trial
 from slurmrl.submission import own_code
+from slurmrl.submission.checks.run import Code, environment
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class RewardData:
             raise ConfigError((settings.source.problem(("dataset",), message),))
         self.dataset: Dataset = prompts[0]
         self.rows = Rows(self.dataset)
+        file = config.cluster.variables_file
+        self.variables = variables.read(Path(file)) if file else {}
 
     def references(self, count: int) -> list[Item]:
         """The answers of the first rows, as completions."""
@@ -128,7 +132,8 @@ class RewardData:
 def try_reward(
     data: RewardData, items: Sequence[Item], code: own_code.OwnCode, timeout_s: float
 ) -> Tried:
-    """Judge the items in one call, in a child process that imports what the run's would.
+    """Judge the items in one call, in a child process with the code and the environment that the
+    run's would have.
 
     :raises UsageError: the reward is wrong, or what it returned.
     :raises RunFailedError: it raised something else; its traceback is on standard error.
@@ -149,7 +154,9 @@ def try_reward(
         ],
         "places": [f"{data.dataset.path}:{line}" for line in lines],
     }
-    found = _ask(request, code, timeout_s)
+    with tempfile.TemporaryDirectory(prefix="slurmrl-reward-") as folder:
+        environ = environment(Path(folder), Code(paths=code.paths), data.variables)
+        found = _ask(request, environ, timeout_s)
     each = zip(lines, ids, items, answers, found["scores"], strict=True)
     return Tried(
         tuple(
@@ -162,14 +169,12 @@ def try_reward(
     )
 
 
-def _ask(request: dict[str, Any], code: own_code.OwnCode, timeout_s: float) -> dict[str, Any]:
+def _ask(request: dict[str, Any], environ: dict[str, str], timeout_s: float) -> dict[str, Any]:
     name = request["name"]
-    places = [Path(slurmrl.__file__).parents[1], *(path.parent for path in code.paths)]
-    python_path = os.pathsep.join(dict.fromkeys(str(place.absolute()) for place in places))
     with (
         subprocess.Popen(
             [sys.executable, "-P", "-m", trial.__name__],
-            env={**os.environ, "PYTHONPATH": python_path, "PYTHONDONTWRITEBYTECODE": "1"},
+            env=environ,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,

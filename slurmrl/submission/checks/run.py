@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -92,7 +92,7 @@ def _in_child(settings: Settings, code: Code, timeout_s: float) -> list[Finding]
         with (folder / "output").open("wb") as output:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", CHILD, str(folder), str(os.getpid())],
-                env=_environment(folder, code),
+                env=environment(folder, code, _variables(settings)),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -107,8 +107,9 @@ def _in_child(settings: Settings, code: Code, timeout_s: float) -> list[Finding]
         return _read(folder, ended, timeout_s)
 
 
-def _environment(folder: Path, code: Code) -> dict[str, str]:
-    """That of a job: what it does not inherit cannot be imported there either."""
+def environment(folder: Path, code: Code, variables: Mapping[str, str]) -> dict[str, str]:
+    """That of a job: what it does not inherit cannot be imported there either. ``folder`` takes
+    links to the code, ``variables`` are those of ``cluster.variables_file``."""
     place = code.snapshot
     if place is None:
         place = folder / "code"
@@ -117,11 +118,20 @@ def _environment(folder: Path, code: Code) -> dict[str, str]:
             (place / path.name).symlink_to(path.absolute())
     return {
         **of_local_job(os.environ),
+        **variables,
         "PYTHONPATH": str(place),
         "PYTHONDONTWRITEBYTECODE": "1",
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_OFFLINE": "1",
     }
+
+
+def _variables(settings: Settings) -> dict[str, str]:
+    """None where they cannot be read: that is a finding of its own."""
+    file = settings.config.cluster.variables_file
+    with contextlib.suppress(SlurmrlError):
+        return variables.read(Path(file)) if file else {}
+    return {}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

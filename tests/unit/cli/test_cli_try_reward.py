@@ -30,6 +30,11 @@ def raises(prompts, completions, rows):
     return [completions[0]["text"]]
 
 
+def token(prompts, completions, rows):
+    import os
+    return [float(os.environ.get("TOKEN", 0)) + ("SECRET" in os.environ) for _ in completions]
+
+
 def hangs(prompts, completions, rows):
     while True:
         pass
@@ -130,6 +135,19 @@ def test_what_is_wrong_is_said_in_one_message(
     assert (found, out) == (code, "")
     assert message in err
     assert ("Traceback" in err) == (name == "mine:raises")
+
+
+def test_the_environment_is_that_of_a_run(
+    config: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the shell has and jobs do not inherit would be missed only there."""
+    monkeypatch.setenv("SECRET", "x")
+    tokens = config.with_name("tokens")
+    tokens.touch(mode=0o600)
+    tokens.write_text("TOKEN=5\n")
+    changes = ["reward.name=mine:token", f"cluster.variables_file={tokens}"]
+    found = tried(capfd, str(config), *changes, "--rows", "1")
+    assert found["mean"] == 5.0
 
 
 def test_torch_is_not_imported(config: Path) -> None:
