@@ -62,6 +62,7 @@ def generate_call() -> Call:
         interface=ROLLOUT,
         inputs=("prompt_ids",),
         outputs=("input_ids", "prompt_mask", "logprobs", "finished"),
+        metrics=("response_length", "prompt_length", "finished"),
     )
 
 
@@ -74,4 +75,5 @@ def reward_call() -> Call:
         interface=RULE_REWARD,
         inputs=("input_ids", "prompt_mask", "finished"),
         outputs=("rewards",),
+        metrics=("reward", "reward_unjudged"),
     )

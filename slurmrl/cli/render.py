@@ -12,7 +12,7 @@ from slurmrl.monitor.words import age, first_line, plain
 
 Status = Mapping[str, Any]
 
-SHOWN = ("reward", "eval/reward", "loss", "kl", "entropy", "tokens_per_s")
+SHOWN = ("reward", "eval/reward", "loss", "kl", "entropy", "tokens_per_s", "rows_left_out")
 """Metrics that stand in a line of progress, where a run has them."""
 COLUMNS = {
     "REWARD": "reward",

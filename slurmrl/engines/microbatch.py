@@ -36,8 +36,14 @@ class Rounds:
 
     @property
     def scale(self) -> float:
-        """1 / denominator; a batch in which nothing counts has no gradient."""
-        return 1.0 / self.denominator if self.denominator else 0.0
+        return 1.0 / self.denominator
+
+    def check(self, role: str) -> None:
+        """Raise UsageError unless something of the batch trains the model."""
+        if self.count == 0:
+            raise UsageError(f"{role}: no rank has anything to train on")
+        if not self.denominator:
+            raise UsageError(f"{role}: no token of this batch counts, so it would train on nothing")
 
     def part(self, index: int) -> tuple[int, ...] | None:
         return self.parts[index] if index < len(self.parts) else None

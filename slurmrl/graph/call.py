@@ -25,3 +25,5 @@ class Call:
     interface: str
     inputs: tuple[str, ...]
     outputs: tuple[str, ...] = ()
+    metrics: tuple[str, ...] = ()
+    """Names of the metrics that it gives; a reward of the user's own may add to them."""

@@ -12,19 +12,21 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 from slurmrl.config.conditions import StopWhen
-from slurmrl.config.schema import Dataset
+from slurmrl.config.schema import Config, Dataset
 from slurmrl.config.schema.optimizer import USERS
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import Problem, UsageError
 from slurmrl.graph.call import Call
 from slurmrl.graph.dataset import DATASET_KEYS
 from slurmrl.graph.graph import Graph
+from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.draft import Draft
 from slurmrl.plan.engines import ENGINES
 from slurmrl.plan.layouts import LAYOUT_CHECKS, SUBMISSION_CHECKS
 from slurmrl.plan.weights import implementations, lengths, stop_tokens, tokenizer, weights
 from slurmrl.registry import near, resolve
 
+STEP_METRICS: Final = ("tokens", "tokens_per_s")
 Check: TypeAlias = Callable[[Draft], Iterable[Problem]]
 
 REWARDS: Final = "slurmrl.rewards:REWARDS"
@@ -120,8 +122,32 @@ def _optimizers(draft: Draft) -> Iterator[Problem]:
 
 def _stop_when(draft: Draft) -> Iterator[Problem]:
     text = draft.config.stop_when
-    if text is None or not StopWhen.parse(text).metric.startswith("eval/"):
+    if text is None:
         return
+    metric = StopWhen.parse(text).metric
+    never = list(_stops_by_evaluation(draft, text)) if metric.startswith("eval/") else []
+    yield from never
+    reward = draft.config.reward
+    known = known_metrics(draft.config, draft.algorithm)
+    own = reward is not None and ":" in reward.name
+    if metric not in known and not own and not never:
+        message = f"'{text}' is not allowed: no step has '{metric}'; {near(metric, known)}"
+        yield draft.problem(("stop_when",), message)
+
+
+def known_metrics(config: Config, algorithm: Algorithm) -> list[str]:
+    """What the lines of ``metrics.jsonl`` can hold; a reward of the user's own may add to it."""
+    calls = algorithm.calls(config)
+    found = {"step", "epoch", *STEP_METRICS, "rows_left_out", "time/total", "time/checkpoint_stall"}
+    found |= {f"time/{call.name}" for call in calls} | {"time/step"}
+    found |= {name for call in calls for name in call.metrics}
+    if config.evaluation is not None:
+        judged = {name for one in algorithm.evaluation_calls(config) for name in one.metrics}
+        found |= {f"eval/{name}" for name in judged | set(STEP_METRICS)} | {"time/evaluation"}
+    return sorted(found)
+
+
+def _stops_by_evaluation(draft: Draft, text: str) -> Iterator[Problem]:
     evaluation = draft.config.evaluation
     if evaluation is None and not draft.writes("evaluation"):
         message = f"'{text}' is not allowed: it needs an evaluation section"

@@ -10,9 +10,9 @@ exit      the incarnation ends here, as it should
 over      the incarnation ends here, because something failed
 ========  =====================================================================================
 
-Workers to master (through the agent's log): ``ready`` (``rank, size, fingerprint``), ``done``
-(``rank, seq, stats, seconds, tokens, texts``), ``saved`` (``rank, seq`` of the ``save``, ``files``,
-or ``error``; an asynchronous one comes after the ``done``).
+Workers to master (through the agent's log): ``ready`` (``rank, size, fingerprint, left_out``),
+``done`` (``rank, seq, stats, seconds, tokens, texts``), ``saved`` (``rank, seq`` of the ``save``,
+``files``, or ``error``; an asynchronous one comes after the ``done``).
 Agents themselves add ``hello`` (``group, task, attempt, host, job``), ``warning`` (``signal, cause,
 time_left_s``: the job will end soon) and ``failed`` (``failure``: why the incarnation must end, see
 `workers.failure`).

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 from slurmrl.history.log import History
 from slurmrl.history.state import fold
 from slurmrl.paths import RunPaths
+from slurmrl.plan.checks import known_metrics
+from slurmrl.plan.settings import load_run_settings
 
 T = TypeVar("T")
 
@@ -132,6 +134,10 @@ class Site:
         commit = fold(History(paths.history).read()).last_commit
         assert commit is not None, f"{trial} has no commit"
         last = paths.checkpoints / commit.directory
+        settings = load_run_settings(paths)
+        known = known_metrics(settings.config, settings.algorithm)
+        unknown = {name for line in self.metrics(trial) for name in line}.difference(known)
+        assert not unknown, f"metrics that stop_when would refuse: {sorted(unknown)}"
         return {
             "files": {file.name: file.read_bytes() for file in sorted(last.glob("*.safetensors"))},
             "export": sorted(paths.exports.glob("*/model.safetensors"))[-1].read_bytes(),

@@ -11,6 +11,35 @@ from slurmrl.config.schema import Config, PositiveFloat, PositiveInt, Section
 from slurmrl.graph.call import Call, Method
 from slurmrl.graph.roles import RoleUse
 
+ACTOR_METRICS = (
+    "actor_loss",
+    "clip_fraction",
+    "importance_ratio",
+    "approx_kl_k1",
+    "approx_kl",
+    "entropy",
+    "kl",
+    "kl_sequence",
+    "kl_coef",
+    "advantages_mean",
+    "advantages_std",
+    "early_stop",
+    "actor_grad_norm",
+    "actor_lr",
+    "actor_updates",
+    "actor_skipped",
+)
+CRITIC_METRICS = (
+    "value_loss",
+    "value_clip_fraction",
+    "returns_mean",
+    "returns_std",
+    "explained_variance",
+    "critic_grad_norm",
+    "critic_lr",
+    "critic_updates",
+    "critic_skipped",
+)
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
@@ -92,8 +121,8 @@ class PPO(AlgorithmSchema):
             reward_call(),
             Call("ref_inf", "ref", Method.INFERENCE, actor, ids, ("ref_logprobs",)),
             Call("critic_inf", "critic", Method.INFERENCE, critic, ids, ("values",)),
-            Call("actor_train", "actor", Method.TRAIN_STEP, actor, judged),
-            Call("critic_train", "critic", Method.TRAIN_STEP, critic, judged),
+            Call("actor_train", "actor", Method.TRAIN_STEP, actor, judged, (), ACTOR_METRICS),
+            Call("critic_train", "critic", Method.TRAIN_STEP, critic, judged, (), CRITIC_METRICS),
         )
 
     def controller(self) -> str:

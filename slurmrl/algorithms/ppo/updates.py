@@ -13,6 +13,7 @@ from slurmrl.algorithms.base import CallResult
 from slurmrl.algorithms.ppo.schema import PPO
 from slurmrl.data.packing import even_sizes
 from slurmrl.data.sample import SequenceSample
+from slurmrl.errors import UsageError
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import Engine, LossFn
@@ -49,6 +50,8 @@ def run_updates(
     device = sample.tensor(mask_key).device
     total = engine.all_reduce_sum(torch.tensor(counts, dtype=torch.float64, device=device))
     schedule = [index for index, size in enumerate(total.tolist()) if size > 0]
+    if not schedule:
+        raise UsageError("no token of this batch counts, so it would train on nothing")
     veto = None if stop is None else lambda result: stop(_means([result]))
     results: list[dict[str, float]] = []
     for index in schedule * ppo.n_epochs:
@@ -88,8 +91,6 @@ def global_result(means: MeanStats, role: str) -> CallResult:
 
 
 def _summary(results: list[dict[str, float]]) -> MeanStats:
-    if not results:
-        return {"updates": 0.0}
     made = [result for result in results if not result["vetoed"]]
     norms = [result["grad_norm"] for result in made if isfinite(result["grad_norm"])]
     return {

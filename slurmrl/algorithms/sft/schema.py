@@ -36,6 +36,7 @@ class SFT(AlgorithmSchema):
                 method=Method.TRAIN_STEP,
                 interface=INTERFACE,
                 inputs=("input_ids", "prompt_mask"),
+                metrics=("loss", "grad_norm", "lr", "skipped"),
             ),
         )
 
@@ -49,5 +50,6 @@ class SFT(AlgorithmSchema):
                 method=Method.INFERENCE,
                 interface=INTERFACE,
                 inputs=("input_ids", "prompt_mask"),
+                metrics=("loss",),
             ),
         )

@@ -40,7 +40,8 @@ class Config(Section):
     total_steps: PositiveInt
     """Steps after which the run is finished."""
     stop_when: str | None = None
-    """Finish earlier once this holds: `METRIC >= NUMBER` or `METRIC <= NUMBER`."""
+    """Finish earlier once this holds: `METRIC >= NUMBER` or `METRIC <= NUMBER`. A metric that no
+    step has is refused; where your own reward may add it, the log warns if it does not come."""
     deterministic: bool | None = None
     """Bit-identical results however often the run is interrupted. Default: true on CPUs; false on
     GPUs, where it costs speed."""

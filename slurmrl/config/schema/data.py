@@ -38,8 +38,9 @@ class Dataset(Section):
     id_key: Word = "id"
     """Key of the line's id. Where no line has one, the line's number is its id."""
     max_prompt_tokens: PositiveInt | None = None
-    """Lines with longer prompts are left out; null keeps all."""
+    """Lines with longer prompts are left out, and their number is told when the trial is submitted,
+    in the log and as the metric `rows_left_out`; null keeps all."""
     max_tokens: PositiveInt | None = None
-    """Lines with more tokens in prompt and answer are left out; null keeps all."""
+    """Lines with more tokens in prompt and answer are left out in the same way; null keeps all."""
     shuffle: bool = True
     """Draw a new order for each epoch from the run's seed."""

@@ -122,8 +122,7 @@ class FSDPEngine(Engine):
         self._offload.check()
         sample = sample.to(self.context.device)
         rounds = self._rounds(sample, denominator)
-        if rounds.count == 0:
-            raise UsageError(f"{self.role}: no rank has anything to train on")
+        rounds.check(self.role)
         with self._shards.cleared_on_error():
             sums = self._backward(sample, loss_fn, rounds, temperature)
             stats = sums.over_ranks(self.context, some_empty=rounds.some_empty)

@@ -201,8 +201,7 @@ class MegatronEngine(Engine):
         self._offload.check()
         sample = sample.to(self.context.device)
         rounds = agree(sample, self._budget(sample), denominator, self.context)
-        if rounds.count == 0:
-            raise UsageError(f"{self.role}: no rank has anything to train on")
+        rounds.check(self.role)
         sums = Sums(self.context.device)
 
         def use(number: int, hidden: Tensor, micro: Micro, chunk: Chunk) -> Tensor:

@@ -28,6 +28,7 @@ from slurmrl.monitor.recorder import Recorder
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import CallPlan, Plan
+from slurmrl.registry import near
 from slurmrl.workers import messages
 from slurmrl.workers.master import step_metrics
 from slurmrl.workers.master.committer import Committer, Outcome
@@ -36,6 +37,7 @@ from slurmrl.workers.master.progress import Progress
 from slurmrl.workers.master.publish import StatusPublisher
 from slurmrl.workers.master.roster import Roster
 from slurmrl.workers.master.workforce import Workforce
+from slurmrl.workers.messages import Message
 from slurmrl.workers.pace import Pace
 from slurmrl.workers.patience import patiently
 
@@ -105,6 +107,9 @@ class Master:
         self.progress = progress
         self.recorder = recorder
         self.fresh = state.last_commit is None
+        self.rows_left_out = 0
+        """Of the training data, because they are too long."""
+        self._told_unknown = False
         self._stall_s: float | None = None
         """Of checkpoints that ended since the last line of metrics; None if there were none."""
 
@@ -145,7 +150,33 @@ class Master:
         if len(found) > 1:
             raise CheckpointError(f"the ranks see different datasets: {sorted(found)}")
         self.progress.use_dataset(*found.pop())
+        self._tell_left_out(ready[0])
         self._use_stop_tokens({tuple(map(tuple, one["stop_tokens"])) for one in ready.values()})
+
+    def _tell_left_out(self, ready: Message) -> None:
+        """Rows that are longer than the configuration allows."""
+        self.rows_left_out = ready["left_out"]
+        files = {"": self.config.dataset}
+        if self.config.evaluation is not None:
+            files["evaluation_"] = self.config.evaluation.dataset
+        for prefix, dataset in files.items():
+            left, size = ready[f"{prefix}left_out"], ready[f"{prefix}size"]
+            if left:
+                where, total = dataset.path, size + left
+                logger.warning("%d of %d lines of %s are too long and left out", left, total, where)
+                self.events.write("left_out", file=where, rows=left, of=total)
+
+    def _tell_unknown_metric(self, line: dict[str, Any]) -> None:
+        """Once: ``stop_when`` waits for a metric that the line should have and has not."""
+        condition = self.progress.stop_when
+        if condition is None or condition.metric in line or self._told_unknown:
+            return
+        evaluated = any(name.startswith("eval/") for name in line)
+        if evaluated if condition.metric.startswith("eval/") else line["step"] > 0:
+            self._told_unknown = True
+            hint = near(condition.metric, sorted(line))
+            logger.warning("stop_when: this step has no '%s'; %s", condition.metric, hint)
+            self.events.write("no_such_metric", condition=str(condition))
 
     def _use_stop_tokens(self, found: set[tuple[tuple[int, str], ...]]) -> None:
         """``found`` holds the ids and texts that each rank has read from the model's files."""
@@ -217,6 +248,9 @@ class Master:
     def _record(self, metrics: dict[str, Any]) -> None:
         step = self.progress.step
         line = {"step": step, "epoch": self.progress.cursor.epoch, **metrics}
+        if self.rows_left_out:
+            line["rows_left_out"] = self.rows_left_out
+        self._tell_unknown_metric(line)
         if self._stall_s is not None:
             line["time/checkpoint_stall"], self._stall_s = self._stall_s, None
         self.progress.metrics = line

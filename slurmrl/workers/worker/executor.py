@@ -65,6 +65,8 @@ class Executor:
             "size": self.dataset.size,
             "fingerprint": self.dataset.fingerprint,
             "evaluation_size": evaluation.size if evaluation is not None else 0,
+            "left_out": self.dataset.left_out,
+            "evaluation_left_out": evaluation.left_out if evaluation is not None else 0,
             "stop_tokens": [
                 [one, self.tokenizer.convert_ids_to_tokens(one)] for one in self.stop_token_ids
             ],

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.microbatch import agree
+from slurmrl.errors import UsageError
 from slurmrl.parallel.groups import ParallelContext
 from slurmrl.parallel.topology import ProcessTopology
 
@@ -27,3 +29,9 @@ def test_padded_sizes_keep_the_budget() -> None:
     rounds = agree(sample(), 16, 1.0, ALONE, padded=True)
     assert rounds.parts == ((0,), (1, 6), (2, 4, 5), (3,))
     assert rounds.count == 4
+
+
+def test_a_batch_of_which_no_token_counts_trains_nothing() -> None:
+    agree(sample(), 16, 1.0, ALONE).check("actor")
+    with pytest.raises(UsageError, match="actor: no token of this batch counts"):
+        agree(sample(), 16, 0.0, ALONE).check("actor")

@@ -123,6 +123,8 @@ def test_a_run_directory_gives_the_same_settings(load_ppo: Load, folder: Path) -
         (["evaluation.samples=1"], "evaluation.samples", "must be at least 2"),
         (["reward="], "reward", "it judges the completions of ppo and evaluation"),
         (["reward.name=exactmatch"], "reward.name", "did you mean 'exact_match'?"),
+        (["stop_when=rewrad >= 1"], "stop_when", "no step has 'rewrad'; did you mean 'reward'?"),
+        (["stop_when=eval/kl >= 1"], "stop_when", "no step has 'eval/kl'"),
         (["evaluation=", "stop_when=eval/reward >= 1"], "stop_when", "needs an evaluation"),
         (
             ["evaluation.every_steps=", "stop_when=eval/reward >= 1"],

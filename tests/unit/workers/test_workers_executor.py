@@ -35,6 +35,7 @@ class FakeDataset:
     def __init__(self, size: int) -> None:
         self.size = size
         self.fingerprint = f"of {size}"
+        self.left_out = 3
         self.reads: list[tuple[list[int], int]] = []
 
     def sample(self, indices: Sequence[int], epoch: int) -> SequenceSample:
@@ -370,5 +371,7 @@ def test_description_of_the_data(make_ranks: Callable[..., Ranks]) -> None:
         "size": 40,
         "fingerprint": "of 40",
         "evaluation_size": 9,
+        "left_out": 3,
+        "evaluation_left_out": 3,
         "stop_tokens": [[7, "<7>"], [2, "<2>"]],
     }

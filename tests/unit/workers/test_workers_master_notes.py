@@ -1,0 +1,56 @@
+"""What the master says once about data and conditions."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from slurmrl.config.conditions import StopWhen
+from slurmrl.workers.master.master import Master
+
+
+class Events:
+    def __init__(self) -> None:
+        self.said: list[tuple[str, dict[str, Any]]] = []
+
+    def write(self, kind: str, **values: Any) -> None:
+        self.said.append((kind, values))
+
+
+def test_lines_that_are_left_out_are_told_by_file(caplog: pytest.LogCaptureFixture) -> None:
+    config = SimpleNamespace(
+        dataset=SimpleNamespace(path="/train"),
+        evaluation=SimpleNamespace(dataset=SimpleNamespace(path="/held")),
+    )
+    master: Any = SimpleNamespace(config=config, events=Events())
+    ready = {"size": 7, "left_out": 3, "evaluation_size": 4, "evaluation_left_out": 0}
+    with caplog.at_level(logging.WARNING):
+        Master._tell_left_out(master, ready)
+    assert master.rows_left_out == 3
+    assert master.events.said == [("left_out", {"file": "/train", "rows": 3, "of": 10})]
+    assert "3 of 10 lines of /train are too long" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("condition", "lines", "told"),
+    [
+        ("rewrad >= 1", [{"step": 0, "eval/reward": 1.0}], False),
+        ("rewrad >= 1", [{"step": 1, "reward": 1.0}, {"step": 2, "reward": 1.0}], True),
+        ("eval/rewrad >= 1", [{"step": 1, "reward": 1.0}], False),
+        ("eval/rewrad >= 1", [{"step": 1, "eval/reward": 1.0}], True),
+        ("reward >= 1", [{"step": 1, "reward": 0.0}], False),
+    ],
+)
+def test_a_condition_on_a_metric_that_never_comes_is_told_once(
+    condition: str, lines: list[dict[str, Any]], told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    progress = SimpleNamespace(stop_when=StopWhen.parse(condition))
+    master: Any = SimpleNamespace(progress=progress, events=Events(), _told_unknown=False)
+    with caplog.at_level(logging.WARNING):
+        for line in lines:
+            Master._tell_unknown_metric(master, line)
+    assert [kind for kind, _ in master.events.said] == ["no_such_metric"] * told
+    assert ("did you mean" in caplog.text) is told
