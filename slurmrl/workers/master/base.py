@@ -122,10 +122,11 @@ def _damage(directory: Path, sleep: Callable[[float], None]) -> str | None:
 
 
 def _said_by_ranks(names: NameStore, state: TrialState) -> dict[str, str]:
-    """What ranks of the last incarnations found damaged when they loaded it."""
+    """What ranks of the last incarnations found damaged when they loaded it, and their masters when
+    they exported it."""
     found: dict[str, str] = {}
     for number in range(max(1, state.incarnation - LOOK_BACK + 1), state.incarnation + 1):
         said = published.failure(names, number)
         if "damaged" in said:
-            found[str(said["damaged"])] = str(said.get("exception"))
+            found[str(said["damaged"])] = str(said.get("exception") or said.get("reason"))
     return found

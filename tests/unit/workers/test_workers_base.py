@@ -11,7 +11,7 @@ import pytest
 from slurmrl import keys
 from slurmrl.checkpoint.manifest import write_manifest
 from slurmrl.checkpoint.tensors import checksum
-from slurmrl.errors import EnvironmentFailure, StaleIncarnationError
+from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure, StaleIncarnationError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.history.log import HIDDEN_PAUSES_S, History
 from slurmrl.history.record import Kind
@@ -21,6 +21,7 @@ from slurmrl.monitor import events
 from slurmrl.monitor.events import EventWriter
 from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
+from slurmrl.workers.failure import describe, publish
 from slurmrl.workers.master import base as base_module
 from slurmrl.workers.master import serve
 from slurmrl.workers.master.base import Damage, begin_on_base, choose, set_aside
@@ -134,6 +135,14 @@ def test_what_ranks_found_damaged_is_believed(past: Past) -> None:
     past.names.add(keys.failure(1), json.dumps(said), delete_on_exit=False)
     _, damages = past.begin()
     assert [damage.reason for damage in damages] == ["another checksum"]
+    assert past.state.base == past.directory(4).name
+
+
+def test_what_a_master_found_damaged_when_it_exported_is_believed(past: Past) -> None:
+    error = DamagedCheckpointError("actor.0 has another checksum", past.directory(6).name)
+    publish(past.names, 1, describe(error, "master"))
+    _, damages = past.begin()
+    assert [damage.reason for damage in damages] == ["master: actor.0 has another checksum"]
     assert past.state.base == past.directory(4).name
 
 
