@@ -28,15 +28,6 @@ class Mesh:
         return tuple(start + gpu for start in starts for gpu in own)
 
 
-def parse_mesh(text: str, gpus_per_host: int) -> Mesh:
-    """Raises AllocationError that points at the character."""
-    scanner = Scanner(text)
-    found = mesh(scanner, gpus_per_host)
-    if scanner.character:
-        scanner.fail("expected ',' or ':' and GPUs, or the end")
-    return found
-
-
 def mesh(scanner: Scanner, gpus_per_host: int) -> Mesh:
     """A mesh at the scanner's position. GPUs of a host are 1, 2, 4, … neighbours."""
     scanner.skip_blanks()

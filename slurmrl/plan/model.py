@@ -39,10 +39,6 @@ class GroupPlan(_Part):
     def world_size(self) -> int:
         return self.hosts * self.workers_per_host
 
-    def ranks_of_host(self, host: int) -> range:
-        """Global ranks of the workers on a host."""
-        return range(host * self.workers_per_host, (host + 1) * self.workers_per_host)
-
 
 class ModelPlan(_Part):
     """One role's place. ``ranks[i]`` is the rank, in its group of workers, of the model's i-th

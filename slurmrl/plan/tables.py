@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from slurmrl.parallel.topology import ProcessTopology
-from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
+from slurmrl.plan.model import ModelPlan, Plan
 
 Wanted: TypeAlias = tuple[str, tuple[int, ...]]
 """What a group is for, and its ranks."""
@@ -57,18 +57,6 @@ def rows(plan: Plan, model: ModelPlan) -> list[Row]:
         coordinates = grid.coordinates(rank)
         own = experts.coordinates(rank) if experts else {}
         found.append(Row(rank, place, host, gpu, coordinates, own))
-    return found
-
-
-def on_gpus(plan: Plan, group: GroupPlan) -> list[dict[str, dict[str, int]]]:
-    """For each worker of a group the models that lie on it, and their coordinates there."""
-    found: list[dict[str, dict[str, int]]] = [{} for _ in range(group.world_size)]
-    for name, model in plan.models.items():
-        if model.group != group.name:
-            continue
-        grid = topology(model)
-        for rank, place in enumerate(model.ranks):
-            found[place][name] = grid.coordinates(rank)
     return found
 
 

@@ -54,10 +54,6 @@ class SchedulerPoll:
             self._due = self._clock() + self._pause_s
         return self._answer
 
-    def hurry(self) -> None:
-        """Something happened that may show in the queue: ask again at the next call."""
-        self._due, self._pause_s = 0.0, self._shortest_s
-
 
 def _shape(tasks: list[TaskState]) -> Mapping[tuple[str, str], tuple[str, str, int]]:
     """What counts as a change; time goes by in any case."""

@@ -11,7 +11,7 @@ from slurmrl.plan.build import make_plan
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import place, workers_per_host
 from slurmrl.plan.settings import Settings
-from slurmrl.plan.tables import on_gpus, process_groups, rows, split_over_hosts
+from slurmrl.plan.tables import process_groups, rows, split_over_hosts
 from slurmrl.scheduler.parse import HostRow, cluster_hosts
 from tests.unit.plan.conftest import EXPERTS
 
@@ -36,10 +36,13 @@ def test_one_gpu_has_different_places_in_different_models(plan_ppo: Load) -> Non
     found = plan(plan_ppo, *SEED)
     [group] = found.groups
     assert (group.hosts, group.workers_per_host) == (1, 4)
-    at = on_gpus(found, group)
-    assert at[1]["actor"]["tp"] == 1
-    assert (at[2]["ref"]["tp"], at[2]["ref"]["pp"], at[2]["critic"]["pp"]) == (0, 1, 0)
-    assert [sorted(on) for on in at] == [["actor", "ref"]] * 2 + [["critic", "ref"]] * 2
+    at = {
+        role: {row.place: row.coordinates for row in rows(found, found.models[role])}
+        for role in ("actor", "critic", "ref")
+    }
+    assert at["actor"][1]["tp"] == 1
+    assert (at["ref"][2]["tp"], at["ref"][2]["pp"], at["critic"][2]["pp"]) == (0, 1, 0)
+    assert [sorted(on) for on in at.values()] == [[0, 1], [2, 3], [0, 1, 2, 3]]
 
 
 def test_the_groups_of_separate_and_shared_models(plan_ppo: Load) -> None:

@@ -79,9 +79,6 @@ def test_nobody_is_asked_before_it_is_due(poll: SchedulerPoll, scheduler: FakeSc
     assert scheduler.questions == 1
     poll.query({**JOBS, "rollout": ("42",)})
     assert scheduler.questions == 2
-    poll.hurry()
-    poll.query({**JOBS, "rollout": ("42",)})
-    assert scheduler.questions == 3
 
 
 def test_a_scheduler_that_does_not_answer_is_asked_ever_less_often(
