@@ -51,6 +51,20 @@ SCIENTIFIC = re.compile(r"(-?\d+(?:\.\d+)?)[eE]([-+]?\d+)")
 MIXED = re.compile(r"(?<![\w./^{}])(\d+)\s+(\d+)/(\d+)(?![\w/^.])")
 NUMBER = re.compile(r"(?<![\w.])-?(?:\\?\$ ?)?(?:\d[\d,]*(?:\.\d+)?|\.\d+)(?:/\d+)?(?: ?\\?%)?")
 CURRENCIES = re.compile("[€£¥₹]")
+NAMED = re.compile(
+    r"(?<![A-Za-z\\])(pi|alpha|beta|gamma|delta|theta|lambda|sigma|omega|phi)(?![A-Za-z])"
+)
+SYMBOLS = str.maketrans(
+    {
+        "∞": r"\infty ",
+        "°": r"^\circ ",
+        "½": r"\frac{1}{2}",
+        "¼": r"\frac{1}{4}",
+        "¾": r"\frac{3}{4}",
+    }
+)
+ROOT = re.compile(r"√\s*(\d+|[a-z])")
+"""With SYMBOLS: what math-verify does not know."""
 
 
 def main() -> None:
@@ -104,7 +118,8 @@ def refusal(text: str, reference: list[Any]) -> str:
 
 def prepare(text: str) -> str:
     """An answer as math-verify reads it right: with its mathematics in LaTeX environments."""
-    text = THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text.strip())
+    text = ROOT.sub(r"\\sqrt{\1}", text.strip().translate(SYMBOLS))
+    text = THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     if BOX.search(text):
         return replace_boxes(text)
     if FORMULA.search(text):
@@ -128,7 +143,7 @@ def only_formula(text: str) -> str | None:
         return SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
     several_lines = "\n" in text and r"\begin" not in text
     if not several_lines and not PROSE.search(bare(text)):
-        return text if len(text) <= LONGEST_FORMULA else None
+        return NAMED.sub(r"\\\1", text) if len(text) <= LONGEST_FORMULA else None
     formulas = ["".join(groups) for groups in FORMULA.findall(mark_formulas(text))]
     return the_only(formulas or [found.group() for found in NUMBER.finditer(text)])
 
