@@ -10,7 +10,7 @@ from typing import Any
 
 from slurmrl import env, log
 from slurmrl.config.load import load_resolved
-from slurmrl.errors import RunFailedError, StaleIncarnationError, TrialEndedError
+from slurmrl.errors import RunFailedError, StaleIncarnationError, TrialEndedError, UsageError
 from slurmrl.fsio import ownership
 from slurmrl.fsio.atomic import remove
 from slurmrl.history.log import History
@@ -130,7 +130,7 @@ def _clean(paths: RunPaths, state: TrialState) -> None:
 
 def _fail(names: NameStore, incarnation: int, events: EventWriter, error: Exception) -> Failure:
     """Say why this incarnation failed, unless a rank was first."""
-    if isinstance(error, RunFailedError):
+    if isinstance(error, RunFailedError | UsageError):
         logger.error("%s", error)
     else:
         traceback.print_exc()

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 from slurmrl.config.conditions import StopWhen
+from slurmrl.errors import ConfigError, Problem
+from slurmrl.workers.master import serve
 from slurmrl.workers.master.master import Master
 
 
@@ -54,3 +56,18 @@ def test_a_condition_on_a_metric_that_never_comes_is_told_once(
             Master._tell_unknown_metric(master, line)
     assert [kind for kind, _ in master.events.said] == ["no_such_metric"] * told
     assert ("did you mean" in caplog.text) is told
+
+
+def test_a_mistake_of_the_user_s_has_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(serve, "publish", lambda *_: True)
+    events: Any = Events()
+    names: Any = None
+    error = ConfigError((Problem("ppo.yaml:3", "seed", "is wrong"),))
+    failure = serve._fail(names, 1, events, error)
+    assert failure["final"]
+    assert "ppo.yaml:3: seed: is wrong" in caplog.text
+    assert "Traceback" not in capsys.readouterr().err
