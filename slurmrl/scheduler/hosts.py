@@ -27,6 +27,7 @@ LONGEST_WHY = 400
 
 FIELDS = {"host": TEXT, "why": TEXT, "start": TEXT, "time": SECONDS}
 
+_HOST = re.compile(r"[\w.-]{1,200}", re.ASCII)
 _AVOID = re.compile(r"avoid\.(?P<host>[\w.-]+)\.json", re.ASCII)
 _LOST = re.compile(r"lost\.(?P<incarnation>\d+)\.(?P<host>[\w.-]+)\.json", re.ASCII)
 _START = re.compile(
@@ -79,6 +80,8 @@ def record_start(run: RunPaths, slots: int, start: str, host: str, why: str) -> 
 
 def blame(run: RunPaths, host: str, incarnation: int, why: str) -> bool:
     """Record that an incarnation failed because of a host; whether it is to be avoided now."""
+    if not _HOST.fullmatch(host):
+        return False
     _create(run, f"lost.{incarnation}.{host}.json", host, why)
     lost = {
         m["incarnation"] for f in _names(run) if (m := _LOST.fullmatch(f)) and m["host"] == host

@@ -117,12 +117,14 @@ def continue_after(
 def give_back(link: Link, why: str, host: str) -> None:
     """Put a link in which nothing began back into the queue, off ``host`` (empty: no host is to
     blame). Call it last: Slurm ends this job. See `scheduler.leave`."""
-    text = leave.functions(
-        link.run.run,
-        link.run.submission_script(link.submission, link.group),
-        submission.directive(link.run, link.submission, link.group, "job-name"),
-        submission.excluded(link.run, link.submission, link.group),
-    )
+    script = link.run.submission_script(link.submission, link.group)
+    try:
+        name = submission.directive(link.run, link.submission, link.group, "job-name")
+        excluded = submission.excluded(link.run, link.submission, link.group)
+    except (CorruptFileError, EnvironmentFailure) as error:
+        logger.error("this job is not put back into the queue: %s", error)
+        return
+    text = leave.functions(link.run.run, script, name, excluded)
     command = ["sh", "-c", f'{text}\nslurmrl_give_back "$1" "$2"', "sh", why, host]
     subprocess.run(command, check=False, env=environment.of_command(os.environ) | _here())
 

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 
 from slurmrl import keys, log
-from slurmrl.errors import NameExistsError, NameNotFoundError, SchedulerError
+from slurmrl.errors import CorruptFileError, NameExistsError, NameNotFoundError, SchedulerError
 from slurmrl.fsio import documents
 from slurmrl.fsio.shapes import TEXT, Kind, one_of
 from slurmrl.lease import GAPS_PER_TTL, LeaseObserver
@@ -92,11 +92,20 @@ def read(names: NameStore, number: int) -> Turn | None:
     return Turn(said["start"], said["element"], said["host"], said["before"], left)
 
 
+def _readable(names: NameStore, number: int) -> Turn | None:
+    """A damaged one is nobody's: it must not keep every job from going on."""
+    try:
+        return read(names, number)
+    except CorruptFileError as error:
+        logger.warning("%s", error)
+        return None
+
+
 def put_back(names: NameStore) -> frozenset[str]:
     """Starts of jobs that Slurm took away from the trial."""
     found = names.find_subtree(keys.batons())
     numbers = [int(tail) for key in found if (tail := key.rpartition("/")[2]).isdecimal()]
-    turns = [turn for number in numbers if (turn := read(names, number)) is not None]
+    turns = [turn for number in numbers if (turn := _readable(names, number)) is not None]
     return frozenset(turn.before for turn in turns if turn.left is Left.PUT_BACK)
 
 
@@ -152,10 +161,7 @@ class Baton:
         for key in self._names.find_subtree(keys.batons()):
             tail = key.rpartition("/")[2]
             number = max(number, int(tail) if tail.isdecimal() else 0)
-        while (following := read(self._names, number + 1)) is not None:
-            number += 1
-            del following
-        return number, read(self._names, number) if number else None
+        return number, _readable(self._names, number) if number else None
 
     def _left(self, holder: Turn) -> Left | None:
         """How a job has left the trial; None if it has not."""

@@ -19,10 +19,20 @@ CAUSES = (Cause.LOST_HOST, Cause.ENVIRONMENT)
 """What a host itself is to blame for."""
 
 
-def avoid(paths: RunPaths, options: Namespace, host: str, why: str) -> None:
+def _avoid(paths: RunPaths, options: Namespace, host: str, why: str) -> None:
     """Keep jobs off a host, unless nothing could start then, or they are already."""
     if host not in {one.host for one in hosts.avoided(paths)}:
         SlurmScheduler().avoid(paths, options.submission, options.group, host, why)
+
+
+def avoid_failed(paths: RunPaths, options: Namespace, starts: Iterable[hosts.BadHost]) -> None:
+    """Keep jobs off the hosts on which an agent could not start."""
+    try:
+        for bad in starts:
+            if bad.host:
+                _avoid(paths, options, bad.host, bad.why)
+    except (CorruptFileError, EnvironmentFailure) as error:
+        logger.warning("hosts that fail are not avoided: %s", error)
 
 
 def blame_hosts(paths: RunPaths, options: Namespace, incarnations: Iterable[int]) -> None:
@@ -37,6 +47,6 @@ def blame_hosts(paths: RunPaths, options: Namespace, incarnations: Iterable[int]
                 continue
             why = str(failure.get("reason", ""))
             if hosts.blame(paths, host, number, why):
-                avoid(paths, options, host, why)
+                _avoid(paths, options, host, why)
     except (CorruptFileError, EnvironmentFailure) as error:
         logger.warning("failures of hosts are not recorded: %s", error)

@@ -22,7 +22,7 @@ from slurmrl.scheduler.client import SRUN
 from slurmrl.workers.patience import patiently
 from slurmrl.workers.process import die_with
 from slurmrl.workers.supervisor.allocation import Allocation
-from slurmrl.workers.supervisor.blame import avoid, blame_hosts
+from slurmrl.workers.supervisor.blame import avoid_failed, blame_hosts
 from slurmrl.workers.supervisor.link import reason_to_leave
 
 logger = log.get(__name__)
@@ -95,8 +95,7 @@ class Rounds:
             self.began |= after > before
             if self.allocation.hosts:
                 blame_hosts(self.paths, self.options, range(before, after + 1))
-                for bad in self.allocation.failed_starts():
-                    avoid(self.paths, self.options, bad.host, bad.why)
+                avoid_failed(self.paths, self.options, self.allocation.failed_starts())
             reason = self._reason_to_leave(code, fruitless)
             if reason is not None:
                 why = reason

@@ -191,3 +191,8 @@ def test_a_baton_that_is_not_ours(paths: RunPaths, names: NameStore, text: str) 
     names.add(keys.baton(1), text, delete_on_exit=False)
     with pytest.raises(CorruptFileError, match="baton/1"):
         read(names, 1)
+    assert put_back(names) == set()
+    assert baton(paths, names, link(paths), "41.0", Cluster({})).take() is None
+    turn = read(names, 2)
+    assert turn is not None
+    assert turn.start == "41.0"
