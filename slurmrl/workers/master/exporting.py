@@ -59,7 +59,8 @@ class Exporter:
         weights = open_verified(checkpoint, self.role)
         stops = self._stop_tokens(checkpoint)
         stated = config_values(model)
-        if text_config(stated).get(EOS) is None:  # a family's default need not be the tokenizer's
+        if stated.get(EOS) is None and text_config(stated).get(EOS) is None:
+            # The family's default need not be a token of this tokenizer.
             stated = {**stated, EOS: _one_or_list(stops)}
         values, storage = file_form(stated, model.implementation, self.head)
         tokenizer = model.tokenizer or self.config.actor.tokenizer
