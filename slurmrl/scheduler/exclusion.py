@@ -12,6 +12,9 @@ from slurmrl.scheduler.client import SlurmClient, may_have_worked
 
 logger = log.get(__name__)
 
+STARTED = "no longer pending"
+"""What scontrol says of elements that have started since we looked; it changes the others."""
+
 
 def excluded(run: RunPaths, number: int, group: str, *more: str) -> str:
     """What jobs of a group are to exclude, as Slurm takes it: what its user said, the hosts that
@@ -59,6 +62,8 @@ def update(
         try:
             client.exclude(elements, wanted)
         except SchedulerError as error:
+            if STARTED in str(error):
+                continue
             if may_have_worked(error):
                 raise
             logger.warning("%s cannot be kept off %s: %s", elements, wanted or "no host", error)

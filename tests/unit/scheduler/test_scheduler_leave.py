@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.errors import CorruptFileError, UsageError
+from slurmrl.errors import CorruptFileError, SchedulerError, UsageError
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler import exclusion, hosts, leave
+from slurmrl.scheduler.slurm import SlurmScheduler
+from tests.support.scripted_slurm import Slurm
 
 JOB = {
     "SLURM_JOB_ID": "43",
@@ -179,3 +181,35 @@ def test_what_is_queued_from_now_on_avoids_the_host(run: RunPaths) -> None:
     assert exclusion.option(run, 1, "trainer") == ()
     hosts.avoid(run, "n1", json.dumps("broken"))
     assert exclusion.option(run, 1, "trainer") == ("--exclude=n1",)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "changed"),
+    [
+        ("", True),
+        ("41_1: Job is no longer pending execution", True),
+        ("Access/permission denied", False),
+    ],
+)
+def test_queued_links_get_the_exclusion_or_others_take_their_place(
+    run: RunPaths,
+    slurm: Slurm,
+    scheduler: SlurmScheduler,
+    monkeypatch: pytest.MonkeyPatch,
+    refusal: str,
+    changed: bool,
+) -> None:
+    told: list[tuple[str, str]] = []
+
+    def exclude(self: Slurm, elements: str, wanted: str) -> None:
+        told.append((elements, wanted))
+        if refusal:
+            raise SchedulerError(refusal)
+
+    monkeypatch.setattr(Slurm, "exclude", exclude, raising=False)
+    hosts.avoid(run, "n1", "broken")
+    scheduler.keep_off(run, 1, "trainer", by="41_0")
+    assert told == [("41_[1-2]", "n1")]
+    assert slurm.done == ([] if changed else ["cancel 41_[1-2]"])
+    assert len(slurm.jobs) == (1 if changed else 2)
+    assert changed or "--exclude=n1" in slurm.options[-1]
