@@ -37,6 +37,9 @@ settings.load_profile("slurmrl")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gone = [name for name in LONGEST_FIRST if not (HERE / name).exists()]
+    if gone:
+        raise pytest.UsageError(f"tests/conftest.py: LONGEST_FIRST names no file: {gone}")
     for item in items:
         lane = item.path.relative_to(HERE).parts[0]
         if lane not in LANES:
