@@ -50,6 +50,17 @@ def baton(number: int) -> str:
     return f"baton/{number}"
 
 
+def hang(incarnation: int) -> str:
+    """Who waited for whom when an incarnation was ended for silence or a deadline, as JSON:
+    ``text`` and ``files`` with stacks."""
+    return f"incarnation/{incarnation}/hang"
+
+
+def stacks(incarnation: int, number: int) -> str:
+    """The ``number``-th request for stacks, from 1 on, as JSON: ``ranks``, null for all."""
+    return f"incarnation/{incarnation}/stacks/{number}"
+
+
 def lost(host: str) -> str:
     """A host whose agent was seen to be dead, as JSON: the incarnation and its job."""
     return f"lost/{host}"

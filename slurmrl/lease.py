@@ -19,6 +19,7 @@ from slurmrl.fsio.failures import explain, unreadable
 from slurmrl.fsio.primitives import make_private, opened, pwrite_all
 
 DIGITS = 20
+NOTE_BYTES = 64 * 1024
 GAPS_PER_TTL = 4
 """The time between two looks counts for at most this part of the TTL: an observer that was itself
 suspended, or hung in a write of its own, has not been watching."""
@@ -32,10 +33,14 @@ class Lease:
         self._calls = calls
         self._counter = 0
 
-    def beat(self) -> None:
-        """Move the counter. Raises EnvironmentFailure: then the holder must start nothing new."""
+    def beat(self, note: bytes = b"") -> None:
+        """Move the counter. Raises EnvironmentFailure: then the holder must start nothing new.
+
+        ``note`` is written behind the counter, at no cost of its own. Where it is shorter than the
+        one before, the rest of that stays behind it; a reader can see half of it.
+        """
         self._counter += 1
-        data = f"{self._counter:0{DIGITS}d}\n".encode()
+        data = f"{self._counter:0{DIGITS}d}\n".encode() + note[:NOTE_BYTES]
         try:
             with opened(self._path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, self._calls) as file:
                 if self._counter == 1:
@@ -51,16 +56,22 @@ def read_counter(path: Path, *, calls: SystemCalls = REAL) -> int | None:
     Raises EnvironmentFailure if the directory does not answer or is gone, CorruptFileError for
     what is no regular file.
     """
+    return _read(path, calls)[0]
+
+
+def _read(path: Path, calls: SystemCalls) -> tuple[int | None, bytes]:
+    """Counter and note."""
     try:
         with opened(path, os.O_RDONLY | os.O_NOFOLLOW, calls) as file:
-            text = calls.read(file, DIGITS + 2)
+            text = calls.read(file, DIGITS + 1 + NOTE_BYTES)
     except FileNotFoundError:
         _look_again(path.parent, calls)
-        return None
+        return None, b""
     except OSError as error:
         raise unreadable(error, path, "remove it: its holder makes it again") from error
-    whole = len(text) == DIGITS + 1 and text[:DIGITS].isdigit()
-    return int(text[:DIGITS]) if whole else None
+    if not text[:DIGITS].isdigit() or text[DIGITS : DIGITS + 1] != b"\n":
+        return None, b""
+    return int(text[:DIGITS]), text[DIGITS + 1 :]
 
 
 def _look_again(directory: Path, calls: SystemCalls) -> None:
@@ -77,6 +88,8 @@ class LeaseView:
     age_s: float
     """Seconds for which the counter was seen not to move."""
     counter: int | None
+    note: bytes = b""
+    """What the holder wrote behind the counter."""
 
 
 class LeaseObserver:
@@ -95,6 +108,7 @@ class LeaseObserver:
         self._clock = clock
         self._calls = calls
         self._counter: int | None = None
+        self._note = b""
         self._age_s = 0.0
         self._looked_at: float | None = None
         """End of the last look, if that one succeeded."""
@@ -103,12 +117,12 @@ class LeaseObserver:
         """Look once. A look that fails changes nothing but stops the clock until the next one."""
         before = self._clock()
         try:
-            counter = read_counter(self._path, calls=self._calls)
+            counter, note = _read(self._path, self._calls)
         except (EnvironmentFailure, CorruptFileError):
             self._looked_at = None
             return self._view()
         if counter is not None and counter != self._counter:
-            self._counter = counter
+            self._counter, self._note = counter, note
             self._age_s = 0.0
         elif self._looked_at is not None:
             self._age_s += min(before - self._looked_at, self._ttl_s / GAPS_PER_TTL)
@@ -116,7 +130,7 @@ class LeaseObserver:
         return self._view()
 
     def _view(self) -> LeaseView:
-        return LeaseView(self._age_s < self._ttl_s, self._age_s, self._counter)
+        return LeaseView(self._age_s < self._ttl_s, self._age_s, self._counter, self._note)
 
 
 class LeaseBoard:

@@ -172,6 +172,11 @@ class RunPaths:
     def log(self, group: str, task: int, attempt: int) -> Path:
         return self.logs / group / f"{task}.{attempt}.log"
 
+    def stacks(self, group: str, task: int, attempt: int, incarnation: int, number: int) -> Path:
+        """Stacks of a host's processes: those that were taken before an incarnation ended
+        (``number`` 0), or for a request."""
+        return self.logs / group / f"{task}.{attempt}.stacks-{incarnation}.{number}.txt"
+
     def batch_log(self, group: str, element: str) -> Path:
         """Output of the batch process of one array element, such as ``slurm-41_0``."""
         return self.logs / group / f"{element}.out"

@@ -44,6 +44,7 @@ COMMANDS = {
         "slurmrl.cli.export:export", "Write a checkpoint's model in Hugging Face form."
     ),
     "logs": Entry("slurmrl.cli.logs:logs", "Print what a trial's processes wrote."),
+    "stacks": Entry("slurmrl.cli.stacks:stacks", "Show what the ranks of a running trial do."),
     "names": Entry("slurmrl.cli.names:names", "Show a trial's names, their owners and leases."),
     "cancel": Entry("slurmrl.cli.cancel:cancel", "End a trial and its jobs."),
     "resume": Entry("slurmrl.cli.resume:resume", "Go on with an ended or interrupted trial."),

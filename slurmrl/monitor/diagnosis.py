@@ -141,7 +141,8 @@ def _waiting(status: Status) -> Iterator[Finding]:
         return
     usual_s = WAIT_STEPS * (status["timing"]["step_s"] or 0.0)
     if waiting["since_s"] > max(WAIT_S, usual_s):
-        text = f"has waited {age(waiting['since_s'])} for {whom(waiting)}"
+        explained = f": {waiting['explained']}" if waiting.get("explained") else ""
+        text = f"has waited {age(waiting['since_s'])} for {whom(waiting)}{explained}"
         yield Finding("waiting", text)
 
 

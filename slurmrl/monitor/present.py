@@ -8,7 +8,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from slurmrl.monitor import story, throughput
+from slurmrl.monitor import hang, story, throughput
 from slurmrl.monitor.snapshot import Snapshot, Traces
 from slurmrl.scheduler.base import JobState, TaskState
 
@@ -27,6 +27,7 @@ def describe(
         "phase": snapshot.said.get("phase") if lives or snapshot.state.end else None,
         "warned": story.warning(newest) if lives and newest is not None else None,
         "waiting": _waiting(snapshot) if lives else None,
+        "doing": list(snapshot.said.get("doing", [])) if lives else [],
         "link": _link(tasks, snapshot.now) if state == "RUNNING" else None,
         "pending": _pending(snapshot, tasks) if state == "PENDING" else None,
         "checkpoint_failures": _failed_commits(snapshot, newest) if newest else None,
@@ -45,7 +46,8 @@ def _waiting(snapshot: Snapshot) -> dict[str, Any] | None:
     tasks = snapshot.said.get("tasks", {})
     hosts = [tasks[place]["host"] for place in places if place in tasks]
     ranks = group.hosts * group.workers_per_host
-    return {**said, "hosts": list(dict.fromkeys(hosts)), "of": ranks}
+    explained = hang.explain(snapshot.said.get("doing", []))
+    return {**said, "hosts": list(dict.fromkeys(hosts)), "of": ranks, "explained": explained}
 
 
 def _link(tasks: Sequence[TaskState], now: float) -> dict[str, Any] | None:

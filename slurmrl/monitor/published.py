@@ -3,6 +3,7 @@ have. What nobody published is an empty object."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from slurmrl.fsio.shapes import (
     SECONDS,
     TEXT,
     Fields,
+    Kind,
     each,
     list_of,
     table,
@@ -24,6 +26,7 @@ from slurmrl.fsio.shapes import (
 from slurmrl.name_resolve.base import NameStore
 
 Said = Mapping[str, Any]
+SPANS = re.compile(r"(\d{1,7}(-\d{1,7})?(,\d{1,7}(-\d{1,7})?)*)?")
 
 ATTEMPT: Fields = {
     "group": TEXT,
@@ -47,6 +50,26 @@ FAILURE: Fields = {
     "echo": FLAG,
     "agent": TEXT,
 }
+_DOES: Fields = {
+    "call": TEXT,
+    "step": INTEGER,
+    "phase": TEXT,
+    "part": COUNT,
+    "parts": COUNT,
+    "since_s": SECONDS,
+    "silent_s": SECONDS,
+    "frame": TEXT,
+}
+_IN: Fields = {"name": TEXT, "number": INTEGER, "group": TEXT, "since_s": SECONDS}
+_SPANS = Kind("ranks such as 0-2,5", lambda v: isinstance(v, str) and bool(SPANS.fullmatch(v)))
+_GROUP: Fields = {**_DOES, "ranks": _SPANS, "collective": table({**_IN, "ranks": _SPANS})}
+_ROW: Fields = {**_DOES, "rank": COUNT, "collective": table({**_IN, "ranks": list_of(COUNT)})}
+DOING = list_of(table(_GROUP, ("ranks",)))
+"""Groups of ranks (see `monitor.hang`)."""
+NOTE: Fields = {"incarnation": COUNT, "doing": list_of(table(_ROW, ("rank",)))}
+"""What an agent writes behind the counter of its lease."""
+HANG: Fields = {"text": TEXT, "files": list_of(TEXT)}
+REQUEST: Fields = {"ranks": list_of(COUNT)}
 WARNED: Fields = {"signal": TEXT, "cause": TEXT, "time_left_s": SECONDS}
 STATUS: Fields = {
     "incarnation": COUNT,
@@ -60,6 +83,7 @@ STATUS: Fields = {
     "waiting": table(
         {"for": list_of(COUNT), "what": TEXT, "since_s": SECONDS}, ("what", "since_s")
     ),
+    "doing": DOING,
     "tasks": each(table({"host": TEXT, "attempt": COUNT, "lease_age_s": SECONDS}, ("host",))),
 }
 LOST: Fields = {"incarnation": COUNT, "job": TEXT}
@@ -73,6 +97,11 @@ def failure(names: NameStore, incarnation: int) -> Said:
 def warned(names: NameStore, incarnation: int) -> Said:
     """What told an incarnation that its job will end."""
     return _said(names, keys.warned(incarnation), WARNED)
+
+
+def hang(names: NameStore, incarnation: int) -> Said:
+    """Who waited for whom when an incarnation was ended for silence or a deadline."""
+    return _said(names, keys.hang(incarnation), HANG)
 
 
 def status(names: NameStore) -> Said:

@@ -83,6 +83,8 @@ class Traces:
     """What its first failing rank said."""
     warned: Mapping[str, Any]
     """What told it that its job will end."""
+    hang: Mapping[str, Any]
+    """Who waited for whom, where it was ended for that."""
     attempt: Mapping[str, Any]
     """The first agent of its job."""
     master: Sequence[Event]
@@ -141,7 +143,7 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> Snapshot:
     takes does not depend on how long the trial has lived. Raises CorruptFileError for files that
     are not ours, EnvironmentFailure."""
     state = recent(paths.history, incarnations=incarnations, exports=_exported(paths))
-    groups = _groups(paths)
+    groups = read_groups(paths)
     with make("file", directory=paths.names) as names:
         said = _said(names, state.incarnation)
         attempts = _attempts(names, groups)
@@ -196,6 +198,7 @@ def _traces(
         begun,
         published.failure(names, begun.number),
         published.warned(names, begun.number),
+        published.hang(names, begun.number),
         attempt,
         events.read_ends(paths, f"master.{begun.number}"),
         _agent(paths, attempt, begun.number),
@@ -249,7 +252,7 @@ def submission_numbers(paths: RunPaths) -> list[int]:
     return [int(name) for name in names if _NUMBER.fullmatch(name)]
 
 
-def _groups(paths: RunPaths) -> tuple[Group, ...]:
+def read_groups(paths: RunPaths) -> tuple[Group, ...]:
     try:
         plan = documents.read(paths.plan, PLAN, PLAN)
     except FileNotFoundError:

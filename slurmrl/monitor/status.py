@@ -26,9 +26,16 @@ This object is a contract: fields may be added, none is ever changed or removed.
                                               its master has not spoken yet, or speaks no more
       "warned": null,                         what told the present incarnation to end, in words
       "waiting": {"for": [3], "hosts": ["n1"], "what": "to finish gen of step 3",
-                  "since_s": 2.1, "of": 16} | null,
+                  "since_s": 2.1, "of": 16,
+                  "explained": "ranks 0-2 have waited 3 s in …"} | null,
                                               ranks that the master waited for when it spoke last,
-                                              and how many there are
+                                              how many there are, and who waits for whom
+      "doing": [{"ranks": "0-2", "call": "actor_train", "step": 3, "phase": "forward and backward",
+                 "part": 2, "parts": 8, "since_s": 4.1, "silent_s": 0.0,
+                 "collective": {"name": "all_reduce", "number": 1841, "ranks": "0-3",
+                                "since_s": 2.0, …} | null}, …],
+                                              what the ranks of a running trial do, those that do
+                                              the same together; see monitor/hang.py
       "links_left": 6,                        queued successors, over all groups and arrays
       "link": {"job_id": "41_1", "time_left_s": 1200.0, "runs_s": 40.0} | null,
                                               null unless a job runs; the times are null where

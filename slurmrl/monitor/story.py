@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from slurmrl.history.record import Kind
 from slurmrl.monitor.events import Event
 from slurmrl.monitor.snapshot import Snapshot, Traces
-from slurmrl.monitor.words import first_line
+from slurmrl.monitor.words import first_line, plain
 from slurmrl.scheduler.base import JobState, TaskState
 
 OWN_FAULTS = ("exception", "oom", "hung", "deadline", "master")
@@ -27,6 +27,7 @@ WARNINGS = {
 }
 CLOCKS_S = 5.0
 """How far the clocks of two hosts may be apart."""
+SHOWN_FILES = 2
 GUESSED = ("preemption", "unknown")
 JOB_ENDS = {
     JobState.TIMEOUT: "time_limit",
@@ -161,7 +162,7 @@ def ending(traces: Traces, tasks: Sequence[TaskState]) -> End:
     if traces.begun.end is not None and traces.begun.end.kind is Kind.FINISHED:
         return End("finished", "finished")
     if own in OWN_FAULTS:
-        return End(own, failure_words(own, traces.failure))
+        return End(own, failure_words(own, traces.failure) + _explained(traces))
     if _was_cancelled(traces):
         return _cancelled(traces)
     if (words := warning(traces)) is not None:
@@ -190,6 +191,15 @@ def failure_words(cause: str, failure: Mapping[str, Any]) -> str:
         return f"{worker}: {reason}{_where(failure)}"
     words = {"deadline": "too slow: ", "environment": f"cannot go on{host}: "}.get(cause, "")
     return f"{words}{reason}" or cause
+
+
+def _explained(traces: Traces) -> str:
+    """Of a hang: who waited for whom, and where the stacks are."""
+    text = first_line(traces.hang.get("text"))
+    files = [plain(str(name)) for name in _list(traces.hang.get("files"))]
+    more = f" and {len(files) - SHOWN_FILES} more" if files[SHOWN_FILES:] else ""
+    stacks = f"stacks in {', '.join(files[:SHOWN_FILES])}{more}" if files else ""
+    return "".join(f"; {part}" for part in (text, stacks) if part)
 
 
 def _where(failure: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from typing import Final, Protocol, runtime_checkable
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.topology import ProcessTopology
 
 JOINT: Final = {"shard": ("dp", "cp"), "data": ("pp", "cp", "tp")}
@@ -84,6 +85,8 @@ class ParallelContext:
     """Pieces of each pipeline stage."""
     sequence_parallel: bool = False
     """Whether activations between tensor-parallel blocks are split along the sequence."""
+    activity: Activity = field(default_factory=Activity, compare=False)
+    """What this rank says that it is doing."""
 
     @property
     def size(self) -> int:
@@ -129,6 +132,7 @@ def build(
     rank: int,
     device: torch.device,
     timeout: timedelta | None = None,
+    activity: Activity | None = None,
 ) -> dict[str, ParallelContext]:
     """The contexts, by role, of the models that the global rank ``rank`` holds a part of.
 
@@ -160,6 +164,7 @@ def build(
                 experts=expert_topology(model),
                 virtual_pipeline=folded.virtual_pipeline if folded else 1,
                 sequence_parallel=folded.sequence_parallel if folded else False,
+                activity=activity or Activity(),
             )
     return contexts
 

@@ -7,7 +7,9 @@ load      ``step, items [[epoch, index], …], evaluation``: take the batch from
 call      ``step, name, scalars, evaluation``: execute one call of the dataflow graph
 save      ``step, directory, asynchronous``: write this rank's part of a checkpoint
 exit      the incarnation ends here, as it should
-over      the incarnation ends here, because something failed
+over      the incarnation ends here, because something failed; with ``stacks``, why, agents ask
+          their processes for their stacks before they end them
+stacks    ``number, ranks`` (null: all): agents ask these for their stacks, for a person
 ========  =====================================================================================
 
 Workers to master (through the agent's log): ``ready`` (``rank, size, fingerprint, left_out``),
@@ -15,12 +17,14 @@ Workers to master (through the agent's log): ``ready`` (``rank, size, fingerprin
 ``files``, or ``error``; an asynchronous one comes after the ``done``).
 Agents themselves add ``hello`` (``group, task, attempt, host, job``), ``warning`` (``signal, cause,
 time_left_s``: the job will end soon) and ``failed`` (``failure``: why the incarnation must end, see
-`workers.failure`).
+`workers.failure`) and ``stacked`` (``group, task, file, ranks``: what these were doing, a list of
+objects).
 
 Only on a host: agent to worker, once, ``start``; worker to agent ``error`` (``rank, step, call,
 exception, traceback``, ``damaged``: a checkpoint's directory, ``echo``: it looks like the end of
-another rank); worker and master to agent ``pulse``; agent to template ``fork`` (with the new
-worker's pipe) and ``kill``; template to agent ``ended`` (``code``: how its worker ended).
+another rank); worker and master to agent ``pulse`` (a worker's says what it is doing); agent to
+template ``fork`` (with the new worker's pipe), ``kill`` and ``stacks``; template to agent ``ended``
+(``code``: how its worker ended).
 """
 
 from __future__ import annotations
@@ -34,6 +38,7 @@ CALL = "call"
 SAVE = "save"
 EXIT = "exit"
 OVER = "over"
+STACKS = "stacks"
 
 START = "start"
 READY = "ready"
@@ -43,6 +48,7 @@ ERROR = "error"
 HELLO = "hello"
 WARNING = "warning"
 FAILED = "failed"
+STACKED = "stacked"
 
 PULSE = "pulse"
 FORK = "fork"

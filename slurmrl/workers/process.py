@@ -23,6 +23,7 @@ from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.failures import explain
 from slurmrl.fsio.primitives import make_private
+from slurmrl.workers import stacks
 
 logger = log.get(__name__)
 
@@ -79,10 +80,14 @@ def kill_parent() -> None:
 class Child:
     """A child process of this one."""
 
-    def __init__(self, name: str, process: subprocess.Popen[bytes]) -> None:
+    def __init__(
+        self, name: str, process: subprocess.Popen[bytes], stacks_fd: int | None = None
+    ) -> None:
+        """``stacks_fd``: where it writes its stacks when asked for them (see `workers.stacks`)."""
         self.name = name
         self.process = process
         self.pidfd = os.pidfd_open(process.pid)
+        self.stacks_fd = stacks_fd
 
     def ended(self) -> int | None:
         """Exit code, negative for a signal, or None while it runs."""
@@ -100,6 +105,25 @@ class Child:
     def close(self, timeout_s: float = KILL_TIMEOUT_S) -> None:
         """End it if it still runs."""
         close_all([self], timeout_s)
+
+
+def find_descendant(pid: int, name: str) -> int | None:
+    """Pid of the process of this name (see `name_process`) among the descendants of another."""
+    waiting = [pid]
+    while waiting:
+        folder = Path("/proc", str(waiting.pop()))
+        try:
+            children = [
+                int(child)
+                for task in (folder / "task").iterdir()
+                for child in (task / "children").read_text().split()
+            ]
+            if (folder / "comm").read_text().rstrip("\n") == name:
+                return int(folder.name)
+        except OSError:  # it has ended, or this kernel has no such lists
+            continue
+        waiting += children
+    return None
 
 
 def ending(name: str, code: int | None) -> str:
@@ -121,6 +145,8 @@ def close_all(children: Iterable[Child], timeout_s: float = KILL_TIMEOUT_S) -> N
         except subprocess.TimeoutExpired:
             logger.error("%s does not go away although it was killed", child.name)
         os.close(child.pidfd)
+        if child.stacks_fd is not None:
+            os.close(child.stacks_fd)
 
 
 def spawn(
@@ -143,6 +169,7 @@ def spawn(
 
     def before_exec() -> None:
         ignore_signals()
+        signal.signal(stacks.SIGNAL, signal.SIG_IGN)  # until it can answer it
         die_with(parent)
 
     try:
@@ -171,23 +198,28 @@ def spawn_with_pipe(
     environment: Mapping[str, str],
     interpreter: Sequence[str] = (sys.executable,),
 ) -> tuple[Child, Connection]:
-    """The same with a pipe, whose other end the child finds behind ``--pipe-fd``."""
+    """The same with a pipe, whose other end the child finds behind ``--pipe-fd``, and with a file
+    for its stacks."""
     ours, theirs = Connection.pair()
+    stacks_fd = stacks.new_file()
+    given = [PIPE_FD_OPTION, str(theirs.fileno()), stacks.OPTION, str(stacks_fd)]
     try:
         child = spawn(
             name,
             module,
-            [*arguments, PIPE_FD_OPTION, str(theirs.fileno())],
+            [*arguments, *given],
             output=output,
             environment=environment,
             interpreter=interpreter,
-            descriptors=[theirs.fileno()],
+            descriptors=[theirs.fileno(), stacks_fd],
         )
     except EnvironmentFailure:
         ours.close()
+        os.close(stacks_fd)
         raise
     finally:
         theirs.close()
+    child.stacks_fd = stacks_fd
     return child, ours
 
 

@@ -6,16 +6,21 @@ that waits for other ranks does; the master's deadline is for those.
 
 from __future__ import annotations
 
+import os
+import select
 import threading
 import time
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from slurmrl.channel.pipe import Connection
 from slurmrl.workers import messages
+from slurmrl.workers.messages import Message
 
 K = TypeVar("K", bound=Hashable)
 
+CHUNK_BYTES = 4096
 PULSES_PER_SILENCE = 4
 GAPS_PER_SILENCE = 4
 """The time between two looks counts for at most this part of the silence: somebody who did not run
@@ -27,15 +32,33 @@ def interval_s(heartbeat_s: float, silence_s: float) -> float:
     return min(heartbeat_s, silence_s / PULSES_PER_SILENCE)
 
 
-def start(pipe: Connection, every_s: float) -> None:
+@dataclass(frozen=True)
+class Errand:
+    """What the thread of the pulse does besides: ``run`` whenever ``wakeup`` can be read."""
+
+    wakeup: int
+    run: Callable[[], None]
+
+
+def start(
+    pipe: Connection,
+    every_s: float,
+    describe: Callable[[], Message] = dict,
+    errand: Errand | None = None,
+) -> None:
     """Send a pulse at once and every so often, in a thread that ends with the process or the pipe.
-    None is sent while earlier messages wait for a reader: those are signs of life too."""
+    None is sent while earlier messages wait for a reader: those are signs of life too. A pulse
+    carries what ``describe`` returns."""
 
     def beat() -> None:
         while not pipe.closed:
             if pipe.flush():
-                pipe.send({"type": messages.PULSE})
-            time.sleep(every_s)
+                pipe.send({"type": messages.PULSE, **describe()})
+            if errand is None:
+                time.sleep(every_s)
+            elif select.select([errand.wakeup], [], [], every_s)[0]:
+                os.read(errand.wakeup, CHUNK_BYTES)
+                errand.run()
 
     threading.Thread(target=beat, name="pulse", daemon=True).start()
 

@@ -143,6 +143,7 @@ class FSDPEngine(Engine):
         if balance is not None:
             self._count(balance, sample, rounds)
         for index in range(rounds.count):
+            self.context.activity.phase("forward and backward", index + 1, rounds.count)
             self._shards.last_round(index == rounds.count - 1)
             part = rounds.part(index)
             if balance is not None:
@@ -173,6 +174,7 @@ class FSDPEngine(Engine):
         return self.context.axis_size("dp") * self.context.axis_size("cp") > 1
 
     def _step(self, optimizer: ShardOptimizer, *, vetoed: bool) -> dict[str, float]:
+        self.context.activity.phase("optimizer step")
         gradients = self._shards.take_gradients()
         if self._placing.tensor is not None:
             split, tensor = self._placing.tensor, self._split.tensor
@@ -201,6 +203,7 @@ class FSDPEngine(Engine):
         results: list[Outputs] = []
         with self._shards.resharded():
             for index in range(rounds.count):
+                self.context.activity.phase("forward", index + 1, rounds.count)
                 part = rounds.part(index)
                 if part is None:
                     self._empty_round(temperature)

@@ -223,6 +223,7 @@ class MegatronEngine(Engine):
             stats["loss"] *= rounds.scale
             stats["denominator"] = rounds.denominator
         stats = self._schedule.told_by_last(stats, self.context.device)
+        self.context.activity.phase("optimizer step")
         return {**stats, **self._optimizer.step(vetoed=self.vetoed(veto, stats))}
 
     @torch.no_grad()
@@ -278,7 +279,10 @@ class MegatronEngine(Engine):
         return max(1, min(self._max_tokens, -(-tokens // self._place.pp)))
 
     def _run(self, sample: SequenceSample, rounds: Rounds, use: Use, *, backward: bool) -> None:
+        phase = "forward and backward" if backward else "forward"
+
         def micro(number: int) -> Micro:
+            self.context.activity.phase(phase, number + 1, rounds.count)
             part = rounds.part(number)
             return self._micro(None if part is None else sample.take(part))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from slurmrl.channel.pipe import Connection
 from slurmrl.config.schema.cluster import Cluster
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import GroupPlan
-from slurmrl.workers import messages, process, pulse
+from slurmrl.workers import messages, process, pulse, stacks
 from slurmrl.workers.agent import container
 from slurmrl.workers.agent.identity import Identity
 from slurmrl.workers.agent.slot import Ended, Slot
@@ -24,6 +25,8 @@ from slurmrl.workers.messages import Message
 
 END_TIMEOUT_S = 5.0
 """How long a template may take to have its worker killed before it is killed itself."""
+MISSED_PULSES = 3
+"""So many of them missing are silence worth a word; what it is killed for is `silence_s`."""
 MASTER = "the master"
 
 
@@ -51,12 +54,18 @@ class Children:
         self._slurm = cluster.slurm
         self._pulse_s = pulse.interval_s(cluster.heartbeat_s, cluster.silence_s)
         self._watch: pulse.Watch[int | None] = pulse.Watch(cluster.silence_s)
+        self._doing: dict[int, tuple[Message, float]] = {}
+        """What each rank was doing, and when it said so."""
         self._selector = selectors.DefaultSelector()
         self._news = News()
 
     @property
     def first_rank(self) -> int:
         return self.identity.task * self.group.workers_per_host
+
+    @property
+    def ranks(self) -> list[int]:
+        return [slot.rank for slot in self.slots]
 
     # -- starting ----------------------------------------------------------------------------
 
@@ -166,6 +175,9 @@ class Children:
         said = pipe.receive_available()
         if said:
             self._watch.heard(slot.rank)
+        for one in said:
+            if one["type"] == messages.PULSE and "doing" in one:
+                self._doing[slot.rank] = one["doing"], time.monotonic()
         self._news.said += [one for one in said if one["type"] != messages.PULSE]
         if pipe.closed:
             self._unlisten(pipe.fileno())
@@ -184,7 +196,7 @@ class Children:
         if ended:
             if slot.pipe is not None:
                 self._hear_worker(slot, slot.pipe)
-            self._watch.forget(slot.rank)
+            self._forget(slot.rank)
             self._news.ended += ended
 
     def _hear_master(self, pipe: Connection) -> None:
@@ -197,6 +209,51 @@ class Children:
         self._unlisten(master.pidfd)
         self._watch.forget(None)
         self._news.ended.append(Ended(master.name, master.process.wait(), None))
+
+    def _forget(self, rank: int) -> None:
+        self._watch.forget(rank)
+        self._doing.pop(rank, None)
+
+    # -- what they are doing -----------------------------------------------------------------
+
+    def doing(self) -> list[Message]:
+        """What each rank said that it does (see `monitor.hang`)."""
+        now = time.monotonic()
+        rows = []
+        for rank, (doing, heard_at) in sorted(self._doing.items()):
+            ago_s = now - heard_at
+            silent_s = ago_s if ago_s > MISSED_PULSES * self._pulse_s else 0.0
+            since_s = doing["since_s"] + ago_s
+            rows.append({"rank": rank, **doing, "since_s": since_s, "silent_s": silent_s})
+        return rows
+
+    def witnesses(self) -> list[int | None]:
+        """Ranks that can be asked for their stacks; None stands for the master."""
+        ranks: list[int | None] = [slot.rank for slot in self.slots if slot.running]
+        return [*ranks, None] if self.master_runs else ranks
+
+    def ask_stacks(self, rank: int | None) -> None:
+        """Have a process write its stacks to `stacks_fd`."""
+        if rank is None:
+            signal.pidfd_send_signal(self._child(None).pidfd, stacks.SIGNAL)
+        else:
+            self.slots[rank - self.first_rank].ask_stacks()
+
+    def stacks_fd(self, rank: int | None) -> int:
+        descriptor = self._child(rank).stacks_fd
+        assert descriptor is not None
+        return descriptor
+
+    def find_pid(self, rank: int | None) -> int | None:
+        """A process as this host sees it, also if it lives in a container."""
+        pid = self._child(rank).process.pid
+        return pid if rank is None else process.find_descendant(pid, f"rank {rank}")
+
+    def _child(self, rank: int | None) -> process.Child:
+        """The master, or a rank's template."""
+        child = self.master if rank is None else self.slots[rank - self.first_rank].template
+        assert child is not None
+        return child
 
     # -- ending ------------------------------------------------------------------------------
 
@@ -225,7 +282,7 @@ class Children:
     def _drop_worker(self, slot: Slot) -> None:
         if slot.pipe is not None:
             self._unlisten(slot.pipe.fileno())
-        self._watch.forget(slot.rank)
+        self._forget(slot.rank)
         slot.drop_worker()
 
     def _drop_templates(self, slots: Sequence[Slot]) -> None:

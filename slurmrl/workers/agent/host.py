@@ -6,6 +6,7 @@ import os
 from typing import IO
 
 from slurmrl import log
+from slurmrl.channel import frame
 from slurmrl.config.load import load_resolved
 from slurmrl.errors import (
     EnvironmentFailure,
@@ -55,8 +56,9 @@ class Host:
         self.names = make("file", directory=paths.names, owner=lease.name)
         self.serving = 0
         """The incarnation that a newer one would end; 0 between two."""
+        self._lease = Lease(lease)
         self.keeper = Keeper(
-            Lease(lease).beat,
+            self._beat,
             self.check_fence,
             beat_s=self.pace.beat_s,
             check_s=self.pace.check_s,
@@ -69,6 +71,11 @@ class Host:
         self.oom = OomKills()
         writer = f"agent.{group}.{self.identity.task}.{self.identity.attempt}"
         self.events = EventWriter(paths, writer)
+
+    def _beat(self) -> None:
+        """With what the ranks do, which the master passes on (see `monitor.hang`)."""
+        doing = self.children.doing() if self.serving else []
+        self._lease.beat(frame.encode({"incarnation": self.serving, "doing": doing}))
 
     @property
     def leads(self) -> bool:

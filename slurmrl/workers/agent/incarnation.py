@@ -30,10 +30,11 @@ from slurmrl.errors import (
     WaitTimeoutError,
 )
 from slurmrl.history.state import TrialState
-from slurmrl.workers import messages
+from slurmrl.workers import evidence, messages
 from slurmrl.workers.agent import address
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.symptoms import Symptoms
+from slurmrl.workers.agent.witness import Witness
 from slurmrl.workers.failure import Cause, Failure, describe, publish
 from slurmrl.workers.messages import Message
 from slurmrl.workers.patience import patiently
@@ -49,6 +50,13 @@ EXIT_TIMEOUT_S = 60.0
 """Longest wait for processes that were told to exit."""
 MASTER_GRACE_S = 3.0
 """How long a master may take to tell the other hosts that its incarnation is over."""
+OVER_S = 5.0
+"""How long the ranks of a host where one hangs are kept until the master asks the other hosts for
+their stacks: when the first ranks are ended, others would fail of that and show something else."""
+LOOK_S = 0.1
+"""Between two looks while something is waited for that comes soon."""
+EXPLAIN_S = evidence.COLLECT_S + MASTER_GRACE_S
+"""How long a master may take to hear all hosts' stacks and say who waited for whom."""
 
 
 class Incarnation:
@@ -67,6 +75,9 @@ class Incarnation:
             host.identity.host, host.children, host.oom, host.cluster.silence_s
         )
         self._master_log: Follower | None = None
+        self._witness = Witness(host)
+        self._explained = False
+        """Whether the master was told of stacks, and is to sum them up before it is ended."""
 
     def run(self) -> None:
         """Serve it until the master says exit.
@@ -171,10 +182,15 @@ class Incarnation:
         host.children.wake_on(master)
         waiting: deque[Message] = deque()
         while True:
-            news = master.read()
-            if any(message["type"] == messages.OVER for message in news):
-                raise StaleIncarnationError(f"the master has ended incarnation {self.number}")
-            waiting += news
+            for message in master.read():
+                if message["type"] == messages.OVER:
+                    if why := message.get("stacks"):
+                        self._tell_stacks(why)
+                    raise StaleIncarnationError(f"the master has ended incarnation {self.number}")
+                if message["type"] == messages.STACKS:
+                    self._answer(message)
+                else:
+                    waiting.append(message)
             while waiting and host.keeper.may_start():
                 message = waiting.popleft()
                 host.children.broadcast(message)
@@ -192,6 +208,14 @@ class Incarnation:
             self.turn(min(max(left_s, 0.0), beat_s))
             if may_stop or master.woken or left_s <= beat_s:
                 return
+
+    def _answer(self, request: Message) -> None:
+        """Somebody wants to see stacks; the ranks go on."""
+        why = f"asked for (request {request['number']})"
+        if request["ranks"] is None or set(request["ranks"]) & set(self.host.children.ranks):
+            self.say(
+                self._witness.take(self.number, request["number"], why, self.turn, request["ranks"])
+            )
 
     def _let_exit(self) -> None:
         """Nothing is left to do: what does not leave by itself is ended without regret."""
@@ -274,7 +298,35 @@ class Incarnation:
             short = {key: failure[key] for key in ("cause", "reason", "rank") if key in failure}
             host.events.write("failure", incarnation=self.number, **short)
         self.say({"type": messages.FAILED, "failure": failure})
+        if evidence.is_hang(failure) and self.number:
+            self._explain(failure)
         return failure
+
+    def _explain(self, failure: Failure) -> None:
+        """Keep the evidence of a hang: stacks of all hosts, if the master still can ask for them,
+        at least those of this one."""
+        if failure["cause"] == Cause.HUNG and "rank" not in failure:  # the master
+            taken = self._witness.take(self.number, 0, failure["reason"], self._breathe)
+            evidence.publish(
+                self.host.names, self.host.events, self.number, taken["ranks"], [taken["file"]]
+            )
+            return
+        deadline = time.monotonic() + OVER_S
+        while self._master_log is not None and time.monotonic() < deadline:
+            if any(message["type"] == messages.OVER for message in self._master_log.read()):
+                break
+            self._breathe(LOOK_S)
+        self._tell_stacks(failure["reason"])
+
+    def _tell_stacks(self, why: str) -> None:
+        self.say(self._witness.take(self.number, 0, why, self._breathe))
+        self._explained = True
+
+    def _breathe(self, seconds: float) -> None:
+        """Wait without judging: this incarnation is over, whatever happens."""
+        with contextlib.suppress(SlurmrlError):
+            self.host.keeper.turn()
+        self.host.children.turn(seconds)
 
     def _learn(self) -> None:
         """A failure before the incarnation has begun counts as its failure, or starting over
@@ -299,6 +351,10 @@ class Incarnation:
         it."""
         host = self.host
         host.serving = 0
+        deadline = time.monotonic() + EXPLAIN_S
+        while self._explained and host.children.master_runs and time.monotonic() < deadline:
+            self.say()  # what the directory did not take at once
+            self._breathe(LOOK_S)
         alone = len(host.plan.groups) == 1 and host.group.hosts == 1
         host.children.end(grace_s=0.0 if alone else MASTER_GRACE_S)
         if self._master_log is not None:

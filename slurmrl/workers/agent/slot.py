@@ -67,6 +67,11 @@ class Slot:
         if self.running and self.line is not None:
             self.line.send({"type": messages.KILL})
 
+    def ask_stacks(self) -> None:
+        """Have the worker write its stacks."""
+        if self.running and self.line is not None:
+            self.line.send({"type": messages.STACKS})
+
     def flush(self) -> None:
         for pipe in (self.line, self.pipe):
             if pipe is not None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from slurmrl import env, log
 from slurmrl.channel.pipe import Connection
 from slurmrl.fsio import ownership
-from slurmrl.workers import pulse
+from slurmrl.workers import pulse, stacks
 from slurmrl.workers.master.serve import serve
 from slurmrl.workers.process import PIPE_FD_OPTION, PULSE_OPTION
 
@@ -22,10 +22,13 @@ def main() -> int:
     parser.add_argument("--job", required=True, help="the job that this incarnation runs in")
     parser.add_argument(PIPE_FD_OPTION, type=int, required=True)
     parser.add_argument(PULSE_OPTION, type=float, required=True, help="between signs of life")
+    parser.add_argument(stacks.OPTION, type=int, required=True)
     options = parser.parse_args()
+    stacks.answer(options.stacks_fd)
     ownership.make_umask_private()
     log.configure("master")
-    pulse.start(Connection.from_fd(options.pipe_fd), options.pulse_s)
+    errand = pulse.Errand(stacks.wakeup(), lambda: stacks.finish(options.stacks_fd, ""))
+    pulse.start(Connection.from_fd(options.pipe_fd), options.pulse_s, errand=errand)
     return serve(options.run, options.submission, options.job, env.LINK.get())
 
 

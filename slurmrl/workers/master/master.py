@@ -35,6 +35,7 @@ from slurmrl.workers.master.committer import Committer, Outcome
 from slurmrl.workers.master.exporting import export_actor
 from slurmrl.workers.master.progress import Progress
 from slurmrl.workers.master.publish import StatusPublisher
+from slurmrl.workers.master.requests import StackRequests
 from slurmrl.workers.master.roster import Roster
 from slurmrl.workers.master.workforce import Workforce
 from slurmrl.workers.messages import Message
@@ -95,6 +96,9 @@ class Master:
             lease_ttl_s=config.cluster.lease_ttl_s,
             interval_s=pace.status_s,
         )
+        self.requests = StackRequests(
+            names, writer.incarnation, self.workforce.post, look_s=pace.status_s
+        )
         self.committer = Committer(
             paths,
             writer,
@@ -139,6 +143,7 @@ class Master:
         self.roster.look()
         self.status.tick(self.workforce.waiting)
         self.roster.report_lost(self.status.dead())
+        self.requests.look()
         self._tell(self.committer.poll())
 
     def _wait_for_ranks(self) -> None:

@@ -8,9 +8,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slurmrl import keys, log
-from slurmrl.errors import EnvironmentFailure
+from slurmrl.channel import frame
+from slurmrl.errors import CorruptFileError, EnvironmentFailure
+from slurmrl.fsio.shapes import wrong
 from slurmrl.lease import LeaseObserver, LeaseView
-from slurmrl.monitor import metrics
+from slurmrl.monitor import hang, metrics, published
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.workers.messages import Message
@@ -51,6 +53,7 @@ class StatusPublisher:
             "metrics": {},
             "checkpoint_failed": None,
             "waiting": None,
+            "doing": [],
         }
 
     def update(self, **changes: Any) -> None:
@@ -70,6 +73,20 @@ class StatusPublisher:
             self._said["waiting"] = waiting()
             self._publish()
 
+    def doing(self) -> list[Message]:
+        """What the ranks said that they do when the agents' leases were looked at last."""
+        rows = []
+        for view in self._views.values():
+            try:
+                notes, _ = frame.decode(view.note)
+            except CorruptFileError:
+                continue
+            for note in notes[:1]:
+                ours = note.get("incarnation") == self._said["incarnation"]
+                if ours and wrong(note, published.NOTE, ("doing",)) is None:
+                    rows += note["doing"]
+        return rows
+
     def dead(self) -> list[str]:
         """Agents whose lease was not renewed for its time to live when it was looked at last."""
         return [label for label, view in self._views.items() if not view.alive]
@@ -79,6 +96,7 @@ class StatusPublisher:
         if now >= self._next:
             self._next = now + self._interval_s
             self._tasks = {label: self._task(label) for label in sorted(self._agents)}
+            self._said["doing"] = hang.grouped(self.doing())
         checkpoint = None
         if self._committed is not None:
             checkpoint = {"step": self._committed[0], "age_s": now - self._committed[1]}

@@ -24,6 +24,7 @@ from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import DAMAGED_PREFIX, RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import load_run_settings
+from slurmrl.workers import evidence
 from slurmrl.workers.failure import Failure, describe, publish
 from slurmrl.workers.master import limits
 from slurmrl.workers.master.base import begin_on_base, set_aside
@@ -69,7 +70,7 @@ def serve(run: Path, submission: int, job: str, link: int) -> int:
     except Exception as error:  # noqa: BLE001 - the process boundary: report it and end
         failure = _fail(names, writer.incarnation, events, error)
         if master is not None:
-            master.workforce.end()
+            _end(master, names, events, failure)
         if HUNG_AGENT in failure:
             kill_parent()  # it cannot see that we end
         return 1
@@ -126,6 +127,18 @@ def _clean(paths: RunPaths, state: TrialState) -> None:
         number = log_file.name.partition(".")[0]
         if number.isdecimal() and int(number) < state.incarnation:  # not NFS's own .nfs files
             remove(log_file)
+
+
+def _end(master: Master, names: NameStore, events: EventWriter, failure: Failure) -> None:
+    """Tell the agents that it is over; of a hang they tell first what their ranks do."""
+    if not evidence.is_hang(failure) or HUNG_AGENT in failure:
+        master.workforce.end()
+        return
+    master.workforce.end(stacks=str(failure["reason"]))
+    taken = master.workforce.collect_stacks(evidence.COLLECT_S)
+    rows = [row for one in taken for row in one["ranks"]] or master.status.doing()
+    files = [one["file"] for one in taken]
+    evidence.publish(names, events, master.writer.incarnation, rows, files)
 
 
 def _fail(names: NameStore, incarnation: int, events: EventWriter, error: Exception) -> Failure:

@@ -21,6 +21,7 @@ from slurmrl.workers.patience import patiently
 logger = log.get(__name__)
 
 
+STACKS_POLL_S = 0.05
 REST_S = 0.2
 """Longest pause between two looks at the logs while the master rests."""
 
@@ -105,13 +106,25 @@ class Workforce:
         batches = iter([batch])
         return lambda: self._log.append(*next(batches, ()))
 
-    def end(self) -> None:
+    def end(self, stacks: str | None = None) -> None:
         """Tell the agents that this incarnation is over, if they can be told: they find out
-        themselves, only later."""
+        themselves, only later. ``stacks``: why they take their processes' stacks before."""
+        why = {} if stacks is None else {"stacks": stacks}
         try:
-            self._log.append({"type": messages.OVER})
+            self._log.append({"type": messages.OVER, **why})
         except EnvironmentFailure as error:
             logger.warning("the agents are not told of the end: %s", error)
+
+    def collect_stacks(self, timeout_s: float) -> list[Message]:
+        """STACKED of all agents that have said hello, or of those that say it in time."""
+        found: dict[str, Message] = {}
+        deadline = time.monotonic() + timeout_s
+        while self.mailbox.agents.keys() - found and time.monotonic() < deadline:
+            for message in self._agents.read():
+                if message["type"] == messages.STACKED and message["number"] == 0:
+                    found[f"{message['group']}/{message['task']}"] = message
+            time.sleep(STACKS_POLL_S)
+        return [message for _, message in sorted(found.items())]
 
     def wait_ready(self, timeout_s: float) -> dict[int, Message]:
         """READY of every rank."""

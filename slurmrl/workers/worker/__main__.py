@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from slurmrl import log
 from slurmrl.channel.pipe import Connection
 from slurmrl.fsio import ownership
-from slurmrl.workers import pulse
+from slurmrl.parallel.activity import Activity
+from slurmrl.workers import pulse, stacks
 from slurmrl.workers.process import PIPE_FD_OPTION, PULSE_OPTION, ignore_signals
 
 
@@ -23,18 +25,31 @@ def main() -> int:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument(PIPE_FD_OPTION, type=int, required=True)
     parser.add_argument(PULSE_OPTION, type=float, required=True, help="between signs of life")
+    parser.add_argument(stacks.OPTION, type=int, required=True)
     options = parser.parse_args()
+    stacks.answer(options.stacks_fd)
     ownership.make_umask_private()
     log.configure(f"rank {options.rank}")
     from slurmrl.workers.worker import template
+    from slurmrl.workers.worker.collectives import Collectives
     from slurmrl.workers.worker.serve import serve
 
     template.preload(options.run)
     pipe = template.serve(Connection.from_fd(options.pipe_fd), options.rank)
     if pipe is None:
         return 0
-    pulse.start(pipe, options.pulse_s)
-    return serve(options.run, options.rank, pipe)
+    activity = Activity()
+    collectives = Collectives()
+
+    def describe() -> dict[str, Any]:
+        return {"doing": {**activity.describe(), "collective": collectives.waiting()}}
+
+    def tell_more() -> None:
+        stacks.finish(options.stacks_fd, collectives.recorded())
+
+    errand = pulse.Errand(stacks.wakeup(), tell_more)
+    pulse.start(pipe, options.pulse_s, describe, errand)
+    return serve(options.run, options.rank, pipe, activity)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 from slurmrl import log
 from slurmrl.channel.pipe import Connection
 from slurmrl.errors import DamagedCheckpointError, UsageError
+from slurmrl.parallel.activity import Activity
 from slurmrl.paths import RunPaths
 from slurmrl.workers import messages
 from slurmrl.workers.messages import Message
@@ -27,7 +28,7 @@ TRACEBACK_CHARACTERS = 50_000
 """What is reported of an exception: it goes through pipe, name store and history."""
 
 
-def serve(run: Path, rank: int, pipe: Connection) -> int:
+def serve(run: Path, rank: int, pipe: Connection, activity: Activity) -> int:
     """Execute messages until ``exit`` or until the agent is gone. Leaves without the interpreter's
     clean-up: that would wait for the process groups of ranks that may be gone, and it takes
     seconds in a process that was forked from a large one."""
@@ -37,7 +38,8 @@ def serve(run: Path, rank: int, pipe: Connection) -> int:
         start = pipe.receive(timeout_s=None)
         if start is None:
             return 1
-        executor = build(RunPaths(run), rank, start, pipe.take_fd())
+        executor = build(RunPaths(run), rank, start, pipe.take_fd(), activity)
+        activity.end()
         pipe.send({"type": messages.READY, "rank": rank, **executor.describe_data()})
         while (message := pipe.receive(timeout_s=None)) is not None:
             doing = message
@@ -45,7 +47,9 @@ def serve(run: Path, rank: int, pipe: Connection) -> int:
                 executor.close()
                 code = 0
                 break
+            activity.begin(str(message.get("name") or message["type"]), message.get("step"))
             answer = _execute(executor, message, pipe)
+            activity.end()
             pipe.send({"type": messages.DONE, "rank": rank, "seq": message["seq"], **answer})
         else:
             logger.warning("the agent is gone")

@@ -15,6 +15,7 @@ from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine
 from slurmrl.parallel import device, groups
+from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.groups import ParallelContext
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
@@ -25,7 +26,9 @@ from slurmrl.workers.worker.distributed import join, patience
 from slurmrl.workers.worker.executor import Executor
 
 
-def build(paths: RunPaths, rank: int, start: Message, listener: int | None) -> Executor:
+def build(
+    paths: RunPaths, rank: int, start: Message, listener: int | None, activity: Activity
+) -> Executor:
     """Everything of this rank, with the weights of the commit that ``start`` names, if any."""
     settings = load_run_settings(paths)
     plan = Plan.read(paths.plan)
@@ -38,16 +41,24 @@ def build(paths: RunPaths, rank: int, start: Message, listener: int | None) -> E
     )
     torch.manual_seed(settings.config.seed * plan.world_size + rank)
     timeout = patience(settings.config.step_timeout_s)
+    activity.phase("joining the other ranks")
     join(start, rank, listener, accelerator, timeout)
     contexts = groups.build(
-        plan.models.values(), rank=rank, device=accelerator.device, timeout=timeout
+        plan.models.values(),
+        rank=rank,
+        device=accelerator.device,
+        timeout=timeout,
+        activity=activity,
     )
+    activity.phase("making the models")
     engines = _engines(settings, plan, contexts)
     if start["base"] is not None:
+        activity.phase("loading the checkpoint")
         verify_share(paths.checkpoints / start["base"], rank, plan.world_size)
         dist.barrier()  # who finds damage says so before anybody stumbles over it
         for engine in engines.values():
             engine.load(paths.checkpoints / start["base"])
+    activity.phase("opening the dataset")
     return _executor(paths, settings, plan, rank, engines)
 
 

@@ -20,7 +20,7 @@ from slurmrl.engines import ENGINES
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.registry import resolve
-from slurmrl.workers import messages, process
+from slurmrl.workers import messages, process, stacks
 
 logger = log.get(__name__)
 
@@ -60,6 +60,8 @@ def serve(agent: Connection, rank: int) -> Connection | None:
         for message in agent.receive_available():
             if message["type"] == messages.KILL and worker is not None:
                 os.kill(worker, signal.SIGKILL)
+            elif message["type"] == messages.STACKS and worker is not None:
+                os.kill(worker, stacks.SIGNAL)
             elif message["type"] == messages.FORK:
                 descriptor = agent.take_fd()
                 assert descriptor is not None

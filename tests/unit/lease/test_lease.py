@@ -147,3 +147,12 @@ def test_an_observer_that_was_suspended_kills_nobody(watcher: Watcher) -> None:
     assert watcher.look(seconds=3600.0).alive
     assert watcher.look(seconds=3600.0).alive
     assert not watcher.look(seconds=3600.0).alive
+
+
+def test_a_note_travels_with_the_counter_and_never_hides_it(watcher: Watcher) -> None:
+    """A shorter note leaves the rest of the one before behind it."""
+    watcher.lease.beat(b"a long note")
+    assert (watcher.look().counter, watcher.look().note) == (2, b"a long note")
+    watcher.lease.beat(b"short")
+    view = watcher.look()
+    assert (view.counter, view.note) == (3, b"shortg note")

@@ -20,6 +20,7 @@ CONTRACT = (
 )
 """The fields of the first version, in full."""
 ADDED = {
+    "doing",
     *("diagnosis", "findings", "phase", "warned", "waiting", "links_left", "link", "pending"),
     *("checkpoint_failures", "skipped", "timing", "submission", "incarnations"),
     *("avoided", "failed_starts"),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from slurmrl import keys
+from slurmrl.channel import frame
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.lease import Lease
 from slurmrl.name_resolve.memory import MemoryNameStore
@@ -81,6 +82,7 @@ def test_first_words(desk: Desk) -> None:
         "metrics": {},
         "checkpoint_failed": None,
         "waiting": None,
+        "doing": [],
         "checkpoint": None,
         "tasks": {},
     }
@@ -134,3 +136,20 @@ def test_directory_that_does_not_answer_ends_nothing(desk: Desk) -> None:
     desk.clock.now += 2.0
     desk.publisher.tick()
     assert desk.names.said()["step"] == 9
+
+
+def test_what_ranks_do_comes_with_the_leases(desk: Desk, paths: RunPaths) -> None:
+    """Of this incarnation only, and not from half of a note."""
+    lease = Lease(paths.lease("trainer", 0, 1))
+    agent = {"group": "trainer", "task": 0, "attempt": 1, "host": "n0", "job_id": "41_2"}
+    desk.agents["trainer/0"] = agent
+    doing = {"call": "gen", "since_s": 3.0, "silent_s": 0.0, "collective": None}
+    rows = [{"rank": rank, **doing} for rank in range(8)]
+    found = []
+    for incarnation, cut in ((2, 0), (1, 0), (2, 10)):
+        note = frame.encode({"incarnation": incarnation, "doing": rows})
+        lease.beat(note[: len(note) - cut] + b"\0" * cut)
+        desk.clock.now += 2.0
+        desk.publisher.tick()
+        found.append([group["ranks"] for group in desk.names.said()["doing"]])
+    assert found == [["0-7"], [], []]

@@ -11,6 +11,7 @@ import pytest
 
 from slurmrl.channel.pipe import Connection
 from slurmrl.errors import DamagedCheckpointError, RewardError
+from slurmrl.parallel.activity import Activity
 from slurmrl.workers import messages
 from slurmrl.workers.worker import serve as serve_module
 
@@ -56,7 +57,7 @@ class Rank:
 
     def _serve(self) -> None:
         try:
-            self.code = serve_module.serve(Path("run"), 3, self.pipe)
+            self.code = serve_module.serve(Path("run"), 3, self.pipe, Activity())
         except LeftError as left:
             self.code = left.args[0]
         self.pipe.close()  # as the end of the process would

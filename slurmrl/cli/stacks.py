@@ -1,0 +1,46 @@
+"""``slurmrl stacks``."""
+
+from __future__ import annotations
+
+import click
+
+from slurmrl.cli.options import again, common
+
+WAIT_S = 60.0
+
+
+@click.command()
+@click.argument("trial", metavar="EXPERIMENT/TRIAL")
+@click.argument("rank", type=click.IntRange(min=0), required=False)
+@click.option(
+    "--timeout",
+    "timeout_s",
+    type=click.FloatRange(min=0, min_open=True),
+    default=WAIT_S,
+    show_default=True,
+    help="Seconds to wait for the answers.",
+)
+@common
+def stacks(trial: str, rank: int | None, timeout_s: float, root: str | None) -> int:
+    """Print what a running trial's ranks are doing: the Python stacks of all threads and the newest
+    collectives of each rank, or of RANK alone. Without RANK also those of the master."""
+    from slurmrl.errors import EnvironmentFailure, UsageError
+    from slurmrl.monitor.collect import collect
+    from slurmrl.monitor.requests import Request
+    from slurmrl.scheduler import make
+    from slurmrl.submission import trials
+
+    folder = trials.root_folder(root)
+    paths = trials.find(folder, trial)
+    (status,) = collect([paths], make)
+    if status["state"] != "RUNNING" or status["phase"] is None:
+        raise UsageError(f"{trial} {status['state']}, {status['diagnosis']}: no ranks run")
+    request = Request.make(paths, status["incarnation"], rank)
+    for text in request.answers(timeout_s):
+        click.echo(text)
+    if request.missing:
+        shown = ", ".join(request.missing[:8])
+        raise EnvironmentFailure(
+            f"no stacks of {shown} in {timeout_s:g} s; see slurmrl status {trial}{again(folder)}"
+        )
+    return 0

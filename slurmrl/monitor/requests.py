@@ -1,0 +1,88 @@
+"""Asking the processes of a running trial for their stacks, through its directory."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from slurmrl import keys
+from slurmrl.backoff import Backoff
+from slurmrl.errors import NameExistsError, UsageError
+from slurmrl.fsio import atomic
+from slurmrl.monitor.log_files import serving
+from slurmrl.monitor.snapshot import read_groups
+from slurmrl.name_resolve import make
+from slurmrl.paths import RunPaths
+
+POLL_S = (0.1, 2.0)
+"""First and longest pause between two looks for the answers."""
+
+
+class Request:
+    """One request to the incarnation that runs, and the files that answer it: one per host."""
+
+    def __init__(self, files: dict[str, Path]) -> None:
+        self._files = files
+        """By ``group/task``; those that were not read yet."""
+
+    @classmethod
+    def make(cls, paths: RunPaths, incarnation: int, rank: int | None) -> Request:
+        """Ask for the stacks of one rank, or of all processes. Raises UsageError for a rank that
+        the trial does not have, EnvironmentFailure."""
+        group = read_groups(paths)[0]  # that of the ranks
+        count = group.hosts * group.workers_per_host
+        if rank is not None and rank >= count:
+            raise UsageError(f"no rank {rank}: the trial has ranks 0 to {count - 1}")
+        tasks = range(group.hosts) if rank is None else [rank // group.workers_per_host]
+        attempts = serving(paths, incarnation)
+        number = _ask(paths, incarnation, rank)
+        return cls(
+            {
+                f"{group.name}/{task}": paths.stacks(
+                    group.name, task, attempts[group.name, task], incarnation, number
+                )
+                for task in tasks
+                if (group.name, task) in attempts
+            }
+        )
+
+    @property
+    def missing(self) -> list[str]:
+        """Hosts that have not answered."""
+        return list(self._files)
+
+    def answers(
+        self, timeout_s: float, sleep: Callable[[float], None] = time.sleep
+    ) -> Iterator[str]:
+        """The texts as they come, until all have or the time is over."""
+        deadline = time.monotonic() + timeout_s
+        backoff = Backoff(*POLL_S, sleep=sleep)
+        while self._files:
+            for label, path in tuple(self._files.items()):
+                try:
+                    text = atomic.read(path).decode(errors="replace")
+                except FileNotFoundError:
+                    continue
+                del self._files[label]
+                backoff.reset()
+                yield text
+            if time.monotonic() >= deadline:
+                return
+            if self._files:
+                backoff.sleep()
+
+
+def _ask(paths: RunPaths, incarnation: int, rank: int | None) -> int:
+    """The number of the request."""
+    value = json.dumps({"ranks": None if rank is None else [rank], "time": time.time()})
+    with make("file", directory=paths.names) as names:
+        for number in itertools.count(1):
+            try:
+                names.add(keys.stacks(incarnation, number), value, delete_on_exit=False)
+            except NameExistsError:
+                continue
+            return number
+    raise AssertionError("unreachable: requests are unbounded")

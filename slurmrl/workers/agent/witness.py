@@ -1,0 +1,87 @@
+"""Stacks of this host's processes, into a file that people read and to the master."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from slurmrl import log
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio import atomic
+from slurmrl.monitor import hang
+from slurmrl.workers import messages
+from slurmrl.workers.agent import stacks
+from slurmrl.workers.agent.host import Host
+from slurmrl.workers.agent.stacks import Answer
+from slurmrl.workers.messages import Message
+
+logger = log.get(__name__)
+
+MOST_FILES = 10
+"""Files with stacks that one agent leaves: a new one takes the place of the oldest."""
+
+
+class Witness:
+    """Takes stacks on one host."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self._files: deque[Path] = deque()
+
+    def take(
+        self,
+        incarnation: int,
+        number: int,
+        why: str,
+        pause: Callable[[float], None],
+        ranks: Collection[int] | None = None,
+    ) -> Message:
+        """Write the file and return STACKED. ``pause`` waits; ``ranks`` None: all, and the
+        master."""
+        host = self._host
+        there = host.children.witnesses()
+        wanted = [rank for rank in there if ranks is None or rank in ranks]
+        answers = stacks.collect(host.children, wanted, pause)
+        rows = self._rows(answers)
+        path = host.paths.stacks(
+            host.group.name, host.identity.task, host.identity.attempt, incarnation, number
+        )
+        try:
+            atomic.replace(path, self._text(incarnation, why, answers, rows), durable=False)
+            self._keep(path)
+        except EnvironmentFailure as error:
+            logger.warning("the stacks are not written: %s", error)
+        return {
+            "type": messages.STACKED,
+            "number": number,
+            "group": host.group.name,
+            "task": host.identity.task,
+            "file": str(path.relative_to(host.paths.run)),
+            "ranks": rows,
+        }
+
+    def _rows(self, answers: Sequence[Answer]) -> list[Message]:
+        """What the ranks do, and where in the code those that answered are."""
+        frames = {one.rank: stacks.top_frame(one.text) for one in answers}
+        return [
+            {**row, "frame": frames.get(row["rank"], "")} for row in self._host.children.doing()
+        ]
+
+    def _text(
+        self, incarnation: int, why: str, answers: Sequence[Answer], rows: Sequence[Message]
+    ) -> bytes:
+        identity = self._host.identity
+        when = time.strftime("%Y-%m-%d %H:%M:%S")
+        parts = [f"{identity.label} on {identity.host}, incarnation {incarnation}, {when}: {why}\n"]
+        doing = {row["rank"]: hang.describe(row) for row in rows}
+        for answer in answers:
+            does = f": {doing[answer.rank]}" if answer.rank in doing else ""
+            parts.append(f"\n=== {answer.name}{does}\n{answer.text}")
+        return "".join(parts).encode()
+
+    def _keep(self, path: Path) -> None:
+        self._files.append(path)
+        while len(self._files) > MOST_FILES:
+            atomic.remove(self._files.popleft())

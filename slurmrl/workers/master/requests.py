@@ -1,0 +1,62 @@
+"""What people ask of a running incarnation through the name store: stacks of its ranks.
+
+Requests of an incarnation are numbered without a gap, each made by an exclusive add, so looking
+for the next one is a single failed open per look, and none is lost or answered twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from slurmrl import keys, log
+from slurmrl.errors import CorruptFileError, EnvironmentFailure, NameNotFoundError
+from slurmrl.fsio import documents
+from slurmrl.monitor import published
+from slurmrl.name_resolve.base import NameStore
+from slurmrl.workers import messages
+from slurmrl.workers.messages import Message
+
+logger = log.get(__name__)
+
+
+class StackRequests:
+    """Passed on to the agents, which answer with files."""
+
+    def __init__(
+        self,
+        names: NameStore,
+        incarnation: int,
+        post: Callable[[Message], object],
+        *,
+        look_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._names = names
+        self._incarnation = incarnation
+        self._post = post
+        self._look_s = look_s
+        self._clock = clock
+        self._next_look = clock() + look_s
+        self._number = 1
+
+    def look(self) -> None:
+        """Pass on the next one if it is time to look and one is there."""
+        if self._clock() < self._next_look:
+            return
+        self._next_look = self._clock() + self._look_s
+        key = keys.stacks(self._incarnation, self._number)
+        try:
+            ranks = documents.parse(self._names.get(key), key, published.REQUEST).get("ranks")
+        except NameNotFoundError:
+            return
+        except CorruptFileError as error:
+            logger.warning("passed over: %s", error)
+            self._number += 1
+            return
+        except EnvironmentFailure as error:
+            logger.warning("cannot look for requests, trying on: %s", error)
+            return
+        number, self._number = self._number, self._number + 1
+        logger.info("stacks are asked for (request %d)", number)
+        self._post({"type": messages.STACKS, "number": number, "ranks": ranks})

@@ -1,0 +1,141 @@
+"""Local trials of which one rank hangs: what is said of it, and the stacks that are kept."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.trials import Site, ppo_config, processes, wait_until
+
+REWARD = '''
+import time
+
+import torch
+import torch.distributed as dist
+
+from slurmrl.rewards.base import RewardFunction
+
+
+class Hangs(RewardFunction):
+    """Rank 1 does not come back; ``kind`` says why."""
+
+    def __init__(self, *, kind):
+        self.kind = kind
+
+    def __call__(self, prompts, completions, rows):
+        if dist.get_rank() == 1:
+            getattr(self, self.kind)()
+        return [0.0 for _ in completions]
+
+    def spin(self):
+        while True:
+            pass
+
+    def sleep(self):
+        time.sleep(100_000)
+
+    def skipped(self):
+        dist.all_reduce(torch.ones(1))
+'''
+SLEEPS = "rank 1, which has been in reward_inf for"
+EXPLAINED = {
+    "spin": (f"in ref_inf (all_gather #2) for {SLEEPS}", "in spin"),
+    "sleep": (f"in ref_inf (all_gather #2) for {SLEEPS}", "in sleep"),
+    "skipped": ("in reward_inf (all_reduce #1): these are different collectives", "in skipped"),
+    "stop": ("rank 1, which has given no sign of life for", "it is stopped (SIGSTOP)"),
+}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    found = Site(tmp_path)
+    yield found
+    for run in found.root.glob("*/*/*"):
+        for chain in processes(run)["chain"]:
+            os.kill(chain, signal.SIGKILL)  # its children die with it
+
+
+def submit(site: Site, kind: str, **changes: Any) -> None:
+    (site.folder / "hanging_reward.py").write_text(REWARD)
+    setup = [f"export PYTHONPATH={site.folder}"]
+    cluster = {"gpus_per_worker": 0, "silence_s": 20, "heartbeat_s": 0.5, "slurm": {"setup": setup}}
+    config = ppo_config(
+        evaluation=None,
+        max_restarts_without_commit=1,
+        reward={"name": "hanging_reward:Hangs", "options": {"kind": kind}},
+        cluster=cluster,
+        **changes,
+    )
+    path = site.write("config.json", config)
+    site.slurmrl("submit", str(path), "--scheduler", "local", "--detach")
+
+
+def waited_for(site: Site) -> dict[str, Any]:
+    """The running trial's status once the ranks are known to wait for each other."""
+
+    def look() -> dict[str, Any] | None:
+        status = site.status("ppo/1")
+        assert status["state"] == "RUNNING", status
+        return (
+            status if "(all_gather" in ((status["waiting"] or {}).get("explained") or "") else None
+        )
+
+    return wait_until("the ranks to wait", look)
+
+
+@pytest.mark.parametrize("kind", ["sleep", "stop"])
+def test_a_hang_is_explained_before_it_is_ended(site: Site, kind: str) -> None:
+    """A rank that sleeps is ended at the deadline, a stopped one for its silence; the story says
+    who waited for whom, and the stacks of all processes are kept."""
+    submit(site, "sleep", step_timeout_s=15.0 if kind == "sleep" else 1000.0)
+    if kind == "stop":
+        waited_for(site)
+        os.kill(processes(site.paths("ppo/1").run)["worker"][1], signal.SIGSTOP)
+    assert site.wait_for_end("ppo/1")["state"] == "FAILED"
+    check_end(site, kind)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["spin", "skipped"])
+def test_other_hangs_are_explained(site: Site, kind: str) -> None:
+    submit(site, kind, step_timeout_s=15.0)
+    assert site.wait_for_end("ppo/1")["state"] == "FAILED"
+    check_end(site, kind)
+
+
+def check_end(site: Site, kind: str) -> None:
+    how = site.status("ppo/1")["incarnations"][0]["how"]
+    said, stack = EXPLAINED[kind]
+    assert "rank 0 has waited" in how
+    assert said in how
+    file = "logs/trainer/0.0.stacks-1.0.txt"
+    assert f"stacks in {file}" in how
+    parts = (site.paths("ppo/1").run / file).read_text().split("\n=== ")
+    assert [part.partition(" ")[0] for part in parts[1:]] == ["rank", "rank", "the"]
+    assert "distributed_c10d.py" in parts[1]
+    assert "all_gather #2 of group" in parts[1]
+    assert stack in parts[2]
+    assert "in collect_stacks" in parts[3]  # the master
+
+
+def test_stacks_on_demand(site: Site) -> None:
+    """Of ranks that hang, while their trial goes on; the status says who waits for whom."""
+    submit(site, "sleep", step_timeout_s=1000.0)
+    status = waited_for(site)
+    assert f"for {SLEEPS}" in status["waiting"]["explained"]
+    assert [group["call"] for group in status["doing"]] == ["ref_inf", "reward_inf"]
+    one = site.slurmrl("stacks", "ppo/1", "1").stdout
+    assert "=== rank 1 on " in one
+    assert "in sleep" in one
+    assert "=== rank 0" not in one
+    both = site.slurmrl("stacks", "ppo/1").stdout
+    assert both.index("=== rank 0") < both.index("=== rank 1") < both.index("=== the master")
+    assert site.status("ppo/1")["incarnation"] == 1
+    assert "no rank 2" in site.slurmrl("stacks", "ppo/1", "2", code=2).stderr
+    site.slurmrl("cancel", "ppo/1")
+    assert "no ranks run" in site.slurmrl("stacks", "ppo/1", code=2).stderr

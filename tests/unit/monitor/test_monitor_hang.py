@@ -1,0 +1,97 @@
+"""Who waits for whom, in one sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slurmrl.monitor import hang
+from slurmrl.monitor.hang import explain, grouped
+
+
+def row(rank: int, call: str, **more: Any) -> dict[str, Any]:
+    base = {"step": 4, "phase": "", "part": 0, "parts": 0, "since_s": 140.0, "silent_s": 0.0}
+    return {"rank": rank, "call": call, **base, "collective": None, **more}
+
+
+def waits(rank: int, call: str, number: int = 1841, **more: Any) -> dict[str, Any]:
+    collective = {
+        "name": "all_reduce",
+        "number": number,
+        "group": "0",
+        "ranks": [0, 1, 2, 3],
+        "since_s": 140.0,
+        **more,
+    }
+    return row(rank, call, collective=collective)
+
+
+THREE = [waits(rank, "actor_train") for rank in (0, 1, 2)]
+FOR = "ranks 0-2 have waited 2.3 min in actor_train (all_reduce #1841) for rank 3"
+
+
+@pytest.mark.parametrize(
+    ("fourth", "expected"),
+    [
+        (row(3, "reward_inf"), f"{FOR}, which has been in reward_inf for 2.3 min"),
+        (
+            row(3, "reward_inf", phase="forward", part=2, parts=8, frame="own.py:4 in f"),
+            f"{FOR}, which has been in reward_inf for 2.3 min "
+            "(forward, micro-batch 2 of 8, own.py:4 in f)",
+        ),
+        (
+            row(3, ""),
+            f"{FOR}, which has been waiting for the master's next message for 2.3 min",
+        ),
+        (
+            {**waits(3, "actor_train"), "silent_s": 14.0},
+            f"{FOR}, which has given no sign of life for 14 s (last in actor_train)",
+        ),
+        (
+            waits(3, "actor_train", 1842),
+            "ranks 0-2 have waited 2.3 min in actor_train (all_reduce #1841) and rank 3 has waited "
+            "2.3 min in actor_train (all_reduce #1842): these are different collectives, so they "
+            "wait for each other",
+        ),
+        (
+            waits(3, "actor_train"),
+            "ranks 0-3 have waited 2.3 min in actor_train (all_reduce #1841), which all of its "
+            "ranks have entered",
+        ),
+    ],
+)
+def test_three_wait_for_the_fourth(fourth: dict[str, Any], expected: str) -> None:
+    assert explain(grouped([*THREE, fourth])) == expected
+
+
+def test_ranks_of_which_nothing_is_known_are_waited_for() -> None:
+    assert explain(grouped(THREE)) == f"{FOR}, of which nothing is known"
+
+
+def test_a_rank_outside_the_group_is_not_blamed() -> None:
+    pair = [waits(0, "ref_inf", ranks=[0, 1]), row(1, "reward_inf"), row(2, "gen")]
+    assert "for rank 1, which has been in reward_inf" in explain(grouped(pair))
+    assert "rank 2" not in explain(grouped(pair))
+
+
+def test_nobody_waits() -> None:
+    assert explain([]) == ""
+    told = explain(grouped([row(0, ""), row(1, "reward_inf"), row(2, "")]))
+    assert told == "rank 1 has been in reward_inf for 2.3 min"
+
+
+def test_ranks_that_do_the_same_are_one_group() -> None:
+    rows = [row(rank, "gen", since_s=float(rank)) for rank in (0, 1, 2, 5)] + [row(3, "load")]
+    groups = grouped(rows)
+    assert [(one["ranks"], one["call"], one["since_s"]) for one in groups] == [
+        ("0-2,5", "gen", 5.0),
+        ("3", "load", 140.0),
+    ]
+    many = [row(rank, f"call {rank}") for rank in range(10_000)]
+    assert len(grouped(many)) == hang.MOST_GROUPS
+
+
+def test_one_rank_on_one_line() -> None:
+    assert hang.describe(THREE[1]) == "has waited 2.3 min in actor_train (all_reduce #1841)"
+    assert hang.describe(row(3, "gen")) == "has been in gen for 2.3 min"

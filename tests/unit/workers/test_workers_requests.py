@@ -1,0 +1,80 @@
+"""Requests for stacks: each is passed on once, in order, and one look costs one name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from slurmrl import keys
+from slurmrl.errors import EnvironmentFailure, NameNotFoundError
+from slurmrl.name_resolve.memory import MemoryNameStore
+from slurmrl.workers import messages
+from slurmrl.workers.master.requests import StackRequests
+
+
+class Store(MemoryNameStore):
+    looks = 0
+    stalled = False
+
+    def get(self, name: str) -> str:
+        self.looks += 1
+        if self.stalled:
+            raise EnvironmentFailure("the server is away")
+        return super().get(name)
+
+
+class Desk:
+    """The requests of incarnation 3, looked for every 2 s."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.names = Store()
+        self.posted: list[dict[str, Any]] = []
+        self.requests = StackRequests(
+            self.names, 3, self.posted.append, look_s=2.0, clock=lambda: self.now
+        )
+
+    def ask(self, number: int, ranks: Any, incarnation: int = 3) -> None:
+        value = json.dumps({"ranks": ranks})
+        self.names.add(keys.stacks(incarnation, number), value, delete_on_exit=False)
+
+    def pass_time(self, seconds: float) -> list[tuple[int, Any]]:
+        end = self.now + seconds
+        while self.now < end:
+            self.now += 0.5
+            self.requests.look()
+        return [(one["number"], one["ranks"]) for one in self.posted]
+
+
+@pytest.fixture
+def desk() -> Desk:
+    return Desk()
+
+
+def test_requests_are_passed_on_once_and_in_order(desk: Desk) -> None:
+    desk.ask(1, None)
+    desk.ask(2, [3])
+    desk.ask(1, [7], incarnation=2)
+    assert desk.pass_time(20) == [(1, None), (2, [3])]
+    assert {one["type"] for one in desk.posted} == {messages.STACKS}
+    desk.ask(3, [0])
+    assert desk.pass_time(4)[2:] == [(3, [0])]
+
+
+def test_a_look_is_one_name_per_interval(desk: Desk) -> None:
+    desk.pass_time(20)
+    assert desk.names.looks == 10
+
+
+def test_broken_requests_and_a_silent_directory_hold_up_nothing(desk: Desk) -> None:
+    desk.names.add(keys.stacks(3, 1), "no JSON", delete_on_exit=False)
+    desk.ask(2, "all of them")
+    desk.ask(3, None)
+    desk.names.stalled = True
+    assert desk.pass_time(6) == []
+    desk.names.stalled = False
+    assert desk.pass_time(8) == [(3, None)]
+    with pytest.raises(NameNotFoundError):
+        desk.names.get(keys.stacks(3, 4))
