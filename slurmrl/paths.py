@@ -18,6 +18,11 @@ def user_name() -> str:
         return str(os.getuid())
 
 
+def rotated(log: Path) -> Path:
+    """The part of an output file that came before the present one."""
+    return log.with_name(f"{log.name}.1")
+
+
 @dataclass(frozen=True)
 class RunPaths:
     """The run directory ``<root>/<user>/<experiment>/<trial>`` and the names inside it."""

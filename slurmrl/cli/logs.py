@@ -72,10 +72,11 @@ def _follow(paths: RunPaths, group: str | None, task: int | None) -> None:
 
 
 class Printer:
-    """Prints what files hold beyond what it printed before."""
+    """Prints what files hold beyond what it printed before, also where they were cut meanwhile."""
 
     def __init__(self) -> None:
-        self._offsets: dict[Path, int] = {}
+        self._printed: dict[Path, tuple[int, int]] = {}
+        """Part and offset in it."""
 
     def print(self, files: Sequence[LogFile], *, torn: bool) -> None:
         """``torn``: print a last line without an end too; else it waits until it is whole."""
@@ -87,7 +88,33 @@ class Printer:
 
     def _new_lines(self, path: Path, torn: bool) -> Iterator[bytes]:
         from slurmrl.fsio import lines
+        from slurmrl.monitor.log_files import HEAD_BYTES, part
 
+        printed, offset = self._printed.get(path, (0, 0))
         with lines.opened(path) as file:
-            yield from file.forward(self._offsets.get(path, 0), torn=torn)
-            self._offsets[path] = file.offset
+            now = part(file.first(HEAD_BYTES))
+            if now.number != printed:
+                yield from self._rest(path, now.number, printed, offset)
+                offset = 0
+            yield from file.forward(offset, torn=torn)
+            self._printed[path] = now.number, file.offset
+
+    def _rest(self, path: Path, now: int, printed: int, offset: int) -> Iterator[bytes]:
+        """What the part before holds beyond what was printed of it."""
+        from slurmrl.fsio import lines
+        from slurmrl.monitor.log_files import HEAD_BYTES, part
+        from slurmrl.paths import rotated
+
+        try:
+            with lines.opened(rotated(path)) as file:
+                before = part(file.first(HEAD_BYTES))
+                if before.number >= now:
+                    return  # it is being cut at this moment: the file itself still has all
+                start = 0  # where it is new, its head says what is missing
+                if before.number == printed:
+                    start = (
+                        before.head_bytes + offset - before.skipped if before.skipped else offset
+                    )
+                yield from file.forward(max(start, 0), torn=True)
+        except FileNotFoundError:
+            return

@@ -50,6 +50,10 @@ class LineFile:
                     yield rest
                 rest, skip, self.offset = b"", not torn, start
 
+    def first(self, count: int) -> bytes:
+        """The first bytes, as many as there are."""
+        return self._read(0, min(count, self.size))
+
     def backward(self, stop: int = 0) -> Iterator[tuple[int, bytes]]:
         """The whole lines from the last one down to the offset ``stop``, each with the offset at
         which it begins."""

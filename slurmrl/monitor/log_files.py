@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from slurmrl.errors import UnknownNameError
 from slurmrl.history.recent import begin_of
@@ -16,6 +17,13 @@ from slurmrl.paths import RunPaths
 from slurmrl.registry import near
 
 AGENT_LOG = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\.log")
+HEAD = re.compile(
+    rb"^--- slurmrl: part ([0-9]{1,9}) of this output"
+    rb"(?: without its first ([0-9]{1,18}) bytes)?;.*\n",
+    re.M,
+)
+HEAD_BYTES = 64 * 1024
+"""Where a head stands at the latest: others may write into a new part before its head is there."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +31,31 @@ class LogFile:
     label: str
     """``trainer/0``"""
     path: Path
+
+
+class Part(NamedTuple):
+    """A piece of a process's output: files that grow too long are cut into parts, of which the
+    newest two are there (see `workers.agent.output`)."""
+
+    number: int
+    skipped: int
+    """Bytes at its start that were dropped."""
+    head_bytes: int
+
+
+def head(number: int, skipped: int) -> bytes:
+    """The line that says which part this is."""
+    without = f" without its first {skipped} bytes" if skipped else ""
+    kept = "of earlier parts at most the last is kept (logging.output_mib)"
+    return f"--- slurmrl: part {number} of this output{without}; {kept} ---\n".encode()
+
+
+def part(data: bytes) -> Part:
+    """By the first bytes of a file; without a head it is the first part."""
+    found = HEAD.search(data[:HEAD_BYTES])
+    if found is None:
+        return Part(1, 0, 0)
+    return Part(int(found[1]), int(found[2] or 0), len(found[0]) if found.start() == 0 else 0)
 
 
 Attempts = Mapping[tuple[str, int], int]

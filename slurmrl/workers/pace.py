@@ -14,8 +14,8 @@ OPERATIONS_PER_S_AND_HOST = 0.5
 BEAT = 3
 """File operations of a heartbeat, a look at a lease and a look at a log: open, transfer, close."""
 CHECK = 3
-"""Of a look at the history that finds nothing new: list, look for the next slot, and one to spare
-for what opening a listed slot may cost."""
+"""Of a look at the history that finds nothing new: list, look for the next slot; and of a look at
+the size of the host's output, which comes as often."""
 PUBLISH = 16
 """Of replacing the status, generously."""
 

@@ -36,6 +36,11 @@ class Hangs(RewardFunction):
         while True:
             pass
 
+    def flood(self):
+        for number in range(100_000):
+            print(f"line {number:025d}", flush=number % 1000 == 0)
+        self.sleep()
+
     def sleep(self):
         time.sleep(100_000)
 
@@ -124,8 +129,9 @@ def check_end(site: Site, kind: str) -> None:
 
 
 def test_stacks_on_demand(site: Site) -> None:
-    """Of ranks that hang, while their trial goes on; the status says who waits for whom."""
-    submit(site, "sleep", step_timeout_s=1000.0)
+    """Of ranks that hang, while their trial goes on; the status says who waits for whom. One wrote
+    3 MB before, of which 1 MiB may stay."""
+    submit(site, "flood", step_timeout_s=1000.0, logging={"output_mib": 1})
     status = waited_for(site)
     assert f"for {SLEEPS}" in status["waiting"]["explained"]
     assert [group["call"] for group in status["doing"]] == ["ref_inf", "reward_inf"]
@@ -137,5 +143,9 @@ def test_stacks_on_demand(site: Site) -> None:
     assert both.index("=== rank 0") < both.index("=== rank 1") < both.index("=== the master")
     assert site.status("ppo/1")["incarnation"] == 1
     assert "no rank 2" in site.slurmrl("stacks", "ppo/1", "2", code=2).stderr
+    folder = site.paths("ppo/1").logs / "trainer"
+    wait_until("the output to be cut", (folder / "0.0.log.1").exists)
+    assert sum(file.stat().st_size for file in folder.glob("0.0.log*")) < 1 << 20
+    assert "of this output without its first" in (folder / "0.0.log.1").read_text()
     site.slurmrl("cancel", "ppo/1")
     assert "no ranks run" in site.slurmrl("stacks", "ppo/1", code=2).stderr

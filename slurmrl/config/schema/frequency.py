@@ -87,5 +87,9 @@ class Logging(Section):
     """Write TensorBoard event files too (needs the tensorboard package)."""
     wandb: Wandb | None = None
     """Send metrics to Weights & Biases too."""
+    output_mib: PositiveInt = 64
+    """MiB that the output of one host's processes may take in `logs/`, that of all its attempts
+    together, and that of the master as much again. The newest is kept. A file can be longer for as
+    long as nobody has looked at it: seconds."""
     samples: NonNegativeInt = 4
     """Completions of each step that are written to `samples/`."""

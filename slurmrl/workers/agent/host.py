@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import IO
 
 from slurmrl import log
@@ -30,6 +31,7 @@ from slurmrl.workers.agent.identity import claim
 from slurmrl.workers.agent.keeper import Keeper
 from slurmrl.workers.agent.leader import Leader
 from slurmrl.workers.agent.memory import OomKills
+from slurmrl.workers.agent.output import Output
 from slurmrl.workers.agent.warning import Warnings
 from slurmrl.workers.pace import Pace
 
@@ -69,6 +71,7 @@ class Host:
         self.local = _is_local(paths, submission)
         self.warnings = Warnings(local=self.local, lead_s=self.cluster.slurm.signal_lead_s)
         self.oom = OomKills()
+        self.outputs = self._outputs(config.logging.output_mib << 20)
         writer = f"agent.{group}.{self.identity.task}.{self.identity.attempt}"
         self.events = EventWriter(paths, writer)
 
@@ -76,6 +79,13 @@ class Host:
         """With what the ranks do, which the master passes on (see `monitor.hang`)."""
         doing = self.children.doing() if self.serving else []
         self._lease.beat(frame.encode({"incarnation": self.serving, "doing": doing}))
+
+    def _outputs(self, limit_bytes: int) -> list[Output]:
+        groups = [self.group.name, *(["master"] if self.leads else [])]
+        found = [Output(self._log(name), limit_bytes, self.pace.check_s) for name in groups]
+        for output in found:
+            output.prune()
+        return found
 
     @property
     def leads(self) -> bool:
@@ -92,7 +102,10 @@ class Host:
 
     def open_log(self, group: str) -> IO[bytes]:
         """Of this task, or of the ``master``. Raises EnvironmentFailure."""
-        return process.open_log(self.paths.log(group, self.identity.task, self.identity.attempt))
+        return process.open_log(self._log(group))
+
+    def _log(self, group: str) -> Path:
+        return self.paths.log(group, self.identity.task, self.identity.attempt)
 
     def begun(self, after: int) -> TrialState | None:
         """The trial's state if an incarnation of this job has begun after incarnation ``after``.

@@ -255,6 +255,8 @@ class Incarnation:
         """Wait at most ``timeout_s`` for a child to speak or end; beat the lease when due."""
         self.host.keeper.turn()
         self.host.leader.look()
+        for output in self.host.outputs:
+            output.look()
         news = self.host.children.turn(min(timeout_s, self._symptoms.longest_turn_s))
         self._tell_warning()
         self.say(*(one for one in news.said if one["type"] != messages.ERROR))

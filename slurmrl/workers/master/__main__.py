@@ -10,7 +10,7 @@ from pathlib import Path
 from slurmrl import env, log
 from slurmrl.channel.pipe import Connection
 from slurmrl.fsio import ownership
-from slurmrl.workers import pulse, stacks
+from slurmrl.workers import output, pulse, stacks
 from slurmrl.workers.master.serve import serve
 from slurmrl.workers.process import PIPE_FD_OPTION, PULSE_OPTION
 
@@ -26,6 +26,7 @@ def main() -> int:
     options = parser.parse_args()
     stacks.answer(options.stacks_fd)
     ownership.make_umask_private()
+    output.forgive()
     log.configure("master")
     errand = pulse.Errand(stacks.wakeup(), lambda: stacks.finish(options.stacks_fd, ""))
     pulse.start(Connection.from_fd(options.pipe_fd), options.pulse_s, errand=errand)

@@ -14,7 +14,7 @@ from slurmrl import log
 from slurmrl.channel.pipe import Connection
 from slurmrl.fsio import ownership
 from slurmrl.parallel.activity import Activity
-from slurmrl.workers import pulse, stacks
+from slurmrl.workers import output, pulse, stacks
 from slurmrl.workers.process import PIPE_FD_OPTION, PULSE_OPTION, ignore_signals
 
 
@@ -29,6 +29,7 @@ def main() -> int:
     options = parser.parse_args()
     stacks.answer(options.stacks_fd)
     ownership.make_umask_private()
+    output.forgive()
     log.configure(f"rank {options.rank}")
     from slurmrl.workers.worker import template
     from slurmrl.workers.worker.collectives import Collectives

@@ -1,0 +1,158 @@
+"""A flood of output: bounded on disk, the newest kept, followed without a gap, and nobody's end."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slurmrl.cli.logs import Printer
+from slurmrl.fsio import atomic
+from slurmrl.monitor.log_files import LogFile
+from slurmrl.paths import rotated
+from slurmrl.workers import process
+from slurmrl.workers.agent.output import Output
+
+LIMIT = 40_000
+PART = LIMIT // 4
+LINE = "line {:09d}\n"
+BYTES = len(LINE.format(0))
+
+
+class Task:
+    """The output of task 3's second attempt, looked at by a clock of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / "3.1.log"
+        self.now = 0.0
+        self.output = Output(self.path, LIMIT, 10.0, lambda: self.now)
+        self.written = 0
+        self.file = process.open_log(self.path)
+
+    def write(self, size: int) -> None:
+        for _ in range(size // BYTES):
+            self.file.write(LINE.format(self.written).encode())
+            self.written += 1
+
+    def look(self, seconds: float = 10.0) -> None:
+        self.now += seconds
+        self.output.look()
+
+    def size(self) -> int:
+        return sum(file.stat().st_size for file in self.folder.iterdir())
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Iterator[Task]:
+    found = Task(tmp_path)
+    yield found
+    found.file.close()
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"line (\d+)", text)]
+
+
+def test_a_flood_is_bounded_and_its_newest_part_kept(task: Task) -> None:
+    for _ in range(50):
+        task.write(PART // 2)
+        task.look()
+        assert task.size() <= 3 * PART
+    kept = numbers(rotated(task.path).read_text() + task.path.read_text())
+    assert kept == list(range(kept[0], task.written))
+    assert len(kept) * BYTES > PART
+    assert "at most the last is kept (logging.output_mib)" in task.path.read_text()
+
+
+def test_one_burst_keeps_its_end_and_says_what_was_dropped(task: Task) -> None:
+    task.write(20 * PART)
+    task.look()
+    text = rotated(task.path).read_text()
+    assert numbers(text)[-1] == task.written - 1
+    dropped = task.written * BYTES - PART
+    assert text.startswith(f"--- slurmrl: part 1 of this output without its first {dropped} bytes;")
+    assert task.size() < 2 * PART
+
+
+def test_it_is_looked_at_sooner_the_faster_it_grows(task: Task) -> None:
+    task.write(PART * 8 // 10)
+    task.look()
+    task.write(PART)
+    task.look(2.0)  # at this pace it is full in 2.5 s
+    assert rotated(task.path).exists()
+
+
+def test_following_over_cuts_shows_each_line_once(
+    task: Task, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printer = Printer()
+    for turn in range(30):
+        task.write(PART * 2 // 5)
+        if turn % 2:
+            task.look()
+            task.write(PART // 10)
+        printer.print([LogFile("trainer/3", task.path)], torn=False)
+    assert numbers(capsys.readouterr().out) == list(range(task.written))
+
+
+def test_following_says_what_was_missed(task: Task, capsys: pytest.CaptureFixture[str]) -> None:
+    printer = Printer()
+    task.write(PART // 2)
+    printer.print([LogFile("trainer/3", task.path)], torn=False)
+    for _ in range(4):
+        task.write(2 * PART)
+        task.look()
+    printer.print([LogFile("trainer/3", task.path)], torn=False)
+    out = capsys.readouterr().out
+    assert numbers(out)[-1] == task.written - 1
+    assert "part 4 of this output without its first" in out
+
+
+def test_earlier_attempts_go_first(task: Task) -> None:
+    for name, size in (("3.0.log", LIMIT), ("3.0.stacks-1.0.txt", 10), ("30.0.log", LIMIT)):
+        (task.folder / name).write_bytes(b"x" * size)
+    task.write(PART // 2)
+    task.output.prune()
+    names = {file.name for file in task.folder.iterdir()}
+    assert names == {"3.0.stacks-1.0.txt", "3.1.log", "30.0.log"}
+
+
+def test_a_full_disk_still_bounds_the_output(task: Task, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes, **more: object) -> None:
+        raise atomic.explain(OSError(28, os.strerror(28)), "replace", path)
+
+    monkeypatch.setattr(atomic, "replace", full)
+    task.write(3 * PART)
+    task.look()
+    assert task.size() < 1000
+    task.write(100)
+    assert numbers(task.path.read_text())[-1] == task.written - 1
+
+
+PRINTS = """
+import os, sys
+from slurmrl.workers import output
+room, full = int(sys.argv[1]), os.open("/dev/full", os.O_WRONLY)
+os.dup2(full, 1)
+output.forgive()
+print("lost" * 10, flush=True)
+sys.stdout.write("lost too\\n")
+sys.stdout.flush()
+os.dup2(room, 1)
+print("kept", flush=True)
+"""
+
+
+def test_printing_to_a_full_disk_raises_nothing(tmp_path: Path) -> None:
+    with (tmp_path / "out").open("wb") as file:
+        command = [sys.executable, "-c", PRINTS, str(file.fileno())]
+        subprocess.run(command, pass_fds=[file.fileno()], check=True, timeout=60)
+    text = (tmp_path / "out").read_text()
+    assert text.endswith("kept\n")
+    assert "--- slurmrl: 50 bytes of output were dropped: No space left on device ---" in text
