@@ -100,7 +100,9 @@ def test_a_hang_is_explained_before_it_is_ended(site: Site, kind: str) -> None:
     submit(site, "sleep", step_timeout_s=15.0 if kind == "sleep" else 1000.0)
     if kind == "stop":
         waited_for(site)
-        os.kill(processes(site.paths("ppo/1").run)["worker"][1], signal.SIGSTOP)
+        workers = processes(site.paths("ppo/1").run)["worker"]
+        comms = {Path(f"/proc/{pid}/comm").read_text().strip(): pid for pid in workers}
+        os.kill(comms["rank 1"], signal.SIGSTOP)
     assert site.wait_for_end("ppo/1")["state"] == "FAILED"
     check_end(site, kind)
 
