@@ -50,6 +50,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "submission": 1,
         "avoided": [],
         "failed_starts": None,
+        "free_bytes": 10**12,
         "incarnations": [
             incarnation(1, cause="died", how="rank 3 on n1 died: SIGKILL", job_id="41_0"),
             incarnation(2, cause="running", how="running", from_step=10, commit=None),

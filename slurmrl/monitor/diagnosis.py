@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from slurmrl.fsio.space import LEAST_BYTES
 from slurmrl.monitor.words import age, first_line, plain
 
 Status = Mapping[str, Any]
@@ -34,7 +35,13 @@ def diagnose(status: Status) -> list[Finding]:
         return [*skipped, _ended(status)]
     if status["state"] in ("FAILED", "CANCELLED"):
         return [_ended(status), *skipped]
-    found = [*_problem(status), *_failed_starts(status), *skipped, *_short_limit(status)]
+    found = [
+        *_problem(status),
+        *_full(status),
+        *_failed_starts(status),
+        *skipped,
+        *_short_limit(status),
+    ]
     if status["state"] == "INTERRUPTED":
         return [*found, _interrupted(status), *_avoided(status)]
     if status["state"] == "PENDING":
@@ -95,6 +102,19 @@ def _avoided(status: Status) -> Iterator[Finding]:
         text = f"jobs avoid {named} ({hosts[0]}: {why})"
         undo = f"slurmrl resume {status['trial']} --include HOST lifts that"
         yield Finding("avoided", f"{text}; {undo}")
+
+
+def _full(status: Status) -> Iterator[Finding]:
+    free = status["free_bytes"]
+    if free is not None and free < LEAST_BYTES:
+        ended = status["state"] == "INTERRUPTED"
+        go_on = f", then slurmrl resume {status['trial']}" if ended else ""
+        never = "" if status["incarnations"] else ": it can never have begun for that"
+        text = (
+            f"the file system of {status['run']} is full, {free >> 20} MiB are left{never}; "
+            f"make room{go_on}"
+        )
+        yield Finding("disk_full", text)
 
 
 def _interrupted(status: Status) -> Finding:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl import keys
-from slurmrl.fsio import atomic, documents
+from slurmrl.fsio import atomic, documents, space
 from slurmrl.fsio.shapes import COUNT, FLAG, INTEGER, SECONDS, TEXT, Fields, Kind, list_of, table
 from slurmrl.history.recent import Begun, Recent, recent
 from slurmrl.monitor import events, metrics, published, throughput
@@ -119,6 +119,8 @@ class Snapshot:
     """Time of all steps that count; None where nobody asked, or they are too many to add up."""
     first_step_at: float | None = None
     """When the ranks were ready for the first step, by their master's clock."""
+    free_bytes: int | None = None
+    """Room on the file system of the run directory, as seen from here."""
 
     @property
     def metrics(self) -> Mapping[str, Any]:
@@ -161,7 +163,8 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> Snapshot:
         metrics.read_latest(paths.metrics, LINES),
         hosts.avoided(paths),
         hosts.newest_failed_starts(paths),
-        *(_times(paths, state.incarnation) if incarnations > GLANCE else ()),
+        *(_times(paths, state.incarnation) if incarnations > GLANCE else (None, None)),
+        space.free_bytes(paths.run),
     )
 
 

@@ -73,6 +73,8 @@ This object is a contract: fields may be added, none is ever changed or removed.
       "failed_starts": {"count": 2, "host": "n3", "why": "…"} | null,   starts in a row, up to now,
                                               in which nothing began; the newest. The host is empty
                                               where it is unknown
+      "free_bytes": 123456789,                room on the file system of the run directory, quotas
+                                              apart; null: unknown
       "problem": "…",                         only where the scheduler could not be asked
       "unconfirmed": true                     only where the master's lease did not move
     }
@@ -122,6 +124,7 @@ def assemble(
         "incarnations": told,
         "avoided": [{"host": one.host, "why": one.why} for one in snapshot.avoided],
         "failed_starts": _failed_starts(snapshot),
+        "free_bytes": snapshot.free_bytes,
     }
     status["links_left"] = sum(group["links_left"] for group in status["groups"])
     status |= present.describe(snapshot, tasks, status)

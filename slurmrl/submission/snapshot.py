@@ -67,7 +67,7 @@ def current(paths: RunPaths) -> int:
             request = documents.read(path, {"snapshot": COUNT})
         except FileNotFoundError:
             continue
-        found: int = request.get("snapshot", 1)
+        found: int = request.get("snapshot") or 1
         return found
     return 1
 

@@ -19,7 +19,7 @@ from slurmrl import log
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config
 from slurmrl.errors import ConfigError, Problem, UsageError
-from slurmrl.fsio import variables
+from slurmrl.fsio import space, variables
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind, Record
 from slurmrl.history.state import TrialState, fold
@@ -217,6 +217,7 @@ def submit(proposal: Proposal) -> Submitted:
     sinks.check(proposal.settings.config.logging)
     if file := proposal.settings.config.cluster.variables_file:
         variables.read(Path(file))
+    space.require(proposal.paths.run)
     proposal.scripts()  # what cannot be written into a script is refused before anything is
     outlook = Outlook(fold([]), complete=False, left=None)
     fresh = prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)

@@ -13,6 +13,7 @@ import pytest
 
 from slurmrl.cli import logs as logs_module
 from slurmrl.cli.main import main
+from slurmrl.fsio import space
 from slurmrl.history.record import Kind
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.scheduler.base import JobState
@@ -353,6 +354,26 @@ def test_cancel_and_resume(
 def contents(root: Path) -> dict[Path, tuple[int, bytes]]:
     files = [path for path in root.rglob("*") if path.is_file()]
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+
+def test_a_full_disk_is_said_and_nothing_is_submitted(
+    root: Path,
+    tmp_path: Path,
+    scheduler: FakeScheduler,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Links that found the disk full could not write a word about it."""
+    assert submit_it(tmp_path, "--detach") == 0
+    scheduler.tasks = []
+    capsys.readouterr()
+    monkeypatch.setattr(space, "free_bytes", lambda directory: 3 << 20)
+    assert main(["status", "add/1"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "is full, 3 MiB are left: it can never have begun for that; make room, then" in shown
+    assert main(["resume", "add/1", "--detach"]) == 3
+    assert "is full: 3 MiB are free" in capsys.readouterr().err
+    assert len(scheduler.requests) == 1
 
 
 def test_a_dry_run_of_resume_changes_nothing(

@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio import space
+from slurmrl.fsio.calls import SystemCalls
+
+
+class Quota(SystemCalls):
+    def pwrite(self, descriptor: int, data: bytes | memoryview, offset: int) -> int:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+
+def test_room_is_looked_for_and_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    space.require(tmp_path)
+    space.require(tmp_path / "not" / "yet")
+    with pytest.raises(EnvironmentFailure, match=r"EDQUOT.*nothing was submitted"):
+        space.require(tmp_path, calls=Quota())
+    assert not list(tmp_path.iterdir())
+    monkeypatch.setattr(space, "free_bytes", lambda directory: 5 << 20)
+    with pytest.raises(EnvironmentFailure, match=r"is full: 5 MiB are free.*nothing was submitted"):
+        space.require(tmp_path / "not" / "yet")
