@@ -131,6 +131,10 @@ class StaleIncarnationError(SlurmrlError, RuntimeError):
     """A newer incarnation of the trial has begun: whoever sees this must stop at once."""
 
 
+class RunGoneError(SlurmrlError, RuntimeError):
+    """The run directory was removed: whoever works for it must stop at once."""
+
+
 class TrialEndedError(SlurmrlError, RuntimeError):
     """The history already holds an end of the trial."""
 

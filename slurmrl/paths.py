@@ -189,6 +189,10 @@ class RunPaths:
     def event_file(self, writer: str) -> Path:
         return self.events / f"{writer}.jsonl"
 
+    def channels(self) -> tuple[Path, ...]:
+        """Directories that hold nothing that outlives an incarnation."""
+        return (self.control, self.leases)
+
     def directories(self) -> tuple[Path, ...]:
         """All directories that ``submit`` makes."""
         return (

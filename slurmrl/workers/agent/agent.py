@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import TypeVar
 
 from slurmrl import env, log
-from slurmrl.errors import EnvironmentFailure, SlurmrlError, StaleIncarnationError, TrialEndedError
+from slurmrl.errors import (
+    EnvironmentFailure,
+    RunGoneError,
+    SlurmrlError,
+    StaleIncarnationError,
+    TrialEndedError,
+)
 from slurmrl.fsio import ownership
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler import hosts
@@ -19,6 +25,7 @@ from slurmrl.workers.agent.leader import leave_without
 from slurmrl.workers.failure import Cause, Failure
 from slurmrl.workers.failure import first as first_failure
 from slurmrl.workers.patience import patiently
+from slurmrl.workers.presence import Presence, make_channels
 
 logger = log.get(__name__)
 T = TypeVar("T")
@@ -79,6 +86,9 @@ class Agent:
         except TrialEndedError as end:
             logger.info("%s", end)
             return OK
+        except RunGoneError as error:
+            logger.error("%s", error)
+            return FAILED
         except StaleIncarnationError as error:
             logger.info("%s", error)
         except SlurmrlError as error:
@@ -150,6 +160,9 @@ def serve(run: Path, submission: int, group: str) -> int:
     def start() -> Host:
         for warning in ownership.check(run):
             logger.warning("%s", warning)
-        return Host(RunPaths(run), submission, group)
+        make_channels(paths)
+        return Host(paths, submission, group)
 
-    return Agent(patiently("start", start, timeout_s=FORM_TIMEOUT_S)).run()
+    paths = RunPaths(run)
+    pause = Presence(paths).sleep
+    return Agent(patiently("start", start, pause, timeout_s=FORM_TIMEOUT_S)).run()

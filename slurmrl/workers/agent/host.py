@@ -34,6 +34,7 @@ from slurmrl.workers.agent.memory import OomKills
 from slurmrl.workers.agent.output import Output
 from slurmrl.workers.agent.warning import Warnings
 from slurmrl.workers.pace import Pace
+from slurmrl.workers.presence import LOOK_S, Presence
 
 logger = log.get(__name__)
 
@@ -67,6 +68,7 @@ class Host:
             ttl_s=self.cluster.lease_ttl_s,
         )
         self.leader = Leader(paths, self.names, self.identity, self.cluster.lease_ttl_s)
+        self.presence = Presence(paths, look_s=max(LOOK_S, self.pace.check_s))
         self.children = Children(paths, self.group, self.identity, self.cluster)
         self.local = _is_local(paths, submission)
         self.warnings = Warnings(local=self.local, lead_s=self.cluster.slurm.signal_lead_s)

@@ -253,6 +253,7 @@ class Incarnation:
 
     def turn(self, timeout_s: float) -> None:
         """Wait at most ``timeout_s`` for a child to speak or end; beat the lease when due."""
+        self.host.presence.check()
         self.host.keeper.turn()
         self.host.leader.look()
         for output in self.host.outputs:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slurmrl import env, log
 from slurmrl.config.load import load_resolved
-from slurmrl.errors import SlurmrlError
+from slurmrl.errors import RunGoneError, SlurmrlError
 from slurmrl.fsio import ownership, variables
 from slurmrl.monitor.events import EventWriter
 from slurmrl.name_resolve import make as make_names
@@ -74,7 +74,13 @@ def main() -> int:
         if in_chain:
             give_back(link, f"the run's files cannot be read: {error}", env.NODE_NAME.get())
         return 1
-    return run_link(link, rounds) if in_chain else rounds.run()
+    try:
+        return run_link(link, rounds) if in_chain else rounds.run()
+    except RunGoneError as error:
+        logger.error("%s", error)
+        if in_chain:
+            end_chain(link)  # none of them would find anything to do
+        return 1
 
 
 def prepare(options: argparse.Namespace, paths: RunPaths) -> Rounds:

@@ -20,6 +20,7 @@ from slurmrl.paths import RunPaths
 from slurmrl.scheduler import leave
 from slurmrl.scheduler.client import SRUN
 from slurmrl.workers.patience import patiently
+from slurmrl.workers.presence import Presence
 from slurmrl.workers.process import die_with
 from slurmrl.workers.supervisor.allocation import Allocation
 from slurmrl.workers.supervisor.blame import avoid_failed, blame_hosts
@@ -90,6 +91,7 @@ class Rounds:
                 break
             before = self._incarnation()
             code = self._round(number, hosts)
+            Presence(self.paths).wait()
             after = self._incarnation()
             fruitless = 0 if after > before else fruitless + 1
             self.began |= after > before
