@@ -88,21 +88,19 @@ class History:
     def _looks(self, hidden: Callable[[], Path]) -> Iterator[int]:
         """Numbers of looks for a slot that must exist, with pauses between them: many where a
         cache may hide it, which is said then."""
+        yield 0
         lies = self._calls.caches(self._directory)
-        for number, pause_s in enumerate(
-            HIDDEN_PAUSES_S if lies else HIDDEN_PAUSES_S[:LEAST_PAUSES]
-        ):
+        pauses_s = HIDDEN_PAUSES_S[1:] if lies else HIDDEN_PAUSES_S[1:LEAST_PAUSES]
+        for number, pause_s in enumerate(pauses_s):
             if pause_s == LONG_PAUSE_S:
-                left_s = sum(HIDDEN_PAUSES_S[number:])
                 logger.warning(
                     "%s is not there although it was made: looking for another %.0f s, in which "
                     "caches of the file system may show it",
                     hidden(),
-                    left_s,
+                    sum(pauses_s[number:]),
                 )
-            if pause_s:
-                self._calls.sleep(pause_s)
-            yield number
+            self._calls.sleep(pause_s)
+            yield number + 1
 
     def _missing(self, slot: int, made: int) -> CorruptFileError:
         return corrupt(self._path(slot), f"is missing although slot {made} was made")

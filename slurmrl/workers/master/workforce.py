@@ -12,6 +12,7 @@ from slurmrl import log
 from slurmrl.channel.follower import Follower
 from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import EnvironmentFailure, RunFailedError, WaitTimeoutError
+from slurmrl.fsio import documents
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.workers import messages
@@ -166,7 +167,8 @@ class Workforce:
         """Take in what is new; True if anything was."""
         news = self._agents.read()
         for message in news:
-            self.mailbox.put(message)
+            with documents.expecting("a log of an agent"):
+                self.mailbox.put(message)
         return bool(news)
 
     def waiting(self) -> dict[str, Any] | None:
