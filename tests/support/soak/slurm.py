@@ -68,7 +68,9 @@ def throttle(folder: Path, chance: random.Random, rounds: int) -> None:
 
 def start_throttled(folder: Path) -> Watched:
     """A trial that has trained a step, with two further links."""
-    trial = paced.start(folder, cluster=paced.cluster(folder, links=3))
+    slow = paced.config(folder, pause_s=20.0)  # it must not end before it is told to hurry
+    config = {**slow, "cluster": paced.cluster(folder, links=3)}
+    trial = Watched(Site(folder), config, "slurm")
     assert trial.until("a step", lambda: trial.witness.has_trained(1))
     return trial
 
