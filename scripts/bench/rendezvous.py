@@ -44,7 +44,7 @@ from slurmrl.lease import Lease
 from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
 from slurmrl.workers.agent.identity import claim
-from slurmrl.workers.pace import Pace
+from slurmrl.workers.poll_intervals import PollIntervals
 
 FORK = get_context("fork")
 GROUP = "trainer"
@@ -52,7 +52,7 @@ HEARTBEAT_S = 2.0
 TIMEOUT_S = 120.0
 
 
-def poll(look: Callable[[], Any], pace: Pace) -> Any:
+def poll(look: Callable[[], Any], pace: PollIntervals) -> Any:
     """As the agent waits while an incarnation forms."""
     backoff = Backoff(last_s=min(pace.poll_s, pace.beat_s))
     deadline = time.monotonic() + TIMEOUT_S
@@ -63,7 +63,7 @@ def poll(look: Callable[[], Any], pace: Pace) -> Any:
     return found
 
 
-def agent(paths: RunPaths, task: int, workers: int, pace: Pace, start: Any) -> None:
+def agent(paths: RunPaths, task: int, workers: int, pace: PollIntervals, start: Any) -> None:
     start.wait()
     names = make("file", directory=paths.names)
     environ = {"SLURM_NODEID": str(task), "SLURM_JOB_ID": "1", "SLURMD_NODENAME": f"host{task}"}
@@ -92,7 +92,7 @@ def over_files(folder: Path, agents: int, workers: int) -> float:
     paths = RunPaths(folder / "run")
     for directory in paths.directories():
         make_private_directory(directory)
-    pace = Pace.of(agents, HEARTBEAT_S)
+    pace = PollIntervals.of(agents, HEARTBEAT_S)
     start = FORK.Barrier(agents + 1)
     processes = [
         FORK.Process(target=agent, args=(paths, task, workers, pace, start))

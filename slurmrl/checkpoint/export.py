@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from slurmrl.checkpoint.pieces import RoleCheckpoint
 from slurmrl.checkpoint.precision import AS_STORED, FLOATS, Precision
+from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.checkpoint.stored import Storage, by_name, file_entries
-from slurmrl.checkpoint.tensors import Entry, write_tensors
+from slurmrl.checkpoint.tensors import TensorEntry, write_tensors
 from slurmrl.errors import CheckpointError, EnvironmentFailure
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import explain
@@ -39,7 +39,7 @@ MORE_TEMPLATES = "additional_chat_templates"
 """Folder beside the tokenizer's files with a chat template in each of its own."""
 SHARD_BYTES = 50 * 10**9
 """Size at which transformers starts a new file."""
-Shard = list[Entry]
+Shard = list[TensorEntry]
 
 
 def export(
@@ -85,7 +85,7 @@ def export(
 
 def write_weights(
     folder: Path,
-    entries: Sequence[Entry],
+    entries: Sequence[TensorEntry],
     *,
     shard_bytes: int = SHARD_BYTES,
     calls: SystemCalls = REAL,
@@ -102,7 +102,7 @@ def write_weights(
         _write_json(folder / "model.safetensors.index.json", index, calls)
 
 
-def _shards(entries: Iterable[Entry], limit_bytes: int) -> list[Shard]:
+def _shards(entries: Iterable[TensorEntry], limit_bytes: int) -> list[Shard]:
     """Entries in order, in as few runs as the limit allows; a larger tensor stands alone."""
     shards: list[Shard] = [[]]
     size = 0
@@ -121,7 +121,7 @@ def _shard_names(count: int) -> list[str]:
     return [f"model-{index:05d}-of-{count:05d}.safetensors" for index in range(1, count + 1)]
 
 
-def _main_dtype(entries: Iterable[Entry]) -> str:
+def _main_dtype(entries: Iterable[TensorEntry]) -> str:
     """The floating-point type that most of the bytes have: what config.json calls the model's."""
     sizes: Counter[str] = Counter()
     for entry in entries:

@@ -16,7 +16,7 @@ from slurmrl.paths import RunPaths
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredCommit:
     """A commit, or one that was set aside as damaged and is not removed yet."""
 
     step: int
@@ -36,7 +36,7 @@ class Stored:
     set_aside: bool = False
 
 
-def inventory(paths: RunPaths, *, checksums: bool) -> list[Stored]:
+def inventory(paths: RunPaths, *, checksums: bool) -> list[StoredCommit]:
     """All by their steps; sizes are always looked at. A run may delete what is looked at: then it
     is left out. Raises EnvironmentFailure."""
     records = History(paths.history).read()
@@ -59,7 +59,7 @@ def _look(
     reasons: dict[str, list[str]],
     exported: set[int],
     checksums: bool,
-) -> Stored:
+) -> StoredCommit:
     directory = paths.checkpoints / commit.directory
     problem, sizes = None, []
     try:
@@ -67,7 +67,7 @@ def _look(
         verify(directory, checksums=checksums)
     except CheckpointError as error:
         problem = str(error)
-    return Stored(
+    return StoredCommit(
         commit.step,
         commit.incarnation,
         commit.directory,
@@ -80,7 +80,9 @@ def _look(
     )
 
 
-def _set_aside(paths: RunPaths, records: list[Record], times: dict[str, float]) -> list[Stored]:
+def _set_aside(
+    paths: RunPaths, records: list[Record], times: dict[str, float]
+) -> list[StoredCommit]:
     """Those that are still there; a run may remove them meanwhile."""
     found = []
     for record in records:
@@ -90,7 +92,7 @@ def _set_aside(paths: RunPaths, records: list[Record], times: dict[str, float]) 
             with suppress(FileNotFoundError):
                 sizes = [file.stat().st_size for file in kept.iterdir()]
                 found.append(
-                    Stored(
+                    StoredCommit(
                         record.data["step"],
                         record.incarnation,
                         kept.name,

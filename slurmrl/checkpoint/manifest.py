@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmrl.checkpoint.pieces import RoleCheckpoint, file_name
+from slurmrl.checkpoint.shards import RoleCheckpoint, file_name
 from slurmrl.checkpoint.tensors import SavedFile, checksum
 from slurmrl.errors import (
     CheckpointError,

@@ -9,7 +9,7 @@ from typing import Final
 
 import numpy as np
 
-from slurmrl.checkpoint.tensors import NUMPY_DTYPES, Entry
+from slurmrl.checkpoint.tensors import NUMPY_DTYPES, TensorEntry
 from slurmrl.errors import CheckpointError
 from slurmrl.layout.copy import Array
 from slurmrl.layout.layout import TensorSpec
@@ -28,7 +28,7 @@ class Precision:
     """For tensors that are not in ``tensors``; None keeps the checkpoint's type."""
     tensors: Mapping[str, str] = field(default_factory=dict)
 
-    def apply(self, entry: Entry) -> Entry:
+    def apply(self, entry: TensorEntry) -> TensorEntry:
         """The entry in its type. Its ``data`` raises CheckpointError for a value that is finite in
         the checkpoint and not in that type."""
         stored = entry.spec.dtype
@@ -37,13 +37,13 @@ class Precision:
         if wanted is None or wanted == stored or stored not in FLOATS:
             return entry
         spec = TensorSpec(entry.spec.shape, wanted)
-        return Entry(entry.name, spec, partial(_converted, entry, wanted))
+        return TensorEntry(entry.name, spec, partial(_converted, entry, wanted))
 
 
 AS_STORED: Final = Precision()
 
 
-def _converted(entry: Entry, wanted: str) -> Array:
+def _converted(entry: TensorEntry, wanted: str) -> Array:
     values = entry.data()
     flat = values.reshape(-1)
     target = np.empty(flat.shape, dtype=NUMPY_DTYPES[wanted])

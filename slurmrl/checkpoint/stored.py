@@ -12,14 +12,14 @@ from functools import partial
 
 import numpy as np
 
-from slurmrl.checkpoint.tensors import Entry
+from slurmrl.checkpoint.tensors import TensorEntry
 from slurmrl.layout.box import Box, Index
 from slurmrl.layout.copy import Array
 from slurmrl.layout.layout import TensorSpec
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorSlice:
     """One parameter, or one row of it, in a file's tensor."""
 
     tensor: str
@@ -47,13 +47,13 @@ class Stored:
         return Box((self.row, *(0 for _ in shape[1:])), (1, *shape[1:]))
 
 
-Storage = Callable[[str, Index], tuple[Stored, ...]]
+Storage = Callable[[str, Index], tuple[TensorSlice, ...]]
 """Name and shape of a parameter -> where it is stored."""
 
 
-def by_name(name: str, shape: Index) -> tuple[Stored, ...]:
+def by_name(name: str, shape: Index) -> tuple[TensorSlice, ...]:
     """Every parameter is a tensor of its own name."""
-    return (Stored(name),)
+    return (TensorSlice(name),)
 
 
 @dataclass(frozen=True)
@@ -61,43 +61,43 @@ class FileTensor:
     """A tensor of a file, and the parameters or rows that lie in it, side by side."""
 
     spec: TensorSpec
-    pieces: tuple[tuple[str, TensorSpec, Stored], ...]
+    shards: tuple[tuple[str, TensorSpec, TensorSlice], ...]
 
 
 def file_tensors(
     parameters: Iterable[tuple[str, TensorSpec]], storage: Storage
 ) -> dict[str, FileTensor]:
     """The tensors that these parameters are stored in, by name, in the parameters' order."""
-    found: dict[str, list[tuple[str, TensorSpec, Stored]]] = {}
+    found: dict[str, list[tuple[str, TensorSpec, TensorSlice]]] = {}
     for name, spec in parameters:
         for stored in storage(name, spec.shape):
             found.setdefault(stored.tensor, []).append((name, spec, stored))
-    return {tensor: _file_tensor(pieces) for tensor, pieces in found.items()}
+    return {tensor: _file_tensor(shards) for tensor, shards in found.items()}
 
 
-def _file_tensor(pieces: list[tuple[str, TensorSpec, Stored]]) -> FileTensor:
-    pieces.sort(key=lambda piece: piece[2].first)
-    boxes = [stored.box(stored.of(spec.shape)) for _, spec, stored in pieces]
+def _file_tensor(shards: list[tuple[str, TensorSpec, TensorSlice]]) -> FileTensor:
+    shards.sort(key=lambda shard: shard[2].first)
+    boxes = [stored.box(stored.of(spec.shape)) for _, spec, stored in shards]
     shape = boxes[0].size if len(boxes) == 1 else (*boxes[0].size[:-1], boxes[-1].stop[-1])
-    return FileTensor(TensorSpec(shape, pieces[0][1].dtype), tuple(pieces))
+    return FileTensor(TensorSpec(shape, shards[0][1].dtype), tuple(shards))
 
 
 def file_entries(
     parameters: Iterable[tuple[str, TensorSpec]],
     read: Callable[[str, Box], Array],
     storage: Storage,
-) -> list[Entry]:
+) -> list[TensorEntry]:
     """The tensors to write for these parameters; ``read`` gives a box of one when its turn
     comes."""
     return [
-        Entry(name, tensor.spec, partial(_assembled, read, tensor))
+        TensorEntry(name, tensor.spec, partial(_assembled, read, tensor))
         for name, tensor in file_tensors(parameters, storage).items()
     ]
 
 
 def _assembled(read: Callable[[str, Box], Array], tensor: FileTensor) -> Array:
     arrays = []
-    for name, spec, stored in tensor.pieces:
+    for name, spec, stored in tensor.shards:
         box = stored.of(spec.shape)
         values = read(name, box).reshape(box.size if stored.row is None else box.size[1:])
         arrays.append(values.T if stored.transposed else values)

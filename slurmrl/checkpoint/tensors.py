@@ -65,7 +65,7 @@ class SavedFile:
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """A tensor to write; ``data`` makes its elements, contiguous, when their turn comes."""
 
     name: str
@@ -75,7 +75,7 @@ class Entry:
 
 def write_tensors(
     path: Path,
-    entries: Iterable[Entry],
+    entries: Iterable[TensorEntry],
     metadata: Mapping[str, str],
     *,
     calls: SystemCalls = REAL,
@@ -147,7 +147,7 @@ class TensorFile:
         return self._bytes[begin:end].view(NUMPY_DTYPES[self.specs[name].dtype])
 
 
-def _parts(entries: list[Entry], metadata: Mapping[str, str]) -> Iterable[memoryview]:
+def _parts(entries: list[TensorEntry], metadata: Mapping[str, str]) -> Iterable[memoryview]:
     yield memoryview(_header(entries, metadata))
     for entry in entries:
         data = entry.data()
@@ -159,7 +159,7 @@ def _parts(entries: list[Entry], metadata: Mapping[str, str]) -> Iterable[memory
             yield raw[begin : begin + CHUNK_BYTES]
 
 
-def _header(entries: list[Entry], metadata: Mapping[str, str]) -> bytes:
+def _header(entries: list[TensorEntry], metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for entry in entries:

@@ -13,7 +13,7 @@ from slurmrl.cli.options import common, json_option
 from slurmrl.monitor.words import age
 
 if TYPE_CHECKING:
-    from slurmrl.checkpoint.inventory import Stored
+    from slurmrl.checkpoint.inventory import StoredCommit
 
 HEADINGS = ("STEP", "INCARNATION", "AGE", "SIZE", "FILES", "KEPT BY", "STATE")
 
@@ -44,7 +44,7 @@ def checkpoints(trial: str, verify: bool, as_json: bool, root: str | None) -> in
     return int(any(one.problem and not one.set_aside for one in found))
 
 
-def _text(found: list[Stored], *, verified: bool) -> str:
+def _text(found: list[StoredCommit], *, verified: bool) -> str:
     rows = [
         (
             str(one.step),
@@ -61,7 +61,7 @@ def _text(found: list[Stored], *, verified: bool) -> str:
     return "\n".join([*table([HEADINGS, *rows]), *problems])
 
 
-def _state(one: Stored, verified: bool) -> str:
+def _state(one: StoredCommit, verified: bool) -> str:
     if one.set_aside:
         return "damaged, set aside"
     if one.problem:

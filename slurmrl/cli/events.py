@@ -63,9 +63,9 @@ def _print(
 ) -> None:
     from slurmrl.backoff import Backoff
     from slurmrl.history.recent import recent
-    from slurmrl.monitor.events import Reader
+    from slurmrl.monitor.events import EventReader
 
-    reader = Reader(paths)
+    reader = EventReader(paths)
     backoff = Backoff(FIRST_S, LONGEST_S, sleep=time.sleep)
     widths = (0, 0)
     while True:

@@ -50,7 +50,7 @@ class Interrupts:
         self.count += 1
 
 
-class Follower:
+class TrialFollower:
     """One run that is watched."""
 
     def __init__(

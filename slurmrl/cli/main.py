@@ -23,32 +23,32 @@ BROKEN_PIPE = 141
 """What a shell reports for a program whose reader went away."""
 
 
-class Entry(NamedTuple):
+class Command(NamedTuple):
     reference: str
     help: str
 
 
 COMMANDS = {
-    "submit": Entry("slurmrl.cli.submit:submit", "Check a configuration and start its trial."),
-    "plan": Entry("slurmrl.cli.plan:plan", "Show what would run where, without submitting it."),
-    "try-reward": Entry(
+    "submit": Command("slurmrl.cli.submit:submit", "Check a configuration and start its trial."),
+    "plan": Command("slurmrl.cli.plan:plan", "Show what would run where, without submitting it."),
+    "try-reward": Command(
         "slurmrl.cli.try_reward:try_reward", "Judge some completions with a configuration's reward."
     ),
-    "graph": Entry("slurmrl.cli.graph:graph", "Show the calls of a step and what they pass on."),
-    "status": Entry("slurmrl.cli.status:status", "Show how trials are doing."),
-    "events": Entry("slurmrl.cli.events:events", "Print what happened in a trial, in order."),
-    "checkpoints": Entry(
+    "graph": Command("slurmrl.cli.graph:graph", "Show the calls of a step and what they pass on."),
+    "status": Command("slurmrl.cli.status:status", "Show how trials are doing."),
+    "events": Command("slurmrl.cli.events:events", "Print what happened in a trial, in order."),
+    "checkpoints": Command(
         "slurmrl.cli.checkpoints:checkpoints", "List and verify a trial's checkpoints."
     ),
-    "export": Entry(
+    "export": Command(
         "slurmrl.cli.export:export", "Write a checkpoint's model in Hugging Face form."
     ),
-    "logs": Entry("slurmrl.cli.logs:logs", "Print what a trial's processes wrote."),
-    "stacks": Entry("slurmrl.cli.stacks:stacks", "Show what the ranks of a running trial do."),
-    "names": Entry("slurmrl.cli.names:names", "Show a trial's names, their owners and leases."),
-    "cancel": Entry("slurmrl.cli.cancel:cancel", "End a trial and its jobs."),
-    "resume": Entry("slurmrl.cli.resume:resume", "Go on with an ended or interrupted trial."),
-    "doctor": Entry("slurmrl.cli.doctor:doctor", "Check whether trials can run here."),
+    "logs": Command("slurmrl.cli.logs:logs", "Print what a trial's processes wrote."),
+    "stacks": Command("slurmrl.cli.stacks:stacks", "Show what the ranks of a running trial do."),
+    "names": Command("slurmrl.cli.names:names", "Show a trial's names, their owners and leases."),
+    "cancel": Command("slurmrl.cli.cancel:cancel", "End a trial and its jobs."),
+    "resume": Command("slurmrl.cli.resume:resume", "Go on with an ended or interrupted trial."),
+    "doctor": Command("slurmrl.cli.doctor:doctor", "Check whether trials can run here."),
 }
 
 

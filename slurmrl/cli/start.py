@@ -88,13 +88,13 @@ def _would_do(outlook: Outlook) -> list[str]:
 def _watch(submitted: Submitted, jobs: Jobs, said: dict[str, Any] | None) -> int:
     """``said`` is what to print as JSON beside the status; None prints for people."""
     from slurmrl.cli import render
-    from slurmrl.cli.follow import Follower, exit_code
+    from slurmrl.cli.follow import TrialFollower, exit_code
     from slurmrl.cli.live import make_view
 
     if said is None:
         click.echo(_headline(submitted))
     with make_view(silent=said is not None, earlier=submitted.earlier) as view:
-        status = Follower(submitted.paths, submitted.kind, jobs, view).run()
+        status = TrialFollower(submitted.paths, submitted.kind, jobs, view).run()
     if said is not None:
         click.echo(json.dumps({**said, "status": status}))
     else:

@@ -9,7 +9,7 @@ from pathlib import Path
 from slurmrl.config.schema import Cluster
 from slurmrl.doctor import login, software
 from slurmrl.doctor.check import Check, failed, guarded
-from slurmrl.doctor.job import Job, Say, Shape, scratch
+from slurmrl.doctor.job import JobShape, ProbeJob, Say, scratch
 from slurmrl.errors import SchedulerError
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model import Plan
@@ -63,7 +63,7 @@ def examine(what: Examination, say: Say) -> list[Check]:
             if what.config is not None and settings is None:
                 advice = "mend the configuration first: it says where and as whom the job runs"
                 return _here([*beside, failed("job", "was not submitted", advice)])
-            job = Job(paths, kind, cluster, _shape(kind, cluster, plan), what.timeout_s, say)
+            job = ProbeJob(paths, kind, cluster, _shape(kind, cluster, plan), what.timeout_s, say)
             return [*_here(beside), *job.run()]
 
     more = guarded("root", login.ROOT_ADVICE, look_at_root)
@@ -80,12 +80,12 @@ def _here(checks: list[Check]) -> list[Check]:
     return [one if one.where else one.at(socket.gethostname()) for one in checks]
 
 
-def _shape(kind: str, cluster: Cluster, plan: Plan | None) -> Shape:
+def _shape(kind: str, cluster: Cluster, plan: Plan | None) -> JobShape:
     """That of the configuration's job, with a second host where there is one."""
     group = next((one for one in plan.groups if not one.elastic), None) if plan else None
-    shape = Shape(hosts=1)
+    shape = JobShape(hosts=1)
     if group is not None:
-        shape = Shape(
+        shape = JobShape(
             group.hosts, group.workers_per_host, group.gpus_per_worker, group.cpus_per_worker
         )
     if kind == "local" or shape.hosts >= HOSTS:
@@ -96,4 +96,4 @@ def _shape(kind: str, cluster: Cluster, plan: Plan | None) -> Shape:
         return shape
     fit = [row for row in rows if row.gpus >= shape.gpus and row.state.strip("*~#$@+-") in USABLE]
     hosts = max(shape.hosts, min(HOSTS, len(fit)))
-    return Shape(hosts, shape.workers_per_host, shape.gpus_per_worker, shape.cpus_per_worker)
+    return JobShape(hosts, shape.workers_per_host, shape.gpus_per_worker, shape.cpus_per_worker)

@@ -43,7 +43,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Shape:
+class JobShape:
     """What the job asks for."""
 
     hosts: int
@@ -73,11 +73,17 @@ def scratch(root: Path) -> Iterator[RunPaths]:
                 path.rmdir()
 
 
-class Job:
+class ProbeJob:
     """One short job and what its hosts found."""
 
     def __init__(
-        self, paths: RunPaths, kind: str, cluster: Cluster, shape: Shape, timeout_s: float, say: Say
+        self,
+        paths: RunPaths,
+        kind: str,
+        cluster: Cluster,
+        shape: JobShape,
+        timeout_s: float,
+        say: Say,
     ) -> None:
         self.paths = paths
         self.kind = kind

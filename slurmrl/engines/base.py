@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmrl.checkpoint.pieces import Snapshot
+from slurmrl.checkpoint.shards import RoleSnapshot
 from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.data.sample import SequenceSample
 from slurmrl.layout.layout import Layout
@@ -118,7 +118,7 @@ class Engine(ABC):
         stream of draws, so the draws do not depend on how a batch is spread."""
 
     @abstractmethod
-    def snapshot(self, *, copy: bool = True) -> Snapshot | None:
+    def snapshot(self, *, copy: bool = True) -> RoleSnapshot | None:
         """This rank's part of a checkpoint; None if the model is not trained.
 
         It stays as it is while training goes on, until the next one is taken: a copy in host

@@ -22,7 +22,7 @@ OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "vet
 
 
 @dataclass(frozen=True)
-class Rounds:
+class MicrobatchSchedule:
     """How a rank's sample is worked through; all ranks have the same number of rounds, because
     each round holds collectives."""
 
@@ -56,7 +56,7 @@ def agree(
     context: ParallelContext,
     *,
     padded: bool = False,
-) -> Rounds:
+) -> MicrobatchSchedule:
     """Cut the sample into micro-batches and learn what the other ranks have. ``padded``: their
     sequences are padded to the longest, which counts."""
     if padded:
@@ -67,7 +67,7 @@ def agree(
     ranks = _gather([float(len(parts)), denominator], context)
     counts = [int(count) for count, _ in ranks]
     whole = sum(share for _, share in ranks)
-    return Rounds(parts, max(counts), whole, min(counts) == 0)
+    return MicrobatchSchedule(parts, max(counts), whole, min(counts) == 0)
 
 
 def item_tokens(sample: SequenceSample) -> list[int]:

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slurmrl.checkpoint.pieces import RoleCheckpoint
-from slurmrl.checkpoint.tensors import Entry
+from slurmrl.checkpoint.shards import RoleCheckpoint
+from slurmrl.checkpoint.tensors import TensorEntry
 from slurmrl.layout.layout import TensorSpec
 from slurmrl.models.hf import as_array
 
@@ -18,13 +18,13 @@ CPU = "rng/cpu"
 CUDA = "rng/cuda"
 
 
-def entries() -> Iterator[Entry]:
+def entries() -> Iterator[TensorEntry]:
     """The state of now."""
     states = {CPU: torch.get_rng_state()}
     if torch.cuda.is_available():
         states[CUDA] = torch.cuda.get_rng_state()
     for name, state in states.items():
-        yield Entry(name, TensorSpec(tuple(state.shape), "uint8"), partial(as_array, state))
+        yield TensorEntry(name, TensorSpec(tuple(state.shape), "uint8"), partial(as_array, state))
 
 
 def restore(checkpoint: RoleCheckpoint, rank: int, ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""Where the elements of a model's tensors lie: boxes, pieces, layouts, and the plan of copies
+"""Where the elements of a model's tensors lie: boxes, shards, layouts, and the plan of copies
 between two layouts.
 
 Hugging Face files, checkpoints of any world size and engines are all layouts, so loading, saving,

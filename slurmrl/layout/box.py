@@ -75,7 +75,7 @@ def chunk(shape: Index, parts: int, index: int) -> Box:
 def flat_range(shape: Index, first: int, last: int) -> Iterator[Box]:
     """Row-major elements ``first <= i < last`` of a tensor as boxes, in order.
 
-    That is how a flat range of a distributed optimizer becomes pieces; at most
+    That is how a flat range of a distributed optimizer becomes shards; at most
     ``2 * dims - 1`` boxes.
     """
     if first >= last:

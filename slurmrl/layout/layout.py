@@ -1,4 +1,4 @@
-"""Layouts: all tensors of a model and the pieces of them that each rank holds."""
+"""Layouts: all tensors of a model and the shards of them that each rank holds."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import prod
 
 from slurmrl.errors import LayoutError
 from slurmrl.layout.box import Box, Index
-from slurmrl.layout.piece import Piece
+from slurmrl.layout.shard import Shard
 
 ITEM_BYTES: dict[str, int] = {
     "float64": 8,
@@ -36,39 +36,39 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Layout:
-    """``pieces[rank]`` are the pieces that the rank holds; replicas are allowed."""
+    """``shards[rank]`` are the shards that the rank holds; replicas are allowed."""
 
     tensors: Mapping[str, TensorSpec]
-    pieces: tuple[tuple[Piece, ...], ...]
+    shards: tuple[tuple[Shard, ...], ...]
 
     @property
     def ranks(self) -> int:
-        return len(self.pieces)
+        return len(self.shards)
 
-    def by_name(self) -> dict[str, list[tuple[int, Piece]]]:
-        """(rank, piece) pairs of each tensor, in rank order."""
-        found: dict[str, list[tuple[int, Piece]]] = {name: [] for name in self.tensors}
-        for rank, piece in self.all_pieces():
-            found[piece.name].append((rank, piece))
+    def by_name(self) -> dict[str, list[tuple[int, Shard]]]:
+        """(rank, shard) pairs of each tensor, in rank order."""
+        found: dict[str, list[tuple[int, Shard]]] = {name: [] for name in self.tensors}
+        for rank, shard in self.all_pieces():
+            found[shard.name].append((rank, shard))
         return found
 
-    def all_pieces(self) -> Iterator[tuple[int, Piece]]:
-        for rank, pieces in enumerate(self.pieces):
-            for piece in pieces:
-                yield rank, piece
+    def all_pieces(self) -> Iterator[tuple[int, Shard]]:
+        for rank, shards in enumerate(self.shards):
+            for shard in shards:
+                yield rank, shard
 
     def check(self) -> None:
-        """Every piece lies inside its tensor, and every element lies somewhere.
+        """Every shard lies inside its tensor, and every element lies somewhere.
 
         Raises LayoutError naming the tensor and the box.
         """
-        for rank, piece in self.all_pieces():
-            spec = self.tensors.get(piece.name)
+        for rank, shard in self.all_pieces():
+            spec = self.tensors.get(shard.name)
             if spec is None:
-                raise LayoutError(f"rank {rank} holds a piece of unknown tensor '{piece.name}'")
-            if not Box.whole(spec.shape).contains(piece.box):
+                raise LayoutError(f"rank {rank} holds a shard of unknown tensor '{shard.name}'")
+            if not Box.whole(spec.shape).contains(shard.box):
                 raise LayoutError(
-                    f"rank {rank}: {piece.box} lies outside '{piece.name}' of shape {spec.shape}"
+                    f"rank {rank}: {shard.box} lies outside '{shard.name}' of shape {spec.shape}"
                 )
         for name, holders in self.by_name().items():
             missing = uncovered(Box.whole(self.tensors[name].shape), [p.box for _, p in holders])

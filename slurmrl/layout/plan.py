@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from slurmrl.errors import LayoutError
 from slurmrl.layout.box import Box, Index
 from slurmrl.layout.layout import Layout
-from slurmrl.layout.piece import Piece
+from slurmrl.layout.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Copy:
 
 
 def plan(source: Layout, target: Layout, ranks: Iterable[int] | None = None) -> list[Copy]:
-    """Copies that fill every piece of ``target`` (of ``ranks`` only, if given), each element once.
+    """Copies that fill every shard of ``target`` (of ``ranks`` only, if given), each element once.
 
     Of several replicas a rank takes its own, else the one on the rank nearest after it, which
     spreads readers over the replicas. Raises LayoutError where a tensor is unknown, differs in
@@ -41,16 +41,16 @@ def plan(source: Layout, target: Layout, ranks: Iterable[int] | None = None) -> 
     holders = source.by_name()
     copies: list[Copy] = []
     for rank in range(target.ranks) if ranks is None else ranks:
-        for piece in target.pieces[rank]:
-            _check_same(piece.name, source, target)
-            near = sorted(holders[piece.name], key=lambda h: (h[0] - rank) % source.ranks)
-            copies += fill(rank, piece, near)
+        for shard in target.shards[rank]:
+            _check_same(shard.name, source, target)
+            near = sorted(holders[shard.name], key=lambda h: (h[0] - rank) % source.ranks)
+            copies += fill(rank, shard, near)
     return copies
 
 
-def fill(rank: int, piece: Piece, holders: Iterable[tuple[int, Piece]]) -> Iterator[Copy]:
-    """Copies into one piece of ``rank`` from (rank, piece) holders, the first ones preferred."""
-    rest = [piece.box] if piece.box.count else []
+def fill(rank: int, shard: Shard, holders: Iterable[tuple[int, Shard]]) -> Iterator[Copy]:
+    """Copies into one shard of ``rank`` from (rank, shard) holders, the first ones preferred."""
+    rest = [shard.box] if shard.box.count else []
     for source_rank, held in holders:
         if not rest:
             return
@@ -61,16 +61,16 @@ def fill(rank: int, piece: Piece, holders: Iterable[tuple[int, Piece]]) -> Itera
                 remaining.append(box)
                 continue
             yield Copy(
-                piece.name, common, _site(source_rank, held, common), _site(rank, piece, common)
+                shard.name, common, _site(source_rank, held, common), _site(rank, shard, common)
             )
             remaining += box.without(common)
         rest = remaining
     if rest:
-        raise LayoutError(f"no rank of the source holds {rest[0]} of tensor '{piece.name}'")
+        raise LayoutError(f"no rank of the source holds {rest[0]} of tensor '{shard.name}'")
 
 
-def _site(rank: int, piece: Piece, box: Box) -> Site:
-    return Site(rank, piece.storage, piece.offset_of(box), piece.strides)
+def _site(rank: int, shard: Shard, box: Box) -> Site:
+    return Site(rank, shard.storage, shard.offset_of(box), shard.strides)
 
 
 def _check_same(name: str, source: Layout, target: Layout) -> None:

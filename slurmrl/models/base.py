@@ -18,7 +18,7 @@ from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.recompute import Recompute
 
 
-class Reader(Protocol):
+class DecodeSession(Protocol):
     """A batch of rows that a decoder reads token by token."""
 
     @property
@@ -74,7 +74,7 @@ class PackedModel(nn.Module, ABC):
         """Values [T] float32; a model that is split over ranks needs ``cu_seqlens`` [S+1]."""
 
     @abstractmethod
-    def reader(self, lengths: Tensor, new_tokens: int) -> Reader:
+    def reader(self, lengths: Tensor, new_tokens: int) -> DecodeSession:
         """For prompts of ``lengths`` [S] and up to ``new_tokens`` more of each."""
 
     def constants(self) -> dict[str, Tensor]:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from slurmrl.models.attention import Attention, AttentionCore, PackedCore
 from slurmrl.models.balance import Balance
-from slurmrl.models.base import PackedModel, Reader
+from slurmrl.models.base import DecodeSession, PackedModel
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.mlp import GatedMLP
 from slurmrl.models.moe import SparseMLP
@@ -185,7 +185,7 @@ class Decoder(PackedModel):
         assert cu_seqlens is not None, "a split model must know where sequences begin"
         return split_values(self.split, values, cu_seqlens)
 
-    def reader(self, lengths: Tensor, new_tokens: int) -> Reader:
+    def reader(self, lengths: Tensor, new_tokens: int) -> DecodeSession:
         self.config.check_length(int(lengths.max()) + new_tokens)
         return split_reader(self, self.config, lengths, new_tokens, self.head_weight(), self.split)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.errors import RunFailedError, UsageError
-from slurmrl.models.base import PackedModel, Reader
+from slurmrl.models.base import DecodeSession, PackedModel
 from slurmrl.ops.sampling import keyed_uniform, sample
 
 KEEP_FRACTION = 0.75
@@ -132,7 +132,7 @@ class _Batch:
         self.alive = torch.zeros_like(alive) if limit else alive & ~stopped
         self.last = tokens
 
-    def compact(self, reader: Reader) -> None:
+    def compact(self, reader: DecodeSession) -> None:
         """Take ended rows out of the batch once there are enough of them to pay for the copy."""
         left = self.alive.nonzero().squeeze(-1)
         if left.shape[0] > KEEP_FRACTION * self.alive.shape[0]:

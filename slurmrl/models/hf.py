@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slurmrl.checkpoint.export import SHARD_BYTES, write_weights
-from slurmrl.checkpoint.stored import Stored, file_entries, file_tensors
+from slurmrl.checkpoint.stored import TensorSlice, file_entries, file_tensors
 from slurmrl.errors import CorruptFileError, UsageError
 from slurmrl.layout.box import Box
 from slurmrl.layout.copy import Array
@@ -139,7 +139,7 @@ class Weights:
             values[index] = row
         return values
 
-    def _part(self, stored: Stored, box: Box) -> Tensor:
+    def _part(self, stored: TensorSlice, box: Box) -> Tensor:
         place = stored.box(box)
         values = self._files.read(stored.tensor, place.start, place.size)
         return values.t() if stored.transposed else values

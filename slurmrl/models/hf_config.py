@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from slurmrl.checkpoint.stored import Stored
+from slurmrl.checkpoint.stored import TensorSlice
 from slurmrl.errors import UsageError
 from slurmrl.layout.box import Index
 from slurmrl.models.config import Head
@@ -59,6 +59,6 @@ class HFConfig:
         return dict(sorted(values.items()))
 
 
-def stored(name: str, shape: Index) -> tuple[Stored, ...]:
+def stored(name: str, shape: Index) -> tuple[TensorSlice, ...]:
     """Where a parameter lies in an export: under the name it has in transformers' model."""
-    return (Stored(name.removeprefix(MODULE)),)
+    return (TensorSlice(name.removeprefix(MODULE)),)

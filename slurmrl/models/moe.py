@@ -15,7 +15,7 @@ from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.ops.experts import grouped_linear
 
 
-class Experts(nn.Module):
+class ExpertLayer(nn.Module):
     """The gated feed-forward blocks of all experts, their matrices stacked."""
 
     def __init__(self, experts: int, hidden: int, inner: int, activation: str) -> None:
@@ -44,7 +44,7 @@ class SparseMLP(nn.Module):
         assert moe is not None
         self.gate = nn.Linear(config.hidden_size, moe.experts, bias=False)
         inner = moe.inner // split.tensor.size
-        self.experts = Experts(moe.experts, config.hidden_size, inner, config.activation)
+        self.experts = ExpertLayer(moe.experts, config.hidden_size, inner, config.activation)
         self.per_token = moe.per_token
         self.normalized = moe.normalized
         self.balance: Balance | None = None

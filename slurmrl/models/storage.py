@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
 
-from slurmrl.checkpoint.stored import Storage, Stored
+from slurmrl.checkpoint.stored import Storage, TensorSlice
 from slurmrl.layout.box import Index
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.hf_config import HFConfig, stored
@@ -32,22 +32,22 @@ def file_form(
     return config.to_hf(head=head), storage_of(config)
 
 
-def by_name(config: ModelConfig, name: str, shape: Index) -> tuple[Stored, ...]:
+def by_name(config: ModelConfig, name: str, shape: Index) -> tuple[TensorSlice, ...]:
     """Every parameter is a tensor of its own name."""
-    return (Stored(name),)
+    return (TensorSlice(name),)
 
 
-def experts(config: ModelConfig, name: str, shape: Index) -> tuple[Stored, ...]:
+def experts(config: ModelConfig, name: str, shape: Index) -> tuple[TensorSlice, ...]:
     """Files have a tensor for each expert, and call the block as the family does."""
     names = config.family.experts
     assert names is not None
     prefix, found, matrix = name.partition(".mlp.experts.")
     block = f".{names.block}."
     if not found:
-        return (Stored(name.replace(".mlp.gate.", f"{block}gate.")),)
+        return (TensorSlice(name.replace(".mlp.gate.", f"{block}gate.")),)
     theirs = {"gate_proj": names.gate, "up_proj": names.up, "down_proj": names.down}[matrix]
     return tuple(
-        Stored(f"{prefix}{block}experts.{row}.{theirs}.weight", row) for row in range(shape[0])
+        TensorSlice(f"{prefix}{block}experts.{row}.{theirs}.weight", row) for row in range(shape[0])
     )
 
 
@@ -70,15 +70,15 @@ GPT2_LAYER_NAMES = {
 GPT2_FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
-def gpt2(config: ModelConfig, name: str, shape: Index) -> tuple[Stored, ...]:
+def gpt2(config: ModelConfig, name: str, shape: Index) -> tuple[TensorSlice, ...]:
     """Matrices are transposed; queries, keys and values stand side by side in one."""
     if not name.startswith(LAYERS):
-        return (Stored(GPT2_NAMES.get(name, name)),)
+        return (TensorSlice(GPT2_NAMES.get(name, name)),)
     layer, _, rest = name.removeprefix(LAYERS).partition(".")
     module, _, kind = rest.rpartition(".")
     place = GPT2_FUSED.index(module) if module in GPT2_FUSED else 0
     return (
-        Stored(
+        TensorSlice(
             f"transformer.h.{layer}.{GPT2_LAYER_NAMES[module]}.{kind}",
             transposed=len(shape) > 1,
             first=place * config.hidden_size,

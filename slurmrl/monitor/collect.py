@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from slurmrl.errors import EnvironmentFailure, SlurmrlError
 from slurmrl.lease import read_counter
-from slurmrl.monitor.snapshot import GLANCE, STORY, Snapshot, read
+from slurmrl.monitor.snapshot import GLANCE, STORY, TrialSnapshot, read
 from slurmrl.monitor.status import assemble
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.base import JobIds, JobState, TaskState
@@ -79,7 +79,7 @@ def _read_all(
     trials: Sequence[RunPaths],
     incarnations: int,
     unreadable: Callable[[RunPaths, SlurmrlError], None] | None,
-) -> list[Snapshot]:
+) -> list[TrialSnapshot]:
     snapshots = []
     for paths in trials:
         try:
@@ -91,11 +91,11 @@ def _read_all(
     return snapshots
 
 
-def ask(snapshots: Sequence[Snapshot], schedulers: SchedulerFactory) -> dict[str, Found]:
+def ask(snapshots: Sequence[TrialSnapshot], schedulers: SchedulerFactory) -> dict[str, Found]:
     """Ask each scheduler once for all trials that have not ended. One that does not answer is
     named in ``problem``."""
     found = {snapshot.trial: Found() for snapshot in snapshots}
-    by_kind: dict[str, list[Snapshot]] = {}
+    by_kind: dict[str, list[TrialSnapshot]] = {}
     for snapshot in snapshots:
         if snapshot.state.end is None and snapshot.submission is not None:
             by_kind.setdefault(snapshot.submission.scheduler, []).append(snapshot)
@@ -109,9 +109,11 @@ def ask(snapshots: Sequence[Snapshot], schedulers: SchedulerFactory) -> dict[str
     return found
 
 
-def _query(scheduler: Asked, snapshots: Sequence[Snapshot]) -> list[tuple[Snapshot, TaskState]]:
+def _query(
+    scheduler: Asked, snapshots: Sequence[TrialSnapshot]
+) -> list[tuple[TrialSnapshot, TaskState]]:
     jobs: dict[str, tuple[str, ...]] = {}
-    owners: dict[str, tuple[Snapshot, str]] = {}
+    owners: dict[str, tuple[TrialSnapshot, str]] = {}
     for snapshot in snapshots:
         assert snapshot.submission is not None
         recovered = scheduler.recover(snapshot.paths, snapshot.submission.number)
@@ -126,7 +128,7 @@ def _query(scheduler: Asked, snapshots: Sequence[Snapshot]) -> list[tuple[Snapsh
 
 
 def moving(
-    snapshots: Sequence[Snapshot],
+    snapshots: Sequence[TrialSnapshot],
     *,
     sleep: Callable[[float], None],
     clock: Callable[[], float],

@@ -61,7 +61,7 @@ class EventWriter:
 
 def read_all(paths: RunPaths) -> list[Event]:
     """All writers' events by time; those of one writer keep their order."""
-    return Reader(paths).read()
+    return EventReader(paths).read()
 
 
 def read_ends(paths: RunPaths, writer: str) -> list[Event]:
@@ -78,7 +78,7 @@ def read_ends(paths: RunPaths, writer: str) -> list[Event]:
         return []
 
 
-class Reader:
+class EventReader:
     """Reads what was added since the last time, new writers' files included."""
 
     def __init__(self, paths: RunPaths) -> None:

@@ -9,7 +9,7 @@ from itertools import takewhile
 from typing import Any
 
 from slurmrl.monitor import hang, story, throughput
-from slurmrl.monitor.snapshot import Snapshot, Traces
+from slurmrl.monitor.snapshot import Traces, TrialSnapshot
 from slurmrl.scheduler.base import JobState, TaskState
 
 SKIPPED_STEPS = 3
@@ -17,7 +17,7 @@ SKIPPED_STEPS = 3
 
 
 def describe(
-    snapshot: Snapshot, tasks: Sequence[TaskState], status: Mapping[str, Any]
+    snapshot: TrialSnapshot, tasks: Sequence[TaskState], status: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Fields of the status object; ``status`` holds the state, the step and the incarnations."""
     state, told = status["state"], status["incarnations"]
@@ -36,7 +36,7 @@ def describe(
     }
 
 
-def _waiting(snapshot: Snapshot) -> dict[str, Any] | None:
+def _waiting(snapshot: TrialSnapshot) -> dict[str, Any] | None:
     """What the master said, and on which hosts the ranks are that it waits for."""
     said = snapshot.said.get("waiting")
     if not said or not said.get("for") or not snapshot.groups:
@@ -69,7 +69,7 @@ def _age_s(start: str, now: float) -> float | None:
         return None
 
 
-def _pending(snapshot: Snapshot, tasks: Sequence[TaskState]) -> dict[str, Any]:
+def _pending(snapshot: TrialSnapshot, tasks: Sequence[TaskState]) -> dict[str, Any]:
     waiting = [task for task in tasks if task.state is JobState.PENDING]
     task = min(waiting, key=lambda one: one.element)
     submission = snapshot.submission
@@ -84,7 +84,7 @@ def _pending(snapshot: Snapshot, tasks: Sequence[TaskState]) -> dict[str, Any]:
     }
 
 
-def _failed_commits(snapshot: Snapshot, newest: Traces) -> dict[str, Any] | None:
+def _failed_commits(snapshot: TrialSnapshot, newest: Traces) -> dict[str, Any] | None:
     kinds = [event["kind"] for event in newest.master]
     after = len(kinds) - kinds[::-1].index("commit") if "commit" in kinds else 0
     failed = [event for event in newest.master[after:] if event["kind"] == "checkpoint_failed"]
@@ -101,7 +101,7 @@ def _failed_commits(snapshot: Snapshot, newest: Traces) -> dict[str, Any] | None
     }
 
 
-def _skipped(snapshot: Snapshot) -> dict[str, Any] | None:
+def _skipped(snapshot: TrialSnapshot) -> dict[str, Any] | None:
     """The newest steps in a row in which a model was not updated at all, if they are enough to say
     so: some, or all that an ended trial made."""
     trained = [line for line in snapshot.lines if _models(line)]
@@ -128,7 +128,7 @@ def _in_vain(model: str, line: Mapping[str, Any]) -> bool:
     return numbers and 0 < updates <= skipped
 
 
-def _timing(snapshot: Snapshot, state: str, step: int) -> dict[str, Any]:
+def _timing(snapshot: TrialSnapshot, state: str, step: int) -> dict[str, Any]:
     """The pace is that of the newest steps, whichever incarnations they were of."""
     events = [event for traces in snapshot.incarnations for event in traces.master]
     newest = snapshot.incarnations[-1] if snapshot.incarnations else None
@@ -148,7 +148,7 @@ def _timing(snapshot: Snapshot, state: str, step: int) -> dict[str, Any]:
     }
 
 
-def _until(snapshot: Snapshot, state: str) -> float | None:
+def _until(snapshot: TrialSnapshot, state: str) -> float | None:
     """Up to when the trial's time counts, by the clocks of its own hosts where they still speak."""
     if snapshot.state.end is not None:
         return snapshot.state.end.time

@@ -11,7 +11,7 @@ from slurmrl.monitor.sinks import make_sinks
 from slurmrl.paths import RunPaths
 
 
-class Recorder:
+class MetricsRecorder:
     """Metrics of one incarnation, which goes on after ``last_step``: what an earlier incarnation
     wrote about later steps, and did not commit, is dropped. -1 drops everything."""
 

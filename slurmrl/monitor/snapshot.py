@@ -95,7 +95,7 @@ class Traces:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class TrialSnapshot:
     paths: RunPaths
     now: float
     """Seconds since the epoch by our own clock: only for what people are told."""
@@ -140,7 +140,7 @@ class Snapshot:
         return self.paths.lease(group, 0, attempt["attempt"]) if attempt else None
 
 
-def read(paths: RunPaths, incarnations: int = GLANCE) -> Snapshot:
+def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
     """Look at a run directory, and at the traces of its newest incarnations. How many files that
     takes does not depend on how long the trial has lived. Raises CorruptFileError for files that
     are not ours, EnvironmentFailure."""
@@ -151,7 +151,7 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> Snapshot:
         attempts = _attempts(names, groups)
         leaders = _leaders(names, groups, attempts, incarnations)
         traces = [_traces(paths, names, begun, leaders) for begun in state.begun]
-    return Snapshot(
+    return TrialSnapshot(
         paths,
         time.time(),
         state,

@@ -88,14 +88,14 @@ from typing import Any
 from slurmrl.history.record import Kind
 from slurmrl.monitor import present, story
 from slurmrl.monitor.diagnosis import diagnose
-from slurmrl.monitor.snapshot import Group, Snapshot
+from slurmrl.monitor.snapshot import Group, TrialSnapshot
 from slurmrl.scheduler.base import JobState, TaskState
 
 ENDS = {Kind.FINISHED: "COMPLETED", Kind.FAILED: "FAILED", Kind.CANCELLED: "CANCELLED"}
 
 
 def assemble(
-    snapshot: Snapshot,
+    snapshot: TrialSnapshot,
     tasks: Sequence[TaskState],
     *,
     alive: bool | None = None,
@@ -141,14 +141,14 @@ def assemble(
     }
 
 
-def _failed_starts(snapshot: Snapshot) -> dict[str, Any] | None:
+def _failed_starts(snapshot: TrialSnapshot) -> dict[str, Any] | None:
     failed = snapshot.failed_starts
     if not failed:
         return None
     return {"count": len(failed), "host": failed[-1].host, "why": failed[-1].why}
 
 
-def trial_state(snapshot: Snapshot, tasks: Sequence[TaskState], *, alive: bool) -> str:
+def trial_state(snapshot: TrialSnapshot, tasks: Sequence[TaskState], *, alive: bool) -> str:
     """The history says how a trial ended; before that the scheduler says whether it goes on, and
     where that does not know the jobs, the lease does."""
     if snapshot.state.end is not None:
@@ -159,7 +159,7 @@ def trial_state(snapshot: Snapshot, tasks: Sequence[TaskState], *, alive: bool) 
     return "PENDING" if JobState.PENDING in states else "INTERRUPTED"
 
 
-def _has_agent(snapshot: Snapshot, tasks: Sequence[TaskState]) -> bool:
+def _has_agent(snapshot: TrialSnapshot, tasks: Sequence[TaskState]) -> bool:
     """Whether the first host of the present job has come as far as to have a heartbeat."""
     group = snapshot.groups[0].name if snapshot.groups else ""
     link = present_link([task for task in tasks if task.group == group])
@@ -167,7 +167,7 @@ def _has_agent(snapshot: Snapshot, tasks: Sequence[TaskState]) -> bool:
 
 
 def _attempt(
-    snapshot: Snapshot, group: str, task: int, element: TaskState | None
+    snapshot: TrialSnapshot, group: str, task: int, element: TaskState | None
 ) -> Mapping[str, Any]:
     """The newest attempt of a task, unless it belongs to an earlier link or start of its job."""
     attempt: Mapping[str, Any] = snapshot.attempts.get((group, task), {})
@@ -178,7 +178,7 @@ def _attempt(
     return attempt if own else {}
 
 
-def _step(snapshot: Snapshot, lives: bool) -> int:
+def _step(snapshot: TrialSnapshot, lives: bool) -> int:
     """What has been done: whatever comes next goes on from the last commit, so where no incarnation
     lives, the step is that of the commit."""
     end, commit = snapshot.state.end, snapshot.state.last_commit
@@ -188,12 +188,12 @@ def _step(snapshot: Snapshot, lives: bool) -> int:
     return max(committed, int(snapshot.said.get("step", 0))) if lives else committed
 
 
-def _export(snapshot: Snapshot) -> str | None:
+def _export(snapshot: TrialSnapshot) -> str | None:
     export = snapshot.state.export
     return str(snapshot.paths.exports / export.directory) if export else None
 
 
-def _checkpoint(snapshot: Snapshot, lives: bool) -> dict[str, Any] | None:
+def _checkpoint(snapshot: TrialSnapshot, lives: bool) -> dict[str, Any] | None:
     """Only a living master can say how old a commit is; clocks are not compared."""
     commit = snapshot.state.last_commit
     if commit is None:
@@ -204,7 +204,7 @@ def _checkpoint(snapshot: Snapshot, lives: bool) -> dict[str, Any] | None:
 
 
 def _group(
-    snapshot: Snapshot, group: Group, tasks: Sequence[TaskState], state: str
+    snapshot: TrialSnapshot, group: Group, tasks: Sequence[TaskState], state: str
 ) -> dict[str, Any]:
     elements = [task for task in tasks if task.group == group.name]
     if group.elastic:
@@ -232,7 +232,7 @@ def present_link(elements: Sequence[TaskState]) -> TaskState | None:
 
 
 def _task(
-    snapshot: Snapshot, group: Group, task: int, element: TaskState | None, state: str
+    snapshot: TrialSnapshot, group: Group, task: int, element: TaskState | None, state: str
 ) -> dict[str, Any]:
     attempt = _attempt(snapshot, group.name, task, element)
     said = snapshot.said.get("tasks", {}).get(f"{group.name}/{task}", {})
@@ -247,7 +247,7 @@ def _task(
     }
 
 
-def _task_state(snapshot: Snapshot, element: TaskState | None, state: str) -> str:
+def _task_state(snapshot: TrialSnapshot, element: TaskState | None, state: str) -> str:
     """The scheduler is not asked about ended trials: their tasks ended as they did."""
     if element is not None:
         return element.state.value

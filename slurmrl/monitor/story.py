@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from slurmrl.history.record import Kind
 from slurmrl.monitor.events import Event
-from slurmrl.monitor.snapshot import Snapshot, Traces
+from slurmrl.monitor.snapshot import Traces, TrialSnapshot
 from slurmrl.monitor.words import first_line, plain
 from slurmrl.scheduler.base import JobState, TaskState
 
@@ -47,7 +47,7 @@ class End(NamedTuple):
     how: str
 
 
-def tell(snapshot: Snapshot, tasks: Sequence[TaskState], state: str) -> list[dict[str, Any]]:
+def tell(snapshot: TrialSnapshot, tasks: Sequence[TaskState], state: str) -> list[dict[str, Any]]:
     """The documented objects, the oldest incarnation first."""
     told = snapshot.incarnations
     after = [*told[1:], None]
@@ -80,7 +80,7 @@ def _job_start(traces: Traces) -> str:
 
 
 def _row(
-    snapshot: Snapshot,
+    snapshot: TrialSnapshot,
     traces: Traces,
     after: Traces | None,
     tasks: Sequence[TaskState],
@@ -125,7 +125,7 @@ def is_start_of(task: TaskState, tag: str) -> bool:
     return not restarts or not restarts[0].isdecimal() or task.restarts <= int(restarts[0])
 
 
-def _running(snapshot: Snapshot) -> End:
+def _running(snapshot: TrialSnapshot) -> End:
     phase = snapshot.said.get("phase", "starting")
     return End("running", "starting" if phase == "starting" else "running")
 
@@ -144,7 +144,7 @@ def _to_step(traces: Traces, commit: int | None, said: Any) -> int:
     return max(step for step in steps if isinstance(step, int))
 
 
-def hosts(snapshot: Snapshot, traces: Traces) -> list[str]:
+def hosts(snapshot: TrialSnapshot, traces: Traces) -> list[str]:
     """Hosts of an incarnation, as far as known."""
     tag = str(traces.begun.data.get("job") or "")
     number = int(found[2]) if (found := re.fullmatch(r"(.*)\.(\d+)", tag)) else 0

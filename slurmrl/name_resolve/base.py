@@ -12,7 +12,7 @@ from slurmrl.errors import NameExistsError, NameNotFoundError
 from slurmrl.name_resolve.names import below, checked_value, normalise, normalise_root
 
 
-class Entry(NamedTuple):
+class NameEntry(NamedTuple):
     value: str
     nonce: str
     """Tells this entry from others with the same value."""
@@ -38,24 +38,24 @@ class NameStore(ABC):
     def __init__(self, *, owner: str = "", alive: Callable[[str], bool] = nobody_dies) -> None:
         self._owner = owner
         self._alive = alive
-        self._added: dict[str, Entry] = {}
+        self._added: dict[str, NameEntry] = {}
         """What to delete at `reset`."""
 
     # -- what an implementation offers -------------------------------------------------------
 
     @abstractmethod
-    def _add(self, key: str, entry: Entry, replace: bool) -> bool:
+    def _add(self, key: str, entry: NameEntry, replace: bool) -> bool:
         """Store an entry; False if the key exists and ``replace`` is false."""
 
     @abstractmethod
-    def _get(self, key: str) -> Entry | None: ...
+    def _get(self, key: str) -> NameEntry | None: ...
 
     @abstractmethod
     def _keys(self, root: str) -> list[str]:
         """Keys below ``root``, in any order; others may be among them."""
 
     @abstractmethod
-    def _swap(self, key: str, old: Entry, new: Entry) -> bool:
+    def _swap(self, key: str, old: NameEntry, new: NameEntry) -> bool:
         """Put ``new`` in the place of ``old``, the entry of a dead owner; False if somebody else
         has done so. Of several at most one succeeds, and the key is there all the time."""
 
@@ -63,7 +63,7 @@ class NameStore(ABC):
     def _delete(self, key: str) -> bool: ...
 
     @abstractmethod
-    def _delete_entry(self, key: str, entry: Entry) -> None:
+    def _delete_entry(self, key: str, entry: NameEntry) -> None:
         """Delete a key if it still holds this very entry."""
 
     @abstractmethod
@@ -84,7 +84,7 @@ class NameStore(ABC):
         """
         key = normalise(name)
         owner = self._owner if delete_on_exit else ""
-        entry = Entry(checked_value(key, value), uuid.uuid4().hex, owner)
+        entry = NameEntry(checked_value(key, value), uuid.uuid4().hex, owner)
         if not self._add(key, entry, replace) and not self._inherit(key, entry):
             raise NameExistsError(f"key {key!r} exists already")
         if delete_on_exit:
@@ -112,7 +112,7 @@ class NameStore(ABC):
         entries = (self._live(key) for key in self._below(normalise_root(root)))
         return [entry.value for entry in entries if entry is not None]
 
-    def entries(self, root: str = "") -> dict[str, Entry]:
+    def entries(self, root: str = "") -> dict[str, NameEntry]:
         """All that is stored below ``root``, by key in order, dead owners' keys included."""
         found = ((key, self._get(key)) for key in self._below(normalise_root(root)))
         return {key: entry for key, entry in found if entry is not None}
@@ -132,15 +132,15 @@ class NameStore(ABC):
     def _below(self, root: str) -> list[str]:
         return sorted(key for key in self._keys(root) if below(key, root))
 
-    def _live(self, key: str) -> Entry | None:
+    def _live(self, key: str) -> NameEntry | None:
         """The entry of a key, unless its owner is dead."""
         entry = self._get(key)
         return entry if entry is not None and self._lives(entry) else None
 
-    def _lives(self, entry: Entry) -> bool:
+    def _lives(self, entry: NameEntry) -> bool:
         return not entry.owner or self._alive(entry.owner)
 
-    def _inherit(self, key: str, entry: Entry) -> bool:
+    def _inherit(self, key: str, entry: NameEntry) -> bool:
         """Take over the key of a dead owner."""
         there = self._get(key)
         return there is not None and not self._lives(there) and self._swap(key, there, entry)

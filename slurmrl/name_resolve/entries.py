@@ -6,14 +6,14 @@ import json
 
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import documents
-from slurmrl.name_resolve.base import Entry
+from slurmrl.name_resolve.base import NameEntry
 
 
-def pack(entry: Entry) -> bytes:
+def pack(entry: NameEntry) -> bytes:
     return json.dumps(entry._asdict()).encode()
 
 
-def unpack(data: bytes, where: object) -> Entry:
+def unpack(data: bytes, where: object) -> NameEntry:
     """Raises CorruptFileError that names ``where``."""
     try:
         content = documents.parse(data, "it")
@@ -25,7 +25,7 @@ def unpack(data: bytes, where: object) -> Entry:
         raise CorruptFileError(f"{where} is not an entry of a name store: not strings")
     if not nonce.isalnum() or (owner and not _is_file_name(owner)):
         raise CorruptFileError(f"{where} is not an entry of a name store: not our names")
-    return Entry(value, nonce, owner)
+    return NameEntry(value, nonce, owner)
 
 
 def _is_file_name(text: str) -> bool:

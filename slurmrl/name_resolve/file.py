@@ -18,7 +18,7 @@ from pathlib import Path
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import explain
-from slurmrl.name_resolve.base import Entry, NameStore, nobody_dies
+from slurmrl.name_resolve.base import NameEntry, NameStore, nobody_dies
 from slurmrl.name_resolve.entries import pack, unpack
 from slurmrl.name_resolve.names import decode, encode
 
@@ -49,14 +49,14 @@ class FileNameStore(NameStore):
             path = self._paths[key] = self._directory / encode(key)
         return path
 
-    def _add(self, key: str, entry: Entry, replace: bool) -> bool:
+    def _add(self, key: str, entry: NameEntry, replace: bool) -> bool:
         path, data = self._path(key), pack(entry)
         if replace:
             atomic.replace(path, data, calls=self._calls)
             return True
         return atomic.exclusive_create(path, data, calls=self._calls)
 
-    def _get(self, key: str) -> Entry | None:
+    def _get(self, key: str) -> NameEntry | None:
         path = self._path(key)
         entry = self._read(path)
         while entry is not None and entry.owner:
@@ -66,7 +66,7 @@ class FileNameStore(NameStore):
             entry = heir
         return entry
 
-    def _read(self, path: Path) -> Entry | None:
+    def _read(self, path: Path) -> NameEntry | None:
         try:
             data = atomic.read(path, calls=self._calls)
         except FileNotFoundError:
@@ -82,9 +82,9 @@ class FileNameStore(NameStore):
         mine = (name for name in names if name.startswith(start))
         return [key for name in mine if (key := decode(name)) is not None]
 
-    def _swap(self, key: str, old: Entry, new: Entry) -> bool:
+    def _swap(self, key: str, old: NameEntry, new: NameEntry) -> bool:
         path = self._path(key)
-        dead: Entry | None = old
+        dead: NameEntry | None = old
         while dead is not None and not self._lives(dead):
             heir = _heir(path, dead)
             if atomic.exclusive_create(heir, pack(new), calls=self._calls):
@@ -96,7 +96,7 @@ class FileNameStore(NameStore):
     def _delete(self, key: str) -> bool:
         return atomic.remove(self._path(key), calls=self._calls)
 
-    def _delete_entry(self, key: str, entry: Entry) -> None:
+    def _delete_entry(self, key: str, entry: NameEntry) -> None:
         atomic.remove_exactly(self._path(key), pack(entry), calls=self._calls)
 
     def refresh(self) -> None:
@@ -108,5 +108,5 @@ class FileNameStore(NameStore):
             raise explain(error, "list", self._directory) from error
 
 
-def _heir(path: Path, dead: Entry) -> Path:
+def _heir(path: Path, dead: NameEntry) -> Path:
     return path.with_name(f"{HEIR_PREFIX}{dead.nonce}")

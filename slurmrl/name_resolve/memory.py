@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from slurmrl.name_resolve.base import Entry, NameStore, nobody_dies
+from slurmrl.name_resolve.base import NameEntry, NameStore, nobody_dies
 
 _LOCK = threading.Lock()
 """Held for moments; one for all stores, since several may share their entries."""
@@ -17,24 +17,24 @@ class MemoryNameStore(NameStore):
     def __init__(
         self,
         *,
-        entries: dict[str, Entry] | None = None,
+        entries: dict[str, NameEntry] | None = None,
         owner: str = "",
         alive: Callable[[str], bool] = nobody_dies,
     ) -> None:
         super().__init__(owner=owner, alive=alive)
-        self._entries: dict[str, Entry] = {} if entries is None else entries
+        self._entries: dict[str, NameEntry] = {} if entries is None else entries
 
-    def _add(self, key: str, entry: Entry, replace: bool) -> bool:
+    def _add(self, key: str, entry: NameEntry, replace: bool) -> bool:
         with _LOCK:
             if key in self._entries and not replace:
                 return False
             self._entries[key] = entry
             return True
 
-    def _get(self, key: str) -> Entry | None:
+    def _get(self, key: str) -> NameEntry | None:
         return self._entries.get(key)
 
-    def _swap(self, key: str, old: Entry, new: Entry) -> bool:
+    def _swap(self, key: str, old: NameEntry, new: NameEntry) -> bool:
         with _LOCK:
             if self._entries.get(key) != old:
                 return False
@@ -48,7 +48,7 @@ class MemoryNameStore(NameStore):
     def _delete(self, key: str) -> bool:
         return self._entries.pop(key, None) is not None
 
-    def _delete_entry(self, key: str, entry: Entry) -> None:
+    def _delete_entry(self, key: str, entry: NameEntry) -> None:
         with _LOCK:
             if self._entries.get(key) == entry:
                 del self._entries[key]

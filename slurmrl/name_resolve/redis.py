@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from slurmrl.backoff import Backoff
 from slurmrl.errors import EnvironmentFailure, MissingDependencyError
-from slurmrl.name_resolve.base import Entry, NameStore, nobody_dies
+from slurmrl.name_resolve.base import NameEntry, NameStore, nobody_dies
 from slurmrl.name_resolve.entries import pack, unpack
 
 T = TypeVar("T")
@@ -61,13 +61,13 @@ class RedisNameStore(NameStore):
             url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S
         )
 
-    def _add(self, key: str, entry: Entry, replace: bool) -> bool:
+    def _add(self, key: str, entry: NameEntry, replace: bool) -> bool:
         data = pack(entry)
         added = self._ask(lambda: self._client.set(self._prefix + key, data, nx=not replace))
         # After a lost reply the entry there tells whether it was ours.
         return bool(added) or self._ask(lambda: self._client.get(self._prefix + key)) == data
 
-    def _get(self, key: str) -> Entry | None:
+    def _get(self, key: str) -> NameEntry | None:
         data = self._ask(lambda: self._client.get(self._prefix + key))
         return None if data is None else unpack(data, key)
 
@@ -76,14 +76,14 @@ class RedisNameStore(NameStore):
         found = self._ask(lambda: set(self._client.scan_iter(match=pattern, count=SCAN_COUNT)))
         return [name.decode().removeprefix(self._prefix) for name in found]
 
-    def _swap(self, key: str, old: Entry, new: Entry) -> bool:
+    def _swap(self, key: str, old: NameEntry, new: NameEntry) -> bool:
         arguments = (self._prefix + key, pack(old), pack(new))
         return bool(self._ask(lambda: self._client.eval(_SWAP_IF, 1, *arguments)))
 
     def _delete(self, key: str) -> bool:
         return bool(self._ask(lambda: self._client.delete(self._prefix + key)))
 
-    def _delete_entry(self, key: str, entry: Entry) -> None:
+    def _delete_entry(self, key: str, entry: NameEntry) -> None:
         self._ask(lambda: self._client.eval(_DELETE_IF, 1, self._prefix + key, pack(entry)))
 
     def refresh(self) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from slurmrl.ops.checks import FLOATS, check_first, check_offsets, check_share, check_vector, wide
 from slurmrl.ops.native.load import operators
-from slurmrl.ops.scan import Layout, contiguous, doubled, forward_sums
+from slurmrl.ops.scan import SequenceIndex, contiguous, doubled, forward_sums
 
 
 def packed_gae(
@@ -110,7 +110,7 @@ def _backward(ctx: Any, grad_advantages: Tensor, grad_returns: Tensor) -> tuple[
     """dr_t = sum_i (gamma lam)^i (dA + dR)_{t-i}, and each V gets -dr and dR as the value before a
     step, gamma dr as the value behind one."""
     cu_seqlens, truncated = ctx.saved_tensors
-    layout = Layout(cu_seqlens, len(grad_returns))
+    layout = SequenceIndex(cu_seqlens, len(grad_returns))
     grad_rewards = forward_sums(grad_advantages + grad_returns, cu_seqlens, ctx.gamma * ctx.lam)
     before = grad_returns - grad_rewards
     behind = ctx.gamma * grad_rewards
@@ -144,7 +144,7 @@ def reference(
     bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same in pure torch."""
-    layout = Layout(cu_seqlens, len(rewards))
+    layout = SequenceIndex(cu_seqlens, len(rewards))
     dtype = wide(rewards.dtype)
     if bootstrap_values is None:
         before = values.to(dtype)[layout.step + layout.sequence]

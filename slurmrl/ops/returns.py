@@ -19,7 +19,7 @@ from slurmrl.ops.checks import (
     check_vector,
 )
 from slurmrl.ops.gae import packed_gae
-from slurmrl.ops.scan import Layout, discounted_sums
+from slurmrl.ops.scan import SequenceIndex, discounted_sums
 
 
 def discounted_returns(
@@ -82,7 +82,7 @@ def vtrace(
     check_vector("bootstrap_values", bootstrap_values, len(cu_seqlens) - 1, FLOATS, device)
     check_share("gamma", gamma)
     check_share("lam", lam)
-    layout = Layout(cu_seqlens, steps)
+    layout = SequenceIndex(cu_seqlens, steps)
     ratios, rewards, values, ends = _wide(log_ratios, rewards, values, bootstrap_values)
     ratios = ratios.exp()
     rho, c = ratios.clamp(max=rho_clip), lam * ratios.clamp(max=c_clip)
@@ -135,7 +135,7 @@ def _wide(*tensors: Tensor) -> list[Tensor]:
     return [tensor.to(torch.float64 if one_is_double else torch.float32) for tensor in tensors]
 
 
-def _following(x: Tensor, ends: Tensor, layout: Layout) -> Tensor:
+def _following(x: Tensor, ends: Tensor, layout: SequenceIndex) -> Tensor:
     """x_{t+1} [T], and ``ends`` at each sequence's last step."""
     return torch.where(layout.left > 1, torch.cat([x[1:], x[:1]]), ends)
 

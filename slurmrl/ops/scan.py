@@ -77,7 +77,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """With c = factor decay: dx_t = dy_t + c_{t-1} dx_{t-1}, dc_t = dx_t y_{t+1} and
     dtail = c dx at each sequence's last token."""
     cu_seqlens, decay, tail, y = ctx.saved_tensors
-    layout = Layout(cu_seqlens, len(grad))
+    layout = SequenceIndex(cu_seqlens, len(grad))
     grad_x = forward_sums(
         grad, cu_seqlens, ctx.factor, None if decay is None else decay.to(grad.dtype)
     )
@@ -109,7 +109,7 @@ def forward_sums(
     return discounted_sums(x.flip(0), turned, factor, turned_decay).flip(0)
 
 
-class Layout:
+class SequenceIndex:
     """Which sequence each packed token belongs to [T], and how many of its tokens are left
     from it on, itself included [T]."""
 
@@ -136,7 +136,7 @@ def reference(
     tail: Tensor | None = None,
 ) -> Tensor:
     """The same in pure torch, to the same bits as the compiled form on a CPU."""
-    layout = Layout(cu_seqlens, len(x))
+    layout = SequenceIndex(cu_seqlens, len(x))
     dtype = wide(x.dtype)
     sums = x.to(dtype, copy=True)  # an operator may not return its argument
     coefficient = torch.full_like(sums, factor) if decay is None else factor * decay.to(dtype)
@@ -149,7 +149,7 @@ def reference(
     return _doubled_with_decay(sums, coefficient, layout)
 
 
-def doubled(sums: Tensor, layout: Layout, factor: float) -> Tensor:
+def doubled(sums: Tensor, layout: SequenceIndex, factor: float) -> Tensor:
     """sum_i factor^i x[t+i] up to the end of t's sequence, by doubling the number of terms:
     log2(longest) passes over all tokens."""
     span, longest = 1, layout.longest_bound()
@@ -162,7 +162,7 @@ def doubled(sums: Tensor, layout: Layout, factor: float) -> Tensor:
     return sums
 
 
-def _doubled_with_decay(sums: Tensor, factors: Tensor, layout: Layout) -> Tensor:
+def _doubled_with_decay(sums: Tensor, factors: Tensor, layout: SequenceIndex) -> Tensor:
     """The same with a factor per token; ``factors[t]`` is the product over the terms so far."""
     span, longest = 1, layout.longest_bound()
     while span < longest:

@@ -40,7 +40,7 @@ FOLDING: Final = ("megatron",)
 """The engines that need those."""
 
 
-class Placement(Protocol):
+class ModelRanks(Protocol):
     """What is needed of a model's plan: ``ranks[i]`` is the global rank of the model's i-th rank,
     in row-major order of the axes in ``sizes``."""
 
@@ -53,7 +53,7 @@ class Placement(Protocol):
 
 
 @runtime_checkable
-class Folded(Placement, Protocol):
+class Folded(ModelRanks, Protocol):
     """A placement that says how megatron lays a model out."""
 
     @property
@@ -109,7 +109,7 @@ class ParallelContext:
         return self.topology.size(axis) if axis in self.topology.axes else 1
 
     @property
-    def speaks(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this rank answers for those that work on the same samples: the first of them."""
         return all(self.axis_rank(axis) == 0 for axis in self.topology.axes if axis != "dp")
 
@@ -127,7 +127,7 @@ class ParallelContext:
 
 
 def build(
-    models: Iterable[Placement],
+    models: Iterable[ModelRanks],
     *,
     rank: int,
     device: torch.device,
@@ -169,7 +169,7 @@ def build(
     return contexts
 
 
-def _families(model: Placement, topology: ProcessTopology) -> Iterator[tuple[str, list[int]]]:
+def _families(model: ModelRanks, topology: ProcessTopology) -> Iterator[tuple[str, list[int]]]:
     """What each group is for, and the ranks in the model of its members."""
     for axis, along in {**{axis: (axis,) for axis in topology.axes}, **JOINT}.items():
         for members in topology.blocks(along):
@@ -187,14 +187,14 @@ def _families(model: Placement, topology: ProcessTopology) -> Iterator[tuple[str
             yield from ((axis, members) for members in experts.blocks(along))
 
 
-def expert_topology(model: Placement) -> ProcessTopology | None:
+def expert_topology(model: ModelRanks) -> ProcessTopology | None:
     """The experts' own grid, where the plan has one."""
     if not isinstance(model, Folded) or not model.expert_sizes:
         return None
     return ProcessTopology(tuple(model.expert_sizes), tuple(model.expert_sizes.values()))
 
 
-def topology_of(model: Placement) -> ProcessTopology:
+def topology_of(model: ModelRanks) -> ProcessTopology:
     """The grid of a model: its axes of more than one rank in the plan's order, and ``dp`` always.
 
     ValueError for sizes that do not make up the number of ranks.

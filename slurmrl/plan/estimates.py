@@ -12,7 +12,7 @@ from slurmrl.plan import hardware
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.flops import call_flops, compute_seconds, decode_seconds
 from slurmrl.plan.lengths import Lengths, lengths_of
-from slurmrl.plan.memory import Job, Memory, estimate, kv_bytes_per_token
+from slurmrl.plan.memory import Memory, MemoryDemand, estimate, kv_bytes_per_token
 from slurmrl.plan.placement import ROLLOUTS, TRAINERS, Placement, placements
 from slurmrl.plan.shape import ModelShape, shape_of
 
@@ -63,7 +63,7 @@ def memories(checked: Checked) -> dict[str, Memory]:
         methods = {call.method for call, layout in on if layout == name}
         use = uses.get(name) or RoleUse(name, trained=False)
         lengths = lengths_of(config, algorithm, shape)
-        job = Job(
+        job = MemoryDemand(
             model=model,
             shape=shape,
             allocation=one.allocation,

@@ -44,7 +44,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Job:
+class MemoryDemand:
     """What a layout is used for."""
 
     model: Model
@@ -58,7 +58,7 @@ class Job:
     lengths: Lengths | None
 
 
-def estimate(job: Job) -> Memory:
+def estimate(job: MemoryDemand) -> Memory:
     size = _weight_bytes(job)
     gradients, optimizer = _training_bytes(job) if job.trained else (0, 0)
     return Memory(
@@ -121,14 +121,14 @@ def _copies(allocation: Allocation) -> tuple[int, int]:
     return dense, allocation.experts.dp if allocation.experts else dense
 
 
-def _per_rank(job: Job) -> float:
+def _per_rank(job: MemoryDemand) -> float:
     """Parameters of one rank, each shard counted once."""
     own = parameters(job.shape, job.allocation, job.head)
     dense, experts = _copies(job.allocation)
     return own.dense / dense + own.experts / experts
 
 
-def _weight_bytes(job: Job) -> int:
+def _weight_bytes(job: MemoryDemand) -> int:
     if job.allocation.backend in SHARDED:
         if job.model.cpu_offload:
             return 0
@@ -137,7 +137,7 @@ def _weight_bytes(job: Job) -> int:
     return round(own.total * BYTES[job.model.dtype])
 
 
-def _training_bytes(job: Job) -> tuple[int, int]:
+def _training_bytes(job: MemoryDemand) -> tuple[int, int]:
     """Gradients and optimizer states. Sharded engines: 4 and, with two moments, 8 bytes a parameter
     beside the weights in float32, or nothing if they are in host memory. megatron with its
     distributed optimizer: gradients in float32 on every copy, and a float32 copy of bfloat16
@@ -152,7 +152,7 @@ def _training_bytes(job: Job) -> tuple[int, int]:
     return round(own * 4), round(sharded * (4 * moments + master))
 
 
-def _gathered_layer(job: Job) -> float:
+def _gathered_layer(job: MemoryDemand) -> float:
     """Bytes of the weights that are whole while one layer computes."""
     if job.allocation.backend not in SHARDED:
         return 0
@@ -161,7 +161,7 @@ def _gathered_layer(job: Job) -> float:
     return UNSHARDED_LAYERS * layer * BYTES[job.model.dtype]
 
 
-def tokens_of_microbatch(job: Job) -> int:
+def tokens_of_microbatch(job: MemoryDemand) -> int:
     """Tokens on one rank at a time: a share of the sequence with context parallelism."""
     most = job.model.max_tokens_per_microbatch
     if job.lengths is not None:
@@ -177,7 +177,7 @@ def uses_sequence_parallel(model: Model, allocation: Allocation) -> bool:
     return allocation.backend == "megatron" and allocation.sizes["tp"] > 1 if said is None else said
 
 
-def layer_activations(job: Job, *, products: bool = False) -> float:
+def layer_activations(job: MemoryDemand, *, products: bool = False) -> float:
     """Elements that one layer keeps for its backward pass, per token of a rank: all, or its input
     and the results of matrix ``products`` and attention alone; where TransformerEngine may compute
     these, all but the results of norms."""
@@ -196,7 +196,7 @@ def layer_activations(job: Job, *, products: bool = False) -> float:
     return 4 * shape.hidden / split + attention + (shape.mlp_matrices + 1) * inner
 
 
-def _may_use_transformer_engine(job: Job) -> bool:
+def _may_use_transformer_engine(job: MemoryDemand) -> bool:
     """As far as can be said without the host: by default it is used where it is installed."""
     said = job.model.transformer_engine
     return job.allocation.backend == "megatron" and (
@@ -204,7 +204,7 @@ def _may_use_transformer_engine(job: Job) -> bool:
     )
 
 
-def _activations(job: Job) -> int:
+def _activations(job: MemoryDemand) -> int:
     shape, sizes, width = job.shape, job.allocation.sizes, BYTES[job.model.dtype]
     tokens = tokens_of_microbatch(job)
     vocabulary = shape.vocabulary / sizes["tp"] if job.head == "lm" else 1
@@ -221,7 +221,7 @@ def _activations(job: Job) -> int:
     return round(kept + logits + _gathered_layer(job))
 
 
-def _layers_in_flight(job: Job) -> float:
+def _layers_in_flight(job: MemoryDemand) -> float:
     """Layers times micro-batches whose activations the first stage keeps: with the 1F1B schedule p
     micro-batches of layers / p; more with the interleaved one (Korthikanti et al. 2022)."""
     pp, sizes = job.allocation.sizes["pp"], job.model.model
@@ -235,7 +235,7 @@ def kv_bytes_per_token(shape: ModelShape, allocation: Allocation, dtype: str) ->
     return 2 * heads * shape.head_dim * shape.layers / allocation.sizes["pp"] * BYTES[dtype]
 
 
-def _generation(job: Job) -> int:
+def _generation(job: MemoryDemand) -> int:
     if job.lengths is None:
         return 0
     sequences = -(-job.lengths.sequences // job.allocation.sizes["dp"])

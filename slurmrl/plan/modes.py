@@ -9,7 +9,7 @@ from typing import Final
 from slurmrl.allocation import Components, parse_components
 from slurmrl.allocation.backends import BACKENDS
 from slurmrl.allocation.gpus import format_gpus
-from slurmrl.allocation.older import ROLES, Placed, Shape, parse_older, spelled
+from slurmrl.allocation.legacy_spellings import ROLES, HostShape, Placed, parse_legacy, spelled
 from slurmrl.config.schema import Config, Model
 from slurmrl.config.source import Source
 from slurmrl.errors import AllocationError, Problem
@@ -37,18 +37,20 @@ def apply(config: Config, source: Source) -> tuple[Config, list[Problem], list[s
     return _placed(without, placed), [], [note]
 
 
-def shape_of(config: Config) -> Shape:
-    return Shape(config.cluster.hosts or 1, config.cluster.workers_per_host or USUAL_GPUS_PER_HOST)
+def shape_of(config: Config) -> HostShape:
+    return HostShape(
+        config.cluster.hosts or 1, config.cluster.workers_per_host or USUAL_GPUS_PER_HOST
+    )
 
 
-def read(text: str, shape: Shape) -> dict[str, Placed]:
+def read(text: str, shape: HostShape) -> dict[str, Placed]:
     """The roles in a string of either kind. Raises the AllocationError of the kind that made sense
     of more of it."""
     try:
         components = parse_components(text)
     except AllocationError as current:
         try:
-            return parse_older(text, shape)
+            return parse_legacy(text, shape)
         except AllocationError as older:
             raise max(older, current, key=_position) from None
     return of_components(components)

@@ -14,7 +14,7 @@ from slurmrl.scheduler.rows import QueueRow
 logger = log.get(__name__)
 
 
-class Memory:
+class MemoryRequest:
     """Ended elements that squeue no longer shows. sacct is asked only while something is missing,
     and not again after it said that there is no accounting, or failed."""
 

@@ -32,7 +32,7 @@ from slurmrl.scheduler.base import (
 )
 from slurmrl.scheduler.client import SlurmClient, may_have_worked
 from slurmrl.scheduler.extend import Extender
-from slurmrl.scheduler.memory import Memory
+from slurmrl.scheduler.memory import MemoryRequest
 
 logger = log.get(__name__)
 
@@ -49,7 +49,7 @@ class TaskStart:
 class SlurmScheduler(Scheduler):
     def __init__(self, client: SlurmClient | None = None) -> None:
         self._client = client or SlurmClient()
-        self._memory = Memory(self._client)
+        self._memory = MemoryRequest(self._client)
 
     def check(self) -> None:
         if shutil.which("sbatch") is None:

@@ -19,12 +19,12 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings
 from slurmrl.submission import snapshot
-from slurmrl.submission.record import Recorder
+from slurmrl.submission.record import ProvenanceWriter
 
 logger = log.get(__name__)
 
 
-def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: Recorder) -> bool:
+def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: ProvenanceWriter) -> bool:
     """Make the run directory; False if the trial exists already, which then stays as it is.
     ``recorder`` says which code is copied, and writes down where it came from.
 

@@ -47,7 +47,7 @@ SLURM_TIMEOUT_S: Final = 10.0
 
 
 @dataclass(frozen=True)
-class Recorder:
+class ProvenanceWriter:
     """Writes the record of one submission into a snapshot."""
 
     config: Config

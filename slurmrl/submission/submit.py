@@ -45,8 +45,8 @@ from slurmrl.submission.checks.finding import Finding
 from slurmrl.submission.checks.run import Code, check
 from slurmrl.submission.live import Jobs, clear_away, newest_jobs
 from slurmrl.submission.prepare import is_prepared, prepare, rewrite, trial_uuid
-from slurmrl.submission.record import Recorder, recorded_folders
-from slurmrl.workers.pace import Pace
+from slurmrl.submission.record import ProvenanceWriter, recorded_folders
+from slurmrl.workers.poll_intervals import PollIntervals
 
 logger = log.get(__name__)
 
@@ -60,7 +60,7 @@ class Proposal:
     paths: RunPaths
     kind: str
     """The scheduler: ``local`` or ``slurm``."""
-    recorder: Recorder
+    recorder: ProvenanceWriter
     """The code that a snapshot would be taken of."""
     update_code: bool = False
     """Take a new snapshot although there is one."""
@@ -322,7 +322,7 @@ def _planned(
         if lacking:
             where = str(settings.source.path)
             raise ConfigError(tuple(Problem(where, "cluster", text) for text in lacking))
-    recorder = Recorder(config, settings.source.path, code, kind)
+    recorder = ProvenanceWriter(config, settings.source.path, code, kind)
     return Proposal(settings, plan, _paths(settings), kind, recorder, update_code)
 
 
@@ -391,6 +391,6 @@ def _request(proposal: Proposal, code: int) -> dict[str, Any]:
         "snapshot": code,
         "continue": config.cluster.slurm.continue_,
         "total_steps": config.total_steps,
-        "heartbeat_s": Pace.of(hosts, config.cluster.heartbeat_s).beat_s,
+        "heartbeat_s": PollIntervals.of(hosts, config.cluster.heartbeat_s).beat_s,
         "signal_lead_s": lead_s,
     }

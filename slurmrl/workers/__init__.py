@@ -1,7 +1,7 @@
 """The processes of a run: supervisor (one per job), agent (one per host), worker (one per rank and
 incarnation), master (one per incarnation). Only ``workers.worker`` imports torch.
 
-    supervisor ──► agent ──► template ──► worker      a pipe from the agent to each of them
+    supervisor ──► agent ──► fork server ──► worker      a pipe from the agent to each of them
                      └─────► master                   on the first host of the trainer group
 
 The master appends messages to one control log; agents read it and pass each message to their

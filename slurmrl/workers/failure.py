@@ -27,7 +27,7 @@ from slurmrl.errors import (
 )
 from slurmrl.monitor import published
 from slurmrl.name_resolve.base import NameStore
-from slurmrl.workers.patience import patiently
+from slurmrl.workers.retry import retry
 
 logger = log.get(__name__)
 
@@ -81,7 +81,7 @@ def publish(
     """Say why an incarnation failed; False if somebody was first or nobody could be told."""
     value = json.dumps(failure)
     try:
-        patiently(
+        retry(
             "report the failure",
             lambda: names.add(keys.failure(incarnation), value, delete_on_exit=False),
             timeout_s=PUBLISH_TIMEOUT_S,

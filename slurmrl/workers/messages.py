@@ -23,8 +23,8 @@ objects).
 Only on a host: agent to worker, once, ``start``; worker to agent ``error`` (``rank, step, call,
 exception, traceback``, ``damaged``: a checkpoint's directory, ``echo``: it looks like the end of
 another rank); worker and master to agent ``pulse`` (a worker's says what it is doing); agent to
-template ``fork`` (with the new worker's pipe), ``kill`` and ``stacks``; template to agent ``ended``
-(``code``: how its worker ended).
+fork server ``fork`` (with the new worker's pipe), ``kill`` and ``stacks``; fork server to agent
+``ended`` (``code``: how its worker ended).
 """
 
 from __future__ import annotations

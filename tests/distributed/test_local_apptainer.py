@@ -55,7 +55,7 @@ def test_doctor_looks_into_it(tmp_path: Path) -> None:
 def test_what_dies_in_a_container_comes_back(
     tmp_path: Path, packed: bool, options: tuple[str, ...], token: bool
 ) -> None:
-    """A worker, which its template outlives, and then what runs the container of one."""
+    """A worker, which its fork server outlives, and then what runs the container of one."""
     site = start(tmp_path, *options, packed=packed, steps=150)
     run = site.paths("sft/1").run
     (agent,) = processes(run)["agent"]
@@ -64,12 +64,12 @@ def test_what_dies_in_a_container_comes_back(
     inside = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in workers]
     assert all(f"PYTHONPATH={run}/code".encode() in environ for environ in inside)
     assert all((b"MY_TOKEN=handed-on" in environ) == token for environ in inside)
-    templates = processes(run)["template"]
+    fork_servers = processes(run)["fork_server"]
     kill_one(run, "worker")
     wait_until("a new worker", lambda: len(set(processes(run)["worker"]) - set(workers)) == 2)
-    assert processes(run)["template"] == templates
+    assert processes(run)["fork_server"] == fork_servers
     workers = processes(run)["worker"]
-    os.kill(apptainer.above(templates[0], agent)[-1], 9)
+    os.kill(apptainer.above(fork_servers[0], agent)[-1], 9)
     wait_until("a new worker", lambda: len(set(processes(run)["worker"]) - set(workers)) == 2)
     ended = site.wait_for_end("sft/1")
     assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 150, 3)
@@ -82,7 +82,7 @@ def test_cancel_ends_containers(tmp_path: Path, options: tuple[str, ...]) -> Non
     run = site.paths("sft/1").run
     (agent,) = processes(run)["agent"]
     runtimes = {
-        pid for child in processes(run)["template"] for pid in apptainer.above(child, agent)
+        pid for child in processes(run)["fork_server"] for pid in apptainer.above(child, agent)
     }
     assert len(runtimes) >= 2
     site.slurmrl("cancel", "sft/1")

@@ -86,7 +86,7 @@ def check_end(site: Site, kind: str, undisturbed: Callable[[str], dict[str, Any]
     [
         pytest.param("ppo", "worker", 1, marks=soak),
         ("sft", "master", 0),
-        pytest.param("sft", "template", 1, marks=long),
+        pytest.param("sft", "fork_server", 1, marks=long),
         pytest.param("ppo", "worker", 0, marks=long),
         pytest.param("ppo", "master", 0, marks=soak),
         pytest.param("sft", "worker", 0, marks=soak),
@@ -99,7 +99,7 @@ def test_the_same_agent_serves_the_next_incarnation(
     role: str,
     index: int,
 ) -> None:
-    """With new workers, which are forked from the templates that are there."""
+    """With new workers, which are forked from the fork servers that are there."""
     site = Site(tmp_path)
     trial = f"{kind}/1"
     run = started(site, kind)
@@ -107,7 +107,9 @@ def test_the_same_agent_serves_the_next_incarnation(
     kill_one(run, role, index)
     after = wait_until("the next incarnation's workers", lambda: others(run, before))
     assert after["agent"] == before["agent"]
-    assert len(set(after["template"]) & set(before["template"])) == (1 if role == "template" else 2)
+    assert len(set(after["fork_server"]) & set(before["fork_server"])) == (
+        1 if role == "fork_server" else 2
+    )
     check_end(site, kind, undisturbed)
     assert begun_by(site, trial) == [(0, "0"), (0, "0")]
 

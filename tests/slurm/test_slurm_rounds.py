@@ -15,7 +15,7 @@ from pathlib import Path
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.client import SRUN
 from slurmrl.workers.supervisor import rounds
-from slurmrl.workers.supervisor.allocation import Allocation
+from slurmrl.workers.supervisor.job_hosts import JobHosts
 
 def started():
     return Path("pid").exists() and len(Path("pid").read_text().split()) == 2
@@ -27,11 +27,11 @@ def lost(self):
     return {"n1"}
 
 rounds.LOOK_S, rounds.LOST_GRACE_S, rounds.KILL_GRACE_S = 0.5, 0.0, 2.0
-Allocation.lost = lost
+JobHosts.lost = lost
 rounds.agent_command = lambda *_, **__: [*SRUN, "sh", "-c", "echo $$ >> pid; exec sleep 600"]
 options = Namespace(launcher="srun", group="trainer", submission=1)
 paths = RunPaths(Path.cwd())
-its = rounds.Rounds(options, paths, Allocation(paths, 2, ("n0", "n1"), job="7.0"))
+its = rounds.Rounds(options, paths, JobHosts(paths, 2, ("n0", "n1"), job="7.0"))
 Path("ended").write_text(str(its._round(0, ("n0", "n1"))))
 time.sleep(600)
 """

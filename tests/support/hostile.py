@@ -29,8 +29,8 @@ import numpy as np
 from slurmrl import keys
 from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.checkpoint.manifest import verify, write_manifest
-from slurmrl.checkpoint.pieces import Part, RoleCheckpoint, Snapshot
-from slurmrl.checkpoint.tensors import Entry
+from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
+from slurmrl.checkpoint.tensors import TensorEntry
 from slurmrl.cli import render
 from slurmrl.cli.main import main
 from slurmrl.config.load import dump
@@ -40,7 +40,7 @@ from slurmrl.history.record import Kind
 from slurmrl.history.state import fold
 from slurmrl.layout.box import Box
 from slurmrl.layout.layout import TensorSpec
-from slurmrl.layout.piece import Piece
+from slurmrl.layout.shard import Shard
 from slurmrl.lease import Lease, LeaseObserver
 from slurmrl.monitor import metrics
 from slurmrl.monitor.collect import collect
@@ -133,10 +133,10 @@ def _commit(paths: RunPaths, step: int) -> None:
     directory = paths.checkpoint(step, 1)
     directory.mkdir()
     spec = TensorSpec((3, 4), "float32")
-    piece = Piece.contiguous("lm_head.weight", Box.whole(spec.shape))
-    part = Part("actor", 0, 1, step, {"lm_head.weight": spec}, (piece,))
-    entry = Entry("lm_head.weight", spec, lambda: np.full(spec.shape, step, dtype="<f4"))
-    file = Snapshot(part, (entry,)).write(directory)
+    piece = Shard.contiguous("lm_head.weight", Box.whole(spec.shape))
+    part = ShardHeader("actor", 0, 1, step, {"lm_head.weight": spec}, (piece,))
+    entry = TensorEntry("lm_head.weight", spec, lambda: np.full(spec.shape, step, dtype="<f4"))
+    file = RoleSnapshot(part, (entry,)).write(directory)
     state = {
         "step": step,
         "cursor": {"epoch": 0, "position": 8},

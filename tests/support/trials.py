@@ -156,9 +156,9 @@ def is_timing(name: str) -> bool:
 def processes(run: Path) -> dict[str, list[int]]:
     """Pids of a run's processes by role; those only whose command line names this run.
 
-    Workers are forked from templates; only their names (``ps -o comm``) tell them apart.
+    Workers are forked from fork servers; only their names (``ps -o comm``) tell them apart.
     """
-    found: dict[str, list[int]] = {role: [] for role in (*ROLES, "template")}
+    found: dict[str, list[int]] = {role: [] for role in (*ROLES, "fork_server")}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
@@ -171,7 +171,7 @@ def processes(run: Path) -> dict[str, list[int]]:
             continue
         for role, module in ROLES.items():
             if module in arguments:
-                found["template" if role == "worker" and not forked else role].append(
+                found["fork_server" if role == "worker" and not forked else role].append(
                     int(entry.name)
                 )
     return {role: sorted(pids) for role, pids in found.items()}

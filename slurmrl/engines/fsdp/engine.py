@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slurmrl.checkpoint.pieces import Snapshot
+from slurmrl.checkpoint.shards import RoleSnapshot
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import (
@@ -22,7 +22,6 @@ from slurmrl.engines.base import (
     Outputs,
     Veto,
 )
-from slurmrl.engines.first_values import first_values, model_config
 from slurmrl.engines.fsdp import state
 from slurmrl.engines.fsdp.copies import sum_copies
 from slurmrl.engines.fsdp.gradients import clip, global_norm
@@ -30,7 +29,15 @@ from slurmrl.engines.fsdp.placing import Placing, split_of, tensor_split
 from slurmrl.engines.fsdp.sharding import SMALL_BYTES, Shards, shard_plan
 from slurmrl.engines.fsdp.weights import constant_specs, fill, new_model, whole_shapes
 from slurmrl.engines.host import HostCopies
-from slurmrl.engines.microbatch import Rounds, Sums, agree, in_order, longest, no_outputs
+from slurmrl.engines.initial_weights import initial_weights, model_config
+from slurmrl.engines.microbatch import (
+    MicrobatchSchedule,
+    Sums,
+    agree,
+    in_order,
+    longest,
+    no_outputs,
+)
 from slurmrl.engines.offload import Offload
 from slurmrl.engines.optimizers import OPTIMIZERS
 from slurmrl.engines.optimizers.base import ShardOptimizer
@@ -95,7 +102,7 @@ class FSDPEngine(Engine):
         self._shards = Shards(decoder, plan, context)
         local = self._shards.local()
         if isinstance(self.config, ModelConfig):
-            with first_values(self.config, head, seed=seed, source=source) as read:
+            with initial_weights(self.config, head, seed=seed, source=source) as read:
                 fill(local, self._placing.own_boxes(), read)
         self._optimizer: ShardOptimizer | None = None
         if trained:
@@ -130,12 +137,16 @@ class FSDPEngine(Engine):
         stats["denominator"] = rounds.denominator
         return {**stats, **self._step(self._optimizer, vetoed=self.vetoed(veto, stats))}
 
-    def _rounds(self, sample: SequenceSample, denominator: float) -> Rounds:
+    def _rounds(self, sample: SequenceSample, denominator: float) -> MicrobatchSchedule:
         padded = not isinstance(self.config, ModelConfig)  # as those of transformers are run
         return agree(sample, self._max_tokens, denominator, self.context, padded=padded)
 
     def _backward(
-        self, sample: SequenceSample, loss_fn: LossFn, rounds: Rounds, temperature: float
+        self,
+        sample: SequenceSample,
+        loss_fn: LossFn,
+        rounds: MicrobatchSchedule,
+        temperature: float,
     ) -> Sums:
         """Gradients of all rounds, and the sums of what the loss function returned."""
         sums = Sums(self.context.device)
@@ -158,7 +169,7 @@ class FSDPEngine(Engine):
         return sums
 
     @torch.no_grad()
-    def _count(self, balance: Balance, sample: SequenceSample, rounds: Rounds) -> None:
+    def _count(self, balance: Balance, sample: SequenceSample, rounds: MicrobatchSchedule) -> None:
         """Learn how many tokens of all micro-batches and ranks each expert gets."""
         balance.begin(self.context.device)
         with self._shards.resharded():
@@ -262,12 +273,12 @@ class FSDPEngine(Engine):
                 keys=keys.to(self.context.device),
             )
 
-    def snapshot(self, *, copy: bool = True) -> Snapshot | None:
+    def snapshot(self, *, copy: bool = True) -> RoleSnapshot | None:
         if self._optimizer is None:
             return None
         self._offload.check()
         layout = self._saved_layout
-        own = {piece.name for piece in layout.pieces[self.context.rank]}
+        own = {shard.name for shard in layout.shards[self.context.rank]}
         tensors = {name: tensor for name, tensor in self._state().items() if name in own}
         return state.snapshot(
             self.role,

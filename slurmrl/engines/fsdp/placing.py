@@ -11,7 +11,7 @@ from functools import cached_property
 from slurmrl.errors import UsageError
 from slurmrl.layout.box import Box, Index, chunk
 from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.layout.piece import Piece
+from slurmrl.layout.shard import Shard
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.parallel.boxes import TensorSplit, refusals
@@ -69,13 +69,13 @@ class Placing:
             for name, shape in self.shapes.items()
         }
         constants = tuple(
-            Piece.contiguous(name, Box.whole(spec.shape)) for name, spec in self.constants.items()
+            Shard.contiguous(name, Box.whole(spec.shape)) for name, spec in self.constants.items()
         )
         return Layout(
             {**tensors, **self.constants},
             tuple(
                 tuple(
-                    Piece.contiguous(prefix + name, box)
+                    Shard.contiguous(prefix + name, box)
                     for prefix in prefixes
                     for name in self.shapes
                     if (copies or self._tensor_rank(rank) % self.copies(name) == 0)

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from slurmrl.checkpoint.pieces import Part, RoleCheckpoint, Snapshot
-from slurmrl.checkpoint.tensors import Entry
+from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
+from slurmrl.checkpoint.tensors import TensorEntry
 from slurmrl.engines import random_state
 from slurmrl.layout.copy import Array
 from slurmrl.layout.layout import Layout, TensorSpec
@@ -20,21 +20,21 @@ from slurmrl.models.hf import as_array
 
 def snapshot(
     role: str, rank: int, step: int, layout: Layout, tensors: Mapping[str, Tensor]
-) -> Snapshot:
+) -> RoleSnapshot:
     """This rank's part of a checkpoint; ``tensors`` are its chunks, by their names in ``layout``.
 
     What is written is what they hold then; the random state is that of now.
     """
-    part = Part(role, rank, layout.ranks, step, layout.tensors, layout.pieces[rank])
+    part = ShardHeader(role, rank, layout.ranks, step, layout.tensors, layout.shards[rank])
     entries = (
-        Entry(
-            piece.name,
-            TensorSpec(piece.box.size, layout.tensors[piece.name].dtype),
-            partial(as_array, tensors[piece.name]),
+        TensorEntry(
+            shard.name,
+            TensorSpec(shard.box.size, layout.tensors[shard.name].dtype),
+            partial(as_array, tensors[shard.name]),
         )
-        for piece in part.pieces
+        for shard in part.shards
     )
-    return Snapshot(part, (*entries, *random_state.entries()))
+    return RoleSnapshot(part, (*entries, *random_state.entries()))
 
 
 @torch.no_grad()
@@ -48,9 +48,9 @@ def load(
     """
     checkpoint = RoleCheckpoint(directory, role)
     checkpoint.check(layout.tensors)
-    for piece in layout.pieces[rank]:
-        values = checkpoint.read(piece.name, piece.box)
-        target = tensors[piece.name]
+    for shard in layout.shards[rank]:
+        values = checkpoint.read(shard.name, shard.box)
+        target = tensors[shard.name]
         target.copy_(_to_torch(values, target.dtype))
     random_state.restore(checkpoint, rank, layout.ranks)
     return checkpoint.step

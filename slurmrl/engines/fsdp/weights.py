@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from slurmrl.engines.first_values import Reader
+from slurmrl.engines.initial_weights import BoxReader
 from slurmrl.errors import UsageError
 from slurmrl.layout.box import Box, Index
 from slurmrl.layout.layout import TensorSpec
@@ -63,7 +63,7 @@ def constant_specs(model: PackedModel, *, trained: bool) -> dict[str, TensorSpec
 
 
 @torch.no_grad()
-def fill(local: Mapping[str, Tensor], boxes: Mapping[str, Box], read: Reader) -> None:
+def fill(local: Mapping[str, Tensor], boxes: Mapping[str, Box], read: BoxReader) -> None:
     """Write each parameter's box into its local chunk."""
     for name, target in local.items():
         if boxes[name].count:

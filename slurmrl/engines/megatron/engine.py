@@ -13,13 +13,13 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from torch import Tensor, nn
 
-from slurmrl.checkpoint.pieces import RoleCheckpoint, Snapshot
+from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot
 from slurmrl.config.schema.model import Model, ParallelSizes
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import random_state
 from slurmrl.engines.base import OUTPUTS, TOKENS, Engine, LossFn, OutputFn, Outputs, Veto
-from slurmrl.engines.first_values import first_values, model_config
 from slurmrl.engines.host import HostCopies
+from slurmrl.engines.initial_weights import initial_weights, model_config
 from slurmrl.engines.megatron import state, transformer_engine
 from slurmrl.engines.megatron.collection import collection
 from slurmrl.engines.megatron.layers import BalancedRouter, balance_of, own_modules
@@ -33,11 +33,18 @@ from slurmrl.engines.megatron.schedule import Schedule, Use
 from slurmrl.engines.megatron.schema import check
 from slurmrl.engines.megatron.settings import transformer_config
 from slurmrl.engines.megatron.state import Held
-from slurmrl.engines.microbatch import Rounds, Sums, agree, in_order, longest, no_outputs
+from slurmrl.engines.microbatch import (
+    MicrobatchSchedule,
+    Sums,
+    agree,
+    in_order,
+    longest,
+    no_outputs,
+)
 from slurmrl.engines.offload import Offload
 from slurmrl.errors import UsageError
 from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.layout.piece import Piece
+from slurmrl.layout.shard import Shard
 from slurmrl.models.balance import Balance
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.generate import GenerationOptions, GenerationOutput
@@ -120,7 +127,7 @@ class MegatronEngine(Engine):
             **self._weights(),
             **{f"main/{n}": h for n, h in self._shards(moments=False).items()},
         }
-        with first_values(config, head, seed=seed, source=source, keep=FUSED) as read:
+        with initial_weights(config, head, seed=seed, source=source, keep=FUSED) as read:
             state.fill(held.values(), read)
         self._schedule = Schedule(self._chunks, self._settings, self._groups)
 
@@ -163,7 +170,7 @@ class MegatronEngine(Engine):
         }
 
     def _weights(self) -> Held:
-        """This rank's parameters and the pieces in them."""
+        """This rank's parameters and the shards in them."""
         return {
             name: (parameter.detach().view(-1), self._parts[name])
             for name, parameter in self._parameters().items()
@@ -227,7 +234,7 @@ class MegatronEngine(Engine):
         return {**stats, **self._optimizer.step(vetoed=self.vetoed(veto, stats))}
 
     @torch.no_grad()
-    def _count(self, balance: Balance, sample: SequenceSample, rounds: Rounds) -> None:
+    def _count(self, balance: Balance, sample: SequenceSample, rounds: MicrobatchSchedule) -> None:
         """Learn how many tokens of all micro-batches and ranks each expert gets."""
         balance.begin(self.context.device)
         balance.now = "count"
@@ -278,7 +285,9 @@ class MegatronEngine(Engine):
         tokens = sum(map(sum, sample.lengths[TOKENS]))
         return max(1, min(self._max_tokens, -(-tokens // self._place.pp)))
 
-    def _run(self, sample: SequenceSample, rounds: Rounds, use: Use, *, backward: bool) -> None:
+    def _run(
+        self, sample: SequenceSample, rounds: MicrobatchSchedule, use: Use, *, backward: bool
+    ) -> None:
         phase = "forward and backward" if backward else "forward"
 
         def micro(number: int) -> Micro:
@@ -321,14 +330,14 @@ class MegatronEngine(Engine):
     ) -> GenerationOutput:
         raise UsageError(f"{self.role}: the megatron engine does not generate in this version")
 
-    def snapshot(self, *, copy: bool = True) -> Snapshot | None:
+    def snapshot(self, *, copy: bool = True) -> RoleSnapshot | None:
         if self._optimizer is None:
             return None
         self._offload.check()
         held = self._shards()
         if copy:
             copies = self._host.copy({name: tensor for name, (tensor, _) in held.items()})
-            held = {name: (copies[name], pieces) for name, (_, pieces) in held.items()}
+            held = {name: (copies[name], shards) for name, (_, shards) in held.items()}
         return state.snapshot(
             self.role, self.context.rank, self.context.size, self.steps, self._specs, held
         )
@@ -357,7 +366,7 @@ class MegatronEngine(Engine):
         ranks = (self._parts_of(rank) for rank in range(self.context.size))
         return Layout(
             {name: TensorSpec(shape, self._dtype) for name, shape in shapes.items()},
-            tuple(tuple(p for pieces in own.values() for p in pieces) for own in ranks),
+            tuple(tuple(p for shards in own.values() for p in shards) for own in ranks),
         )
 
     def offload(self) -> None:
@@ -381,13 +390,13 @@ def _padded(config: ModelConfig, sizes: ParallelSizes, tp: int) -> int:
     return -(-config.vocab_size // multiple) * multiple
 
 
-def _of_moment(moment: str, piece: Piece) -> Piece:
-    return Piece(
-        f"{moment}/{piece.name}",
-        piece.box,
-        f"{moment}/{piece.storage}",
-        piece.offset,
-        piece.strides,
+def _of_moment(moment: str, shard: Shard) -> Shard:
+    return Shard(
+        f"{moment}/{shard.name}",
+        shard.box,
+        f"{moment}/{shard.storage}",
+        shard.offset,
+        shard.strides,
     )
 
 

@@ -1,4 +1,4 @@
-"""megatron-core's distributed optimizer around one of ours, and its shards as pieces."""
+"""Wrap our optimizers in megatron-core's distributed optimizer; describe their state as shards."""
 
 from __future__ import annotations
 

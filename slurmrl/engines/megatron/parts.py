@@ -1,6 +1,6 @@
 """Which parts of a model's parameters lie in the parameters of megatron's modules. Torch-free.
 
-Every piece is contiguous in its storage: queries, keys and values of one head group stand behind
+Every shard is contiguous in its storage: queries, keys and values of one head group stand behind
 each other in ``linear_qkv``, gates before the other half in ``linear_fc1``; rows of the vocabulary
 beyond its size are void. A storage is named by its chunk and its parameter:
 ``0.output_layer.weight``.
@@ -12,11 +12,11 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from slurmrl.engines.megatron.place import Place, Stage
 from slurmrl.layout.box import Box, Index, flat_range
-from slurmrl.layout.piece import Piece
+from slurmrl.layout.shard import Shard
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.shapes import EMBEDDING, LM_HEAD, VALUE_HEAD, parameter_shapes
 
-Parts = dict[str, list[Piece]]
+Parts = dict[str, list[Shard]]
 """Pieces by storage."""
 Rows = tuple[str, int, int]
 """A parameter, and which of its rows: first and number."""
@@ -31,20 +31,20 @@ EXPERTS = {
 def parts_of(
     config: ModelConfig, head: Head, place: Place, vocabulary: int, *, grouped: bool
 ) -> Parts:
-    """All pieces of a rank; ``vocabulary`` is the padded number of rows; ``grouped`` where one
+    """All shards of a rank; ``vocabulary`` is the padded number of rows; ``grouped`` where one
     module has the experts of a layer."""
     return _Parts(config, head, place, vocabulary, EXPERTS[grouped]).found
 
 
-def part_of_flat(pieces: Iterable[Piece], first: int, last: int) -> Iterator[Piece]:
-    """What of contiguous pieces of one storage lies in its elements ``first`` to ``last``, as
-    pieces of a storage that has those elements only."""
-    for piece in pieces:
-        begin, end = max(first, piece.offset), min(last, piece.offset + piece.box.count)
+def part_of_flat(shards: Iterable[Shard], first: int, last: int) -> Iterator[Shard]:
+    """What of contiguous shards of one storage lies in its elements ``first`` to ``last``, as
+    shards of a storage that has those elements only."""
+    for shard in shards:
+        begin, end = max(first, shard.offset), min(last, shard.offset + shard.box.count)
         offset = begin - first
-        for box in flat_range(piece.box.size, begin - piece.offset, end - piece.offset):
-            start = tuple(a + b for a, b in zip(piece.box.start, box.start, strict=True))
-            yield Piece.contiguous(piece.name, Box(start, box.size), piece.storage, offset)
+        for box in flat_range(shard.box.size, begin - shard.offset, end - shard.offset):
+            start = tuple(a + b for a, b in zip(shard.box.start, box.start, strict=True))
+            yield Shard.contiguous(shard.name, Box(start, box.size), shard.storage, offset)
             offset += box.count
 
 
@@ -125,16 +125,16 @@ class _Parts:
         self, storage: str, name: str, halves: tuple[str, ...], expert: int, split: int
     ) -> None:
         """Matrices of one expert, whose dim ``split`` the ranks share."""
-        offset, pieces = 0, []
+        offset, shards = 0, []
         for half in halves:
             full = f"{name}experts.{half}_proj"
             start, size = [expert, 0, 0], [1, *self.shapes[full][1:]]
             size[split] //= self.place.etp
             start[split] = size[split] * self.place.etp_rank
             box = Box(tuple(start), tuple(size))
-            pieces.append(Piece.contiguous(full, box, storage, offset))
+            shards.append(Shard.contiguous(full, box, storage, offset))
             offset += box.count
-        self.found[storage] = pieces
+        self.found[storage] = shards
 
     def _columns(self, storage: str, rows: list[Rows]) -> None:
         """Rows of several matrices, one behind the other, and of their biases."""
@@ -149,20 +149,20 @@ class _Parts:
         width = columns // parts
         box = Box((0, width * part), (rows, width))
         weight = f"{storage}.weight"
-        self.found[weight] = [Piece.contiguous(f"{name}.weight", box, weight)]
+        self.found[weight] = [Shard.contiguous(f"{name}.weight", box, weight)]
         if f"{name}.bias" in self.shapes:
             self._whole(f"{storage}.bias", f"{name}.bias")
 
     def _rows(self, storage: str, rows: Iterable[Rows]) -> None:
-        offset, pieces = 0, []
+        offset, shards = 0, []
         for name, first, number in rows:
             inner = self.shapes[name][1:]
             box = Box((first, *(0 for _ in inner)), (number, *inner))
             if box.count:
-                pieces.append(Piece.contiguous(name, box, storage, offset))
+                shards.append(Shard.contiguous(name, box, storage, offset))
             offset += box.count
-        self.found[storage] = pieces
+        self.found[storage] = shards
 
     def _whole(self, storage: str, name: str) -> None:
         box = Box.whole(self.shapes[name])
-        self.found[storage] = [Piece.contiguous(name, box, storage)]
+        self.found[storage] = [Shard.contiguous(name, box, storage)]

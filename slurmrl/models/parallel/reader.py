@@ -8,18 +8,18 @@ from dataclasses import replace
 from torch import Tensor
 
 from slurmrl.models.attention import kv_heads
-from slurmrl.models.base import Reader
+from slurmrl.models.base import DecodeSession
 from slurmrl.models.config import ModelConfig
+from slurmrl.models.decode_session import CachedSession, Runs
 from slurmrl.models.parallel.heads import rows_of
 from slurmrl.models.parallel.split import Split
-from slurmrl.models.reader import CacheReader, Runs
 from slurmrl.ops.vocab_parallel import Rows
 
 
 class SplitReader:
     """A reader whose logits come from parts of the vocabulary."""
 
-    def __init__(self, own: CacheReader, rows: Rows, vocabulary: int) -> None:
+    def __init__(self, own: CachedSession, rows: Rows, vocabulary: int) -> None:
         self._own, self._rows, self._vocabulary = own, rows, vocabulary
 
     @property
@@ -43,10 +43,10 @@ def split_reader(
     new_tokens: int,
     head: Tensor,
     split: Split,
-) -> Reader:
+) -> DecodeSession:
     """For prompts of ``lengths`` [S]; ``head`` is this rank's part of the vocabulary projection."""
     if split.tensor.size == 1:
-        return CacheReader(decoder, config, lengths, new_tokens, head)
+        return CachedSession(decoder, config, lengths, new_tokens, head)
     part = replace(config, num_kv_heads=kv_heads(config, split))
-    own = CacheReader(decoder, part, lengths, new_tokens, head)
+    own = CachedSession(decoder, part, lengths, new_tokens, head)
     return SplitReader(own, rows_of(split, config.vocab_size), config.vocab_size)

@@ -24,8 +24,8 @@ from slurmrl.workers.agent.incarnation import FORM_TIMEOUT_S, Incarnation
 from slurmrl.workers.agent.leader import leave_without
 from slurmrl.workers.failure import Cause, Failure
 from slurmrl.workers.failure import first as first_failure
-from slurmrl.workers.patience import patiently
 from slurmrl.workers.presence import Presence, make_channels
+from slurmrl.workers.retry import retry
 
 logger = log.get(__name__)
 T = TypeVar("T")
@@ -106,7 +106,7 @@ class Agent:
     def _verdict(self, failed: Failure | None) -> int | None:
         """What to leave with after an incarnation that did not end as it should, or None."""
         try:
-            superseded, first = self._patiently("read why it ended", self._look)
+            superseded, first = self._retry("read why it ended", self._look)
         except TrialEndedError as end:
             logger.info("%s", end)
             return OK
@@ -144,12 +144,12 @@ class Agent:
         except EnvironmentFailure as error:
             logger.warning("the failed start is not recorded: %s", error)
 
-    def _patiently(self, what: str, action: Callable[[], T]) -> T:
-        return patiently(what, action, timeout_s=LOOK_TIMEOUT_S)
+    def _retry(self, what: str, action: Callable[[], T]) -> T:
+        return retry(what, action, timeout_s=LOOK_TIMEOUT_S)
 
     def _take_log(self) -> None:
         """What this process prints goes to the task's log from now on."""
-        with patiently("open a log", lambda: self.host.open_log(self.host.group.name)) as output:
+        with retry("open a log", lambda: self.host.open_log(self.host.group.name)) as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
 
@@ -165,4 +165,4 @@ def serve(run: Path, submission: int, group: str) -> int:
 
     paths = RunPaths(run)
     pause = Presence(paths).sleep
-    return Agent(patiently("start", start, pause, timeout_s=FORM_TIMEOUT_S)).run()
+    return Agent(retry("start", start, pause, timeout_s=FORM_TIMEOUT_S)).run()

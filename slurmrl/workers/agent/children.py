@@ -1,5 +1,4 @@
-"""The processes of one host: its workers with their templates, and the master on the first host of
-the group."""
+"""The processes of one host: its workers, their fork servers, and the master on the first host."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from slurmrl.workers.agent.slot import Ended, Slot
 from slurmrl.workers.messages import Message
 
 END_TIMEOUT_S = 5.0
-"""How long a template may take to have its worker killed before it is killed itself."""
+"""How long a fork server may take to have its worker killed before it is killed itself."""
 MISSED_PULSES = 3
 """So many of them missing are silence worth a word; what it is killed for is `silence_s`."""
 MASTER = "the master"
@@ -70,32 +69,32 @@ class Children:
     # -- starting ----------------------------------------------------------------------------
 
     def start_workers(self, devices: list[str], output: IO[bytes]) -> None:
-        """One worker per entry of ``devices``, forked from a template that has them visible
-        before Python starts. Templates outlive their workers, and start where there is none.
+        """One worker per entry of ``devices``, forked from a fork server that has them visible
+        before Python starts. Fork_servers outlive their workers, and start where there is none.
 
         Raises EnvironmentFailure where the command cannot be executed.
         """
         if not self.slots:
             self.slots = [
-                Slot(rank, self.identity.host, partial(self._start_template, rank, visible))
+                Slot(rank, self.identity.host, partial(self._start_fork_server, rank, visible))
                 for rank, visible in enumerate(devices, start=self.first_rank)
             ]
         for slot in self.slots:
-            if slot.template is None:
-                slot.start_template(output)
-                self._listen_to_template(slot)
+            if slot.fork_server is None:
+                slot.start_fork_server(output)
+                self._listen_to_fork_server(slot)
         for slot in self.slots:
             slot.fork()
             assert slot.pipe is not None
             self._listen(slot.pipe.fileno(), partial(self._hear_worker, slot, slot.pipe))
 
-    def _listen_to_template(self, slot: Slot) -> None:
-        assert slot.template is not None
+    def _listen_to_fork_server(self, slot: Slot) -> None:
+        assert slot.fork_server is not None
         assert slot.line is not None
-        self._listen(slot.template.pidfd, partial(self._template_ended, slot))
-        self._listen(slot.line.fileno(), partial(self._hear_template, slot))
+        self._listen(slot.fork_server.pidfd, partial(self._fork_server_ended, slot))
+        self._listen(slot.line.fileno(), partial(self._hear_fork_server, slot))
 
-    def _start_template(
+    def _start_fork_server(
         self, rank: int, visible: str, name: str, output: IO[bytes]
     ) -> tuple[process.Child, Connection]:
         environment = {
@@ -182,15 +181,15 @@ class Children:
         if pipe.closed:
             self._unlisten(pipe.fileno())
 
-    def _hear_template(self, slot: Slot) -> None:
+    def _hear_fork_server(self, slot: Slot) -> None:
         if slot.line is not None:
-            self._end(slot, slot.hear_template())
+            self._end(slot, slot.hear_fork_server())
             if slot.line.closed:
                 self._unlisten(slot.line.fileno())
 
-    def _template_ended(self, slot: Slot) -> None:
-        self._end(slot, slot.template_ended())
-        self._drop_templates([slot])
+    def _fork_server_ended(self, slot: Slot) -> None:
+        self._end(slot, slot.fork_server_ended())
+        self._drop_fork_servers([slot])
 
     def _end(self, slot: Slot, ended: list[Ended]) -> None:
         if ended:
@@ -250,8 +249,8 @@ class Children:
         return pid if rank is None else process.find_descendant(pid, f"rank {rank}")
 
     def _child(self, rank: int | None) -> process.Child:
-        """The master, or a rank's template."""
-        child = self.master if rank is None else self.slots[rank - self.first_rank].template
+        """The master, or a rank's fork server."""
+        child = self.master if rank is None else self.slots[rank - self.first_rank].fork_server
         assert child is not None
         return child
 
@@ -259,7 +258,7 @@ class Children:
 
     def end(self, *, grace_s: float = 0.0) -> None:
         """End the workers at once and together, and the master if it has not left after
-        ``grace_s``. Templates stay; one that does not answer is ended too, with its worker."""
+        ``grace_s``. Fork_servers stay; one that does not answer is ended too, with its worker."""
         for slot in self.slots:
             slot.kill()
         began = time.monotonic()
@@ -269,14 +268,14 @@ class Children:
             self.turn(0.05)
         for slot in self.slots:
             self._drop_worker(slot)
-        self._drop_templates([slot for slot in self.slots if slot.running])
+        self._drop_fork_servers([slot for slot in self.slots if slot.running])
         self._drop_master()
 
     def close(self) -> None:
-        """End everything. A worker goes before its template: who comes next on this host may need
-        the device that it holds."""
+        """End everything, each worker before its fork server: the next user of this host may need
+        the worker's device."""
         self.end()
-        self._drop_templates(self.slots)
+        self._drop_fork_servers(self.slots)
         self._selector.close()
 
     def _drop_worker(self, slot: Slot) -> None:
@@ -285,15 +284,15 @@ class Children:
         self._forget(slot.rank)
         slot.drop_worker()
 
-    def _drop_templates(self, slots: Sequence[Slot]) -> None:
+    def _drop_fork_servers(self, slots: Sequence[Slot]) -> None:
         children = []
         for slot in slots:
             self._drop_worker(slot)
             if slot.line is not None:
                 self._unlisten(slot.line.fileno())
-            if (template := slot.drop_template()) is not None:
-                self._unlisten(template.pidfd)
-                children.append(template)
+            if (fork_server := slot.drop_fork_server()) is not None:
+                self._unlisten(fork_server.pidfd)
+                children.append(fork_server)
         process.close_all(children)
 
     def _drop_master(self) -> None:

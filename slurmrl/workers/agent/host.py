@@ -28,12 +28,12 @@ from slurmrl.plan.model import Plan
 from slurmrl.workers import process
 from slurmrl.workers.agent.children import Children
 from slurmrl.workers.agent.identity import claim
-from slurmrl.workers.agent.keeper import Keeper
 from slurmrl.workers.agent.leader import Leader
+from slurmrl.workers.agent.lease_guard import LeaseGuard
 from slurmrl.workers.agent.memory import OomKills
 from slurmrl.workers.agent.output import Output
 from slurmrl.workers.agent.warning import Warnings
-from slurmrl.workers.pace import Pace
+from slurmrl.workers.poll_intervals import PollIntervals
 from slurmrl.workers.presence import LOOK_S, Presence
 
 logger = log.get(__name__)
@@ -54,13 +54,13 @@ class Host:
         self.identity = claim(
             make("file", directory=paths.names), group, elastic=self.group.elastic
         )
-        self.pace = Pace.of(self.group.hosts, self.cluster.heartbeat_s)
+        self.pace = PollIntervals.of(self.group.hosts, self.cluster.heartbeat_s)
         lease = paths.lease(group, self.identity.task, self.identity.attempt)
         self.names = make("file", directory=paths.names, owner=lease.name)
         self.serving = 0
         """The incarnation that a newer one would end; 0 between two."""
         self._lease = Lease(lease)
-        self.keeper = Keeper(
+        self.keeper = LeaseGuard(
             self._beat,
             self.check_fence,
             beat_s=self.pace.beat_s,

@@ -37,7 +37,7 @@ from slurmrl.workers.agent.symptoms import Symptoms
 from slurmrl.workers.agent.witness import Witness
 from slurmrl.workers.failure import Cause, Failure, describe, publish
 from slurmrl.workers.messages import Message
-from slurmrl.workers.patience import patiently
+from slurmrl.workers.retry import retry
 
 logger = log.get(__name__)
 T = TypeVar("T")
@@ -97,9 +97,9 @@ class Incarnation:
         host = self.host
         devices = host.devices()
         if host.leads:
-            with self.patiently("open a log", lambda: host.open_log("master")) as output:
+            with self.retry("open a log", lambda: host.open_log("master")) as output:
                 host.children.start_master(host.submission, output)
-        with self.patiently("open a log", lambda: host.open_log(host.group.name)) as output:
+        with self.retry("open a log", lambda: host.open_log(host.group.name)) as output:
             host.children.start_workers(devices, output)
 
     def _begun(self) -> TrialState | None:
@@ -110,7 +110,7 @@ class Incarnation:
         self.number = self.host.serving = number
         logger.info("incarnation %d", number)
         self.host.events.write("join", incarnation=number)
-        self.patiently("make a log", self._open_replies)
+        self.retry("make a log", self._open_replies)
 
     def _open_replies(self) -> None:
         path = self.host.paths.agent_log(self.number, self.host.group.name, self.host.identity.task)
@@ -156,7 +156,7 @@ class Incarnation:
         self._publish(keys.store(self.number), f"{where}:{port}", delete_on_exit=True)
 
     def _publish(self, key: str, value: str, *, delete_on_exit: bool = False) -> None:
-        self.patiently(
+        self.retry(
             f"publish {key}",
             lambda: self.host.publish(key, value, delete_on_exit=delete_on_exit),
         )
@@ -236,7 +236,7 @@ class Incarnation:
         host = self.host
         backoff = Backoff(last_s=min(host.pace.poll_s, host.pace.beat_s))
         waited_s = 0.0
-        while (value := self.patiently(f"wait for {what}", poll)) is None:
+        while (value := self.retry(f"wait for {what}", poll)) is None:
             if waited_s > timeout_s:
                 raise WaitTimeoutError(
                     f"{host.identity.label} on {host.identity.host} waited {timeout_s:.0f} s "
@@ -247,9 +247,9 @@ class Incarnation:
             waited_s += time.monotonic() - began
         return value
 
-    def patiently(self, what: str, action: Callable[[], T]) -> T:
+    def retry(self, what: str, action: Callable[[], T]) -> T:
         """Do something on the shared directory, again and again while that does not answer."""
-        return patiently(what, action, self.turn)
+        return retry(what, action, self.turn)
 
     def turn(self, timeout_s: float) -> None:
         """Wait at most ``timeout_s`` for a child to speak or end; beat the lease when due."""

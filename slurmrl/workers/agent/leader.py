@@ -20,7 +20,7 @@ from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.succession import TIMEOUT_S, Link, continues
 from slurmrl.workers.agent.identity import Identity
 from slurmrl.workers.failure import Cause
-from slurmrl.workers.supervisor.allocation import usable
+from slurmrl.workers.supervisor.job_hosts import usable
 
 logger = log.get(__name__)
 

@@ -1,4 +1,4 @@
-"""A rank's place on a host: its template, and the worker of the present incarnation."""
+"""A rank's place on a host: its fork server, and the worker of the present incarnation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slurmrl.workers import messages, process
 from slurmrl.workers.messages import Message
 
 Start: TypeAlias = Callable[[str, IO[bytes]], tuple[process.Child, Connection]]
-"""Starts a template of this name with its output there, and a pipe on which it takes orders."""
+"""Starts a fork server of this name with its output there, and a pipe on which it takes orders."""
 
 
 @dataclass(frozen=True)
@@ -32,21 +32,21 @@ class Slot:
     def __init__(self, rank: int, host: str, start: Start) -> None:
         self.rank = rank
         self.name = f"rank {rank} on {host}"
-        self.template: process.Child | None = None
+        self.fork_server: process.Child | None = None
         self.line: Connection | None = None
-        """To the template."""
+        """To the fork server."""
         self.pipe: Connection | None = None
         """To the worker."""
         self.running = False
         """Whether a worker was asked for and has not ended."""
         self._start = start
 
-    def start_template(self, output: IO[bytes]) -> None:
+    def start_fork_server(self, output: IO[bytes]) -> None:
         """Raises EnvironmentFailure."""
-        self.template, self.line = self._start(f"the template of {self.name}", output)
+        self.fork_server, self.line = self._start(f"the fork server of {self.name}", output)
 
     def fork(self) -> None:
-        """Ask the template for a worker."""
+        """Ask the fork server for a worker."""
         assert self.line is not None
         assert not self.running
         self.pipe, theirs = Connection.pair()
@@ -77,17 +77,17 @@ class Slot:
             if pipe is not None:
                 pipe.flush()
 
-    def hear_template(self) -> list[Ended]:
+    def hear_fork_server(self) -> list[Ended]:
         """Its worker's end, once."""
         said = self.line.receive_available() if self.line is not None else []
         codes = [message["code"] for message in said if message["type"] == messages.ENDED]
         return [one for code in codes for one in self._end(self.name, code)]
 
-    def template_ended(self) -> list[Ended]:
+    def fork_server_ended(self) -> list[Ended]:
         """Its worker has ended with it."""
-        assert self.template is not None
-        ended = self.hear_template()  # what it said before
-        ended += self._end(self.template.name, self.template.process.wait())
+        assert self.fork_server is not None
+        ended = self.hear_fork_server()  # what it said before
+        ended += self._end(self.fork_server.name, self.fork_server.process.wait())
         return ended
 
     def drop_worker(self) -> None:
@@ -95,14 +95,14 @@ class Slot:
             self.pipe.close()
             self.pipe = None
 
-    def drop_template(self) -> process.Child | None:
-        """Let go of the template, and with it of the worker; the caller closes it."""
+    def drop_fork_server(self) -> process.Child | None:
+        """Let go of the fork server, and with it of the worker; the caller closes it."""
         self.drop_worker()
         if self.line is not None:
             self.line.close()
             self.line = None
-        template, self.template, self.running = self.template, None, False
-        return template
+        fork_server, self.fork_server, self.running = self.fork_server, None, False
+        return fork_server
 
     def _end(self, name: str, code: int) -> list[Ended]:
         was_running, self.running = self.running, False

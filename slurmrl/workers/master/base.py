@@ -26,7 +26,7 @@ from slurmrl.monitor import published
 from slurmrl.monitor.events import EventWriter
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
-from slurmrl.workers.patience import patiently
+from slurmrl.workers.retry import retry
 
 logger = log.get(__name__)
 
@@ -54,7 +54,7 @@ def begin_on_base(
     damages: list[Damage] = []
 
     def describe(state: TrialState) -> dict[str, Any]:
-        base, damages[:] = patiently(
+        base, damages[:] = retry(
             "look at the checkpoints",
             lambda: choose(paths, names, state),
             timeout_s=LOOK_TIMEOUT_S,
@@ -98,7 +98,7 @@ def set_aside(
         step, directory, reason = damage.commit.step, damage.commit.directory, damage.reason
         logger.warning("the checkpoint of step %d cannot be used: %s", step, reason)
         record = {"step": step, "directory": directory, "reason": reason}
-        patiently("delete a damaged checkpoint", partial(writer.append, Kind.DELETE, record))
+        retry("delete a damaged checkpoint", partial(writer.append, Kind.DELETE, record))
         try:
             calls.rename(paths.checkpoints / directory, paths.damaged_checkpoint(directory))
         except OSError as error:  # it is gone, or goes when an incarnation begins

@@ -27,9 +27,9 @@ from slurmrl.history.state import Commit
 from slurmrl.history.writer import IncarnationWriter
 from slurmrl.paths import RunPaths
 from slurmrl.workers import messages
-from slurmrl.workers.master.workforce import Workforce
+from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import Message
-from slurmrl.workers.patience import RETRY_S, patiently
+from slurmrl.workers.retry import RETRY_S, retry
 
 logger = log.get(__name__)
 
@@ -69,7 +69,7 @@ class Committer:
         self,
         paths: RunPaths,
         writer: IncarnationWriter,
-        workforce: Workforce,
+        channel: WorkerChannel,
         commits: tuple[Commit, ...],
         settings: Checkpoint,
         timeout_s: float,
@@ -77,7 +77,7 @@ class Committer:
     ) -> None:
         self.paths = paths
         self.writer = writer
-        self.workforce = workforce
+        self.channel = channel
         self.commits = list(commits)
         self.settings = settings
         self.timeout_s = timeout_s
@@ -102,7 +102,7 @@ class Committer:
             make_private_directory(directory)
         except EnvironmentFailure as error:
             return self._give_up(writing, str(error))
-        (writing.number,) = self.workforce.post({**save, "asynchronous": asynchronous})
+        (writing.number,) = self.channel.post({**save, "asynchronous": asynchronous})
         writing.stall_s = time.monotonic() - began
         self._writing = writing
         return None
@@ -111,7 +111,7 @@ class Committer:
         """Commit once all ranks have saved; None before that, and if there is nothing to do."""
         if self._writing is None:
             return None
-        answers = self.workforce.saved(self._writing.number)
+        answers = self.channel.saved(self._writing.number)
         if answers is None:
             return None
         writing, self._writing = self._writing, None
@@ -127,7 +127,7 @@ class Committer:
             return None
         began = time.monotonic()
         what = f"saving step {writing.step}"
-        self.workforce.wait_saved(writing.number, what, self.timeout_s)
+        self.channel.wait_saved(writing.number, what, self.timeout_s)
         writing.stall_s += time.monotonic() - began
         return self.poll()
 
@@ -159,7 +159,7 @@ class Committer:
                 )
             except EnvironmentFailure as error:
                 logger.warning("cannot commit step %d: %s", writing.step, error)
-                state = patiently("read the history", self.writer.check)
+                state = retry("read the history", self.writer.check)
                 found = [commit for commit in state.commits if commit.directory == directory]
                 if found:
                     return self._committed(writing, found[0])

@@ -24,23 +24,23 @@ from slurmrl.history.record import Kind
 from slurmrl.history.state import TrialState
 from slurmrl.history.writer import IncarnationWriter
 from slurmrl.monitor.events import EventWriter
-from slurmrl.monitor.recorder import Recorder
+from slurmrl.monitor.recorder import MetricsRecorder
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.registry import near
 from slurmrl.workers import messages
 from slurmrl.workers.master import step_metrics
+from slurmrl.workers.master.agent_registry import AgentRegistry
 from slurmrl.workers.master.committer import Committer, Outcome
 from slurmrl.workers.master.exporting import export_actor
 from slurmrl.workers.master.progress import Progress
 from slurmrl.workers.master.publish import StatusPublisher
 from slurmrl.workers.master.requests import StackRequests
-from slurmrl.workers.master.roster import Roster
-from slurmrl.workers.master.workforce import Workforce
+from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import Message
-from slurmrl.workers.pace import Pace
-from slurmrl.workers.patience import patiently
+from slurmrl.workers.poll_intervals import PollIntervals
+from slurmrl.workers.retry import retry
 
 logger = log.get(__name__)
 T = TypeVar("T")
@@ -63,7 +63,7 @@ class Master:
         writer: IncarnationWriter,
         state: TrialState,
         progress: Progress,
-        recorder: Recorder,
+        recorder: MetricsRecorder,
     ) -> None:
         self.paths = paths
         self.config = config
@@ -71,18 +71,18 @@ class Master:
         self.writer = writer
         self.events = EventWriter(paths, f"master.{writer.incarnation}")
         hosts = sum(group.hosts for group in plan.groups)
-        pace = Pace.of(hosts, config.cluster.heartbeat_s)
-        self.workforce = Workforce(
+        pace = PollIntervals.of(hosts, config.cluster.heartbeat_s)
+        self.channel = WorkerChannel(
             paths,
             plan,
             writer.incarnation,
             self._while_waiting,
             longest_poll_s=pace.poll_s,
         )
-        self.roster = Roster(
+        self.roster = AgentRegistry(
             names,
             plan,
-            self.workforce.mailbox.agents,
+            self.channel.mailbox.agents,
             incarnation=writer.incarnation,
             job=str(state.begin_data.get("job")),
             look_s=config.cluster.lease_ttl_s / LOOKS_PER_TTL,
@@ -97,12 +97,12 @@ class Master:
             interval_s=pace.status_s,
         )
         self.requests = StackRequests(
-            names, writer.incarnation, self.workforce.post, look_s=pace.status_s
+            names, writer.incarnation, self.channel.post, look_s=pace.status_s
         )
         self.committer = Committer(
             paths,
             writer,
-            self.workforce,
+            self.channel,
             state.commits,
             config.checkpoint,
             config.step_timeout_s,
@@ -127,7 +127,7 @@ class Master:
         self.events.write("ready", step=self.progress.step, seconds=seconds)
         if self.fresh:
             self._start()
-        while not self.workforce.warned and self.progress.finish_reason() is None:
+        while not self.channel.warned and self.progress.finish_reason() is None:
             self._step()
         self._commit_last()
         reason = self.progress.finish_reason()
@@ -136,18 +136,18 @@ class Master:
         else:
             logger.info("stopping at step %d as told", self.progress.step)
             self.events.write("stopped", step=self.progress.step)
-        self.workforce.post({"type": messages.EXIT})
+        self.channel.post({"type": messages.EXIT})
         self.recorder.close()
 
     def _while_waiting(self) -> None:
         self.roster.look()
-        self.status.tick(self.workforce.waiting)
+        self.status.tick(self.channel.waiting)
         self.roster.report_lost(self.status.dead())
         self.requests.look()
         self._tell(self.committer.poll())
 
     def _wait_for_ranks(self) -> None:
-        ready = self.workforce.wait_ready(self.config.cluster.start_timeout_s)
+        ready = self.channel.wait_ready(self.config.cluster.start_timeout_s)
         found = {
             (answer["size"], answer["fingerprint"], answer["evaluation_size"])
             for answer in ready.values()
@@ -233,11 +233,11 @@ class Master:
             {"type": messages.CALL, "step": step, "name": call.name, "scalars": scalars}
             for call in calls
         ]
-        numbers = self.workforce.post(*({**one, "evaluation": evaluation} for one in batch))
+        numbers = self.channel.post(*({**one, "evaluation": evaluation} for one in batch))
         timeout_s = self.config.step_timeout_s
-        self.workforce.collect(numbers[0], f"loading the batch of step {step}", timeout_s)
+        self.channel.collect(numbers[0], f"loading the batch of step {step}", timeout_s)
         answered: list[tuple[CallPlan, step_metrics.Answers]] = [
-            (call, self.workforce.collect(number, f"{call.name} of step {step}", timeout_s))
+            (call, self.channel.collect(number, f"{call.name} of step {step}", timeout_s))
             for call, number in zip(calls, numbers[1:], strict=True)
         ]
         return step_metrics.of_step(answered, time.monotonic() - began), answered
@@ -259,7 +259,7 @@ class Master:
         if self._stall_s is not None:
             line["time/checkpoint_stall"], self._stall_s = self._stall_s, None
         self.progress.metrics = line
-        self._patiently("write the metrics", partial(self.recorder.write, line))
+        self._retry("write the metrics", partial(self.recorder.write, line))
         self.status.update(step=step, metrics=line, phase="running")
         if self.progress.log_due():
             shown = {
@@ -274,12 +274,12 @@ class Master:
             lines = step_metrics.sample_lines(step, rows)
             path = self.paths.samples / f"step-{step:08d}.jsonl"
             write = partial(replace, path, lines, durable=False)
-            self._patiently("write samples", write)
+            self._retry("write samples", write)
 
-    def _patiently(self, what: str, action: Callable[[], T]) -> T:
+    def _retry(self, what: str, action: Callable[[], T]) -> T:
         """Try on while the directory does not take it: it may be full of a checkpoint that has
         failed, and goes while this waits."""
-        return patiently(what, action, self.workforce.rest)
+        return retry(what, action, self.channel.rest)
 
     # -- checkpoints -------------------------------------------------------------------------
 
@@ -301,7 +301,7 @@ class Master:
             if self.committer.last_step != self.progress.step:
                 pause_s = backoff.next_s()
                 logger.warning("step %d is tried again in %.0f s", self.progress.step, pause_s)
-                self.workforce.rest(pause_s)
+                self.channel.rest(pause_s)
 
     def _tell(self, outcome: Outcome | None) -> None:
         """Say how a checkpoint ended; one that failed leaves the run going."""
@@ -331,7 +331,7 @@ class Master:
 
     def _export(self, step: int) -> None:
         commit = self.committer.commits[-1]
-        folder = self._patiently(
+        folder = self._retry(
             "export the actor", lambda: export_actor(self.paths, self.config, commit)
         )
         self.writer.append(Kind.EXPORT, {"step": step, "directory": folder.name})

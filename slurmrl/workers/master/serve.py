@@ -18,7 +18,7 @@ from slurmrl.history.record import Record
 from slurmrl.history.state import TrialState, fold
 from slurmrl.history.writer import IncarnationWriter
 from slurmrl.monitor.events import EventWriter
-from slurmrl.monitor.recorder import Recorder
+from slurmrl.monitor.recorder import MetricsRecorder
 from slurmrl.name_resolve import make
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import DAMAGED_PREFIX, RunPaths
@@ -27,11 +27,11 @@ from slurmrl.plan.settings import load_run_settings
 from slurmrl.workers import evidence
 from slurmrl.workers.failure import Failure, describe, publish
 from slurmrl.workers.master import limits
+from slurmrl.workers.master.agent_registry import HUNG_AGENT
 from slurmrl.workers.master.base import begin_on_base, set_aside
 from slurmrl.workers.master.judgement import judge
 from slurmrl.workers.master.master import Master
 from slurmrl.workers.master.progress import Progress
-from slurmrl.workers.master.roster import HUNG_AGENT
 from slurmrl.workers.master.start import restore
 from slurmrl.workers.process import kill_parent
 
@@ -102,7 +102,7 @@ def _prepare(
     _clean(paths, state)
     progress = Progress(settings, restore(paths, state))
     base = state.last_commit.step if state.last_commit is not None else -1
-    recorder = Recorder(paths, settings.config.logging, last_step=base)
+    recorder = MetricsRecorder(paths, settings.config.logging, last_step=base)
     plan = Plan.read(paths.plan)
     return Master(paths, settings.config, plan, names, writer, state, progress, recorder)
 
@@ -132,10 +132,10 @@ def _clean(paths: RunPaths, state: TrialState) -> None:
 def _end(master: Master, names: NameStore, events: EventWriter, failure: Failure) -> None:
     """Tell the agents that it is over; of a hang they tell first what their ranks do."""
     if not evidence.is_hang(failure) or HUNG_AGENT in failure:
-        master.workforce.end()
+        master.channel.end()
         return
-    master.workforce.end(stacks=str(failure["reason"]))
-    taken = master.workforce.collect_stacks(evidence.COLLECT_S)
+    master.channel.end(stacks=str(failure["reason"]))
+    taken = master.channel.collect_stacks(evidence.COLLECT_S)
     rows = [row for one in taken for row in one["ranks"]] or master.status.doing()
     files = [one["file"] for one in taken]
     evidence.publish(names, events, master.writer.incarnation, rows, files)

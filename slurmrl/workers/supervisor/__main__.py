@@ -27,9 +27,9 @@ from slurmrl.scheduler.succession import (
     give_back,
 )
 from slurmrl.scheduler.upkeep import Upkeep
-from slurmrl.workers.patience import patiently
-from slurmrl.workers.supervisor.allocation import Allocation
+from slurmrl.workers.retry import retry
 from slurmrl.workers.supervisor.baton import Baton
+from slurmrl.workers.supervisor.job_hosts import JobHosts
 from slurmrl.workers.supervisor.link import reason_to_leave
 from slurmrl.workers.supervisor.rounds import Rounds, job_tag
 from slurmrl.workers.supervisor.surplus import wait_for_turn
@@ -64,9 +64,7 @@ def main() -> int:
         return 0
     logger.info("link %d, job %s", link.index, env.JOB_ID.get())
     try:
-        rounds = patiently(
-            "read the run's files", lambda: prepare(options, paths), timeout_s=PREPARE_S
-        )
+        rounds = retry("read the run's files", lambda: prepare(options, paths), timeout_s=PREPARE_S)
     except SlurmrlError as error:
         logger.error("this job cannot begin: %s", error)
         writer = EventWriter(paths, f"supervisor.{options.group}.{job_tag()}")
@@ -86,7 +84,7 @@ def main() -> int:
 def prepare(options: argparse.Namespace, paths: RunPaths) -> Rounds:
     if file := load_resolved(paths.config).cluster.variables_file:
         os.environ.update(variables.read(Path(file)))  # agents and workers inherit them
-    return Rounds(options, paths, Allocation.of_this_job(options, paths))
+    return Rounds(options, paths, JobHosts.of_this_job(options, paths))
 
 
 def run_link(link: Link, rounds: Rounds) -> int:

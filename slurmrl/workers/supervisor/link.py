@@ -6,7 +6,7 @@ from slurmrl.history.log import History
 from slurmrl.history.state import fold
 from slurmrl.monitor.snapshot import newest_submission
 from slurmrl.paths import RunPaths
-from slurmrl.workers.patience import patiently
+from slurmrl.workers.retry import retry
 
 
 def reason_to_leave(paths: RunPaths, submission: int) -> str | None:
@@ -15,7 +15,7 @@ def reason_to_leave(paths: RunPaths, submission: int) -> str | None:
     Waits while the directory does not answer: a link that failed instead would be followed by the
     next one, which fails the same way, until none is left.
     """
-    return patiently("read the history", lambda: _reason(paths, submission))
+    return retry("read the history", lambda: _reason(paths, submission))
 
 
 def _reason(paths: RunPaths, submission: int) -> str | None:

@@ -19,11 +19,11 @@ from slurmrl.monitor.events import EventWriter
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler import leave
 from slurmrl.scheduler.client import SRUN
-from slurmrl.workers.patience import patiently
 from slurmrl.workers.presence import Presence
 from slurmrl.workers.process import die_with
-from slurmrl.workers.supervisor.allocation import Allocation
+from slurmrl.workers.retry import retry
 from slurmrl.workers.supervisor.blame import avoid_failed, blame_hosts
+from slurmrl.workers.supervisor.job_hosts import JobHosts
 from slurmrl.workers.supervisor.link import reason_to_leave
 
 logger = log.get(__name__)
@@ -63,7 +63,7 @@ def agent_command(
 class Rounds:
     """The agents' process, the signals that go on to it, and what comes after it."""
 
-    def __init__(self, options: Namespace, paths: RunPaths, allocation: Allocation) -> None:
+    def __init__(self, options: Namespace, paths: RunPaths, allocation: JobHosts) -> None:
         self.options = options
         self.paths = paths
         self.allocation = allocation
@@ -128,7 +128,7 @@ class Rounds:
 
     def _incarnation(self) -> int:
         history = History(self.paths.history)
-        return patiently("read the history", lambda: fold(history.read()).incarnation)
+        return retry("read the history", lambda: fold(history.read()).incarnation)
 
     # -- one round ---------------------------------------------------------------------------
 

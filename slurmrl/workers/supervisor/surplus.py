@@ -12,7 +12,7 @@ from slurmrl.monitor.events import EventWriter
 from slurmrl.scheduler.base import Continue
 from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.scheduler.succession import Link, continues
-from slurmrl.workers.patience import patiently
+from slurmrl.workers.retry import retry
 from slurmrl.workers.supervisor.baton import Baton, Turn
 from slurmrl.workers.supervisor.link import reason_to_leave
 
@@ -38,7 +38,7 @@ def wait_for_turn(
     grows with each time, and where Slurm does not let it, it waits until it is its turn."""
     waited_s, longest_s = 0.0, min(LOOK_S * link.restart, LONGEST_WAIT_S)
     told = False
-    while (holder := patiently("take the trial over", baton.take)) is not None:
+    while (holder := retry("take the trial over", baton.take)) is not None:
         if not told:
             logger.warning("%s goes on with this trial, so this job does not", holder.element)
             events.write("surplus", job=link.element, holder=holder.element)

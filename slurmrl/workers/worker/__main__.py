@@ -1,6 +1,6 @@
 """``python -m slurmrl.workers.worker --run RUN --rank R --pipe-fd FD --pulse-s S``
 
-The template of a rank's workers, and in its forked children a worker.
+The fork server of a rank's workers, and in its forked children a worker.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def main() -> int:
     ownership.make_umask_private()
     output.forgive()
     log.configure(f"rank {options.rank}")
-    from slurmrl.workers.worker import template
+    from slurmrl.workers.worker import fork_server
     from slurmrl.workers.worker.collectives import Collectives
     from slurmrl.workers.worker.serve import serve
 
-    template.preload(options.run)
-    pipe = template.serve(Connection.from_fd(options.pipe_fd), options.rank)
+    fork_server.preload(options.run)
+    pipe = fork_server.serve(Connection.from_fd(options.pipe_fd), options.rank)
     if pipe is None:
         return 0
     activity = Activity()

@@ -108,14 +108,14 @@ class Executor:
             evaluation=message["evaluation"],
         )
         place = self._place(call)
-        result = self._run(call, context) if call.role or place.speaks else CallResult()
+        result = self._run(call, context) if call.role or place.is_leader else CallResult()
         if call.method != Method.TRAIN_STEP:
             made = share(result.sample, place)
             if made is not None:
                 self.store.add(made)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        if not place.speaks:
+        if not place.is_leader:
             return {**self._answer(began), "tokens": 0}
         return self._answer(began, stats=result.stats, texts=result.texts)
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from slurmrl import log
-from slurmrl.checkpoint.pieces import Snapshot
+from slurmrl.checkpoint.shards import RoleSnapshot
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.primitives import discard
@@ -31,7 +31,7 @@ class Saver:
 
     def start(
         self,
-        snapshots: Sequence[Snapshot],
+        snapshots: Sequence[RoleSnapshot],
         directory: Path,
         seq: int,
         say: Callable[[Message], None],
@@ -46,7 +46,7 @@ class Saver:
 
     def write(
         self,
-        snapshots: Sequence[Snapshot],
+        snapshots: Sequence[RoleSnapshot],
         directory: Path,
         seq: int,
         say: Callable[[Message], None],
@@ -63,7 +63,7 @@ class Saver:
         if self._bug is not None:
             raise self._bug
 
-    def _write(self, snapshots: Sequence[Snapshot], directory: Path, seq: int) -> Message:
+    def _write(self, snapshots: Sequence[RoleSnapshot], directory: Path, seq: int) -> Message:
         answer = {"type": messages.SAVED, "rank": self._rank, "seq": seq}
         try:
             files = [asdict(snapshot.write(directory)) for snapshot in snapshots]

@@ -26,7 +26,7 @@ def share(sample: SequenceSample | None, context: ParallelContext) -> SequenceSa
     if header is None:
         return None
     buffer = torch.empty(0, dtype=torch.uint8)
-    if sample is not None and context.speaks:
+    if sample is not None and context.is_leader:
         held = [_bytes(sample.tensor(key)) for key in header["tensors"]]
         buffer = torch.cat([part.to(context.device) for part in (buffer, *held)])
     sizes = [_size(spec) for spec in header["tensors"].values()]
@@ -78,7 +78,7 @@ def _broadcast_bytes(content: bytes, context: ParallelContext) -> bytes:
 
 def _broadcast(own: Tensor, size: int, context: ParallelContext) -> Tensor:
     """The first rank's ``size`` bytes."""
-    found = own if context.speaks else own.new_empty(size, device=context.device)
+    found = own if context.is_leader else own.new_empty(size, device=context.device)
     if size:
         dist.broadcast(found, group=context.group(ALL), group_src=0)
     return found

@@ -62,7 +62,7 @@ def several(layouts: dict[str, dict[str, int]], models: dict[str, dict[str, Any]
             if engine.trained:
                 stats = engine.train_batch(part, loss, denominator(part))
                 found.setdefault(role, []).append((stats["loss"], stats["grad_norm"]))
-            elif engine.context.speaks:
+            elif engine.context.is_leader:
                 found.setdefault(role, []).append(engine.forward(part))
             else:
                 engine.forward(part)

@@ -127,7 +127,7 @@ def everyone(engine: Any, own: SequenceSample) -> SequenceSample:
     if not dist.is_initialized():
         return own
     found: list[SequenceSample | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own if engine.context.speaks else None)
+    dist.all_gather_object(found, own if engine.context.is_leader else None)
     return SequenceSample.gather([one for one in found if one is not None])
 
 

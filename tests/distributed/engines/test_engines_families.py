@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.checkpoint.pieces import RoleCheckpoint
+from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.models.build import build
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from slurmrl.checkpoint.export import export
 from slurmrl.checkpoint.manifest import read_manifest, verify, write_manifest
-from slurmrl.checkpoint.pieces import RoleCheckpoint
+from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.errors import CheckpointError
 from slurmrl.models.build import build
 from slurmrl.models.config import ModelConfig

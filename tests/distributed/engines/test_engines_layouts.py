@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.checkpoint.pieces import RoleCheckpoint
+from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.generate import GenerationOptions, generate
 from slurmrl.models.init import init_tensor

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.checkpoint.pieces import RoleCheckpoint
+from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Outputs
 from slurmrl.models.decoder import Decoder

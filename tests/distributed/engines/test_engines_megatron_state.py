@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.checkpoint.pieces import RoleCheckpoint
+from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.layout.box import Box
 from slurmrl.layout.copy import execute
 from slurmrl.layout.layout import Layout
-from slurmrl.layout.piece import Piece
 from slurmrl.layout.plan import plan
+from slurmrl.layout.shard import Shard
 from tests.distributed.engines.cases import LENGTHS, Setup, model
 from tests.distributed.engines.megatron_cases import Case, Placed, placed
 from tests.distributed.engines.one_process import random_model
@@ -46,7 +46,7 @@ def assembled(results: list[tuple[Layout, dict[str, Tensor]]]) -> dict[str, np.n
     layout.check()
     whole = Layout(
         layout.tensors,
-        (tuple(Piece.contiguous(n, Box.whole(t.shape)) for n, t in layout.tensors.items()),),
+        (tuple(Shard.contiguous(n, Box.whole(t.shape)) for n, t in layout.tensors.items()),),
     )
     targets = {n: np.zeros(int(np.prod(t.shape)), np.float32) for n, t in layout.tensors.items()}
     storages = [{n: flat.numpy() for n, flat in held.items()} for _, held in results]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.rollout.interface import RolloutInterface
-from slurmrl.checkpoint.pieces import RoleCheckpoint
+from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import LossFn, Outputs
 from slurmrl.models.decoder import Decoder

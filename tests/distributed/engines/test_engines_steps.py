@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.checkpoint.pieces import RoleCheckpoint
+from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.engines.base import Engine
 from slurmrl.models.decoder import Decoder
 from tests.distributed.engines import cases

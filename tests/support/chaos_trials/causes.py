@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.support.trials import processes, wait_until
 
 TIMEOUT_S = 600.0
-"""Longest wait for a process: a template takes minutes to import torch on a busy machine."""
+"""Longest wait for a process: a fork server takes minutes to import torch on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Cause:
 CAUSES = {
     "worker": Cause("worker", signal.SIGKILL),
     "workers": Cause("worker", signal.SIGKILL, everyone=True),
-    "template": Cause("template", signal.SIGKILL),
+    "fork_server": Cause("fork_server", signal.SIGKILL),
     "master": Cause("master", signal.SIGKILL),
     "agent": Cause("agent", signal.SIGKILL),
     "supervisor": Cause("supervisor", signal.SIGKILL),

@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmrl.allocation import parse
+from slurmrl.allocation.legacy_spellings import HostShape, parse_legacy, spelled
 from slurmrl.allocation.mesh import Mesh, mesh
-from slurmrl.allocation.older import Shape, parse_older, spelled
 from slurmrl.allocation.scanner import Scanner
 from slurmrl.errors import AllocationError
 
-SHAPE = Shape(hosts=2, gpus_per_host=8)
+SHAPE = HostShape(hosts=2, gpus_per_host=8)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ SHAPE = Shape(hosts=2, gpus_per_host=8)
     ],
 )  # fmt: skip
 def test_an_older_spelling_is_told_in_the_new_one(text: str, now: list[str]) -> None:
-    assert list(spelled(parse_older(text, SHAPE))) == now
+    assert list(spelled(parse_legacy(text, SHAPE))) == now
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_an_older_spelling_is_told_in_the_new_one(text: str, now: list[str]) -> 
 )
 def test_a_wrong_older_spelling_is_pointed_at(text: str, position: int, rule: str) -> None:
     with pytest.raises(AllocationError) as caught:
-        parse_older(text, SHAPE)
+        parse_legacy(text, SHAPE)
     assert f"at character {position} " in str(caught.value)
     assert rule in str(caught.value)
 
@@ -139,7 +139,7 @@ def test_a_mesh_counts_gpus_over_the_trials_hosts() -> None:
 @given(st.text("sglangvm.:d2t4p1e|+*,_()nodeactr[]-0 ", max_size=24))
 def test_any_text_means_something_new_or_is_refused(text: str) -> None:
     try:
-        placed = parse_older(text, SHAPE)
+        placed = parse_legacy(text, SHAPE)
     except AllocationError:
         return
     assert "actor" in placed

@@ -12,13 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from slurmrl.checkpoint.export import export
-from slurmrl.checkpoint.pieces import Part, RoleCheckpoint, Snapshot
-from slurmrl.checkpoint.tensors import Entry
+from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
+from slurmrl.checkpoint.tensors import TensorEntry
 from slurmrl.errors import CheckpointError, EnvironmentFailure
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.layout.box import Box, chunk
 from slurmrl.layout.layout import TensorSpec
-from slurmrl.layout.piece import Piece
+from slurmrl.layout.shard import Shard
 
 SHAPES = {"model.b": (5, 4), "model.a": (3,), "lm_head": (2, 2, 2)}
 CONFIG = {"model_type": "llama", "eos_token_id": 2, "pad_token_id": None, "dtype": "float64"}
@@ -40,16 +40,16 @@ def write_checkpoint(directory: Path, dtype: str, ranks: int) -> dict[str, np.nd
     tensors = {name: TensorSpec(shape, dtype) for name, shape in SHAPES.items()}
     tensors |= {f"exp_avg/{name}": spec for name, spec in tensors.items()}
     for rank in range(ranks):
-        pieces, entries = [], []
+        shards, entries = [], []
         for name, spec in tensors.items():
             box = chunk(spec.shape, ranks, rank)
             if not box.count:
                 continue
             values = whole.get(name, np.zeros(spec.shape, dtype=kind))[box.slices].copy()
-            pieces.append(Piece.contiguous(name, box))
-            entries.append(Entry(name, TensorSpec(box.size, dtype), lambda v=values: v))
-        part = Part("actor", rank, ranks, 4, tensors, tuple(pieces))
-        Snapshot(part, tuple(entries)).write(directory)
+            shards.append(Shard.contiguous(name, box))
+            entries.append(TensorEntry(name, TensorSpec(box.size, dtype), lambda v=values: v))
+        part = ShardHeader("actor", rank, ranks, 4, tensors, tuple(shards))
+        RoleSnapshot(part, tuple(entries)).write(directory)
     return whole
 
 

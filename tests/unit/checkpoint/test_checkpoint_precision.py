@@ -11,7 +11,7 @@ from torch import Tensor
 
 from slurmrl.checkpoint import precision as precision_module
 from slurmrl.checkpoint.precision import Precision
-from slurmrl.checkpoint.tensors import Entry
+from slurmrl.checkpoint.tensors import TensorEntry
 from slurmrl.errors import CheckpointError
 from slurmrl.layout.layout import TensorSpec
 from slurmrl.models.hf import as_array
@@ -21,9 +21,9 @@ ODD = (0x3F808000, 0x3F818000, 0xBF80FFFF, 1, 0x80000000, 0x7F800000, 0xFFC00001
 """float32 bits: ties, a carry into the exponent, a subnormal, -0, infinity, two kinds of NaN."""
 
 
-def entry(values: Tensor) -> Entry:
+def entry(values: Tensor) -> TensorEntry:
     dtype = str(values.dtype).removeprefix("torch.")
-    return Entry("w", TensorSpec(tuple(values.shape), dtype), lambda: as_array(values))
+    return TensorEntry("w", TensorSpec(tuple(values.shape), dtype), lambda: as_array(values))
 
 
 def numbers() -> Tensor:
@@ -59,7 +59,9 @@ def test_each_tensor_may_have_a_type_of_its_own() -> None:
     precision = Precision("float16", {"model.gate": "float32", "model.up": "bfloat16"})
 
     def kind(name: str, dtype: str = "float32") -> str:
-        return precision.apply(Entry(name, TensorSpec((1,), dtype), lambda: np.ones(1))).spec.dtype
+        return precision.apply(
+            TensorEntry(name, TensorSpec((1,), dtype), lambda: np.ones(1))
+        ).spec.dtype
 
     assert kind("model.gate") == kind("other.model.gate") == "float32"
     assert kind("model.up") == "bfloat16"

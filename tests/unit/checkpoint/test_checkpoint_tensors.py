@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from slurmrl.checkpoint.tensors import Entry, TensorFile, checksum, write_tensors
+from slurmrl.checkpoint.tensors import TensorEntry, TensorFile, checksum, write_tensors
 from slurmrl.errors import CheckpointError, CorruptFileError, EnvironmentFailure
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.layout.layout import TensorSpec
@@ -28,13 +28,13 @@ TENSORS = {
 }
 
 
-def entry(name: str, tensor: Tensor) -> Entry:
+def entry(name: str, tensor: Tensor) -> TensorEntry:
     spec = TensorSpec(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
     bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
-    return Entry(name, spec, bits.numpy)
+    return TensorEntry(name, spec, bits.numpy)
 
 
-def entries() -> list[Entry]:
+def entries() -> list[TensorEntry]:
     return [entry(name, tensor) for name, tensor in TENSORS.items()]
 
 

@@ -11,7 +11,7 @@ MODULES = (
     "slurmrl.layout.copy",
     "slurmrl.layout.plan",
     "slurmrl.checkpoint.manifest",
-    "slurmrl.checkpoint.pieces",
+    "slurmrl.checkpoint.shards",
     "slurmrl.checkpoint.export",
     "slurmrl.engines",
     "slurmrl.parallel",

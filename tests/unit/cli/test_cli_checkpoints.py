@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from slurmrl.checkpoint import manifest as manifest_module
 from slurmrl.checkpoint.manifest import write_manifest
-from slurmrl.checkpoint.pieces import Part, RoleCheckpoint, Snapshot
-from slurmrl.checkpoint.tensors import Entry
+from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
+from slurmrl.checkpoint.tensors import TensorEntry
 from slurmrl.cli.checkpoints import size
 from slurmrl.cli.main import main
 from slurmrl.config.load import dump, load_resolved
@@ -28,7 +28,7 @@ from slurmrl.history.state import fold
 from slurmrl.history.writer import begin
 from slurmrl.layout.box import Box
 from slurmrl.layout.layout import TensorSpec
-from slurmrl.layout.piece import Piece
+from slurmrl.layout.shard import Shard
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.settings import load_settings
@@ -66,12 +66,14 @@ class Trial:
         directory = self.paths.checkpoint(step, 1)
         directory.mkdir()
         tensors = {name: TensorSpec(shape, "float32") for name, shape in SHAPES.items()}
-        pieces = tuple(Piece.contiguous(n, Box.whole(t.shape)) for n, t in tensors.items())
+        pieces = tuple(Shard.contiguous(n, Box.whole(t.shape)) for n, t in tensors.items())
         entries = tuple(
-            Entry(name, spec, lambda s=spec: np.full(s.shape, step, dtype="<f4"))
+            TensorEntry(name, spec, lambda s=spec: np.full(s.shape, step, dtype="<f4"))
             for name, spec in tensors.items()
         )
-        file = Snapshot(Part("actor", 0, 1, step, tensors, pieces), entries).write(directory)
+        file = RoleSnapshot(ShardHeader("actor", 0, 1, step, tensors, pieces), entries).write(
+            directory
+        )
         write_manifest(directory, step=step, files=[vars(file)], state={"step": step, **state})
         self.writer.append(Kind.COMMIT, {"step": step, "directory": directory.name})
 

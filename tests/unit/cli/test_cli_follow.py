@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slurmrl.cli import follow
-from slurmrl.cli.follow import Follower, exit_code
+from slurmrl.cli.follow import TrialFollower, exit_code
 from slurmrl.cli.live import View
 from slurmrl.history.record import Kind
 from slurmrl.scheduler.base import JobState
@@ -43,7 +43,7 @@ class Scene:
 
     def follow(self) -> dict[str, Any]:
         jobs = Jobs(1, self.scheduler, {"trainer": ("41",)})
-        return Follower(self.run.paths, self.kind, jobs, self.view, sleep=self._sleep).run()
+        return TrialFollower(self.run.paths, self.kind, jobs, self.view, sleep=self._sleep).run()
 
     def _sleep(self, seconds: float) -> None:
         if self.happenings:

@@ -17,7 +17,7 @@ from slurmrl.engines.megatron.schema import MegatronModel
 from slurmrl.errors import UsageError
 from slurmrl.layout.box import Box
 from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.layout.piece import Piece
+from slurmrl.layout.shard import Shard
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.parallel.topology import ProcessTopology
@@ -117,8 +117,8 @@ def test_chunks_alternate_over_the_pipeline() -> None:
 @given(st.lists(st.integers(0, 24), max_size=5))
 def test_flat_ranges_together_hold_what_the_pieces_hold(cuts: list[int]) -> None:
     pieces = [
-        Piece.contiguous("a", Box((2, 0), (3, 4)), "s"),
-        Piece.contiguous("b", Box((0, 4), (2, 4)), "s", 12),
+        Shard.contiguous("a", Box((2, 0), (3, 4)), "s"),
+        Shard.contiguous("b", Box((0, 4), (2, 4)), "s", 12),
     ]
     whole = np.full(24, -1)
     flat = np.arange(24)

@@ -13,8 +13,8 @@ from slurmrl.errors import LayoutError
 from slurmrl.layout.box import Box, chunk, flat_range
 from slurmrl.layout.copy import Array, execute, view
 from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.layout.piece import Piece, row_major
 from slurmrl.layout.plan import plan
+from slurmrl.layout.shard import Shard, row_major
 
 SHAPES = {"a": (7, 3), "b": (5,), "c": (4, 2, 3), "d": (1, 6)}
 TENSORS = {name: TensorSpec(shape, "float32") for name, shape in SHAPES.items()}
@@ -28,7 +28,7 @@ def chunked(ranks: int) -> Layout:
     """Ceil-chunks of dim 0, as FSDP2."""
     boxes = [[(n, chunk(s, ranks, r)) for n, s in SHAPES.items()] for r in range(ranks)]
     return Layout(
-        TENSORS, tuple(tuple(Piece.contiguous(n, b) for n, b in row if b.count) for row in boxes)
+        TENSORS, tuple(tuple(Shard.contiguous(n, b) for n, b in row if b.count) for row in boxes)
     )
 
 
@@ -36,7 +36,7 @@ def flat(ranks: int) -> Layout:
     """Equal ranges of one flat buffer that holds all tensors, as a distributed optimizer."""
     total = sum(int(np.prod(shape)) for shape in SHAPES.values())
     share = -(-total // ranks)
-    rows: list[list[Piece]] = [[] for _ in range(ranks)]
+    rows: list[list[Shard]] = [[] for _ in range(ranks)]
     begin = 0
     for name, shape in SHAPES.items():
         count = int(np.prod(shape))
@@ -45,23 +45,23 @@ def flat(ranks: int) -> Layout:
             last = min(max((rank + 1) * share - begin, 0), count)
             at = begin + first - rank * share
             for box in flat_range(shape, first, last):
-                row.append(Piece(name, box, "buffer", at, row_major(box.size)))
+                row.append(Shard(name, box, "buffer", at, row_major(box.size)))
                 at += box.count
         begin += count
     return Layout(TENSORS, tuple(map(tuple, rows)))
 
 
 def columns(ranks: int) -> Layout:
-    """The last dim in interleaved columns, a storage wider than the piece, and replicas of b."""
-    rows: list[list[Piece]] = [[] for _ in range(ranks)]
+    """The last dim in interleaved columns, a storage wider than the shard, and replicas of b."""
+    rows: list[list[Shard]] = [[] for _ in range(ranks)]
     for name, shape in SHAPES.items():
         for column in range(shape[-1]):
             box = Box((*(0,) * (len(shape) - 1), column), (*shape[:-1], 1))
             strides = tuple(stride * 2 for stride in row_major(shape))
-            piece = Piece(name, box, name, 2 * column + 1, strides)
+            shard = Shard(name, box, name, 2 * column + 1, strides)
             targets = range(ranks) if name == "b" else [column % ranks]
             for rank in targets:
-                rows[rank].append(piece)
+                rows[rank].append(shard)
     return Layout(TENSORS, tuple(map(tuple, rows)))
 
 
@@ -80,14 +80,14 @@ class Memory:
     def __call__(self, rank: int, storage: str) -> Array:
         return self.arrays.setdefault((rank, storage), np.full(200, np.nan, dtype=np.float32))
 
-    def piece(self, rank: int, piece: Piece) -> Array:
-        return view(self(rank, piece.storage), piece.offset, piece.strides, piece.box.size)
+    def shard(self, rank: int, shard: Shard) -> Array:
+        return view(self(rank, shard.storage), shard.offset, shard.strides, shard.box.size)
 
 
 def filled(layout: Layout) -> Memory:
     memory = Memory()
-    for rank, piece in layout.all_pieces():
-        memory.piece(rank, piece)[...] = WHOLE[piece.name][piece.box.slices]
+    for rank, shard in layout.all_pieces():
+        memory.shard(rank, shard)[...] = WHOLE[shard.name][shard.box.slices]
     return memory
 
 
@@ -98,11 +98,11 @@ def test_every_layout_becomes_every_other(source: Layout, target: Layout) -> Non
     memory = Memory()
     copies = plan(source, target)
     execute(copies, filled(source), memory)
-    for rank, piece in target.all_pieces():
-        assert np.array_equal(memory.piece(rank, piece), WHOLE[piece.name][piece.box.slices])
+    for rank, shard in target.all_pieces():
+        assert np.array_equal(memory.shard(rank, shard), WHOLE[shard.name][shard.box.slices])
     written = sum(int(np.sum(~np.isnan(array))) for array in memory.arrays.values())
     assert written == sum(copy.box.count for copy in copies)
-    assert written == sum(piece.box.count for _, piece in target.all_pieces())
+    assert written == sum(shard.box.count for _, shard in target.all_pieces())
 
 
 def test_a_rank_prefers_its_own_replica() -> None:
@@ -119,23 +119,23 @@ def test_one_ranks_part_of_a_plan() -> None:
 
 def test_what_is_not_there_is_named() -> None:
     whole = chunked(2)
-    half = Layout(TENSORS, whole.pieces[:1])
+    half = Layout(TENSORS, whole.shards[:1])
     with pytest.raises(LayoutError, match=r"holds Box\(start=\(4, 0\).* of tensor 'a'"):
         plan(half, chunked(1))
     with pytest.raises(LayoutError, match=r"no rank holds .* of tensor 'a'"):
         half.check()
     other = {**TENSORS, "e": TensorSpec((1,), "float32")}
     with pytest.raises(LayoutError, match="the source has no tensor 'e'"):
-        plan(whole, Layout(other, ((Piece.contiguous("e", Box((0,), (1,))),),)))
+        plan(whole, Layout(other, ((Shard.contiguous("e", Box((0,), (1,))),),)))
     wider = {"b": TensorSpec((6,), "float32")}
     with pytest.raises(LayoutError, match=r"'b' has shape \(5,\) in the source, \(6,\) is wanted"):
-        plan(whole, Layout(wider, ((Piece.contiguous("b", Box((0,), (6,))),),)))
+        plan(whole, Layout(wider, ((Shard.contiguous("b", Box((0,), (6,))),),)))
 
 
 def test_a_piece_outside_its_tensor_is_refused() -> None:
-    piece = Piece.contiguous("b", Box((3,), (3,)))
+    shard = Shard.contiguous("b", Box((3,), (3,)))
     with pytest.raises(LayoutError, match="lies outside 'b'"):
-        Layout({"b": TENSORS["b"]}, ((piece,),)).check()
+        Layout({"b": TENSORS["b"]}, ((shard,),)).check()
 
 
 def test_a_copy_never_leaves_its_storage() -> None:
@@ -147,5 +147,5 @@ def test_a_copy_never_leaves_its_storage() -> None:
 
 
 def test_pieces_survive_json() -> None:
-    for _, piece in columns(2).all_pieces():
-        assert Piece.from_json(piece.to_json()) == piece
+    for _, shard in columns(2).all_pieces():
+        assert Shard.from_json(shard.to_json()) == shard

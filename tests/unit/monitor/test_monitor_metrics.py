@@ -9,7 +9,7 @@ import pytest
 from slurmrl.config.schema import Logging
 from slurmrl.fsio import lines
 from slurmrl.monitor import metrics
-from slurmrl.monitor.recorder import Recorder
+from slurmrl.monitor.recorder import MetricsRecorder
 from slurmrl.paths import RunPaths
 
 
@@ -141,7 +141,7 @@ def test_cut_drops_what_an_older_master_wrote_between(path: Path) -> None:
 def test_recorder_goes_on_after_the_last_commit(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     write(paths.metrics, 1, 2, 3)
-    recorder = Recorder(paths, Logging(), last_step=2)
+    recorder = MetricsRecorder(paths, Logging(), last_step=2)
     recorder.write({"step": 3, "reward": 1.0})
     recorder.sync()
     recorder.close()

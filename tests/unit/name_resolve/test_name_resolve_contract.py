@@ -22,7 +22,7 @@ from slurmrl.errors import (
     UnknownNameError,
 )
 from slurmrl.name_resolve import STORES, make
-from slurmrl.name_resolve.base import Entry, NameStore
+from slurmrl.name_resolve.base import NameEntry, NameStore
 from slurmrl.name_resolve.names import decode, encode, normalise
 
 Connect = Callable[..., NameStore]
@@ -37,7 +37,7 @@ def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Connect]
     elif request.param == "file":
         yield partial(make, "file", directory=tmp_path)
     else:
-        entries: dict[str, Entry] = {}
+        entries: dict[str, NameEntry] = {}
         yield partial(make, "memory", entries=entries)
 
 

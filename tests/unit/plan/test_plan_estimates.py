@@ -18,7 +18,7 @@ from slurmrl.models.decoder import Decoder
 from slurmrl.plan import estimates, hardware
 from slurmrl.plan.flops import call_flops
 from slurmrl.plan.lengths import Lengths
-from slurmrl.plan.memory import Job, estimate, kv_bytes_per_token, parameters
+from slurmrl.plan.memory import MemoryDemand, estimate, kv_bytes_per_token, parameters
 from slurmrl.plan.settings import Settings
 from slurmrl.plan.shape import ModelShape, read
 
@@ -55,7 +55,7 @@ def shape_of(values: dict[str, Any]) -> ModelShape:
     return shape
 
 
-def job(values: dict[str, Any], backend: str, **changes: Any) -> Job:
+def job(values: dict[str, Any], backend: str, **changes: Any) -> MemoryDemand:
     options: dict[str, Any] = {
         "model": Model(dtype="bfloat16", max_tokens_per_microbatch=4096),
         "shape": shape_of(values),
@@ -66,7 +66,7 @@ def job(values: dict[str, Any], backend: str, **changes: Any) -> Job:
         "generates": False,
         "lengths": LENGTHS,
     }
-    return Job(**(options | changes))
+    return MemoryDemand(**(options | changes))
 
 
 @pytest.mark.parametrize("tied", [False, True])

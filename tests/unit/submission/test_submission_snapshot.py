@@ -15,7 +15,7 @@ from slurmrl.history.record import Kind
 from slurmrl.history.writer import end
 from slurmrl.paths import RunPaths
 from slurmrl.submission import copying, git, own_code, snapshot
-from slurmrl.submission.record import Recorder, recorded_folders
+from slurmrl.submission.record import ProvenanceWriter, recorded_folders
 from slurmrl.submission.submit import Proposal, propose, propose_resume, submit
 from tests.fake_runs import FakeScheduler, write_config
 
@@ -222,7 +222,7 @@ def test_a_snapshot_is_there_whole_or_not_at_all(
         if step == "copying":
             patch.setattr(copying, "write_new", full)
         elif step == "record":
-            patch.setattr(Recorder, "__call__", full)
+            patch.setattr(ProvenanceWriter, "__call__", full)
         else:
             patch.setattr(os, "rename", full)
         with pytest.raises(EnvironmentFailure, match="no space left"):

@@ -26,14 +26,14 @@ REPOSITORY = Path(__file__).parents[3]
 STUB = """
 import os, sys
 from slurmrl.channel.pipe import Connection
-from slurmrl.workers.worker import template
+from slurmrl.workers.worker import fork_server
 def option(name):
     return sys.argv[sys.argv.index(name) + 1]
 rank = int(option("--rank"))
-pipe = template.serve(Connection.from_fd(int(option("--pipe-fd"))), rank)
+pipe = fork_server.serve(Connection.from_fd(int(option("--pipe-fd"))), rank)
 if pipe is None:
     sys.exit(0)
-pipe.send({"type": "hello", "rank": rank, "pid": os.getpid(), "template": os.getppid(),
+pipe.send({"type": "hello", "rank": rank, "pid": os.getpid(), "fork_server": os.getppid(),
            "devices": os.environ["CUDA_VISIBLE_DEVICES"], "pulse": option("--pulse-s"),
            "threads": os.environ["OMP_NUM_THREADS"], "comm": open("/proc/self/comm").read()})
 while (message := pipe.receive(60)) is not None:
@@ -123,8 +123,8 @@ def test_workers_know_rank_devices_and_threads(ear: Ear) -> None:
         said = ear.of(rank)
         assert (said["devices"], said["threads"], said["pulse"]) == (devices, "1", "1.0")
         assert said["comm"] == f"rank {rank}\n"
-        comm = Path(f"/proc/{said['template']}/comm").read_text()
-        assert comm == f"template {rank}\n"
+        comm = Path(f"/proc/{said['fork_server']}/comm").read_text()
+        assert comm == f"fork server {rank}\n"
 
 
 def test_large_messages_go_out_piece_by_piece(ear: Ear) -> None:
@@ -181,67 +181,71 @@ def test_last_words_come_before_the_end(ear: Ear) -> None:
     assert [message["echo"] for message in ear.said] == ["last"]
 
 
-def test_the_next_workers_come_from_the_same_templates(ear: Ear, tmp_path: Path) -> None:
+def test_the_next_workers_come_from_the_same_fork_servers(ear: Ear, tmp_path: Path) -> None:
     before = {rank: ear.of(rank) for rank in (2, 3)}
     ear.children.end()
     assert all(gone(before[rank]["pid"]) for rank in (2, 3))
-    assert not any(gone(before[rank]["template"]) for rank in (2, 3))
+    assert not any(gone(before[rank]["fork_server"]) for rank in (2, 3))
     for _ in range(3):
         ear.fork(tmp_path)
         for rank in (2, 3):
-            assert ear.of(rank)["template"] == before[rank]["template"]
+            assert ear.of(rank)["fork_server"] == before[rank]["fork_server"]
             assert ear.of(rank)["pid"] != before[rank]["pid"]
         ear.children.end()
     assert ear.ended == [], "those that were ended by us are not told"
 
 
-def test_death_of_a_template_is_that_of_its_worker(ear: Ear, tmp_path: Path) -> None:
+def test_death_of_a_fork_server_is_that_of_its_worker(ear: Ear, tmp_path: Path) -> None:
     said = ear.of(2)
-    os.kill(said["template"], signal.SIGKILL)
+    os.kill(said["fork_server"], signal.SIGKILL)
     ear.until(lambda: bool(ear.ended))
-    assert [str(one) for one in ear.ended] == ["the template of rank 2 on n1 was ended by SIGKILL"]
+    assert [str(one) for one in ear.ended] == [
+        "the fork server of rank 2 on n1 was ended by SIGKILL"
+    ]
     wait_until("its worker to die", lambda: gone(said["pid"]), 60)
     ear.children.end()
     ear.fork(tmp_path)
-    assert ear.of(2)["template"] != said["template"]
+    assert ear.of(2)["fork_server"] != said["fork_server"]
 
 
-def test_a_template_and_its_worker_that_both_died_meanwhile(
+def test_a_fork_server_and_its_worker_that_both_died_meanwhile(
     ear: Ear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The end of the template drops the worker's pipe, whose own end waits in the same list."""
+    """The end of the fork server drops the worker's pipe, whose own end waits in the same list."""
     said, selector = ear.of(2), ear.children._selector
-    template = ear.children.slots[0].template
-    assert template is not None
-    os.kill(said["template"], signal.SIGKILL)
+    fork_server = ear.children.slots[0].fork_server
+    assert fork_server is not None
+    os.kill(said["fork_server"], signal.SIGKILL)
     wait_until("its worker to die", lambda: gone(said["pid"]), 60)
     select = selector.select
     wait_until("all to be readable", lambda: len(select(0)) == 3, 60)
     monkeypatch.setattr(
         selector,
         "select",
-        lambda timeout_s: sorted(select(timeout_s), key=lambda one: one[0].fd != template.pidfd),
+        lambda timeout_s: sorted(select(timeout_s), key=lambda one: one[0].fd != fork_server.pidfd),
     )
     ear.until(lambda: bool(ear.ended))
-    assert [str(one) for one in ear.ended] == ["the template of rank 2 on n1 was ended by SIGKILL"]
+    assert [str(one) for one in ear.ended] == [
+        "the fork server of rank 2 on n1 was ended by SIGKILL"
+    ]
 
 
 def test_stopped_processes_are_ended_all_the_same(ear: Ear, tmp_path: Path) -> None:
-    """A stopped worker is killed by its template; a stopped template is killed with its worker."""
+    """A stopped worker is killed by its fork server, a stopped fork server with its worker."""
     worker, other = ear.of(2), ear.of(3)
     os.kill(worker["pid"], signal.SIGSTOP)
-    os.kill(other["template"], signal.SIGSTOP)
+    os.kill(other["fork_server"], signal.SIGSTOP)
     ear.children.end()
     assert gone(worker["pid"])
-    assert not gone(worker["template"])
-    assert gone(other["template"])
+    assert not gone(worker["fork_server"])
+    assert gone(other["fork_server"])
     wait_until("the other worker to die", lambda: gone(other["pid"]), 60)
     ear.fork(tmp_path)
-    assert ear.of(2)["template"] == worker["template"]
+    assert ear.of(2)["fork_server"] == worker["fork_server"]
 
 
 def test_close_leaves_nothing(ear: Ear) -> None:
-    pids = [ear.of(rank)[key] for rank in (2, 3) for key in ("pid", "template")]
+    pids = [ear.of(rank)[key] for rank in (2, 3) for key in ("pid", "fork_server")]
     ear.children.close()
     assert all(gone(pid) for pid in pids)
     ear.children = Children(

@@ -26,7 +26,7 @@ from slurmrl.paths import RunPaths
 from slurmrl.workers import messages
 from slurmrl.workers.master import serve
 from slurmrl.workers.master.committer import Committer, Outcome
-from slurmrl.workers.master.workforce import Workforce
+from slurmrl.workers.master.worker_channel import WorkerChannel
 
 WRITES = (
     "open",
@@ -85,15 +85,15 @@ class FakeWorkforce:
 class Trial:
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
-        self.workforce = FakeWorkforce(paths)
+        self.channel = FakeWorkforce(paths)
 
     def committer(self, keep_last: int = 2, **settings: Any) -> Committer:
         """Of a new incarnation, which has cleaned up as the master does."""
         writer = begin(History(self.paths.history), {})
         serve._clean(self.paths, self.state)
-        workforce = cast(Workforce, self.workforce)
+        channel = cast(WorkerChannel, self.channel)
         checkpoint = Checkpoint(keep_last=keep_last, **settings)
-        return Committer(self.paths, writer, workforce, self.state.commits, checkpoint, 10.0)
+        return Committer(self.paths, writer, channel, self.state.commits, checkpoint, 10.0)
 
     @property
     def state(self) -> TrialState:
@@ -139,7 +139,7 @@ def test_commit_is_whole_and_named(trial: Trial) -> None:
     assert committer.last_step == 3
     assert trial.check() == 3
     assert trial.on_disk == ["step-00000003.1"]
-    assert trial.workforce.posted == [
+    assert trial.channel.posted == [
         {
             "type": messages.SAVE,
             "step": 3,
@@ -211,12 +211,12 @@ def test_nothing_is_committed_before_all_ranks_have_saved(trial: Trial) -> None:
 def test_ranks_that_cannot_write_leave_the_older_commits(trial: Trial) -> None:
     committer = trial.committer()
     commit(committer, 1)
-    trial.workforce.says = {1: {"error": "cannot write x: quota"}}
+    trial.channel.says = {1: {"error": "cannot write x: quota"}}
     outcome = save(committer, 2)
     assert outcome.error == "rank 1: cannot write x: quota"
     assert trial.check() == 1
     assert trial.on_disk == ["step-00000001.1"], "what was written goes at once"
-    trial.workforce.says = {}
+    trial.channel.says = {}
     commit(committer, 2)
     assert trial.check() == 2
 
@@ -225,7 +225,7 @@ def test_what_was_kept_of_damaged_ones_goes_where_there_may_be_no_room(trial: Tr
     committer = trial.committer(keep_last=2)
     commit(committer, 1, 3)
     trial.paths.damaged_checkpoint("step-00000002.0").mkdir()
-    trial.workforce.says = {0: {"error": "no space"}}
+    trial.channel.says = {0: {"error": "no space"}}
     assert save(committer, 7).error == "rank 0: no space"
     assert trial.on_disk == ["step-00000001.1", "step-00000003.1"]
 
@@ -321,7 +321,7 @@ def test_a_slot_that_was_won_without_an_answer_counts(trial: Trial, refusing: Re
 def test_rank_that_fails_leaves_no_commit(trial: Trial) -> None:
     committer = trial.committer()
     commit(committer, 1)
-    trial.workforce.error = RuntimeError("rank 1 is gone")
+    trial.channel.error = RuntimeError("rank 1 is gone")
     with pytest.raises(RuntimeError, match="rank 1"):
         commit(committer, 2)
     assert trial.check() == 1

@@ -26,11 +26,11 @@ from slurmrl.plan.model import Plan
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
 from slurmrl.scheduler.succession import Link
-from slurmrl.workers import patience
+from slurmrl.workers import retry
 from slurmrl.workers.supervisor import __main__ as supervisor
 from slurmrl.workers.supervisor import rounds
 from slurmrl.workers.supervisor.__main__ import parse
-from slurmrl.workers.supervisor.allocation import Allocation, is_dead
+from slurmrl.workers.supervisor.job_hosts import JobHosts, is_dead
 from slurmrl.workers.supervisor.link import reason_to_leave
 from slurmrl.workers.supervisor.rounds import FRUITLESS_ROUNDS, Rounds, agent_command
 from tests.support.trials import wait_until
@@ -79,7 +79,7 @@ def test_a_directory_that_does_not_answer_costs_no_link(
         return read(self)
 
     monkeypatch.setattr(History, "read", silent_at_first)
-    monkeypatch.setattr(patience, "RETRY_S", (0.01, 0.01))
+    monkeypatch.setattr(retry, "RETRY_S", (0.01, 0.01))
     assert reason_to_leave(paths, 1) == "the trial has ended (cancelled)"
 
 
@@ -116,13 +116,13 @@ from pathlib import Path
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.workers.supervisor import rounds
-from slurmrl.workers.supervisor.allocation import Allocation
+from slurmrl.workers.supervisor.job_hosts import JobHosts
 paths = RunPaths(Path.cwd() / "run")
 for directory in paths.directories():
     directory.mkdir(parents=True)
 rounds.agent_command = lambda *_, **__: [sys.executable, "-c", sys.argv[2]]
 options = Namespace(launcher=sys.argv[1], group="trainer", submission=1)
-sys.exit(rounds.Rounds(options, paths, Allocation(paths, 1)).run())
+sys.exit(rounds.Rounds(options, paths, JobHosts(paths, 1)).run())
 """
 AGENT = """
 import os, signal, time
@@ -261,7 +261,7 @@ def test_spares_take_the_place_of_lost_hosts(
     paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SlurmClient, "hosts", lambda *_: [HostRow("n2", "down*", 0)])
-    allocation = Allocation(paths, 2, ("n0", "n1", "n2", "n3", "n4"), job="7.0")
+    allocation = JobHosts(paths, 2, ("n0", "n1", "n2", "n3", "n4"), job="7.0")
     assert allocation.choose() == ("n0", "n1")
     lose(paths, "n1", "7.0.0")
     lose(paths, "n3", "6.0.0")  # in another job: it may be well again
@@ -279,7 +279,7 @@ def test_hosts_are_good_where_slurm_does_not_say(
         raise SchedulerError("sinfo is not on PATH")
 
     monkeypatch.setattr(SlurmClient, "hosts", silent)
-    allocation = Allocation(paths, 1, ("n0", "n1"), job="7.0")
+    allocation = JobHosts(paths, 1, ("n0", "n1"), job="7.0")
     lose(paths, "n0", "7.0.0")
     assert allocation.choose() == ("n1",)
 
@@ -295,8 +295,8 @@ def test_an_srun_that_does_not_end_after_a_host_was_lost_is_killed(
     trap = "trap '' TERM; " if stubborn else ""
     srun = ["sh", "-c", f"{trap}: > {paths.run}/up; for i in $(seq 600); do sleep 0.1; done"]
     monkeypatch.setattr(rounds, "agent_command", lambda *_, **__: srun)
-    its = Rounds(options(paths, "srun"), paths, Allocation(paths, 2, ("n0", "n1"), job="7.0"))
-    monkeypatch.setattr(Allocation, "lost", lambda self: {"n1"} & {_up(paths)})
+    its = Rounds(options(paths, "srun"), paths, JobHosts(paths, 2, ("n0", "n1"), job="7.0"))
+    monkeypatch.setattr(JobHosts, "lost", lambda self: {"n1"} & {_up(paths)})
     number = signal.SIGKILL if stubborn else signal.SIGTERM
     assert its._round(0, ("n0", "n1")) == 128 + number
     assert its.child is not None
@@ -388,7 +388,7 @@ def test_what_a_link_does_around_its_rounds(
     monkeypatch.setattr(supervisor, "continue_after", after)
     monkeypatch.setattr(supervisor, "end_chain", lambda link: said.append("end"))
     monkeypatch.setattr(Rounds, "run", run)
-    its = Rounds(options(paths, "srun"), paths, Allocation(paths, 1))
+    its = Rounds(options(paths, "srun"), paths, JobHosts(paths, 1))
     assert supervisor.run_link(Link(paths, 1, "trainer", "41", 0), its) == 3
     assert said == ["upkeep of trainer and {'rollout': 3}", "rounds", "stop", last]
     (event,) = read_all(paths)
@@ -428,7 +428,7 @@ def test_a_task_of_an_elastic_group_looks_after_nothing(
     paths.plan.write_text(plan.to_json())
     monkeypatch.setattr(supervisor, "Upkeep", pytest.fail)
     monkeypatch.setattr(Rounds, "run", lambda self: 3)
-    its = Rounds(options(paths, "srun"), paths, Allocation(paths, 1))
+    its = Rounds(options(paths, "srun"), paths, JobHosts(paths, 1))
     assert supervisor.run_link(Link(paths, 1, "trainer", "41", 0), its) == 3
 
 

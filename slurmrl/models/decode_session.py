@@ -20,7 +20,7 @@ class Runs(Protocol):
         ...
 
 
-class CacheReader:
+class CachedSession:
     """The ``Reader`` of the built-in decoders."""
 
     def __init__(

@@ -1,9 +1,9 @@
-"""The process that a rank's workers are forked from: everything is imported, nothing has begun.
+"""The process that a rank's workers are forked from, with all imports done and no thread started.
 
-A template is started once per rank and agent, with the rank's devices in its environment. For each
-incarnation the agent sends ``fork`` with the worker's end of a new pipe; the worker's end comes
-back as ``ended``. A template uses no GPU and starts no thread, so a worker that was forked from it
-computes what one that was started anew would.
+The agent starts one fork server per rank, with the rank's devices in its environment. For each
+incarnation it sends ``fork`` with the worker's end of a new pipe. The fork server reports the end
+of the worker as ``ended``. It uses no GPU and starts no thread, so a forked worker computes the
+same as a freshly started one.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def preload(run: Path) -> None:
 
 
 def serve(agent: Connection, rank: int) -> Connection | None:
-    """Fork workers as told. Returns in each worker, with its pipe; and in the template, with None,
-    when the agent is gone (the running worker dies with the template)."""
-    process.name_process(f"template {rank}")
+    """Fork workers on request. Returns in each worker with its pipe, and in the fork server with
+    None when the agent is gone. The running worker dies with the fork server."""
+    process.name_process(f"fork server {rank}")
     process.adopt_orphans()
     worker: int | None = None
     while not agent.closed:
@@ -77,10 +77,10 @@ def serve(agent: Connection, rank: int) -> Connection | None:
 def _fork(rank: int) -> int:
     """The worker's pid; 0 in the worker."""
     log.flush()
-    template = os.getpid()
+    fork_server = os.getpid()
     pid = os.fork()
     if pid == 0:
-        process.die_with(template)
+        process.die_with(fork_server)
         process.name_process(f"rank {rank}")
     return pid
 

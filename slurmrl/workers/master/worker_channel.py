@@ -17,7 +17,7 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.workers import messages
 from slurmrl.workers.messages import Message
-from slurmrl.workers.patience import patiently
+from slurmrl.workers.retry import retry
 
 logger = log.get(__name__)
 
@@ -58,7 +58,7 @@ class Mailbox:
             raise RunFailedError(message["failure"]["reason"], message["failure"])
 
 
-class Workforce:
+class WorkerChannel:
     """Posts messages to all ranks and collects their answers.
 
     ``longest_poll_s`` bounds the pauses between looks at the agents' logs (see `Follower`).
@@ -99,7 +99,7 @@ class Workforce:
         """Append messages in execution order; returns their numbers. Goes on trying while the
         directory does not answer."""
         numbered = [{**message, "seq": next(self._numbers)} for message in batch]
-        patiently("post to the ranks", self._queue(*numbered))
+        retry("post to the ranks", self._queue(*numbered))
         return [message["seq"] for message in numbered]
 
     def _queue(self, *batch: Message) -> Callable[[], None]:

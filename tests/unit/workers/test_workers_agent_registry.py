@@ -12,7 +12,7 @@ from slurmrl import keys
 from slurmrl.errors import EnvironmentFailure, NameNotFoundError, RunFailedError
 from slurmrl.name_resolve.memory import MemoryNameStore
 from slurmrl.plan.model import Plan
-from slurmrl.workers.master.roster import HUNG_AGENT, Roster
+from slurmrl.workers.master.agent_registry import HUNG_AGENT, AgentRegistry
 
 JOB = "41.0.0"
 
@@ -31,7 +31,7 @@ class Bed:
         self.now = 0.0
         self.names = Names()
         self.heard: dict[str, dict[str, Any]] = {}
-        self.roster = Roster(
+        self.roster = AgentRegistry(
             self.names,
             plan,
             self.heard,

@@ -24,12 +24,12 @@ from pathlib import Path
 import torch
 
 def refuse(*arguments, **options):
-    raise AssertionError("a template asked for GPUs")
+    raise AssertionError("a fork server asked for GPUs")
 
 for name in ("is_available", "device_count", "init", "_lazy_init", "current_device"):
     setattr(torch.cuda, name, refuse)
-from slurmrl.workers.worker import template
-template.preload(Path(sys.argv[1]))
+from slurmrl.workers.worker import fork_server
+fork_server.preload(Path(sys.argv[1]))
 assert not torch.cuda.is_initialized()
 assert "slurmrl.workers.worker.executor" in sys.modules
 assert "slurmrl.engines.fsdp.engine" in sys.modules
@@ -40,8 +40,8 @@ print(len(os.listdir("/proc/self/task")))
 WORKER = """
 import os, subprocess, sys
 from slurmrl.channel.pipe import Connection
-from slurmrl.workers.worker import template
-pipe = template.serve(Connection.from_fd(int(sys.argv[sys.argv.index("--pipe-fd") + 1])), 0)
+from slurmrl.workers.worker import fork_server
+pipe = fork_server.serve(Connection.from_fd(int(sys.argv[sys.argv.index("--pipe-fd") + 1])), 0)
 if pipe is None:
     sys.exit(0)
 left = subprocess.Popen([sys.executable, "-c",
@@ -57,7 +57,7 @@ import hashlib, os, sys
 from pathlib import Path
 import torch
 from slurmrl.parallel import device
-from slurmrl.workers.worker import template
+from slurmrl.workers.worker import fork_server
 
 def compute():
     device.set_up(device.choose(), threads=2, deterministic=True)
@@ -72,7 +72,7 @@ def compute():
     data = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     print(hashlib.sha256(data).hexdigest(), flush=True)
 
-template.preload(Path(sys.argv[1]))
+fork_server.preload(Path(sys.argv[1]))
 for _ in range(int(sys.argv[2])):
     pid = os.fork()
     if pid == 0:
@@ -127,10 +127,10 @@ def slot(tmp_path: Path) -> Iterator[Slot]:
         ),
     )
     with process.open_log(tmp_path / "log") as output:
-        found.start_template(output)
+        found.start_fork_server(output)
     yield found
-    if (template := found.drop_template()) is not None:
-        template.close()
+    if (fork_server := found.drop_fork_server()) is not None:
+        fork_server.close()
 
 
 def start(slot: Slot) -> dict[str, int]:
@@ -160,16 +160,16 @@ def test_what_a_worker_leaves_behind_goes_with_it(slot: Slot, number: int) -> No
 
 
 def test_everything_goes_with_the_agent_s_end_of_the_line(slot: Slot) -> None:
-    """In a container the template may not be the process that the agent can kill."""
+    """In a container the fork server may not be the process that the agent can kill."""
     said = start(slot)
     assert slot.line is not None
     slot.line.close()
-    assert slot.template is not None
-    assert slot.template.process.wait(timeout=60) == 0
+    assert slot.fork_server is not None
+    assert slot.fork_server.process.wait(timeout=60) == 0
     wait_until("the worker to die", lambda: not alive(said["pid"]), 60)
 
 
-def test_orders_before_the_template_is_ready_wait(slot: Slot) -> None:
+def test_orders_before_the_fork_server_is_ready_wait(slot: Slot) -> None:
     slot.fork()
     slot.kill()
     assert slot.line is not None

@@ -16,8 +16,8 @@ from slurmrl.history.record import Kind
 from slurmrl.history.state import fold
 from slurmrl.lease import Lease, LeaseObserver
 from slurmrl.name_resolve.file import FileNameStore
-from slurmrl.workers.agent.keeper import Keeper
-from slurmrl.workers.pace import Pace
+from slurmrl.workers.agent.lease_guard import LeaseGuard
+from slurmrl.workers.poll_intervals import PollIntervals
 
 WARM_UP_S = 600.0
 REST_S = 600.0
@@ -47,10 +47,12 @@ class Clock:
 class Agent:
     """The loop of an agent that waits for the master."""
 
-    def __init__(self, folder: Path, task: int, pace: Pace, clock: Clock, calls: Counting) -> None:
+    def __init__(
+        self, folder: Path, task: int, pace: PollIntervals, clock: Clock, calls: Counting
+    ) -> None:
         history = History(folder / "history", calls=calls)
         self.clock = clock
-        self.keeper = Keeper(
+        self.keeper = LeaseGuard(
             Lease(folder / f"lease.{task}", calls=calls).beat,
             lambda: fold(history.read()),
             beat_s=pace.beat_s,
@@ -74,7 +76,9 @@ class Agent:
 class Master:
     """The loop of a master that waits for the ranks."""
 
-    def __init__(self, folder: Path, hosts: int, pace: Pace, clock: Clock, calls: Counting) -> None:
+    def __init__(
+        self, folder: Path, hosts: int, pace: PollIntervals, clock: Clock, calls: Counting
+    ) -> None:
         self.clock = clock
         self.status_s = pace.status_s
         self.next_status = 0.0
@@ -109,7 +113,7 @@ def test_a_trial_at_rest(
     History(tmp_path / "history").append(Kind.BEGIN, 1, {}, after=-1)
     for name in ("master", *(f"agent.{task}" for task in range(simulated))):
         LogWriter(tmp_path / name)
-    calls, clock, pace = Counting(), Clock(), Pace.of(hosts, 2.0)
+    calls, clock, pace = Counting(), Clock(), PollIntervals.of(hosts, 2.0)
     processes: list[Agent | Master] = [
         Agent(tmp_path, task, pace, clock, calls) for task in range(simulated)
     ]
@@ -133,12 +137,12 @@ def test_a_trial_at_rest(
 
 
 def test_small_trials_are_not_slowed_down() -> None:
-    assert Pace.of(1, 2.0) == Pace(2.0, 2.0, 2.0, 0.05)
-    assert Pace.of(2, 2.0).poll_s < 0.1
+    assert PollIntervals.of(1, 2.0) == PollIntervals(2.0, 2.0, 2.0, 0.05)
+    assert PollIntervals.of(2, 2.0).poll_s < 0.1
 
 
 def test_a_longer_heartbeat_is_kept() -> None:
-    assert Pace.of(1, 10.0).beat_s == Pace.of(10_000, 20.0).beat_s / 2 == 10.0
+    assert PollIntervals.of(1, 10.0).beat_s == PollIntervals.of(10_000, 20.0).beat_s / 2 == 10.0
 
 
 def test_operations_of_the_substrate(tmp_path: Path) -> None:

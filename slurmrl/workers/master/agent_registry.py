@@ -13,7 +13,7 @@ from slurmrl.name_resolve.base import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.workers.failure import Cause
 from slurmrl.workers.messages import Message
-from slurmrl.workers.patience import patiently
+from slurmrl.workers.retry import retry
 
 logger = log.get(__name__)
 
@@ -23,7 +23,7 @@ TELL_TIMEOUT_S = 60.0
 """How long the directory may not answer when a host is to be reported."""
 
 
-class Roster(Mapping[str, Message]):
+class AgentRegistry(Mapping[str, Message]):
     """What is known of each agent, by ``group/task``.
 
     ``heard`` grows as agents say hello. A host that dies before that leaves its claim in the name
@@ -95,7 +95,7 @@ class Roster(Mapping[str, Message]):
 
     def _give_up(self, label: str, host: str) -> None:
         said = json.dumps({"incarnation": self._incarnation, "job": self._job})
-        patiently(
+        retry(
             "report a lost host",
             lambda: self._names.add(keys.lost(host), said, replace=True, delete_on_exit=False),
             timeout_s=TELL_TIMEOUT_S,

@@ -13,7 +13,7 @@ from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import EnvironmentFailure, OwnershipError, WaitTimeoutError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.paths import RunPaths
-from slurmrl.workers import patience
+from slurmrl.workers import retry
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.incarnation import Incarnation
 
@@ -29,7 +29,7 @@ class Broken(SystemCalls):
 
 @pytest.fixture
 def incarnation(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> Iterator[Incarnation]:
-    monkeypatch.setattr(patience, "RETRY_S", (0.001, 0.002))
+    monkeypatch.setattr(retry, "RETRY_S", (0.001, 0.002))
     host = Host(run, 1, "trainer")
     yield Incarnation(host, 0)
     host.children.close()
@@ -48,13 +48,13 @@ def answer(script: list[object]) -> object:
 
 def test_what_fails_is_tried_again(incarnation: Incarnation) -> None:
     script = fails_at_first(20, "done")
-    assert incarnation.patiently("do it", lambda: answer(script)) == "done"
+    assert incarnation.retry("do it", lambda: answer(script)) == "done"
 
 
 def test_a_directory_of_others_is_no_reason_to_wait(incarnation: Incarnation) -> None:
     script: list[object] = [OwnershipError("theirs"), "done"]
     with pytest.raises(OwnershipError):
-        incarnation.patiently("do it", lambda: answer(script))
+        incarnation.retry("do it", lambda: answer(script))
 
 
 def test_silence_of_the_directory_does_not_count_as_waiting(incarnation: Incarnation) -> None:

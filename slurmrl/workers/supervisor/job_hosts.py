@@ -25,7 +25,7 @@ DEAD_STATES = ("down", "fail", "unknown", "powered_down", "powering_down")
 
 
 @dataclass(frozen=True)
-class Allocation:
+class JobHosts:
     """Hosts in Slurm's order; none where there is no Slurm."""
 
     paths: RunPaths
@@ -38,13 +38,13 @@ class Allocation:
     """Job id and restart count."""
 
     @staticmethod
-    def of_this_job(options: Namespace, paths: RunPaths) -> Allocation:
+    def of_this_job(options: Namespace, paths: RunPaths) -> JobHosts:
         needed = Plan.read(paths.plan).group(options.group).hosts
         if options.launcher == "direct":
-            return Allocation(paths, needed)
+            return JobHosts(paths, needed)
         given = parse.hosts(env.NODE_LIST.get())
         job = f"{env.JOB_ID.get()}.{env.RESTART_COUNT.get()}"
-        return Allocation(paths, needed, given, _end_of_job(), job)
+        return JobHosts(paths, needed, given, _end_of_job(), job)
 
     def choose(self) -> tuple[str, ...] | None:
         """The hosts of the next round, the first good ones; None where too few are left."""

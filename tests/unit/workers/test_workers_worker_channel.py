@@ -12,7 +12,7 @@ from slurmrl.errors import EnvironmentFailure, RunFailedError, WaitTimeoutError
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.workers import messages
-from slurmrl.workers.master.workforce import Mailbox, Workforce
+from slurmrl.workers.master.worker_channel import Mailbox, WorkerChannel
 
 INCARNATION = 3
 
@@ -38,7 +38,7 @@ class Site:
     def __init__(self, paths: RunPaths, plan: Plan) -> None:
         self.waits = 0
         self.script: list[Callable[[], None]] = []
-        self.workforce = Workforce(paths, plan, INCARNATION, self._while_waiting)
+        self.channel = WorkerChannel(paths, plan, INCARNATION, self._while_waiting)
         self.agents = [
             LogWriter(paths.agent_log(INCARNATION, "trainer", task)) for task in range(2)
         ]
@@ -56,8 +56,8 @@ def site(paths: RunPaths, plans: Callable[..., Plan]) -> Site:
 
 
 def test_posted_messages_are_numbered_in_order(site: Site) -> None:
-    assert site.workforce.post({"type": "load"}, {"type": "call"}) == [0, 1]
-    assert site.workforce.post({"type": "exit"}) == [2]
+    assert site.channel.post({"type": "load"}, {"type": "call"}) == [0, 1]
+    assert site.channel.post({"type": "exit"}) == [2]
     assert site.control.read() == [
         {"type": "load", "seq": 0},
         {"type": "call", "seq": 1},
@@ -68,23 +68,23 @@ def test_posted_messages_are_numbered_in_order(site: Site) -> None:
 def test_collect_gives_the_answers_of_all_ranks(site: Site) -> None:
     site.agents[0].append(hello(0), done(0, 5, x=1), done(1, 5, x=2))
     site.agents[1].append(done(2, 5, x=3), done(3, 5, x=4))
-    answers = site.workforce.collect(5, "a call", 10)
+    answers = site.channel.collect(5, "a call", 10)
     assert {rank: answer["x"] for rank, answer in answers.items()} == {0: 1, 1: 2, 2: 3, 3: 4}
 
 
 def test_answers_to_later_messages_wait_their_turn(site: Site) -> None:
     site.agents[0].append(done(0, 0), done(0, 1), done(1, 0), done(1, 1))
     site.agents[1].append(done(2, 0), done(3, 0))
-    assert set(site.workforce.collect(0, "loading", 10)) == {0, 1, 2, 3}
+    assert set(site.channel.collect(0, "loading", 10)) == {0, 1, 2, 3}
     site.script = [lambda: site.agents[1].append(done(2, 1), done(3, 1))]
-    assert set(site.workforce.collect(1, "a call", 10)) == {0, 1, 2, 3}
-    assert site.workforce.mailbox.done == {}
+    assert set(site.channel.collect(1, "a call", 10)) == {0, 1, 2, 3}
+    assert site.channel.mailbox.done == {}
 
 
 def test_deadline_names_ranks_hosts_and_jobs(site: Site) -> None:
     site.agents[1].append(hello(1), done(2, 0))
     with pytest.raises(WaitTimeoutError) as caught:
-        site.workforce.collect(0, "actor_gen of step 7", 0.0)
+        site.channel.collect(0, "actor_gen of step 7", 0.0)
     assert str(caught.value) == (
         "waited 0 s for rank 0 (its agent has not reported), rank 1 (its agent has not reported), "
         "rank 3 (n1, job 41_2) to finish actor_gen of step 7"
@@ -96,32 +96,32 @@ def test_deadline_of_the_start(site: Site) -> None:
     site.agents[0].append(hello(0), *ready)
     site.agents[1].append(hello(1))
     with pytest.raises(WaitTimeoutError, match=r"for rank 2 \(n1, job 41_2\) to be ready"):
-        site.workforce.wait_ready(0.0)
+        site.channel.wait_ready(0.0)
 
 
 def test_who_is_waited_for(site: Site) -> None:
     seen: list[Any] = []
     site.agents[0].append(hello(0), done(0, 5), done(1, 5))
     site.script = [
-        lambda: seen.append(site.workforce.waiting()),
+        lambda: seen.append(site.channel.waiting()),
         lambda: site.agents[1].append(done(3, 5)),
-        lambda: seen.append(site.workforce.waiting()),
+        lambda: seen.append(site.channel.waiting()),
         lambda: site.agents[1].append(done(2, 5)),
     ]
-    assert site.workforce.waiting() is None
-    site.workforce.collect(5, "gen of step 3", 10)
+    assert site.channel.waiting() is None
+    site.channel.collect(5, "gen of step 3", 10)
     assert [(one["for"], one["what"]) for one in seen] == [
         ([2, 3], "to finish gen of step 3"),
         ([2], "to finish gen of step 3"),
     ]
     assert 0 <= seen[0]["since_s"] <= seen[1]["since_s"]
-    assert site.workforce.waiting() is None
+    assert site.channel.waiting() is None
 
 
 def test_ready_ranks(site: Site) -> None:
     for rank in range(4):
         site.agents[rank // 2].append({"type": messages.READY, "rank": rank, "size": rank})
-    assert {r: m["size"] for r, m in site.workforce.wait_ready(10).items()} == {
+    assert {r: m["size"] for r, m in site.channel.wait_ready(10).items()} == {
         0: 0,
         1: 1,
         2: 2,
@@ -133,36 +133,36 @@ def test_error_of_a_rank_ends_the_wait(site: Site) -> None:
     failure = {"cause": "exception", "reason": "rank 2: ValueError: bad", "rank": 2}
     site.agents[1].append(done(3, 0), {"type": messages.FAILED, "failure": failure})
     with pytest.raises(RunFailedError, match="rank 2: ValueError: bad") as caught:
-        site.workforce.collect(0, "a call", 10)
+        site.channel.collect(0, "a call", 10)
     assert caught.value.failure == failure
 
 
 def test_the_end_is_told_once_and_never_waited_for(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site.workforce.end()
+    site.channel.end()
     assert [message["type"] for message in site.control.read()] == [messages.OVER]
 
     def fail(*arguments: Any) -> None:
         raise EnvironmentFailure("the server is away")
 
     monkeypatch.setattr(LogWriter, "append", fail)
-    site.workforce.end()
+    site.channel.end()
 
 
 def test_warning_is_seen_while_collecting(site: Site) -> None:
-    assert not site.workforce.warned
+    assert not site.channel.warned
     site.agents[0].append(done(0, 0), done(1, 0))
     site.agents[1].append({"type": messages.WARNING, "signal": "SIGUSR2"}, done(2, 0), done(3, 0))
-    site.workforce.collect(0, "a call", 10)
-    assert site.workforce.warned
+    site.channel.collect(0, "a call", 10)
+    assert site.channel.warned
 
 
 def test_waiting_lets_others_work(site: Site) -> None:
     site.script = [lambda: None, lambda: None, lambda: site.agents[0].append(done(0, 0))]
     site.script += [lambda: site.agents[0].append(done(1, 0))]
     site.script += [lambda: site.agents[1].append(done(2, 0), done(3, 0))]
-    site.workforce.collect(0, "a call", 30)
+    site.channel.collect(0, "a call", 30)
     assert site.waits == 5
 
 
@@ -182,7 +182,7 @@ def test_directory_that_does_not_answer_ends_nothing(
         return read(reader)
 
     monkeypatch.setattr(LogReader, "read", stalling)
-    assert set(site.workforce.collect(0, "a call", 30)) == {0, 1, 2, 3}
+    assert set(site.channel.collect(0, "a call", 30)) == {0, 1, 2, 3}
     assert failures == []
 
 

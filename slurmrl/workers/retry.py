@@ -18,7 +18,7 @@ RETRY_S = (0.5, 15.0)
 """First and longest pause between two tries."""
 
 
-def patiently(
+def retry(
     what: str,
     action: Callable[[], T],
     pause: Callable[[float], None] = time.sleep,

@@ -19,7 +19,7 @@ def row_major(size: Index) -> Index:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Shard:
     """Box ``box`` of tensor ``name`` lies in ``storage`` from element ``offset`` with ``strides``.
 
     ``name`` is the name in the safetensors files. Offsets and strides count elements; transposes
@@ -33,12 +33,12 @@ class Piece:
     strides: Index
 
     @staticmethod
-    def contiguous(name: str, box: Box, storage: str | None = None, offset: int = 0) -> Piece:
-        """A piece that fills its own storage in row-major order."""
-        return Piece(name, box, storage or name, offset, row_major(box.size))
+    def contiguous(name: str, box: Box, storage: str | None = None, offset: int = 0) -> Shard:
+        """A shard that fills its own storage in row-major order."""
+        return Shard(name, box, storage or name, offset, row_major(box.size))
 
     def offset_of(self, box: Box) -> int:
-        """Storage offset of the first element of a box inside this piece's box."""
+        """Storage offset of the first element of a box inside this shard's box."""
         ahead = zip(box.start, self.box.start, self.strides, strict=True)
         return self.offset + sum((a - b) * stride for a, b, stride in ahead)
 
@@ -53,6 +53,6 @@ class Piece:
         ]
 
     @staticmethod
-    def from_json(values: list[Any]) -> Piece:
+    def from_json(values: list[Any]) -> Shard:
         name, start, size, storage, offset, strides = values
-        return Piece(name, Box(tuple(start), tuple(size)), storage, offset, tuple(strides))
+        return Shard(name, Box(tuple(start), tuple(size)), storage, offset, tuple(strides))

@@ -11,7 +11,7 @@ from slurmrl.errors import EnvironmentFailure
 logger = log.get(__name__)
 
 
-class Keeper:
+class LeaseGuard:
     """Beats every ``beat_s``, and asks the history every ``check_s`` whether to go on.
 
     The host is fenced from a beat that failed on, or once the last good one began ``ttl_s`` ago

@@ -21,7 +21,7 @@ from slurmrl.models.init import init_tensor
 from slurmrl.models.shapes import VALUE_HEAD, parameter_shapes
 
 
-class Reader(Protocol):
+class BoxReader(Protocol):
     def __call__(self, name: str, box: Box) -> Tensor:
         """Values of a box of a tensor."""
         ...
@@ -38,9 +38,9 @@ def model_config(role: str, model: Model, source: Path | None) -> ModelConfig | 
 
 
 @contextmanager
-def first_values(
+def initial_weights(
     config: ModelConfig, head: Head, *, seed: int, source: Path | None, keep: int = 1
-) -> Iterator[Reader]:
+) -> Iterator[BoxReader]:
     """Reads boxes of the built-in decoder's parameters: from the folder ``source``, else random
     values that depend on (seed, name) only; never a whole model in memory.
 

@@ -17,8 +17,8 @@ import numpy as np
 
 from slurmrl.checkpoint.tensors import (
     NUMPY_DTYPES,
-    Entry,
     SavedFile,
+    TensorEntry,
     TensorFile,
     write_tensors,
 )
@@ -29,8 +29,8 @@ from slurmrl.fsio.shapes import COUNT, INTEGER, SIZE, TEXT, Fields, each, items,
 from slurmrl.layout.box import Box
 from slurmrl.layout.copy import Array, execute
 from slurmrl.layout.layout import ITEM_BYTES, Layout, TensorSpec
-from slurmrl.layout.piece import Piece
 from slurmrl.layout.plan import fill
+from slurmrl.layout.shard import Shard
 
 KEY = "slurmrl"
 VERSION = 1
@@ -46,7 +46,7 @@ _FIELDS: Fields = {
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardHeader:
     """What one rank's file says about itself."""
 
     role: str
@@ -55,7 +55,7 @@ class Part:
     step: int
     """Optimizer steps made."""
     tensors: Mapping[str, TensorSpec]
-    pieces: tuple[Piece, ...]
+    shards: tuple[Shard, ...]
 
     def to_json(self) -> str:
         return json.dumps(
@@ -66,23 +66,23 @@ class Part:
                 "ranks": self.ranks,
                 "step": self.step,
                 "tensors": {k: [list(t.shape), t.dtype] for k, t in self.tensors.items()},
-                "pieces": [piece.to_json() for piece in self.pieces],
+                "pieces": [shard.to_json() for shard in self.shards],
             },
             separators=(",", ":"),
         )
 
     @staticmethod
-    def from_json(text: str) -> Part:
+    def from_json(text: str) -> ShardHeader:
         values = documents.parse(text, "its layout", _FIELDS, _FIELDS)
         if values["version"] != VERSION:
             raise ValueError(f"version {values['version']} instead of {VERSION}")
-        return Part(
+        return ShardHeader(
             values["role"],
             values["rank"],
             values["ranks"],
             values["step"],
             {k: TensorSpec(tuple(shape), dtype) for k, (shape, dtype) in values["tensors"].items()},
-            tuple(Piece.from_json(piece) for piece in values["pieces"]),
+            tuple(Shard.from_json(shard) for shard in values["pieces"]),
         )
 
 
@@ -91,11 +91,11 @@ def file_name(role: str, rank: int) -> str:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RoleSnapshot:
     """One rank's part of a role, ready to be written by any thread."""
 
-    part: Part
-    arrays: tuple[Entry, ...]
+    part: ShardHeader
+    arrays: tuple[TensorEntry, ...]
 
     def path(self, directory: Path) -> Path:
         return directory / file_name(self.part.role, self.part.rank)
@@ -116,14 +116,14 @@ class RoleCheckpoint:
         opened = [(first_file, first), *map(self._open, range(1, first.ranks))]
         self._files = [file for file, _ in opened]
         self.step = first.step
-        self.layout = Layout(first.tensors, tuple(part.pieces for _, part in opened))
+        self.layout = Layout(first.tensors, tuple(part.shards for _, part in opened))
         with documents.expecting(directory):
             self._holders = self.layout.by_name()
 
-    def _open(self, rank: int) -> tuple[TensorFile, Part]:
+    def _open(self, rank: int) -> tuple[TensorFile, ShardHeader]:
         file = TensorFile(self.directory / file_name(self.role, rank))
         try:
-            part = Part.from_json(file.metadata[KEY])
+            part = ShardHeader.from_json(file.metadata[KEY])
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{file.path} has no layout that we wrote: {error!r}") from error
         if (part.role, part.rank) != (self.role, rank):
@@ -163,14 +163,14 @@ class RoleCheckpoint:
         if name not in self.layout.tensors:
             raise CheckpointError(f"{self.directory}: role {self.role} has no tensor '{name}'")
         spec = self.layout.tensors[name]
-        piece = Piece.contiguous(name, box or Box.whole(spec.shape))
-        target = np.empty(piece.box.count, dtype=NUMPY_DTYPES[spec.dtype])
+        shard = Shard.contiguous(name, box or Box.whole(spec.shape))
+        target = np.empty(shard.box.count, dtype=NUMPY_DTYPES[spec.dtype])
         try:
-            copies = fill(0, piece, self._holders[name])
+            copies = fill(0, shard, self._holders[name])
             execute(copies, self.array, lambda _rank, _storage: target)
         except LayoutError as error:
             raise CheckpointError(f"{self.directory}: role {self.role}: {error}") from error
-        return target.reshape(piece.box.size)
+        return target.reshape(shard.box.size)
 
     def weights(self) -> Iterator[tuple[str, TensorSpec]]:
         """Names and specs of the weights, in the model's order; no moments."""

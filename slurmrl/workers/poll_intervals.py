@@ -25,7 +25,7 @@ POLL_JITTER = 1.2
 
 
 @dataclass(frozen=True)
-class Pace:
+class PollIntervals:
     """Intervals in seconds."""
 
     beat_s: float
@@ -38,7 +38,7 @@ class Pace:
     """Longest pause between looks at a log that nobody announces changes of."""
 
     @staticmethod
-    def of(hosts: int, heartbeat_s: float) -> Pace:
+    def of(hosts: int, heartbeat_s: float) -> PollIntervals:
         """The pace of a trial on ``hosts`` hosts; ``heartbeat_s`` is the shortest interval of
         what goes on for ever. Heartbeats get the largest part, so that they are the last to
         slow down: at 10,000 hosts to one in 15 s."""
@@ -50,4 +50,6 @@ class Pace:
         used += (BEAT * hosts + PUBLISH) / status_s
         # Every agent polls the master's log, and the master polls every agent's.
         polls = 2 * BEAT * hosts * POLL_JITTER
-        return Pace(beat_s, check_s, status_s, max(SHORTEST_POLL_S, polls / (budget - used)))
+        return PollIntervals(
+            beat_s, check_s, status_s, max(SHORTEST_POLL_S, polls / (budget - used))
+        )

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from slurmrl.errors import EnvironmentFailure, StaleIncarnationError
-from slurmrl.workers.agent.keeper import Keeper
+from slurmrl.workers.agent.lease_guard import LeaseGuard
 
 BEAT_S, CHECK_S, TTL_S = 2.0, 6.0, 60.0
 
@@ -20,7 +20,7 @@ class Host:
         self.superseded = False
         self.beats: list[float] = []
         self.checks: list[float] = []
-        self.keeper = Keeper(
+        self.keeper = LeaseGuard(
             self.beat,
             self.check,
             beat_s=BEAT_S,

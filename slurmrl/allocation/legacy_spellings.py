@@ -40,14 +40,14 @@ class Placed:
 
 
 @dataclass(frozen=True)
-class Shape:
+class HostShape:
     """Hosts and GPUs of a host that the words ``pipe_model`` and the like spread over."""
 
     hosts: int
     gpus_per_host: int
 
 
-def parse_older(text: str, shape: Shape) -> dict[str, Placed]:
+def parse_legacy(text: str, shape: HostShape) -> dict[str, Placed]:
     """The roles that an older spelling says something about. The actor is always among them;
     critic and reference are not where they lie as the actor does.
 
@@ -61,7 +61,7 @@ def parse_older(text: str, shape: Shape) -> dict[str, Placed]:
     return reader.placed()
 
 
-def _word(word: str, text: str, shape: Shape) -> dict[str, Placed]:
+def _word(word: str, text: str, shape: HostShape) -> dict[str, Placed]:
     hosts, gpus = shape.hosts, shape.gpus_per_host
     spread = {
         "pipe_model": {"tp": gpus, "pp": hosts},
@@ -86,7 +86,7 @@ class _Part:
 
 
 class _Reader:
-    def __init__(self, text: str, shape: Shape) -> None:
+    def __init__(self, text: str, shape: HostShape) -> None:
         self._scanner = Scanner(text)
         self._shape = shape
         self._parts: dict[str, _Part] = {}
