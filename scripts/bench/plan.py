@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.report import report
+from slurmrl.plan.report.values import report
 from slurmrl.plan.settings import Settings, load_settings
 
 CONFIG = """\

@@ -52,13 +52,13 @@ def plan(
         return 0
     report = _report(Path(target), overrides, scheduler, root)
     if svg is not None:
-        from slurmrl.plan.picture import picture
+        from slurmrl.plan.report.picture import picture
 
         svg.write_text(picture(report), encoding="utf-8")
     if as_json:
         click.echo(json.dumps(report))
     elif as_table or svg is None:
-        from slurmrl.plan.show import text
+        from slurmrl.plan.report.document import text
 
         click.echo(text(report))
     return 0
@@ -72,12 +72,12 @@ def _is_allocation(target: str) -> bool:
 
 def _explain(text: str, as_json: bool) -> None:
     from slurmrl.allocation import parse_components
-    from slurmrl.plan import show
+    from slurmrl.plan.report import document
 
     components = parse_components(text)
     explained = [one.explain() for one in components]
     if not as_json:
-        click.echo("\n\n".join(show.allocation(one) for one in explained))
+        click.echo("\n\n".join(document.allocation(one) for one in explained))
         if len(explained) > 1:
             click.echo(f"\ntogether: {components.world_size} ranks")
         return
@@ -95,7 +95,7 @@ def _report(
     path: Path, overrides: tuple[str, ...], scheduler: str | None, root: str | None
 ) -> dict[str, Any]:
     from slurmrl.plan.build import make_plan
-    from slurmrl.plan.report import report
+    from slurmrl.plan.report.values import report
     from slurmrl.plan.settings import load_settings
     from slurmrl.scheduler import choose
     from slurmrl.submission.trials import chosen_root
@@ -109,7 +109,7 @@ def _report(
 def _warnings(settings: Settings, planned: Plan, kind: str) -> list[str]:
     """What the cluster lacks, and what the dataflow makes for nobody."""
     from slurmrl.graph.warnings import unread
-    from slurmrl.plan import inventory
+    from slurmrl.plan.checks import inventory
 
     found = [f"key {line}" for line in unread(planned.calls, settings.config.dataset.type)]
     if kind == "slurm":

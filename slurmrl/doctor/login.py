@@ -8,7 +8,7 @@ from pathlib import Path
 from slurmrl.doctor import directory, disk, limits, software
 from slurmrl.doctor.check import Check, State, failed, guarded, ok, warning
 from slurmrl.errors import ConfigError
-from slurmrl.plan import inventory
+from slurmrl.plan.checks import inventory
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.scheduler import AUTO

@@ -13,10 +13,9 @@ from slurmrl.graph.dataset import DATASET_KEYS
 from slurmrl.graph.graph import Graph
 from slurmrl.graph.roles import RoleUse
 from slurmrl.plan import placement
-from slurmrl.plan.estimates import layout_of, model_of
-from slurmrl.plan.memory import uses_sequence_parallel
+from slurmrl.plan.estimates.memory import uses_sequence_parallel
 from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Plan
-from slurmrl.plan.placement import ROLLOUTS, TRAINERS, Placement
+from slurmrl.plan.placement import ROLLOUTS, TRAINERS, Placement, layout_of, model_of
 from slurmrl.plan.settings import Settings
 
 AXIS_ORDER: Final = ("pp", "dp", "cp", "tp")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from slurmrl.allocation import Allocation, parse
 from slurmrl.allocation.backends import BACKENDS
 from slurmrl.allocation.gpus import parse_gpus
-from slurmrl.config.schema import Config
+from slurmrl.config.schema import Config, Model
 from slurmrl.errors import AllocationError
+from slurmrl.graph.call import Call, Method
 
 TRAINERS: Final = "trainer"
 ROLLOUTS: Final = "rollout"
@@ -68,6 +69,19 @@ def placements(config: Config, roles: Iterable[str]) -> dict[str, Placement]:
         except AllocationError:
             continue
     return found
+
+
+def model_of(config: Config, name: str) -> Model:
+    """The section behind a model of the plan: generation runs the actor's weights."""
+    section: Model = config.actor if name == ROLLOUTS else getattr(config, name)
+    return section
+
+
+def layout_of(call: Call, names: Sequence[str]) -> str | None:
+    """The model in the plan that a call runs on; None for a call without a model."""
+    if call.method is Method.GENERATE and ROLLOUTS in names:
+        return ROLLOUTS
+    return call.role
 
 
 def trainers(placed: Iterable[Placement]) -> int:

@@ -16,11 +16,11 @@ from slurmrl.config.schema import Config
 from slurmrl.config.source import Source
 from slurmrl.errors import ConfigError, Problem
 from slurmrl.paths import RunPaths
-from slurmrl.plan import modes, references
 from slurmrl.plan.algorithms import ALGORITHMS, Algorithm
 from slurmrl.plan.checks import check, check_submission
-from slurmrl.plan.draft import Draft
-from slurmrl.plan.inherit import complete
+from slurmrl.plan.checks.draft import Draft
+from slurmrl.plan.resolve import allocation_mode, trial_references
+from slurmrl.plan.resolve.inherit import complete
 from slurmrl.registry import near
 
 logger = log.get(__name__)
@@ -61,9 +61,11 @@ def load_settings(
     missing: list[Problem] = []
     if config is not None:
         config = _with_root(config, root)
-        config, more, notes = modes.apply(config, source)
+        config, more, notes = allocation_mode.apply(config, source)
         problems += more
-        config, missing = references.resolve(config, Path(config.root), source, planning=planning)
+        config, missing = trial_references.resolve(
+            config, Path(config.root), source, planning=planning
+        )
         if algorithm is not None:
             config, more = complete(config, algorithm, source)
             problems += more
@@ -76,7 +78,7 @@ def load_settings(
     if problems or config is None or algorithm is None:
         raise ConfigError(tuple(problems))
     for note in notes if not planning else ():
-        logger.warning("%s: %s", source.where((modes.FIELD,)), note)
+        logger.warning("%s: %s", source.where((allocation_mode.FIELD,)), note)
     return Settings(config, algorithm, source, tuple(notes), tuple(missing if planning else ()))
 
 

@@ -27,8 +27,8 @@ from slurmrl.history.writer import resume
 from slurmrl.monitor import sinks
 from slurmrl.monitor.snapshot import submission_numbers
 from slurmrl.paths import RunPaths, user_name
-from slurmrl.plan import inventory
 from slurmrl.plan.build import make_plan
+from slurmrl.plan.checks import inventory
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.recover import (

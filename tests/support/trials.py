@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from slurmrl.history.log import History
 from slurmrl.history.state import fold
 from slurmrl.paths import RunPaths
-from slurmrl.plan.checks import known_metrics
+from slurmrl.plan.checks.sections import known_metrics
 from slurmrl.plan.settings import load_run_settings
 
 T = TypeVar("T")

@@ -23,8 +23,8 @@ from slurmrl.data.tokenizer import load_tokenizer, vocabulary
 from slurmrl.errors import ConfigError, SlurmrlError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.headers import mismatches, read_headers, unused
+from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.settings import load_resolved_settings
-from slurmrl.plan.shape import shape_of
 from slurmrl.rewards import make
 from slurmrl.rewards.reward import Reward
 from slurmrl.submission.checks.finding import CONFIG, FINDINGS, Finding, Weight

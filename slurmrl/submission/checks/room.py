@@ -9,9 +9,9 @@ from typing import Final
 from slurmrl.allocation import parse
 from slurmrl.graph.roles import Head
 from slurmrl.paths import RunPaths, user_name
-from slurmrl.plan.memory import parameters
+from slurmrl.plan.estimates.memory import parameters
+from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.settings import Settings
-from slurmrl.plan.shape import shape_of
 from slurmrl.submission.checks.finding import Finding, Weight
 
 GIB: Final = 2**30

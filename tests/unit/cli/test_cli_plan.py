@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pytest
 
 from slurmrl.cli.main import main
-from slurmrl.plan import inventory
+from slurmrl.plan.checks import inventory
 from slurmrl.scheduler.parse import HostRow
 from tests.fake_runs import write_config
 

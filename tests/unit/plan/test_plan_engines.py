@@ -7,10 +7,10 @@ import pytest
 from slurmrl.allocation import parse
 from slurmrl.config.schema import Model
 from slurmrl.errors import AllocationError
-from slurmrl.plan import fit
+from slurmrl.plan.checks import fit
 from slurmrl.plan.engines import rules_of
-from slurmrl.plan.lengths import Lengths
-from slurmrl.plan.shape import read
+from slurmrl.plan.estimates.lengths import Lengths
+from slurmrl.plan.estimates.shape import read
 
 SHAPE = read(
     {

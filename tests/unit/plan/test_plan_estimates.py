@@ -15,12 +15,12 @@ from slurmrl.graph.call import Method
 from slurmrl.models import flops as decoder_flops
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
-from slurmrl.plan import estimates, hardware
-from slurmrl.plan.flops import call_flops
-from slurmrl.plan.lengths import Lengths
-from slurmrl.plan.memory import MemoryDemand, estimate, kv_bytes_per_token, parameters
+from slurmrl.plan.estimates import costs, hardware
+from slurmrl.plan.estimates.flops import call_flops
+from slurmrl.plan.estimates.lengths import Lengths
+from slurmrl.plan.estimates.memory import MemoryDemand, estimate, kv_bytes_per_token, parameters
+from slurmrl.plan.estimates.shape import ModelShape, read
 from slurmrl.plan.settings import Settings
-from slurmrl.plan.shape import ModelShape, read
 
 Load = Callable[..., Settings]
 LLAMA_8B = {
@@ -220,8 +220,8 @@ def test_memory_of_a_gpu(kind: str | None, memory: str | None, size: int | None)
 
 def test_models_on_one_gpu_add_up_and_their_calls_take_turns(plan_ppo: Load) -> None:
     settings = plan_ppo()
-    found = estimates.memories(settings)
-    fullest = estimates.standing_by_gpu(settings)
+    found = costs.memories(settings)
+    fullest = costs.standing_by_gpu(settings)
     passing = max(max(one.activations, one.kv_cache) for one in found.values())
     assert fullest.size == sum(one.standing for one in found.values()) + passing
     assert fullest.models == ("actor", "critic", "ref")
@@ -233,9 +233,9 @@ def test_seconds_are_told_for_a_known_gpu(plan_ppo: Load) -> None:
     for kind, known in (("h100", True), ("unheard", False)):
         settings = plan_ppo(f"cluster.slurm.gpu_type={kind}")
         placed = placements(settings.config, ["actor", "critic", "ref"])
-        found = estimates.memories(settings)
+        found = costs.memories(settings)
         for call in settings.algorithm.calls(settings.config):
-            cost = estimates.cost(settings, call, placed, found)
+            cost = costs.cost(settings, call, placed, found)
             if call.role is None:
                 assert cost is None
                 continue

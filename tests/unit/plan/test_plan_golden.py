@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from slurmrl.plan.build import make_plan
-from slurmrl.plan.report import report
+from slurmrl.plan.report.document import text
+from slurmrl.plan.report.values import report
 from slurmrl.plan.settings import load_settings
-from slurmrl.plan.show import text
 
 EXAMPLES = sorted((Path(__file__).parents[3] / "examples").glob("*.yaml"))
 GOLDEN = Path(__file__).parent / "golden"

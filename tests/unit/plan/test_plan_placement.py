@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from slurmrl.plan import inventory
 from slurmrl.plan.build import make_plan
+from slurmrl.plan.checks import inventory
 from slurmrl.plan.model import Plan
 from slurmrl.plan.placement import place, workers_per_host
+from slurmrl.plan.report.tables import process_groups, rows, split_over_hosts
 from slurmrl.plan.settings import Settings
-from slurmrl.plan.tables import process_groups, rows, split_over_hosts
 from slurmrl.scheduler.parse import HostRow, cluster_hosts
 from tests.unit.plan.conftest import EXPERTS
 

@@ -8,9 +8,9 @@ from typing import Any, Final
 from slurmrl.config.schema import Config, Model
 from slurmrl.config.source import Source
 from slurmrl.errors import Problem
-from slurmrl.plan import sizes
 from slurmrl.plan.algorithms import Algorithm
-from slurmrl.plan.modes import shape_of
+from slurmrl.plan.resolve import sizes
+from slurmrl.plan.resolve.allocation_mode import shape_of
 
 DEFAULT_ENGINE: Final = "fsdp"
 DEFAULT_BACKEND: Final = "fsdp:d1"

@@ -8,13 +8,13 @@ from typing import NamedTuple, Protocol
 from slurmrl.config.schema import Config, Model
 from slurmrl.graph.call import Call, Method
 from slurmrl.graph.roles import RoleUse
-from slurmrl.plan import hardware
 from slurmrl.plan.algorithms import Algorithm
-from slurmrl.plan.flops import call_flops, compute_seconds, decode_seconds
-from slurmrl.plan.lengths import Lengths, lengths_of
-from slurmrl.plan.memory import Memory, MemoryDemand, estimate, kv_bytes_per_token
-from slurmrl.plan.placement import ROLLOUTS, TRAINERS, Placement, placements
-from slurmrl.plan.shape import ModelShape, shape_of
+from slurmrl.plan.estimates import hardware
+from slurmrl.plan.estimates.flops import call_flops, compute_seconds, decode_seconds
+from slurmrl.plan.estimates.lengths import Lengths, lengths_of
+from slurmrl.plan.estimates.memory import Memory, MemoryDemand, estimate, kv_bytes_per_token
+from slurmrl.plan.estimates.shape import ModelShape, shape_of
+from slurmrl.plan.placement import TRAINERS, Placement, layout_of, model_of, placements
 
 
 class Checked(Protocol):
@@ -39,13 +39,6 @@ class CallCost(NamedTuple):
 
     flops: int
     seconds: float | None
-
-
-def layout_of(call: Call, names: Sequence[str]) -> str | None:
-    """The model in the plan that a call runs on; None for a call without a model."""
-    if call.method is Method.GENERATE and ROLLOUTS in names:
-        return ROLLOUTS
-    return call.role
 
 
 def memories(checked: Checked) -> dict[str, Memory]:
@@ -75,12 +68,6 @@ def memories(checked: Checked) -> dict[str, Memory]:
         )
         found[name] = estimate(job)
     return found
-
-
-def model_of(config: Config, name: str) -> Model:
-    """The section behind a model of the plan: generation runs the actor's weights."""
-    section: Model = config.actor if name == ROLLOUTS else getattr(config, name)
-    return section
 
 
 def fullest(placed: dict[str, Placement], sizes: dict[str, Memory]) -> Fullest:

@@ -1,15 +1,11 @@
-"""What no schema can see alone: checks across sections, files and the algorithm's needs.
-
-Each check yields problems and never raises, so that all of them are reported at once. To add one,
-write a function like these and name it in CHECKS.
-"""
+"""Checks of the configuration's sections: datasets, reward, optimizers, stop_when, graph."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Final, TypeAlias
+from typing import Final
 
 from slurmrl.config.conditions import StopWhen
 from slurmrl.config.schema import Config, Dataset
@@ -20,29 +16,16 @@ from slurmrl.graph.call import Call
 from slurmrl.graph.dataset import DATASET_KEYS
 from slurmrl.graph.graph import Graph
 from slurmrl.plan.algorithms import Algorithm
-from slurmrl.plan.draft import Draft
+from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engines import ENGINES
-from slurmrl.plan.layouts import LAYOUT_CHECKS, SUBMISSION_CHECKS
-from slurmrl.plan.weights import implementations, lengths, stop_tokens, tokenizer, weights
 from slurmrl.registry import near, resolve
 
 STEP_METRICS: Final = ("tokens", "tokens_per_s")
-Check: TypeAlias = Callable[[Draft], Iterable[Problem]]
 
 REWARDS: Final = "slurmrl.rewards:REWARDS"
 """The table of rewards. It stands above the plan and is looked at by name, as schemas are."""
 OWN_REWARD: Final = re.compile(r"[\w.]+:\w+")
 """A user's own class, imported where the run is: its module may need torch."""
-
-
-def check(draft: Draft) -> list[Problem]:
-    """What keeps a configuration from being planned."""
-    return [problem for one in CHECKS for problem in one(draft)]
-
-
-def check_submission(draft: Draft) -> list[Problem]:
-    """What keeps a planned configuration from being submitted."""
-    return [problem for one in SUBMISSION for problem in one(draft)]
 
 
 def _datasets(draft: Draft) -> Iterator[tuple[KeyPath, Dataset, Sequence[str]]]:
@@ -53,7 +36,7 @@ def _datasets(draft: Draft) -> Iterator[tuple[KeyPath, Dataset, Sequence[str]]]:
         yield ("evaluation", "dataset"), config.evaluation.dataset, algorithm.evaluation_types
 
 
-def _dataset_types(draft: Draft) -> Iterator[Problem]:
+def dataset_types(draft: Draft) -> Iterator[Problem]:
     for where, dataset, types in _datasets(draft):
         if dataset.type not in types:
             task = "learns from" if where == ("dataset",) else "evaluates"
@@ -61,7 +44,7 @@ def _dataset_types(draft: Draft) -> Iterator[Problem]:
             yield draft.problem((*where, "type"), f"'{dataset.type}' is not allowed: {rule}")
 
 
-def _dataset_files(draft: Draft) -> Iterator[Problem]:
+def dataset_files(draft: Draft) -> Iterator[Problem]:
     for where, dataset, _ in _datasets(draft):
         path = Path(dataset.path)
         if not path.is_file():
@@ -69,7 +52,7 @@ def _dataset_files(draft: Draft) -> Iterator[Problem]:
             yield draft.problem((*where, "path"), f"'{path}' is not allowed: {reason}")
 
 
-def _reward(draft: Draft) -> Iterator[Problem]:
+def reward(draft: Draft) -> Iterator[Problem]:
     """Whoever makes completions has a known rule that judges them."""
     config = draft.config
     users = {draft.algorithm.name: draft.algorithm.calls(config)}
@@ -90,7 +73,7 @@ def _makes_rewards(calls: Sequence[Call]) -> bool:
     return any("rewards" in call.outputs for call in calls)
 
 
-def _engine_options(draft: Draft) -> Iterator[Problem]:
+def engine_options(draft: Draft) -> Iterator[Problem]:
     """Settings that not every engine has."""
     for role, model in draft.models():
         allocation = draft.allocations().get(role)
@@ -105,7 +88,7 @@ def _engine_options(draft: Draft) -> Iterator[Problem]:
                 yield draft.problem((role, field), message)
 
 
-def _optimizers(draft: Draft) -> Iterator[Problem]:
+def optimizers(draft: Draft) -> Iterator[Problem]:
     """Settings that the kind of optimizer does not use."""
     trained = {use.role for use in draft.algorithm.roles() if use.trained}
     for role, model in draft.models():
@@ -120,7 +103,7 @@ def _optimizers(draft: Draft) -> Iterator[Problem]:
             yield draft.problem((role, "optimizer", "name"), message)
 
 
-def _stop_when(draft: Draft) -> Iterator[Problem]:
+def stop_when(draft: Draft) -> Iterator[Problem]:
     text = draft.config.stop_when
     if text is None:
         return
@@ -159,7 +142,7 @@ def _stops_by_evaluation(draft: Draft, text: str) -> Iterator[Problem]:
         yield draft.problem(("stop_when",), message)
 
 
-def _graphs(draft: Draft) -> Iterator[Problem]:
+def graphs(draft: Draft) -> Iterator[Problem]:
     """The calls fit together; those of a new algorithm may not."""
     config, algorithm = draft.config, draft.algorithm
     if config.dataset.type in algorithm.dataset_types:
@@ -178,25 +161,3 @@ def _graph(
     except UsageError as error:
         for line in str(error).splitlines():
             yield draft.problem((section,), line)
-
-
-CHECKS: Final[tuple[Check, ...]] = (
-    *LAYOUT_CHECKS,
-    implementations,
-    _engine_options,
-    _optimizers,
-    _dataset_types,
-    _reward,
-    _stop_when,
-    _graphs,
-)
-"""What must hold of every plan."""
-SUBMISSION: Final[tuple[Check, ...]] = (
-    *SUBMISSION_CHECKS,
-    weights,
-    lengths,
-    tokenizer,
-    stop_tokens,
-    _dataset_files,
-)
-"""What must hold besides, before a trial can be submitted: files and engines that are there."""

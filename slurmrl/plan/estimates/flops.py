@@ -10,9 +10,9 @@ from typing import Final
 
 from slurmrl.graph.call import Method
 from slurmrl.graph.roles import Head
-from slurmrl.plan.hardware import Gpu
-from slurmrl.plan.lengths import Lengths
-from slurmrl.plan.shape import ModelShape
+from slurmrl.plan.estimates.hardware import Gpu
+from slurmrl.plan.estimates.lengths import Lengths
+from slurmrl.plan.estimates.shape import ModelShape
 
 UTILISATION: Final = 0.4
 """Share of the peak that training reaches."""

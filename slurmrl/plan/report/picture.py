@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from slurmrl.graph import svg
-from slurmrl.plan.show import cell
+from slurmrl.plan.report.document import cell
 
 LINE: Final = 20
 LEFT: Final = 16

@@ -16,14 +16,17 @@ from slurmrl.config.schema import Model
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import AllocationError, Problem
 from slurmrl.graph.call import Method
-from slurmrl.plan import fit, hardware, placement, sizes
-from slurmrl.plan.draft import Draft
+from slurmrl.plan import placement
+from slurmrl.plan.checks import fit
+from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engines import ENGINES, rules_of
-from slurmrl.plan.estimates import memories, standing_by_gpu
-from slurmrl.plan.hardware import GIB
-from slurmrl.plan.lengths import lengths_of
+from slurmrl.plan.estimates import hardware
+from slurmrl.plan.estimates.costs import memories, standing_by_gpu
+from slurmrl.plan.estimates.hardware import GIB
+from slurmrl.plan.estimates.lengths import lengths_of
+from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.placement import LARGEST_HOST, ROLLOUTS, TRAINERS, Placement
-from slurmrl.plan.shape import shape_of
+from slurmrl.plan.resolve import sizes
 
 
 def backends(draft: Draft) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from slurmrl.config.schema import Config, Dataset
 from slurmrl.plan.algorithms import Algorithm
-from slurmrl.plan.shape import ModelShape
+from slurmrl.plan.estimates.shape import ModelShape
 
 
 @dataclass(frozen=True)

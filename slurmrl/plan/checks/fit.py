@@ -13,8 +13,8 @@ from typing import Final, TypeAlias
 from slurmrl.allocation import Allocation
 from slurmrl.config.schema import Model, ParallelSizes
 from slurmrl.plan.engines import ENGINES
-from slurmrl.plan.lengths import Lengths
-from slurmrl.plan.shape import ModelShape
+from slurmrl.plan.estimates.lengths import Lengths
+from slurmrl.plan.estimates.shape import ModelShape
 
 
 @dataclass(frozen=True)

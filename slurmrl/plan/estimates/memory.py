@@ -9,8 +9,8 @@ from typing import Final
 from slurmrl.allocation import Allocation
 from slurmrl.config.schema import Model
 from slurmrl.graph.roles import Head
-from slurmrl.plan.lengths import Lengths
-from slurmrl.plan.shape import ModelShape
+from slurmrl.plan.estimates.lengths import Lengths
+from slurmrl.plan.estimates.shape import ModelShape
 
 BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2}
 SHARDED: Final = frozenset({"fsdp", "archon"})

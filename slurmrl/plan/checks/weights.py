@@ -13,9 +13,9 @@ from slurmrl.config.schema import Dataset, Model
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import Problem, UsageError
 from slurmrl.plan import model_files
-from slurmrl.plan.draft import Draft
+from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engines import ENGINES
-from slurmrl.plan.lengths import longest
+from slurmrl.plan.estimates.lengths import longest
 from slurmrl.registry import resolve
 
 LENGTH_LIMIT = "slurmrl.models.rope:length_limit"

@@ -10,18 +10,19 @@ from typing import Any
 
 from slurmrl.allocation import parse
 from slurmrl.graph.call import Call
-from slurmrl.plan import estimates, hardware, tables
-from slurmrl.plan.fit import Fit, padded_vocabulary
-from slurmrl.plan.memory import Memory
+from slurmrl.plan.checks.fit import Fit, padded_vocabulary
+from slurmrl.plan.estimates import costs, hardware
+from slurmrl.plan.estimates.memory import Memory
+from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
-from slurmrl.plan.placement import ROLLOUTS, Placement, placements
+from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, placements
+from slurmrl.plan.report import tables
 from slurmrl.plan.settings import Settings
-from slurmrl.plan.shape import shape_of
 
 
 def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict[str, Any]:
     """``warnings`` are those of others, such as what the cluster lacks."""
-    memories = estimates.memories(settings)
+    memories = costs.memories(settings)
     placed = placements(settings.config, [use.role for use in settings.algorithm.roles()])
     groups = tables.process_groups(plan)
     return {
@@ -63,7 +64,7 @@ def _group(group: GroupPlan) -> dict[str, Any]:
 def _model(
     settings: Settings, plan: Plan, model: ModelPlan, memory: Memory | None
 ) -> dict[str, Any]:
-    section = estimates.model_of(settings.config, model.role)
+    section = model_of(settings.config, model.role)
     shape = shape_of(section)
     own = section if model.role != ROLLOUTS else section.model_copy(update={"model": None})
     allocation = parse(model.backend)
@@ -97,7 +98,7 @@ def _calls(
     by_name: dict[str, Call] = {call.name: call for call in settings.algorithm.calls(config)}
     found = []
     for call in plan.calls:
-        cost = estimates.cost(settings, by_name[call.name], placed, memories)
+        cost = costs.cost(settings, by_name[call.name], placed, memories)
         found.append(
             {
                 "name": call.name,
@@ -118,7 +119,7 @@ def _calls(
 def _fullest(
     settings: Settings, placed: dict[str, Placement], memories: dict[str, Memory]
 ) -> dict[str, Any]:
-    rank, models, size = estimates.fullest(placed, memories)
+    rank, models, size = costs.fullest(placed, memories)
     return {
         "fullest_gpu": rank,
         "models": list(models),

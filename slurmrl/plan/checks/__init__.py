@@ -1,0 +1,57 @@
+"""Checks that no schema can make alone: across sections, files and the algorithm's needs.
+
+Each check yields problems and never raises, so that one run reports all of them. To add a check,
+write a function that takes a ``Draft`` and add it to CHECKS or SUBMISSION.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Final, TypeAlias
+
+from slurmrl.errors import Problem
+from slurmrl.plan.checks.draft import Draft
+from slurmrl.plan.checks.layouts import LAYOUT_CHECKS, SUBMISSION_CHECKS
+from slurmrl.plan.checks.sections import (
+    dataset_files,
+    dataset_types,
+    engine_options,
+    graphs,
+    optimizers,
+    reward,
+    stop_when,
+)
+from slurmrl.plan.checks.weights import implementations, lengths, stop_tokens, tokenizer, weights
+
+Check: TypeAlias = Callable[[Draft], Iterable[Problem]]
+
+CHECKS: Final[tuple[Check, ...]] = (
+    *LAYOUT_CHECKS,
+    implementations,
+    engine_options,
+    optimizers,
+    dataset_types,
+    reward,
+    stop_when,
+    graphs,
+)
+"""What must hold of every plan."""
+SUBMISSION: Final[tuple[Check, ...]] = (
+    *SUBMISSION_CHECKS,
+    weights,
+    lengths,
+    tokenizer,
+    stop_tokens,
+    dataset_files,
+)
+"""What must hold besides, before a trial can be submitted: files and engines that are there."""
+
+
+def check(draft: Draft) -> list[Problem]:
+    """What keeps a configuration from being planned."""
+    return [problem for one in CHECKS for problem in one(draft)]
+
+
+def check_submission(draft: Draft) -> list[Problem]:
+    """What keeps a planned configuration from being submitted."""
+    return [problem for one in SUBMISSION for problem in one(draft)]

@@ -1,0 +1,1 @@
+"""The plan as users see it: JSON values, text and SVG."""
