@@ -20,7 +20,8 @@ from slurmrl.config.schema import Config
 from slurmrl.config.schema.base import IsPath
 from slurmrl.config.schema.model import TRIAL_PREFIX
 from slurmrl.config.source import KeyPath, Source, read
-from slurmrl.errors import ConfigError, Problem
+from slurmrl.errors import ConfigError, EnvironmentFailure, Problem
+from slurmrl.fsio.failures import NO_FILE
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -70,8 +71,15 @@ def validate(
 
 
 def load_resolved(path: Path) -> Config:
-    """Read back what ``dump`` wrote."""
-    return parse(load(path))
+    """Read back what ``dump`` wrote. Raises ConfigError for its content, and EnvironmentFailure
+    where the file system does not give it."""
+    try:
+        return parse(load(path))
+    except ConfigError as error:
+        reason = error.__cause__
+        if isinstance(reason, OSError) and reason.errno not in NO_FILE:
+            raise EnvironmentFailure(str(error)) from reason
+        raise
 
 
 def dump(config: Config) -> str:

@@ -15,6 +15,7 @@ from slurmrl.errors import (
     SlurmrlError,
     StaleIncarnationError,
     TrialEndedError,
+    UsageError,
 )
 from slurmrl.fsio import ownership
 from slurmrl.paths import RunPaths
@@ -26,6 +27,7 @@ from slurmrl.workers.failure import Cause, Failure
 from slurmrl.workers.failure import first as first_failure
 from slurmrl.workers.presence import Presence, make_channels
 from slurmrl.workers.retry import retry
+from slurmrl.workers.supervisor.link import end_as_failed
 
 logger = log.get(__name__)
 T = TypeVar("T")
@@ -116,6 +118,9 @@ class Agent:
         if superseded:
             logger.info("the newest incarnation belongs to another job")
             return OK
+        if failed is not None and failed.get("final") and self._unborn:
+            end_as_failed(self.host.paths, self.host.submission, str(failed["reason"]))
+            return FAILED
         if self.host.warnings.received:
             logger.info("this job is to end: no other incarnation is formed")
             return FAILED
@@ -155,7 +160,8 @@ class Agent:
 
 
 def serve(run: Path, submission: int, group: str) -> int:
-    """Exit code of an agent in the directory ``run``. Raises SlurmrlError where it cannot start."""
+    """Exit code of an agent in the directory ``run``. A user error ends the trial. Raises
+    SlurmrlError where the agent cannot start for another reason."""
 
     def start() -> Host:
         for warning in ownership.check(run):
@@ -165,4 +171,9 @@ def serve(run: Path, submission: int, group: str) -> int:
 
     paths = RunPaths(run)
     pause = Presence(paths).sleep
-    return Agent(retry("start", start, pause, timeout_s=FORM_TIMEOUT_S)).run()
+    try:
+        host = retry("start", start, pause, timeout_s=FORM_TIMEOUT_S)
+    except UsageError as error:
+        end_as_failed(paths, submission, str(error))
+        return FAILED
+    return Agent(host).run()

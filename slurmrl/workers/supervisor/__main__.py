@@ -11,7 +11,14 @@ from pathlib import Path
 
 from slurmrl import env, log
 from slurmrl.config.load import load_resolved
-from slurmrl.errors import RunGoneError, SlurmrlError
+from slurmrl.config.schema import Cluster
+from slurmrl.errors import (
+    ConfigError,
+    OwnershipError,
+    RunGoneError,
+    SlurmrlError,
+    UsageError,
+)
 from slurmrl.fsio import ownership, variables
 from slurmrl.monitor.events import EventWriter
 from slurmrl.name_resolve import make as make_names
@@ -30,7 +37,7 @@ from slurmrl.scheduler.upkeep import Upkeep
 from slurmrl.workers.retry import retry
 from slurmrl.workers.supervisor.baton import Baton
 from slurmrl.workers.supervisor.job_hosts import JobHosts
-from slurmrl.workers.supervisor.link import reason_to_leave
+from slurmrl.workers.supervisor.link import end_as_failed, reason_to_leave
 from slurmrl.workers.supervisor.rounds import Rounds, job_tag
 from slurmrl.workers.supervisor.surplus import wait_for_turn
 
@@ -66,12 +73,7 @@ def main() -> int:
     try:
         rounds = retry("read the run's files", lambda: prepare(options, paths), timeout_s=PREPARE_S)
     except SlurmrlError as error:
-        logger.error("this job cannot begin: %s", error)
-        writer = EventWriter(paths, f"supervisor.{options.group}.{job_tag()}")
-        writer.write("end", code=1, why=f"it could not begin: {error}")
-        if in_chain:
-            give_back(link, f"the run's files cannot be read: {error}", env.NODE_NAME.get())
-        return 1
+        return cannot_begin(link, error, in_chain=in_chain)
     try:
         return run_link(link, rounds) if in_chain else rounds.run()
     except RunGoneError as error:
@@ -82,9 +84,55 @@ def main() -> int:
 
 
 def prepare(options: argparse.Namespace, paths: RunPaths) -> Rounds:
+    """Raises UsageError for what every other job would meet too, and EnvironmentFailure."""
     if file := load_resolved(paths.config).cluster.variables_file:
-        os.environ.update(variables.read(Path(file)))  # agents and workers inherit them
+        os.environ.update(read_variables(Path(file)))  # agents and workers inherit them
     return Rounds(options, paths, JobHosts.of_this_job(options, paths))
+
+
+def read_variables(file: Path) -> dict[str, str]:
+    """Raises UsageError for what its owner has to change, EnvironmentFailure for the rest: this
+    host may lack a mount or map users in its own way."""
+    try:
+        return variables.read(file)
+    except OwnershipError as error:
+        if file.stat().st_uid != os.geteuid():
+            raise
+        raise UsageError(f"cluster.variables_file: {error}") from error
+    except UsageError as error:
+        raise UsageError(f"cluster.variables_file: {error}") from error
+
+
+def cannot_begin(link: Link, error: SlurmrlError, *, in_chain: bool) -> int:
+    """Leave a job whose preparation failed. A user error ends the trial; anything else may be the
+    fault of this host, so the link goes back into the queue. Returns the exit code."""
+    logger.error("this job cannot begin: %s", error)
+    events = EventWriter(link.run, f"supervisor.{link.group}.{job_tag()}")
+    user_error = isinstance(error, UsageError) or was_removed(link.run, error)
+    if user_error and in_chain and not takes_over(link, events):
+        return 0
+    events.write("end", code=1, why=f"it could not begin: {error}")
+    if user_error:
+        end_as_failed(link.run, link.submission, str(error))
+        if in_chain:
+            end_chain(link)
+    elif in_chain:
+        give_back(link, f"the run's files cannot be read: {error}", env.NODE_NAME.get())
+    return 1
+
+
+def was_removed(paths: RunPaths, error: SlurmrlError) -> bool:
+    """Whether the variables file is missing from a folder that is there with other entries, so
+    that its mount is not what is missing."""
+    missing = error.__cause__
+    if not isinstance(missing, FileNotFoundError) or missing.filename is None:
+        return False
+    file = Path(os.fsdecode(missing.filename))
+    try:
+        configured = load_resolved(paths.config).cluster.variables_file
+        return configured == str(file) and bool(os.listdir(file.parent))
+    except (SlurmrlError, OSError):
+        return False
 
 
 def run_link(link: Link, rounds: Rounds) -> int:
@@ -113,12 +161,18 @@ def run_link(link: Link, rounds: Rounds) -> int:
 def takes_over(link: Link, events: EventWriter) -> bool:
     """Whether this job goes on with the trial, and not another one that is alive as well."""
     scheduler = SlurmScheduler(SlurmClient(TIMEOUT_S))
-    ttl_s = load_resolved(link.run.config).cluster.lease_ttl_s
     with make_names("file", directory=link.run.names) as names:
-        baton = Baton(
-            link.run, names, link, job_tag(), env.NODE_NAME.get(), scheduler, lease_ttl_s=ttl_s
-        )
+        ttl_s, host = lease_ttl_s(link.run), env.NODE_NAME.get()
+        baton = Baton(link.run, names, link, job_tag(), host, scheduler, lease_ttl_s=ttl_s)
         return wait_for_turn(baton, link, scheduler, events)
+
+
+def lease_ttl_s(paths: RunPaths) -> float:
+    """The default where the configuration is damaged: then the trial is to be ended."""
+    try:
+        return load_resolved(paths.config).cluster.lease_ttl_s
+    except ConfigError:
+        return Cluster().lease_ttl_s
 
 
 if __name__ == "__main__":

@@ -1,12 +1,18 @@
-"""Whether a link has anything to do."""
+"""Whether a link has anything to do, and the end of a trial that none can help."""
 
 from __future__ import annotations
 
+from slurmrl import log
+from slurmrl.errors import TrialEndedError
 from slurmrl.history.log import History
+from slurmrl.history.record import Kind
 from slurmrl.history.state import fold
+from slurmrl.history.writer import end
 from slurmrl.monitor.snapshot import newest_submission
 from slurmrl.paths import RunPaths
 from slurmrl.workers.retry import retry
+
+logger = log.get(__name__)
 
 
 def reason_to_leave(paths: RunPaths, submission: int) -> str | None:
@@ -16,6 +22,23 @@ def reason_to_leave(paths: RunPaths, submission: int) -> str | None:
     next one, which fails the same way, until none is left.
     """
     return retry("read the history", lambda: _reason(paths, submission))
+
+
+def end_as_failed(paths: RunPaths, submission: int, reason: str) -> None:
+    """End the trial because of a user error that every other job and host would meet too, before
+    an incarnation that could report it. A trial that ended already, or that a newer submission has
+    taken over, stays as it is.
+
+    Call it only from the job that holds the trial: another job may be running it.
+    """
+    if reason_to_leave(paths, submission) is not None:
+        return
+    try:
+        data = {"reason": reason, "traceback": ""}
+        retry("end the trial", lambda: end(History(paths.history), Kind.FAILED, data))
+        logger.error("the trial has failed: %s", reason)
+    except TrialEndedError as error:
+        logger.info("%s", error)
 
 
 def _reason(paths: RunPaths, submission: int) -> str | None:

@@ -18,6 +18,7 @@ from slurmrl.errors import (
     SlurmrlError,
     StaleIncarnationError,
     TrialEndedError,
+    UsageError,
 )
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
@@ -105,6 +106,23 @@ def failure(host: Host, number: int) -> dict[str, Any]:
 
 def test_an_incarnation_that_ends_as_it_should(host: Host) -> None:
     assert live(host, begins()) == OK
+
+
+def test_a_user_error_before_an_incarnation_ends_the_trial(host: Host) -> None:
+    """And is met once: it is not tried again, here or on another host."""
+    assert live(host, fails(UsageError("interface: there is no eth7"))) == FAILED
+    last = host.history.read()[-1]
+    assert (last.kind, last.incarnation) == (Kind.FAILED, 0)
+    assert "no eth7" in last.data["reason"]
+    assert not host.paths.hosts.exists() or not list(host.paths.hosts.iterdir())
+
+
+def test_a_user_error_at_an_agents_start_ends_the_trial(run: RunPaths) -> None:
+    run.config.write_text("total_steps: none\n")
+    assert agent_module.serve(run.run, 1, "trainer") == FAILED
+    last = History(run.history).read()[-1]
+    assert last.kind is Kind.FAILED
+    assert "total_steps" in last.data["reason"]
 
 
 def test_processes_that_do_not_leave_spoil_no_end(

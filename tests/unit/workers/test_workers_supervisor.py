@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl import keys
+from slurmrl.config.load import dump, load_resolved
 from slurmrl.errors import EnvironmentFailure, SchedulerError, UsageError
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind, Record
@@ -403,6 +405,7 @@ def test_a_link_that_cannot_begin_says_why(
     kind: type[Exception],
 ) -> None:
     """At once, or when a file that may come back has been waited for."""
+    submission(paths, 2)
 
     def prepare(*_: object) -> Rounds:
         raise kind("the token file cannot be read")
@@ -418,6 +421,69 @@ def test_a_link_that_cannot_begin_says_why(
     (event,) = read_all(paths)
     assert event["kind"] == "end"
     assert "could not begin: the token file cannot be read" in event["why"]
+
+
+@pytest.fixture
+def tokens(run: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The variables file of a trial whose supervisor ``main`` runs as a link of a chain."""
+    secrets = tmp_path / "secrets"
+    secrets.mkdir()
+    (secrets / "other").touch()
+    file = secrets / "tokens"
+    file.write_text("TOKEN=1\n")
+    file.chmod(0o600)
+    config = load_resolved(run.config)
+    cluster = config.cluster.model_copy(update={"variables_file": str(file)})
+    run.config.write_text(dump(config.model_copy(update={"cluster": cluster})))
+    submission(run, 2)
+    monkeypatch.setattr(supervisor, "PREPARE_S", 0.0)
+    monkeypatch.setattr(supervisor, "parse", lambda: options(run, "srun"))
+    monkeypatch.setattr(supervisor.ownership, "make_umask_private", lambda: None)
+    monkeypatch.setattr(supervisor.log, "configure", lambda name: None)
+    monkeypatch.setattr(supervisor, "takes_over", lambda *_: True)
+    monkeypatch.setattr(supervisor, "end_chain", lambda link: None)
+    return file
+
+
+BREAK: dict[str, Callable[[Path], None]] = {
+    "NAME=VALUE": lambda file: file.write_text("no assignment\n") and None,
+    "chmod 600": lambda file: file.chmod(0o644),
+    "No such file": lambda file: file.unlink(),
+}
+
+
+@pytest.mark.parametrize("said", BREAK)
+def test_a_user_error_before_the_first_round_ends_the_trial(
+    run: RunPaths, tokens: Path, monkeypatch: pytest.MonkeyPatch, said: str
+) -> None:
+    """Every link on every host would meet it: none is used up for it, and no host is excluded."""
+    monkeypatch.setattr(supervisor, "give_back", lambda *_: pytest.fail("a host is blamed"))
+    BREAK[said](tokens)
+    assert supervisor.main() == 1
+    last = History(run.history).read()[-1]
+    assert last.kind is Kind.FAILED
+    assert said in last.data["reason"]
+    assert str(tokens) in last.data["reason"]
+
+
+def test_a_user_error_does_not_end_a_trial_that_another_job_runs(
+    run: RunPaths, tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor, "takes_over", lambda *_: False)
+    tokens.write_text("no assignment\n")
+    assert supervisor.main() == 0
+    assert History(run.history).read() == []
+
+
+def test_a_variables_file_without_its_mount_is_the_fault_of_the_host(
+    run: RunPaths, tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given_back: list[str] = []
+    monkeypatch.setattr(supervisor, "give_back", lambda link, why, host: given_back.append(why))
+    shutil.rmtree(tokens.parent)
+    assert supervisor.main() == 1
+    assert str(tokens) in given_back[0]
+    assert History(run.history).read() == []
 
 
 def test_a_task_of_an_elastic_group_looks_after_nothing(
