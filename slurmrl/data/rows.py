@@ -151,12 +151,12 @@ def _problems(
 def _no_such_key(config: DatasetConfig, setting: str, field: str, known: list[str]) -> Problem:
     """``setting`` is where it was asked for; a field of KEYS may stand for another key."""
     key = _key(config, field)
-    fields = list(dict.fromkeys([*known, *KEYS])) if setting != "answer_key" else known
-    named = f"{{{field}}} stands for '{key}', which" if key != field else f"'{key}'"
-    if field in KEYS and (setting == "answer_key" or key != field):
-        setting = KEYS[field]
-    told = f"{named} is no key of any line of {config.path}; {near(key, fields)}"
-    return Problem("", setting, told if field in KEYS else f"{told}; {DOUBLING}")
+    if field in KEYS:
+        told = f"{{{field}}} stands for '{key}', which is no key of any line of {config.path}"
+        return Problem("", KEYS[field], f"{told}; {near(key, known)}")
+    fields = list(dict.fromkeys([*known, *KEYS]))
+    told = f"'{key}' is no key of any line of {config.path}; {near(key, fields)}"
+    return Problem("", setting, f"{told}; {DOUBLING}")
 
 
 def _wrong(row: Mapping[str, Any], key: str, *, empty: bool) -> str:

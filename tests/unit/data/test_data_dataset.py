@@ -158,6 +158,16 @@ def test_keys_that_no_line_has_are_the_setting_s_fault(
     assert re.match(message.replace("?", r"\?"), problem.message)
 
 
+def test_default_keys_that_no_line_has_are_named_with_those_that_lines_have(tmp_path: Path) -> None:
+    path = rows(tmp_path, {"question": "1+2", "solution": "3"})
+    with pytest.raises(ConfigError) as caught:
+        make(Dataset(type="prompt_answer", path=path), characters(tmp_path))
+    assert [(one.key, one.message.partition(path)[2]) for one in caught.value.problems] == [
+        ("prompt_key", "; allowed: question, solution"),
+        ("answer_key", "; allowed: question, solution"),
+    ]
+
+
 def test_references_are_there_for_all_prompts_or_for_none(tmp_path: Path) -> None:
     without = {"prompt": "1+2="}
     tokenizer = characters(tmp_path)
