@@ -52,9 +52,9 @@ HEARTBEAT_S = 2.0
 TIMEOUT_S = 120.0
 
 
-def poll(look: Callable[[], Any], pace: PollIntervals) -> Any:
+def poll(look: Callable[[], Any], intervals: PollIntervals) -> Any:
     """As the agent waits while an incarnation forms."""
-    backoff = Backoff(last_s=min(pace.poll_s, pace.beat_s))
+    backoff = Backoff(last_s=min(intervals.poll_s, intervals.beat_s))
     deadline = time.monotonic() + TIMEOUT_S
     while (found := look()) is None:
         if time.monotonic() > deadline:
@@ -63,14 +63,14 @@ def poll(look: Callable[[], Any], pace: PollIntervals) -> Any:
     return found
 
 
-def agent(paths: RunPaths, task: int, workers: int, pace: PollIntervals, start: Any) -> None:
+def agent(paths: RunPaths, task: int, workers: int, intervals: PollIntervals, start: Any) -> None:
     start.wait()
     names = make("file", directory=paths.names)
     environ = {"SLURM_NODEID": str(task), "SLURM_JOB_ID": "1", "SLURMD_NODENAME": f"host{task}"}
     identity = claim(names, GROUP, elastic=False, environ=environ)
     Lease(paths.lease(GROUP, identity.task, identity.attempt)).beat()
     history = History(paths.history)
-    incarnation = poll(lambda: fold(history.read()).incarnation or None, pace)
+    incarnation = poll(lambda: fold(history.read()).incarnation or None, intervals)
     replies = LogWriter(paths.agent_log(incarnation, GROUP, task))
     replies.append({"type": "hello", **vars(identity)})
     if task == 0:
@@ -83,7 +83,7 @@ def agent(paths: RunPaths, task: int, workers: int, pace: PollIntervals, start: 
             names.refresh()
             return None
 
-    poll(find, pace)
+    poll(find, intervals)
     ready = ({"type": "ready", "rank": task * workers + worker} for worker in range(workers))
     replies.append(*ready)
 
@@ -92,10 +92,10 @@ def over_files(folder: Path, agents: int, workers: int) -> float:
     paths = RunPaths(folder / "run")
     for directory in paths.directories():
         make_private_directory(directory)
-    pace = PollIntervals.of(agents, HEARTBEAT_S)
+    intervals = PollIntervals.of(agents, HEARTBEAT_S)
     start = FORK.Barrier(agents + 1)
     processes = [
-        FORK.Process(target=agent, args=(paths, task, workers, pace, start))
+        FORK.Process(target=agent, args=(paths, task, workers, intervals, start))
         for task in range(agents)
     ]
     for process in processes:
@@ -104,7 +104,7 @@ def over_files(folder: Path, agents: int, workers: int) -> float:
     began = time.perf_counter()
     incarnation = begin(History(paths.history), {"job": "1.0"}).incarnation
     readers = [LogReader(paths.agent_log(incarnation, GROUP, task)) for task in range(agents)]
-    follower = Follower(readers, paths.control, longest_poll_s=pace.poll_s)
+    follower = Follower(readers, paths.control, longest_poll_s=intervals.poll_s)
     ready: set[int] = set()
     while len(ready) < agents * workers:
         news = follower.read()

@@ -4,7 +4,7 @@ incarnation), master (one per incarnation). Only ``workers.worker`` imports torc
     supervisor ──► agent ──► fork server ──► worker      a pipe from the agent to each of them
                      └─────► master                   on the first host of the trainer group
 
-The master appends messages to one control log; agents read it and pass each message to their
-workers; workers answer through their agent, which appends to a log of its own that the master
-reads. `messages` names every message.
+The master appends messages to one control log. Agents read it and pass each message on to their
+workers. Workers answer through their agent, which appends to a log of its own; the master
+reads those logs. `messages` lists every message.
 """

@@ -1,16 +1,17 @@
-"""What the ranks did when an incarnation was ended for silence or a deadline, kept for people."""
+"""Explanations of hangs: what the ranks did when silence or a deadline ended an incarnation."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from slurmrl import keys, log
 from slurmrl.errors import EnvironmentFailure, NameExistsError
 from slurmrl.monitor import hang
 from slurmrl.monitor.events import EventWriter
 from slurmrl.name_resolve.base import NameStore
-from slurmrl.workers.failure import Cause, Failure
+from slurmrl.workers.failure import Cause
 from slurmrl.workers.messages import Message
 
 logger = log.get(__name__)
@@ -18,10 +19,10 @@ logger = log.get(__name__)
 COLLECT_S = 15.0
 """How long the master waits for the stacks of all hosts."""
 CAUSES = (Cause.HUNG, Cause.DEADLINE)
-"""Failures that are explained by what the ranks were doing."""
+"""Failures that need an explanation."""
 
 
-def is_hang(failure: Failure) -> bool:
+def is_hang(failure: Mapping[str, Any]) -> bool:
     return failure.get("cause") in CAUSES
 
 
@@ -32,13 +33,14 @@ def publish(
     rows: Sequence[Message],
     files: Sequence[str],
 ) -> None:
-    """Say it in the name store, for the story, and as an event. ``rows``: see `monitor.hang`."""
-    told = {"text": hang.explain(hang.grouped(rows)), "files": list(files)}
-    logger.error("%s; stacks: %s", told["text"], ", ".join(files) or "none")
-    events.write("hang", incarnation=incarnation, **told)
+    """Log the explanation, write it as an event and add it to the name store, where `status` reads
+    it. ``rows``: see `monitor.hang`; ``files`` hold the stacks."""
+    explanation = {"text": hang.explain(hang.grouped(rows)), "files": list(files)}
+    logger.error("%s; stacks: %s", explanation["text"], ", ".join(files) or "none")
+    events.write("hang", incarnation=incarnation, **explanation)
     try:
-        names.add(keys.hang(incarnation), json.dumps(told), delete_on_exit=False)
+        names.add(keys.hang(incarnation), json.dumps(explanation), delete_on_exit=False)
     except NameExistsError:
         return
     except EnvironmentFailure as error:
-        logger.warning("the hang is not explained in the story: %s", error)
+        logger.warning("cannot publish the explanation of the hang: %s", error)

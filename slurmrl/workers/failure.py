@@ -1,10 +1,13 @@
-"""What is known of why an incarnation failed: a JSON object, of which the first one that is
-published counts.
+"""Failures of incarnations: JSON objects, of which the first one published counts.
 
-It has ``cause`` (see `Cause`) and ``reason``, a sentence; where they are known also ``host``,
-``rank``, ``call``, ``step``, ``exception``, ``traceback``, ``damaged``, a checkpoint's folder,
-``agent``, one that hangs, ``echo``, true for what looks like the end of another rank, and
-``final``, true for a user's mistake, after which no other incarnation is tried.
+A failure has ``cause`` (see `Cause`) and ``reason``, a sentence. Where known it also has:
+
+- ``host``, ``rank``, ``call``, ``step``: where it happened;
+- ``exception``, ``traceback``;
+- ``damaged``: directory of a damaged checkpoint;
+- ``agent``: the agent that hangs;
+- ``echo``: true if it looks like a consequence of another rank's end;
+- ``final``: true for a user error, after which no other incarnation is tried.
 """
 
 from __future__ import annotations
@@ -33,30 +36,30 @@ logger = log.get(__name__)
 
 Failure = dict[str, Any]
 PUBLISH_TIMEOUT_S = 60.0
-"""How long a directory may not answer before a failure goes unreported."""
+"""Seconds without an answer from the directory after which a failure goes unreported."""
 
 
 class Cause(StrEnum):
     EXCEPTION = "exception"
-    """Code raised something; in ranks mostly, so ``rank``, ``call`` and ``step`` are known."""
+    """Code raised an exception; mostly in a rank, so ``rank``, ``call`` and ``step`` are known."""
     DIED = "died"
-    """A worker ended when it should not have."""
+    """A worker ended unexpectedly."""
     OOM = "oom"
-    """A process was ended, or an allocation refused, for want of memory."""
+    """A process was killed, or an allocation failed, for lack of memory."""
     HUNG = "hung"
     """A process gave no sign of life and was killed."""
     DEADLINE = "deadline"
-    """Ranks were there but did not finish in time."""
+    """Ranks were alive but did not finish in time."""
     LOST_HOST = "lost_host"
-    """An agent's lease was not beaten any more."""
+    """An agent stopped renewing its lease."""
     MASTER = "master"
-    """The master ended when it should not have."""
+    """The master ended unexpectedly."""
     ENVIRONMENT = "environment"
     """The machine, the cluster or the shared directory could not do what was needed."""
 
 
 def describe(error: Exception, who: str) -> Failure:
-    """The failure that an exception means: the one it carries, or one made of its type."""
+    """Return the failure that an exception carries, or derive one from its type. ``who`` failed."""
     if isinstance(error, RunFailedError) and error.failure:
         return dict(error.failure)
     if isinstance(error, WaitTimeoutError):
@@ -78,23 +81,24 @@ def publish(
     incarnation: int,
     failure: Mapping[str, Any],
 ) -> bool:
-    """Say why an incarnation failed; False if somebody was first or nobody could be told."""
+    """Publish why an incarnation failed. Return False if another failure was published first or the
+    directory did not take this one."""
     value = json.dumps(failure)
     try:
         retry(
-            "report the failure",
+            "publish the failure",
             lambda: names.add(keys.failure(incarnation), value, delete_on_exit=False),
             timeout_s=PUBLISH_TIMEOUT_S,
         )
     except NameExistsError:
-        logger.info("another failure was reported first")
+        logger.info("another failure was published first")
         return False
     except EnvironmentFailure as error:
-        logger.error("nobody could be told of the failure: %s", error)
+        logger.error("cannot publish the failure: %s", error)
         return False
     return True
 
 
 def first(names: NameStore, incarnation: int) -> Failure | None:
-    """The failure that was published. Raises EnvironmentFailure."""
+    """Return the failure that was published. Raises EnvironmentFailure."""
     return dict(published.failure(names, incarnation)) or None

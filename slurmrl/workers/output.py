@@ -1,4 +1,4 @@
-"""Standard output and error of a process that goes on where they cannot be written."""
+"""Standard output and error that never fail: what cannot be written is dropped."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing_extensions import Buffer
 
 
 class Forgiving(io.FileIO):
-    """Drops what the file does not take (a full disk, a server that is away), and says so as soon
-    as it takes something again."""
+    """Drops what the file does not take (full disk, unreachable server), and writes a note about it
+    as soon as the file takes something again."""
 
     _dropped = 0
     _why = ""
@@ -32,7 +32,7 @@ class Forgiving(io.FileIO):
 
 
 def forgive() -> None:
-    """From here on printing raises no OSError in this process."""
+    """Replace sys.stdout and sys.stderr of this process: printing raises no OSError any more."""
     sys.stdout.flush()
     sys.stderr.flush()
     sys.stdout = _writer(1, line_buffering=False)

@@ -1,7 +1,7 @@
-"""How often the processes of a trial look at the shared directory while nothing happens.
+"""Intervals at which the processes of an idle trial access the shared directory.
 
-A trial at rest causes at most ``max(200, 0.5 x hosts)`` file operations a second in all, whatever
-its size. Hosts that poll less often also notice less soon: up to `poll_s` later.
+An idle trial causes at most ``max(200, 0.5 x hosts)`` file operations a second in all. Hosts of
+larger trials therefore poll less often, and notice changes up to `poll_s` later.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ OPERATIONS_PER_S = 200.0
 OPERATIONS_PER_S_AND_HOST = 0.5
 
 BEAT = 3
-"""File operations of a heartbeat, a look at a lease and a look at a log: open, transfer, close."""
+"""File operations of a heartbeat, of reading a lease, of polling a log: open, transfer, close."""
 CHECK = 3
-"""Of a look at the history that finds nothing new: list, look for the next slot; and of a look at
-the size of the host's output, which comes as often."""
+"""File operations of polling the history without news (list, look up the next slot) and of reading
+the size of the host's output, which happens as often."""
 PUBLISH = 16
-"""Of replacing the status, generously."""
+"""File operations of replacing the status, generously."""
 
 SHORTEST_POLL_S = 0.05
 POLL_JITTER = 1.2
-"""Pauses between polls are shortened at random (see `backoff`): by less than this factor."""
+"""Pauses between polls are randomly shortened (see `backoff`), by less than this factor."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,19 @@ class PollIntervals:
     """Intervals in seconds."""
 
     beat_s: float
-    """Between an agent's heartbeats."""
+    """Between two heartbeats of an agent."""
     check_s: float
-    """Between an agent's looks at the history."""
+    """Between two reads of the history by an agent."""
     status_s: float
-    """Between the master's looks at all leases and its status."""
+    """Between two rounds of the master: read all leases, replace the status."""
     poll_s: float
-    """Longest pause between looks at a log that nobody announces changes of."""
+    """Longest pause between two polls of a log where nothing announces its changes (no inotify)."""
 
     @staticmethod
     def of(hosts: int, heartbeat_s: float) -> PollIntervals:
-        """The pace of a trial on ``hosts`` hosts; ``heartbeat_s`` is the shortest interval of
-        what goes on for ever. Heartbeats get the largest part, so that they are the last to
-        slow down: at 10,000 hosts to one in 15 s."""
+        """Return the intervals of a trial on ``hosts`` hosts; none of the periodic ones is below
+        ``heartbeat_s``. Heartbeats get the largest share of the budget, so they are the last to
+        slow down: to one every 15 s at 10,000 hosts."""
         budget = max(OPERATIONS_PER_S, OPERATIONS_PER_S_AND_HOST * hosts)
         beat_s = max(heartbeat_s, BEAT * hosts / (0.40 * budget))
         check_s = max(heartbeat_s, CHECK * hosts / (0.12 * budget))

@@ -1,5 +1,8 @@
-"""Whether the run directory is still there. One that does not answer is waited for; one that was
-removed does not come back, and without it nothing that a process does is seen by anybody."""
+"""Detection of a removed run directory.
+
+A directory that does not answer is waited for. One that was removed does not come back, and without
+it nobody sees what a process does.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +18,11 @@ from slurmrl.workers.failure import Cause
 ITSELF = "."
 LOOK_S = 5.0
 GONE_S = 20.0
-"""For so long a directory is missing before it counts as removed: somebody may move it back."""
+"""A directory that is missing for this long counts as removed; until then it may be moved back."""
 
 
 class Presence:
-    """Looks at the run directory at most every ``look_s``."""
+    """Checks the run directory, at most every ``look_s`` seconds."""
 
     def __init__(
         self,
@@ -35,11 +38,11 @@ class Presence:
         self._calls = calls
         self._next_look = clock()
         self._since: float | None = None
-        """When something was first seen to be missing."""
+        """When a directory was first found missing."""
 
     def check(self) -> None:
-        """Raises RunGoneError where the run directory was removed, RunFailedError where one was
-        that its processes talk through: the next start makes that again."""
+        """Raise RunGoneError if the run directory was removed, RunFailedError if one of the
+        directories for messages was: the next start makes that one again."""
         now = self._clock()
         if now < self._next_look:
             return
@@ -53,24 +56,24 @@ class Presence:
             return
         run = self._paths.run
         if missing == [ITSELF]:
-            raise RunGoneError(f"the run directory {run} was removed: nothing can go on")
+            raise RunGoneError(f"the run directory {run} was removed; its processes end")
         reason = (
-            f"{', '.join(f'{name}/' for name in missing)} in {run} was removed while it was used"
+            f"{', '.join(f'{name}/' for name in missing)} in {run} was removed while the trial ran"
         )
         raise RunFailedError(reason, {"cause": Cause.ENVIRONMENT, "reason": reason})
 
     def sleep(self, seconds: float) -> None:
-        """A pause between two tries. Raises as `check`."""
+        """Pause between two attempts. Raises as `check`."""
         self._calls.sleep(seconds)
         self.check()
 
     def wait(self) -> None:
-        """Return once the run directory is there, at once if it is. Raises RunGoneError."""
+        """Wait until the run directory is there. Raises RunGoneError."""
         while self._missing() == [ITSELF]:
             self.sleep(self._look_s)
 
     def _missing(self) -> list[str]:
-        """Names that are not there; none where the directory does not answer."""
+        """Return the names of missing directories; none where the file system does not answer."""
         try:
             names = set(self._calls.listdir(self._paths.run))
         except FileNotFoundError:
@@ -81,7 +84,7 @@ class Presence:
 
 
 def make_channels(paths: RunPaths) -> None:
-    """The directories through which processes talk to each other, where they are missing. The run
-    directory itself must be there. Raises EnvironmentFailure."""
+    """Make the directories through which processes exchange messages, where they are missing. The
+    run directory itself must be there. Raises EnvironmentFailure."""
     for directory in paths.channels():
         atomic.make_private_directory(directory)

@@ -1,7 +1,7 @@
-"""Child processes that cannot outlive their parent, and are only ended by it.
+"""Child processes that cannot outlive their parent and that only their parent ends.
 
-Children ignore the signals that Slurm sends to whole steps (their agent decides what those
-mean), get SIGKILL from the kernel when the parent dies, and see end of file on their pipe.
+Children ignore the signals that Slurm sends to whole steps (their agent handles those). When the
+parent dies, the kernel sends them SIGKILL, and they read end of file from their pipe.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
 KILL_TIMEOUT_S = 10.0
-"""How long killed children may take to be gone. One that the kernel holds in a system call (a file
-system or a GPU that does not answer) takes longer, and nothing can be done about it."""
+"""How long killed children may take to end. One that is blocked in the kernel (a file system or a
+GPU does not answer) takes longer, and nothing can be done about that."""
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL``, or ``signal 40`` for those without a name of their own."""
+    """Return ``SIGKILL``, or ``signal 40`` for a signal without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -47,18 +47,18 @@ def signal_name(number: int) -> str:
 
 
 def name_process(name: str) -> None:
-    """What ``ps -o comm`` and ``top`` call this process; 15 bytes are kept."""
+    """Set the name that ``ps -o comm`` and ``top`` show for this process; at most 15 bytes."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of what the children of this process leave behind."""
+    """Make this process the parent of processes that its children leave behind."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def ignore_signals() -> None:
-    """Leave the signals that Slurm sends to whole steps to the agent. Children inherit that, but a
-    container's program may start them with the defaults (Apptainer does): so they say it again."""
+    """Ignore the signals that Slurm sends to whole steps; the agent handles them. Children inherit
+    this, but a container runtime may reset it (Apptainer does), so they call it again."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
 
@@ -71,7 +71,7 @@ def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
 
 
 def kill_parent() -> None:
-    """SIGKILL the process that started this one, also if it is stopped."""
+    """Kill the process that started this one, even if it is stopped."""
     parent = os.getppid()
     if parent > 1:  # else it is gone already
         os.kill(parent, signal.SIGKILL)
@@ -83,32 +83,32 @@ class Child:
     def __init__(
         self, name: str, process: subprocess.Popen[bytes], stacks_fd: int | None = None
     ) -> None:
-        """``stacks_fd``: where it writes its stacks when asked for them (see `workers.stacks`)."""
+        """``stacks_fd``: where it writes its stacks on request (see `workers.stacks`)."""
         self.name = name
         self.process = process
         self.pidfd = os.pidfd_open(process.pid)
         self.stacks_fd = stacks_fd
 
     def ended(self) -> int | None:
-        """Exit code, negative for a signal, or None while it runs."""
+        """Return the exit code, negative for a signal, or None while it runs."""
         return self.process.poll()
 
     def ending(self) -> str:
-        """How it ended, in words."""
+        """Describe how it ended."""
         return ending(self.name, self.process.returncode)
 
     def kill(self) -> None:
-        """Also ends a process that is stopped."""
+        """End it, even if it is stopped."""
         if self.ended() is None:
             self.process.kill()
 
     def close(self, timeout_s: float = KILL_TIMEOUT_S) -> None:
-        """End it if it still runs."""
+        """Kill it if it still runs."""
         close_all([self], timeout_s)
 
 
 def find_descendant(pid: int, name: str) -> int | None:
-    """Pid of the process of this name (see `name_process`) among the descendants of another."""
+    """Return the pid of the descendant of ``pid`` that has this name (see `name_process`)."""
     waiting = [pid]
     while waiting:
         folder = Path("/proc", str(waiting.pop()))
@@ -127,14 +127,14 @@ def find_descendant(pid: int, name: str) -> int | None:
 
 
 def ending(name: str, code: int | None) -> str:
-    """How a process ended, in words. ``code`` is negative for a signal."""
+    """Describe how a process ended. ``code`` is negative for a signal."""
     if code is not None and code < 0:
         return f"{name} was ended by {signal_name(-code)}"
     return f"{name} exited with code {code}"
 
 
 def close_all(children: Iterable[Child], timeout_s: float = KILL_TIMEOUT_S) -> None:
-    """End children together. Those that are not gone in time are left behind."""
+    """Kill children together. Those that do not end in time are left behind."""
     closed = list(children)
     for child in closed:
         child.kill()
@@ -143,7 +143,7 @@ def close_all(children: Iterable[Child], timeout_s: float = KILL_TIMEOUT_S) -> N
         try:
             child.process.wait(max(deadline - time.monotonic(), 0.0))
         except subprocess.TimeoutExpired:
-            logger.error("%s does not go away although it was killed", child.name)
+            logger.error("%s was killed but has not ended after %g s", child.name, timeout_s)
         os.close(child.pidfd)
         if child.stacks_fd is not None:
             os.close(child.stacks_fd)
@@ -161,15 +161,15 @@ def spawn(
 ) -> Child:
     """Start ``python -P -m module arguments`` with its output in ``output``.
 
-    ``interpreter`` may have the words of a container's command in front; ``descriptors`` stay open.
-    Raises EnvironmentFailure where the command cannot be executed.
+    ``interpreter`` may begin with a container's command; ``descriptors`` stay open. Raises
+    EnvironmentFailure if the command cannot be executed.
     """
     parent = os.getpid()
     command = [*interpreter, "-P", "-m", module, *arguments]
 
     def before_exec() -> None:
         ignore_signals()
-        signal.signal(stacks.SIGNAL, signal.SIG_IGN)  # until it can answer it
+        signal.signal(stacks.SIGNAL, signal.SIG_IGN)  # until it installs its handler
         die_with(parent)
 
     try:
@@ -184,7 +184,7 @@ def spawn(
         )
     except OSError as error:
         raise EnvironmentFailure(
-            f"cannot start {name} by '{command[0]}': {error.strerror}"
+            f"cannot start {name} with '{command[0]}': {error.strerror}"
         ) from error
     return Child(name, process)
 
@@ -198,8 +198,8 @@ def spawn_with_pipe(
     environment: Mapping[str, str],
     interpreter: Sequence[str] = (sys.executable,),
 ) -> tuple[Child, Connection]:
-    """The same with a pipe, whose other end the child finds behind ``--pipe-fd``, and with a file
-    for its stacks."""
+    """Start a process as `spawn` does, with a pipe, whose other end the child gets as
+    ``--pipe-fd``, and with a file for its stacks."""
     ours, theirs = Connection.pair()
     stacks_fd = stacks.new_file()
     given = [PIPE_FD_OPTION, str(theirs.fileno()), stacks.OPTION, str(stacks_fd)]

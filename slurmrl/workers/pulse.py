@@ -1,7 +1,7 @@
-"""Signs of life over a pipe, and noticing where they stop.
+"""Signs of life over a pipe, and detection of processes that stop sending them.
 
-A process that is stopped, or hangs with the interpreter held, sends none, although it is there. One
-that waits for other ranks does; the master's deadline is for those.
+A process sends none while it is stopped or something holds its interpreter lock. One that waits for
+other ranks does send them; the master's deadline covers those.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ K = TypeVar("K", bound=Hashable)
 CHUNK_BYTES = 4096
 PULSES_PER_SILENCE = 4
 GAPS_PER_SILENCE = 4
-"""The time between two looks counts for at most this part of the silence: somebody who did not run
-has heard nothing because of that."""
+"""The time between two checks counts as at most this fraction of the silence limit: a watcher that
+did not run itself could not hear anything."""
 
 
 def interval_s(heartbeat_s: float, silence_s: float) -> float:
-    """Between two pulses, so that several are missing before silence means anything."""
+    """Return the interval between two pulses: several must be missing before silence counts."""
     return min(heartbeat_s, silence_s / PULSES_PER_SILENCE)
 
 
 @dataclass(frozen=True)
 class Errand:
-    """What the thread of the pulse does besides: ``run`` whenever ``wakeup`` can be read."""
+    """A second task of the pulse thread: call ``run`` whenever ``wakeup`` is readable."""
 
     wakeup: int
     run: Callable[[], None]
@@ -46,9 +46,9 @@ def start(
     describe: Callable[[], Message] = dict,
     errand: Errand | None = None,
 ) -> None:
-    """Send a pulse at once and every so often, in a thread that ends with the process or the pipe.
-    None is sent while earlier messages wait for a reader: those are signs of life too. A pulse
-    carries what ``describe`` returns."""
+    """Send a pulse at once and then every ``every_s``, from a thread that ends with the process or
+    the pipe. None is sent while earlier messages are still unread: those are signs of life too. A
+    pulse carries what ``describe`` returns."""
 
     def beat() -> None:
         while not pipe.closed:
@@ -64,8 +64,8 @@ def start(
 
 
 class Watch(Generic[K]):
-    """For how long each of several processes has been silent. One counts from its first sign of
-    life on: how long it may take to start is for others to say."""
+    """Tracks how long each of several processes has been silent. The time before its first sign of
+    life does not count."""
 
     def __init__(self, silence_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._silence_s = silence_s
@@ -80,7 +80,7 @@ class Watch(Generic[K]):
         self._ages.pop(key, None)
 
     def silent(self) -> list[K]:
-        """Those that have been silent for too long."""
+        """Return the keys of those that have been silent for too long."""
         now = self._clock()
         passed_s = min(now - self._looked_at, self._silence_s / GAPS_PER_SILENCE)
         self._looked_at = now

@@ -1,4 +1,4 @@
-"""Doing things on a shared directory that may not answer for a while."""
+"""Retries of actions on a shared directory that may not answer for a while."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = log.get(__name__)
 T = TypeVar("T")
 
 RETRY_S = (0.5, 15.0)
-"""First and longest pause between two tries."""
+"""First and longest pause between two attempts."""
 
 
 def retry(
@@ -25,9 +25,10 @@ def retry(
     *,
     timeout_s: float = math.inf,
 ) -> T:
-    """Try again while the shared directory does not answer, with ``pause`` in between.
+    """Run ``action`` until the shared directory answers, with ``pause`` between attempts. ``what``
+    names the action in log messages.
 
-    Raises OwnershipError at once, EnvironmentFailure when the time is over.
+    Raises OwnershipError at once, EnvironmentFailure after ``timeout_s``.
     """
     backoff = Backoff(*RETRY_S)
     deadline = time.monotonic() + timeout_s
@@ -39,5 +40,5 @@ def retry(
         except EnvironmentFailure as error:
             if time.monotonic() >= deadline:
                 raise
-            logger.warning("cannot %s, trying on: %s", what, error)
+            logger.warning("cannot %s, will retry: %s", what, error)
         pause(backoff.next_s())

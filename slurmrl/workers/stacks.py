@@ -1,10 +1,10 @@
-"""What a process is doing, told on request even if it hangs.
+"""Stacks of a process on request, even if it hangs.
 
 SIGQUIT makes a process write the Python stacks of its threads into memory that it shares with its
-agent. The interpreter's fault handler does that inside the signal handler, so a held interpreter
-lock or a collective that never ends does not matter; only a process that is stopped, or that the
-kernel holds, cannot answer. The pulse thread then adds what needs Python (torch's flight
-recorder) and the last line, as soon as it gets to run.
+agent. The interpreter's fault handler does that inside the signal handler, so it works while the
+interpreter lock is held or a collective never ends. Only a process that is stopped or blocked in
+the kernel cannot answer. The pulse thread then adds what needs Python (torch's flight recorder) and
+the last line, as soon as it runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LAST_LINE = "(end)\n"
 
 
 def new_file() -> int:
-    """A file in memory that several processes append to; a child inherits it if told to."""
+    """Return the descriptor of a file in memory to which several processes can append."""
     descriptor = os.memfd_create("stacks")
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_APPEND)
@@ -29,9 +29,9 @@ def new_file() -> int:
 
 
 def answer(descriptor: int) -> None:
-    """From here on this process, and what is forked from it, answers the signal. Main thread only.
+    """Make this process, and those forked from it, answer the signal. Main thread only.
 
-    The fault handler passes the signal on to Python's own, whose only use is to wake `wakeup`.
+    The fault handler passes the signal on to Python's own handler, which only wakes `wakeup`.
     """
     signal.signal(SIGNAL, _ignore)
     signal.siginterrupt(SIGNAL, False)
@@ -39,25 +39,25 @@ def answer(descriptor: int) -> None:
 
 
 def wakeup() -> int:
-    """A descriptor that can be read after each signal, also while the main thread is blocked."""
+    """Return a descriptor that is readable after each signal, also in a blocked main thread."""
     ours, theirs = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
     return ours
 
 
 def finish(descriptor: int, text: str) -> None:
-    """Add to the stacks what only a running interpreter can tell."""
+    """Append what only a running interpreter can provide, and the last line."""
     os.write(descriptor, (text + LAST_LINE).encode())
 
 
 def take(descriptor: int, most_bytes: int) -> tuple[str, bool]:
-    """What a process has written since the last time, and whether that is all. It is cut where it
-    is longer than ``most_bytes``."""
+    """Return what a process has written since `clear`, and whether that is complete. Text beyond
+    ``most_bytes`` is cut."""
     data = os.pread(descriptor, most_bytes, 0)
     size = os.fstat(descriptor).st_size
     text = data.decode(errors="replace")
     if size > most_bytes:
-        return f"{text}\n({size - most_bytes} more bytes are left out)\n", True
+        return f"{text}\n({size - most_bytes} more bytes omitted)\n", True
     return text.removesuffix(LAST_LINE), text.endswith(LAST_LINE)
 
 
@@ -66,4 +66,4 @@ def clear(descriptor: int) -> None:
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
-    """The stacks are written already."""
+    """Do nothing: the fault handler has written the stacks."""

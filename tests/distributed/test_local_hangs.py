@@ -116,8 +116,10 @@ def test_other_hangs_are_explained(site: Site, kind: str) -> None:
 
 
 def check_end(site: Site, kind: str) -> None:
-    how = site.status("ppo/1")["incarnations"][0]["how"]
+    status = site.status("ppo/1")
+    how = status["incarnations"][0]["how"]
     said, stack = EXPLAINED[kind]
+    assert said in status["diagnosis"]
     assert "rank 0 has waited" in how
     assert said in how
     file = "logs/trainer/0.0.stacks-1.0.txt"

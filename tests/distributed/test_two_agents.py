@@ -32,7 +32,8 @@ LEAVE_S = 120.0
 class Job:
     """A trial on two hosts with one worker each; the test is its supervisor."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        """``settings`` are further ones of the cluster."""
         site = Site(folder)
         cluster = {
             "hosts": 2,
@@ -40,6 +41,7 @@ class Job:
             "gpus_per_worker": 0,
             "interface": "lo",
             "lease_ttl_s": 20,
+            **settings,
         }
         config = sft_config(total_steps=100_000, cluster=cluster, checkpoint={"every_seconds": 1})
         path = site.write("config.yaml", config)
@@ -97,8 +99,8 @@ def ancestors(pid: int) -> list[int]:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    found = Job(tmp_path)
+def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
+    found = Job(tmp_path, **getattr(request, "param", {}))
     yield found
     for agent in found.agents:
         agent.kill()
@@ -143,3 +145,27 @@ def test_a_lost_host_ends_the_round(job: Job) -> None:
     assert said["job"] == "41.0.0"
     first = job.failure(fold(History(job.paths.history).read()).incarnation)
     assert (first["cause"], first["host"]) == ("lost_host", "n1")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("job", [{"silence_s": 10, "heartbeat_s": 0.5}], indirect=True)
+def test_a_hang_on_one_host_is_explained_with_the_stacks_of_both(job: Job) -> None:
+    """The rank on the other host waits in a collective. Its stacks are taken before the stopped
+    rank is killed: after that it would fail of a broken connection."""
+    job.wait_for_commit_of(1)
+    os.kill(job.child(1, "worker"), signal.SIGSTOP)
+    job.wait_for_commit_of(2)
+    failure = job.failure(1)
+    assert (failure["cause"], failure["host"], failure["rank"]) == ("hung", "n1", 1)
+    names = make("file", directory=job.paths.names)
+    hang = documents.parse(names.get(keys.hang(1)), "hang")
+    assert hang["text"].startswith("rank 0 has waited")
+    assert "for rank 1, which has given no sign of life for" in hang["text"]
+    assert sorted(hang["files"]) == [f"logs/trainer/{task}.0.stacks-1.0.txt" for task in range(2)]
+    waiting, stopped = [(job.paths.run / file).read_text() for file in sorted(hang["files"])]
+    assert "=== rank 0 on n0: has waited" in waiting
+    assert "distributed_c10d.py" in waiting
+    assert "=== the master" in waiting
+    assert "=== rank 1 on n1: has given no sign of life for" in stopped
+    assert "it is stopped (SIGSTOP)" in stopped
+    assert job.end() == [OK, OK]

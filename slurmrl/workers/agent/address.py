@@ -1,4 +1,4 @@
-"""The address at which this host's ranks are reached by the others."""
+"""The network address at which other hosts reach the ranks of this one."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from slurmrl.errors import EnvironmentFailure
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
 _ROUTE_PROBE = ("192.0.2.1", 9)
-"""An address of a documentation network (RFC 5737): connecting a UDP socket to it sends nothing
-and tells which of our addresses the default route uses."""
+"""An address reserved for documentation (RFC 5737): connecting a UDP socket to it sends nothing and
+shows which of our addresses the default route uses."""
 
 
 def interface_address(interface: str) -> str | None:
-    """IPv4 address of a network interface, or None when it has none."""
+    """Return the IPv4 address of a network interface, or None if it has none."""
     request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
@@ -27,13 +27,13 @@ def interface_address(interface: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """Name of the interface that has this IPv4 address."""
+    """Return the name of the interface with this IPv4 address."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in names if interface_address(name) == address), None)
 
 
 def default_address() -> str | None:
-    """Our address on the default route, or None when there is no route."""
+    """Return our address on the default route, or None if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(_ROUTE_PROBE)
@@ -43,11 +43,11 @@ def default_address() -> str | None:
 
 
 def fabric_address(interface: str | None, hosts: int) -> str:
-    """The address to bind: the configured interface's, else loopback for a job of one host, else
-    that of the default route. Several hosts never get loopback silently.
+    """Return the address to bind: that of the configured interface, else loopback for a job of one
+    host, else that of the default route. A job of several hosts never gets loopback.
 
     Raises:
-        EnvironmentFailure: the interface has no address, or none can be found.
+        EnvironmentFailure: the interface has no address, or no address was found.
     """
     known = ", ".join(name for _, name in socket.if_nameindex())
     if interface is not None:
@@ -62,13 +62,14 @@ def fabric_address(interface: str | None, hosts: int) -> str:
     address = default_address()
     if address is None or address.startswith("127."):
         raise EnvironmentFailure(
-            f"no address for {hosts} hosts to meet at; set cluster.interface to one of: {known}"
+            f"no address at which {hosts} hosts can reach each other; set cluster.interface to one "
+            f"of: {known}"
         )
     return address
 
 
 def listen(address: str) -> socket.socket:
-    """A listening TCP socket on a free port of ``address``."""
+    """Return a TCP socket that listens on a free port of ``address``."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.bind((address, 0))
     listener.listen(4096)

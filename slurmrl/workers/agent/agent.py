@@ -1,5 +1,7 @@
-"""One agent's life: claim the task, then one incarnation after the other until the trial ends, the
-job is to end, or this host cannot go on."""
+"""The agent's main loop: serve one incarnation after another.
+
+It ends when the trial ends, when the job is about to end, or when this host cannot continue.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +35,13 @@ logger = log.get(__name__)
 T = TypeVar("T")
 
 LOOK_TIMEOUT_S = 60.0
-"""How long the directory may not answer before this host gives up after a failure."""
+"""Seconds without an answer from the directory after which this host gives up after a failure."""
 OK = 0
-"""The trial has ended, was handed over to the next job, or belongs to another one."""
+"""The trial has ended, or belongs to another job now."""
 FAILED = 1
-"""Nothing can go on here."""
+"""This job cannot continue here."""
 AGAIN = 75
-"""The agents of this job must be started again, without the host that was lost (EX_TEMPFAIL)."""
+"""The agents of this job must be restarted without the lost host (EX_TEMPFAIL)."""
 
 
 class Agent:
@@ -48,14 +50,14 @@ class Agent:
     def __init__(self, host: Host) -> None:
         self.host = host
         self._served = 0
-        """The newest incarnation that ended here."""
+        """The newest incarnation that has ended on this host."""
         self._unborn = 0
-        """Failures in a row of which no incarnation has begun."""
+        """Consecutive failures before an incarnation began."""
         self._without = ""
-        """The first agent's host, if that is lost, and the job's batch process with it."""
+        """The first agent's host if it is lost, and with it the job's batch process."""
 
     def run(self) -> int:
-        """Exit code of the agent."""
+        """Serve until the end; return the exit code."""
         identity = self.host.identity
         self._take_log()
         self.host.events.write("start", host=identity.host, job=identity.job, round=env.ROUND.get())
@@ -76,10 +78,10 @@ class Agent:
             code = self._serve_one()
             if code is not None:
                 return code
-            logger.info("incarnation %d is over, on to the next", self._served)
+            logger.info("incarnation %d has ended; waiting for the next one", self._served)
 
     def _serve_one(self) -> int | None:
-        """One incarnation; None if another one is to be served."""
+        """Serve one incarnation. Return the exit code, or None to serve another one."""
         incarnation = Incarnation(self.host, self._served)
         failed = None
         try:
@@ -106,9 +108,9 @@ class Agent:
         return self._verdict(failed)
 
     def _verdict(self, failed: Failure | None) -> int | None:
-        """What to leave with after an incarnation that did not end as it should, or None."""
+        """Return the exit code after an incarnation that failed, or None to serve another one."""
         try:
-            superseded, first = self._retry("read why it ended", self._look)
+            superseded, first = self._retry("read how the incarnation ended", self._look)
         except TrialEndedError as end:
             logger.info("%s", end)
             return OK
@@ -116,52 +118,52 @@ class Agent:
             logger.error("%s", error)
             return FAILED
         if superseded:
-            logger.info("the newest incarnation belongs to another job")
+            logger.info("the newest incarnation belongs to another job; this one ends")
             return OK
         if failed is not None and failed.get("final") and self._unborn:
             end_as_failed(self.host.paths, self.host.submission, str(failed["reason"]))
             return FAILED
         if self.host.warnings.received:
-            logger.info("this job is to end: no other incarnation is formed")
+            logger.info("this job will end soon: no further incarnation is formed")
             return FAILED
         if self._without or (first is not None and first["cause"] == Cause.LOST_HOST):
             return AGAIN
         if failed is not None and failed["cause"] == Cause.ENVIRONMENT:
             return FAILED
         if self._unborn > self.host.most_failures:
-            logger.error("failed %d times in a row before an incarnation began", self._unborn)
+            logger.error("gave up: failed %d times in a row before a BEGIN", self._unborn)
             return FAILED
         return None
 
     def _look(self) -> tuple[bool, Failure | None]:
-        """Whether another job has begun the newest incarnation, and the first failure of the one
-        that is over."""
+        """Return whether another job began the newest incarnation, and the first failure of the one
+        that has ended."""
         superseded = self.host.superseded(self._served)
         return superseded, first_failure(self.host.names, self._served)
 
     def _record_start(self, failed: Failure) -> None:
-        """This host cannot do what is needed: others are tried."""
+        """Record that this host cannot serve, so that other hosts are tried."""
         identity = self.host.identity
         start = identity.job.rpartition(".")[0]
         try:
             slots = self.host.history.count()
             hosts.record_start(self.host.paths, slots, start, identity.host, str(failed["reason"]))
         except EnvironmentFailure as error:
-            logger.warning("the failed start is not recorded: %s", error)
+            logger.warning("cannot record the failed start: %s", error)
 
     def _retry(self, what: str, action: Callable[[], T]) -> T:
         return retry(what, action, timeout_s=LOOK_TIMEOUT_S)
 
     def _take_log(self) -> None:
-        """What this process prints goes to the task's log from now on."""
+        """Redirect the output of this process to the task's log."""
         with retry("open a log", lambda: self.host.open_log(self.host.group.name)) as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
 
 
 def serve(run: Path, submission: int, group: str) -> int:
-    """Exit code of an agent in the directory ``run``. A user error ends the trial. Raises
-    SlurmrlError where the agent cannot start for another reason."""
+    """Run an agent; return its exit code. A user error ends the trial. Raises SlurmrlError if the
+    agent cannot start for another reason."""
 
     def start() -> Host:
         for warning in ownership.check(run):
@@ -172,7 +174,7 @@ def serve(run: Path, submission: int, group: str) -> int:
     paths = RunPaths(run)
     pause = Presence(paths).sleep
     try:
-        host = retry("start", start, pause, timeout_s=FORM_TIMEOUT_S)
+        host = retry("start the agent", start, pause, timeout_s=FORM_TIMEOUT_S)
     except UsageError as error:
         end_as_failed(paths, submission, str(error))
         return FAILED

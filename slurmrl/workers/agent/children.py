@@ -23,23 +23,23 @@ from slurmrl.workers.agent.slot import Ended, Slot
 from slurmrl.workers.messages import Message
 
 END_TIMEOUT_S = 5.0
-"""How long a fork server may take to have its worker killed before it is killed itself."""
+"""How long a fork server may take to kill its worker before it is killed itself."""
 MISSED_PULSES = 3
-"""So many of them missing are silence worth a word; what it is killed for is `silence_s`."""
+"""A rank that missed this many is reported as silent; it is killed only after `silence_s`."""
 MASTER = "the master"
 
 
 @dataclass
 class News:
-    """What a turn has brought."""
+    """Events of one turn."""
 
     said: list[Message] = field(default_factory=list)
-    """By workers, signs of life left out."""
+    """Messages of workers, without signs of life."""
     ended: list[Ended] = field(default_factory=list)
 
 
 class Children:
-    """Starts, hears and ends the processes of this host."""
+    """Starts the processes of this host, receives their messages and ends them."""
 
     def __init__(
         self, paths: RunPaths, group: GroupPlan, identity: Identity, cluster: Cluster
@@ -54,7 +54,7 @@ class Children:
         self._pulse_s = pulse.interval_s(cluster.heartbeat_s, cluster.silence_s)
         self._watch: pulse.Watch[int | None] = pulse.Watch(cluster.silence_s)
         self._doing: dict[int, tuple[Message, float]] = {}
-        """What each rank was doing, and when it said so."""
+        """What each rank was doing, and when it reported that."""
         self._selector = selectors.DefaultSelector()
         self._news = News()
 
@@ -69,10 +69,10 @@ class Children:
     # -- starting ----------------------------------------------------------------------------
 
     def start_workers(self, devices: list[str], output: IO[bytes]) -> None:
-        """One worker per entry of ``devices``, forked from a fork server that has them visible
-        before Python starts. Fork_servers outlive their workers, and start where there is none.
+        """Fork one worker per entry of ``devices``. Its fork server sees only these devices, from
+        before Python starts. Fork servers outlive their workers; missing ones are started.
 
-        Raises EnvironmentFailure where the command cannot be executed.
+        Raises EnvironmentFailure if the command cannot be executed.
         """
         if not self.slots:
             self.slots = [
@@ -134,28 +134,30 @@ class Children:
             slot.send(message)
 
     def wake_on(self, follower: Follower) -> None:
-        """End a `turn` also when the logs of a follower have changed."""
+        """Also end a `turn` when the logs of a follower have changed."""
         if follower.fileno() >= 0:
-            self._listen(follower.fileno(), follower.drain)  # whoever waits here reads it next
+            self._listen(follower.fileno(), follower.drain)  # the caller of `turn` reads it next
 
     def sleep_on(self, follower: Follower) -> None:
-        """No more of that."""
+        """Undo `wake_on`."""
         self._unlisten(follower.fileno())
 
     def turn(self, timeout_s: float) -> News:
-        """Wait at most ``timeout_s`` until a child speaks or ends. The last words of one that
-        ended come no later than its end."""
+        """Wait at most ``timeout_s`` until a child sends a message or ends. The last messages of a
+        child are returned no later than its end."""
         for slot in self.slots:
-            slot.flush()  # what a busy worker's buffer did not take so far
+            slot.flush()  # what did not fit into the buffer of a busy worker
         self._news = News()
         for key, _ in self._selector.select(timeout_s):
             handler: Callable[[], None] = key.data
-            if self._selector.get_map().get(key.fd) is key:  # one before it may have dropped it
+            if (
+                self._selector.get_map().get(key.fd) is key
+            ):  # an earlier handler may have removed it
                 handler()
         return self._news
 
     def silent(self) -> list[int | None]:
-        """Ranks that have given no sign of life for too long; None stands for the master."""
+        """Return the ranks that have been silent for too long; None stands for the master."""
         return self._watch.silent()
 
     def name(self, rank: int | None) -> str:
@@ -168,7 +170,7 @@ class Children:
     def all_ended(self) -> bool:
         return not self.master_runs and not any(slot.running for slot in self.slots)
 
-    # -- what they say -----------------------------------------------------------------------
+    # -- their messages -----------------------------------------------------------------------
 
     def _hear_worker(self, slot: Slot, pipe: Connection) -> None:
         said = pipe.receive_available()
@@ -216,7 +218,7 @@ class Children:
     # -- what they are doing -----------------------------------------------------------------
 
     def doing(self) -> list[Message]:
-        """What each rank said that it does (see `monitor.hang`)."""
+        """Return what each rank last reported to be doing (rows of `monitor.hang`)."""
         now = time.monotonic()
         rows = []
         for rank, (doing, heard_at) in sorted(self._doing.items()):
@@ -227,7 +229,7 @@ class Children:
         return rows
 
     def witnesses(self) -> list[int | None]:
-        """Ranks that can be asked for their stacks; None stands for the master."""
+        """Return the ranks that can write their stacks; None stands for the master."""
         ranks: list[int | None] = [slot.rank for slot in self.slots if slot.running]
         return [*ranks, None] if self.master_runs else ranks
 
@@ -244,12 +246,12 @@ class Children:
         return descriptor
 
     def find_pid(self, rank: int | None) -> int | None:
-        """A process as this host sees it, also if it lives in a container."""
+        """Return the pid of a process on this host, even if it runs in a container."""
         pid = self._child(rank).process.pid
         return pid if rank is None else process.find_descendant(pid, f"rank {rank}")
 
     def _child(self, rank: int | None) -> process.Child:
-        """The master, or a rank's fork server."""
+        """Return the master, or a rank's fork server."""
         child = self.master if rank is None else self.slots[rank - self.first_rank].fork_server
         assert child is not None
         return child
@@ -257,8 +259,8 @@ class Children:
     # -- ending ------------------------------------------------------------------------------
 
     def end(self, *, grace_s: float = 0.0) -> None:
-        """End the workers at once and together, and the master if it has not left after
-        ``grace_s``. Fork_servers stay; one that does not answer is ended too, with its worker."""
+        """Kill all workers at once, and the master if it still runs after ``grace_s``. Fork servers
+        stay; one that does not answer is killed together with its worker."""
         for slot in self.slots:
             slot.kill()
         began = time.monotonic()
@@ -272,8 +274,8 @@ class Children:
         self._drop_master()
 
     def close(self) -> None:
-        """End everything, each worker before its fork server: the next user of this host may need
-        the worker's device."""
+        """End everything, each worker before its fork server: the worker must have released its
+        device when this process ends."""
         self.end()
         self._drop_fork_servers(self.slots)
         self._selector.close()

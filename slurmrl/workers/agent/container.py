@@ -1,5 +1,7 @@
-"""What runs a worker's Python where workers live in a container. Their agent stays outside, where
-Slurm and the shared directory are as on any host."""
+"""The command that runs a worker's Python, inside a container if one is configured.
+
+The agent stays outside of the container, where it has Slurm and the shared directory.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +12,13 @@ from collections.abc import Mapping
 from slurmrl.config.schema.cluster import Slurm
 
 HANDED_ON = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONPATH")
-"""What a worker cannot do without, besides our own variables. Some containers (enroot, Apptainer
-with --cleanenv) start with an environment of their own, so these are put on the command line, which
-everybody can see: nothing secret may be among them."""
+"""Variables that a worker needs besides our own. Some containers (enroot, Apptainer with
+--cleanenv) do not inherit the environment, so these go on the command line, which every user of the
+host can read: never add anything secret."""
 
 
 def interpreter(slurm: Slurm, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """The words of a worker's command up to Python itself; ``environ`` is the worker's."""
+    """Return a worker's command up to and including Python. ``environ`` is the worker's."""
     if slurm.container is None:
         return (sys.executable,)
     given = [

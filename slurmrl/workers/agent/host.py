@@ -1,4 +1,4 @@
-"""What an agent has for as long as it lives, whatever incarnations come and go."""
+"""The state of an agent that lasts longer than one incarnation."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = log.get(__name__)
 
 
 class Host:
-    """Claims the task and holds its lease. Raises SlurmrlError where this host cannot start."""
+    """Claims the task and holds its lease. Raises SlurmrlError if this host cannot start."""
 
     def __init__(self, paths: RunPaths, submission: int, group: str) -> None:
         self.paths = paths
@@ -54,21 +54,21 @@ class Host:
         self.identity = claim(
             make("file", directory=paths.names), group, elastic=self.group.elastic
         )
-        self.pace = PollIntervals.of(self.group.hosts, self.cluster.heartbeat_s)
+        self.intervals = PollIntervals.of(self.group.hosts, self.cluster.heartbeat_s)
         lease = paths.lease(group, self.identity.task, self.identity.attempt)
         self.names = make("file", directory=paths.names, owner=lease.name)
         self.serving = 0
-        """The incarnation that a newer one would end; 0 between two."""
+        """The incarnation that is served now; 0 between two of them."""
         self._lease = Lease(lease)
-        self.keeper = LeaseGuard(
+        self.lease_guard = LeaseGuard(
             self._beat,
             self.check_fence,
-            beat_s=self.pace.beat_s,
-            check_s=self.pace.check_s,
+            beat_s=self.intervals.beat_s,
+            check_s=self.intervals.check_s,
             ttl_s=self.cluster.lease_ttl_s,
         )
         self.leader = Leader(paths, self.names, self.identity, self.cluster.lease_ttl_s)
-        self.presence = Presence(paths, look_s=max(LOOK_S, self.pace.check_s))
+        self.presence = Presence(paths, look_s=max(LOOK_S, self.intervals.check_s))
         self.children = Children(paths, self.group, self.identity, self.cluster)
         self.local = _is_local(paths, submission)
         self.warnings = Warnings(local=self.local, lead_s=self.cluster.slurm.signal_lead_s)
@@ -78,13 +78,13 @@ class Host:
         self.events = EventWriter(paths, writer)
 
     def _beat(self) -> None:
-        """With what the ranks do, which the master passes on (see `monitor.hang`)."""
+        """Renew the lease. It carries what the ranks are doing, for the status (`monitor.hang`)."""
         doing = self.children.doing() if self.serving else []
         self._lease.beat(frame.encode({"incarnation": self.serving, "doing": doing}))
 
     def _outputs(self, limit_bytes: int) -> list[Output]:
         groups = [self.group.name, *(["master"] if self.leads else [])]
-        found = [Output(self._log(name), limit_bytes, self.pace.check_s) for name in groups]
+        found = [Output(self._log(name), limit_bytes, self.intervals.check_s) for name in groups]
         for output in found:
             output.prune()
         return found
@@ -95,24 +95,25 @@ class Host:
         return self.identity.task == 0
 
     def devices(self) -> list[str]:
-        """What each worker sees. Raises EnvironmentFailure."""
+        """Return CUDA_VISIBLE_DEVICES of each worker. Raises EnvironmentFailure."""
         workers, per_worker = self.group.workers_per_host, self.group.gpus_per_worker
         given = os.environ.get("CUDA_VISIBLE_DEVICES")
         if given is None and (self.local or self.cluster.slurm.gpu_directive == "none"):
-            given = ",".join(map(str, range(workers * per_worker)))  # nobody deals them out here
+            given = ",".join(map(str, range(workers * per_worker)))  # no scheduler assigns them
         return gpu.assign(given or "", workers, per_worker)
 
     def open_log(self, group: str) -> IO[bytes]:
-        """Of this task, or of the ``master``. Raises EnvironmentFailure."""
+        """Open the log of this task, or that of the ``master``. Raises EnvironmentFailure."""
         return process.open_log(self._log(group))
 
     def _log(self, group: str) -> Path:
         return self.paths.log(group, self.identity.task, self.identity.attempt)
 
     def begun(self, after: int) -> TrialState | None:
-        """The trial's state if an incarnation of this job has begun after incarnation ``after``.
+        """Return the trial's state if this job has begun an incarnation newer than ``after``.
 
-        Raises TrialEndedError, EnvironmentFailure, and StaleIncarnationError if another job's has.
+        Raises TrialEndedError, EnvironmentFailure, and StaleIncarnationError if another job has
+        begun the newest one.
         """
         state = self._state()
         if self._superseded(state, after):
@@ -120,12 +121,13 @@ class Host:
         return state if self._ours(state) and state.incarnation > after else None
 
     def superseded(self, after: int) -> bool:
-        """Whether another job has begun an incarnation after ``after``, one of ours. Raises
-        TrialEndedError, EnvironmentFailure."""
+        """Return whether another job has begun an incarnation newer than ``after``, one of ours.
+        Raises TrialEndedError, EnvironmentFailure."""
         return self._superseded(self._state(), after)
 
     def _superseded(self, state: TrialState, after: int) -> bool:
-        """Before an incarnation of ours that of the job before is the newest (``after`` 0)."""
+        """``after`` is 0 before our first incarnation: the newest one may still be that of the
+        previous job."""
         return 0 < after < state.incarnation and not self._ours(state)
 
     def _ours(self, state: TrialState) -> bool:
@@ -138,10 +140,10 @@ class Host:
         return state
 
     def check_fence(self) -> None:
-        """Raise where the incarnation that is served must end: a newer one has begun, or the trial
-        was cancelled or given up. (A finished one says exit in its log.)
+        """Raise if the incarnation that is served must end.
 
-        Raises StaleIncarnationError, TrialEndedError, EnvironmentFailure.
+        Raises StaleIncarnationError if a newer one has begun, TrialEndedError if the trial was
+        cancelled or failed (of a finished trial the control log says ``exit``), EnvironmentFailure.
         """
         if self.serving == 0:
             return
@@ -154,25 +156,25 @@ class Host:
             raise TrialEndedError(f"the trial has ended {how}")
 
     def publish(self, key: str, value: str, *, delete_on_exit: bool = False) -> None:
-        """Add a key whose value nobody else can have. Raises EnvironmentFailure."""
+        """Add a key with a value that only this process can write. Raises EnvironmentFailure."""
         try:
             self.names.add(key, value, delete_on_exit=delete_on_exit)
-        except NameExistsError:  # an earlier try may have got through after all
+        except NameExistsError:  # an earlier attempt may have succeeded
             if self.names.get(key) != value:
                 raise
 
     def close(self) -> None:
-        """End what still runs, and take back the names that end with this process; without this
-        they do with its lease."""
+        """End all processes and delete the names that this process owns. If it is killed before,
+        they expire with its lease."""
         self.children.close()
         try:
             self.names.reset()
         except EnvironmentFailure as error:
-            logger.warning("cannot take back our names: %s", error)
+            logger.warning("cannot delete the names of this agent: %s", error)
 
 
 def _is_local(paths: RunPaths, submission: int) -> bool:
-    """Whether this submission went to the local scheduler."""
+    """Return whether this submission went to the local scheduler."""
     path = paths.submission_request(submission)
     try:
         return bool(documents.read(path).get("scheduler") == "local")

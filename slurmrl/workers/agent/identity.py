@@ -1,4 +1,4 @@
-"""Who an agent is: its task, its attempt at that task, its host and its job."""
+"""The identity of an agent: its task, its attempt at that task, its host and its job."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Identity:
     task: int
     """Host index in a fixed group, array index in an elastic one."""
     attempt: int
-    """How often this task was started before."""
+    """Number of earlier starts of this task."""
     host: str
     job: str
-    """The round that this agent belongs to: job id, Slurm's restart count, number of the round."""
+    """The round of agents that this one belongs to: job id, Slurm's restart count, round."""
     job_id: str
-    """The job as Slurm's commands name it, ``123_4`` for an array element."""
+    """The job as Slurm's commands name it; ``123_4`` for an array element."""
     pid: int
 
     @property
@@ -41,7 +41,7 @@ def job_name(environ: Mapping[str, str]) -> str:
 def claim(
     store: NameStore, group: str, *, elastic: bool, environ: Mapping[str, str] = os.environ
 ) -> Identity:
-    """Take the next free attempt of this process's task."""
+    """Claim the next free attempt at this process's task."""
     task = env.LINK.get(environ) if elastic else env.NODE_ID.get(environ)
     start = f"{env.RESTART_COUNT.get(environ)}.{env.ROUND.get(environ)}"
     job = f"{env.JOB_ID.get(environ) or os.getpid()}.{start}"

@@ -1,8 +1,7 @@
-"""One incarnation on one host: fork workers (and start the master), form, relay messages until it
-ends.
+"""One incarnation on one host: fork workers (and start the master), form, relay messages.
 
-Every wait goes through `turn`, which also beats the lease, collects what the children say and
-notices children that ended or hang; so nothing that happens on this host goes unseen while waiting.
+Every wait goes through `turn`, which also renews the lease, receives the children's messages and
+detects children that ended or hang, so no event on this host is missed while waiting.
 """
 
 from __future__ import annotations
@@ -45,22 +44,22 @@ T = TypeVar("T")
 FORM_TIMEOUT_S = 600.0
 """Longest wait for the incarnation to begin and for rank 0's address."""
 LATE_BEGIN_S = 30.0
-"""Longest wait for the incarnation to begin when this host has failed already."""
+"""Longest wait for the incarnation to begin after this host has failed."""
 EXIT_TIMEOUT_S = 60.0
-"""Longest wait for processes that were told to exit."""
+"""Longest wait for processes to end after ``exit``."""
 MASTER_GRACE_S = 3.0
-"""How long a master may take to tell the other hosts that its incarnation is over."""
+"""How long a master may take to post ``over`` to the other hosts."""
 OVER_S = 5.0
-"""How long the ranks of a host where one hangs are kept until the master asks the other hosts for
-their stacks: when the first ranks are ended, others would fail of that and show something else."""
+"""How long a host with a hung rank keeps its ranks until the master has requested the stacks of the
+other hosts. If they were killed before, ranks elsewhere would fail and their stacks show that."""
 LOOK_S = 0.1
-"""Between two looks while something is waited for that comes soon."""
+"""Interval of polls while a short wait lasts."""
 EXPLAIN_S = evidence.COLLECT_S + MASTER_GRACE_S
-"""How long a master may take to hear all hosts' stacks and say who waited for whom."""
+"""How long a master may take to collect the stacks of all hosts and publish the explanation."""
 
 
 class Incarnation:
-    """The next one of this job after incarnation ``after``."""
+    """This job's next incarnation after number ``after``."""
 
     def __init__(self, host: Host, after: int) -> None:
         self.host = host
@@ -69,7 +68,7 @@ class Incarnation:
         """0 until it has begun."""
         self.replies: LogWriter | None = None
         self._unsaid = False
-        """Whether something waits in `replies` that the directory did not take."""
+        """Whether `replies` holds messages that the directory has not taken yet."""
         self._nonce = uuid.uuid4().hex
         self._symptoms = Symptoms(
             host.identity.host, host.children, host.oom, host.cluster.silence_s
@@ -77,13 +76,13 @@ class Incarnation:
         self._master_log: Follower | None = None
         self._witness = Witness(host)
         self._explained = False
-        """Whether the master was told of stacks, and is to sum them up before it is ended."""
+        """Whether stacks were reported to the master, which then publishes an explanation."""
 
     def run(self) -> None:
-        """Serve it until the master says exit.
+        """Serve it until the master posts ``exit``.
 
-        Raises StaleIncarnationError when it is over without a fault of this host, TrialEndedError,
-        and other SlurmrlErrors for what went wrong here (see `fail`).
+        Raises StaleIncarnationError if it ended for a reason outside of this host, TrialEndedError,
+        and other SlurmrlErrors for failures on this host (see `fail`).
         """
         self._start()
         state = self.wait("the master to begin", self._begun, FORM_TIMEOUT_S)
@@ -106,7 +105,7 @@ class Incarnation:
         return self.host.begun(self.after)
 
     def _join(self, number: int) -> None:
-        """From here on a newer incarnation ends this one."""
+        """Take part in incarnation ``number``; from here on a newer one ends it."""
         self.number = self.host.serving = number
         logger.info("incarnation %d", number)
         self.host.events.write("join", incarnation=number)
@@ -118,7 +117,7 @@ class Incarnation:
         self.say({"type": messages.HELLO, **vars(self.host.identity)})
 
     def _form(self, state: TrialState) -> None:
-        """Meet at rank 0's address, and tell each worker where that is and which commit to load."""
+        """Send each worker rank 0's address and the name of the commit to load."""
         host = self.host
         self._publish_devices()
         own = address.fabric_address(host.cluster.interface, host.group.hosts)
@@ -151,7 +150,7 @@ class Incarnation:
         )
 
     def _publish_store(self, listener: socket.socket) -> None:
-        """The listening socket is bound here, so that its port is ours before anyone is told."""
+        """Publish the address of a socket that is bound already, so that its port is ours."""
         where, port = listener.getsockname()
         self._publish(keys.store(self.number), f"{where}:{port}", delete_on_exit=True)
 
@@ -171,13 +170,13 @@ class Incarnation:
     # -- relaying ----------------------------------------------------------------------------
 
     def _relay(self) -> None:
-        """Hand the master's messages to the workers until it says exit; none while our lease may
-        be lost."""
+        """Relay the master's messages to the workers until ``exit``; none while this host's lease
+        may have expired."""
         host = self.host
         master = self._master_log = Follower(
             [LogReader(host.paths.master_log(self.number))],
             host.paths.control,
-            longest_poll_s=host.pace.poll_s,
+            longest_poll_s=host.intervals.poll_s,
         )
         host.children.wake_on(master)
         waiting: deque[Message] = deque()
@@ -186,12 +185,12 @@ class Incarnation:
                 if message["type"] == messages.OVER:
                     if why := message.get("stacks"):
                         self._tell_stacks(why)
-                    raise StaleIncarnationError(f"the master has ended incarnation {self.number}")
+                    raise StaleIncarnationError(f"the master ended incarnation {self.number}")
                 if message["type"] == messages.STACKS:
                     self._answer(message)
                 else:
                     waiting.append(message)
-            while waiting and host.keeper.may_start():
+            while waiting and host.lease_guard.may_start():
                 message = waiting.popleft()
                 host.children.broadcast(message)
                 if message["type"] == messages.EXIT:
@@ -200,8 +199,8 @@ class Incarnation:
             self._turn_until_news(master, may_stop=bool(waiting))
 
     def _turn_until_news(self, master: Follower, *, may_stop: bool) -> None:
-        """One turn, and on until the master's log is to be read again. With ``may_stop`` one."""
-        beat_s = self.host.pace.beat_s
+        """Take turns until the master's log is due to be read again; only one with ``may_stop``."""
+        beat_s = self.host.intervals.beat_s
         end = time.monotonic() + master.pause_s()
         while True:
             left_s = end - time.monotonic()
@@ -210,20 +209,20 @@ class Incarnation:
                 return
 
     def _answer(self, request: Message) -> None:
-        """Somebody wants to see stacks; the ranks go on."""
-        why = f"asked for (request {request['number']})"
+        """Collect the stacks that a user requested; the ranks keep running."""
+        why = f"requested (request {request['number']})"
         if request["ranks"] is None or set(request["ranks"]) & set(self.host.children.ranks):
             self.say(
                 self._witness.take(self.number, request["number"], why, self.turn, request["ranks"])
             )
 
     def _let_exit(self) -> None:
-        """Nothing is left to do: what does not leave by itself is ended without regret."""
+        """Wait until all processes have exited. All work is done: those that do not are killed."""
         self._symptoms.told_to_exit = True
         try:
             self.wait("its processes to exit", self._all_ended, EXIT_TIMEOUT_S)
         except WaitTimeoutError as error:
-            logger.warning("%s; they are ended now", error)
+            logger.warning("%s; killing them", error)
 
     def _all_ended(self) -> bool | None:
         return True if self.host.children.all_ended() else None
@@ -231,10 +230,10 @@ class Incarnation:
     # -- one turn of the loop ----------------------------------------------------------------
 
     def wait(self, what: str, poll: Callable[[], T | None], timeout_s: float) -> T:
-        """Poll until there is a value; time in which the directory does not answer does not
-        count."""
+        """Poll until there is a value. Time during which the directory does not answer does not
+        count towards ``timeout_s``."""
         host = self.host
-        backoff = Backoff(last_s=min(host.pace.poll_s, host.pace.beat_s))
+        backoff = Backoff(last_s=min(host.intervals.poll_s, host.intervals.beat_s))
         waited_s = 0.0
         while (value := self.retry(f"wait for {what}", poll)) is None:
             if waited_s > timeout_s:
@@ -248,13 +247,13 @@ class Incarnation:
         return value
 
     def retry(self, what: str, action: Callable[[], T]) -> T:
-        """Do something on the shared directory, again and again while that does not answer."""
+        """Run an action on the shared directory; repeat it while the directory does not answer."""
         return retry(what, action, self.turn)
 
     def turn(self, timeout_s: float) -> None:
-        """Wait at most ``timeout_s`` for a child to speak or end; beat the lease when due."""
+        """Wait at most ``timeout_s`` for an event of a child; renew the lease when due."""
         self.host.presence.check()
-        self.host.keeper.turn()
+        self.host.lease_guard.turn()
         self.host.leader.look()
         for output in self.host.outputs:
             output.look()
@@ -264,18 +263,19 @@ class Incarnation:
         self._symptoms.judge(news)
 
     def _tell_warning(self) -> None:
-        """To the master and in the name store, as soon as there is an incarnation to tell it of."""
+        """Report a warning to the master and in the name store, once there is an incarnation."""
         if self.replies is None or (warned := self.host.warnings.take()) is None:
             return
         self.say({"type": messages.WARNING, **warned.known})
         self.host.events.write("warned", **warned.known)
-        with contextlib.suppress(NameExistsError, EnvironmentFailure):  # another host's will do
+        with contextlib.suppress(NameExistsError, EnvironmentFailure):  # or another host was first
             self.host.names.add(
                 keys.warned(self.number), json.dumps(warned.known), delete_on_exit=False
             )
 
     def say(self, *news: Message) -> None:
-        """Tell the master. What the directory does not take now goes first the next time."""
+        """Send messages to the master. Those that the directory does not take now are sent first
+        the next time."""
         if self.replies is None or not (news or self._unsaid):
             return
         self._unsaid = True
@@ -283,18 +283,18 @@ class Incarnation:
             self.replies.append(*news)
             self._unsaid = False
         except EnvironmentFailure as error:
-            logger.warning("cannot tell the master, trying on: %s", error)
+            logger.warning("cannot send to the master, will retry: %s", error)
 
     # -- its end -----------------------------------------------------------------------------
 
     def fail(self, error: SlurmrlError) -> Failure:
-        """Say what went wrong here: to everybody, unless another failure was first, and to the
-        master, so that it ends this incarnation on the other hosts too."""
+        """Publish a failure of this host, unless another one was first, and send it to the master,
+        which then ends the incarnation on the other hosts too."""
         host = self.host
         failure = describe(error, f"{host.identity.label} on {host.identity.host}")
         failure.setdefault("host", host.identity.host)
         logger.error("%s", failure["reason"])
-        if failure["cause"] != Cause.LOST_HOST:  # then nobody is left to begin
+        if failure["cause"] != Cause.LOST_HOST:  # else there is no master left to begin
             self._learn()
         self._tell_warning()
         if self.number == 0 or publish(host.names, self.number, failure):
@@ -306,8 +306,8 @@ class Incarnation:
         return failure
 
     def _explain(self, failure: Failure) -> None:
-        """Keep the evidence of a hang: stacks of all hosts, if the master still can ask for them,
-        at least those of this one."""
+        """Keep the evidence of a hang: the stacks of all hosts if the master can still request
+        them, else those of this host."""
         if failure["cause"] == Cause.HUNG and "rank" not in failure:  # the master
             taken = self._witness.take(self.number, 0, failure["reason"], self._breathe)
             evidence.publish(
@@ -326,14 +326,14 @@ class Incarnation:
         self._explained = True
 
     def _breathe(self, seconds: float) -> None:
-        """Wait without judging: this incarnation is over, whatever happens."""
+        """Wait, but ignore failures: this incarnation is over."""
         with contextlib.suppress(SlurmrlError):
-            self.host.keeper.turn()
+            self.host.lease_guard.turn()
         self.host.children.turn(seconds)
 
     def _learn(self) -> None:
-        """A failure before the incarnation has begun counts as its failure, or starting over
-        would never come to an end: give the master time to begin."""
+        """After a failure before the incarnation began, give the master time to begin it: then the
+        history counts this failure, and restarts come to an end."""
         children = self.host.children
         backoff = Backoff()
         deadline = time.monotonic() + LATE_BEGIN_S
@@ -350,13 +350,13 @@ class Incarnation:
             logger.info("%s", error)
 
     def close(self) -> None:
-        """End its processes on this host. The master may leave by itself where others listen to
-        it."""
+        """End its processes on this host. If there are other hosts, the master gets the time to
+        post ``over``."""
         host = self.host
         host.serving = 0
         deadline = time.monotonic() + EXPLAIN_S
         while self._explained and host.children.master_runs and time.monotonic() < deadline:
-            self.say()  # what the directory did not take at once
+            self.say()  # retry what the directory has not taken
             self._breathe(LOOK_S)
         alone = len(host.plan.groups) == 1 and host.group.hosts == 1
         host.children.end(grace_s=0.0 if alone else MASTER_GRACE_S)

@@ -1,7 +1,7 @@
-"""The first agent of a job, beside which the master and the batch process run, as others watch it.
+"""Detection of the loss of a job's first host, on which the master and the batch process run.
 
-Slurm ends a job whose batch host is lost, but one with spares (``--no-kill``) it leaves to itself:
-without a batch process, on hosts that do nothing.
+Slurm ends a job whose batch host is lost, but not a job with spares (``--no-kill``): that one would
+keep its hosts, without a batch process and without work.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from slurmrl.workers.supervisor.job_hosts import usable
 logger = log.get(__name__)
 
 WATCHERS = 3
-"""So many agents after the first one watch it, however many there are."""
+"""This many agents watch the first one, however many there are."""
 GRACE_S = 30.0
-"""How long a batch process that is still there may take to end this step."""
+"""How long a batch process that still runs may take to end this step."""
 LOOK_S = 3.0
 
 
 class Leader:
-    """Looks are spread over the lease's time to live."""
+    """Observes the lease of the first agent."""
 
     def __init__(
         self,
@@ -50,19 +50,19 @@ class Leader:
         self._host = ""
 
     def look(self) -> None:
-        """Look, if it is time to. Raises RunFailedError where the first agent's host is lost."""
+        """Read the lease when due. Raises RunFailedError if the first agent's host is lost."""
         if not 0 < self._identity.task <= WATCHERS or self._clock() < self._next:
             return
         self._next = self._clock() + self._look_s
         lease = self._lease = self._lease or self._find()
         if lease is None or lease.observe().alive:
             return
-        reason = f"host {self._host} is lost, and the master with it: its agent beats no more"
+        reason = f"host {self._host} and the master on it are lost: its agent's lease expired"
         failure = {"cause": Cause.LOST_HOST, "reason": reason, "host": self._host}
         raise RunFailedError(reason, failure)
 
     def _find(self) -> LeaseObserver | None:
-        """The lease that the first agent of our round has claimed, once it has."""
+        """Return the lease of the first agent of our round, or None before that one has started."""
         group = self._identity.group
         try:
             for key in reversed(self._names.find_subtree(keys.attempts(group, 0))):
@@ -74,7 +74,7 @@ class Leader:
                         self._paths.lease(group, 0, attempt), self._ttl_s, self._clock
                     )
         except (EnvironmentFailure, NameNotFoundError) as error:
-            logger.info("cannot look for the first agent, trying on: %s", error)
+            logger.info("cannot look for the first agent, will retry: %s", error)
         return None
 
 
@@ -85,8 +85,8 @@ def leave_without(
     identity: Identity,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """What the batch process would do if it were not lost with ``host``: put the job back into the
-    queue. One that lives ends this process before."""
+    """Requeue the job in place of its batch process, which was lost with ``host``. If the batch
+    process is alive after all, it ends this process within the grace."""
     client = SlurmClient(TIMEOUT_S)
     waited_s = 0.0
     while waited_s < GRACE_S and usable([host], ()):
@@ -99,4 +99,4 @@ def leave_without(
         else:
             client.requeue(link.element)
     except SlurmrlError as error:
-        logger.warning("the job cannot be given back: %s", error)
+        logger.warning("cannot requeue the job: %s", error)

@@ -1,4 +1,4 @@
-"""The holder's side of a lease over time: beating it, and starting nothing when it may be lost."""
+"""Renewal of a host's lease, and a fence that stops new work while the lease may have expired."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ logger = log.get(__name__)
 
 
 class LeaseGuard:
-    """Beats every ``beat_s``, and asks the history every ``check_s`` whether to go on.
+    """Renews the lease every ``beat_s`` and reads the history every ``check_s``.
 
-    The host is fenced from a beat that failed on, or once the last good one began ``ttl_s`` ago
-    (it was suspended, or hung): others may take it for dead then. While it is fenced it starts
-    nothing new. A beat that gets through, and a look at the history after that, lift the fence.
-    A directory that does not answer ends nothing.
+    The host is fenced when a renewal fails, or when the last successful one began ``ttl_s`` ago
+    (the process was suspended or hung): others may take it for dead then. A fenced host starts
+    nothing new. A successful renewal, followed by a successful read of the history, lifts the
+    fence. A directory that does not answer ends nothing.
     """
 
     def __init__(
@@ -30,8 +30,8 @@ class LeaseGuard:
         ttl_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``check`` raises what this host must end for; both raise EnvironmentFailure where the
-        directory does not answer."""
+        """``beat`` renews the lease. ``check`` raises if this host must end. Both raise
+        EnvironmentFailure while the directory does not answer."""
         self._beat = beat
         self._check = check
         self._beat_s = beat_s
@@ -40,16 +40,16 @@ class LeaseGuard:
         self._clock = clock
         self._next_beat = self._next_check = clock()
         self._beaten_at: float | None = None
-        """Begin of the last beat, if that one got through."""
+        """When the last renewal began; None if it failed."""
         self._fenced = True
 
     def turn(self) -> None:
-        """Do what is due. Raises what ``check`` raises, but no EnvironmentFailure."""
+        """Renew and check when due. Raises what ``check`` raises, except EnvironmentFailure."""
         self._fenced = self._fenced or not self._held()
         now = self._clock()
         if now >= self._next_beat:
             self._next_beat = now + self._beat_s
-            if not self._try("beat the lease", self._beat):
+            if not self._try("renew the lease", self._beat):
                 self._beaten_at, self._fenced = None, True
                 return
             self._beaten_at = now
@@ -59,7 +59,7 @@ class LeaseGuard:
                 self._fenced = False
 
     def may_start(self) -> bool:
-        """Whether this host may start something new at this moment."""
+        """Return whether this host may start something new now."""
         return not self._fenced and self._held()
 
     def _held(self) -> bool:
@@ -69,6 +69,6 @@ class LeaseGuard:
         try:
             action()
         except EnvironmentFailure as error:
-            logger.warning("cannot %s, trying on: %s", what, error)
+            logger.warning("cannot %s, will retry: %s", what, error)
             return False
         return True

@@ -1,4 +1,4 @@
-"""Whether the kernel has ended processes of ours for want of memory."""
+"""Detection of processes of this host that the kernel killed for lack of memory."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ COUNTER = "oom_kill"
 
 
 class OomKills:
-    """The kernel's count of such kills, as precise as this machine has it: in our control group
-    (version 2, else 1), else on the whole host. Children of ours are in that group or below it, in
-    containers as well."""
+    """Reads the kernel's count of such kills from the most precise counter of this machine: that of
+    our control group (version 2, else 1), else that of the whole host. Our children are in that
+    group or below it, also in containers."""
 
     def __init__(self, root: Path = Path("/")) -> None:
         self._path = next((path for path in _counters(root) if _count(path) is not None), None)
         self._seen = self._count()
 
     def happened(self) -> bool:
-        """Whether there was one since the last time this was asked, or since the beginning."""
+        """Return whether there was one since the last call, or since the start."""
         before, self._seen = self._seen, self._count()
         return self._seen > before
 
@@ -27,7 +27,7 @@ class OomKills:
 
 
 def _counters(root: Path) -> list[Path]:
-    """Files that may hold the count, the most precise one first."""
+    """Return the files that may hold the count, the most precise one first."""
     found: list[Path] = []
     mounted = root / "sys/fs/cgroup"
     for line in _read(root / OWN_CGROUPS.relative_to("/")).splitlines():
@@ -41,7 +41,7 @@ def _counters(root: Path) -> list[Path]:
 
 
 def _count(path: Path) -> int | None:
-    """The number in the counter's line, or None without one."""
+    """Return the number in the counter's line, or None if there is no such line."""
     fields = [line.split() for line in _read(path).splitlines()]
     counts = [words[1] for words in fields if len(words) == 2 and words[0] == COUNTER]
     return int(counts[0]) if counts and counts[0].isdecimal() else None

@@ -1,9 +1,9 @@
-"""Bounds what the output of a host's processes takes on disk.
+"""Rotation of the output of a host's processes, which bounds its size on disk.
 
-Processes append to one file (O_APPEND) without asking anybody, so nothing here can slow or block
-them, and their last words are on disk although the agent may be dead. The agent looks at the size
-now and then. A file that is too long is copied, its newest part at least, beside itself and cut to
-nothing; what is written between the last look at its end and the cut, microseconds, is lost.
+Processes append to one file directly (O_APPEND), so rotation cannot slow or block them, and their
+last lines are on disk even if the agent is dead. The agent checks the size periodically. It copies
+the newest part of a file that is too long to ``.1`` and truncates the file. Output that is written
+between the last read and the truncation, within microseconds, is lost.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from slurmrl.paths import rotated
 logger = log.get(__name__)
 
 SHARE = 4
-"""A file may take this part of what a task's output may take in all, and the part before it as
-much; what is left is for earlier attempts and for stacks."""
+"""A file may take 1/SHARE of the limit of its task, and the part before it as much. The rest is for
+earlier attempts and for stacks."""
 SHORTEST_LOOK_S = 1.0
 
 
 class Output:
-    """The file that the present attempt of a task writes."""
+    """The output file of the current attempt at a task."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Output:
         look_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``limit_bytes``: for all files of the task; ``look_s``: longest time between looks."""
+        """``limit_bytes``: of all files of the task; ``look_s``: longest time between checks."""
         self.path = path
         self._limit_bytes = limit_bytes
         self._look_s = look_s
@@ -50,7 +50,7 @@ class Output:
         self._part = 1
 
     def look(self) -> None:
-        """Cut the file if it is time to look and it is too long."""
+        """Rotate the file if a check is due and the file is too long."""
         now = self._clock()
         if now < self._next_look:
             return
@@ -64,16 +64,16 @@ class Output:
         except FileNotFoundError:
             size = 0
         except (OSError, EnvironmentFailure) as error:
-            logger.warning("cannot bound the output in %s, trying on: %s", self.path, error)
+            logger.warning("cannot rotate the output in %s, will retry: %s", self.path, error)
             size = self._size
         self._plan(now, size, most)
 
     def _plan(self, now: float, size: int, most: int) -> None:
-        """The sooner the next look, the sooner the file would be full at this pace."""
+        """Schedule the next check: the faster the file grows, the sooner."""
         passed_s = max(now - self._looked_at, 1e-3)
-        pace = (size - self._size) / passed_s
-        full_s = (most - size) / pace / 2 if pace > 0 else self._look_s
-        self._next_look = now + min(self._look_s, max(SHORTEST_LOOK_S, full_s))
+        bytes_per_s = (size - self._size) / passed_s
+        half_full_s = (most - size) / bytes_per_s / 2 if bytes_per_s > 0 else self._look_s
+        self._next_look = now + min(self._look_s, max(SHORTEST_LOOK_S, half_full_s))
         self._looked_at, self._size = now, size
 
     def _rotate(self, most: int) -> None:
@@ -87,16 +87,18 @@ class Output:
                 atomic.replace(older, head + data, durable=False)
                 atomic.append(older, os.pread(file, most, skipped + len(data)))
             except EnvironmentFailure as error:
-                logger.warning("output is dropped: %s", error)
+                logger.warning("cannot keep the earlier part of %s: %s", self.path, error)
                 atomic.remove(older)
             os.ftruncate(file, 0)
         self._part += 1
         atomic.append(self.path, log_files.head(self._part, 0))
 
     def prune(self) -> None:
-        """Remove the oldest files of earlier attempts that are too much."""
+        """Remove the oldest files of earlier attempts until the others are within the limit."""
         try:
             self._prune()
+        except FileNotFoundError:
+            return  # the first attempt: there is no directory yet
         except (OSError, EnvironmentFailure) as error:
             logger.warning("cannot remove old output beside %s: %s", self.path, error)
 
@@ -109,9 +111,9 @@ class Output:
             if match and name not in (self.path.name, rotated(self.path).name):
                 stat = REAL.stat(self.path.with_name(name))
                 found.append((int(match[1]), stat.st_mtime, name, stat.st_size))
-        left = sum(size for *_, size in found)
+        total = sum(size for *_, size in found)
         for _, _, name, size in sorted(found):
-            if left <= self._limit_bytes // 2:
+            if total <= self._limit_bytes // 2:
                 return
             atomic.remove(self.path.with_name(name))
-            left -= size
+            total -= size

@@ -1,4 +1,4 @@
-"""A rank's place on a host: its fork server, and the worker of the present incarnation."""
+"""A rank's slot on a host: its fork server, and the worker of the current incarnation."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from slurmrl.workers import messages, process
 from slurmrl.workers.messages import Message
 
 Start: TypeAlias = Callable[[str, IO[bytes]], tuple[process.Child, Connection]]
-"""Starts a fork server of this name with its output there, and a pipe on which it takes orders."""
+"""(name, output) -> a fork server, and the pipe on which it receives messages."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A process that is gone."""
+    """A process that has ended."""
 
     name: str
     code: int
@@ -38,7 +38,7 @@ class Slot:
         self.pipe: Connection | None = None
         """To the worker."""
         self.running = False
-        """Whether a worker was asked for and has not ended."""
+        """Whether a worker was requested and has not ended."""
         self._start = start
 
     def start_fork_server(self, output: IO[bytes]) -> None:
@@ -46,7 +46,7 @@ class Slot:
         self.fork_server, self.line = self._start(f"the fork server of {self.name}", output)
 
     def fork(self) -> None:
-        """Ask the fork server for a worker."""
+        """Request a worker from the fork server."""
         assert self.line is not None
         assert not self.running
         self.pipe, theirs = Connection.pair()
@@ -55,7 +55,7 @@ class Slot:
         self.running = True
 
     def send(self, message: Message, descriptor: int | None = None) -> None:
-        """To the worker, with an open descriptor."""
+        """Send a message to the worker, with an open descriptor if there is one."""
         assert self.pipe is not None
         if descriptor is None:
             self.pipe.send(message)
@@ -63,12 +63,12 @@ class Slot:
             self.pipe.send_with_fd(message, descriptor)
 
     def kill(self) -> None:
-        """Have the worker killed; that it is gone is heard later."""
+        """Request that the worker is killed; its end is reported later."""
         if self.running and self.line is not None:
             self.line.send({"type": messages.KILL})
 
     def ask_stacks(self) -> None:
-        """Have the worker write its stacks."""
+        """Request the worker's stacks."""
         if self.running and self.line is not None:
             self.line.send({"type": messages.STACKS})
 
@@ -78,15 +78,15 @@ class Slot:
                 pipe.flush()
 
     def hear_fork_server(self) -> list[Ended]:
-        """Its worker's end, once."""
-        said = self.line.receive_available() if self.line is not None else []
-        codes = [message["code"] for message in said if message["type"] == messages.ENDED]
-        return [one for code in codes for one in self._end(self.name, code)]
+        """Return the end of its worker, once."""
+        received = self.line.receive_available() if self.line is not None else []
+        codes = [message["code"] for message in received if message["type"] == messages.ENDED]
+        return [ended for code in codes for ended in self._end(self.name, code)]
 
     def fork_server_ended(self) -> list[Ended]:
-        """Its worker has ended with it."""
+        """Handle its end: its worker has ended with it."""
         assert self.fork_server is not None
-        ended = self.hear_fork_server()  # what it said before
+        ended = self.hear_fork_server()  # messages from before its end
         ended += self._end(self.fork_server.name, self.fork_server.process.wait())
         return ended
 
@@ -96,7 +96,7 @@ class Slot:
             self.pipe = None
 
     def drop_fork_server(self) -> process.Child | None:
-        """Let go of the fork server, and with it of the worker; the caller closes it."""
+        """Detach the fork server and its worker; the caller closes the returned process."""
         self.drop_worker()
         if self.line is not None:
             self.line.close()

@@ -1,4 +1,4 @@
-"""Asking the processes of a host for their stacks, and what to say of those that do not answer."""
+"""Collection of the stacks of a host's processes, with the state of those that do not answer."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from slurmrl.workers.agent.children import Children
 logger = log.get(__name__)
 
 ANSWER_S = 5.0
-"""How long a process may take to answer. One that runs does so in milliseconds."""
+"""How long a process may take to answer. A running one takes milliseconds."""
 RUNNING_S = 1.0
-"""How long one that has written its stacks may take to add what needs the interpreter."""
+"""How long a process may take, after its stacks, to add what needs the interpreter."""
 PAUSE_S = 0.05
 MOST_BYTES = 256 * 1024
-"""Of one process."""
+"""Longest text of one process."""
 PY_SPY = "py-spy"
 PY_SPY_S = 5.0
 MOST_PY_SPY = 4
-"""Processes that py-spy is tried on: one after the other, and each can take its time."""
+"""Processes on which py-spy is tried, one after another: each may take `PY_SPY_S`."""
 STATES = {
     "T": "it is stopped (SIGSTOP)",
     "t": "a debugger holds it",
-    "D": "the kernel holds it in a system call (a file system or a device that does not answer)",
+    "D": "it is blocked in the kernel (a file system or a device does not answer)",
     "Z": "it has ended",
 }
 MAIN_THREAD = re.compile(r"^(?:Current thread|Thread) 0x\w+.*?\(most recent call first\):\n", re.M)
@@ -50,7 +50,8 @@ class Answer:
 def collect(
     children: Children, ranks: Sequence[int | None], pause: Callable[[float], None]
 ) -> list[Answer]:
-    """Stacks of these processes, in at most `ANSWER_S` and what py-spy takes. ``pause`` waits."""
+    """Return the stacks of these processes, within `ANSWER_S` plus the time of py-spy. ``pause``
+    waits."""
     for rank in ranks:
         stacks.clear(children.stacks_fd(rank))
         children.ask_stacks(rank)
@@ -69,20 +70,20 @@ def collect(
 
 
 def _answers(children: Children, ranks: Sequence[int | None]) -> Iterator[Answer]:
-    left = MOST_PY_SPY
+    py_spy_left = MOST_PY_SPY
     for rank in ranks:
         name = children.name(rank)
         text, complete = stacks.take(children.stacks_fd(rank), MOST_BYTES)
         stacks.clear(children.stacks_fd(rank))
         if text and not complete:
-            text += "(the interpreter itself did not get to run: something holds its lock)\n"
+            text += "(no Python code ran: something holds the interpreter lock)\n"
         if text:
             yield Answer(rank, name, text, True)
             continue
         pid = children.find_pid(rank)
         why = f"{name} did not answer" + (f": {_state(pid)}" if pid is not None else "")
-        left -= 1
-        seen = _py_spy(pid) if pid is not None and left >= 0 else ""
+        py_spy_left -= 1
+        seen = _py_spy(pid) if pid is not None and py_spy_left >= 0 else ""
         yield Answer(rank, name, f"({why})\n{seen}", False)
 
 
@@ -95,7 +96,7 @@ def _state(pid: int) -> str:
 
 
 def _py_spy(pid: int) -> str:
-    """What py-spy sees from outside, also of a stopped process. It may not be allowed to look."""
+    """Return what py-spy reads from outside, even of a stopped process, or why it could not."""
     program = shutil.which(PY_SPY)
     if program is None:
         return ""
@@ -111,7 +112,7 @@ def _py_spy(pid: int) -> str:
 
 
 def top_frame(text: str) -> str:
-    """``rewards.py:44 in __call__``: where the main thread is, the last one that is listed."""
+    """Return where the main thread (the last one listed) is: ``rewards.py:44 in __call__``."""
     parts = MAIN_THREAD.split(text)
     found = FRAME.search(parts[-1]) if len(parts) > 1 else None
     if found is None:

@@ -1,4 +1,4 @@
-"""What a host's processes do, judged: which of it means that the incarnation has failed."""
+"""Failure detection: which events of a host's processes mean that the incarnation has failed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from slurmrl.workers.failure import Cause, Failure
 from slurmrl.workers.messages import Message
 
 ECHO_GRACE_S = 2.0
-"""How long an exception that looks like the end of another rank waits for that end to be known,
-which tells more."""
+"""How long to hold back an exception that looks like a consequence of another rank's end: that end
+is the better explanation if it is reported in time."""
 ECHO_TURN_S = 0.1
 
 
 class Symptoms:
-    """Raises RunFailedError for the first failure, with what is known of it."""
+    """Raises RunFailedError, with the failure in it, for the first failure."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Symptoms:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.told_to_exit = False
-        """Whether workers may end."""
+        """Whether ``exit`` was passed on, so that workers may end."""
         self._host = host
         self._children = children
         self._oom = oom
@@ -44,7 +44,7 @@ class Symptoms:
 
     @property
     def longest_turn_s(self) -> float:
-        """How long to wait at most before the next look."""
+        """Return how long the next turn may wait."""
         return math.inf if self._echo is None else ECHO_TURN_S
 
     def judge(self, news: News) -> None:
@@ -57,7 +57,7 @@ class Symptoms:
         for ended in news.ended:
             self._judge_end(ended)
         silent = self._children.silent()
-        if silent and not self.told_to_exit:  # who leaves gives no signs of life any more
+        if silent and not self.told_to_exit:  # a process that exits sends no pulse
             raise _failed(self._of_silence(silent[0]))
         if self._echo is not None and self._clock() >= self._echo_until:
             raise _failed(self._of_error(self._echo))
@@ -69,7 +69,7 @@ class Symptoms:
         reason = str(ended) if ended.code else f"{ended.name} exited before it was told to"
         cause = Cause.MASTER if ended.rank is None else Cause.DIED
         if ended.code == -signal.SIGKILL and self._oom.happened():
-            cause, reason = Cause.OOM, f"{reason}: the kernel had no memory left for it"
+            cause, reason = Cause.OOM, f"{reason} (the kernel's OOM killer)"
         raise _failed(self._known(cause, reason, ended.rank))
 
     def _of_silence(self, rank: int | None) -> Failure:

@@ -1,4 +1,4 @@
-"""Signals that say the job will end: what they mean, as far as that can be known."""
+"""Signals that announce the end of the job, and their likely causes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = log.get(__name__)
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 LATE_S = 90.0
-"""Slurm may send a warning up to a minute before its time, and a busy host takes some more."""
+"""Slurm may send a warning up to a minute early; the rest allows for a busy host."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Warned:
     cause: str
     """``time_limit``, ``preemption``, ``interrupt`` (of a local run) or ``unknown``."""
     time_left_s: float | None
-    """Until the time limit, if that is known."""
+    """Seconds until the time limit, if known."""
 
     @property
     def known(self) -> dict[str, object]:
@@ -32,9 +32,9 @@ class Warned:
 
 
 class Warnings:
-    """Takes the signals from `listen` on.
+    """Handles the signals, from `listen` on.
 
-    ``lead_s`` is how long before the time limit the scheduler was asked to warn.
+    ``lead_s`` is how long before the time limit the scheduler was requested to warn.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Warnings:
         return self._first is not None
 
     def take(self) -> Warned | None:
-        """The first warning, once."""
+        """Return the first warning, once."""
         if self._first is None or self._told:
             return None
         self._told = True
         warned = self._judge(process.signal_name(self._first))
-        logger.info("received %s (%s): this job is to end soon", warned.signal, warned.cause)
+        logger.info("received %s (%s): this job will end soon", warned.signal, warned.cause)
         return warned
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -75,7 +75,7 @@ class Warnings:
         if end is None:
             return Warned(name, "unknown", None)
         left_s = end - self._clock()
-        # Slurm warns of a time limit by USR2, and sends TERM when it is reached.
+        # Slurm warns of a time limit with USR2, and sends TERM when it is reached.
         lead_s = self._lead_s if name == "SIGUSR2" else 0.0
         cause = "time_limit" if left_s <= lead_s + LATE_S else "preemption"
         return Warned(name, cause, round(left_s, 1))

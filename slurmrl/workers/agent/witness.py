@@ -1,4 +1,4 @@
-"""Stacks of this host's processes, into a file that people read and to the master."""
+"""Files with the stacks of this host's processes, and the report of them to the master."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from slurmrl.workers.messages import Message
 logger = log.get(__name__)
 
 MOST_FILES = 10
-"""Files with stacks that one agent leaves: a new one takes the place of the oldest."""
+"""Files that one agent keeps: a new one replaces the oldest."""
 
 
 class Witness:
-    """Takes stacks on one host."""
+    """Writes the stacks of one host."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
@@ -38,8 +38,8 @@ class Witness:
         pause: Callable[[float], None],
         ranks: Collection[int] | None = None,
     ) -> Message:
-        """Write the file and return STACKED. ``pause`` waits; ``ranks`` None: all, and the
-        master."""
+        """Write the file and return the message STACKED. ``pause`` waits. ``ranks`` None means all
+        of them and the master."""
         host = self._host
         there = host.children.witnesses()
         wanted = [rank for rank in there if ranks is None or rank in ranks]
@@ -52,7 +52,7 @@ class Witness:
             atomic.replace(path, self._text(incarnation, why, answers, rows), durable=False)
             self._keep(path)
         except EnvironmentFailure as error:
-            logger.warning("the stacks are not written: %s", error)
+            logger.warning("cannot write the stacks: %s", error)
         return {
             "type": messages.STACKED,
             "number": number,
@@ -63,8 +63,8 @@ class Witness:
         }
 
     def _rows(self, answers: Sequence[Answer]) -> list[Message]:
-        """What the ranks do, and where in the code those that answered are."""
-        frames = {one.rank: stacks.top_frame(one.text) for one in answers}
+        """Return what the ranks are doing, with the code position of those that answered."""
+        frames = {answer.rank: stacks.top_frame(answer.text) for answer in answers}
         return [
             {**row, "frame": frames.get(row["rank"], "")} for row in self._host.children.doing()
         ]

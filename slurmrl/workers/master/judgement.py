@@ -10,7 +10,9 @@ from typing import Any
 from slurmrl.history.record import Kind, Record
 from slurmrl.history.state import fold
 from slurmrl.monitor import published
+from slurmrl.monitor.words import first_line
 from slurmrl.name_resolve.base import NameStore
+from slurmrl.workers.evidence import is_hang
 from slurmrl.workers.failure import Cause
 from slurmrl.workers.supervisor.baton import put_back
 
@@ -47,6 +49,9 @@ class Ending:
     """Slurm has put its job back into the queue since, or ended it with its host."""
     echo: bool = False
     """Its failure looks like the end of another rank, and nothing more was known."""
+    hang: str = ""
+    """Who waited for whom, where it was ended for silence or a deadline. For people only: its times
+    differ from one incarnation to the next."""
     shared_loss: bool = False
     """The next incarnation of the same start of the job was lost with its host, so this one was."""
 
@@ -157,6 +162,7 @@ def read_ending(
         warned,
         requeued,
         bool(said.get("echo")),
+        first_line(published.hang(names, incarnation).get("text")) if is_hang(said) else "",
     )
 
 
@@ -215,5 +221,6 @@ def _too_many(vain: list[Ending], max_begins: int) -> Verdict | None:
     last = vain[-1]
     traceback = next((one.traceback for one in reversed(vain) if one.traceback), "")
     why = last.reason or "its processes ended without a word"
-    text = f"{len(vain)} starts in a row without a new commit; the last one: {why}"
+    hang = f"; {last.hang}" if last.hang else ""
+    text = f"{len(vain)} starts in a row without a new commit; the last one: {why}{hang}"
     return Verdict(text, traceback)

@@ -71,13 +71,13 @@ class Master:
         self.writer = writer
         self.events = EventWriter(paths, f"master.{writer.incarnation}")
         hosts = sum(group.hosts for group in plan.groups)
-        pace = PollIntervals.of(hosts, config.cluster.heartbeat_s)
+        intervals = PollIntervals.of(hosts, config.cluster.heartbeat_s)
         self.channel = WorkerChannel(
             paths,
             plan,
             writer.incarnation,
             self._while_waiting,
-            longest_poll_s=pace.poll_s,
+            longest_poll_s=intervals.poll_s,
         )
         self.roster = AgentRegistry(
             names,
@@ -94,10 +94,10 @@ class Master:
             incarnation=writer.incarnation,
             total_steps=config.total_steps,
             lease_ttl_s=config.cluster.lease_ttl_s,
-            interval_s=pace.status_s,
+            interval_s=intervals.status_s,
         )
         self.requests = StackRequests(
-            names, writer.incarnation, self.channel.post, look_s=pace.status_s
+            names, writer.incarnation, self.channel.post, look_s=intervals.status_s
         )
         self.committer = Committer(
             paths,

@@ -169,7 +169,7 @@ def test_events_tell_the_story(host: Host) -> None:
 
 
 def test_the_end_of_others_is_no_failure_of_ours(host: Host) -> None:
-    over = fails(StaleIncarnationError("the master has ended incarnation 1"))
+    over = fails(StaleIncarnationError("the master ended incarnation 1"))
     assert live(host, both(begins(), over), begins()) == OK
     assert keys.failure(1) not in Host(host.paths, 1, "trainer").names.find_subtree("incarnation")
 
@@ -221,7 +221,7 @@ def test_a_lost_host_ends_the_round(host: Host) -> None:
     def lost(incarnation: Incarnation) -> None:
         said = {"cause": "lost_host", "reason": "n7 is lost", "host": "n7"}
         incarnation.host.names.add(keys.failure(1), json.dumps(said))
-        raise StaleIncarnationError("the master has ended incarnation 1")
+        raise StaleIncarnationError("the master ended incarnation 1")
 
     assert live(host, both(begins(), lost)) == AGAIN
 
@@ -253,7 +253,7 @@ def test_a_failure_before_the_beginning_counts_for_what_begins(
 
     monkeypatch.setattr(host.children, "turn", turn)
     monkeypatch.setattr(type(host.children), "end", lambda children, **more: None)
-    assert live(host, fails(EnvironmentFailure("cannot start rank 0 by 'nothing'"))) == FAILED
+    assert live(host, fails(EnvironmentFailure("cannot start rank 0 with 'nothing'"))) == FAILED
     assert "cannot start rank 0" in failure(host, 1)["reason"]
     said = LogReader(host.paths.agent_log(1, "trainer", 0)).read()
     assert [message["type"] for message in said] == [messages.HELLO, messages.FAILED]

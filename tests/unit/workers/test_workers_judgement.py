@@ -199,6 +199,26 @@ def test_too_many_starts_without_a_commit(past: Past) -> None:
     )
 
 
+def test_trial_given_up_for_hangs_reports_who_waited_for_whom(past: Past) -> None:
+    """The record that ends the trial explains its last hang. What two incarnations are compared
+    by does not: the times in it differ."""
+    silence = "rank 3 on n1 gave no sign of life for 60 s and was killed"
+    for number in range(MOST):
+        writer = past.ends(rank=3, call="gen", reason=silence, cause="hung")
+        text = f"ranks 0-2 have waited {number} s in gen for rank 3\nwhich is in gen"
+        past.names.add(keys.hang(writer.incarnation), json.dumps({"text": text, "files": []}))
+    verdict = past.verdict()
+    assert verdict is not None
+    assert verdict.reason == (
+        f"{MOST} starts in a row without a new commit; the last one: rank 3, gen: {silence}; "
+        f"ranks 0-2 have waited {MOST - 1} s in gen for rank 3"
+    )
+    endings = [judgement.read_ending(past.names, begun, past.job) for begun in past.history.read()]
+    assert {(ending.what, ending.reason) for ending in endings} == {
+        (f"gen: {silence}", f"rank 3, gen: {silence}")
+    }
+
+
 def test_too_many_starts_tell_the_newest_traceback(past: Past) -> None:
     past.raises("ValueError: a")
     past.raises("ValueError: b")

@@ -11,7 +11,7 @@ BEAT_S, CHECK_S, TTL_S = 2.0, 6.0, 60.0
 
 
 class Host:
-    """A keeper on a directory and a clock that the test moves."""
+    """A holder of a lease on a directory and a clock that the test moves."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -20,7 +20,7 @@ class Host:
         self.superseded = False
         self.beats: list[float] = []
         self.checks: list[float] = []
-        self.keeper = LeaseGuard(
+        self.lease_guard = LeaseGuard(
             self.beat,
             self.check,
             beat_s=BEAT_S,
@@ -43,8 +43,8 @@ class Host:
 
     def turn(self, seconds: float = 0.5) -> bool:
         self.now += seconds
-        self.keeper.turn()
-        return self.keeper.may_start()
+        self.lease_guard.turn()
+        return self.lease_guard.may_start()
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def host() -> Host:
 
 
 def test_nothing_starts_before_the_first_beat_and_look(host: Host) -> None:
-    assert not host.keeper.may_start()
+    assert not host.lease_guard.may_start()
     assert host.turn(0.0)
     assert (host.beats, host.checks) == ([100.0], [100.0])
 
@@ -82,11 +82,11 @@ def test_a_failed_beat_fences_until_beat_and_look_got_through(host: Host) -> Non
 def test_a_host_that_was_suspended_looks_before_it_goes_on(host: Host) -> None:
     host.turn()
     host.now += TTL_S
-    assert not host.keeper.may_start()
+    assert not host.lease_guard.may_start()
     host.superseded = True
     with pytest.raises(StaleIncarnationError):
         host.turn(0.0)
-    assert not host.keeper.may_start()
+    assert not host.lease_guard.may_start()
 
 
 def test_a_lost_lease_needs_a_look_although_beats_get_through(host: Host) -> None:

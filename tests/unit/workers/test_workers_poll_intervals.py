@@ -48,28 +48,28 @@ class Agent:
     """The loop of an agent that waits for the master."""
 
     def __init__(
-        self, folder: Path, task: int, pace: PollIntervals, clock: Clock, calls: Counting
+        self, folder: Path, task: int, intervals: PollIntervals, clock: Clock, calls: Counting
     ) -> None:
         history = History(folder / "history", calls=calls)
         self.clock = clock
-        self.keeper = LeaseGuard(
+        self.lease_guard = LeaseGuard(
             Lease(folder / f"lease.{task}", calls=calls).beat,
             lambda: fold(history.read()),
-            beat_s=pace.beat_s,
-            check_s=pace.check_s,
+            beat_s=intervals.beat_s,
+            check_s=intervals.check_s,
             ttl_s=TTL_S,
             clock=clock,
         )
-        self.beat_s = pace.beat_s
+        self.beat_s = intervals.beat_s
         reader = LogReader(folder / "master", calls=calls)
-        self.master = Follower([reader], folder, longest_poll_s=pace.poll_s)
+        self.master = Follower([reader], folder, longest_poll_s=intervals.poll_s)
         self.next_read = 0.0
 
     def turn(self) -> float:
         if self.clock() >= self.next_read:
             assert self.master.read() == []
             self.next_read = self.clock() + self.master.pause_s()
-        self.keeper.turn()
+        self.lease_guard.turn()
         return min(self.next_read - self.clock(), self.beat_s)
 
 
@@ -77,10 +77,10 @@ class Master:
     """The loop of a master that waits for the ranks."""
 
     def __init__(
-        self, folder: Path, hosts: int, pace: PollIntervals, clock: Clock, calls: Counting
+        self, folder: Path, hosts: int, intervals: PollIntervals, clock: Clock, calls: Counting
     ) -> None:
         self.clock = clock
-        self.status_s = pace.status_s
+        self.status_s = intervals.status_s
         self.next_status = 0.0
         self.own = Counting()
         """Operations that do not grow with the hosts."""
@@ -90,7 +90,7 @@ class Master:
             for task in range(hosts)
         ]
         readers = [LogReader(folder / f"agent.{task}", calls=calls) for task in range(hosts)]
-        self.agents = Follower(readers, folder, longest_poll_s=pace.poll_s)
+        self.agents = Follower(readers, folder, longest_poll_s=intervals.poll_s)
 
     def turn(self) -> float:
         assert self.agents.read() == []
@@ -113,11 +113,11 @@ def test_a_trial_at_rest(
     History(tmp_path / "history").append(Kind.BEGIN, 1, {}, after=-1)
     for name in ("master", *(f"agent.{task}" for task in range(simulated))):
         LogWriter(tmp_path / name)
-    calls, clock, pace = Counting(), Clock(), PollIntervals.of(hosts, 2.0)
+    calls, clock, intervals = Counting(), Clock(), PollIntervals.of(hosts, 2.0)
     processes: list[Agent | Master] = [
-        Agent(tmp_path, task, pace, clock, calls) for task in range(simulated)
+        Agent(tmp_path, task, intervals, clock, calls) for task in range(simulated)
     ]
-    master = Master(tmp_path, simulated, pace, clock, calls)
+    master = Master(tmp_path, simulated, intervals, clock, calls)
     processes.append(master)
     wakes = dict.fromkeys(processes, 0.0)
     counted = False
@@ -133,7 +133,7 @@ def test_a_trial_at_rest(
     per_s = (of_hosts + sum(master.own.count.values())) / REST_S
     assert per_s <= max(200.0, 0.5 * hosts)
     assert per_s > 0.5 * max(200.0, 0.5 * hosts) or hosts == 1
-    assert pace.beat_s <= TTL_S / 4
+    assert intervals.beat_s <= TTL_S / 4
 
 
 def test_small_trials_are_not_slowed_down() -> None:

@@ -97,7 +97,7 @@ def test_log_is_private_and_appended_to(tmp_path: Path) -> None:
 def test_command_that_cannot_be_executed(tmp_path: Path) -> None:
     with (
         process.open_log(tmp_path / "log") as output,
-        pytest.raises(EnvironmentFailure, match="cannot start rank 0 by 'no-such-container'"),
+        pytest.raises(EnvironmentFailure, match="cannot start rank 0 with 'no-such-container'"),
     ):
         process.spawn(
             "rank 0",

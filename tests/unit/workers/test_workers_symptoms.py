@@ -113,7 +113,7 @@ def test_killed_by_the_kernel(bed: Bed, rank: int | None) -> None:
     bed.kernel.oom = True
     failure = bed.failure(ended=(died(rank),))
     assert failure["cause"] == "oom"
-    assert "was ended by SIGKILL: the kernel had no memory left for it" in failure["reason"]
+    assert "was ended by SIGKILL (the kernel's OOM killer)" in failure["reason"]
 
 
 def test_memory_has_nothing_to_do_with_other_ends(bed: Bed) -> None:
