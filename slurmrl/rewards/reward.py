@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from slurmrl.errors import RewardError, UnusableRowError, UsageError
 from slurmrl.rewards.base import RewardFunction
@@ -14,6 +14,7 @@ from slurmrl.rewards.scores import as_scores
 if TYPE_CHECKING:
     import asyncio
 
+ARGUMENTS: Final = ("prompts", "completions", "rows")
 Stats = dict[str, tuple[float, float]]
 
 
@@ -109,14 +110,17 @@ def _check_call(name: str, function: Callable[..., Any], keywords: Mapping[str, 
         signature = inspect.signature(function)
     except ValueError:  # a built-in function that does not say
         return
+    bare = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
+    takes = signature.replace(parameters=bare, return_annotation=signature.empty)
+    given = ", ".join([*ARGUMENTS, *(f"{key}=…" for key in keywords)])
+    told = f"reward '{name}' takes {takes}, but is called with ({given})"
     try:
         signature.bind([], [], [], **keywords)
     except TypeError as error:
-        takes = ", ".join(signature.parameters)
-        given = ", ".join(["prompts", "completions", "rows", *(f"{key}=…" for key in keywords)])
-        raise UsageError(
-            f"reward '{name}' takes ({takes}), but is called with ({given}): {error}"
-        ) from error
+        raise UsageError(f"{told}: {error}") from error
+    for taken, argument in zip(signature.parameters, ARGUMENTS, strict=False):
+        if taken != argument and taken in ARGUMENTS:
+            raise UsageError(f"{told}: '{taken}' would get the {argument}")
 
 
 def _what(kind: Any) -> str:

@@ -84,6 +84,7 @@ def test_completions_are_shortened_in_messages() -> None:
     ("name", "options", "message"),
     [
         (f"{MODULE}:of_one", {}, r"takes \(completion\), but is called with \(prompts,"),
+        (f"{MODULE}:in_another_order", {}, "'completions' would get the prompts"),
         (f"{MODULE}:returning", {"whta": 1}, "unexpected keyword argument 'whta'"),
         (f"{MODULE}:Looks", {"scael": 1}, "unexpected keyword argument 'scael'"),
         (f"{MODULE}:Silent", {}, "it has no __call__"),
