@@ -8,36 +8,28 @@ import contextlib
 import os
 import subprocess
 from dataclasses import dataclass
-from enum import Enum
 
 from slurmrl import env, log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, SchedulerError, UsageError
-from slurmrl.fsio import atomic, documents
-from slurmrl.fsio.shapes import one_of
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.paths import RunPaths
-from slurmrl.scheduler import environment, extensions, hosts, leave, submission
-from slurmrl.scheduler.base import Continue, JobState, TaskState
+from slurmrl.scheduler import environment, hosts, leave, submission
+from slurmrl.scheduler.base import Continue
+from slurmrl.scheduler.chain import Chain, continues, successors, top_up
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.slurm import SlurmScheduler
 
 logger = log.get(__name__)
-
-FEW = 2
-"""With fewer successors in the queue than this, a link asks for more."""
 
 TIMEOUT_S = 45.0
 """For each of Slurm's commands: a controller that does not answer must not keep hosts for long."""
 
 
 @dataclass(frozen=True)
-class Link:
-    """The element of a fixed group's array that this process belongs to."""
+class Link(Chain):
+    """The element of a chain that this process belongs to."""
 
-    run: RunPaths
-    submission: int
-    group: str
     job: str
     """Id of its array."""
     index: int
@@ -52,32 +44,6 @@ class Link:
     def element(self) -> str:
         """Its name for Slurm. A bare job id can mean the whole array."""
         return f"{self.job}_{self.index}"
-
-
-class TopUp(Enum):
-    """Why no more links were asked for."""
-
-    ENOUGH = "enough links are queued"
-    NO_CHAIN = "this trial has no chain of links"
-    NO_COMMIT = "nothing was committed since links were last added"
-
-
-def top_up(link: Link, scheduler: SlurmScheduler | None = None) -> str | TopUp:
-    """Extend the chain if few successors are left; the id of the new array, or why there is none.
-
-    A trial that commits nothing gets no more links, else one that fails at once would never end.
-    Raises EnvironmentFailure where Slurm's commands do not work on this host, UsageError if
-    somebody else is extending the chain at the moment.
-    """
-    if continues(link) is not Continue.CHAIN:
-        return TopUp.NO_CHAIN
-    scheduler = scheduler or _scheduler()
-    tasks = scheduler.query(scheduler.recover(link.run, link.submission))
-    if len(successors(tasks, link.group, link.element)) >= FEW:
-        return TopUp.ENOUGH
-    if not committed(link):
-        return TopUp.NO_COMMIT
-    return scheduler.extend(link.run, link.submission, link.group, by=link.element)
 
 
 def continue_after(
@@ -95,7 +61,7 @@ def continue_after(
     Call it last: a link that is put back into the queue gets TERM at once. One in which nothing
     began is not, since it would fail for ever.
     """
-    scheduler = scheduler or _scheduler()
+    scheduler = scheduler or slurm()
     try:
         goes_on = continues(link)
         if goes_on is Continue.NONE:
@@ -139,14 +105,14 @@ def keep_off(link: Link, scheduler: SlurmScheduler | None = None) -> None:
     """Keep what is queued off the hosts that the trial avoids. Raises EnvironmentFailure,
     UsageError."""
     if hosts.avoided(link.run):
-        scheduler = scheduler or _scheduler()
+        scheduler = scheduler or slurm()
         scheduler.keep_off(link.run, link.submission, link.group, by=link.element)
 
 
 def end_chain(link: Link, scheduler: SlurmScheduler | None = None) -> None:
     """The last act of a trial: cancel all of its jobs but this one. Where scancel does not work
     here, each finds out by itself."""
-    scheduler = scheduler or _scheduler()
+    scheduler = scheduler or slurm()
     try:
         jobs = scheduler.recover(link.run, link.submission) or {link.group: (link.job,)}
         scheduler.cancel(jobs, spare=link.element)
@@ -154,45 +120,14 @@ def end_chain(link: Link, scheduler: SlurmScheduler | None = None) -> None:
         logger.info("the links left over are not cancelled here: %s", error)
 
 
-def successors(tasks: list[TaskState], group: str, element: str = "") -> list[TaskState]:
-    """The queued elements of a group, in the order in which they will start."""
-    queued = [
-        task
-        for task in tasks
-        if task.group == group and task.state is JobState.PENDING and task.job_id != element
-    ]
-    return sorted(queued, key=lambda task: task.element)
-
-
-def continues(link: Link) -> Continue:
-    """What the submission's request asks for. Submissions of older versions are chains."""
-    fields = {"continue": one_of(*Continue)}
-    path = link.run.submission_request(link.submission)
-    request = documents.parse(atomic.read_needed(path), path, fields)
-    return Continue(request.get("continue") or Continue.CHAIN)
-
-
-def committed(link: Link) -> bool:
-    """Whether there was a commit since the chain was last extended, or was submitted."""
-    before = extensions.read(link.run, link.submission, link.group)
-    added = [one.claim for one in before if one.job is not None]
-    since = added[-1].records if added else None
-    for record in History(link.run.history).read():
-        if since is None and record.kind is Kind.BEGIN:
-            since = record.slot if record.data.get("submission") == link.submission else None
-        if since is not None and record.slot >= since and record.kind is Kind.COMMIT:
-            return True
-    return False
-
-
-def _scheduler() -> SlurmScheduler:
+def slurm() -> SlurmScheduler:
     return SlurmScheduler(SlurmClient(TIMEOUT_S))
 
 
 def _last_top_up(link: Link, scheduler: SlurmScheduler) -> None:
     """For a link too short for its upkeep, or one that had committed nothing until it ended."""
     try:
-        top_up(link, scheduler)
+        top_up(link, scheduler, by=link.element)
     except (EnvironmentFailure, CorruptFileError, UsageError) as error:
         logger.info("the chain was not extended: %s", error)
 

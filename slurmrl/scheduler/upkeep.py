@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping
 
 from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, SlurmrlError, UsageError
+from slurmrl.scheduler import succession
+from slurmrl.scheduler.chain import TopUp, committed, top_up
 from slurmrl.scheduler.elastic import Change, ElasticGroup
-from slurmrl.scheduler.succession import TIMEOUT_S, Link, TopUp, committed, keep_off, top_up
+from slurmrl.scheduler.succession import TIMEOUT_S, Link, keep_off
 
 logger = log.get(__name__)
 
@@ -65,7 +67,7 @@ class Upkeep:
         failures = 0
         while failures < TRIES and not self._stop.is_set():
             try:
-                outcome = top_up(self._link)
+                outcome = top_up(self._link, succession.slurm(), by=self._link.element)
             except (EnvironmentFailure, UsageError) as error:
                 failures += 1
                 logger.info("the chain was not extended: %s", error)

@@ -6,51 +6,47 @@ import os
 import socket
 from collections.abc import Sequence
 
-from slurmrl.config.load import load_resolved
 from slurmrl.history.log import History
 from slurmrl.history.state import fold
 from slurmrl.monitor.snapshot import newest_submission
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.model import Plan
 from slurmrl.scheduler import hosts
-from slurmrl.scheduler.base import Continue
+from slurmrl.scheduler.base import Scheduler
+from slurmrl.scheduler.chain import Chain, top_up, why_not
 from slurmrl.scheduler.slurm import SlurmScheduler
-from slurmrl.scheduler.succession import FEW, successors
 from slurmrl.submission.live import newest_jobs
 from slurmrl.submission.submit import Submitted
 
 
 def add_links(paths: RunPaths, *, dry_run: bool = False) -> Submitted | None:
-    """Queue another array behind the links of a live trial; None where that is not the case: it has
-    ended or waits for a resume, has enough links left, or is no chain of Slurm jobs. ``dry_run``:
-    say so and queue nothing.
+    """Extend the chains of a live trial that are short of links. Return None where no chain is: the
+    trial has ended or must be resumed, has enough links, or is no chain of Slurm jobs. ``dry_run``
+    reports what would be queued and queues nothing.
 
     Raises UsageError, SchedulerError.
     """
-    submission = newest_submission(paths)
-    if submission is None or submission.scheduler != "slurm" or not _is_chain(paths):
+    submission, jobs = newest_submission(paths), newest_jobs(paths)
+    if submission is None or submission.scheduler != "slurm" or jobs is None:
         return None
-    if fold(History(paths.history).read()).end is not None:
+    groups = [group.name for group in Plan.read(paths.plan).groups if not group.elastic]
+    chains = [Chain(paths, jobs.number, group) for group in groups]
+    added = {chain.group: _add(chain, jobs.scheduler, dry_run=dry_run) for chain in chains}
+    words = ", ".join(f"{group}: {job}" for group, job in added.items() if job)
+    if not words:
         return None
-    jobs = newest_jobs(paths)
-    active = jobs.active() if jobs else []
-    short = [
-        group.name
-        for group in Plan.read(paths.plan).groups
-        if not group.elastic
-        and any(task.group == group.name for task in active)
-        and len(successors(active, group.name)) < FEW
-    ]
-    if jobs is None or not short:
-        return None
-    if dry_run:
-        note = f"it is live and has few links left; more would be queued ({', '.join(short)})"
-        return Submitted(paths, submission.scheduler, jobs, notes=(note,))
-    me = f"{user_name()}@{socket.gethostname()}:{os.getpid()}"
-    added = {name: jobs.scheduler.extend(paths, jobs.number, name, by=me) for name in short}
-    words = ", ".join(f"{name}: job {job}" for name, job in added.items())
-    note = f"it is live and had few links left; more were queued behind them ({words})"
+    done = "more links would be queued" if dry_run else "more were queued behind them"
+    note = f"it is live and has few links left; {done} ({words})"
     return Submitted(paths, submission.scheduler, newest_jobs(paths), notes=(note,))
+
+
+def _add(chain: Chain, scheduler: Scheduler, *, dry_run: bool) -> str:
+    """Return the job that extends a chain, in words; empty where it is not extended."""
+    if dry_run:
+        reason = why_not(chain, scheduler, by=_requester(), requested=True)
+        return "" if reason else "one job array"
+    outcome = top_up(chain, scheduler, by=_requester(), requested=True)
+    return f"job {outcome}" if isinstance(outcome, str) else ""
 
 
 def include(
@@ -69,11 +65,10 @@ def include(
         return chosen, live
     hosts.include(paths, chosen)
     if live and jobs is not None and isinstance(jobs.scheduler, SlurmScheduler):
-        me = f"{user_name()}@{socket.gethostname()}:{os.getpid()}"
         for group in {task.group for task in active}:
-            jobs.scheduler.keep_off(paths, jobs.number, group, by=me)
+            jobs.scheduler.keep_off(paths, jobs.number, group, by=_requester())
     return chosen, live
 
 
-def _is_chain(paths: RunPaths) -> bool:
-    return Continue(load_resolved(paths.config).cluster.slurm.continue_) is Continue.CHAIN
+def _requester() -> str:
+    return f"{user_name()}@{socket.gethostname()}:{os.getpid()}"

@@ -20,9 +20,10 @@ from slurmrl.history.record import Kind
 from slurmrl.history.writer import begin
 from slurmrl.scheduler import extensions
 from slurmrl.scheduler.base import JobState, SubmissionRequest
+from slurmrl.scheduler.chain import TopUp, top_up
 from slurmrl.scheduler.elastic import Change, ElasticGroup
 from slurmrl.scheduler.slurm import SlurmScheduler
-from slurmrl.scheduler.succession import Link, TopUp, continue_after, end_chain, top_up
+from slurmrl.scheduler.succession import Link, continue_after, end_chain
 from tests.scheduler_contract import (
     STAY,
     active,
@@ -89,11 +90,11 @@ def test_a_chain_that_commits_gets_more_links(scheduler: SlurmScheduler, tmp_pat
     with everything_gone(scheduler, request):
         wait_until(lambda: pids(request), "link 0 runs")
         link = running_link(scheduler, request)
-        assert top_up(link, scheduler) is TopUp.NO_COMMIT
+        assert top_up(link, scheduler, by=link.element) is TopUp.NO_COMMIT
         commit(request)
-        job = top_up(link, scheduler)
+        job = top_up(link, scheduler, by=link.element)
         assert isinstance(job, str)
-        assert top_up(link, scheduler) is TopUp.ENOUGH
+        assert top_up(link, scheduler, by=link.element) is TopUp.ENOUGH
         jobs = SlurmScheduler().recover(request.run, 1)
         assert jobs == {"trainer": (link.job, job)}
         tasks = scheduler.query(jobs)

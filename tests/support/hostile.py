@@ -51,9 +51,10 @@ from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import load_run_settings, load_settings
 from slurmrl.scheduler import extensions, submission
 from slurmrl.scheduler.base import JobState
+from slurmrl.scheduler.chain import committed, continues
 from slurmrl.scheduler.local_state import ChainState
 from slurmrl.scheduler.processes import ProcessId
-from slurmrl.scheduler.succession import Link, committed, continues
+from slurmrl.scheduler.succession import Link
 from slurmrl.submission import snapshot
 from slurmrl.submission.prepare import trial_uuid
 from slurmrl.workers.failure import first

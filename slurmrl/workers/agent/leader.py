@@ -16,8 +16,9 @@ from slurmrl.lease import GAPS_PER_TTL, LeaseObserver
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.base import Continue
+from slurmrl.scheduler.chain import continues
 from slurmrl.scheduler.client import SlurmClient
-from slurmrl.scheduler.succession import TIMEOUT_S, Link, continues
+from slurmrl.scheduler.succession import TIMEOUT_S, Link
 from slurmrl.workers.agent.identity import Identity
 from slurmrl.workers.failure import Cause
 from slurmrl.workers.supervisor.job_hosts import usable

@@ -10,8 +10,9 @@ from slurmrl import log
 from slurmrl.errors import EnvironmentFailure, SchedulerError
 from slurmrl.monitor.events import EventWriter
 from slurmrl.scheduler.base import Continue
+from slurmrl.scheduler.chain import continues
 from slurmrl.scheduler.slurm import SlurmScheduler
-from slurmrl.scheduler.succession import Link, continues
+from slurmrl.scheduler.succession import Link
 from slurmrl.workers.retry import retry
 from slurmrl.workers.supervisor.baton import Baton, Turn
 from slurmrl.workers.supervisor.link import reason_to_leave

@@ -12,12 +12,13 @@ import pytest
 from slurmrl.errors import SchedulerError
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
-from slurmrl.history.writer import begin
+from slurmrl.history.writer import begin, end
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler import elastic, succession, upkeep
 from slurmrl.scheduler.base import Continue
+from slurmrl.scheduler.chain import TopUp, continues, top_up
 from slurmrl.scheduler.slurm import SlurmScheduler
-from slurmrl.scheduler.succession import Link, TopUp, continue_after, end_chain, top_up
+from slurmrl.scheduler.succession import Link, continue_after, end_chain
 from slurmrl.scheduler.upkeep import Upkeep
 from tests.support.scripted_slurm import Slurm
 from tests.support.trials import wait_until
@@ -25,6 +26,10 @@ from tests.support.trials import wait_until
 
 def link(run: RunPaths, index: int) -> Link:
     return Link(run, 1, "trainer", "41", index)
+
+
+def add(link: Link, scheduler: SlurmScheduler) -> str | TopUp:
+    return top_up(link, scheduler, by=link.element)
 
 
 def commit(run: RunPaths, step: int) -> None:
@@ -36,9 +41,9 @@ def counted(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Link]:
     """The links for which a function of `upkeep` was called and has returned or raised."""
     function, calls = getattr(upkeep, name), []
 
-    def call(link: Link) -> object:
+    def call(link: Link, *arguments: object, **options: object) -> object:
         try:
-            return function(link)
+            return function(link, *arguments, **options)
         finally:
             calls.append(link)
 
@@ -53,24 +58,44 @@ def ended(looks: Upkeep) -> bool:
 def test_links_are_added_when_few_are_left_and_the_trial_commits(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
-    assert top_up(link(run, 0), scheduler) is TopUp.ENOUGH
+    assert add(link(run, 0), scheduler) is TopUp.ENOUGH
     slurm.running = ("41", 1)
-    assert top_up(link(run, 1), scheduler) is TopUp.NO_COMMIT
+    assert add(link(run, 1), scheduler) is TopUp.NO_COMMIT
     commit(run, 1)
-    assert top_up(link(run, 1), scheduler) == "42"
+    assert add(link(run, 1), scheduler) == "42"
     name = slurm.jobs["41"][0]
     assert slurm.options[-1] == (
         "--array=3-5%1",
         f"--job-name={name}.1",
         "--dependency=afterany:41",
     )
-    assert top_up(link(run, 1), scheduler) is TopUp.ENOUGH
+    assert add(link(run, 1), scheduler) is TopUp.ENOUGH
     slurm.running = ("42", 5)
     last = Link(run, 1, "trainer", "42", 5)
-    assert top_up(last, scheduler) is TopUp.NO_COMMIT
+    assert add(last, scheduler) is TopUp.NO_COMMIT
     commit(run, 2)
-    assert top_up(last, scheduler) == "43"
+    assert add(last, scheduler) == "43"
     assert scheduler.recover(run, 1) == {"trainer": ("41", "42", "43")}
+
+
+def test_no_links_are_added_to_an_ended_trial(
+    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
+) -> None:
+    """Its last link may be at it when the end is written."""
+    slurm.running = ("41", 2)
+    commit(run, 1)
+    end(History(run.history), Kind.FINISHED, {})
+    assert add(link(run, 2), scheduler) is TopUp.ENDED
+    assert top_up(link(run, 2), scheduler, by="me", requested=True) is TopUp.ENDED
+    assert list(slurm.jobs) == ["41"]
+
+
+def test_a_user_need_not_wait_for_a_commit(
+    run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
+) -> None:
+    slurm.running = ("41", 2)
+    assert add(link(run, 2), scheduler) is TopUp.NO_COMMIT
+    assert top_up(link(run, 2), scheduler, by="me", requested=True) == "42"
 
 
 def test_commits_of_an_earlier_submission_do_not_count(
@@ -80,7 +105,7 @@ def test_commits_of_an_earlier_submission_do_not_count(
     writer.append(Kind.COMMIT, {"step": 1, "directory": "step-00000001.1"})
     begin(History(run.history), {"submission": 1})
     slurm.running = ("41", 2)
-    assert top_up(link(run, 2), scheduler) is TopUp.NO_COMMIT
+    assert add(link(run, 2), scheduler) is TopUp.NO_COMMIT
 
 
 @pytest.mark.parametrize("mode", ["requeue", "none"])
@@ -90,8 +115,8 @@ def test_what_is_no_chain_gets_no_links(
     run.submission_request(1).write_text(json.dumps({"continue": mode}))
     slurm.running = ("41", 2)
     commit(run, 1)
-    assert top_up(link(run, 2), scheduler) is TopUp.NO_CHAIN
-    assert succession.continues(link(run, 2)) is Continue(mode)
+    assert add(link(run, 2), scheduler) is TopUp.NO_CHAIN
+    assert continues(link(run, 2)) is Continue(mode)
 
 
 @pytest.mark.usefixtures("_everywhere")
@@ -183,7 +208,7 @@ def test_a_link_without_sbatch_breaks_nothing(
 @pytest.fixture
 def _everywhere(monkeypatch: pytest.MonkeyPatch, slurm: Slurm) -> None:
     """Whoever makes a scheduler gets the scripted one, and nobody waits long."""
-    monkeypatch.setattr(succession, "_scheduler", lambda: SlurmScheduler(slurm))
+    monkeypatch.setattr(succession, "slurm", lambda: SlurmScheduler(slurm))
     for pause in ("RETRY_S", "COMMIT_S", "KEEP_S"):
         monkeypatch.setattr(upkeep, pause, 0.01)
 
