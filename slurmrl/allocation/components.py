@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from slurmrl.allocation.allocation import Allocation
 from slurmrl.errors import UnknownNameError
@@ -42,6 +43,17 @@ class Components:
         for place in self.places:
             found.append(found[-1] + place[0].world_size)
         return found[:-1]
+
+    def explain(self) -> dict[str, Any]:
+        """A single allocation's sizes as plain values; those of several with their first ranks."""
+        if len(self) == 1:
+            return next(iter(self)).explain()
+        parts = [
+            {**allocation.explain(), "first_rank": start}
+            for start, place in zip(self.starts(), self.places, strict=True)
+            for allocation in place
+        ]
+        return {"string": str(self), "world_size": self.world_size, "components": parts}
 
     def __str__(self) -> str:
         return "+".join("|".join(str(one) for one in place) for place in self.places)

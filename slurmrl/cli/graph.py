@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 import click
 
 from slurmrl.cli.options import common, json_option
-
-if TYPE_CHECKING:
-    from slurmrl.plan.model import CallPlan
 
 
 @click.command(epilog="Example: slurmrl graph ppo.yaml --svg graph.svg")
@@ -30,9 +26,11 @@ def graph(
     root: str | None,
 ) -> int:
     """Show the calls of a step, the keys that they pass on, their models and hooks."""
+    from slurmrl.display import svg as picture
+    from slurmrl.display import text
     from slurmrl.errors import UsageError
-    from slurmrl.graph import picture
     from slurmrl.graph.dataset import DATASET_KEYS
+    from slurmrl.graph.document import document, values
     from slurmrl.graph.warnings import unread
     from slurmrl.plan.build import make_plan
     from slurmrl.plan.settings import load_settings
@@ -46,29 +44,16 @@ def graph(
         if settings.config.evaluation is None:
             raise UsageError(f"{config} has no evaluation section")
         calls, dataset = plan.evaluation_calls, settings.config.evaluation.dataset
-    keys = DATASET_KEYS[dataset.type]
     warnings = unread(calls, dataset.type, evaluation=evaluation)
+    shown = values(calls, DATASET_KEYS[dataset.type], warnings)
+    title = f"{plan.experiment}/{plan.trial}{' evaluation' if evaluation else ''}"
     if svg is not None:
-        title = f"{plan.experiment}/{plan.trial}{' evaluation' if evaluation else ''}"
-        svg.write_text(picture.picture(title, calls, keys), encoding="utf-8")
+        svg.write_text(picture.render(document(title, shown)), encoding="utf-8")
     if as_json:
-        click.echo(json.dumps(_plain(calls, keys, warnings)))
+        click.echo(json.dumps(shown))
     elif svg is None:
-        click.echo(picture.text(calls, keys))
+        click.echo(text.render(document(title, shown)))
     if not as_json:
         for line in warnings:
             click.echo(f"warning: key {line}", err=True)
     return 0
-
-
-def _plain(
-    calls: tuple[CallPlan, ...], keys: tuple[str, ...], warnings: list[str]
-) -> dict[str, Any]:
-    from slurmrl.graph import picture
-
-    shown = [call.model_dump(mode="json", exclude={"ranks", "interface"}) for call in calls]
-    edges = [
-        {"from": start, "to": end, "keys": passed}
-        for start, end, passed in picture.edges(calls, keys)
-    ]
-    return {"dataset": list(keys), "calls": shown, "edges": edges, "warnings": warnings}

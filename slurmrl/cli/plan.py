@@ -52,15 +52,17 @@ def plan(
         return 0
     report = _report(Path(target), overrides, scheduler, root)
     if svg is not None:
-        from slurmrl.plan.report.picture import picture
+        from slurmrl.display import svg as picture
+        from slurmrl.plan.report.document import document
 
-        svg.write_text(picture(report), encoding="utf-8")
+        svg.write_text(picture.render(document(report)), encoding="utf-8")
     if as_json:
         click.echo(json.dumps(report))
     elif as_table or svg is None:
-        from slurmrl.plan.report.document import text
+        from slurmrl.display import text
+        from slurmrl.plan.report.document import document
 
-        click.echo(text(report))
+        click.echo(text.render(document(report)))
     return 0
 
 
@@ -70,25 +72,13 @@ def _is_allocation(target: str) -> bool:
     return not names_file and not Path(target).exists()
 
 
-def _explain(text: str, as_json: bool) -> None:
+def _explain(target: str, as_json: bool) -> None:
     from slurmrl.allocation import parse_components
-    from slurmrl.plan.report import document
+    from slurmrl.display import text
+    from slurmrl.plan.report.document import allocations
 
-    components = parse_components(text)
-    explained = [one.explain() for one in components]
-    if not as_json:
-        click.echo("\n\n".join(document.allocation(one) for one in explained))
-        if len(explained) > 1:
-            click.echo(f"\ntogether: {components.world_size} ranks")
-        return
-    if len(explained) == 1:
-        click.echo(json.dumps(explained[0]))
-        return
-    parts = []
-    for start, place in zip(components.starts(), components.places, strict=True):
-        parts += [{**one.explain(), "first_rank": start} for one in place]
-    shown = {"string": str(components), "world_size": components.world_size, "components": parts}
-    click.echo(json.dumps(shown))
+    explained = parse_components(target).explain()
+    click.echo(json.dumps(explained) if as_json else text.render(allocations(explained)))
 
 
 def _report(

@@ -29,6 +29,7 @@ ROWS: tuple[dict[str, tuple[str, ...]], ...] = (
         "paths": (),
         "keys": (),
         "backoff": (),
+        "display": (),
         "env": ("errors",),
         "registry": ("errors",),
         "fsio": ("errors",),

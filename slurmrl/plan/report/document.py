@@ -1,4 +1,4 @@
-"""A plan's report as text."""
+"""The report of a plan, and the meaning of an allocation string, as documents."""
 
 from __future__ import annotations
 
@@ -6,89 +6,97 @@ import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-GIB: Final = 2**30
-MOST_HOSTS: Final = 16
-"""Hosts of a rank table that are shown; of more, the first ones and the last."""
-SHORT: Final = {"pp": "p", "dp": "d", "cp": "c", "tp": "t"}
-MEMORY: Final = ("weights", "gradients", "optimizer", "activations", "kv_cache")
+from slurmrl.display.document import Block, Document, Grid, GridRow, Legend, Lines, Table
+from slurmrl.plan.estimates.hardware import GIB
+
+AXIS_LETTERS: Final = {"pp": "p", "dp": "d", "cp": "c", "tp": "t"}
+STANDING: Final = ("weights", "gradients", "optimizer")
+PASSING: Final = ("activations", "kv_cache")
+MEMORY: Final = (*STANDING, *PASSING)
 
 
-def text(report: Mapping[str, Any]) -> str:
-    parts = [
-        f"{report['experiment']}/{report['trial']}: {report['gpus']} GPUs, "
-        f"{report['world_size']} workers in the fixed job",
-        _table(("GROUP", "HOSTS", "WORKERS", "GPUS/HOST", "CPUS/HOST", "ARRAY"), _groups(report)),
-        *(_model(name, model) for name, model in report["models"].items()),
-        _table(("MODEL", *(name.upper() for name in MEMORY), "TOGETHER"), _memory(report))
-        + f"\n{_fullest(report['memory'])}",
-        _table(("CALL", "MODEL", "METHOD", "RANKS", "TFLOP", "SECONDS", "HOOKS"), _calls(report)),
+def document(report: Mapping[str, Any]) -> Document:
+    """The document of a report's values."""
+    groups = ("GROUP", "HOSTS", "WORKERS", "GPUS/HOST", "CPUS/HOST", "ARRAY")
+    memory = ("MODEL", *(name.upper() for name in MEMORY), "TOGETHER")
+    calls = ("CALL", "MODEL", "METHOD", "RANKS", "TFLOP", "SECONDS", "HOOKS")
+    blocks: list[Block] = [
+        Table(groups, list(_groups(report))),
+        Legend({name: _model(model) for name, model in report["models"].items()}),
+        *(_grid(report, group) for group in report["groups"]),
+        Table(memory, list(_memory(report)), note=_fullest(report["memory"])),
+        Table(calls, list(_calls(report))),
         _process_groups(report),
-        _lines("warnings", report["warnings"]),
-        _lines("notes", report["notes"]),
-        _lines("before it can be submitted", report["missing"]),
     ]
-    return "\n\n".join(part for part in parts if part)
+    ends = {"warnings": "warnings", "notes": "notes", "missing": "before it can be submitted"}
+    blocks += [Lines(f"{title}:", report[key]) for key, title in ends.items() if report[key]]
+    workers = f"{report['gpus']} GPUs, {report['world_size']} workers in the fixed job"
+    return Document(f"{report['experiment']}/{report['trial']}", blocks, workers)
 
 
-def allocation(explained: Mapping[str, Any]) -> str:
-    """One string's meaning."""
-    lines = [f"{explained['string']}: {explained['world_size']} ranks"]
+def allocations(explained: Mapping[str, Any]) -> Document:
+    """The document of an allocation string's values."""
+    parts = explained.get("components", [explained])
+    blocks: list[Block] = [_allocation(part) for part in parts]
+    if len(parts) > 1:
+        blocks.append(Lines(f"together: {explained['world_size']} ranks"))
+    return Document("", blocks)
+
+
+def _allocation(explained: Mapping[str, Any]) -> Table:
+    title = f"{explained['string']}: {explained['world_size']} ranks"
     halves = [half for half in ("attn", "ffn") if half in explained]
     if halves:
-        columns = ("dp", "pp", "tp", "cp", "ep", "world_size")
-        rows = [
-            (half, *(str(explained[half].get(column, "-")) for column in columns))
-            for half in halves
-        ]
-        lines.append(_table(("HALF", *(column.upper() for column in columns)), rows))
-        return "\n".join(lines)
-    axes = ("dp", "tp", "pp", "cp", "ep", "etp", "edp")
-    lines.append(_table([axis.upper() for axis in axes], [[str(explained[a]) for a in axes]]))
-    return "\n".join(lines)
-
-
-def size(number: int | None) -> str:
-    """Bytes with three digits."""
-    if number is None:
-        return "-"
-    for unit, factor in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= factor:
-            return f"{number / factor:.3g} {unit}"
-    return f"{number} B"
-
-
-def cell(row: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
-    """Where a rank stands on the axes that are split: ``d0 t1``."""
-    split = [axis for axis, number in sizes.items() if number > 1]
-    return " ".join(f"{SHORT[axis]}{row[axis]}" for axis in split) or "all"
+        axes = ["dp", "pp", "tp", "cp", "ep", "world_size"]
+        rows = [[half, *(str(explained[half].get(axis, "-")) for axis in axes)] for half in halves]
+        return Table(["HALF", *map(str.upper, axes)], rows, title)
+    axes = ["dp", "tp", "pp", "cp", "ep", "etp", "edp"]
+    return Table([*map(str.upper, axes)], [[str(explained[axis]) for axis in axes]], title)
 
 
 def _groups(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
     for group in report["groups"]:
         hosts = f"{group['hosts']} tasks" if group["elastic"] else str(group["hosts"])
         workers = str(group["hosts"] * group["workers_per_host"])
-        devices, processors = str(group["gpus_per_host"]), str(group["cpus_per_host"])
-        yield group["name"], hosts, workers, devices, processors, f"--array={group['array']}"
+        gpus, cpus = str(group["gpus_per_host"]), str(group["cpus_per_host"])
+        yield group["name"], hosts, workers, gpus, cpus, f"--array={group['array']}"
 
 
-def _model(name: str, model: Mapping[str, Any]) -> str:
-    """The picture of one model: hosts against their GPUs."""
-    ranks: dict[int, dict[int, str]] = {}
-    for row in model["ranks"]:
-        ranks.setdefault(row["host"], {})[row["gpu"]] = cell(row, model["sizes"])
-    columns = sorted({gpu for row in ranks.values() for gpu in row})
-    hosts = sorted(ranks)
-    shown = hosts if len(hosts) <= MOST_HOSTS else [*hosts[: MOST_HOSTS - 1], hosts[-1]]
-    rows = [[str(host), *(ranks[host].get(gpu, "-") for gpu in columns)] for host in shown]
-    if len(shown) < len(hosts):
-        rows.insert(-1, ["…", *("…" for _ in columns)])
-    kind = "trained" if model["trained"] else "not trained"
-    flags = [f"virtual pipeline {model['virtual_pipeline']}"] * (model["virtual_pipeline"] > 1)
-    flags += ["sequence parallel"] * model["sequence_parallel"]
+def _model(model: Mapping[str, Any]) -> str:
+    facts = [model["backend"], "trained" if model["trained"] else "not trained"]
+    if model["virtual_pipeline"] > 1:
+        facts.append(f"virtual pipeline {model['virtual_pipeline']}")
+    if model["sequence_parallel"]:
+        facts.append("sequence parallel")
     if model["expert_sizes"]:
-        flags.append("experts " + " ".join(f"{a}{n}" for a, n in model["expert_sizes"].items()))
-    head = f"{name}: {model['backend']}, {', '.join([kind, *flags])}, in {model['group']}"
-    return f"{head}\n{_table(('HOST', *(f'GPU {gpu}' for gpu in columns)), rows)}"
+        sizes = (f"{axis}{size}" for axis, size in model["expert_sizes"].items())
+        facts.append(f"experts {' '.join(sizes)}")
+    return f"{', '.join(facts)}, in {model['group']}"
+
+
+def _grid(report: Mapping[str, Any], group: Mapping[str, Any]) -> Grid:
+    """The models' ranks on the hosts and GPUs of a group of workers."""
+    row, per_host = "task" if group["elastic"] else "host", group["workers_per_host"]
+    cells: list[list[dict[str, str]]] = [
+        [{} for _ in range(per_host)] for _ in range(group["hosts"])
+    ]
+    for name, model in report["models"].items():
+        if model["group"] == group["name"]:
+            for rank in model["ranks"]:
+                cells[rank["host"]][rank["gpu"]][name] = _coordinates(rank, model["sizes"])
+    rows = [GridRow(str(host), on_host) for host, on_host in enumerate(cells)]
+    title = f"{group['name']}: {_count(group['hosts'], row)} of {_count(per_host, 'worker')}"
+    return Grid(title, row, "GPU", "model", rows)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def _coordinates(rank: Mapping[str, Any], sizes: Mapping[str, int]) -> str:
+    """A rank's coordinates on the axes that are split: ``d0 t1``."""
+    split = [axis for axis, size in sizes.items() if size > 1]
+    return " ".join(f"{AXIS_LETTERS[axis]}{rank[axis]}" for axis in split) or "all"
 
 
 def _memory(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
@@ -97,27 +105,27 @@ def _memory(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
         if memory is None:
             yield [name, *("-" for _ in MEMORY), "unknown architecture"]
             continue
-        sizes = [memory[f"{part}_bytes"] for part in MEMORY]
-        together = sum(sizes[:3]) + max(sizes[3:])
-        yield [name, *(size(number) for number in sizes), size(together)]
+        standing, passing = (
+            [memory[f"{part}_bytes"] for part in parts] for parts in (STANDING, PASSING)
+        )
+        together = sum(standing) + max(passing)
+        yield [name, *map(_size, (*standing, *passing)), _size(together)]
 
 
 def _fullest(memory: Mapping[str, Any]) -> str:
     if memory["bytes"] is None:
         return "memory of a GPU: not estimated"
-    limit = f" of {size(memory['gpu_bytes'])}" if memory["gpu_bytes"] else ""
+    limit = f" of {_size(memory['gpu_bytes'])}" if memory["gpu_bytes"] else ""
     models = ", ".join(memory["models"])
-    return f"fullest GPU: {memory['fullest_gpu']} with {models}: {size(memory['bytes'])}{limit}"
+    return f"fullest GPU: {memory['fullest_gpu']} with {models}: {_size(memory['bytes'])}{limit}"
 
 
-def _process_groups(report: Mapping[str, Any]) -> str:
-    counts = report["process_group_counts"]
-    counted = ", ".join(f"{use} {number}" for use, number in counts.items())
-    return textwrap.fill(f"process groups: {counted}", 100, subsequent_indent="  ")
-
-
-def _lines(head: str, lines: Sequence[str]) -> str:
-    return "\n".join([f"{head}:", *(f"  {line}" for line in lines)]) if lines else ""
+def _size(number: int) -> str:
+    """Bytes to three digits."""
+    for unit, factor in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= factor:
+            return f"{number / factor:.3g} {unit}"
+    return f"{number} B"
 
 
 def _calls(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
@@ -129,11 +137,8 @@ def _calls(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
         yield call["name"], call["model"] or "-", call["method"], ranks, flops, seconds, hooks
 
 
-def _table(headings: Sequence[str], rows: Any) -> str:
-    lines = [list(headings), *(list(row) for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
-    padded = (
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True))
-        for line in lines
-    )
-    return "\n".join(f"  {line.rstrip()}" for line in padded)
+def _process_groups(report: Mapping[str, Any]) -> Lines:
+    counts = report["process_group_counts"]
+    counted = ", ".join(f"{use} {number}" for use, number in counts.items())
+    first, *more = textwrap.wrap(f"process groups: {counted}", 100, subsequent_indent="  ")
+    return Lines(first, [line.strip() for line in more])

@@ -89,7 +89,7 @@ def test_a_configuration_is_planned_as_tables(
     overrides = ("actor.backend=megatron:t2", vocabulary)
     code, out, _ = run(capsys, "plan", config, *overrides, "--scheduler", "slurm")
     assert code == 0
-    assert "actor: megatron:t2, trained, sequence parallel, in trainer" in out
+    assert "actor  megatron:t2, trained, sequence parallel, in trainer" in out
     assert "0     t0     t1" in out
     assert "process groups: global 1, model actor 1, actor tp 1" in out
 
@@ -143,12 +143,12 @@ def test_a_large_picture_leaves_hosts_out(
         "--scheduler", "slurm", "--svg", str(path),
     )  # fmt: skip
     texts = [one.text for one in ElementTree.fromstring(path.read_text()).iter(f"{SVG}text")]
-    assert "… 32 alike" in texts
+    assert "… 32 more hosts" in texts
     assert {"host 30", "host 63"} <= set(texts)
     assert "host 31" not in texts
 
 
-def test_the_graph_is_told_as_text_json_and_svg(
+def test_the_graph_is_shown_as_text_json_and_svg(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, path = str(write_config(tmp_path)), tmp_path / "g.svg"
@@ -161,7 +161,7 @@ def test_the_graph_is_told_as_text_json_and_svg(
         {"from": "dataset", "to": "actor_train", "keys": ["input_ids", "prompt_mask"]}
     ]
     texts = [one.text for one in ElementTree.fromstring(path.read_text()).iter(f"{SVG}text")]
-    assert {"dataset", "actor_train", "actor: train_step"} <= set(texts)
+    assert {"dataset", "actor_train", "train_step of actor"} <= set(texts)
 
 
 def test_the_graph_of_an_evaluation_needs_one(

@@ -1,0 +1,83 @@
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import pytest
+
+from slurmrl.display import svg, text
+from slurmrl.display.document import (
+    Document,
+    Flow,
+    Grid,
+    GridRow,
+    Legend,
+    Lines,
+    Node,
+    NodeLine,
+    Table,
+    elide,
+)
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def grid(hosts: int) -> Grid:
+    rows = [GridRow(str(host), [{"actor": "d0", "ref": "all"}, {"ref": "d1"}])
+            for host in range(hosts)]  # fmt: skip
+    return Grid("trainer", "host", "GPU", "model", rows)
+
+
+def texts(document: Document) -> list[str | None]:
+    return [one.text for one in ElementTree.fromstring(svg.render(document)).iter(f"{SVG}text")]
+
+
+def test_text_shows_every_block_once_and_in_order() -> None:
+    table = Table(("NAME", "SIZE"), [("a", "1"), ("long", "2")], "sizes", "in GiB")
+    legend = Legend({"actor": "trained", "ref": "not trained"})
+    node = Node("gen", 0, [NodeLine("ids", "out"), NodeLine("prompts", "in")], "generate")
+    flow = Flow([node], [])
+    shown = Document("e/1", [table, legend, grid(1), flow, Lines("notes:", ["one"])], "2 GPUs")
+    assert text.render(shown) == (
+        "e/1: 2 GPUs\n\n"
+        "sizes\n  NAME  SIZE\n  a     1\n  long  2\nin GiB\n\n"
+        "  actor  trained\n  ref    not trained\n\n"
+        "trainer\n  HOST  MODEL  GPU 0  GPU 1\n"
+        "  0     actor  d0     -\n        ref    all    d1\n\n"
+        "gen: generate\n  -> ids\n  <- prompts\n\n"
+        "notes:\n  one"
+    )
+
+
+def test_a_series_has_one_colour_in_the_whole_picture() -> None:
+    shown = Document("e/1", [Legend({"actor": "trained", "ref": "not trained"}), grid(2)])
+    tinted = [
+        one.get("fill") for one in ElementTree.fromstring(svg.render(shown)).iter(f"{SVG}rect")
+        if one.get("fill-opacity")
+    ]  # fmt: skip
+    actor, ref = svg.COLOURS[:2]
+    assert tinted == [actor, ref, *2 * [actor, ref, ref]]
+
+
+@pytest.mark.parametrize(("hosts", "drawn"), [(16, 16), (17, 17), (64, 32)])
+def test_long_grids_lose_the_rows_before_their_last(hosts: int, drawn: int) -> None:
+    shown = Document("e/1", [grid(hosts)])
+    lines = text.render(shown).splitlines()
+    assert lines[-2].split()[0] == str(hosts - 1)
+    assert ("  …     …      …      …" in lines) == (hosts > text.MOST_ROWS)
+    assert sum("actor" in line for line in lines) == min(hosts, text.MOST_ROWS)
+    words = texts(shown)
+    assert f"host {hosts - 1}" in words
+    assert sum(str(one).startswith("host ") for one in words) == drawn
+    assert ("… 32 more hosts" in words) == (hosts == 64)
+
+
+def test_elided_rows_are_those_before_the_last() -> None:
+    assert elide([1, 2, 3], 3) == [1, 2, 3]
+    assert elide([1, 2, 3, 4], 3) == [1, 2, None, 4]
+
+
+def test_words_are_escaped_and_lie_within_the_picture() -> None:
+    shown = Document("a <b> & c", [Legend({"actor": "x" * 200})])
+    root = ElementTree.fromstring(svg.render(shown))
+    assert float(root.get("width") or 0) > 200 * svg.LETTER
+    assert "a <b> & c" in texts(shown)

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+from slurmrl.display import svg, text
+from slurmrl.display.document import Flow
+from slurmrl.graph.call import Call, Method
+from slurmrl.graph.document import document, values
+from slurmrl.plan.model import CallPlan
+
+GENERATE = Call("gen", "actor", Method.GENERATE, "m:C", ("prompt_ids",), ("ids", "extra"))
+JUDGE = Call("judge", None, Method.INFERENCE, "m:C", ("ids",), ("rewards",))
+TRAIN = Call("train", "actor", Method.TRAIN_STEP, "m:C", ("ids", "rewards"))
+
+
+def planned(call: Call, **changes: object) -> CallPlan:
+    values = {
+        "name": call.name, "role": call.role, "method": call.method, "interface": call.interface,
+        "inputs": call.inputs, "outputs": call.outputs, "ranks": (0,),
+    }  # fmt: skip
+    return CallPlan.model_validate(values | changes)
+
+
+def test_each_call_lies_one_level_behind_the_last_call_that_it_needs() -> None:
+    graph = values([planned(GENERATE), planned(JUDGE), planned(TRAIN)], ["prompt_ids"])
+    assert graph["edges"] == [
+        {"from": "dataset", "to": "gen", "keys": ["prompt_ids"]},
+        {"from": "gen", "to": "judge", "keys": ["ids"]},
+        {"from": "gen", "to": "train", "keys": ["ids"]},
+        {"from": "judge", "to": "train", "keys": ["rewards"]},
+    ]
+    (flow,) = document("graph", graph).blocks
+    assert isinstance(flow, Flow)
+    levels = {node.name: node.level for node in flow.nodes}
+    assert levels == {"dataset": 0, "gen": 1, "judge": 2, "train": 3}
+
+
+def test_text_and_svg_show_calls_models_keys_and_hooks() -> None:
+    gen = planned(GENERATE, layout="rollout", pre_hooks=("reallocate actor -> rollout",),
+                  post_hooks=("offload <rollout>",))  # fmt: skip
+    calls = [gen, planned(JUDGE), planned(TRAIN)]
+    shown = document("a & b", values(calls, ["prompt_ids"]))
+    drawn = {one.text for one in ElementTree.fromstring(svg.render(shown)).iter() if one.text}
+    assert {
+        "a & b",
+        "gen",
+        "generate of rollout",
+        "before: reallocate actor -> rollout",
+        "after: offload <rollout>",
+        "inference of no model",
+        "← rewards (judge)",
+        "→ extra",
+    } <= drawn
+    printed = text.render(shown)
+    assert (
+        "gen: generate of rollout\n"
+        "  before: reallocate actor -> rollout\n"
+        "  <- prompt_ids (dataset)\n"
+    ) in printed
+    assert "  after: offload <rollout>" in printed
+    assert "judge: inference of no model" in printed
