@@ -67,11 +67,12 @@ class PackedModel(nn.Module, ABC):
         self, features: Tensor, input_ids: Tensor, cu_seqlens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """log p(x_t | x_<t) and the entropy of the distribution that x_t was drawn from, both
-        [T] float32 and 0 at the first token of a sequence."""
+        [T] and 0 at the first token of a sequence; float64 where the model is, else float32."""
 
     @abstractmethod
     def values(self, features: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Values [T] float32; a model that is split over ranks needs ``cu_seqlens`` [S+1]."""
+        """Values [T], of the dtype of ``logprobs``; a model that is split over ranks needs
+        ``cu_seqlens`` [S+1]."""
 
     @abstractmethod
     def reader(self, lengths: Tensor, new_tokens: int) -> DecodeSession:

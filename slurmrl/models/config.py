@@ -111,8 +111,8 @@ class ModelConfig:
         limit = self.position_limit
         if limit is not None and tokens > limit:
             raise UsageError(
-                f"a sequence of {tokens} tokens: this {self.model_type} model has positions for "
-                f"{limit} (max_position_embeddings) and none beyond"
+                f"a sequence of {tokens} tokens is too long for this {self.model_type} model: it "
+                f"has positions for {limit} tokens (max_position_embeddings) and none beyond"
             )
 
     @staticmethod

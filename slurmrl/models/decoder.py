@@ -30,6 +30,7 @@ from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.models.recompute import LayerCall, Recompute, layer_call, unhooked
 from slurmrl.models.rotary import RotaryTable, Rotation
 from slurmrl.ops.attention import Packing
+from slurmrl.ops.checks import wide
 from slurmrl.ops.logprobs import packed_logprobs_and_entropy
 
 
@@ -179,7 +180,8 @@ class Decoder(PackedModel):
 
     def values(self, features: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         assert self.head == "value", "a language model has no value head"
-        values = F.linear(features, self.score.weight).squeeze(-1).float()
+        values = F.linear(features, self.score.weight).squeeze(-1)
+        values = values.to(wide(values.dtype))
         if self.split.whole:
             return values
         assert cu_seqlens is not None, "a split model must know where sequences begin"

@@ -52,7 +52,8 @@ class GenerationOutput:
     prompt_lengths: Tensor
     """[S] int64."""
     logprobs: Tensor
-    """[T] float32, log p(x_t | x_<t) at the sampling temperature; 0 on prompt tokens."""
+    """[T] log p(x_t | x_<t) at the sampling temperature; 0 on prompt tokens;
+    float64 where the model is, else float32."""
     finished: Tensor
     """[S] bool: ended with a stop token rather than at the limit."""
 
@@ -150,7 +151,8 @@ class _Batch:
         total = int(lengths.sum())
         starts = lengths.cumsum(0) - lengths
         tokens = input_ids.new_empty(total)
-        logprobs = torch.zeros(total, dtype=torch.float32, device=input_ids.device)
+        dtype = self._drawn[0][2].dtype if self._drawn else torch.float32
+        logprobs = torch.zeros(total, dtype=dtype, device=input_ids.device)
         shift = starts - (prompts.cumsum(0) - prompts)
         spread = torch.repeat_interleave(shift, prompts, output_size=input_ids.shape[0])
         tokens[spread + torch.arange(input_ids.shape[0], device=input_ids.device)] = input_ids

@@ -4,7 +4,7 @@ Torch-free."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -69,7 +69,8 @@ def mismatches(headers: Mapping[str, Header], config: ModelConfig, head: Head) -
     """Why the weights are not those of an architecture that the built-in decoder runs."""
     missing, other, quantised = [], [], []
     for name, shape in implied_shapes(config, head).items():
-        header = headers.get(name) or headers.get(name.partition(".")[2])
+        stored = stored_name(name, headers)
+        header = None if stored is None else headers[stored]
         if header is None:
             missing += [name] if name != VALUE_HEAD else []
         elif header.shape != shape:
@@ -84,6 +85,11 @@ def mismatches(headers: Mapping[str, Header], config: ModelConfig, head: Head) -
     if quantised:
         found.append(f"{_some(quantised)}: only {', '.join(FLOATS)} are read, no quantised weights")
     return found
+
+
+def stored_name(name: str, names: Container[str]) -> str | None:
+    """The name that files give a tensor: models saved without a head lack its first part."""
+    return next((n for n in (name, name.partition(".")[2]) if n in names), None)
 
 
 def unused(headers: Mapping[str, Header], config: ModelConfig, head: Head) -> list[str]:

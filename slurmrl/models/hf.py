@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from slurmrl.checkpoint.export import SHARD_BYTES, write_weights
-from slurmrl.checkpoint.stored import TensorSlice, file_entries, file_tensors
+from slurmrl.checkpoint.stored import TensorSlice, file_entries
 from slurmrl.errors import CorruptFileError, UsageError
 from slurmrl.layout.box import Box
 from slurmrl.layout.copy import Array
@@ -23,11 +23,16 @@ from slurmrl.layout.layout import TensorSpec
 from slurmrl.models.build import build
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import Decoder
+from slurmrl.models.headers import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    Header,
+    mismatches,
+    stored_name,
+)
 from slurmrl.models.shapes import VALUE_HEAD, parameter_shapes
 from slurmrl.models.storage import storage_of
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 CONFIG_FILE = "config.json"
 
 
@@ -69,8 +74,9 @@ class TensorSource:
     def __contains__(self, name: object) -> bool:
         return name in self._file_of
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
+    def header(self, name: str) -> Header:
+        view = self._slice(name)
+        return Header(tuple(view.get_shape()), str(view.get_dtype()))
 
     def read(
         self, name: str, start: tuple[int, ...] | None = None, size: tuple[int, ...] | None = None
@@ -79,7 +85,7 @@ class TensorSource:
 
         Raises UsageError for a name that is not there or a box that sticks out.
         """
-        view, shape = self._slice(name), self.shape(name)
+        view, shape = self._slice(name), self.header(name).shape
         first = start if start is not None else (0,) * len(shape)
         extent = size if size is not None else shape
         if not _fits(first, extent, shape):
@@ -98,31 +104,24 @@ class TensorSource:
             raise CorruptFileError(f"{self.folder / file}: {error}") from error
 
     def _stored_name(self, name: str) -> str:
-        """Files that were saved without a head have names without the first part."""
-        for candidate in (name, name.partition(".")[2]):
-            if candidate in self._file_of:
-                return candidate
-        raise UsageError(f"{self.folder} has no tensor '{name}' ({len(self._file_of)} others)")
+        stored = stored_name(name, self._file_of)
+        if stored is None:
+            raise UsageError(f"{self.folder} has no tensor '{name}' ({len(self._file_of)} others)")
+        return stored
 
 
 class Weights:
     """The parameters of a model folder, by the decoder's names."""
 
     def __init__(self, files: TensorSource, config: ModelConfig, head: Head) -> None:
-        """Raises UsageError where a tensor is missing or has another shape than the config
-        implies; a value head may be missing."""
+        """Raises UsageError for files that do not hold the config's tensors (``mismatches``); a
+        value head may be missing."""
         self._files = files
         self._shapes = parameter_shapes(config, head)
         self._storage = storage_of(config)
-        specs = [(name, TensorSpec(shape, "float32")) for name, shape in self._shapes.items()]
-        for name, tensor in file_tensors(specs, self._storage).items():
-            if name == VALUE_HEAD and name not in files:
-                continue
-            found, implied = files.shape(name), tensor.spec.shape
-            if found != implied:
-                raise UsageError(
-                    f"{files.folder}: '{name}' has shape {found}, its config.json implies {implied}"
-                )
+        headers = {name: files.header(name) for name in files.names()}
+        if problems := mismatches(headers, config, head):
+            raise UsageError(f"{files.folder}: {'; '.join(problems)}")
 
     def read(self, name: str, box: Box) -> Tensor:
         """A box of a parameter, in the files' dtype. A value head that is not there is zero, so

@@ -1,5 +1,4 @@
-"""The architecture of a model that transformers runs: its ``config.json`` as it stands.
-Torch-free."""
+"""The architecture of a model that transformers runs: its unchanged ``config.json``. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from slurmrl.checkpoint.stored import TensorSlice
 from slurmrl.errors import UsageError
 from slurmrl.layout.box import Index
 from slurmrl.models.config import Head
-from slurmrl.models.rope import length_limit
+from slurmrl.models.length_limit import TABLE, LengthLimit, length_limit
 
 MODULE = "inner."
 """What parameters' names begin with that are transformers' own behind it."""
@@ -24,11 +23,13 @@ class HFConfig:
 
     model_type: str
     values: Mapping[str, Any]
+    positions: int | None = None
+    """Tokens that the loaded model's table of positions has room for, if it has one."""
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], *, strict: bool = False) -> HFConfig:
-        """Read a ``config.json`` object. Raises UsageError where it names no family or asks for a
-        loss of its own."""
+        """Read a ``config.json`` object. Raises UsageError where it names no family or requests a
+        loss that is not computed."""
         model_type = values.get("model_type")
         if not isinstance(model_type, str):
             raise UsageError(f"'model_type' is {model_type!r}, must name a family of transformers")
@@ -40,14 +41,14 @@ class HFConfig:
         return HFConfig(model_type=model_type, values=dict(values))
 
     def check_length(self, tokens: int) -> None:
-        """Raises UsageError for a sequence of more tokens than can be computed alike in every
-        batch."""
-        found = length_limit(self.values)
-        if found is not None and tokens > found[0]:
+        """Raises UsageError for a sequence of more tokens than the model computes, or computes
+        alike in every batch."""
+        limits = [length_limit(self.values), self.positions and LengthLimit(self.positions, TABLE)]
+        limit = min((limit for limit in limits if limit), default=None)
+        if limit is not None and tokens > limit.tokens:
             raise UsageError(
-                f"a sequence of {tokens} tokens: with rope_type '{found[1]}' this "
-                f"{self.model_type} model's log-probabilities depend on what else is in the batch "
-                f"once a sequence has more than {found[0]} tokens"
+                f"a sequence of {tokens} tokens is too long for this {self.model_type} model: "
+                f"{limit.reason}"
             )
 
     def to_hf(self, *, head: Head = "lm", dtype: str = "float32") -> dict[str, Any]:

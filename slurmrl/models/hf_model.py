@@ -7,6 +7,7 @@ T packed tokens, S sequences, L the longest of them, V vocabulary.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -29,8 +30,12 @@ from slurmrl.models.hf_head import only_multiplies
 from slurmrl.models.hf_reader import HFReader
 from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.models.recompute import Recompute
+from slurmrl.ops.checks import wide
 from slurmrl.ops.logprobs import packed_logprobs_and_entropy, packed_logprobs_of_logits
 
+POSITIONS = re.compile(r"posit|\bwpe\b")
+OTHER = re.compile(r"vision|image|audio|relative")
+"""Names of embeddings of positions, but of these, which do not bound the text."""
 TASKS = {"lm": AutoModelForCausalLM, "value": AutoModelForSequenceClassification}
 
 
@@ -52,7 +57,11 @@ class HFModel(PackedModel):
         self.head = head
         self.inner = _model(config, head, source, seed, dtype)
         self.inner.train(False)
-        self._made = HFConfig(model_type=config.model_type, values=self.inner.config.to_dict())
+        self._made = HFConfig(
+            model_type=config.model_type,
+            values=self.inner.config.to_dict(),
+            positions=_positions(self.inner),
+        )
         """With the defaults that transformers has put in."""
         self._multiplies = head == "lm" and only_multiplies(self.inner)
         if head == "value" and not isinstance(getattr(self.inner, "score", None), nn.Linear):
@@ -89,7 +98,7 @@ class HFModel(PackedModel):
         a call of the model itself: it comes through here, too, because a sharded engine has its
         hooks on this module first.
 
-        Raises UsageError for a ``max_len`` beyond which rows would depend on each other."""
+        Raises UsageError for a ``max_len`` that the model does not compute alike in every batch."""
         if step is not None:
             return self.inner(**step)
         self._made.check_length(max_len)
@@ -115,7 +124,7 @@ class HFModel(PackedModel):
     def values(self, features: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         score = cast(nn.Linear, self.inner.score)
         values: Tensor = score(features)
-        return values.squeeze(-1).float()
+        return values.squeeze(-1).to(wide(values.dtype))
 
     def reader(self, lengths: Tensor, new_tokens: int) -> HFReader:
         self._made.check_length(int(lengths.max()) + new_tokens)
@@ -149,6 +158,21 @@ def _model(
         nn.init.zeros_(model.score.weight)  # values of a new critic start at zero
     made: PreTrainedModel = model
     return made
+
+
+def _positions(model: nn.Module) -> int | None:
+    """Tokens that the smallest embedding of positions has room for: some families leave rows free
+    in front (an ``offset``, or those up to the padding token's). None where there is none."""
+    tables = [
+        table.num_embeddings - int(getattr(table, "offset", 0)) - _padding_rows(table)
+        for name, table in model.named_modules()
+        if isinstance(table, nn.Embedding) and POSITIONS.search(name) and not OTHER.search(name)
+    ]
+    return min(tables, default=None)
+
+
+def _padding_rows(table: nn.Embedding) -> int:
+    return 0 if table.padding_idx is None else table.padding_idx + 1
 
 
 def _without_dropout(settings: Any) -> Any:

@@ -12,6 +12,7 @@ from slurmrl.models.balance import Balance, tokens_of_experts
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.mlp import ACTIVATIONS
 from slurmrl.models.parallel.split import WHOLE, Split
+from slurmrl.ops.checks import wide
 from slurmrl.ops.experts import grouped_linear
 
 
@@ -58,8 +59,7 @@ class SparseMLP(nn.Module):
         """x [T, h] -> [T, h]."""
         x = self.split.enter(x)
         logits: Tensor = self.gate(x)
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        probabilities = logits.softmax(-1, dtype=wide)
+        probabilities = logits.softmax(-1, dtype=wide(logits.dtype))
         weights, chosen = probabilities.topk(self.per_token)
         if self.normalized:
             weights = weights / weights.sum(-1, keepdim=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.models.rope import Rope
+from slurmrl.ops.checks import wide
 
 Rotation = tuple[Tensor, Tensor]
 """cos and sin, each [T, 1, D], as ``ops.rotary.rotate`` takes them."""
@@ -18,19 +19,25 @@ class RotaryTable:
     sharding of the model that owns it."""
 
     def __init__(self, rope: Rope, head_dim: int) -> None:
+        self._rope, self._head_dim = rope, head_dim
         self._frequencies, self._scale = frequencies(rope, head_dim)
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """cos and sin for positions [T]; computed in float32, returned as ``dtype``."""
+        """cos and sin for positions [T]; computed in float32, or in float64 where ``dtype`` is,
+        and returned as ``dtype``."""
+        if self._frequencies.dtype != wide(dtype):
+            self._frequencies, _ = frequencies(self._rope, self._head_dim, wide(dtype))
         self._frequencies = self._frequencies.to(positions.device)  # copied once
-        angles = (positions.float()[:, None] * self._frequencies)[:, None, :]
+        angles = (positions.to(wide(dtype))[:, None] * self._frequencies)[:, None, :]
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
-def frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
-    """Angle per position of each pair [D/2] float32 (on the CPU), and the factor on cos and sin."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float, device="cpu") / head_dim
+def frequencies(
+    rope: Rope, head_dim: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, float]:
+    """Angle per position of each pair [D/2] (on the CPU), and the factor on cos and sin."""
+    exponents = torch.arange(0, head_dim, 2, dtype=dtype, device="cpu") / head_dim
     base = rope.theta**exponents
     if rope.kind == "linear":
         return 1.0 / base / rope.factor, 1.0
@@ -70,7 +77,7 @@ def _yarn(base: Tensor, rope: Rope, head_dim: int) -> Tensor:
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001  # the ramp below must have a width
-    pairs = torch.arange(head_dim // 2, dtype=torch.float32, device="cpu")
+    pairs = torch.arange(head_dim // 2, dtype=base.dtype, device="cpu")
     keep = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
     return (1 - keep) / (rope.factor * base) + keep / base
 

@@ -1,6 +1,7 @@
 """Log-probabilities and entropies of packed tokens, without ever keeping logits [T, V].
 
-T packed tokens, S sequences, h hidden size, V vocabulary.
+T packed tokens, S sequences, h hidden size, V vocabulary. Results are float64 for float64 inputs
+and float32 for the other dtypes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from slurmrl.ops.checks import wide
 
 CHUNK_ELEMENTS = 2**22
 """Logits computed at a time where the vocabulary is small (16 MiB in float32)."""
@@ -24,7 +27,7 @@ def logprobs_and_entropy(
     temperature: float = 1.0,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """log p(target) and entropy of softmax(hidden @ weight.T / temperature), both [T] float32.
+    """log p(target) and entropy of softmax(hidden @ weight.T / temperature), both [T].
 
     hidden [T, h], weight [V, h], targets [T]. Both results are differentiable in hidden and
     weight; logits are computed ``chunk`` tokens at a time, again in the backward pass.
@@ -47,7 +50,7 @@ def packed_logprobs_and_entropy(
     """The same, aligned with packed sequences: entry t is log p(x_t | x_<t) and the entropy of
     the distribution that x_t was drawn from; both are 0 at the first token of a sequence.
 
-    hidden [T, h], input_ids [T], cu_seqlens [S+1]. Returns two [T] float32.
+    hidden [T, h], input_ids [T], cu_seqlens [S+1]. Returns two [T].
     """
     rest = following_tokens(cu_seqlens, input_ids.shape[0])
     logp, entropy = logprobs_and_entropy(
@@ -62,7 +65,7 @@ def packed_logprobs_of_logits(
 ) -> tuple[Tensor, Tensor]:
     """The same from logits [T, V] of a model that only gives them whole."""
     rest = following_tokens(cu_seqlens, input_ids.shape[0])
-    logq = (logits.index_select(0, rest - 1).float() / temperature).log_softmax(-1)
+    logq = (logits.index_select(0, rest - 1).to(wide(logits.dtype)) / temperature).log_softmax(-1)
     logp = logq.gather(-1, input_ids[rest, None]).squeeze(-1)
     entropy = -(logq.exp() * logq).sum(-1)
     zeros = logp.new_zeros(input_ids.shape[0])
@@ -98,7 +101,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         hidden, weight, *per_token = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
+        grad_weight = torch.zeros_like(weight, dtype=wide(weight.dtype)) if wants_weight else None
         for span in spans(hidden.shape[0], ctx.chunk):
             h = hidden[span]
             others = [x[span] for x in (*per_token, grad_logp, grad_entropy)]
@@ -116,7 +119,7 @@ def statistics(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalizer, entropy and log p(target) of softmax(hidden @ weight.T / temperature), each
-    [T] float32."""
+    [T]."""
     found: list[tuple[Tensor, Tensor, Tensor]] = []
     for span in spans(hidden.shape[0], chunk):
         z = scaled_logits(hidden[span], weight, temperature)
@@ -134,8 +137,9 @@ def spans(tokens: int, chunk: int) -> list[slice]:
 
 
 def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """hidden [t, h], weight [V, h] -> float32 logits [t, V] / temperature."""
-    logits = (hidden @ weight.t()).float()
+    """hidden [t, h], weight [V, h] -> logits [t, V] / temperature, in float32 or float64."""
+    logits = hidden @ weight.t()
+    logits = logits.to(wide(logits.dtype))
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 

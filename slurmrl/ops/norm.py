@@ -8,12 +8,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from slurmrl.ops.checks import wide
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, offset: float = 0.0) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * (offset + weight) over the last dim (Zhang and Sennrich 2019).
 
-    x [..., n], weight [n]. Computed in float32; the product with the weight in x's dtype, or in
-    float32 where there is an offset, next to which the weight is small.
+    x [..., n], weight [n]. Computed in float32, or in float64 where x is. The product with the
+    weight is in x's dtype; with an offset, next to which the weight is small, in the wide one.
     """
     out: Tensor = _RMSNorm.apply(x, weight, eps, offset)  # type: ignore[no-untyped-call]
     return out
@@ -25,26 +27,26 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
-        wide = x.float()
-        mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_() / x.shape[-1]
+        exact = x.to(wide(x.dtype))
+        mean_square = torch.linalg.vector_norm(exact, dim=-1, keepdim=True).square_() / x.shape[-1]
         scale = mean_square.add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         ctx.offset = offset
-        normed: Tensor = wide * scale
+        normed: Tensor = exact * scale
         if offset:
-            return normed.mul_(weight.float() + offset).to(x.dtype)
+            return normed.mul_(weight.to(exact.dtype) + offset).to(x.dtype)
         return normed.to(x.dtype).mul_(weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, scale = ctx.saved_tensors
-        grad, wide_weight = grad.float(), weight.float()
+        grad, factor = grad.to(scale.dtype), weight.to(scale.dtype)
         if ctx.offset:
-            wide_weight = wide_weight + ctx.offset
-        normed = x.float() * scale
+            factor = factor + ctx.offset
+        normed = x.to(scale.dtype) * scale
         along = grad * normed
         grad_weight = along.flatten(0, -2).sum(0)
-        mean = (along @ wide_weight).div_(x.shape[-1]).unsqueeze(-1)
-        grad_x = (grad * wide_weight).addcmul_(normed, mean, value=-1).mul_(scale)
+        mean = (along @ factor).div_(x.shape[-1]).unsqueeze(-1)
+        grad_x = (grad * factor).addcmul_(normed, mean, value=-1).mul_(scale)
         return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None, None

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from slurmrl.ops.checks import wide
+
 RESOLUTION = 2**40
 """Probabilities are drawn from in steps of one over this."""
 _MASK = 2**64 - 1
@@ -42,10 +44,11 @@ def sample(
     """One token per row, by the inverse of the cumulative distribution at ``uniforms`` [S].
 
     logits [S, V]. ``top_k`` and ``top_p`` restrict the draw, ``banned`` tokens are never drawn.
-    Returns tokens [S] int64 and their log-probabilities [S] float32 under the full distribution
-    softmax(logits / temperature): what training computes, whatever the restrictions.
+    Returns tokens [S] int64 and their log-probabilities [S] under the full distribution
+    softmax(logits / temperature): what training computes, whatever the restrictions (float64 for
+    float64 logits, else float32).
     """
-    scaled = logits.float() / temperature
+    scaled = logits.to(wide(logits.dtype)) / temperature
     allowed = _ban(scaled, banned)
     tokens = allowed.argmax(-1) if greedy else _draw(_restrict(allowed, top_k, top_p), uniforms)
     chosen = scaled.gather(-1, tokens[:, None]).squeeze(-1)

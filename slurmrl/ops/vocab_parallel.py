@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from slurmrl.ops.checks import wide
 from slurmrl.ops.collectives import Group, gathered
 from slurmrl.ops.logprobs import CHUNK_ELEMENTS, CHUNK_TOKENS, scaled_logits, spans, statistics
 
@@ -45,7 +46,7 @@ def vocab_parallel_logprobs_and_entropy(
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log p(target) and entropy of softmax(hidden @ whole weight.T / temperature), both [T]
-    float32 and the same on all ranks of the group.
+    and the same on all ranks of the group; float64 for float64 inputs, else float32.
 
     hidden [T, h] and targets [T] are the same on all ranks, weight [V, h] is this rank's part.
     The gradient of hidden is partial: to be added up over the group.
@@ -99,7 +100,7 @@ class _Logprobs(torch.autograd.Function):
         here = (place >= 0) & (place < weight.shape[0])
         place, at_target = place * here, grad_logp * here
         grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_weight = torch.zeros_like(weight, dtype=wide(weight.dtype))
         for span in spans(hidden.shape[0], ctx.chunk):
             h = hidden[span]
             logq = scaled_logits(h, weight, ctx.temperature).sub_(normalizer[span, None])

@@ -23,7 +23,7 @@ def split_logprobs(
     cu_seqlens: Tensor,
     temperature: float,
 ) -> tuple[Tensor, Tensor]:
-    """log p(x_t | x_<t) and entropies, both [T] float32, 0 at the first token of a sequence.
+    """log p(x_t | x_<t) and entropies, both [T], 0 at the first token of a sequence.
 
     features [N, h] stand in ``length_order``; weight is this rank's part of [V, h]. A context
     rank computes what its own tokens predict.
@@ -41,8 +41,9 @@ def split_logprobs(
         found = vocab_parallel_logprobs_and_entropy(hidden, weight, targets, rows, temperature)
     else:
         found = logprobs_and_entropy(hidden, weight, targets, temperature)
-    zeros = features.new_zeros((2, tokens), dtype=torch.float32)
-    logp, entropy = split.over_context(zeros.index_copy(1, places, torch.stack(found))).unbind()
+    both = torch.stack(found)
+    whole = both.new_zeros((2, tokens)).index_copy(1, places, both)
+    logp, entropy = split.over_context(whole).unbind()
     return logp, entropy
 
 

@@ -18,8 +18,8 @@ from slurmrl.plan.engines import ENGINES
 from slurmrl.plan.estimates.lengths import longest
 from slurmrl.registry import resolve
 
-LENGTH_LIMIT = "slurmrl.models.rope:length_limit"
-"""It stands above the plan and is looked at by name, as schemas are."""
+LENGTH_LIMIT = "slurmrl.models.length_limit:length_limit"
+"""It is in a layer above the plan, so it is resolved by name, as schemas are."""
 
 
 def weights(draft: Draft) -> Iterator[Problem]:
@@ -102,15 +102,11 @@ def _hf_problems(model: Model, allocation: Allocation) -> Iterator[str]:
 
 
 def lengths(draft: Draft) -> Iterator[Problem]:
-    """Sequences are no longer than models of transformers compute them alike in every batch."""
+    """Sequences are no longer than every model computes, and computes alike in every batch."""
     limits = [limit for _, model in draft.models() if (limit := _length_limit(model))]
     if not limits:
         return
-    most, kind = min(limits)
-    rule = (
-        f"with rope_type '{kind}' log-probabilities depend on what else is in the batch once a "
-        f"sequence, prompt and completion, has more than {most} tokens"
-    )
+    lowest, silent = min(limits), [limit for limit in limits if limit.silent]
     config = draft.config
     new = config.rollout.max_new_tokens
     parts: list[tuple[KeyPath, Dataset, int]] = [(("dataset",), config.dataset, new)]
@@ -120,21 +116,22 @@ def lengths(draft: Draft) -> Iterator[Problem]:
     for where, dataset, new_tokens in parts:
         key = (*where, "max_prompt_tokens" if dataset.type == "prompt" else "max_tokens")
         found = longest(dataset, new_tokens)
-        if found is None:
-            yield draft.problem(key, f"is required: {rule}")
-        elif found > most:
-            yield draft.problem(key, f"sequences of up to {found} tokens are not allowed: {rule}")
+        if found is None and silent:
+            yield draft.problem(key, f"is required: {min(silent).reason}")
+        elif found is not None and found > lowest.tokens:
+            reason = lowest.reason
+            yield draft.problem(key, f"sequences of up to {found} tokens are not allowed: {reason}")
 
 
-def _length_limit(model: Model) -> tuple[int, str] | None:
-    if model.implementation != "hf":
-        return None
+def _length_limit(model: Model) -> Any | None:
+    """The ``LengthLimit`` of a model. (The built-in decoder never exceeds one silently.)"""
     try:
         values = model_files.config_values(model)
     except UsageError:
         return None  # told by the check of weights
-    limit: tuple[int, str] | None = resolve(LENGTH_LIMIT)(values)
-    return limit
+    limit = resolve(LENGTH_LIMIT)(values)
+    builtin = model.implementation == "builtin"
+    return None if limit is None or (builtin and limit.silent) else limit
 
 
 def stop_tokens(draft: Draft) -> Iterator[Problem]:

@@ -12,7 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from slurmrl.models.build import build
+from slurmrl.models.config import Head
 from slurmrl.models.decoder import Decoder
+from slurmrl.models.init import init_tensor
 from slurmrl.models.recompute import Recompute
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.ops.logprobs import packed_logprobs_and_entropy
@@ -71,6 +73,40 @@ def test_gradients_equal_transformers(
         # (Without a rotation the gradient of the keys' bias is zero but for rounding.)
         allowed = max(2e-6 * float(wanted.abs().max()), 1e-8 * whole)
         assert (parameter.grad - wanted).abs().max() <= allowed, parameter_name
+
+
+@pytest.mark.parametrize("name", ["llama-llama3-rope", "qwen2-yarn", "gemma", "mixtral", "gpt2"])
+@pytest.mark.parametrize("head", ["lm", "value"])
+def test_a_float64_decoder_is_a_reference(
+    name: str, head: Head, small_decoder: Callable[..., Decoder]
+) -> None:
+    """Neither outputs nor gradients depend on how a batch is cut, but for float64's rounding."""
+    config = small_decoder(name).config
+    decoder = build(config, head).double()
+    for parameter_name, parameter in decoder.named_parameters():
+        shape = tuple(parameter.shape)
+        parameter.data.copy_(init_tensor(parameter_name, shape, config, seed=3) * 5)
+    sequences = random_sequences((7, 12, 3, 12))
+    outputs, gradients = [], []
+    for parts in ([sequences], [[sequence] for sequence in sequences]):
+        decoder.zero_grad()
+        found = torch.cat([outputs_of(decoder, part) for part in parts])
+        assert found.dtype == torch.float64
+        found.square().sum().backward()
+        outputs.append(found.detach())
+        gradients.append([p.grad for p in decoder.parameters() if p.grad is not None])
+    assert (outputs[0] - outputs[1]).abs().max() < 1e-11
+    largest = max(float(gradient.abs().max()) for gradient in gradients[0])
+    for whole, cut in zip(*gradients, strict=True):
+        assert (whole - cut).abs().max() < 1e-12 * largest
+
+
+def outputs_of(decoder: Decoder, sequences: list[torch.Tensor]) -> torch.Tensor:
+    ids, cu, longest = pack(sequences)
+    features = decoder(ids, cu, longest)
+    if decoder.head == "value":
+        return decoder.values(features, cu)
+    return torch.cat([x[:, None] for x in decoder.logprobs(features, ids, cu, 0.7)], 1)
 
 
 @pytest.mark.parametrize("name", ["qwen3", "mistral", "qwen3_moe", "gpt2"])

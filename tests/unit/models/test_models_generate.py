@@ -202,7 +202,7 @@ def test_sequences_longer_than_the_positions_are_refused(
     for name in ("gpt2", "llama-dynamic-rope"):
         decoder = small_decoder(name)
         run(decoder, [torch.arange(4)], GenerationOptions(max_new_tokens=60))
-        with pytest.raises(UsageError, match=r"of 65 tokens: .* positions for 64"):
+        with pytest.raises(UsageError, match=r"of 65 tokens .* positions for 64"):
             run(decoder, [torch.arange(5)], GenerationOptions(max_new_tokens=60))
         with pytest.raises(UsageError, match="of 65 tokens"):
             decoder(torch.zeros(65, dtype=torch.int64), torch.tensor([0, 65]).int(), 65)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
 
 from slurmrl.errors import CorruptFileError, UsageError
@@ -34,7 +34,7 @@ def test_boxes_of_sharded_files(sharded: tuple[Path, dict[str, torch.Tensor]]) -
     assert len(list(folder.glob("*.safetensors"))) > 2
     with TensorSource(folder) as source:
         for name, value in state.items():
-            assert source.shape(name) == tuple(value.shape)
+            assert source.header(name).shape == tuple(value.shape)
             assert torch.equal(source.read(name), value)
             rows = value.shape[0] // 2
             rest = tuple(value.shape[1:])
@@ -148,7 +148,7 @@ def test_an_actor_does_not_start_from_a_value_model(
     tmp_path: Path, small_decoder: Callable[..., Decoder]
 ) -> None:
     to_hf(build(small_decoder("llama").config, "value"), tmp_path)
-    with pytest.raises(UsageError, match=r"no tensor 'lm_head.weight'"):
+    with pytest.raises(UsageError, match=r"the files lack lm_head.weight"):
         from_hf(tmp_path)
 
 
@@ -158,8 +158,20 @@ def test_other_shapes_than_the_config_implies_are_refused(
     pair("mixtral")
     path = tmp_path / "mixtral" / "config.json"
     path.write_text(path.read_text().replace('"intermediate_size": 40', '"intermediate_size": 8'))
-    with pytest.raises(UsageError, match=r"w1.weight' has shape \(40, 24\), its config.json impl"):
+    with pytest.raises(UsageError, match=r"w1.weight \[40, 24\] instead of \[8, 24\]"):
         from_hf(tmp_path / "mixtral")
+
+
+def test_loading_refuses_what_the_check_before_submission_refuses(
+    tmp_path: Path, small_decoder: Callable[..., Decoder]
+) -> None:
+    to_hf(small_decoder("llama"), tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    values = load_file(file)
+    name = "model.norm.weight"
+    save_file({**values, name: values[name].to(torch.int8)}, file)
+    with pytest.raises(UsageError, match=rf"{name} \(I8\): only F64"):
+        from_hf(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "gpt2"])

@@ -12,7 +12,7 @@ from slurmrl.errors import UsageError
 from slurmrl.models.generate import GenerationOptions, generate
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
-from slurmrl.models.rope import length_limit
+from slurmrl.models.length_limit import TABLE, length_limit
 
 ORIGINAL = 16
 """Tokens that the models were trained on at first."""
@@ -136,6 +136,33 @@ def test_a_sequence_is_computed_alike_alone_and_among_others(name: str) -> None:
             write(model, 12, 5)
         assert (logprobs(model, 12) - alone).abs().max() < 1e-5
     write(model, 12, 4)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "known"),
+    [("gpt2", True), ("opt", True), ("codegen", True), ("mpt", True), ("roberta", False)],
+)
+def test_a_sequence_beyond_the_table_of_positions_is_refused(model_type: str, known: bool) -> None:
+    """By one message, for tables of each form: rows free in front, buffers, masks."""
+    sizes = dict.fromkeys(("num_layers", "n_layer", "n_layers", "num_hidden_layers"), 1)
+    sizes |= dict.fromkeys(("num_heads", "n_head", "n_heads", "num_attention_heads"), 4)
+    sizes |= dict.fromkeys(
+        ("n_embd", "d_model", "hidden_size", "ffn_dim", "word_embed_proj_dim"), 32
+    )
+    tables = dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), ORIGINAL)
+    options = {"vocab_size": 37, "intermediate_size": 40, "rotary_dim": 4, "is_decoder": True}
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 1}
+    values = {**sizes, **tables, **options, **ends, "model_type": model_type}
+    limit = length_limit(values)
+    assert (limit == (ORIGINAL, TABLE)) == known
+    most = ORIGINAL - 2 if model_type == "roberta" else ORIGINAL  # its first position is 2
+    model = made(values)
+    logprobs(model, most)
+    with pytest.raises(UsageError, match=f"{most + 1} tokens .* has positions for {most} tokens"):
+        logprobs(model, most + 1)
+    ids, cu = sequence(most), torch.tensor([0, most], dtype=torch.int32)
+    with pytest.raises(UsageError, match=f"has positions for {most} tokens"):
+        generate(model, ids, cu, GenerationOptions(max_new_tokens=1), seed=1, step=1, keys=cu[:1])
 
 
 def write(model: HFModel, prompt: int, new: int) -> None:

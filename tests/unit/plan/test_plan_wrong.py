@@ -370,6 +370,25 @@ def test_virtual_stages_that_fit_are_accepted(plan_ppo: Load) -> None:
     assert plan_ppo(f"{MEGATRON}p4", f"{field}=3").missing
 
 
+@pytest.mark.parametrize("implementation", ["hf", "builtin"])
+@pytest.mark.parametrize(("new", "fits"), [(256, True), (257, False)])
+def test_sequences_do_not_exceed_learned_positions(
+    plan_ppo: Load, implementation: str, new: int, fits: bool
+) -> None:
+    small = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 512}
+    settings = plan_ppo(
+        f"actor.implementation={implementation}",
+        f"rollout.max_new_tokens={new}",
+        "evaluation=",
+        architecture={"model_type": "gpt2", "vocab_size": 151936, **small},
+    )
+    found = [problem for problem in settings.missing if "positions" in problem.message]
+    assert [problem.key for problem in found] == ([] if fits else ["dataset.max_prompt_tokens"])
+    for problem in found:
+        assert "up to 513 tokens are not allowed" in problem.message
+        assert "has positions for 512 tokens" in problem.message
+
+
 LONGROPE = {
     **LARGE,
     "model_type": "phi3",

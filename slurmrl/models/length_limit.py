@@ -1,0 +1,115 @@
+"""The longest sequence that a model of transformers can compute, from its ``config.json`` object.
+Torch-free.
+
+``longrope`` changes its factors for a whole batch once one of its sequences is longer than the
+original length, and ``dynamic`` its base beyond ``max_position_embeddings``: log-probabilities
+would then depend on what shares a batch. Learned and tabulated positions end with their table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+TABLE: Final = "table"
+"""The kind of a limit that a table of positions sets."""
+TABLE_FIELDS: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
+WITH_TABLE: Final = frozenset(
+    (
+        "biogpt",
+        "codegen",
+        "ctrl",
+        "gpt2",
+        "gpt_bigcode",
+        "gpt_neo",
+        "gptj",
+        "mpt",
+        "openai-gpt",
+        "opt",
+    )
+)
+"""Families of language models whose positions, or masks, come from a table. (Of other families the
+loaded model shows whether it has one.)"""
+
+
+class LengthLimit(NamedTuple):
+    """No sequence may have more than ``tokens``."""
+
+    tokens: int
+    kind: str
+    """`TABLE`, or the ``rope_type`` that sets the limit."""
+
+    @property
+    def silent(self) -> bool:
+        """Whether transformers computes a longer sequence without an error."""
+        return self.kind != TABLE
+
+    @property
+    def reason(self) -> str:
+        """Why, as the end of a message."""
+        if self.kind == TABLE:
+            return f"the model has positions for {self.tokens} tokens and none beyond"
+        return (
+            f"with rope_type '{self.kind}' log-probabilities depend on what else is in the batch "
+            f"once a sequence, prompt and completion, has more than {self.tokens} tokens"
+        )
+
+
+def length_limit(values: Mapping[str, Any]) -> LengthLimit | None:
+    """The limit of the model that a ``config.json`` object describes; None where there is none, or
+    where the object leaves the number to transformers' defaults.
+
+    Rotations may differ by the type of the layer, and may be in the object's part about text.
+    """
+    limits = [
+        limit
+        for part in (values, *_text_configs(values))
+        for limit in (*_ropes(part), *_tables(part))
+    ]
+    return min(limits, default=None)
+
+
+def _text_configs(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The configs of text models within that of a model of several kinds of input."""
+    return [
+        part
+        for name, part in values.items()
+        if isinstance(part, Mapping) and name.endswith(("_config", "decoder"))
+        if not any(other in name for other in ("vision", "audio", "quantization"))
+    ]
+
+
+def _tables(values: Mapping[str, Any]) -> list[LengthLimit]:
+    if values.get("model_type") not in WITH_TABLE:
+        return []
+    sizes = [values[field] for field in TABLE_FIELDS if isinstance(values.get(field), int)]
+    return [LengthLimit(size, TABLE) for size in sizes]
+
+
+def _ropes(values: Mapping[str, Any]) -> list[LengthLimit]:
+    """Limits of the rotations: one for all layers, or one for each type of layer."""
+    stated = [values.get("rope_parameters"), values.get("rope_scaling")]
+    common = [rope for rope in stated if isinstance(rope, Mapping)]
+    by_layer = [rope for ropes in common for rope in ropes.values() if isinstance(rope, Mapping)]
+    return [
+        LengthLimit(tokens, kind)
+        for rope in (*common, *by_layer)
+        if (kind := _kind(rope)) and (tokens := _original_length(values, rope, kind))
+    ]
+
+
+def _kind(rope: Mapping[str, Any]) -> str | None:
+    """``longrope`` or ``dynamic``; None for a rotation that does not depend on lengths."""
+    kind = str(rope.get("rope_type") or rope.get("type") or "")
+    if "dynamic" in kind:
+        return "dynamic"
+    # Phi's older files call it su, and even yarn
+    return "longrope" if kind in ("longrope", "su") or "long_factor" in rope else None
+
+
+def _original_length(values: Mapping[str, Any], rope: Mapping[str, Any], kind: str) -> int | None:
+    original = "original_max_position_embeddings"
+    stated = [values.get("max_position_embeddings")]
+    if kind == "longrope":
+        stated = [values.get(original), rope.get(original), *stated]
+    return next((length for length in stated if isinstance(length, int)), None)
