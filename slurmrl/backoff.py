@@ -1,21 +1,41 @@
-"""Sleeping between looks at something that has not changed: short at first, longer when idle."""
+"""Waiting and retrying: the pauses between polls, between looks and between attempts.
+
+`Backoff` spaces polls, `Interval` limits how often something is done, `attempts` repeats an
+operation a fixed number of times, and `retry` repeats one until the shared directory answers.
+"""
 
 from __future__ import annotations
 
+import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+from slurmrl import log
+from slurmrl.errors import EnvironmentFailure, OwnershipError
+
+logger = log.get(__name__)
+T = TypeVar("T")
+
+UNCLEAR_PAUSES_S = (0.005, 0.02, 0.1, 0.5, 1.0)
+"""Between attempts at a single operation whose outcome is unclear."""
+HIDDEN_PAUSES_S = (0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""Between looks for a file that must exist but is not visible: 64 s in all, because an NFS client
+may believe for a minute that a file is missing."""
+OUTAGE_S = (0.5, 15.0)
+"""First and longest pause while the shared directory does not answer."""
 
 
 class Backoff:
-    """Pauses that grow from ``first_s`` to ``last_s``, by ``growth`` each time.
+    """Pauses that grow from ``first_s`` to ``last_s`` by a factor of ``growth``.
 
-    While a pause is short of ``last_s`` it is about ``1 - 1 / growth`` of the time waited so far:
-    a third by default.
+    A pause shorter than ``last_s`` is about ``1 - 1 / growth`` of the time waited so far (a third
+    by default).
 
-    Each pause is shortened by up to a quarter at random, so that a thousand waiters that started
-    together do not ask a metadata server together. The generator is its own: a training process
-    seeds the global ones.
+    Each pause is shortened at random by up to a quarter, so that a thousand processes that start
+    waiting together do not poll a metadata server in step. The random generator is private,
+    because training processes seed the global ones.
     """
 
     JITTER = 0.25
@@ -36,7 +56,7 @@ class Backoff:
         self._pause_s = first_s
 
     def next_s(self) -> float:
-        """The next pause in seconds, for a caller that waits by itself."""
+        """Return the next pause in seconds, for callers that wait in a way of their own."""
         pause_s = self._pause_s
         self._pause_s = min(pause_s * self._growth, self.last_s)
         return pause_s * (1 - self.JITTER * self._random.random())
@@ -45,5 +65,64 @@ class Backoff:
         self._sleep(self.next_s())
 
     def reset(self) -> None:
-        """Something happened: start again with short pauses."""
+        """Restart with the shortest pause, after something has happened."""
         self._pause_s = self.first_s
+
+
+class Interval:
+    """Limits something to once per ``interval_s``; the first time is now, or ``after_s`` later."""
+
+    def __init__(
+        self,
+        interval_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        after_s: float = 0.0,
+    ) -> None:
+        self._interval_s = interval_s
+        self._clock = clock
+        self._next = clock() + after_s
+
+    def due(self) -> bool:
+        """Return whether the interval has passed; if so, the next one starts."""
+        now = self._clock()
+        if now < self._next:
+            return False
+        self._next = now + self._interval_s
+        return True
+
+
+def attempts(
+    pauses_s: Sequence[float], sleep: Callable[[float], None] = time.sleep
+) -> Iterator[bool]:
+    """Iterate over attempts with these pauses between them; yields whether it is the last one."""
+    for pause_s in pauses_s:
+        yield False
+        sleep(pause_s)
+    yield True
+
+
+def retry(
+    what: str,
+    action: Callable[[], T],
+    pause: Callable[[float], None] = time.sleep,
+    *,
+    timeout_s: float = math.inf,
+) -> T:
+    """Repeat ``action`` until the shared directory answers (no EnvironmentFailure is raised).
+
+    ``pause`` waits between attempts; ``what`` names the action in log messages. Raises
+    OwnershipError at once, EnvironmentFailure after ``timeout_s``.
+    """
+    backoff = Backoff(*OUTAGE_S)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return action()
+        except OwnershipError:
+            raise
+        except EnvironmentFailure as error:
+            if time.monotonic() >= deadline:
+                raise
+            logger.warning("cannot %s, will retry: %s", what, error)
+        pause(backoff.next_s())

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from stat import S_IMODE, S_ISGID
 
+from slurmrl.backoff import UNCLEAR_PAUSES_S, attempts
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import DEFINITE, corrupt, explain, unreadable
@@ -24,8 +26,6 @@ from slurmrl.fsio.primitives import (
 DIRECTORY_MODE = 0o700
 LIMIT_BYTES = 64 << 20
 """More than any file that is read whole: plans of thousands of hosts have a few MB."""
-RETRY_PAUSES_S = (0.005, 0.02, 0.1, 0.5, 1.0)
-"""Pauses before the retries of something whose outcome is unclear."""
 
 
 def exclusive_create(
@@ -38,7 +38,7 @@ def exclusive_create(
     under caching). ``durable`` puts content and name on disk before True is returned.
     Raises EnvironmentFailure.
     """
-    for pause_s in (*RETRY_PAUSES_S, None):
+    for last in _attempts(calls):
         try:
             _write_and_link(path, data, durable, calls)
         except OSError as error:
@@ -46,7 +46,7 @@ def exclusive_create(
             if found is not None and found != data:
                 return False
             if found is None:
-                _pause_or_raise(error, "create", path, pause_s, calls)
+                _raise_if_final(error, "create", path, last, calls)
                 continue
         if durable:
             sync_directory(path.parent, calls=calls)
@@ -59,12 +59,12 @@ def replace(path: Path, data: bytes, *, durable: bool = True, calls: SystemCalls
 
     Raises EnvironmentFailure, after which the new content may or may not be there.
     """
-    for pause_s in (*RETRY_PAUSES_S, None):
+    for last in _attempts(calls):
         try:
             _write_and_rename(path, data, durable, calls)
         except OSError as error:
             if error.errno in DEFINITE or _read_if_there(path, calls) != data:
-                _pause_or_raise(error, "replace", path, pause_s, calls)
+                _raise_if_final(error, "replace", path, last, calls)
                 continue
         if durable:
             sync_directory(path.parent, calls=calls)
@@ -78,16 +78,16 @@ def read(path: Path, *, calls: SystemCalls = REAL, limit_bytes: int = LIMIT_BYTE
     Raises FileNotFoundError, CorruptFileError for what is no regular file or is larger than
     ``limit_bytes``, EnvironmentFailure for other errors.
     """
-    for pause_s in (*RETRY_PAUSES_S, None):
+    for last in _attempts(calls):
         try:
             with opened(path, os.O_RDONLY | os.O_NOFOLLOW, calls) as descriptor:
                 data = read_all(descriptor, calls, limit_bytes)
         except FileNotFoundError:
             raise
         except OSError as error:
-            if error.errno != errno.ESTALE or pause_s is None:
+            if error.errno != errno.ESTALE or last:
                 raise unreadable(error, path) from error
-            _pause_or_raise(error, "read", path, pause_s, calls)
+            _raise_if_final(error, "read", path, last, calls)
             continue
         if data is None:
             raise corrupt(path, f"is larger than {limit_bytes} bytes")
@@ -244,6 +244,11 @@ def probe_link(directory: Path, *, calls: SystemCalls = REAL) -> None:
         ) from error
 
 
+def _attempts(calls: SystemCalls) -> Iterator[bool]:
+    """Attempts at an operation that may fail for a moment, or whose outcome is unclear."""
+    return attempts(UNCLEAR_PAUSES_S, lambda pause_s: calls.sleep(pause_s))
+
+
 def _write_and_link(path: Path, data: bytes, durable: bool, calls: SystemCalls) -> None:
     temporary = temporary_beside(path)
     try:
@@ -279,13 +284,12 @@ def _read_if_there(path: Path, calls: SystemCalls) -> bytes | None:
         return None
 
 
-def _pause_or_raise(
-    error: OSError, action: str, path: Path, pause_s: float | None, calls: SystemCalls
+def _raise_if_final(
+    error: OSError, action: str, path: Path, last: bool, calls: SystemCalls
 ) -> None:
-    """Sleep before another try, if one is left and it could end otherwise."""
-    if pause_s is None or error.errno in DEFINITE or not _directory_is_there(path.parent, calls):
+    """Raise EnvironmentFailure unless another attempt is left that could succeed."""
+    if last or error.errno in DEFINITE or not _directory_is_there(path.parent, calls):
         raise explain(error, action, path) from error
-    calls.sleep(pause_s)
 
 
 def _directory_is_there(directory: Path, calls: SystemCalls) -> bool:

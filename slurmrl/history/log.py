@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl import log
+from slurmrl.backoff import HIDDEN_PAUSES_S
 from slurmrl.errors import CorruptFileError, SlotTakenError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
@@ -18,13 +19,10 @@ from slurmrl.history.record import Kind, Record, pack, unpack
 
 SLOT_DIGITS = 8
 _SLOT = re.compile(r"[0-9]{8}|[1-9][0-9]{8,11}")
-LEAST_PAUSES = 4
-"""So many looks are enough where no cache lies."""
-HIDDEN_PAUSES_S = (0.0, 0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""Pauses before looks at the directory while a slot that must exist does not show: NFS clients
-may believe for a minute that a file is missing."""
+UNCACHED_PAUSES = 3
+"""Pauses before a missing slot counts as lost, where no cache can hide it."""
 LONG_PAUSE_S = 1.0
-"""Before a pause of so many seconds people are told what is waited for."""
+"""The pause before which the wait is logged."""
 
 logger = log.get(__name__)
 
@@ -86,16 +84,18 @@ class History:
         raise self._missing(slot, self._listed() - 1)
 
     def _looks(self, hidden: Callable[[], Path]) -> Iterator[int]:
-        """Numbers of looks for a slot that must exist, with pauses between them: many where a
-        cache may hide it, which is said then."""
+        """Number the looks for a slot that must exist, with pauses between them.
+
+        Where a cache may hide the slot, the looks go on for about a minute, which is logged.
+        """
         yield 0
-        lies = self._calls.caches(self._directory)
-        pauses_s = HIDDEN_PAUSES_S[1:] if lies else HIDDEN_PAUSES_S[1:LEAST_PAUSES]
+        cached = self._calls.caches(self._directory)
+        pauses_s = HIDDEN_PAUSES_S if cached else HIDDEN_PAUSES_S[:UNCACHED_PAUSES]
         for number, pause_s in enumerate(pauses_s):
             if pause_s == LONG_PAUSE_S:
                 logger.warning(
-                    "%s is not there although it was made: looking for another %.0f s, in which "
-                    "caches of the file system may show it",
+                    "%s was created but is not visible; a file system cache may hide it: "
+                    "looking for another %.0f s",
                     hidden(),
                     sum(pauses_s[number:]),
                 )

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from slurmrl.backoff import Backoff
+from slurmrl.backoff import UNCLEAR_PAUSES_S, attempts
 from slurmrl.errors import EnvironmentFailure, MissingDependencyError
 from slurmrl.name_resolve.base import NameEntry, NameStore, nobody_dies
 from slurmrl.name_resolve.entries import pack, unpack
 
 T = TypeVar("T")
 
-TRIES = 5
 TIMEOUT_S = 10.0
 SCAN_COUNT = 1000
 """Keys that the server looks at per round of a listing."""
@@ -91,16 +90,13 @@ class RedisNameStore(NameStore):
         self._ask(self._client.ping)
 
     def _ask(self, command: Callable[[], T]) -> T:
-        """Again where the connection was lost: all commands can be repeated."""
-        backoff = Backoff(0.01, 1.0)
-        for _ in range(TRIES - 1):
+        """Run a command, again where the connection was lost: all commands can be repeated."""
+        for last in attempts(UNCLEAR_PAUSES_S):
             try:
                 return command()
-            except (self._redis.ConnectionError, self._redis.TimeoutError):
-                backoff.sleep()
+            except (self._redis.ConnectionError, self._redis.TimeoutError) as error:
+                if last:
+                    raise EnvironmentFailure(f"redis does not answer: {error}") from error
             except self._redis.RedisError as error:
                 raise EnvironmentFailure(f"redis: {error}") from error
-        try:
-            return command()
-        except self._redis.RedisError as error:
-            raise EnvironmentFailure(f"redis does not answer: {error}") from error
+        raise AssertionError("unreachable: the last attempt returns or raises")

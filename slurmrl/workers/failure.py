@@ -19,6 +19,7 @@ from enum import StrEnum
 from typing import Any
 
 from slurmrl import keys, log
+from slurmrl.backoff import retry
 from slurmrl.errors import (
     DamagedCheckpointError,
     EnvironmentFailure,
@@ -30,7 +31,6 @@ from slurmrl.errors import (
 )
 from slurmrl.monitor import published
 from slurmrl.name_resolve.base import NameStore
-from slurmrl.workers.retry import retry
 
 logger = log.get(__name__)
 

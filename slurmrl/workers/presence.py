@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from slurmrl.backoff import Interval
 from slurmrl.errors import RunFailedError, RunGoneError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
@@ -36,17 +37,16 @@ class Presence:
         self._look_s = look_s
         self._clock = clock
         self._calls = calls
-        self._next_look = clock()
+        self._looks = Interval(look_s, clock)
         self._since: float | None = None
         """When a directory was first found missing."""
 
     def check(self) -> None:
         """Raise RunGoneError if the run directory was removed, RunFailedError if one of the
         directories for messages was: the next start makes that one again."""
-        now = self._clock()
-        if now < self._next_look:
+        if not self._looks.due():
             return
-        self._next_look = now + self._look_s
+        now = self._clock()
         missing = self._missing()
         if not missing:
             self._since = None

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import random
 
-from slurmrl.backoff import Backoff
+from slurmrl.backoff import Backoff, Interval, attempts
 
 
 def test_pauses_grow_to_the_last_and_start_again_after_a_reset() -> None:
@@ -23,3 +23,21 @@ def test_the_global_random_numbers_are_not_touched() -> None:
     random.seed(1)
     Backoff().next_s()
     assert random.random() == expected
+
+
+def test_an_interval_is_due_once_each_time_it_has_passed() -> None:
+    now = [100.0]
+    at_once, later = Interval(5.0, lambda: now[0]), Interval(5.0, lambda: now[0], after_s=2.0)
+    assert [at_once.due(), at_once.due(), later.due()] == [True, False, False]
+    now[0] += 2.0
+    assert [later.due(), later.due(), at_once.due()] == [True, False, False]
+    now[0] += 20.0
+    assert [at_once.due(), at_once.due()] == [True, False]
+
+
+def test_the_pauses_lie_between_the_attempts() -> None:
+    slept: list[float] = []
+    seen = [(last, len(slept)) for last in attempts((1.0, 2.0), slept.append)]
+    assert seen == [(False, 0), (False, 1), (True, 2)]
+    assert slept == [1.0, 2.0]
+    assert list(attempts(())) == [True]

@@ -28,11 +28,11 @@ ROWS: tuple[dict[str, tuple[str, ...]], ...] = (
         "log": (),
         "paths": (),
         "keys": (),
-        "backoff": (),
+        "backoff": ("errors", "log"),
         "display": (),
         "env": ("errors",),
         "registry": ("errors",),
-        "fsio": ("errors",),
+        "fsio": ("backoff", "errors"),
     },
     {
         "config": (),

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from slurmrl import env, log
+from slurmrl.backoff import retry
 from slurmrl.errors import (
     EnvironmentFailure,
     RunGoneError,
@@ -28,7 +29,6 @@ from slurmrl.workers.agent.leader import leave_without
 from slurmrl.workers.failure import Cause, Failure
 from slurmrl.workers.failure import first as first_failure
 from slurmrl.workers.presence import Presence, make_channels
-from slurmrl.workers.retry import retry
 from slurmrl.workers.supervisor.link import end_as_failed
 
 logger = log.get(__name__)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from slurmrl import keys, log
-from slurmrl.backoff import Backoff
+from slurmrl.backoff import Backoff, retry
 from slurmrl.channel.follower import Follower
 from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import (
@@ -36,7 +36,6 @@ from slurmrl.workers.agent.symptoms import Symptoms
 from slurmrl.workers.agent.witness import Witness
 from slurmrl.workers.failure import Cause, Failure, describe, publish
 from slurmrl.workers.messages import Message
-from slurmrl.workers.retry import retry
 
 logger = log.get(__name__)
 T = TypeVar("T")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from slurmrl import keys, log
+from slurmrl.backoff import Interval
 from slurmrl.errors import EnvironmentFailure, NameNotFoundError, RunFailedError, SlurmrlError
 from slurmrl.fsio import documents
 from slurmrl.lease import GAPS_PER_TTL, LeaseObserver
@@ -45,16 +46,15 @@ class Leader:
     ) -> None:
         self._paths, self._names, self._identity = paths, names, identity
         self._ttl_s, self._clock = ttl_s, clock
-        self._look_s = ttl_s / GAPS_PER_TTL / 2
-        self._next = clock() + self._look_s
+        look_s = ttl_s / GAPS_PER_TTL / 2
+        self._looks = Interval(look_s, clock, after_s=look_s)
         self._lease: LeaseObserver | None = None
         self._host = ""
 
     def look(self) -> None:
         """Read the lease when due. Raises RunFailedError if the first agent's host is lost."""
-        if not 0 < self._identity.task <= WATCHERS or self._clock() < self._next:
+        if not 0 < self._identity.task <= WATCHERS or not self._looks.due():
             return
-        self._next = self._clock() + self._look_s
         lease = self._lease = self._lease or self._find()
         if lease is None or lease.observe().alive:
             return

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from slurmrl import keys, log
+from slurmrl.backoff import Interval, retry
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, RunFailedError
 from slurmrl.monitor import published
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.workers.failure import Cause
 from slurmrl.workers.messages import Message
-from slurmrl.workers.retry import retry
 
 logger = log.get(__name__)
 
@@ -46,9 +46,7 @@ class AgentRegistry(Mapping[str, Message]):
         self._heard = heard
         self._incarnation = incarnation
         self._job = job
-        self._look_s = look_s
-        self._clock = clock
-        self._next_look = clock() + look_s
+        self._looks = Interval(look_s, clock, after_s=look_s)
         self._claimed: dict[str, Message] = {}
 
     def __getitem__(self, label: str) -> Message:
@@ -62,9 +60,8 @@ class AgentRegistry(Mapping[str, Message]):
 
     def look(self) -> None:
         """Look for the claims of those that have not said hello, if it is time to."""
-        if self._clock() < self._next_look:
+        if not self._looks.due():
             return
-        self._next_look = self._clock() + self._look_s
         for group in self._fixed:
             missing = {task for task in range(group.hosts) if f"{group.name}/{task}" not in self}
             if missing:

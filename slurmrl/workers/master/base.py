@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl import log
+from slurmrl.backoff import HIDDEN_PAUSES_S, attempts, retry
 from slurmrl.checkpoint.manifest import verify
 from slurmrl.errors import DamagedCheckpointError
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.local import is_local
-from slurmrl.history.log import HIDDEN_PAUSES_S, History
+from slurmrl.history.log import History
 from slurmrl.history.record import Kind, Record
 from slurmrl.history.state import Commit, TrialState
 from slurmrl.history.writer import IncarnationWriter, begin
@@ -26,7 +27,6 @@ from slurmrl.monitor import published
 from slurmrl.monitor.events import EventWriter
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
-from slurmrl.workers.retry import retry
 
 logger = log.get(__name__)
 
@@ -110,8 +110,7 @@ def _damage(directory: Path, sleep: Callable[[float], None]) -> str | None:
     """What is wrong. Where caches can lie it is looked at until they cannot any more: a good
     checkpoint must not be given up."""
     reason = None
-    for pause_s in (0.0,) if is_local(directory.parent) else HIDDEN_PAUSES_S:
-        sleep(pause_s)
+    for _ in attempts(() if is_local(directory.parent) else HIDDEN_PAUSES_S, sleep):
         try:
             verify(directory, checksums=False)
         except DamagedCheckpointError as error:

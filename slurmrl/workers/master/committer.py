@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl import log
-from slurmrl.backoff import Backoff
+from slurmrl.backoff import retry
 from slurmrl.checkpoint.manifest import write_manifest
 from slurmrl.checkpoint.retention import kept_by
 from slurmrl.config.schema.frequency import Checkpoint
@@ -29,7 +29,6 @@ from slurmrl.paths import RunPaths
 from slurmrl.workers import messages
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import Message
-from slurmrl.workers.retry import RETRY_S, retry
 
 logger = log.get(__name__)
 
@@ -145,27 +144,26 @@ class Committer:
         return self._name(writing)
 
     def _name(self, writing: Writing) -> Outcome:
-        """Win the slot. Where it is not clear whether it was won, the directory must stay: try
-        on. (A second record of the same commit would say nothing new.)"""
+        """Win the COMMIT slot, retrying while it is unclear whether it was won: the directory must
+        stay until then. (A second record of the same commit would change nothing.)"""
+        return retry(f"commit step {writing.step}", lambda: self._win_slot(writing))
+
+    def _win_slot(self, writing: Writing) -> Outcome:
+        """Raises EnvironmentFailure if it is unclear whether the slot was won."""
         directory = writing.directory.name
-        backoff = Backoff(*RETRY_S)
-        while True:
-            try:
-                record = self.writer.append(
-                    Kind.COMMIT, {"step": writing.step, "directory": directory}
-                )
-                return self._committed(
-                    writing, Commit(writing.step, directory, record.incarnation, record.data)
-                )
-            except EnvironmentFailure as error:
-                logger.warning("cannot commit step %d: %s", writing.step, error)
-                state = retry("read the history", self.writer.check)
-                found = [commit for commit in state.commits if commit.directory == directory]
-                if found:
-                    return self._committed(writing, found[0])
-                if cause(error) in DEFINITE:
-                    return self._give_up(writing, str(error))
-            backoff.sleep()
+        try:
+            record = self.writer.append(Kind.COMMIT, {"step": writing.step, "directory": directory})
+        except EnvironmentFailure as error:
+            state = retry("read the history", self.writer.check)
+            for commit in state.commits:
+                if commit.directory == directory:
+                    return self._committed(writing, commit)
+            if cause(error) in DEFINITE:
+                return self._give_up(writing, str(error))
+            raise
+        return self._committed(
+            writing, Commit(writing.step, directory, record.incarnation, record.data)
+        )
 
     def _committed(self, writing: Writing, commit: Commit) -> Outcome:
         self.commits.append(commit)

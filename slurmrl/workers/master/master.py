@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from slurmrl import log
-from slurmrl.backoff import Backoff
+from slurmrl.backoff import Backoff, retry
 from slurmrl.config.schema import Config
 from slurmrl.errors import CheckpointError
 from slurmrl.fsio.atomic import replace
@@ -40,7 +40,6 @@ from slurmrl.workers.master.requests import StackRequests
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import Message
 from slurmrl.workers.poll_intervals import PollIntervals
-from slurmrl.workers.retry import retry
 
 logger = log.get(__name__)
 T = TypeVar("T")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from slurmrl import keys, log
+from slurmrl.backoff import Interval
 from slurmrl.channel import frame
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio.shapes import wrong
@@ -38,14 +39,13 @@ class StatusPublisher:
         self._paths = paths
         self._agents = agents
         self._lease_ttl_s = lease_ttl_s
-        self._interval_s = interval_s
         self._observers: dict[str, LeaseObserver] = {}
         self._views: dict[str, LeaseView] = {}
         self._tasks: dict[str, Any] = {}
         """What was seen of the agents' leases the last time the interval had passed."""
-        self._next = 0.0
+        self._looks = Interval(interval_s, time.monotonic)
         self._committed: tuple[int, float] | None = None
-        self._said: dict[str, Any] = {
+        self._status: dict[str, Any] = {
             "incarnation": incarnation,
             "step": 0,
             "total_steps": total_steps,
@@ -59,18 +59,19 @@ class StatusPublisher:
     def update(self, **changes: Any) -> None:
         """Change what is said (``step``, ``metrics``, ``phase``,
         ``checkpoint_failed``: step and reason of the newest, until one succeeds) and say it now."""
-        self._said.update(changes, waiting=None)
-        self._publish()
+        self._status.update(changes, waiting=None)
+        self._publish_now()
 
     def committed(self, step: int) -> None:
         self._committed = (step, time.monotonic())
-        self._said["checkpoint_failed"] = None
-        self._publish()
+        self._status["checkpoint_failed"] = None
+        self._publish_now()
 
     def tick(self, waiting: Callable[[], Mapping[str, Any] | None] = lambda: None) -> None:
         """Say it again when the interval has passed, and which ranks are waited for."""
-        if time.monotonic() >= self._next:
-            self._said["waiting"] = waiting()
+        if self._looks.due():
+            self._status["waiting"] = waiting()
+            self._look_at_agents()
             self._publish()
 
     def doing(self) -> list[Message]:
@@ -82,7 +83,7 @@ class StatusPublisher:
             except CorruptFileError:
                 continue
             for note in notes[:1]:
-                ours = note.get("incarnation") == self._said["incarnation"]
+                ours = note.get("incarnation") == self._status["incarnation"]
                 if ours and wrong(note, published.NOTE, ("doing",)) is None:
                     rows += note["doing"]
         return rows
@@ -91,18 +92,24 @@ class StatusPublisher:
         """Agents whose lease was not renewed for its time to live when it was looked at last."""
         return [label for label, view in self._views.items() if not view.alive]
 
+    def _publish_now(self) -> None:
+        """Publish before the interval has passed; the agents are looked at once per interval."""
+        if self._looks.due():
+            self._look_at_agents()
+        self._publish()
+
+    def _look_at_agents(self) -> None:
+        self._tasks = {label: self._task(label) for label in sorted(self._agents)}
+        self._status["doing"] = hang.grouped(self.doing())
+
     def _publish(self) -> None:
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + self._interval_s
-            self._tasks = {label: self._task(label) for label in sorted(self._agents)}
-            self._said["doing"] = hang.grouped(self.doing())
         checkpoint = None
         if self._committed is not None:
-            checkpoint = {"step": self._committed[0], "age_s": now - self._committed[1]}
+            step, committed_at = self._committed
+            checkpoint = {"step": step, "age_s": time.monotonic() - committed_at}
         value = {
-            **self._said,
-            "metrics": metrics.finite(self._said["metrics"]),
+            **self._status,
+            "metrics": metrics.finite(self._status["metrics"]),
             "checkpoint": checkpoint,
             "tasks": self._tasks,
             "time": time.time(),

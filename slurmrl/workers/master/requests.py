@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 
 from slurmrl import keys, log
+from slurmrl.backoff import Interval
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, NameNotFoundError
 from slurmrl.fsio import documents
 from slurmrl.monitor import published
@@ -35,16 +36,13 @@ class StackRequests:
         self._names = names
         self._incarnation = incarnation
         self._post = post
-        self._look_s = look_s
-        self._clock = clock
-        self._next_look = clock() + look_s
+        self._looks = Interval(look_s, clock, after_s=look_s)
         self._number = 1
 
     def look(self) -> None:
         """Pass on the next one if it is time to look and one is there."""
-        if self._clock() < self._next_look:
+        if not self._looks.due():
             return
-        self._next_look = self._clock() + self._look_s
         key = keys.stacks(self._incarnation, self._number)
         try:
             ranks = documents.parse(self._names.get(key), key, published.REQUEST).get("ranks")

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from slurmrl import log
+from slurmrl.backoff import retry
 from slurmrl.channel.follower import Follower
 from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import EnvironmentFailure, RunFailedError, WaitTimeoutError
@@ -17,7 +18,6 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.workers import messages
 from slurmrl.workers.messages import Message
-from slurmrl.workers.retry import retry
 
 logger = log.get(__name__)
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from slurmrl import env, log
+from slurmrl.backoff import retry
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Cluster
 from slurmrl.errors import (
@@ -34,7 +35,6 @@ from slurmrl.scheduler.succession import (
     give_back,
 )
 from slurmrl.scheduler.upkeep import Upkeep
-from slurmrl.workers.retry import retry
 from slurmrl.workers.supervisor.baton import Baton
 from slurmrl.workers.supervisor.job_hosts import JobHosts
 from slurmrl.workers.supervisor.link import end_as_failed, reason_to_leave

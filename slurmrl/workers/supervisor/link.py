@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slurmrl import log
+from slurmrl.backoff import retry
 from slurmrl.errors import TrialEndedError
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
@@ -10,7 +11,6 @@ from slurmrl.history.state import fold
 from slurmrl.history.writer import end
 from slurmrl.monitor.snapshot import newest_submission
 from slurmrl.paths import RunPaths
-from slurmrl.workers.retry import retry
 
 logger = log.get(__name__)
 

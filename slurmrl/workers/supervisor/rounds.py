@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from types import FrameType
 
 from slurmrl import env, log
+from slurmrl.backoff import retry
 from slurmrl.history.log import History
 from slurmrl.history.state import fold
 from slurmrl.monitor.events import EventWriter
@@ -21,7 +22,6 @@ from slurmrl.scheduler import leave
 from slurmrl.scheduler.client import SRUN
 from slurmrl.workers.presence import Presence
 from slurmrl.workers.process import die_with
-from slurmrl.workers.retry import retry
 from slurmrl.workers.supervisor.blame import avoid_failed, blame_hosts
 from slurmrl.workers.supervisor.job_hosts import JobHosts
 from slurmrl.workers.supervisor.link import reason_to_leave

@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable
 
 from slurmrl import log
+from slurmrl.backoff import retry
 from slurmrl.errors import EnvironmentFailure, SchedulerError
 from slurmrl.monitor.events import EventWriter
 from slurmrl.scheduler.base import Continue
 from slurmrl.scheduler.chain import continues
 from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.scheduler.succession import Link
-from slurmrl.workers.retry import retry
 from slurmrl.workers.supervisor.baton import Baton, Turn
 from slurmrl.workers.supervisor.link import reason_to_leave
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from slurmrl.backoff import UNCLEAR_PAUSES_S
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import SystemCalls
@@ -85,7 +86,7 @@ def test_an_unclear_link_gives_up_after_bounded_tries(tmp_path: Path) -> None:
     calls = Scripted("link", errno.EIO, times=1000)
     with pytest.raises(EnvironmentFailure, match=r"create .*slot.*EIO"):
         atomic.exclusive_create(tmp_path / "slot", b"ours", calls=calls)
-    assert len(calls.slept) == len(atomic.RETRY_PAUSES_S)
+    assert len(calls.slept) == len(UNCLEAR_PAUSES_S)
     assert temporaries(tmp_path) == []
 
 

@@ -79,7 +79,7 @@ def test_a_hole_is_corruption_only_after_caches_had_their_time(
         with pytest.raises(CorruptFileError, match="00000001 is missing although slot 2"):
             look(History(tmp_path, calls=calls))
         assert calls.slept > 60
-        assert caplog.messages[-1].startswith(f"{tmp_path}/00000001 is not there")
+        assert caplog.messages[-1].startswith(f"{tmp_path}/00000001 was created but is not visible")
 
 
 def test_a_hole_on_a_local_file_system_is_said_at_once(tmp_path: Path) -> None:

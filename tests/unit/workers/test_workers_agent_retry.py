@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from slurmrl import backoff
 from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import EnvironmentFailure, OwnershipError, WaitTimeoutError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.paths import RunPaths
-from slurmrl.workers import retry
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.incarnation import Incarnation
 
@@ -29,7 +29,7 @@ class Broken(SystemCalls):
 
 @pytest.fixture
 def incarnation(run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> Iterator[Incarnation]:
-    monkeypatch.setattr(retry, "RETRY_S", (0.001, 0.002))
+    monkeypatch.setattr(backoff, "OUTAGE_S", (0.001, 0.002))
     host = Host(run, 1, "trainer")
     yield Incarnation(host, 0)
     host.children.close()

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 from slurmrl import keys
+from slurmrl.backoff import HIDDEN_PAUSES_S
 from slurmrl.checkpoint.manifest import write_manifest
 from slurmrl.checkpoint.tensors import checksum
 from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure, StaleIncarnationError
 from slurmrl.fsio.calls import SystemCalls
-from slurmrl.history.log import HIDDEN_PAUSES_S, History
+from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.state import TrialState, fold
 from slurmrl.history.writer import IncarnationWriter, begin

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from slurmrl import backoff
 from slurmrl.errors import (
     DamagedCheckpointError,
     EnvironmentFailure,
@@ -14,7 +15,7 @@ from slurmrl.errors import (
     WaitTimeoutError,
 )
 from slurmrl.name_resolve.memory import MemoryNameStore
-from slurmrl.workers import failure, retry
+from slurmrl.workers import failure
 from slurmrl.workers.failure import describe, first, publish
 
 
@@ -78,7 +79,7 @@ class Stalling(MemoryNameStore):
 
 
 def test_a_directory_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "RETRY_S", (0.001, 0.002))
+    monkeypatch.setattr(backoff, "OUTAGE_S", (0.001, 0.002))
     names = Stalling()
     assert publish(names, 3, {"cause": "died", "reason": "one"})
     names.left = 10**9

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl import keys
+from slurmrl import backoff, keys
 from slurmrl.config.load import dump, load_resolved
 from slurmrl.errors import EnvironmentFailure, SchedulerError, UsageError
 from slurmrl.history.log import History
@@ -28,7 +28,6 @@ from slurmrl.plan.model import Plan
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
 from slurmrl.scheduler.succession import Link
-from slurmrl.workers import retry
 from slurmrl.workers.supervisor import __main__ as supervisor
 from slurmrl.workers.supervisor import rounds
 from slurmrl.workers.supervisor.__main__ import parse
@@ -81,7 +80,7 @@ def test_a_directory_that_does_not_answer_costs_no_link(
         return read(self)
 
     monkeypatch.setattr(History, "read", silent_at_first)
-    monkeypatch.setattr(retry, "RETRY_S", (0.01, 0.01))
+    monkeypatch.setattr(backoff, "OUTAGE_S", (0.01, 0.01))
     assert reason_to_leave(paths, 1) == "the trial has ended (cancelled)"
 
 
