@@ -1,11 +1,14 @@
-"""Every environment variable that slurmrl reads, in one typed table."""
+"""The typed table of the environment variables that slurmrl reads.
+
+``scripts/make-docs`` writes it into docs/configuration.md.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from slurmrl.errors import UsageError
 
@@ -17,10 +20,15 @@ class Variable(Generic[T]):
     name: str
     parse: Callable[[str], T]
     default: T
+    set_by: str
     doc: str
+    """One line of Markdown for docs/configuration.md."""
 
     def get(self, environ: Mapping[str, str] | None = None) -> T:
-        """The variable's value, or its default when it is unset or empty."""
+        """Return the variable's value, or its default when it is unset or empty.
+
+        Raises UsageError for a value that does not parse.
+        """
         text = (os.environ if environ is None else environ).get(self.name, "")
         if not text:
             return self.default
@@ -39,70 +47,93 @@ def _one_of(*allowed: str) -> Callable[[str], str]:
     return parse
 
 
-ROOT: Variable[str] = Variable("SLURMRL_ROOT", str, "", "Folder that holds all runs.")
-LINK: Variable[int] = Variable(
-    "SLURM_ARRAY_TASK_ID",
-    int,
-    0,
-    "Index of this link in the chain (Slurm, or our local chain).",
-)
-JOB_ID: Variable[str] = Variable("SLURM_JOB_ID", str, "", "Id of this job (Slurm).")
-ARRAY_JOB_ID: Variable[str] = Variable(
-    "SLURM_ARRAY_JOB_ID", str, "", "Id of the job array (Slurm)."
-)
-RESTART_COUNT: Variable[int] = Variable(
-    "SLURM_RESTART_COUNT", int, 0, "Requeues of this job (Slurm)."
-)
-ROUND: Variable[int] = Variable(
-    "SLURMRL_ROUND", int, 0, "Starts of the agents inside this start of the job."
-)
-JOB_END: Variable[float | None] = Variable(
-    "SLURMRL_JOB_END", float, None, "When this job reaches its time limit, by its first host."
-)
-SLURM_END_TIME: Variable[float | None] = Variable(
-    "SLURM_JOB_END_TIME", float, None, "The same as newer versions of Slurm say it."
-)
-NODE_LIST: Variable[str] = Variable("SLURM_JOB_NODELIST", str, "", "Hosts of this job (Slurm).")
-NODE_ID: Variable[int] = Variable(
-    "SLURM_NODEID", int, 0, "Host index of this task in its job (Slurm)."
-)
-NODE_NAME: Variable[str] = Variable("SLURMD_NODENAME", str, "", "Slurm's name of this host.")
-VISIBLE_DEVICES: Variable[str] = Variable(
-    "CUDA_VISIBLE_DEVICES", str, "", "GPUs that the scheduler gave: indices, UUIDs or MIG ids."
+USER, SLURM, SLURMRL = "user", "Slurm", "slurmrl"
+"""Who sets a variable."""
+
+ROOT: Variable[str] = Variable(
+    "SLURMRL_ROOT", str, "", USER, "Directory of all runs, where `--root` is not given."
 )
 OPS: Variable[str] = Variable(
     "SLURMRL_OPS",
     _one_of("auto", "torch", "native"),
     "auto",
-    "Compiled operators: auto (where they help and can be had), torch (never), native (or fail).",
+    USER,
+    "Compiled operators: `auto` uses them where they are faster and available, `torch` never, "
+    "`native` always (an error where they are not available).",
 )
 OPS_CACHE: Variable[str] = Variable(
-    "SLURMRL_OPS_CACHE", str, "", "Folder of compiled operators; may be shared by hosts."
+    "SLURMRL_OPS_CACHE",
+    str,
+    "",
+    USER,
+    "Directory of the compiled operators; hosts may share it. Default: `slurmrl/ops` in "
+    "`XDG_CACHE_HOME`.",
 )
 XDG_CACHE_HOME: Variable[str] = Variable(
-    "XDG_CACHE_HOME", str, "", "The user's folder for caches; ~/.cache where unset."
+    "XDG_CACHE_HOME", str, "", USER, "The user's cache directory. Default: `~/.cache`."
 )
-CXX: Variable[str] = Variable("CXX", str, "c++", "C++ compiler that builds the operators.")
+CXX: Variable[str] = Variable(
+    "CXX", str, "c++", USER, "C++ compiler that builds the compiled operators."
+)
 CUDA_HOME: Variable[str] = Variable(
-    "CUDA_HOME", str, "", "Folder of the CUDA toolkit whose nvcc builds the operators."
+    "CUDA_HOME", str, "", USER, "CUDA toolkit whose nvcc builds the compiled operators."
+)
+LINK: Variable[int] = Variable(
+    "SLURM_ARRAY_TASK_ID", int, 0, SLURM, "Index of this link in its chain (or local chain)."
+)
+JOB_ID: Variable[str] = Variable("SLURM_JOB_ID", str, "", SLURM, "Id of this job.")
+ARRAY_JOB_ID: Variable[str] = Variable(
+    "SLURM_ARRAY_JOB_ID", str, "", SLURM, "Id of the job array of this job."
+)
+RESTART_COUNT: Variable[int] = Variable(
+    "SLURM_RESTART_COUNT", int, 0, SLURM, "How often Slurm has requeued this job."
+)
+SLURM_END_TIME: Variable[float | None] = Variable(
+    "SLURM_JOB_END_TIME",
+    float,
+    None,
+    SLURM,
+    "Time limit of this job, in seconds since the epoch (newer versions of Slurm).",
+)
+NODE_LIST: Variable[str] = Variable("SLURM_JOB_NODELIST", str, "", SLURM, "Hosts of this job.")
+NODE_ID: Variable[int] = Variable(
+    "SLURM_NODEID", int, 0, SLURM, "Index of this host among the hosts of the job."
+)
+NODE_NAME: Variable[str] = Variable(
+    "SLURMD_NODENAME", str, "", SLURM, "Slurm's name of this host. Default: the host name."
+)
+VISIBLE_DEVICES: Variable[str] = Variable(
+    "CUDA_VISIBLE_DEVICES",
+    str,
+    "",
+    SLURM,
+    "GPUs that the scheduler assigned: indices, UUIDs or MIG ids.",
+)
+ROUND: Variable[int] = Variable(
+    "SLURMRL_ROUND", int, 0, SLURMRL, "How often the agents were restarted in this start of a job."
+)
+JOB_END: Variable[float | None] = Variable(
+    "SLURMRL_JOB_END",
+    float,
+    None,
+    SLURMRL,
+    "Time limit of this job by the clock of its first host, in seconds since the epoch.",
 )
 
-VARIABLES: tuple[Variable[str] | Variable[int] | Variable[float | None], ...] = (
-    ROOT,
-    LINK,
-    JOB_ID,
-    ARRAY_JOB_ID,
-    RESTART_COUNT,
-    ROUND,
-    JOB_END,
-    SLURM_END_TIME,
-    NODE_LIST,
-    NODE_ID,
-    NODE_NAME,
-    VISIBLE_DEVICES,
-    OPS,
-    OPS_CACHE,
-    XDG_CACHE_HOME,
-    CXX,
-    CUDA_HOME,
+VARIABLES: tuple[Variable[Any], ...] = tuple(
+    value for value in tuple(vars().values()) if isinstance(value, Variable)
 )
+
+
+def reference() -> str:
+    """Return the section of docs/configuration.md about environment variables."""
+    rows = [
+        f"| `{one.name}` | {_shown(one.default)} | {one.set_by} | {one.doc} |" for one in VARIABLES
+    ]
+    head = ("| variable | default | set by | meaning |", "|---|---|---|---|")
+    text = "An empty variable counts as unset."
+    return "\n".join(("## Environment variables", "", text, "", *head, *rows, ""))
+
+
+def _shown(default: object) -> str:
+    return "" if default in ("", None) else f"`{default}`"

@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from slurmrl import env
+from slurmrl.errors import UsageError
+
+PACKAGE = Path(env.__file__).parent
+
+
+def test_every_variable_is_documented() -> None:
+    declared = re.findall(r'Variable\(\s*"(\w+)"', (PACKAGE / "env.py").read_text())
+    rows = re.findall(
+        r"(?m)^\| `(\w+)` \|.* \| (user|Slurm|slurmrl) \| \w.*\. \|$", env.reference()
+    )
+    assert declared
+    assert [name for name, _ in rows] == declared
+
+
+def test_every_variable_is_used() -> None:
+    names = [name for name, value in vars(env).items() if isinstance(value, env.Variable)]
+    text = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    assert not [name for name in names if not re.search(rf"\benv\.{name}\b", text)]
+
+
+def test_a_value_that_does_not_parse_names_its_variable() -> None:
+    assert env.LINK.get({"SLURM_ARRAY_TASK_ID": ""}) == 0
+    with pytest.raises(UsageError, match="SLURMRL_OPS='fast': one of auto, torch, native"):
+        env.OPS.get({"SLURMRL_OPS": "fast"})
