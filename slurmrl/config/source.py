@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
+from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from slurmrl.errors import ConfigError, Problem
@@ -96,6 +97,7 @@ def compose(text: str, name: str) -> Node | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # ruamel warns about re-used anchors; we do not mind
+            _check_depth(text)
             return _yaml().compose(text)  # type: ignore[no-any-return]
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -108,6 +110,21 @@ def compose(text: str, name: str) -> Node | None:
         raise ConfigError((Problem(name, "", f"not valid YAML: {error}"),)) from error
     except RecursionError as error:
         raise ConfigError((Problem(name, "", "nested too deeply"),)) from error
+
+
+def _check_depth(text: str) -> None:
+    """Refuse brackets nested so deeply that composing them would take minutes."""
+    if text.count("[") + text.count("{") <= MOST_DEPTH:
+        return
+    depth = 0
+    for event in _yaml().parse(text):
+        depth += isinstance(event, CollectionStartEvent)
+        depth -= isinstance(event, CollectionEndEvent)
+        if depth > MOST_DEPTH:
+            raise MarkedYAMLError(
+                problem=f"nested more than {MOST_DEPTH} levels deep",
+                problem_mark=event.start_mark,
+            )
 
 
 def _yaml() -> YAML:

@@ -60,7 +60,9 @@ class Presence:
         reason = (
             f"{', '.join(f'{name}/' for name in missing)} in {run} was removed while the trial ran"
         )
-        raise RunFailedError(reason, {"cause": Cause.ENVIRONMENT, "reason": reason})
+        no_host = ""  # is to blame, so none is avoided for it
+        failure = {"cause": Cause.ENVIRONMENT, "reason": reason, "host": no_host}
+        raise RunFailedError(reason, failure)
 
     def sleep(self, seconds: float) -> None:
         """Pause between two attempts. Raises as `check`."""

@@ -100,6 +100,16 @@ def test_aliases_elsewhere_are_copies(tmp_path: Path) -> None:
     assert not source.problems
 
 
+@pytest.mark.parametrize("bracket", ["[", "{"])
+def test_brackets_without_end_are_refused_before_they_are_composed(
+    tmp_path: Path, bracket: str
+) -> None:
+    file = tmp_path / "deep.yaml"
+    file.write_text(f"a: {bracket * 2000}")
+    with pytest.raises(ConfigError, match=r"deep\.yaml:1: .*nested more than 32 levels deep"):
+        read(file)
+
+
 def test_a_bomb_of_aliases_is_refused_at_once(tmp_path: Path) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 12)]

@@ -74,6 +74,7 @@ def test_what_processes_talk_through_is_made_again(
     with pytest.raises(RunFailedError, match=f"{name}/ in .* was removed") as caught:
         spend(presence, calls, 600.0)
     assert caught.value.failure["cause"] == "environment"
+    assert caught.value.failure["host"] == "", "no host is to blame"
     make_channels(paths)
     spend(presence, calls, 600.0)
 
