@@ -1,38 +1,44 @@
-"""Watching a submitted trial until it ends; what Ctrl-C does meanwhile."""
+"""The loop of all commands that follow a trial: look, wait, look again, until the end."""
 
 from __future__ import annotations
 
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from enum import Enum
 from types import FrameType, TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
-from slurmrl.cli.live import View
-from slurmrl.errors import EnvironmentFailure
-from slurmrl.monitor.snapshot import read
-from slurmrl.monitor.status import assemble
-from slurmrl.paths import RunPaths
-from slurmrl.scheduler.base import TaskState
-from slurmrl.scheduler.poll import SchedulerPoll
-from slurmrl.submission.live import Jobs
+import click
 
-POLL_S = {"local": 0.5}
-"""Seconds between two looks at a run."""
-SHARED_POLL_S = 10.0
-"""The same where the scheduler and the directory serve other people too."""
-LEAVE_S = 15.0
-"""How long the processes of an ended local trial are waited for."""
+from slurmrl.backoff import Backoff
+from slurmrl.errors import EnvironmentFailure, OwnershipError, UnknownNameError
 
-EXIT_CODES = {"COMPLETED": 0, "FAILED": 1}
-INTERRUPTED = 130
+if TYPE_CHECKING:
+    from slurmrl.paths import RunPaths
+    from slurmrl.scheduler.base import JobIds, Scheduler, TaskState
+
+FIRST_S, LONGEST_S = 0.3, 5.0
+"""Pauses between two looks: after news, and when nothing has changed for long."""
+SLICE_S = 0.1
+"""A pause that Ctrl-C must end is slept in slices of this length."""
+
+
+class Seen(Enum):
+    """The result of one look."""
+
+    NEWS = "news"
+    NOTHING_NEW = "nothing new"
+    END = "end"
 
 
 class Interrupts:
-    """Counts Ctrl-C instead of raising KeyboardInterrupt somewhere."""
+    """Counts Ctrl-C instead of raising KeyboardInterrupt in the middle of a look."""
 
     def __init__(self) -> None:
         self.count = 0
+        self.handled = 0
 
     def __enter__(self) -> Interrupts:
         self._before = signal.signal(signal.SIGINT, self._add)
@@ -46,79 +52,81 @@ class Interrupts:
     ) -> None:
         signal.signal(signal.SIGINT, self._before)
 
+    @property
+    def pending(self) -> bool:
+        return self.count > self.handled
+
     def _add(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
 
 
-class TrialFollower:
-    """One run that is watched."""
+def follow(
+    look: Callable[[], Seen],
+    first_s: float = FIRST_S,
+    longest_s: float = LONGEST_S,
+    *,
+    on_interrupt: Callable[[int], bool] | None = None,
+    sleep: Callable[[float], None] | None = None,
+) -> None:
+    """Call ``look`` until it returns END. Pauses grow from ``first_s`` to ``longest_s`` while there
+    is no news. A directory or a scheduler that does not answer is reported once and tried again.
 
-    def __init__(
-        self,
-        paths: RunPaths,
-        kind: str,
-        jobs: Jobs,
-        view: View,
-        *,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:
-        self._paths = paths
-        self._local = kind == "local"
-        self._poll_s = POLL_S.get(kind, SHARED_POLL_S)
-        self._jobs = jobs
-        self._query = (
-            jobs.scheduler.query if self._local else SchedulerPoll(kind, jobs.scheduler).query
-        )
-        self._view = view
-        self._sleep = sleep
-        self._tasks: list[TaskState] = []
-        self._handled = 0
-
-    def run(self) -> dict[str, Any]:
-        """The last status: of an ended or interrupted trial, or of a Slurm one that the user
-        stopped watching."""
-        leave_at: float | None = None
-        with Interrupts() as interrupts:
-            while True:
-                status = self._look()
-                self._view.update(status)
-                if status["state"] not in ("PENDING", "RUNNING"):
-                    now = time.monotonic()
-                    leave_at = leave_at or now + LEAVE_S
-                    gone = not any(task.state.active for task in self._tasks)
-                    if gone or not self._local or now >= leave_at:
-                        return status
-                self._pause(interrupts)
-                if interrupts.count > self._handled:
-                    if not self._local:
-                        return status
-                    self._stop(interrupts.count)
-
-    def _look(self) -> dict[str, Any]:
-        problem = None
-        try:
-            self._tasks = self._query(self._jobs.ids)
-        except EnvironmentFailure as error:
-            problem = str(error)  # what was known before stands until it answers again
-        return assemble(read(self._paths), self._tasks, problem=problem)
-
-    def _pause(self, interrupts: Interrupts) -> None:
-        deadline = time.monotonic() + self._poll_s
-        while interrupts.count == self._handled and time.monotonic() < deadline:
-            self._sleep(min(0.1, self._poll_s))
-
-    def _stop(self, count: int) -> None:
-        """Ctrl-C on a local run: first stop at a step, then kill."""
-        first = self._handled == 0 and count == 1
-        self._handled = count
-        if first:
-            self._view.note("stopping at the next step and committing; Ctrl-C again kills")
-            self._jobs.scheduler.interrupt(self._jobs.ids)
-        else:
-            self._view.note("killing; the last commit stands")
-            self._jobs.scheduler.kill(self._jobs.ids)
+    Ctrl-C raises KeyboardInterrupt as usual. With ``on_interrupt`` it ends the pause instead, and
+    that is called with the number of interrupts so far; it returns whether to stop following.
+    """
+    sleep = sleep or time.sleep
+    backoff = Backoff(first_s, longest_s)
+    problem: str | None = None
+    with ExitStack() as stack:
+        interrupts = stack.enter_context(Interrupts()) if on_interrupt is not None else None
+        while True:
+            seen, before = Seen.NOTHING_NEW, problem
+            try:
+                seen, problem = look(), None
+            except OwnershipError:
+                raise  # waiting does not change this
+            except EnvironmentFailure as error:
+                problem = str(error)
+                if problem != before:
+                    click.echo(f"cannot look, trying again: {problem}", err=True)
+            if seen is Seen.END:
+                return
+            if seen is Seen.NEWS:
+                backoff.reset()
+            _pause(backoff.next_s(), interrupts, sleep)
+            if on_interrupt is not None and interrupts is not None and interrupts.pending:
+                interrupts.handled = interrupts.count
+                if on_interrupt(interrupts.count):
+                    return
 
 
-def exit_code(status: dict[str, Any]) -> int:
-    """0 completed, 1 failed, 130 whatever interrupted it."""
-    return EXIT_CODES.get(status["state"], INTERRUPTED)
+def _pause(seconds: float, interrupts: Interrupts | None, sleep: Callable[[float], None]) -> None:
+    if interrupts is None:
+        sleep(seconds)
+        return
+    deadline = time.monotonic() + seconds
+    while not interrupts.pending and time.monotonic() < deadline:
+        sleep(min(SLICE_S, seconds))
+
+
+def has_ended(paths: RunPaths) -> bool:
+    """Whether the history ends the trial. Ask before reading what its processes wrote: then
+    nothing that they wrote before the end is missed. Raises UnknownNameError for a removed trial.
+    """
+    from slurmrl.fsio import atomic
+    from slurmrl.history.recent import recent
+
+    try:
+        atomic.read(paths.identity)
+    except FileNotFoundError:
+        trial = f"{paths.experiment}/{paths.trial}"
+        raise UnknownNameError(f"trial {trial} was removed: {paths.run} is gone") from None
+    return recent(paths.history, exports=False).end is not None
+
+
+def polled_query(kind: str, scheduler: Scheduler) -> Callable[[JobIds], list[TaskState]]:
+    """Return a query for use at every look: a shared scheduler is asked far less often than that,
+    and its last answer is returned in between."""
+    from slurmrl.scheduler.poll import SchedulerPoll
+
+    return scheduler.query if kind == "local" else SchedulerPoll(kind, scheduler).query

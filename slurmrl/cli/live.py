@@ -1,8 +1,9 @@
-"""What is shown while a run is watched: a view that is redrawn in a terminal, lines elsewhere."""
+"""Watching a submitted trial until it ends: progress in place in a terminal, as lines elsewhere."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -12,22 +13,110 @@ from typing import Any
 import click
 
 from slurmrl.cli import render
+from slurmrl.cli.follow import Seen, follow, polled_query
+from slurmrl.errors import EnvironmentFailure
 from slurmrl.monitor.metrics import read_latest
+from slurmrl.monitor.snapshot import read
+from slurmrl.monitor.status import assemble
 from slurmrl.monitor.words import age
 from slurmrl.paths import RunPaths
+from slurmrl.scheduler.base import TaskState
+from slurmrl.submission.live import Jobs
 
 MOST_LINES = 100
-"""Steps between two looks that are printed at most."""
+"""Most steps to print after one look."""
+POLL_S = {"local": 0.5}
+"""Seconds between two looks at a run."""
+SHARED_POLL_S = 10.0
+"""The same where scheduler and directory are shared with other users."""
+LEAVE_S = 15.0
+"""How long to wait for the processes of an ended local trial to exit."""
+
+EXIT_CODES = {"COMPLETED": 0, "FAILED": 1}
+INTERRUPTED = 130
+
+
+class TrialFollower:
+    """Follows one submitted trial. Ctrl-C stops a local run and leaves Slurm jobs alone."""
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        kind: str,
+        jobs: Jobs,
+        view: View,
+        *,
+        sleep: Callable[[float], None] | None = None,
+    ) -> None:
+        self._paths = paths
+        self._local = kind == "local"
+        self._poll_s = POLL_S.get(kind, SHARED_POLL_S)
+        self._jobs = jobs
+        self._query = polled_query(kind, jobs.scheduler)
+        self._view = view
+        self._sleep = sleep
+        self._tasks: list[TaskState] = []
+        self._leave_at: float | None = None
+        self._status: dict[str, Any] | None = None
+
+    def run(self) -> dict[str, Any]:
+        """Return the last status: of an ended or interrupted trial, or of one on Slurm that the
+        user stopped watching. Raises KeyboardInterrupt if that was before the first look."""
+        follow(
+            self._look,
+            self._poll_s,
+            self._poll_s,
+            on_interrupt=self._interrupted,
+            sleep=self._sleep,
+        )
+        if self._status is None:
+            raise KeyboardInterrupt
+        return self._status
+
+    def _look(self) -> Seen:
+        problem = None
+        try:
+            self._tasks = self._query(self._jobs.ids)
+        except EnvironmentFailure as error:
+            problem = str(error)  # the last answer holds until the next one
+        self._status = assemble(read(self._paths), self._tasks, problem=problem)
+        self._view.update(self._status)
+        return Seen.END if self._is_over(self._status["state"]) else Seen.NEWS
+
+    def _is_over(self, state: str) -> bool:
+        """An ended local trial is over when its processes have exited, or LEAVE_S later."""
+        if state in render.LIVES:
+            return False
+        self._leave_at = self._leave_at or time.monotonic() + LEAVE_S
+        active = any(task.state.active for task in self._tasks)
+        return not (self._local and active) or time.monotonic() >= self._leave_at
+
+    def _interrupted(self, count: int) -> bool:
+        """The first Ctrl-C stops a local run at a step, the second kills it."""
+        if not self._local:
+            return True
+        if count == 1:
+            self._view.note("stopping at the next step and committing; Ctrl-C again kills")
+            self._jobs.scheduler.interrupt(self._jobs.ids)
+        else:
+            self._view.note("killing; the last commit stays")
+            self._jobs.scheduler.kill(self._jobs.ids)
+        return False
+
+
+def exit_code(status: dict[str, Any]) -> int:
+    """0 completed, 1 failed, 130 interrupted in any way."""
+    return EXIT_CODES.get(status["state"], INTERRUPTED)
 
 
 class View(AbstractContextManager["View"]):
-    """Shows nothing: the base of the others, and what ``--json`` uses."""
+    """Shows nothing: the base class, and the view of ``--json``."""
 
     def update(self, status: render.Status) -> None:
-        """Take in how the run is doing."""
+        """Show a new status."""
 
     def note(self, text: str) -> None:
-        """Say something that is not part of the status."""
+        """Show a message that is not part of the status."""
 
     def __exit__(
         self,
@@ -39,19 +128,19 @@ class View(AbstractContextManager["View"]):
 
 
 class PlainView(View):
-    """A line for each step, each change of state and each commit, of incarnations after
-    ``earlier``: what those did was shown, or not, by whoever submitted them."""
+    """Prints a line for each step, each change of state and each commit of the incarnations after
+    number ``earlier``."""
 
     def __init__(self, earlier: int = 0, write: Callable[[str], Any] = click.echo) -> None:
         self._write = write
         self._step = -1
         self._earlier = self._incarnation = earlier
-        self._said: dict[str, str] = {}
+        self._printed: dict[str, str] = {}
 
     def update(self, status: render.Status) -> None:
         if status["incarnation"] != self._incarnation:
             self._begin(status)
-        self._say_once("state", f"{status['state']} {render.note(status)}".strip())
+        self._print_once("state", f"{status['state']} {render.note(status)}".strip())
         if status["incarnation"] <= self._earlier:
             return
         for line in read_latest(RunPaths(Path(status["run"])).metrics, MOST_LINES):
@@ -60,27 +149,27 @@ class PlainView(View):
                 where = f"step {line['step']}/{status['total_steps']}"
                 self._write(f"{where}  {render.metrics(line)}".rstrip())
         if status["checkpoint"] is not None:
-            self._say_once("commit", f"committed step {status['checkpoint']['step']}")
+            self._print_once("commit", f"committed step {status['checkpoint']['step']}")
 
     def note(self, text: str) -> None:
         self._write(text)
 
     def _begin(self, status: render.Status) -> None:
-        """Steps after the last commit are done again, and shown again."""
+        """Steps after the last commit are repeated, and printed again."""
         committed = status["checkpoint"]["step"] if status["checkpoint"] else -1
         self._step = min(self._step, committed) if self._step >= 0 else committed
         self._incarnation = status["incarnation"]
         if self._incarnation > 1:
-            self._write(f"incarnation {self._incarnation} goes on from step {max(committed, 0)}")
+            self._write(f"incarnation {self._incarnation} continues from step {max(committed, 0)}")
 
-    def _say_once(self, kind: str, text: str) -> None:
-        if self._said.get(kind) != text:
-            self._said[kind] = text
+    def _print_once(self, kind: str, text: str) -> None:
+        if self._printed.get(kind) != text:
+            self._printed[kind] = text
             self._write(text)
 
 
 class LiveView(View):
-    """Redrawn in place; notes scroll by above it."""
+    """Redraws progress in place; notes scroll above it."""
 
     def __init__(self) -> None:
         from rich.live import Live
@@ -107,7 +196,7 @@ class LiveView(View):
 
 
 def picture(status: render.Status) -> Any:
-    """The rich renderable of a running trial."""
+    """Return the rich renderable of a running trial."""
     from rich.console import Group
     from rich.progress_bar import ProgressBar
     from rich.table import Table
@@ -128,13 +217,13 @@ def picture(status: render.Status) -> Any:
 
 
 def remaining(status: render.Status) -> str:
-    """Time to the last step at the pace of the newest ones."""
+    """Return the step time and the time left at that pace."""
     step_s, left_s = status["timing"]["step_s"], status["timing"]["left_s"]
     return f"{step_s:.3g} s/step, {age(left_s)} left" if step_s and left_s else ""
 
 
 def make_view(*, silent: bool, earlier: int) -> View:
-    """``earlier``: incarnations before those that are watched."""
+    """``earlier``: the number of incarnations before this submission."""
     if silent:
         return View()
     return LiveView() if sys.stdout.isatty() else PlainView(earlier)

@@ -88,8 +88,7 @@ def _would_do(outlook: Outlook) -> list[str]:
 def _watch(submitted: Submitted, jobs: Jobs, said: dict[str, Any] | None) -> int:
     """``said`` is what to print as JSON beside the status; None prints for people."""
     from slurmrl.cli import render
-    from slurmrl.cli.follow import TrialFollower, exit_code
-    from slurmrl.cli.live import make_view
+    from slurmrl.cli.live import TrialFollower, exit_code, make_view
 
     if said is None:
         click.echo(_headline(submitted))

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slurmrl.backoff import Backoff
 from slurmrl.cli import layout, render
+from slurmrl.cli.follow import Seen, follow, polled_query
 from slurmrl.cli.options import common, json_option
-from slurmrl.errors import EnvironmentFailure
 
 if TYPE_CHECKING:
     from slurmrl.errors import SlurmrlError
@@ -24,22 +23,22 @@ if TYPE_CHECKING:
     from slurmrl.paths import RunPaths
 
 FIRST_S, LONGEST_S = 1.0, 30.0
-"""Pauses between two looks: after a change, and when nothing has changed for long."""
+"""Pauses of ``--watch``: a look at many trials costs more than one at new events or output."""
 ENDS = ("COMPLETED", "FAILED", "CANCELLED")
 
 
 @click.command()
 @click.argument("name", required=False, metavar="[EXPERIMENT[/TRIAL]]")
 @json_option
-@click.option("--watch", is_flag=True, help="Look again and again until all have ended.")
+@click.option("--watch", is_flag=True, help="Refresh until all trials have ended.")
 @common
 def status(name: str | None, as_json: bool, watch: bool, root: str | None) -> int:
-    """Show how trials are doing: all of them, those of an experiment, or one in detail."""
+    """Show the state of all trials, of those of an experiment, or of one trial in detail."""
     from slurmrl.submission import trials
 
     folder = trials.root_folder(root)
     if watch:
-        _watch(folder, name, as_json)
+        _Watch(folder, name, as_json=as_json).run()
     else:
         click.echo(_text(folder, name, _collect(folder, name), as_json))
     return 0
@@ -64,27 +63,26 @@ def _collect(
     chosen, ask = _chosen(root, name), schedulers or make
     if _single(name):
         return collect(chosen, ask, detailed=True)
-    return collect(chosen, ask, unreadable=_tell)
+    return collect(chosen, ask, unreadable=_report)
 
 
-class _Polled:
-    """A scheduler that is asked seldom, however often we look at the run directories."""
+class _PolledScheduler:
+    """A scheduler that is asked seldom, however often ``status`` looks at the run directories."""
 
     def __init__(self, kind: str) -> None:
         from slurmrl.scheduler import make
-        from slurmrl.scheduler.poll import SchedulerPoll
 
         scheduler = make(kind)
         self.recover = scheduler.recover
-        self.query = scheduler.query if kind == "local" else SchedulerPoll(kind, scheduler).query
+        self.query = polled_query(kind, scheduler)
 
 
 def _single(name: str | None) -> bool:
     return name is not None and "/" in name
 
 
-def _tell(paths: RunPaths, error: SlurmrlError) -> None:
-    """One broken run directory does not hide the others."""
+def _report(paths: RunPaths, error: SlurmrlError) -> None:
+    """Report a broken run directory, so that it does not hide the others."""
     click.echo(f"{paths.experiment}/{paths.trial} left out: {error}", err=True)
 
 
@@ -98,41 +96,41 @@ def _text(root: Path, name: str | None, statuses: list[dict[str, Any]], as_json:
     return render.one(statuses[0], width) if single else render.many(statuses, width)
 
 
-def _watch(root: Path, name: str | None, as_json: bool) -> None:
-    """Redraw in a terminal; elsewhere, and as JSON, say what has changed."""
-    with ExitStack() as stack:
-        terminal = sys.stdout.isatty() and not as_json
-        show = _redrawing(stack) if terminal else click.echo
-        schedulers = functools.cache(_Polled)
-        backoff = Backoff(FIRST_S, LONGEST_S, sleep=time.sleep)
-        shown: object = None
-        while True:
-            try:
-                statuses = _collect(root, name, schedulers)
-            except EnvironmentFailure as error:  # it may answer again
-                click.echo(f"cannot look: {error}", err=True)
-                backoff.sleep()
-                continue
-            news = [_gist(one) for one in statuses]
-            if news != shown:
-                backoff.reset()
-            ended = all(one["state"] in ENDS for one in statuses)
-            if terminal or news != shown:
-                text = _text(root, name, statuses, as_json)
-                show(f"{text}\n{_footer()}" if terminal and not ended else text)
-            shown = news
-            if ended:
-                return
-            backoff.sleep()
+class _Watch:
+    """Redraws in a terminal; elsewhere, and as JSON, prints what has changed."""
+
+    def __init__(self, root: Path, name: str | None, *, as_json: bool) -> None:
+        self._root = root
+        self._name = name
+        self._as_json = as_json
+        self._schedulers = functools.cache(_PolledScheduler)
+        self._shown: object = None
+
+    def run(self) -> None:
+        with ExitStack() as stack:
+            self._redraws = sys.stdout.isatty() and not self._as_json
+            self._show = _redrawing(stack) if self._redraws else click.echo
+            follow(self._look, FIRST_S, LONGEST_S)
+
+    def _look(self) -> Seen:
+        statuses = _collect(self._root, self._name, self._schedulers)
+        gist = [_gist(status) for status in statuses]
+        news, self._shown = gist != self._shown, gist
+        ended = all(status["state"] in ENDS for status in statuses)
+        if self._redraws or news:
+            text = _text(self._root, self._name, statuses, self._as_json)
+            self._show(f"{text}\n{_footer()}" if self._redraws and not ended else text)
+        return Seen.END if ended else Seen.NEWS if news else Seen.NOTHING_NEW
 
 
 def _footer() -> str:
     now = time.strftime("%H:%M:%S")
-    return f"\nat {now}; looks again at least every {LONGEST_S:.0f} s, Ctrl-C leaves the run alone"
+    every = f"refreshed at least every {LONGEST_S:.0f} s"
+    return f"\nat {now}; {every}; Ctrl-C ends this view, not the run"
 
 
 def _gist(status: dict[str, Any]) -> tuple[object, ...]:
-    """What has to change for a status to be news: not the mere age of something."""
+    """Return what must change for a status to be news; ages alone are not."""
     checkpoint = status["checkpoint"] or {}
     return (
         status["trial"],

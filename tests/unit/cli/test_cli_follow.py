@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from slurmrl.cli import follow
-from slurmrl.cli.follow import TrialFollower, exit_code
-from slurmrl.cli.live import View
+from slurmrl.cli import live
+from slurmrl.cli.live import TrialFollower, View, exit_code
 from slurmrl.history.record import Kind
 from slurmrl.scheduler.base import JobState
 from slurmrl.submission.live import Jobs
@@ -62,8 +61,8 @@ class Scene:
 
 @pytest.fixture
 def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
-    monkeypatch.setattr(follow, "POLL_S", {"local": 0.01})
-    monkeypatch.setattr(follow, "SHARED_POLL_S", 0.01)
+    monkeypatch.setattr(live, "POLL_S", {"local": 0.01})
+    monkeypatch.setattr(live, "SHARED_POLL_S", 0.01)
     return Scene(tmp_path)
 
 
@@ -96,7 +95,7 @@ def test_the_processes_of_an_ended_local_trial_are_waited_for(scene: Scene) -> N
 def test_processes_that_stay_are_not_waited_for_for_ever(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "LEAVE_S", 0.05)
+    monkeypatch.setattr(live, "LEAVE_S", 0.05)
     scene.run.end(Kind.FINISHED, step=6, reason="r")
     assert scene.follow()["state"] == "COMPLETED"
 
