@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from slurmrl.paths import RunPaths
 from tests.support import hostile
@@ -37,22 +37,34 @@ def test_what_is_whole_is_read_without_a_complaint(
 def test_what_is_no_file_of_ours_hangs_nothing(paths: RunPaths, mutation: str) -> None:
     """One file of each kind; status reads most of them."""
     for path in hostile.files(paths):
-        with hostile.mutated(paths, path, mutation, hostile.random.Random(0)):
+        with hostile.mutated(paths, path, mutation, random.Random(0)):
             hostile.command(paths, ("status", "add/1"))
         for reader in hostile.READERS:
-            with hostile.mutated(paths, path, mutation, hostile.random.Random(0)):
+            with hostile.mutated(paths, path, mutation, random.Random(0)):
                 hostile.reader(paths, reader)
 
 
-@settings(
-    max_examples=40,
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=list(HealthCheck),
-)
-@given(data=st.data(), seed=st.integers(0, 2**32))
-def test_damage_ends_with_one_message(paths: RunPaths, data: st.DataObject, seed: int) -> None:
-    path = data.draw(st.sampled_from(hostile.files(paths)), "file")
-    mutation = data.draw(st.sampled_from([*hostile.MUTATIONS, *["value"] * 8]), "mutation")
-    hostile.attempt(paths, path, mutation, seed)
+UNCHECKED = ("resume", "add/1", "--dry-run", "--no-check")
+"""The checks run in a process of their own, for a second each, and read no file of the run
+directory; the soak runs them."""
+COMMANDS = [UNCHECKED if words[0] == "resume" else words for words in hostile.COMMANDS]
+FILES = dict.fromkeys(hostile.MUTATIONS, 2) | {"value": 10}
+"""In how many files each command and each reader meets a kind of damage."""
+
+
+@pytest.mark.parametrize("mutation", hostile.MUTATIONS)
+def test_damage_ends_with_one_message(paths: RunPaths, mutation: str) -> None:
+    """Each command and each reader meets each kind of damage, in files drawn for it."""
+    chance = random.Random(mutation)
+    uses = [partial(hostile.command, paths, words) for words in COMMANDS]
+    uses += [partial(hostile.reader, paths, name) for name in hostile.READERS]
+    files = hostile.files(paths)
+    for use in uses:
+        for path in chance.sample(files, FILES[mutation]):
+            seed = chance.randrange(2**32)
+            with hostile.mutated(paths, path, mutation, random.Random(seed)):
+                try:
+                    use()
+                except Exception as error:
+                    error.add_note(f"{path.relative_to(paths.run)} {mutation} seed {seed}")
+                    raise
