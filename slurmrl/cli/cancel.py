@@ -11,7 +11,7 @@ from slurmrl.cli.options import again, common
 @click.argument("trial", metavar="EXPERIMENT/TRIAL")
 @common
 def cancel(trial: str, root: str | None) -> int:
-    """End a trial for good and its jobs with it. What is committed stays."""
+    """Cancel a trial and its jobs. Its checkpoints stay."""
     from slurmrl.history.record import Kind
     from slurmrl.submission import trials
     from slurmrl.submission.cancel import cancel as cancel_trial
@@ -19,7 +19,7 @@ def cancel(trial: str, root: str | None) -> int:
     folder = trials.root_folder(root)
     kind = cancel_trial(trials.find(folder, trial))
     if kind is Kind.CANCELLED:
-        click.echo(f"{trial} is cancelled; to go on: slurmrl resume {trial}{again(folder)}")
+        click.echo(f"{trial} is cancelled; to continue it: slurmrl resume {trial}{again(folder)}")
     else:
-        click.echo(f"{trial} had ended already: {kind}")
+        click.echo(f"{trial} has already ended: {kind}")
     return 0

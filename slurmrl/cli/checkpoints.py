@@ -23,28 +23,28 @@ HEADINGS = ("STEP", "INCARNATION", "AGE", "SIZE", "FILES", "KEPT BY", "STATE")
 @click.option(
     "--verify/--no-verify",
     default=True,
-    help="Read all files and compare their checksums, or only look at their sizes.",
+    help="Compare the checksums of all files, or only their sizes.",
 )
 @json_option
 @common
 def checkpoints(trial: str, verify: bool, as_json: bool, root: str | None) -> int:
-    """List a trial's checkpoints and say whether they are as they were written. Exits with 1 if one
-    that the trial could go on from is damaged."""
+    """List and verify a trial's checkpoints. The exit code is 1 if one that the trial could resume
+    from is damaged."""
     from dataclasses import asdict
 
     from slurmrl.checkpoint.inventory import inventory
     from slurmrl.submission import trials
 
     paths = trials.find(trials.root_folder(root), trial)
-    found = inventory(paths, checksums=verify)
+    commits = inventory(paths, checksums=verify)
     if as_json:
-        click.echo(json.dumps([asdict(one) for one in found]))
+        click.echo(json.dumps([asdict(commit) for commit in commits]))
     else:
-        click.echo(_text(found, verified=verify) if found else "no checkpoints yet")
-    return int(any(one.problem and not one.set_aside for one in found))
+        click.echo(_text(commits, verified=verify) if commits else "no checkpoints yet")
+    return int(any(commit.problem and not commit.set_aside for commit in commits))
 
 
-def _text(found: list[StoredCommit], *, verified: bool) -> str:
+def _text(commits: list[StoredCommit], *, verified: bool) -> str:
     rows = [
         (
             str(one.step),
@@ -55,9 +55,9 @@ def _text(found: list[StoredCommit], *, verified: bool) -> str:
             ", ".join(one.kept_by) or "-",
             _state(one, verified),
         )
-        for one in found
+        for one in commits
     ]
-    problems = [f"  step {one.step}: {one.problem}" for one in found if one.problem]
+    problems = [f"  step {one.step}: {one.problem}" for one in commits if one.problem]
     return "\n".join([*table([HEADINGS, *rows]), *problems])
 
 
@@ -66,12 +66,12 @@ def _state(one: StoredCommit, verified: bool) -> str:
         return "damaged, set aside"
     if one.problem:
         return "damaged"
-    state = "verified" if verified else "sizes right"
+    state = "verified" if verified else "sizes match"
     return f"{state}, exported" if one.exported else state
 
 
 def size(count: int) -> str:
-    """``1.4 GB``"""
+    """Return ``1.4 GB``."""
     value = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000:

@@ -25,19 +25,19 @@ MOST_HOSTS = 4
 @click.command(epilog="Example: slurmrl doctor ppo.yaml --job")
 @click.argument("config", type=click.Path(path_type=Path), required=False)
 @click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")
-@click.option("--job", is_flag=True, help="Look from inside a short job, too.")
+@click.option("--job", is_flag=True, help="Also run the checks of compute nodes in a short job.")
 @click.option(
     "--timeout",
     type=click.FloatRange(min=1),
     default=600.0,
     show_default=True,
     metavar="SECONDS",
-    help="How long the job may wait for its start.",
+    help="Longest wait for the job to start.",
 )
 @click.option(
     "--scheduler",
     type=click.Choice(["auto", "local", "slurm"]),
-    help="Where the job runs. Default: cluster.scheduler; auto is slurm where sbatch answers.",
+    help="Where to run the job. Default: cluster.scheduler; auto is slurm where sbatch answers.",
 )
 @checking
 @json_option
@@ -53,7 +53,7 @@ def doctor(
     as_json: bool,
     root: str | None,
 ) -> int:
-    """Check whether trials, or that of CONFIG, can run here, and say what to do about it.
+    """Check whether trials, or the trial of CONFIG, can run here, and print how to fix what fails.
 
     The exit code is 1 if a check failed.
     """
@@ -78,13 +78,13 @@ def doctor(
     else:
         _show(checks)
         words = ", ".join(f"{count} {state}" for state, count in counts.items())
-        hint = "" if job else "; the compute nodes were not looked at: add --job"
+        hint = "" if job else "; compute nodes were not checked: add --job"
         click.echo(f"{words}{hint}")
     return 1 if counts["failed"] else 0
 
 
 def _show(checks: Sequence[Check]) -> None:
-    """What is fine comes first: what is to be done stands at the end, where people look."""
+    """Print passed checks first and failures last, where people look."""
     groups = sorted(_together(checks), key=lambda group: list(MARKS).index(group[0].state))
     columns = width()
     heading, *shown = row_lines([("", "CHECK", "WHERE", "MEASURED"), *map(_row, groups)], columns)
@@ -104,8 +104,8 @@ def _row(group: Sequence[Check]) -> tuple[str, str, str, str]:
 
 
 def _together(checks: Sequence[Check]) -> list[list[Check]]:
-    """Hosts that say the same share a row; so do all that are fine in one check, which differ in
-    numbers only, where they are many: then the slowest of them is shown."""
+    """Hosts with equal results share a row. So do more than MOST_HOSTS that pass a check and differ
+    only in numbers; their row shows the slowest."""
     groups: dict[tuple[str, ...], list[Check]] = {}
     names = [one.name for one in checks if one.state == "ok"]
     for one in checks:

@@ -15,19 +15,23 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("trial", metavar="EXPERIMENT/TRIAL")
-@click.option("--step", type=click.IntRange(min=0), help="Of this checkpoint. Default: the newest.")
+@click.option(
+    "--step", type=click.IntRange(min=0), help="The checkpoint to export. Default: the newest."
+)
 @click.option(
     "--out",
     type=click.Path(path_type=Path),
     metavar="DIR",
-    help="The new folder. Default: export/step-N in the run directory.",
+    help="The folder to create. Default: export/step-N in the run directory.",
 )
-@click.option("--role", default="actor", show_default=True, help="The model: actor or critic.")
+@click.option(
+    "--role", default="actor", show_default=True, help="The model to export: actor or critic."
+)
 @click.option(
     "--dtype",
     type=click.Choice(["source", "float32", "bfloat16", "float16"]),
-    help="Type of the weights; source is that of the model the role started from. "
-    "Default: checkpoint.export_dtype of the trial, which is source.",
+    help="Type of the weights; source: the type of the model that the role was loaded from. "
+    "Default: checkpoint.export_dtype of the trial, source unless set.",
 )
 @common
 def export(
@@ -38,9 +42,11 @@ def export(
     dtype: ExportDtype | None,
     root: str | None,
 ) -> int:
-    """Write a model of a checkpoint as a folder that transformers loads; prints the folder. Works
-    while the trial runs and after it has ended. The checkpoint's files are compared with their
-    checksums first: of a damaged one nothing is written."""
+    """Export a checkpoint's model to a folder that transformers can load, and print the folder.
+
+    Works while the trial runs and after it has ended. The checkpoint is verified by checksum first;
+    nothing is written from a damaged one.
+    """
     from slurmrl.submission import trials
     from slurmrl.workers.master.exporting import export_step
 

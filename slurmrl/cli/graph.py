@@ -13,8 +13,10 @@ from slurmrl.cli.options import common, json_option
 @click.command(epilog="Example: slurmrl graph ppo.yaml --svg graph.svg")
 @click.argument("config", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")
-@click.option("--evaluation", is_flag=True, help="The graph of an evaluation instead of a step.")
-@click.option("--svg", type=click.Path(path_type=Path), help="Write a picture to this file.")
+@click.option(
+    "--evaluation", is_flag=True, help="Show the graph of an evaluation, not of a training step."
+)
+@click.option("--svg", type=click.Path(path_type=Path), help="Write the graph to this SVG file.")
 @json_option
 @common
 def graph(
@@ -25,7 +27,7 @@ def graph(
     as_json: bool,
     root: str | None,
 ) -> int:
-    """Show the calls of a step, the keys that they pass on, their models and hooks."""
+    """Show the calls of a step, the keys that pass between them, their models and hooks."""
     from slurmrl.display import svg as picture
     from slurmrl.display import text
     from slurmrl.errors import UsageError

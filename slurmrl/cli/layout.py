@@ -9,18 +9,18 @@ from collections.abc import Sequence
 
 GAP = "  "
 LEAST = 28
-"""Columns that a text is wrapped to at least; with fewer left it goes on below, further left."""
+"""Least columns for wrapped text; with fewer left it continues on the next line, further left."""
 BELOW = "    "
 
 
 def width() -> int | None:
-    """Columns of the terminal that standard output is; None where it is none."""
+    """Return the columns of the terminal on standard output; None if that is no terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def hanging(head: str, text: str, width: int | None) -> list[str]:
-    """``head`` with ``text`` behind it. What does not fit into ``width`` goes on below the text's
-    beginning; None cuts nothing up."""
+    """Return the lines of ``head`` followed by ``text``. Text beyond ``width`` continues below the
+    beginning of the text; None wraps nothing."""
     if width is None or len(head) + len(text) <= width or not text:
         return [f"{head}{text}".rstrip()]
     if width - len(head) < LEAST:
@@ -30,12 +30,12 @@ def hanging(head: str, text: str, width: int | None) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]], width: int | None = None) -> list[str]:
-    """Left-aligned columns, the last of which may hang."""
+    """Return left-aligned columns; the last one is wrapped to ``width``."""
     return [line for lines in row_lines(rows, width) for line in lines]
 
 
 def row_lines(rows: Sequence[Sequence[str]], width: int | None = None) -> list[list[str]]:
-    """The lines of each row of a table."""
+    """Return the lines of each row of a table."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     heads = [
         "".join(cell.ljust(w) + GAP for cell, w in zip(row[:-1], widths, strict=False))

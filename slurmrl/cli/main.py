@@ -20,7 +20,7 @@ from slurmrl.registry import near, resolve
 INTERRUPTED = 130
 ENVIRONMENT = 3
 BROKEN_PIPE = 141
-"""What a shell reports for a program whose reader went away."""
+"""Exit code of a program whose reader closed the pipe, as shells report it."""
 
 
 class Command(NamedTuple):
@@ -30,38 +30,42 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "submit": Command("slurmrl.cli.submit:submit", "Check a configuration and start its trial."),
-    "plan": Command("slurmrl.cli.plan:plan", "Show what would run where, without submitting it."),
+    "plan": Command("slurmrl.cli.plan:plan", "Show what would run where, without submitting."),
     "try-reward": Command(
-        "slurmrl.cli.try_reward:try_reward", "Judge some completions with a configuration's reward."
+        "slurmrl.cli.try_reward:try_reward", "Score some completions with a configuration's reward."
     ),
-    "graph": Command("slurmrl.cli.graph:graph", "Show the calls of a step and what they pass on."),
-    "status": Command("slurmrl.cli.status:status", "Show how trials are doing."),
-    "events": Command("slurmrl.cli.events:events", "Print what happened in a trial, in order."),
+    "graph": Command(
+        "slurmrl.cli.graph:graph", "Show the calls of a step and the data between them."
+    ),
+    "status": Command("slurmrl.cli.status:status", "Show the state of trials."),
+    "events": Command("slurmrl.cli.events:events", "Print the events of a trial in order."),
     "checkpoints": Command(
         "slurmrl.cli.checkpoints:checkpoints", "List and verify a trial's checkpoints."
     ),
     "export": Command(
-        "slurmrl.cli.export:export", "Write a checkpoint's model in Hugging Face form."
+        "slurmrl.cli.export:export", "Export a checkpoint's model in Hugging Face format."
     ),
-    "logs": Command("slurmrl.cli.logs:logs", "Print what a trial's processes wrote."),
-    "stacks": Command("slurmrl.cli.stacks:stacks", "Show what the ranks of a running trial do."),
-    "names": Command("slurmrl.cli.names:names", "Show a trial's names, their owners and leases."),
-    "cancel": Command("slurmrl.cli.cancel:cancel", "End a trial and its jobs."),
-    "resume": Command("slurmrl.cli.resume:resume", "Go on with an ended or interrupted trial."),
+    "logs": Command("slurmrl.cli.logs:logs", "Print the output of a trial's processes."),
+    "stacks": Command("slurmrl.cli.stacks:stacks", "Print the Python stacks of a running trial."),
+    "names": Command(
+        "slurmrl.cli.names:names", "Show the name store of a trial: keys, values, owners."
+    ),
+    "cancel": Command("slurmrl.cli.cancel:cancel", "Cancel a trial and its jobs."),
+    "resume": Command("slurmrl.cli.resume:resume", "Continue a trial from its last commit."),
     "doctor": Command("slurmrl.cli.doctor:doctor", "Check whether trials can run here."),
 }
 
 
 @dataclass
 class Invocation:
-    """What the options of a command say about the whole call."""
+    """One call of the command line: its arguments and the options that concern all of it."""
 
     arguments: Sequence[str] = ()
     debug: bool = False
 
 
 class LazyGroup(click.Group):
-    """Imports a command's module when the command is called, and not to list it."""
+    """Imports a command's module only when the command is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -87,8 +91,8 @@ class LazyGroup(click.Group):
 @click.group(
     cls=LazyGroup,
     context_settings={"help_option_names": ["-h", "--help"]},
-    epilog="Exit codes: 0 done, 1 the run failed, 2 wrong usage or configuration, "
-    "3 environment, 130 interrupted.",
+    epilog="Exit codes: 0 success, 1 the run failed, 2 usage or configuration error, "
+    "3 environment error, 130 interrupted.",
 )
 @click.version_option(__version__, message="slurmrl %(version)s")
 def cli() -> None:
@@ -111,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except BrokenPipeError:
-        # Python would complain once more when it flushes standard output at its end.
+        # Python flushes standard output at exit, which would raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except SlurmrlError as error:
@@ -121,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _invoke(invocation: Invocation) -> int:
-    """Not ``cli.main``: that turns some errors into exit codes of its own."""
+    """Call the command without ``cli.main``, which maps some errors to its own exit codes."""
     args = list(invocation.arguments)
     try:
         with cli.make_context("slurmrl", args, obj=invocation) as context:

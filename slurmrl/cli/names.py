@@ -18,8 +18,8 @@ VALUE_CHARACTERS = 60
 @json_option
 @common
 def names(trial: str, prefix: str, as_json: bool, root: str | None) -> int:
-    """Show the names by which a trial's processes find each other: keys, values, the leases that
-    own them and whether those still move."""
+    """Show the name store of a trial, by which its processes find each other: keys, values, the
+    leases that own them, and whether their owners are alive."""
     from slurmrl.monitor.names import collect
     from slurmrl.submission import trials
 
@@ -39,7 +39,7 @@ def _text(rows: list[dict[str, Any]], prefix: str) -> str:
 
 
 def _shown(value: str) -> str:
-    """On one line, and harmless to a terminal."""
+    """Return the value on one line, without control characters."""
     text = "".join(character if character.isprintable() else "?" for character in value)
     return text if len(text) <= VALUE_CHARACTERS else f"{text[: VALUE_CHARACTERS - 1]}…"
 

@@ -1,4 +1,4 @@
-"""Options that every command has, and what commands print about them."""
+"""Options that commands share."""
 
 from __future__ import annotations
 
@@ -23,45 +23,48 @@ def common(command: F) -> F:
     root = click.option(
         "--root",
         metavar="DIR",
-        help="Folder of all runs. Default: SLURMRL_ROOT, then the configuration's, then ./runs.",
+        help="Root folder of all runs. Default: SLURMRL_ROOT, then root of the configuration, then "
+        "./runs.",
     )
     debug = click.option(
         "--debug",
         is_flag=True,
         expose_value=False,
         callback=_remember_debug,
-        help="Show tracebacks of errors.",
+        help="Print the traceback of an error.",
     )
     return root(debug(command))
 
 
 def submitting(command: F) -> F:
-    """Add what ``submit`` and ``resume`` share."""
+    """Add the arguments and options of ``submit`` and ``resume``."""
     overrides = click.argument("overrides", nargs=-1, metavar="[dotted.key=value]...")
     scheduler = click.option(
         "--scheduler",
         type=click.Choice(["auto", "local", "slurm"]),
-        help="Where it runs. Default: cluster.scheduler; auto is slurm where sbatch answers.",
+        help="Where to run. Default: cluster.scheduler; auto is slurm where sbatch answers.",
     )
     wait = click.option(
         "--wait/--detach",
         default=None,
-        help="Watch the run until it ends, or return at once. Default: watch with the local "
-        "scheduler.",
+        help="Watch the run until it ends, or return at once. Default: --wait with the local "
+        "scheduler, --detach with Slurm.",
     )
     dry_run = click.option(
-        "--dry-run", is_flag=True, help="Print plan and batch scripts; write nothing."
+        "--dry-run",
+        is_flag=True,
+        help="Print the plan and the batch scripts; write and submit nothing.",
     )
     return overrides(scheduler(wait(json_option(dry_run(checking(command))))))
 
 
 def checking(command: F) -> F:
-    """Add what commands share that check a trial's files."""
+    """Add the options of commands that check a trial's files."""
     no_check = click.option(
         "--no-check",
         is_flag=True,
         help="Skip the checks of data, weights, tokenizer, reward and disk, for a login node that "
-        "cannot run them. The run then meets what is wrong.",
+        "cannot run them. Errors then appear only when the run starts.",
     )
     timeout = click.option(
         "--check-timeout",
@@ -69,7 +72,7 @@ def checking(command: F) -> F:
         default=120.0,
         show_default=True,
         metavar="SECONDS",
-        help="Longest time for these checks; what is not checked by then is said.",
+        help="Time limit of these checks; those that did not finish are named.",
     )
     return no_check(timeout(command))
 
@@ -79,5 +82,5 @@ def json_option(command: F) -> F:
 
 
 def again(root: Path) -> str:
-    """What to append to a command so that it looks in ``root`` too."""
+    """Return the option that makes another command use ``root``; empty if that is the default."""
     return "" if root_folder(None) == root else f" --root {shlex.quote(str(root))}"

@@ -26,8 +26,10 @@ if TYPE_CHECKING:
     help="Plan for this scheduler. Default: cluster.scheduler; auto is slurm where sbatch answers.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@click.option("--table", "as_table", is_flag=True, help="Print tables (the default).")
-@click.option("--svg", type=click.Path(path_type=Path), help="Write a picture to this file.")
+@click.option(
+    "--table", "as_table", is_flag=True, help="Print tables, also beside --svg. The default."
+)
+@click.option("--svg", type=click.Path(path_type=Path), help="Write the plan to this SVG file.")
 @common
 def plan(
     target: str,
@@ -38,10 +40,10 @@ def plan(
     svg: Path | None,
     root: str | None,
 ) -> int:
-    """Show what would run where, without submitting it.
+    """Show what would run where, without submitting.
 
-    Of a configuration: hosts, GPUs, ranks of each model, memory and FLOPs. Of an allocation such as
-    megatron:d2p2t4: what it means.
+    For a configuration: hosts, GPUs, ranks of each model, memory and FLOPs. For an allocation such
+    as megatron:d2p2t4: its parallel dimensions and ranks.
     """
     if as_json and as_table:
         raise click.UsageError("--json and --table exclude each other")
@@ -67,7 +69,8 @@ def plan(
 
 
 def _is_allocation(target: str) -> bool:
-    """A file wins; what looks like a file and is none is told as a missing one."""
+    """Existing files and paths that look like files are configurations, so that a mistyped file is
+    reported as missing."""
     names_file = target.endswith((".yaml", ".yml")) or "/" in target
     return not names_file and not Path(target).exists()
 
@@ -97,7 +100,7 @@ def _report(
 
 
 def _warnings(settings: Settings, planned: Plan, kind: str) -> list[str]:
-    """What the cluster lacks, and what the dataflow makes for nobody."""
+    """Return what the cluster lacks and which keys of the dataflow nothing reads."""
     from slurmrl.graph.warnings import unread
     from slurmrl.plan.checks import inventory
 

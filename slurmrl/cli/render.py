@@ -1,5 +1,7 @@
-"""Status objects (see ``slurmrl.monitor.status``) as text. ``width`` is that of a terminal, None
-where lines may have any length."""
+"""Status objects (see ``slurmrl.monitor.status``) as text.
+
+``width`` is the terminal's; None leaves lines unwrapped.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,22 @@ from slurmrl.monitor.words import age, first_line, plain
 Status = Mapping[str, Any]
 
 SHOWN = ("reward", "eval/reward", "loss", "kl", "entropy", "tokens_per_s", "rows_left_out")
-"""Metrics that stand in a line of progress, where a run has them."""
+"""Metrics of a progress line, as far as a run has them."""
 COLUMNS = {
     "REWARD": "reward",
     "EVAL": "eval/reward",
     "LOSS": "loss",
     "TOKENS/S": "tokens_per_s",
 }
-"""Metrics in the overview, where a trial has them."""
+"""Metrics of the overview, as far as a trial has them."""
 LIVES = ("PENDING", "RUNNING")
 SHOWN_HOSTS = 3
 MOST_TASKS = 8
-"""With more of them, hosts that are in the same state share a line."""
+"""With more tasks, hosts in the same state share a line."""
 
 
 def number(value: Any) -> str:
-    """Four digits are enough to see what goes on."""
+    """Return the number with four digits."""
     if not isinstance(value, int | float):
         return "-"
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -40,12 +42,12 @@ def progress(status: Status) -> str:
 
 
 def metrics(values: Mapping[str, Any]) -> str:
-    """``reward 0.41  kl 0.003  …``"""
+    """Return ``reward 0.41  kl 0.003  …``."""
     return "  ".join(f"{name} {number(values[name])}" for name in SHOWN if name in values)
 
 
 def commit(status: Status) -> str:
-    """``step 10, 3 s ago``"""
+    """Return ``step 10, 3 s ago``."""
     checkpoint = status["checkpoint"]
     if checkpoint is None:
         return "none yet"
@@ -54,8 +56,8 @@ def commit(status: Status) -> str:
 
 
 def note(status: Status) -> str:
-    """Why it failed, why it waits, or what makes the rest doubtful; one line that does not change
-    with the time, may be empty."""
+    """Return why the trial failed, why it waits, or why its status is uncertain: one line without
+    ages, possibly empty."""
     if status["state"] in ("FAILED", "CANCELLED"):
         return first_line(status["reason"])
     if status.get("problem"):
@@ -72,7 +74,7 @@ def note(status: Status) -> str:
 
 
 def many(statuses: Sequence[Status], width: int | None = None) -> str:
-    """One line a trial; in a terminal too narrow for that, what is to be said stands below it."""
+    """Return one line per trial; in a narrow terminal the diagnosis goes below it."""
     named = {
         heading: metric
         for heading, metric in COLUMNS.items()
@@ -97,7 +99,7 @@ def _row(status: Status, named: Iterable[str]) -> tuple[str, ...]:
 
 
 def one(status: Status, width: int | None = None) -> str:
-    """Everything about one trial."""
+    """Return everything about one trial."""
     texts = [finding["text"] for finding in status["findings"]]
     lines = [f"{status['trial']}  {status['state']}  step {progress(status)}"]
     for head, text in zip(["  ", *["  also: "] * len(texts)], texts, strict=False):
@@ -123,7 +125,7 @@ def _facts(status: Status) -> Iterator[tuple[str, str]]:
         yield "job", links
     useful = status["timing"]["effective_ratio"]
     if useful is not None:
-        lost = "" if useful > 0.995 else "; the rest: waiting, starting, steps done twice"
+        lost = "" if useful > 0.995 else "; the rest: queue, start-up, repeated steps"
         yield "useful time", f"{useful:.0%}{lost}"
     yield "directory", status["run"]
     if status["export"]:
@@ -131,7 +133,7 @@ def _facts(status: Status) -> Iterator[tuple[str, str]]:
 
 
 def _links(status: Status) -> str:
-    """``41_1, 20 min left, 6 links behind it``"""
+    """Return ``41_1, 20 min left, 6 links behind it``."""
     link, left = status["link"], status["links_left"]
     if status["state"] not in LIVES:
         return ""
@@ -144,20 +146,20 @@ def _links(status: Status) -> str:
 
 
 def _harmless(text: str) -> list[str]:
-    """A traceback, indented as it was."""
+    """Return the lines of a traceback without control characters, with their indentation."""
     lines = (line.expandtabs() for line in text.rstrip().splitlines())
     return ["".join(one if one.isprintable() else " " for one in line) for line in lines]
 
 
 def _after_failure(trial: str) -> str:
     return (
-        f"Mend that, then: slurmrl resume {trial} (--update-code if you changed code: a "
-        "trial keeps that which it was submitted with)"
+        f"Fix the cause, then: slurmrl resume {trial} (add --update-code if you changed code: a "
+        "trial runs the code that it was submitted with)"
     )
 
 
 def _story(status: Status) -> list[tuple[str, ...]]:
-    """How each of the newest incarnations came to its end."""
+    """Return a row for each of the newest incarnations and how it ended."""
     rows: list[tuple[str, ...]] = [("#", "JOB", "HOSTS", "STEPS", "COMMIT", "TOOK", "HOW IT ENDED")]
     for row in status["incarnations"]:
         first, last = row["from_step"] + 1, row["to_step"]
@@ -176,13 +178,13 @@ def _story(status: Status) -> list[tuple[str, ...]]:
 
 
 def brief(names: Sequence[str]) -> str:
-    """``n0,n1 +6``"""
+    """Return ``n0,n1 +6``."""
     more = f" +{len(names) - SHOWN_HOSTS}" if len(names) > SHOWN_HOSTS else ""
     return f"{','.join(names[:SHOWN_HOSTS])}{more}" or "-"
 
 
 def conclusion(status: Status, again: str) -> str:
-    """How a watched run ended and what to do next. ``again`` is appended to commands."""
+    """Return how a watched run ended and what to do next. ``again`` is appended to commands."""
     trial, state = status["trial"], status["state"]
     lines = [f"{trial} {state}: step {progress(status)}, last commit {commit(status)}"]
     if state == "COMPLETED":
@@ -190,16 +192,16 @@ def conclusion(status: Status, again: str) -> str:
         if status["export"]:
             lines.append(f"  exported model  {status['export']}")
     elif state in LIVES:
-        lines.append(f"  the run goes on; slurmrl status {trial}{again} shows how")
+        lines.append(f"  the run continues; to see how: slurmrl status {trial}{again}")
         lines.append(f"  to end it: slurmrl cancel {trial}{again}")
     else:
         if state == "FAILED":
             lines.append(f"  {first_line(status['reason'])}")
             lines += [f"  {line}" for line in _harmless(status["traceback"] or "")]
         lines.append(f"  what happened: slurmrl status {trial}{again}; slurmrl logs {trial}{again}")
-        lines.append(f"  to go on:      slurmrl resume {trial}{again}")
+        lines.append(f"  to continue:   slurmrl resume {trial}{again}")
         if state == "FAILED":
-            lines[-1] += " (--update-code if you changed code)"
+            lines[-1] += " (add --update-code if you changed code)"
     return "\n".join(lines)
 
 
@@ -215,7 +217,7 @@ def _tasks(status: Status) -> list[tuple[str, ...]]:
 
 
 def _kind(index: int, task: Status, many: bool) -> tuple[Any, ...]:
-    """What tasks that share a line have in common: those that wait, and those of many."""
+    """Return the key of tasks that share a line: waiting ones, and equal ones of a large group."""
     apart = task["host"] is not None and not many
     states = (task["job_id"], task["state"], task["attempt"], task["reason"])
     return (*states, task["lease_age_s"] is None, index if apart else None)

@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 @click.option(
     "--update-code",
     is_flag=True,
-    help="Run slurmrl and your own code as they are now. Default: as they were when the trial was "
-    "submitted.",
+    help="Use slurmrl and your own code as they are now. Default: the code that the trial was "
+    "submitted with.",
 )
 @click.option(
     "--include",
     "included",
     multiple=True,
     metavar="HOST|all",
-    help="Use a host again that the trial's jobs avoid after failures there (see slurmrl status).",
+    help="Use a host again that jobs avoid after failures there; slurmrl status lists them. "
+    "Repeatable.",
 )
 @common
 def resume(
@@ -46,14 +47,14 @@ def resume(
     included: tuple[str, ...],
     root: str | None,
 ) -> int:
-    """Go on with a trial from its last commit, by the configuration in its run directory.
+    """Continue a trial from its last commit with the configuration in its run directory.
 
-    Settings that do not change what is computed (total_steps, stop_when, cluster, checkpoint, …)
-    can be changed, and the layout (actor.backend=fsdp:d4): then the order of the data and the
-    optimizer state are kept, and what is not is said. So is a learning rate that follows another
-    total_steps.
+    Overrides may change settings that do not affect results (total_steps, stop_when, cluster,
+    checkpoint, …) and the layout (actor.backend=fsdp:d4). A new layout keeps the order of the data
+    and the optimizer state; the command prints what differs, and also when a new total_steps
+    changes the learning rate.
 
-    A live trial with few Slurm jobs left in its chain gets more of them.
+    If the trial is running and few Slurm jobs are left in its chain, more are added.
     """
     from slurmrl.submission import trials
     from slurmrl.submission.links import add_links, include
@@ -61,7 +62,7 @@ def resume(
 
     paths = trials.find(trials.root_folder(root), trial)
     if not update_code:
-        _be_its_slurmrl(paths)
+        _exec_own_slurmrl(paths)
     if included:
         hosts, live = include(paths, included, dry_run=dry_run)
         verb = "would be used" if dry_run else "are used"
@@ -81,15 +82,15 @@ def resume(
     return start(proposal, checked, wait=wait, as_json=as_json)
 
 
-def _be_its_slurmrl(paths: RunPaths) -> None:
-    """Where the trial keeps another slurmrl than this one, become that: configuration, plan and
-    batch scripts are written by whoever reads them later."""
+def _exec_own_slurmrl(paths: RunPaths) -> None:
+    """Replace this process by the trial's own slurmrl if that differs: the version that reads the
+    configuration, plan and batch scripts later must write them."""
     from slurmrl.submission import snapshot
 
     code = paths.snapshot(snapshot.current(paths))
     if snapshot.is_this_code(code):
         return
-    click.echo(f"goes on with its own slurmrl, {code}; --update-code takes this one", err=True)
+    click.echo(f"using the slurmrl of the trial, {code}; --update-code uses this one", err=True)
     sys.stdout.flush()
     arguments = [sys.executable, "-P", "-m", "slurmrl", *click.get_current_context().obj.arguments]
     path = os.pathsep.join([str(code), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -18,12 +18,13 @@ WAIT_S = 60.0
     type=click.FloatRange(min=0, min_open=True),
     default=WAIT_S,
     show_default=True,
-    help="Seconds to wait for the answers.",
+    metavar="SECONDS",
+    help="Longest wait for the answers.",
 )
 @common
 def stacks(trial: str, rank: int | None, timeout_s: float, root: str | None) -> int:
-    """Print what a running trial's ranks are doing: the Python stacks of all threads and the newest
-    collectives of each rank, or of RANK alone. Without RANK also those of the master."""
+    """Print what the ranks of a running trial are doing: the Python stacks of all threads and the
+    newest collectives of each rank, or of RANK only. Without RANK, the master's stacks as well."""
     from slurmrl.errors import EnvironmentFailure, UsageError
     from slurmrl.monitor.collect import collect
     from slurmrl.monitor.requests import Request
@@ -34,7 +35,9 @@ def stacks(trial: str, rank: int | None, timeout_s: float, root: str | None) -> 
     paths = trials.find(folder, trial)
     (status,) = collect([paths], make)
     if status["state"] != "RUNNING" or status["phase"] is None:
-        raise UsageError(f"{trial} {status['state']}, {status['diagnosis']}: no ranks run")
+        raise UsageError(
+            f"no ranks of {trial} are running: it is {status['state']}, {status['diagnosis']}"
+        )
     request = Request.make(paths, status["incarnation"], rank)
     for text in request.answers(timeout_s):
         click.echo(text)

@@ -1,4 +1,4 @@
-"""What ``submit`` and ``resume`` have in common: start a trial, say so, and watch it."""
+"""The common part of ``submit`` and ``resume``: check, start, print, watch."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def look_over(proposal: Proposal, timeout_s: float | None) -> Sequence[Finding]:
-    """Check what the run will read, and say what there is to be said; None checks nothing.
+    """Check what the run will read and print the findings. None checks nothing.
 
-    Raises ConfigError for what would make the run fail.
+    Raises ConfigError for findings that would make the run fail.
     """
     from slurmrl.submission.checks.run import refuse
 
@@ -36,7 +36,7 @@ def look_over(proposal: Proposal, timeout_s: float | None) -> Sequence[Finding]:
 def start(
     proposal: Proposal, checked: Sequence[Finding], *, wait: bool | None, as_json: bool
 ) -> int:
-    """Submit; ``wait=None`` means to watch a local run and to leave a Slurm job alone."""
+    """Submit. ``wait=None`` watches a local run and returns after submitting a Slurm job."""
     from slurmrl.submission.submit import submit
 
     submitted = submit(proposal)
@@ -55,7 +55,7 @@ def show(
     *,
     as_json: bool,
 ) -> int:
-    """Print what would be submitted; ``outlook``: where the trial stands that would go on."""
+    """Print what would be submitted. ``outlook``: where the trial to resume is."""
     complete = outlook is not None and outlook.complete
     scripts = {} if complete else proposal.scripts()
     if as_json:
@@ -67,7 +67,7 @@ def show(
         click.echo(json.dumps({**shown, "plan": plan, "scripts": scripts}))
         return 0
     if complete:
-        click.echo(f"{proposal.trial} is complete already; nothing would be submitted")
+        click.echo(f"{proposal.trial} is already complete; nothing would be submitted")
         return 0
     click.echo(f"# plan of {proposal.trial} on {proposal.kind}; run directory {proposal.paths.run}")
     if outlook is not None:
@@ -81,12 +81,12 @@ def show(
 def _would_do(outlook: Outlook) -> list[str]:
     begin = "the beginning" if outlook.step is None else f"step {outlook.step}"
     left = [job for jobs in outlook.left.ids.values() for job in jobs] if outlook.left else []
-    cancels = [f"cancels what it has left in the queue: {', '.join(left)}"] if left else []
-    return [f"goes on from {begin}", *cancels, *outlook.notes]
+    cancels = [f"cancels its jobs that are still queued: {', '.join(left)}"] if left else []
+    return [f"continues from {begin}", *cancels, *outlook.notes]
 
 
 def _watch(submitted: Submitted, jobs: Jobs, said: dict[str, Any] | None) -> int:
-    """``said`` is what to print as JSON beside the status; None prints for people."""
+    """``said`` is printed as JSON together with the last status; None prints for people."""
     from slurmrl.cli import render
     from slurmrl.cli.live import TrialFollower, exit_code, make_view
 
@@ -102,7 +102,7 @@ def _watch(submitted: Submitted, jobs: Jobs, said: dict[str, Any] | None) -> int
 
 
 def describe(submitted: Submitted) -> dict[str, Any]:
-    """The object that ``--json`` prints. ``submission`` is null if the trial is complete."""
+    """Return the object that ``--json`` prints; ``submission`` is null if the trial is complete."""
     jobs = submitted.jobs
     return {
         "trial": submitted.trial,
@@ -118,13 +118,13 @@ def describe(submitted: Submitted) -> dict[str, Any]:
 def _headline(submitted: Submitted) -> str:
     jobs = ", ".join(f"{group}: {job}" for group, job in _jobs(submitted).items())
     step = submitted.resumed_step
-    goes_on = f", goes on from step {step}" if step is not None else ""
-    lines = [f"{submitted.trial} submitted to {submitted.kind} ({jobs}){goes_on}"]
+    continues = f", continues from step {step}" if step is not None else ""
+    lines = [f"{submitted.trial} submitted to {submitted.kind} ({jobs}){continues}"]
     return "\n".join([*lines, *(f"  {note}" for note in submitted.notes)])
 
 
 def _jobs(submitted: Submitted) -> dict[str, str]:
-    """Job ids by group; several of a group are joined by commas, as Slurm's commands take them."""
+    """Return job ids by group, joined by commas as Slurm's commands accept them."""
     ids = submitted.jobs.ids if submitted.jobs else {}
     return {group: ",".join(each) for group, each in ids.items()}
 
@@ -133,9 +133,9 @@ def _lines(submitted: Submitted) -> list[str]:
     trial, where = submitted.trial, again(submitted.root)
     if submitted.jobs is None:
         return [
-            f"{trial} is complete already; nothing was submitted",
-            f"  longer:   slurmrl resume {trial} total_steps=N{where}",
-            "  afresh:   the same command with --new",
+            f"{trial} is already complete; nothing was submitted",
+            f"  train longer:  slurmrl resume {trial} total_steps=N{where}",
+            "  start anew:    the same command with --new",
         ]
     return [
         _headline(submitted),

@@ -13,7 +13,7 @@ from slurmrl.cli.start import look_over, show, start
 @click.command(epilog="Example: slurmrl submit ppo.yaml trial=2 actor.optimizer.lr=3e-5")
 @click.argument("config", type=click.Path(path_type=Path))
 @submitting
-@click.option("--new", is_flag=True, help="Take the next free trial name.")
+@click.option("--new", is_flag=True, help="Start a new trial under the next free name.")
 @common
 def submit(
     config: Path,
@@ -27,9 +27,10 @@ def submit(
     new: bool,
     root: str | None,
 ) -> int:
-    """Check CONFIG, plan its trial, snapshot both and the code, and start it.
+    """Check CONFIG, plan its trial, snapshot configuration, plan and code, and start it.
 
-    A trial that ended or was interrupted goes on from its last commit if its configuration agrees.
+    An existing trial that was interrupted, failed or cancelled continues from its last commit if
+    its configuration is the same.
     """
     from slurmrl.submission.submit import propose
 

@@ -29,22 +29,23 @@ SHOWN_CHARACTERS = 40
     "--rows",
     type=click.IntRange(min=1),
     metavar="N",
-    help=f"Rows of the data, from the top. Default: {ROWS}; 1 with --completion; all of a file.",
+    help="Number of rows, from the first. Default: "
+    f"{ROWS}; 1 with --completion; all of a --completions file.",
 )
 @click.option(
     "--completion",
     "completions",
     multiple=True,
     metavar="TEXT",
-    help="Judge this text; may be given several times. Default: the rows' own answers.",
+    help="Score this text. Repeatable. Default: score each row's own answer.",
 )
 @click.option(
     "--completions",
     "file",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Judge the completions of a JSONL file, such as one in samples/ of a run: objects with "
-    "completion and, unless they follow the rows, id.",
+    help="Score the completions of a JSONL file, such as one in samples/ of a run. Each object "
+    "has completion, and id unless the file is in the order of the rows.",
 )
 @click.option(
     "--timeout",
@@ -52,7 +53,7 @@ SHOWN_CHARACTERS = 40
     default=300.0,
     show_default=True,
     metavar="SECONDS",
-    help="Give up after this time.",
+    help="Time limit.",
 )
 @json_option
 @common
@@ -66,7 +67,7 @@ def try_reward(
     as_json: bool,
     root: str | None,
 ) -> int:
-    """Judge some completions with the reward of CONFIG, and print scores and time.
+    """Score some completions with the reward of CONFIG and print scores and times.
 
     The reward runs in a process of its own on this machine, without Slurm, models or a GPU.
     """
@@ -114,12 +115,12 @@ def _text(tried: Tried, name: str) -> str:
         [
             *table([("LINE", "SCORE", "COMPLETION", "ANSWER"), *rows]),
             f"{name}: mean {_mean(tried):.4g} of {len(rows)} completions{stats}",
-            f"{tried.scored_s:.2f} s to judge them, {tried.made_s:.2f} s to import it before",
+            f"{tried.scored_s:.2f} s to score them, {tried.made_s:.2f} s to import the reward",
         ]
     )
 
 
 def _short(text: str) -> str:
-    """On one line, the end of what is too long: there the answer stands."""
+    """Return the text on one line. A long one loses its beginning: the answer is at the end."""
     line = " ".join(text.split())
     return line if len(line) <= SHOWN_CHARACTERS else f"…{line[-SHOWN_CHARACTERS:]}"

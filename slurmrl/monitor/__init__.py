@@ -1,5 +1,5 @@
-"""What a run says about itself: metrics, events, and the status put together from all traces.
+"""Observing a run: metrics, events, and the status derived from everything a run writes.
 
-A new place to send metrics to is one class with ``Sink``'s methods and one branch in
+A new metrics sink is one class with ``Sink``'s methods and one branch in
 ``sinks.make_sinks``.
 """

@@ -1,5 +1,7 @@
-"""The status of many trials at once: one look at each run directory, one question to each
-scheduler, one wait for all heartbeats."""
+"""The status of many trials at once.
+
+This costs one look at each run directory, one query per scheduler and one wait for all heartbeats.
+"""
 
 from __future__ import annotations
 
@@ -17,22 +19,22 @@ from slurmrl.paths import RunPaths
 from slurmrl.scheduler.base import JobIds, JobState, TaskState
 
 HEARTBEATS = 1.5
-"""How many heartbeat intervals status waits for a lease to move."""
+"""Heartbeat intervals to wait for a lease to move."""
 
 
-class Asked(Protocol):
-    """What is needed of a scheduler."""
+class QueryableScheduler(Protocol):
+    """The part of a scheduler that the status needs."""
 
     def recover(self, run: RunPaths, number: int) -> dict[str, tuple[str, ...]]: ...
 
     def query(self, jobs: JobIds) -> list[TaskState]: ...
 
 
-SchedulerFactory = Callable[[str], Asked]
+SchedulerFactory = Callable[[str], QueryableScheduler]
 
 
-class Found:
-    """What the scheduler said about one trial."""
+class SchedulerAnswer:
+    """The scheduler's answer about one trial."""
 
     def __init__(self) -> None:
         self.tasks: list[TaskState] = []
@@ -53,9 +55,9 @@ def collect(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[dict[str, Any]]:
-    """The documented object of each trial (see ``status``), with all of its story where
-    ``detailed``. A run directory that cannot be read
-    is told to ``unreadable`` and left out; without that it raises."""
+    """Return the documented object of each trial (see ``status``); ``detailed`` ones cover more
+    incarnations. A run directory that cannot be read is passed to ``unreadable`` and left out;
+    without that it raises."""
     snapshots = _read_all(trials, STORY if detailed else GLANCE, unreadable)
     found = ask(snapshots, schedulers)
     watched = [
@@ -91,10 +93,12 @@ def _read_all(
     return snapshots
 
 
-def ask(snapshots: Sequence[TrialSnapshot], schedulers: SchedulerFactory) -> dict[str, Found]:
-    """Ask each scheduler once for all trials that have not ended. One that does not answer is
-    named in ``problem``."""
-    found = {snapshot.trial: Found() for snapshot in snapshots}
+def ask(
+    snapshots: Sequence[TrialSnapshot], schedulers: SchedulerFactory
+) -> dict[str, SchedulerAnswer]:
+    """Query each scheduler once for all trials that have not ended. ``problem`` holds the error of
+    one that does not answer."""
+    found = {snapshot.trial: SchedulerAnswer() for snapshot in snapshots}
     by_kind: dict[str, list[TrialSnapshot]] = {}
     for snapshot in snapshots:
         if snapshot.state.end is None and snapshot.submission is not None:
@@ -110,7 +114,7 @@ def ask(snapshots: Sequence[TrialSnapshot], schedulers: SchedulerFactory) -> dic
 
 
 def _query(
-    scheduler: Asked, snapshots: Sequence[TrialSnapshot]
+    scheduler: QueryableScheduler, snapshots: Sequence[TrialSnapshot]
 ) -> list[tuple[TrialSnapshot, TaskState]]:
     jobs: dict[str, tuple[str, ...]] = {}
     owners: dict[str, tuple[TrialSnapshot, str]] = {}
@@ -118,7 +122,7 @@ def _query(
         assert snapshot.submission is not None
         recovered = scheduler.recover(snapshot.paths, snapshot.submission.number)
         for group, ids in recovered.items():
-            key = f"{snapshot.trial}:{group}"  # groups of several trials in one question
+            key = f"{snapshot.trial}:{group}"  # groups of several trials in one query
             jobs[key], owners[key] = ids, (snapshot, group)
     answers = []
     for task in scheduler.query(jobs):
@@ -133,7 +137,7 @@ def moving(
     sleep: Callable[[float], None],
     clock: Callable[[], float],
 ) -> set[str]:
-    """The trials whose master's lease moves within the time that it should take."""
+    """Return the trials whose master's lease moves within HEARTBEATS heartbeat intervals."""
     waiting: dict[str, tuple[Path, int | None]] = {}
     heartbeats_s = [0.0]
     for snapshot in snapshots:

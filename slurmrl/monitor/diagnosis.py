@@ -1,6 +1,6 @@
-"""What is to be said about a trial in one line, from its status object. Pure functions.
+"""Diagnosis of a trial from its status object, as one-line findings. Pure functions.
 
-docs/status.md lists the codes and what to do about each.
+docs/status.md lists the codes of the findings and what to do about each.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ Status = Mapping[str, Any]
 
 WAIT_S = 60.0
 WAIT_STEPS = 5.0
-"""Ranks are waited for unusually long after this many seconds and this many steps' time."""
+"""A wait for ranks is reported beyond this many seconds and this many step times."""
 SILENT_S = 180.0
-"""A job that has run for so long without a word from its processes is to be looked at."""
+"""A job that has run for this long without output from its processes needs a look."""
 SHORT_LIMITS = 2
-"""Jobs in a row that reached their time limit without a commit."""
+"""Jobs in a row that reach their time limit without a commit, for a finding."""
 
 
-class Finding(NamedTuple):
+class StatusFinding(NamedTuple):
     code: str
     text: str
 
 
-def diagnose(status: Status) -> list[Finding]:
-    """All that is to be said, the most urgent first; never empty. ``status`` is the documented
-    object without ``diagnosis`` and ``findings``."""
+def diagnose(status: Status) -> list[StatusFinding]:
+    """Return all findings, the most urgent first; never empty. ``status`` is the documented object
+    without ``diagnosis`` and ``findings``."""
     skipped = list(_skipped(status))
     if status["state"] == "COMPLETED":
         return [*skipped, _ended(status)]
@@ -51,13 +51,15 @@ def diagnose(status: Status) -> list[Finding]:
     return [*found, *_avoided(status)]
 
 
-def _ended(status: Status) -> Finding:
+def _ended(status: Status) -> StatusFinding:
     trial, reason = status["trial"], first_line(status["reason"])
     if status["state"] == "COMPLETED":
-        return Finding("finished", f"finished{_early(status, reason)}")
+        return StatusFinding("finished", f"finished{_early(status, reason)}")
     if status["state"] == "CANCELLED":
-        return Finding("cancelled", f"{reason or 'cancelled'}; slurmrl resume {trial} goes on")
-    return Finding("failed", f"gave up: {reason or 'it failed'}")
+        return StatusFinding(
+            "cancelled", f"{reason or 'cancelled'}; to continue: slurmrl resume {trial}"
+        )
+    return StatusFinding("failed", f"gave up: {reason or 'it failed'}")
 
 
 def _early(status: Status, reason: str) -> str:
@@ -66,15 +68,15 @@ def _early(status: Status, reason: str) -> str:
     return f" at step {status['step']} of {status['total_steps']}: {reason}"
 
 
-def _problem(status: Status) -> Iterator[Finding]:
+def _problem(status: Status) -> Iterator[StatusFinding]:
     if status.get("problem"):
         text = f"the scheduler does not answer: {first_line(status['problem'])}"
-        yield Finding("scheduler", text)
+        yield StatusFinding("scheduler", text)
     if status.get("unconfirmed"):
-        yield Finding("unconfirmed", "unconfirmed: no heartbeat of its first host was seen")
+        yield StatusFinding("unconfirmed", "unconfirmed: no heartbeat from its first host")
 
 
-def _skipped(status: Status) -> Iterator[Finding]:
+def _skipped(status: Status) -> Iterator[StatusFinding]:
     skipped = status["skipped"]
     if skipped is not None:
         whose = f" of the {skipped['model']}" if skipped["model"] else ""
@@ -83,51 +85,51 @@ def _skipped(status: Status) -> Iterator[Finding]:
             f"nothing was learned: all updates{whose} in the last {last} were skipped, because "
             "gradients were not finite"
         )
-        yield Finding("skipped", text)
+        yield StatusFinding("skipped", text)
 
 
-def _failed_starts(status: Status) -> Iterator[Finding]:
+def _failed_starts(status: Status) -> Iterator[StatusFinding]:
     failed = status["failed_starts"]
     if failed is not None:
         where = f" on {failed['host']}" if failed["host"] else ""
         text = f"{failed['count']} starts in a row failed before an incarnation began; the last"
-        yield Finding("failed_starts", f"{text}{where}: {plain(failed['why'])[-200:]}")
+        yield StatusFinding("failed_starts", f"{text}{where}: {plain(failed['why'])[-200:]}")
 
 
-def _avoided(status: Status) -> Iterator[Finding]:
+def _avoided(status: Status) -> Iterator[StatusFinding]:
     hosts = [one["host"] for one in status["avoided"]]
     if hosts:
         named = ", ".join(hosts[:8]) + (f" and {len(hosts) - 8} more" if hosts[8:] else "")
         why = plain(status["avoided"][0]["why"])[-120:]
         text = f"jobs avoid {named} ({hosts[0]}: {why})"
-        undo = f"slurmrl resume {status['trial']} --include HOST lifts that"
-        yield Finding("avoided", f"{text}; {undo}")
+        undo = f"to use one again: slurmrl resume {status['trial']} --include HOST"
+        yield StatusFinding("avoided", f"{text}; {undo}")
 
 
-def _full(status: Status) -> Iterator[Finding]:
+def _full(status: Status) -> Iterator[StatusFinding]:
     free = status["free_bytes"]
     if free is not None and free < LEAST_BYTES:
         ended = status["state"] == "INTERRUPTED"
         go_on = f", then slurmrl resume {status['trial']}" if ended else ""
-        never = "" if status["incarnations"] else ": it can never have begun for that"
+        never = "" if status["incarnations"] else ", so no link can have started"
         text = (
-            f"the file system of {status['run']} is full, {free >> 20} MiB are left{never}; "
-            f"make room{go_on}"
+            f"the file system of {status['run']} is full: {free >> 20} MiB are left{never}; "
+            f"free some space{go_on}"
         )
-        yield Finding("disk_full", text)
+        yield StatusFinding("disk_full", text)
 
 
-def _interrupted(status: Status) -> Finding:
-    again = f"slurmrl resume {status['trial']} goes on"
+def _interrupted(status: Status) -> StatusFinding:
+    again = f"to continue: slurmrl resume {status['trial']}"
     if status["total_steps"] is None:
-        return Finding("not_submitted", "was never submitted; submit its configuration again")
+        return StatusFinding("not_submitted", "was never submitted: submit its configuration again")
     if not status["incarnations"]:
-        return Finding("interrupted", f"no links left, and it never began; {again}")
+        return StatusFinding("interrupted", f"no links left and no incarnation ever began; {again}")
     last = status["incarnations"][-1]["how"]
-    return Finding("interrupted", f"no links left (the last one: {last}); {again}")
+    return StatusFinding("interrupted", f"no links left (the last one: {last}); {again}")
 
 
-def _pending(status: Status) -> Finding:
+def _pending(status: Status) -> StatusFinding:
     pending = status["pending"] or {}
     since_s, reason, words = (pending.get(key) for key in ("since_s", "reason", "words"))
     since = f" for {age(since_s)}" if since_s is not None else ""
@@ -135,10 +137,10 @@ def _pending(status: Status) -> Finding:
     why = f": {words or reason}" if words or reason else ""
     expected = pending.get("expected_start")
     start = f"; expected to start {expected.replace('T', ' ')}" if expected else ""
-    return Finding("pending", f"pending{since}{named}{why}{start}")
+    return StatusFinding("pending", f"pending{since}{named}{why}{start}")
 
 
-def _short_limit(status: Status) -> Iterator[Finding]:
+def _short_limit(status: Status) -> Iterator[StatusFinding]:
     ended = [
         one
         for one in status["incarnations"]
@@ -152,22 +154,22 @@ def _short_limit(status: Status) -> Iterator[Finding]:
             f"time limit too short: {SHORT_LIMITS} starts in a row reached it before a commit; "
             "raise cluster.slurm.time or commit more often"
         )
-        yield Finding("time_limit", text)
+        yield StatusFinding("time_limit", text)
 
 
-def _waiting(status: Status) -> Iterator[Finding]:
+def _waiting(status: Status) -> Iterator[StatusFinding]:
     waiting = status["waiting"]
     if waiting is None:
         return
     usual_s = WAIT_STEPS * (status["timing"]["step_s"] or 0.0)
     if waiting["since_s"] > max(WAIT_S, usual_s):
         explained = f": {waiting['explained']}" if waiting.get("explained") else ""
-        text = f"has waited {age(waiting['since_s'])} for {whom(waiting)}{explained}"
-        yield Finding("waiting", text)
+        text = f"has been waiting {age(waiting['since_s'])} for {whom(waiting)}{explained}"
+        yield StatusFinding("waiting", text)
 
 
 def whom(waiting: Mapping[str, Any]) -> str:
-    """``ranks 0, 3 (n1) to finish train_step of step 4``"""
+    """Return ``ranks 0, 3 (n1) to finish train_step of step 4``."""
     ranks = waiting["for"]
     if 1 < len(ranks) == waiting.get("of"):
         return f"all {len(ranks)} ranks {waiting['what']}"
@@ -177,16 +179,16 @@ def whom(waiting: Mapping[str, Any]) -> str:
     return f"rank{'s' if len(ranks) != 1 else ''} {shown}{where} {waiting['what']}"
 
 
-def _checkpoints(status: Status) -> Iterator[Finding]:
+def _checkpoints(status: Status) -> Iterator[StatusFinding]:
     failed = status["checkpoint_failures"]
     if failed is None:
         return
     ago = age(failed["last_commit_s"])
     last = f"last commit {ago} ago" if ago else "no commit yet"
-    yield Finding("checkpoints", f"checkpoints fail: {first_line(failed['reason'])}, {last}")
+    yield StatusFinding("checkpoints", f"checkpoints fail: {first_line(failed['reason'])}, {last}")
 
 
-def _lead(status: Status) -> Iterator[Finding]:
+def _lead(status: Status) -> Iterator[StatusFinding]:
     timing = status["timing"]
     lead_s, step_s = timing["signal_lead_s"], timing["step_s"]
     if lead_s is None or step_s is None:
@@ -194,13 +196,13 @@ def _lead(status: Status) -> Iterator[Finding]:
     needed_s = step_s + (timing["commit_s"] or 0.0)
     if needed_s > lead_s:
         text = (
-            f"the warning comes {lead_s:.0f} s before the limit but a step and a commit take "
+            f"Slurm warns {lead_s:.0f} s before the time limit, but a step and a commit take "
             f"{needed_s:.0f} s: raise cluster.slurm.signal_lead_s"
         )
-        yield Finding("signal_lead", text)
+        yield StatusFinding("signal_lead", text)
 
 
-def _last_link(status: Status) -> Iterator[Finding]:
+def _last_link(status: Status) -> Iterator[StatusFinding]:
     link, left_s = status["link"], status["timing"]["left_s"]
     if status["links_left"] or link is None or link["time_left_s"] is None or left_s is None:
         return
@@ -209,37 +211,39 @@ def _last_link(status: Status) -> Iterator[Finding]:
             f"this is the last link: it ends in {age(link['time_left_s'])}, about {age(left_s)} "
             f"of training are left; then slurmrl resume {status['trial']}"
         )
-        yield Finding("last_link", text)
+        yield StatusFinding("last_link", text)
 
 
-def _warned(status: Status) -> Iterator[Finding]:
+def _warned(status: Status) -> Iterator[StatusFinding]:
     if status["warned"] is not None:
-        text = f"{status['warned']}: it stops at the next step and commits"
-        yield Finding("stopping", text)
+        text = f"{status['warned']}: stops at the next step and commits"
+        yield StatusFinding("stopping", text)
 
 
-def _now(status: Status) -> Finding:
+def _now(status: Status) -> StatusFinding:
     newest = status["incarnations"][-1] if status["incarnations"] else None
     if newest is None or newest["cause"] != "running":
         return _begins(status, newest)
     timing, waiting = status["timing"], status["waiting"]
     if status["phase"] != "running":
-        text = f"starting, waits for {whom(waiting)}" if waiting is not None else "starting"
-        return Finding("starting", text)
+        text = f"starting, waiting for {whom(waiting)}" if waiting is not None else "starting"
+        return StatusFinding("starting", text)
     parts = []
     if timing["step_s"] is not None:
         parts.append(f"{timing['step_s']:.3g} s a step")
     if timing["left_s"]:
         parts.append(f"about {age(timing['left_s'])} left")
-    return Finding("running", ", ".join(parts) or "running")
+    return StatusFinding("running", ", ".join(parts) or "running")
 
 
-def _begins(status: Status, last: Mapping[str, Any] | None) -> Finding:
-    """A job runs, and no incarnation in it yet."""
+def _begins(status: Status, last: Mapping[str, Any] | None) -> StatusFinding:
+    """A job runs in which no incarnation has begun yet."""
     ran_s = (status["link"] or {}).get("runs_s")
     since = f" {age(ran_s)} ago" if ran_s is not None else ""
-    quiet = f"its job started{since}, its processes have not spoken yet"
+    quiet = f"its job started{since}, no sign of its processes yet"
     look = f"; see slurmrl logs {status['trial']}" if (ran_s or 0.0) > SILENT_S else ""
     if last is None:
-        return Finding("starting", f"starting: {quiet}{look}")
-    return Finding("restarting", f"starts again after: {last['how']}{look and f'; {quiet}{look}'}")
+        return StatusFinding("starting", f"starting: {quiet}{look}")
+    return StatusFinding(
+        "restarting", f"restarting after: {last['how']}{look and f'; {quiet}{look}'}"
+    )

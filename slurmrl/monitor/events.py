@@ -1,8 +1,8 @@
-"""What happened in a run: one file of JSON lines per writer, merged when read.
+"""Events of a run: one file of JSON lines per writer, merged when read.
 
-Times are each writer's own clock; merged they are for people to read, nothing is decided by them.
-A writer that was killed leaves a torn last line, and a later one of the same name appends to it:
-lines that are no events are passed over.
+Times are from each writer's own clock. The merged order is for people; no decision depends on it.
+A killed writer leaves a torn last line to which a later writer of the same name appends, so readers
+skip lines that are not events.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from slurmrl.paths import RunPaths
 logger = log.get(__name__)
 
 Event = dict[str, Any]
-"""``time``, ``writer``, ``kind`` and what belongs to the kind."""
+"""``time``, ``writer``, ``kind`` and the fields of the kind."""
 
 SUFFIX = ".jsonl"
 FIELDS: Fields = {
@@ -39,8 +39,7 @@ FIELDS: Fields = {
     "cause": TEXT,
 }
 END_BYTES = 32 * 1024
-"""What is read from each end of a writer's file by those who need to know how it began and what
-it said last."""
+"""Bytes that `read_ends` reads from each end of a long file."""
 
 
 class EventWriter:
@@ -55,17 +54,17 @@ class EventWriter:
         event = {"time": time.time(), "writer": self._writer, "kind": kind, **data}
         try:
             atomic.append(self._path, json.dumps(event).encode() + b"\n")
-        except EnvironmentFailure as error:  # people miss a line; the run need not end for it
-            logger.warning("the event %s was not written: %s", kind, error)
+        except EnvironmentFailure as error:  # a missing line is no reason to end the run
+            logger.warning("event %s was not written: %s", kind, error)
 
 
 def read_all(paths: RunPaths) -> list[Event]:
-    """All writers' events by time; those of one writer keep their order."""
+    """Return all writers' events by time; those of one writer keep their order."""
     return EventReader(paths).read()
 
 
 def read_ends(paths: RunPaths, writer: str) -> list[Event]:
-    """The first and the last events of one writer; all of them, unless they are very many."""
+    """Return the first and last events of one writer, or all if the file is short."""
     path = paths.event_file(writer)
     try:
         with lines.opened(path) as file:
@@ -79,15 +78,15 @@ def read_ends(paths: RunPaths, writer: str) -> list[Event]:
 
 
 class EventReader:
-    """Reads what was added since the last time, new writers' files included."""
+    """Reads the events added since the last time, including new writers' files."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
         self._offsets: dict[str, int] = {}
 
     def read(self) -> list[Event]:
-        """New events by time; those of one writer keep their order. A line that is not whole yet
-        comes when it is."""
+        """Return new events by time; those of one writer keep their order. An incomplete line is
+        returned once it is complete."""
         try:
             names = atomic.list_names(self._paths.events)
         except FileNotFoundError:
@@ -114,7 +113,7 @@ def in_order(events: Iterable[Event]) -> list[Event]:
 
 
 def _parse(raw_lines: Iterable[bytes], path: Path) -> list[Event]:
-    """The events in whole lines."""
+    """Return the events in complete lines."""
     events = []
     for raw in raw_lines:
         try:

@@ -1,10 +1,10 @@
-"""Who waits for whom, from what the ranks of an incarnation said that they do. Pure functions.
+"""Explanation of who waits for whom, from the progress that ranks report. Pure functions.
 
-A **row** is what one rank said (a JSON object): ``rank``, ``call``, ``step``, ``phase``, ``part``,
-``parts``, ``since_s``, ``collective`` (``name``, ``number``, ``group``, ``ranks``, ``since_s``) or
-null, ``silent_s`` (0 for a rank that gives signs of life), perhaps ``frame``: where in the code it
-is. A **group** is such an object of ranks that do the same: ``ranks`` (``"0-2,5"``) in place of
-``rank``, and the largest of their ages.
+A **row** is the progress of one rank (a JSON object): ``rank``, ``call``, ``step``, ``phase``,
+``part``, ``parts``, ``since_s``, ``collective`` (``name``, ``number``, ``group``, ``ranks``,
+``since_s``) or null, ``silent_s`` (0 for a rank that gives signs of life), and optionally
+``frame``, its place in the code. A **group** is such an object for ranks that do the same:
+``ranks`` (``"0-2,5"``) in place of ``rank``, and the largest of their ages.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Row = Mapping[str, Any]
 Group = dict[str, Any]
 
 MOST_GROUPS = 50
-"""What is passed on of ranks that all do something else: the first of them."""
+"""Most groups to report, the first by rank."""
 
 
 def grouped(rows: Iterable[Row]) -> list[Group]:
-    """The groups, by their first rank."""
+    """Return the groups, ordered by their first rank."""
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         found.setdefault(_kind(row), []).append(row)
@@ -54,7 +54,7 @@ def _oldest(rows: Iterable[Row], key: str) -> float:
 
 
 def explain(groups: Sequence[Group]) -> str:
-    """One sentence, or none where nobody waits and nobody is late.
+    """Return one sentence, empty if no rank waits or is late.
 
     ``ranks 0-2 have waited 140 s in actor_train (all_reduce #1841) for rank 3, which has been in
     reward_inf for 140 s``
@@ -80,12 +80,12 @@ def _collective_key(group: Group) -> tuple[Any, ...]:
 
 
 def _missing(waiting: Sequence[Group]) -> str:
-    """Ranks of the collective of which nothing is known."""
+    """Return the ranks of the collective that have reported nothing."""
     there = {rank for one in waiting for rank in _ranks(one["ranks"])}
     absent = {rank for one in waiting for rank in _ranks(one["collective"]["ranks"])} - there
     if not absent:
         return ""
-    return f"{_named(_span(absent))}, of which nothing is known"
+    return f"{_named(_span(absent))}, which reported nothing"
 
 
 def _is_in(other: Group, waiting: Group) -> bool:
@@ -140,7 +140,7 @@ def _detail(group: Group) -> str:
 
 
 def describe(row: Row) -> str:
-    """What one rank does, on one line."""
+    """Return what one rank does, on one line."""
     [group] = grouped([row])
     if group.get("collective") and not group.get("silent_s"):
         return _waits(group).removeprefix(f"{_who(group)} ")

@@ -1,4 +1,4 @@
-"""Which files hold what a trial's processes write now."""
+"""The log files of a trial's newest attempts, and their parts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEAD = re.compile(
     re.M,
 )
 HEAD_BYTES = 64 * 1024
-"""Where a head stands at the latest: others may write into a new part before its head is there."""
+"""A head lies within these bytes: other processes may write to a new part before its head is."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class LogFile:
 
 
 class Part(NamedTuple):
-    """A piece of a process's output: files that grow too long are cut into parts, of which the
-    newest two are there (see `workers.agent.output`)."""
+    """A part of a process's output: long files are rotated, and the newest two parts are kept (see
+    `workers.agent.output`)."""
 
     number: int
     skipped: int
@@ -44,14 +44,14 @@ class Part(NamedTuple):
 
 
 def head(number: int, skipped: int) -> bytes:
-    """The line that says which part this is."""
+    """Return the line that says which part this is."""
     without = f" without its first {skipped} bytes" if skipped else ""
     kept = "of earlier parts at most the last is kept (logging.output_mib)"
     return f"--- slurmrl: part {number} of this output{without}; {kept} ---\n".encode()
 
 
 def part(data: bytes) -> Part:
-    """By the first bytes of a file; without a head it is the first part."""
+    """Parse the first bytes of a file; without a head it is the first part."""
     found = HEAD.search(data[:HEAD_BYTES])
     if found is None:
         return Part(1, 0, 0)
@@ -69,10 +69,10 @@ def newest(
     *,
     attempts: Attempts | None = None,
 ) -> list[LogFile]:
-    """The newest attempt's file of each task, by group and task, or those of ``attempts``; for a
-    group in which no agent has started, the newest output of a batch process.
+    """Return the log of each task's newest attempt, or of those in ``attempts``, by group and task.
+    For a group in which no agent has started, return the newest output of a batch process.
 
-    Raises UnknownNameError for a group or a task that wrote nothing while others did.
+    Raises UnknownNameError for a group or a task without logs if there are others.
     """
     groups = sorted(folder.name for folder in paths.logs.glob("*") if folder.is_dir())
     if group is not None:
@@ -90,8 +90,8 @@ def newest(
 
 
 def serving(paths: RunPaths, incarnation: int) -> Attempts:
-    """The attempts that served an incarnation: those of the job in which it began. Their files can
-    hold others of that job as well. Raises UnknownNameError."""
+    """Return the attempts that served an incarnation: those of the job in which it began. Their
+    logs may cover other incarnations of that job as well. Raises UnknownNameError."""
     begin = begin_of(paths.history, incarnation)
     if begin is None:
         raise UnknownNameError(f"incarnation {incarnation} has not begun; see slurmrl status")

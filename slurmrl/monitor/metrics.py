@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one JSON object a step, written by the master, read by everybody."""
+"""``metrics.jsonl``: one JSON object per step, written by the master."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from slurmrl.fsio.shapes import INTEGER, Fields
 
 FIELDS: Fields = {"step": INTEGER}
 LATEST_BYTES = 64 << 20
-"""How far from the end `read_latest` looks at most."""
+"""Most bytes that `read_latest` reads from the end."""
 MIXED_BYTES = 1 << 20
-"""How far before the last line that stays `cut` looks for others that go."""
+"""How far before the last line to keep `cut` searches for lines to drop."""
 NO_STEP = 2**60
 """Greater than any step."""
 
 
 class MetricsWriter:
-    """Appends to the file and closes it after each line, so that other hosts see it. Each line is
-    one write: a reader sees whole lines, or a torn last one."""
+    """Appends to the file and closes it after each line, so that other hosts see the line. Each
+    line is one write: a reader sees complete lines and perhaps a torn last one."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._torn = False
-        """The last write failed, perhaps in the middle of its line."""
+        """Whether the last write failed, perhaps in the middle of its line."""
 
     def write(self, values: Mapping[str, Any]) -> None:
-        """Raises EnvironmentFailure, after which it can be tried again."""
+        """Raises EnvironmentFailure; the write can be retried."""
         line = encode(values)
         data = b"\n" + line if self._torn else line
         self._torn = True
@@ -41,24 +41,24 @@ class MetricsWriter:
         self._torn = False
 
     def sync(self) -> None:
-        """Wait until all lines are on disk: a commit must not be ahead of its metrics."""
+        """Flush all lines to disk: a commit must not be ahead of its metrics."""
         if self._path.exists():
             atomic.sync_file(self._path)
 
 
 def encode(values: Mapping[str, Any]) -> bytes:
-    """One line. JSON has no NaN and no infinity: they become null."""
+    """Return one line. JSON has no NaN and no infinity: they become null."""
     return json.dumps(finite(values), allow_nan=False).encode() + b"\n"
 
 
 def finite(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values with null in the place of what JSON does not have."""
+    """Return the values with NaN and infinities replaced by None."""
     return {name: _finite(value) for name, value in values.items()}
 
 
 def cut(path: Path, last_step: int) -> None:
-    """Drop lines of steps after ``last_step`` and a torn last line, at the begin of an
-    incarnation that goes on from that step. Reads from the end as far as that takes."""
+    """Drop lines of steps after ``last_step`` and a torn last line, at the start of an incarnation
+    that continues from that step. Reads backward from the end, no further than needed."""
     try:
         with lines.opened(path) as file:
             end, mixed = _cut_at(file, last_step)
@@ -75,8 +75,8 @@ def cut(path: Path, last_step: int) -> None:
 
 
 def _cut_at(file: lines.LineFile, last_step: int) -> tuple[int, bool]:
-    """Where the lines end that stay, and whether some that go stand before others that stay: then
-    an earlier incarnation's master wrote on beside a later one's."""
+    """Return where the lines to keep end, and whether some before that must be dropped: then the
+    master of an earlier incarnation was still writing beside a later one's."""
     end = None
     for offset, raw in file.backward() if last_step >= 0 else ():
         step = _step(raw, offset)
@@ -90,7 +90,7 @@ def _cut_at(file: lines.LineFile, last_step: int) -> tuple[int, bool]:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """All lines; a torn last one and a missing file count as not written yet."""
+    """Return all lines; a torn last line and a missing file count as not written yet."""
     try:
         with lines.opened(path) as file:
             return list(_parsed(file.forward(), path))
@@ -99,7 +99,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def read_latest(path: Path, n: int) -> list[dict[str, Any]]:
-    """The last ``n`` lines, oldest first, as far as they lie in the last LATEST_BYTES."""
+    """Return the last ``n`` lines, oldest first, from at most the last LATEST_BYTES."""
     try:
         with lines.opened(path) as file:
             newest = (raw for _, raw in file.backward(max(0, file.size - LATEST_BYTES)))
@@ -109,7 +109,7 @@ def read_latest(path: Path, n: int) -> list[dict[str, Any]]:
 
 
 def newest(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """The last of some lines, with the values of the last evaluation among them."""
+    """Return the last of the lines, completed by the values of the last evaluation among them."""
     newest: dict[str, Any] = {}
     for line in lines:
         evaluated = {name: value for name, value in newest.items() if name.startswith("eval/")}
@@ -118,15 +118,15 @@ def newest(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _parsed(raw_lines: Iterable[bytes], path: Path) -> Iterator[dict[str, Any]]:
-    """The lines that hold an object with a step. What a crash left in the middle of the file (a
-    torn line that a later one was appended to) is passed over."""
+    """Yield the lines that hold an object with a step. Skips what a crash left in the middle of
+    the file: a torn line to which a later one was appended."""
     for raw in raw_lines:
         with suppress(CorruptFileError):
             yield documents.parse(raw, path, FIELDS, FIELDS)
 
 
 def _step(raw: bytes, where: object) -> int:
-    """The step of a line; NO_STEP for one that is none."""
+    """Return the step of a line; NO_STEP for a line without one."""
     try:
         step: int = documents.parse(raw, where, FIELDS, FIELDS)["step"]
     except CorruptFileError:

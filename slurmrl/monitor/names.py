@@ -1,4 +1,4 @@
-"""The names of a trial, for people: keys, values, owners, and whether those are alive."""
+"""The entries of a trial's name store: keys, values, owners, and whether owners are alive."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
 
 HEARTBEATS = 1.5
-"""How many heartbeat intervals are waited for leases to move."""
+"""Heartbeat intervals to wait for leases to move."""
 LOOK_S = 0.2
 
 
@@ -23,10 +23,10 @@ def collect(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> list[dict[str, Any]]:
-    """One object per key below ``prefix``: ``key``, ``value``, ``owner`` (a lease, or null),
-    ``alive`` (whether the lease moved while we looked; null without an owner) and
-    ``lease_age_s`` (for how long we saw it not move). No clock of another host is believed, so
-    looking takes up to one and a half heartbeats if something does not move.
+    """Return one object per key below ``prefix``: ``key``, ``value``, ``owner`` (a lease, or null),
+    ``alive`` (whether the lease moved during this call; null without an owner) and ``lease_age_s``
+    (how long the lease was seen not to move). Clocks of other hosts are not trusted, so the call
+    takes up to 1.5 heartbeats if a lease does not move.
     """
     entries = make("file", directory=paths.names).entries(prefix)
     owners = sorted({entry.owner for entry in entries.values() if entry.owner})
@@ -49,7 +49,7 @@ def _watch(
     sleep: Callable[[float], None],
     clock: Callable[[], float],
 ) -> dict[str, float | None]:
-    """For how long each lease was seen not to move; None for those that moved."""
+    """Return how long each lease was seen not to move; None for those that moved."""
     submission = newest_submission(paths)
     longest_s = HEARTBEATS * (submission.heartbeat_s if submission is not None else 0.0)
     board = LeaseBoard(paths.leases, ttl_s=float("inf"), look_s=0.0, clock=clock)

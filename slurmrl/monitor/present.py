@@ -1,4 +1,4 @@
-"""What a trial is at now: what it waits for, how fast it is, what is left. Pure functions."""
+"""The present of a trial: what it waits for, its pace, the time left. Pure functions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from slurmrl.monitor.snapshot import Traces, TrialSnapshot
 from slurmrl.scheduler.base import JobState, TaskState
 
 SKIPPED_STEPS = 3
-"""Steps in a row without an update that are worth a word while a trial runs."""
+"""Steps in a row without an update that are reported while a trial runs."""
 
 
 def describe(
     snapshot: TrialSnapshot, tasks: Sequence[TaskState], status: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Fields of the status object; ``status`` holds the state, the step and the incarnations."""
+    """Return fields of the status object; ``status`` holds the state, step and incarnations."""
     state, told = status["state"], status["incarnations"]
     lives = bool(told) and told[-1]["cause"] == "running"
     newest = snapshot.incarnations[-1] if snapshot.incarnations else None
@@ -37,11 +37,11 @@ def describe(
 
 
 def _waiting(snapshot: TrialSnapshot) -> dict[str, Any] | None:
-    """What the master said, and on which hosts the ranks are that it waits for."""
+    """Return what the master waits for, and the hosts of the ranks that it waits for."""
     said = snapshot.said.get("waiting")
     if not said or not said.get("for") or not snapshot.groups:
         return None
-    group = snapshot.groups[0]  # that of the ranks
+    group = snapshot.groups[0]  # the group of the ranks
     places = [f"{group.name}/{rank // group.workers_per_host}" for rank in said["for"]]
     tasks = snapshot.said.get("tasks", {})
     hosts = [tasks[place]["host"] for place in places if place in tasks]
@@ -62,7 +62,7 @@ def _link(tasks: Sequence[TaskState], now: float) -> dict[str, Any] | None:
 
 
 def _age_s(start: str, now: float) -> float | None:
-    """Of a local time as the scheduler writes it."""
+    """Return the age of a local time as the scheduler writes it; None if it is no time."""
     try:
         return max(now - datetime.fromisoformat(start).timestamp(), 0.0)
     except (ValueError, OverflowError):
@@ -102,8 +102,8 @@ def _failed_commits(snapshot: TrialSnapshot, newest: Traces) -> dict[str, Any] |
 
 
 def _skipped(snapshot: TrialSnapshot) -> dict[str, Any] | None:
-    """The newest steps in a row in which a model was not updated at all, if they are enough to say
-    so: some, or all that an ended trial made."""
+    """Return the newest steps in a row in which a model was not updated at all, if they are
+    SKIPPED_STEPS or more, or all steps of an ended trial."""
     trained = [line for line in snapshot.lines if _models(line)]
     names = sorted({name for line in trained for name in _models(line)})
     runs = [(len(list(takewhile(partial(_in_vain, name), trained[::-1]))), name) for name in names]
@@ -115,7 +115,7 @@ def _skipped(snapshot: TrialSnapshot) -> dict[str, Any] | None:
 
 
 def _models(line: Mapping[str, Any]) -> list[str]:
-    """The models whose updates a line counts: ``actor_skipped``; SFT's has no name."""
+    """Return the models whose updates a line counts (``actor_skipped``); SFT's has no name."""
     counted = (name for name in line if name == "skipped" or name.endswith("_skipped"))
     return [name.removesuffix("skipped").removesuffix("_") for name in counted]
 
@@ -129,7 +129,7 @@ def _in_vain(model: str, line: Mapping[str, Any]) -> bool:
 
 
 def _timing(snapshot: TrialSnapshot, state: str, step: int) -> dict[str, Any]:
-    """The pace is that of the newest steps, whichever incarnations they were of."""
+    """Return the timing; the pace is that of the newest steps, of whichever incarnations."""
     events = [event for traces in snapshot.incarnations for event in traces.master]
     newest = snapshot.incarnations[-1] if snapshot.incarnations else None
     step_s = throughput.step_s(snapshot.lines, events)
@@ -149,7 +149,7 @@ def _timing(snapshot: TrialSnapshot, state: str, step: int) -> dict[str, Any]:
 
 
 def _until(snapshot: TrialSnapshot, state: str) -> float | None:
-    """Up to when the trial's time counts, by the clocks of its own hosts where they still speak."""
+    """Return the end of the trial's time so far, by its own hosts' clocks while they report."""
     if snapshot.state.end is not None:
         return snapshot.state.end.time
     if state == "RUNNING" and "time" in snapshot.said:

@@ -1,5 +1,7 @@
-"""What processes publish in the name store, as objects whose fields have the types that they should
-have. What nobody published is an empty object."""
+"""Typed readers of what processes publish in the name store.
+
+A key that was not published reads as an empty object.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ _ROW: Fields = {**_DOES, "rank": COUNT, "collective": table({**_IN, "ranks": lis
 DOING = list_of(table(_GROUP, ("ranks",)))
 """Groups of ranks (see `monitor.hang`)."""
 NOTE: Fields = {"incarnation": COUNT, "doing": list_of(table(_ROW, ("rank",)))}
-"""What an agent writes behind the counter of its lease."""
+"""The note that an agent writes after the counter of its lease."""
 HANG: Fields = {"text": TEXT, "files": list_of(TEXT)}
 REQUEST: Fields = {"ranks": list_of(COUNT)}
 WARNED: Fields = {"signal": TEXT, "cause": TEXT, "time_left_s": SECONDS}
@@ -90,32 +92,32 @@ LOST: Fields = {"incarnation": COUNT, "job": TEXT}
 
 
 def failure(names: NameStore, incarnation: int) -> Said:
-    """What the first failing process of an incarnation said (see `workers.failure`)."""
+    """Return the first failure of an incarnation (see `workers.failure`)."""
     return _said(names, keys.failure(incarnation), FAILURE)
 
 
 def warned(names: NameStore, incarnation: int) -> Said:
-    """What told an incarnation that its job will end."""
+    """Return the warning that the job of an incarnation will end."""
     return _said(names, keys.warned(incarnation), WARNED)
 
 
 def hang(names: NameStore, incarnation: int) -> Said:
-    """Who waited for whom when an incarnation was ended for silence or a deadline."""
+    """Return who waited for whom when silence or a deadline ended an incarnation."""
     return _said(names, keys.hang(incarnation), HANG)
 
 
 def status(names: NameStore) -> Said:
-    """What the newest master said of itself last."""
+    """Return the last status that the newest master published."""
     return _said(names, keys.status(), STATUS)
 
 
 def lost(names: NameStore, host: str) -> Said:
-    """The incarnation and the job that lost a host."""
+    """Return the incarnation and the job that lost a host."""
     return _said(names, keys.lost(host), LOST)
 
 
 def attempt(names: NameStore, group: str, task: int, number: int) -> Said:
-    """The claim of one attempt of a task."""
+    """Return the claim of one attempt of a task."""
     key = keys.attempt(group, task, number)
     said = _said(names, key, ATTEMPT)
     if said and said.get("attempt") != number:
@@ -124,7 +126,7 @@ def attempt(names: NameStore, group: str, task: int, number: int) -> Said:
 
 
 def attempts(names: NameStore) -> list[Said]:
-    """All claims."""
+    """Return the claims of all attempts."""
     texts = names.get_subtree(keys.ATTEMPTS)
     where = f"a name below {keys.ATTEMPTS}"
     return [documents.parse(text, where, ATTEMPT, ATTEMPT) for text in texts]

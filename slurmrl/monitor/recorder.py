@@ -1,4 +1,4 @@
-"""Where the master's metrics go: ``metrics.jsonl`` always, other places as configured."""
+"""The master's metrics: ``metrics.jsonl`` always, further sinks as configured."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from slurmrl.paths import RunPaths
 
 
 class MetricsRecorder:
-    """Metrics of one incarnation, which goes on after ``last_step``: what an earlier incarnation
-    wrote about later steps, and did not commit, is dropped. -1 drops everything."""
+    """Records the metrics of one incarnation, which continues after ``last_step``. Lines of later
+    steps, which an earlier incarnation wrote and did not commit, are dropped; -1 drops all."""
 
     def __init__(self, paths: RunPaths, logging: Logging, *, last_step: int) -> None:
         metrics.cut(paths.metrics, last_step)

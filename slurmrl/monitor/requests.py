@@ -1,4 +1,4 @@
-"""Asking the processes of a running trial for their stacks, through its directory."""
+"""Requests to the processes of a running trial for their stacks."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
 
 POLL_S = (0.1, 2.0)
-"""First and longest pause between two looks for the answers."""
+"""First and longest pause between two looks for answers."""
 
 
 class Request:
-    """One request to the incarnation that runs, and the files that answer it: one per host."""
+    """One request to the running incarnation, and the files that answer it: one per host."""
 
     def __init__(self, files: dict[str, Path]) -> None:
         self._files = files
-        """By ``group/task``; those that were not read yet."""
+        """Files that were not read yet, by ``group/task``."""
 
     @classmethod
     def make(cls, paths: RunPaths, incarnation: int, rank: int | None) -> Request:
-        """Ask for the stacks of one rank, or of all processes. Raises UsageError for a rank that
-        the trial does not have, EnvironmentFailure."""
-        group = read_groups(paths)[0]  # that of the ranks
+        """Request the stacks of one rank, or of all processes. Raises UsageError for a rank that
+        does not exist, EnvironmentFailure."""
+        group = read_groups(paths)[0]  # the group of the ranks
         count = group.hosts * group.workers_per_host
         if rank is not None and rank >= count:
             raise UsageError(f"no rank {rank}: the trial has ranks 0 to {count - 1}")
@@ -51,13 +51,13 @@ class Request:
 
     @property
     def missing(self) -> list[str]:
-        """Hosts that have not answered."""
+        """The hosts that have not answered."""
         return list(self._files)
 
     def answers(
         self, timeout_s: float, sleep: Callable[[float], None] = time.sleep
     ) -> Iterator[str]:
-        """The texts as they come, until all have or the time is over."""
+        """Yield the texts as they arrive, until all are there or the time is over."""
         deadline = time.monotonic() + timeout_s
         backoff = Backoff(*POLL_S, sleep=sleep)
         while self._files:
@@ -76,7 +76,7 @@ class Request:
 
 
 def _ask(paths: RunPaths, incarnation: int, rank: int | None) -> int:
-    """The number of the request."""
+    """Publish the request and return its number."""
     value = json.dumps({"ranks": None if rank is None else [rank], "time": time.time()})
     with make("file", directory=paths.names) as names:
         for number in itertools.count(1):

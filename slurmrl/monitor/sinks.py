@@ -1,4 +1,4 @@
-"""Optional further places for metrics. Each package is imported only when it is asked for."""
+"""Optional metrics sinks. Each package is imported only if its sink is configured."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class Sink(Protocol):
         """Take the numbers of one step."""
 
     def close(self) -> None:
-        """Write out what is buffered."""
+        """Flush and close."""
 
 
 def check(logging: Logging) -> None:
-    """Raise MissingDependencyError, with the command that helps, where a package that is asked
-    for is not installed."""
+    """Raise MissingDependencyError, with the command that installs it, if a configured sink's
+    package is missing."""
     for package, wanted in (("tensorboard", logging.tensorboard), ("wandb", logging.wandb)):
         if wanted and importlib.util.find_spec(package) is None:
             raise MissingDependencyError(
@@ -33,9 +33,9 @@ def check(logging: Logging) -> None:
 
 
 def make_sinks(paths: RunPaths, logging: Logging, *, first_step: int) -> list[Sink]:
-    """The sinks that are asked for; ``first_step`` is the first one that will be logged.
+    """Return the configured sinks; ``first_step`` is the first step that will be logged.
 
-    Raises MissingDependencyError where a package is not installed.
+    Raises MissingDependencyError if a package is not installed.
     """
     check(logging)
     sinks: list[Sink] = []
@@ -47,7 +47,7 @@ def make_sinks(paths: RunPaths, logging: Logging, *, first_step: int) -> list[Si
 
 
 def numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """What can be plotted."""
+    """Return the values that can be plotted."""
     return {
         name: float(value)
         for name, value in values.items()
@@ -56,8 +56,8 @@ def numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 class TensorBoard:
-    """Event files in ``tensorboard/``. TensorBoard itself drops what an earlier event file says
-    about ``first_step`` and later steps."""
+    """Writes event files in ``tensorboard/``. TensorBoard itself drops values of ``first_step`` and
+    later steps from earlier event files."""
 
     def __init__(self, paths: RunPaths, first_step: int) -> None:
         from tensorboard.compat.proto import event_pb2, summary_pb2
@@ -83,7 +83,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """One run there for all incarnations of a trial, named by the trial's uuid."""
+    """Logs all incarnations of a trial to one W&B run, identified by the trial's uuid."""
 
     def __init__(self, paths: RunPaths, settings: Wandb) -> None:
         import wandb

@@ -1,4 +1,4 @@
-"""One look at a run directory: everything about a trial that does not need its scheduler."""
+"""Snapshot of a run directory: everything about a trial that does not need its scheduler."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from slurmrl.scheduler import hosts
 from slurmrl.scheduler.hosts import BadHost
 
 GLANCE = 3
-"""Incarnations whose traces are read for a diagnosis."""
+"""Newest incarnations to read for a diagnosis."""
 STORY = 20
-"""Incarnations that are told of, the newest ones."""
+"""Newest incarnations to read for the detailed status."""
 LINES = 200
-"""Lines of metrics that are read: the newest evaluation stands in one of them."""
+"""Newest lines of metrics to read; they should include the newest evaluation."""
 FIRST_STARTS = 5
-"""Incarnations among which the first one is looked for that came as far as training."""
+"""First incarnations to search for the first one that became ready to train."""
 MOST_METRICS_BYTES = 32 * 1024 * 1024
-"""Metrics that are added up at most, for the story of one trial."""
+"""Largest metrics file to sum up for the detailed status of a trial."""
 
 HEARTBEAT = Kind("from 0 to 3600 s", lambda value: SECONDS.accepts(value) and 0 <= value <= 3600)
-"""It is waited for."""
+"""Bounded, because the status waits for it."""
 REQUEST: Fields = {
     "scheduler": TEXT,
     "total_steps": INTEGER,
@@ -47,26 +47,26 @@ REQUIRED = ("scheduler", "total_steps", "heartbeat_s")
 _GROUP: Fields = {"name": TEXT, "hosts": COUNT, "elastic": FLAG, "workers_per_host": COUNT}
 PLAN: Fields = {"groups": list_of(table(_GROUP, ("name", "hosts", "elastic")))}
 _NUMBER = re.compile(r"[0-9]{1,9}")
-"""Submissions, tasks and attempts as file names and keys hold them."""
+"""Submissions, tasks and attempts in file names and keys."""
 
 
 @dataclass(frozen=True)
 class Submission:
-    """What ``request.json`` says about one submission."""
+    """One submission, from its ``request.json``."""
 
     number: int
     scheduler: str
     total_steps: int
     heartbeat_s: float
     time: float | None = None
-    """When it was asked for, by the clock of the host that submitted."""
+    """When it was requested, by the clock of the submitting host."""
     signal_lead_s: float | None = None
     """Seconds before the time limit at which Slurm warns; None: unknown, or no Slurm."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """What the plan says about one group."""
+    """One group, from the plan."""
 
     name: str
     hosts: int
@@ -76,51 +76,51 @@ class Group:
 
 @dataclass(frozen=True)
 class Traces:
-    """What one incarnation left behind. Each part may be missing, whatever the run does now."""
+    """What one incarnation wrote. Each part may be empty."""
 
     begun: Begun
     failure: Mapping[str, Any]
-    """What its first failing rank said."""
+    """Its first failure."""
     warned: Mapping[str, Any]
-    """What told it that its job will end."""
+    """The warning that its job will end."""
     hang: Mapping[str, Any]
-    """Who waited for whom, where it was ended for that."""
+    """Who waited for whom when silence or a deadline ended it."""
     attempt: Mapping[str, Any]
-    """The first agent of its job."""
+    """The claim of the first agent of its job."""
     master: Sequence[Event]
     agent: Sequence[Event]
-    """What that agent said of this incarnation."""
+    """Events of that agent about this incarnation."""
     supervisor: Sequence[Event]
-    """What the batch process of its job said."""
+    """Events of the batch process of its job."""
 
 
 @dataclass(frozen=True)
 class TrialSnapshot:
     paths: RunPaths
     now: float
-    """Seconds since the epoch by our own clock: only for what people are told."""
+    """Seconds since the epoch by this host's clock; used for display only."""
     state: Recent
     submission: Submission | None
-    """The newest one; None for a trial that was made but never submitted."""
+    """The newest one; None for a trial that was created but never submitted."""
     groups: tuple[Group, ...]
     said: Mapping[str, Any]
-    """What the master of the current incarnation said last; empty if it said nothing yet."""
+    """The last status of the current incarnation's master; empty before the first."""
     attempts: Mapping[tuple[str, int], Mapping[str, Any]]
-    """The newest attempt of each task that was ever started, by group and task."""
+    """The newest attempt of each task that ever started, by group and task."""
     incarnations: Sequence[Traces]
-    """The newest ones, the oldest of them first."""
+    """The newest ones, oldest first."""
     lines: Sequence[Mapping[str, Any]]
     """The newest lines of metrics."""
     avoided: Sequence[BadHost]
     """The hosts that jobs avoid."""
     failed_starts: Sequence[BadHost]
-    """Starts in a row, up to now, in which nothing began; the oldest first."""
+    """The newest starts in a row in which no incarnation began, oldest first."""
     trained_s: float | None = None
-    """Time of all steps that count; None where nobody asked, or they are too many to add up."""
+    """Total time of the steps that count; None if not requested, or too many to sum up."""
     first_step_at: float | None = None
-    """When the ranks were ready for the first step, by their master's clock."""
+    """When the ranks were ready for the first step, by the master's clock."""
     free_bytes: int | None = None
-    """Room on the file system of the run directory, as seen from here."""
+    """Free space on the file system of the run directory, as seen from this host."""
 
     @property
     def metrics(self) -> Mapping[str, Any]:
@@ -132,7 +132,7 @@ class TrialSnapshot:
         return f"{self.paths.experiment}/{self.paths.trial}"
 
     def lease(self) -> Path | None:
-        """Heartbeat that the master's life shows in: that of the first group's first agent."""
+        """Return the lease of the first group's first agent: it shows whether the master lives."""
         if not self.groups:
             return None
         group = self.groups[0].name
@@ -141,9 +141,9 @@ class TrialSnapshot:
 
 
 def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
-    """Look at a run directory, and at the traces of its newest incarnations. How many files that
-    takes does not depend on how long the trial has lived. Raises CorruptFileError for files that
-    are not ours, EnvironmentFailure."""
+    """Read a run directory and the traces of its newest incarnations. The number of files read does
+    not depend on the age of the trial. Raises CorruptFileError for damaged files,
+    EnvironmentFailure."""
     state = recent(paths.history, incarnations=incarnations, exports=_exported(paths))
     groups = read_groups(paths)
     with make("file", directory=paths.names) as names:
@@ -169,7 +169,7 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
 
 
 def _times(paths: RunPaths, incarnations: int) -> tuple[float | None, float | None]:
-    """Time of all steps, and when the first of them could begin."""
+    """Return the total time of all steps, and when the first of them could begin."""
     first = None
     for number in range(1, min(incarnations, FIRST_STARTS) + 1):
         ready = [e for e in events.read_ends(paths, f"master.{number}") if e["kind"] == "ready"]
@@ -210,7 +210,8 @@ def _traces(
 
 
 def _agent(paths: RunPaths, attempt: Mapping[str, Any], incarnation: int) -> list[Event]:
-    """What does not name an incarnation is of the last one that was named."""
+    """Return the agent's events of one incarnation. An event that names none belongs to the last
+    incarnation named before it."""
     if not attempt:
         return []
     writer = f"agent.{attempt.get('group')}.{attempt.get('task')}.{attempt.get('attempt')}"
@@ -223,7 +224,7 @@ def _agent(paths: RunPaths, attempt: Mapping[str, Any], incarnation: int) -> lis
 
 
 def _supervisor(paths: RunPaths, group: str, tag: str) -> list[Event]:
-    """What the batch process of a job said; ``tag`` is JOBID.RESTARTCOUNT.ROUND."""
+    """Return the events of a job's batch process; ``tag`` is JOBID.RESTARTCOUNT.ROUND."""
     start = ".".join(tag.split(".")[:2])
     return events.read_ends(paths, f"supervisor.{group}.{start}") if group and start else []
 
@@ -234,7 +235,7 @@ def newest_submission(paths: RunPaths) -> Submission | None:
         try:
             request = documents.read(path, REQUEST, REQUIRED)
         except FileNotFoundError:
-            continue  # its submitter has not come as far, or never will
+            continue  # its submitter has not written it yet, or died
         return Submission(
             number,
             request["scheduler"],
@@ -247,7 +248,7 @@ def newest_submission(paths: RunPaths) -> Submission | None:
 
 
 def submission_numbers(paths: RunPaths) -> list[int]:
-    """Numbers that are taken."""
+    """Return the numbers that are taken."""
     try:
         names = atomic.list_names(paths.submissions)
     except FileNotFoundError:
@@ -274,7 +275,7 @@ def _said(names: NameStore, incarnation: int) -> Mapping[str, Any]:
 def _attempts(
     names: NameStore, groups: tuple[Group, ...]
 ) -> dict[tuple[str, int], Mapping[str, Any]]:
-    """The newest attempt of each task: of the others only the keys are looked at."""
+    """Return the newest attempt of each task; of the others only the keys are read."""
     newest: dict[tuple[str, int], int] = {}
     for group in groups:
         for task, number in _numbers(names, group.name):
@@ -286,7 +287,7 @@ def _attempts(
 
 
 def _numbers(names: NameStore, group: str) -> Iterator[tuple[int, int]]:
-    """Task and attempt of each claim."""
+    """Yield task and attempt of each claim."""
     root = keys.group_attempts(group)
     for key in names.find_subtree(root):
         task, _, number = key.removeprefix(f"{root}/").partition("/")
@@ -304,7 +305,7 @@ def _leaders(
     attempts: Mapping[tuple[str, int], Mapping[str, Any]],
     count: int,
 ) -> list[Mapping[str, Any]]:
-    """The newest attempts of the task beside the master, the newest first: each incarnation began
+    """Return the newest attempts of the first group's task 0, newest first: each incarnation began
     in the job of one of them."""
     if not groups or (groups[0].name, 0) not in attempts:
         return []

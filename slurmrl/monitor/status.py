@@ -19,17 +19,17 @@ This object is a contract: fields may be added, none is ever changed or removed.
       "traceback": null,                      of the first rank that failed
       "run": "/…/EXPERIMENT/TRIAL",           the run directory
       "export": "/…/export/step-00000060",    the newest exported model; null if there is none
-      "diagnosis": "12 s a step, about 9 min left",   what is to be said first, on one line
-      "findings": [{"code": "running", "text": "…"}, …],   all that is to be said; never empty,
-                                              the first is the diagnosis. Codes: docs/status.md
-      "phase": "starting" | "running" | "finished" | null,   of the present incarnation; null where
-                                              its master has not spoken yet, or speaks no more
-      "warned": null,                         what told the present incarnation to end, in words
+      "diagnosis": "12 s a step, about 9 min left",   the first finding, on one line
+      "findings": [{"code": "running", "text": "…"}, …],   all findings, the most urgent
+                                              first; never empty. Codes: docs/status.md
+      "phase": "starting" | "running" | "finished" | null,   of the present incarnation; null before
+                                              its master reports and after it ended
+      "warned": null,                         why the present incarnation was told to end
       "waiting": {"for": [3], "hosts": ["n1"], "what": "to finish gen of step 3",
                   "since_s": 2.1, "of": 16,
                   "explained": "ranks 0-2 have waited 3 s in …"} | null,
-                                              ranks that the master waited for when it spoke last,
-                                              how many there are, and who waits for whom
+                                              ranks that the master last reported to wait for, the
+                                              number of all ranks, and who waits for whom
       "doing": [{"ranks": "0-2", "call": "actor_train", "step": 3, "phase": "forward and backward",
                  "part": 2, "parts": 8, "since_s": 4.1, "silent_s": 0.0,
                  "collective": {"name": "all_reduce", "number": 1841, "ranks": "0-3",
@@ -71,12 +71,12 @@ This object is a contract: fields may be added, none is ever changed or removed.
       }, …],
       "avoided": [{"host": "n3", "why": "…"}, …],   hosts that jobs avoid, after failures there
       "failed_starts": {"count": 2, "host": "n3", "why": "…"} | null,   starts in a row, up to now,
-                                              in which nothing began; the newest. The host is empty
-                                              where it is unknown
-      "free_bytes": 123456789,                room on the file system of the run directory, quotas
-                                              apart; null: unknown
-      "problem": "…",                         only where the scheduler could not be asked
-      "unconfirmed": true                     only where the master's lease did not move
+                                              in which no incarnation began; the newest one's host,
+                                              empty if unknown, and reason
+      "free_bytes": 123456789,                free space on the file system of the run directory,
+                                              without quotas; null: unknown
+      "problem": "…",                         only if the scheduler did not answer
+      "unconfirmed": true                     only if the master's lease did not move
     }
 """
 
@@ -101,8 +101,8 @@ def assemble(
     alive: bool | None = None,
     problem: str | None = None,
 ) -> dict[str, Any]:
-    """The documented object. ``alive``: whether the master's lease moved, None if nobody looked;
-    ``problem``: why the scheduler could not be asked."""
+    """Return the documented object. ``alive``: whether the master's lease moved, None if that was
+    not checked; ``problem``: why the scheduler did not answer."""
     state = trial_state(snapshot, tasks, alive=bool(alive))
     end = snapshot.state.end
     told = story.tell(snapshot, tasks, state)
@@ -149,8 +149,8 @@ def _failed_starts(snapshot: TrialSnapshot) -> dict[str, Any] | None:
 
 
 def trial_state(snapshot: TrialSnapshot, tasks: Sequence[TaskState], *, alive: bool) -> str:
-    """The history says how a trial ended; before that the scheduler says whether it goes on, and
-    where that does not know the jobs, the lease does."""
+    """Return the state of a trial. How it ended comes from the history. Before that the scheduler
+    decides; a moving lease counts as running, also where the scheduler does not know the jobs."""
     if snapshot.state.end is not None:
         return ENDS[snapshot.state.end.kind]
     states = {task.state for task in tasks}
@@ -160,7 +160,7 @@ def trial_state(snapshot: TrialSnapshot, tasks: Sequence[TaskState], *, alive: b
 
 
 def _has_agent(snapshot: TrialSnapshot, tasks: Sequence[TaskState]) -> bool:
-    """Whether the first host of the present job has come as far as to have a heartbeat."""
+    """Whether the first host of the present job has an agent, and so a heartbeat."""
     group = snapshot.groups[0].name if snapshot.groups else ""
     link = present_link([task for task in tasks if task.group == group])
     return bool(_attempt(snapshot, group, 0, link))
@@ -169,7 +169,7 @@ def _has_agent(snapshot: TrialSnapshot, tasks: Sequence[TaskState]) -> bool:
 def _attempt(
     snapshot: TrialSnapshot, group: str, task: int, element: TaskState | None
 ) -> Mapping[str, Any]:
-    """The newest attempt of a task, unless it belongs to an earlier link or start of its job."""
+    """Return the newest attempt of a task, unless it belongs to an earlier link or start."""
     attempt: Mapping[str, Any] = snapshot.attempts.get((group, task), {})
     if element is None or not attempt:
         return attempt
@@ -179,8 +179,8 @@ def _attempt(
 
 
 def _step(snapshot: TrialSnapshot, lives: bool) -> int:
-    """What has been done: whatever comes next goes on from the last commit, so where no incarnation
-    lives, the step is that of the commit."""
+    """Return the step that the trial has reached. Without a live incarnation that is the step of
+    the last commit, from which the next one continues."""
     end, commit = snapshot.state.end, snapshot.state.last_commit
     if end is not None and "step" in end.data:
         return int(end.data["step"])
@@ -194,7 +194,7 @@ def _export(snapshot: TrialSnapshot) -> str | None:
 
 
 def _checkpoint(snapshot: TrialSnapshot, lives: bool) -> dict[str, Any] | None:
-    """Only a living master can say how old a commit is; clocks are not compared."""
+    """Return the last commit. Only a live master knows its age; clocks are not compared."""
     commit = snapshot.state.last_commit
     if commit is None:
         return None
@@ -218,8 +218,8 @@ def _group(
 
 
 def present_link(elements: Sequence[TaskState]) -> TaskState | None:
-    """The element that a fixed group lives in: the running one, else the next that is to start,
-    else the last that ran."""
+    """Return the array element of a fixed group's present job: the running one, else the next to
+    start, else the last that ran."""
 
     def rank(element: TaskState) -> tuple[int, int]:
         if element.state is JobState.RUNNING:
@@ -248,7 +248,8 @@ def _task(
 
 
 def _task_state(snapshot: TrialSnapshot, element: TaskState | None, state: str) -> str:
-    """The scheduler is not asked about ended trials: their tasks ended as they did."""
+    """Return a task's state. The scheduler is not asked about ended trials: their tasks have the
+    state of the trial."""
     if element is not None:
         return element.state.value
     return JobState.UNKNOWN.value if snapshot.state.end is None else state

@@ -1,8 +1,8 @@
 """The story of a trial: its newest incarnations and how each of them ended. Pure functions.
 
-An incarnation may have been killed at any moment, so the end is put together from what is there:
-what its first failing rank said, what its job was warned of, the master's last event, the
-scheduler's word, or nothing at all.
+An incarnation may be killed at any moment, so its end is inferred from what exists: its first
+failure, the warning of its job, the master's last event, the scheduler's state of the job, or
+nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from slurmrl.monitor.words import first_line, plain
 from slurmrl.scheduler.base import JobState, TaskState
 
 OWN_FAULTS = ("exception", "oom", "hung", "deadline", "master")
-"""Failures that say more than a warning that the job got as well."""
+"""Failures that explain an end better than a warning that the job got as well."""
 WARNINGS = {
     "time_limit": "time limit",
     "preemption": "preempted ({signal})",
@@ -26,7 +26,7 @@ WARNINGS = {
     "unknown": "told to end ({signal})",
 }
 CLOCKS_S = 5.0
-"""How far the clocks of two hosts may be apart."""
+"""Largest difference of two hosts' clocks."""
 SHOWN_FILES = 2
 GUESSED = ("preemption", "unknown")
 JOB_ENDS = {
@@ -48,7 +48,7 @@ class End(NamedTuple):
 
 
 def tell(snapshot: TrialSnapshot, tasks: Sequence[TaskState], state: str) -> list[dict[str, Any]]:
-    """The documented objects, the oldest incarnation first."""
+    """Return the documented objects, the oldest incarnation first."""
     told = snapshot.incarnations
     after = [*told[1:], None]
     return [
@@ -58,8 +58,8 @@ def tell(snapshot: TrialSnapshot, tasks: Sequence[TaskState], state: str) -> lis
 
 
 def last_word(traces: Traces) -> float:
-    """When an incarnation gave its last sign, by the clocks of those who gave it. A command can
-    cancel a trial long afterwards: that is no sign of it."""
+    """Return the time of an incarnation's last sign of life, by the writers' clocks. A cancellation
+    does not count: the command may come long afterwards."""
     times = [float(event["time"]) for event in (*traces.master, *traces.agent)]
     end = traces.begun.end
     cancelled = end is not None and end.kind is Kind.CANCELLED
@@ -68,14 +68,14 @@ def last_word(traces: Traces) -> float:
 
 
 def _ended_at(traces: Traces, after: Traces | None) -> float:
-    """In the same start of a job the next incarnation begins as soon as this one has ended."""
+    """Return when an incarnation ended. Within one start of a job that is when the next begins."""
     if after is not None and _job_start(traces) == _job_start(after) != "":
         return after.begun.time
     return last_word(traces)
 
 
 def _job_start(traces: Traces) -> str:
-    """Job and restart count of an incarnation's tag."""
+    """Return job and restart count of an incarnation's tag."""
     return ".".join(str(traces.begun.data.get("job") or "").split(".")[:2])
 
 
@@ -108,19 +108,19 @@ def _row(
 
 
 def _in_job(traces: Traces, tasks: Sequence[TaskState]) -> bool:
-    """Whether an incarnation can be that of a job that runs now: else its own job has ended, and
-    the next one has not begun another yet."""
+    """Whether an incarnation can belong to a job that runs now. Otherwise its own job has ended and
+    the next one has not begun an incarnation yet."""
     job_id = traces.attempt.get("job_id")
     running = {task.job_id: task for task in tasks if task.state is JobState.RUNNING}
     if not running or not job_id:
-        return True  # nobody knows
+        return True  # unknown
     tag = str(traces.begun.data.get("job") or "")
     return job_id in running and is_start_of(running[job_id], tag)
 
 
 def is_start_of(task: TaskState, tag: str) -> bool:
-    """Whether the tag JOBID.RESTARTCOUNT.ROUND is of an element's newest start, not of one before
-    Slurm put it back into the queue."""
+    """Whether the tag JOBID.RESTARTCOUNT.ROUND is of an element's newest start, not of one before a
+    requeue."""
     restarts = tag.split(".")[1:2]
     return not restarts or not restarts[0].isdecimal() or task.restarts <= int(restarts[0])
 
@@ -145,7 +145,7 @@ def _to_step(traces: Traces, commit: int | None, said: Any) -> int:
 
 
 def hosts(snapshot: TrialSnapshot, traces: Traces) -> list[str]:
-    """Hosts of an incarnation, as far as known."""
+    """Return the hosts of an incarnation, as far as known."""
     tag = str(traces.begun.data.get("job") or "")
     number = int(found[2]) if (found := re.fullmatch(r"(.*)\.(\d+)", tag)) else 0
     for event in reversed(traces.supervisor):
@@ -157,7 +157,7 @@ def hosts(snapshot: TrialSnapshot, traces: Traces) -> list[str]:
 
 
 def ending(traces: Traces, tasks: Sequence[TaskState]) -> End:
-    """How an incarnation ended that does not run any more."""
+    """Return how an incarnation that no longer runs ended."""
     own = traces.failure.get("cause") or _infer(traces.failure) if traces.failure else ""
     if traces.begun.end is not None and traces.begun.end.kind is Kind.FINISHED:
         return End("finished", "finished")
@@ -173,7 +173,7 @@ def ending(traces: Traces, tasks: Sequence[TaskState]) -> End:
 
 
 def failure_words(cause: str, failure: Mapping[str, Any]) -> str:
-    """What went wrong, on one line."""
+    """Return what went wrong, on one line."""
     reason = first_line(failure.get("exception") or failure.get("reason"))
     host = f" on {failure['host']}" if failure.get("host") else ""
     worker = f"rank {failure['rank']}{host}" if "rank" in failure else f"a process{host}"
@@ -194,7 +194,7 @@ def failure_words(cause: str, failure: Mapping[str, Any]) -> str:
 
 
 def _explained(traces: Traces) -> str:
-    """Of a hang: who waited for whom, and where the stacks are."""
+    """Return who waited for whom in a hang, and where the stacks are."""
     text = first_line(traces.hang.get("text"))
     files = [plain(str(name)) for name in _list(traces.hang.get("files"))]
     more = f" and {len(files) - SHOWN_FILES} more" if files[SHOWN_FILES:] else ""
@@ -203,7 +203,7 @@ def _explained(traces: Traces) -> str:
 
 
 def _where(failure: Mapping[str, Any]) -> str:
-    """``, train_step of step 4``"""
+    """Return ``, train_step of step 4``."""
     parts = [str(failure[key]) for key in ("call",) if failure.get(key)]
     step = failure.get("step")
     parts += [f"of step {step}" if parts else f"step {step}"] if step is not None else []
@@ -211,7 +211,7 @@ def _where(failure: Mapping[str, Any]) -> str:
 
 
 def _infer(failure: Mapping[str, Any]) -> str:
-    """The cause of a failure that does not name it."""
+    """Return the cause of a failure that does not name it."""
     reason = str(failure.get("reason") or "")
     if failure.get("exception"):
         return "exception"
@@ -221,7 +221,7 @@ def _infer(failure: Mapping[str, Any]) -> str:
 
 
 def warning(traces: Traces) -> str | None:
-    """What told an incarnation that its job will end."""
+    """Return why an incarnation was told to end, in words."""
     if not traces.warned:
         return None
     words = WARNINGS.get(str(traces.warned.get("cause")), WARNINGS["unknown"])
@@ -237,7 +237,7 @@ def _warned(traces: Traces, words: str) -> End:
 
 
 def _unsaid(traces: Traces) -> End | None:
-    """Ends that are no failure of anybody: the history's, or the master's last event."""
+    """Return an end without a published failure: the history's, or the master's last event."""
     if traces.begun.end is not None:
         if traces.begun.end.kind is Kind.CANCELLED:
             return _cancelled(traces)
@@ -252,8 +252,8 @@ def _unsaid(traces: Traces) -> End | None:
 
 
 def _was_cancelled(traces: Traces) -> bool:
-    """Whether the trial was cancelled while it ran. The signal that its processes got then looks
-    like any other."""
+    """Whether the trial was cancelled while the incarnation ran. The signal alone does not show
+    that."""
     end = traces.begun.end
     if end is None or end.kind is not Kind.CANCELLED:
         return False
@@ -266,8 +266,8 @@ def _cancelled(traces: Traces) -> End:
 
 
 def _by_scheduler(traces: Traces, tasks: Sequence[TaskState]) -> End | None:
-    """What the scheduler says about the job, while it remembers it. An element that waits or runs
-    was started again and says nothing about how it ended before."""
+    """Return the scheduler's state of the job, while it remembers the job. An element that waits
+    or runs was requeued, so its state says nothing about the earlier end."""
     task = _task(traces, tasks)
     cause = JOB_ENDS.get(task.state) if task else None
     if task is None or cause is None:
@@ -276,14 +276,14 @@ def _by_scheduler(traces: Traces, tasks: Sequence[TaskState]) -> End | None:
 
 
 def _task(traces: Traces, tasks: Sequence[TaskState]) -> TaskState | None:
-    """The element in which an incarnation lived."""
+    """Return the array element in which an incarnation ran."""
     job_id = traces.attempt.get("job_id")
     return next((task for task in tasks if job_id and task.job_id == job_id), None)
 
 
 def _contradicted(traces: Traces, tasks: Sequence[TaskState]) -> End | None:
-    """A signal alone does not say who sent it: when a batch process is killed or a job cancelled,
-    its steps get what a preempted job gets. The scheduler knows better, if it still does."""
+    """Return the scheduler's reason if it contradicts one guessed from a signal: steps of a killed
+    or cancelled job get the same signals as those of a preempted one."""
     task = _task(traces, tasks)
     if traces.warned.get("cause") not in GUESSED or task is None:
         return None
@@ -296,7 +296,7 @@ def _contradicted(traces: Traces, tasks: Sequence[TaskState]) -> End | None:
 def _silent(traces: Traces) -> End:
     if end := _newest(traces.supervisor, "end"):
         return End("unknown", f"its agents ended: {end.get('why') or end.get('code')}")
-    return End("killed", "ended without a word: its batch process or host was killed")
+    return End("killed", "ended without a report: its batch process or host was killed")
 
 
 def _newest(events: Sequence[Event], kind: str) -> Event | None:

@@ -1,4 +1,4 @@
-"""How fast a trial trains, from what its metrics and events say. Pure functions."""
+"""Training speed of a trial, from its metrics and events. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 from slurmrl.monitor.events import Event
 
 RECENT = 20
-"""Steps that the pace is judged by."""
+"""Newest steps that the pace is averaged over."""
 RECENT_COMMITS = 5
 STEP_S = "time/total"
-"""The metric that says how long a step took, its evaluation included."""
+"""The metric of a step's time, including its evaluation."""
 
 
 def step_s(lines: Sequence[Mapping[str, Any]], events: Iterable[Event]) -> float | None:
-    """Mean time of the newest steps, evaluations included. The first step of an incarnation warms
-    up and is left out, unless there are no others."""
+    """Return the mean time of the newest steps, including evaluations. The first step of an
+    incarnation is warm-up and left out, unless there are no others."""
     firsts = {event.get("step", -1) + 1 for event in events if event["kind"] == "ready"}
     timed = [line for line in lines if _number(line.get(STEP_S)) is not None]
     warm = [line for line in timed if line["step"] not in firsts]
@@ -26,14 +26,15 @@ def step_s(lines: Sequence[Mapping[str, Any]], events: Iterable[Event]) -> float
 
 
 def left_s(pace_s: float | None, step: int, total: int | None) -> float | None:
-    """Time to the last step at this pace."""
+    """Return the time to the last step at this pace."""
     if pace_s is None or total is None:
         return None
     return max(total - step, 0) * pace_s
 
 
 def commits(events: Iterable[Event]) -> tuple[float | None, float | None]:
-    """Seconds that the slowest of the newest commits took, and that training waited for it."""
+    """Return how long the slowest of the newest commits took, and how long training waited for
+    one at most."""
     newest = [event for event in events if event["kind"] == "commit"][-RECENT_COMMITS:]
     taken = [s for event in newest if (s := _number(event.get("seconds"))) is not None]
     stalls = [s for event in newest if (s := _number(event.get("stall_s"))) is not None]
@@ -41,7 +42,7 @@ def commits(events: Iterable[Event]) -> tuple[float | None, float | None]:
 
 
 def start_s(begun: float, events: Iterable[Event]) -> float | None:
-    """From an incarnation's begin until its ranks were ready to train."""
+    """Return the time from an incarnation's begin until its ranks were ready to train."""
     ready = next((event for event in events if event["kind"] == "ready"), None)
     if ready is None:
         return None
@@ -52,15 +53,15 @@ def start_s(begun: float, events: Iterable[Event]) -> float | None:
 def effective_ratio(
     trained_s: float | None, first_step_at: float | None, until: float | None
 ) -> float | None:
-    """Time of the steps that count / time since the first of them could begin. Steps that were
-    lost and done again count once, and waiting in the queue counts as time."""
+    """Return the time of the steps that count / the time since the first of them could begin.
+    Repeated steps count once; time in the queue counts as lost."""
     if trained_s is None or first_step_at is None or until is None or until <= first_step_at:
         return None
     return min(trained_s / (until - first_step_at), 1.0)
 
 
 def trained_s(lines: Iterable[Mapping[str, Any]]) -> float:
-    """Time of all steps in ``metrics.jsonl``, which holds each step once."""
+    """Return the time of all steps in ``metrics.jsonl``, which holds each step once."""
     return sum(_number(line.get(STEP_S)) or 0.0 for line in lines)
 
 

@@ -6,7 +6,7 @@ UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 
 
 def age(seconds: float | None) -> str:
-    """``40 s``, ``2.5 min``, ``3 h``: two digits are enough to know where one is."""
+    """Return ``40 s``, ``2.5 min``, ``3 h``: two digits are enough for people."""
     if seconds is None:
         return ""
     for unit, size in UNITS:
@@ -18,10 +18,10 @@ def age(seconds: float | None) -> str:
 
 
 def first_line(text: object) -> str:
-    """Of an error's text, which may be anything that somebody wrote into a file."""
+    """Return the first line of an error's text, which may come from a damaged file."""
     return plain(str(text or "").strip().partition("\n")[0])
 
 
 def plain(text: str) -> str:
-    """On one line, and harmless to a terminal."""
-    return "".join(one if one.isprintable() else " " for one in text).strip()
+    """Return the text on one line, without control characters."""
+    return "".join(c if c.isprintable() else " " for c in text).strip()

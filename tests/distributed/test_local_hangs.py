@@ -152,4 +152,4 @@ def test_stacks_on_demand(site: Site) -> None:
     assert sum(file.stat().st_size for file in folder.glob("0.0.log*")) < 1 << 20
     assert "of this output without its first" in (folder / "0.0.log.1").read_text()
     site.slurmrl("cancel", "ppo/1")
-    assert "no ranks run" in site.slurmrl("stacks", "ppo/1", code=2).stderr
+    assert "no ranks of ppo/1 are running" in site.slurmrl("stacks", "ppo/1", code=2).stderr

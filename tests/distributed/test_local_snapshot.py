@@ -28,7 +28,7 @@ def test_edits_reach_a_run_only_when_it_is_told_to_take_them(tmp_path: Path) -> 
     refused = site.slurmrl("submit", "ppo.yaml", "total_steps=14", "--scheduler", "local", code=2)
     assert "was submitted with another slurmrl" in refused.stderr
     kept = site.slurmrl("resume", "ppo/1", "total_steps=14", "--wait")
-    assert "goes on with its own slurmrl" in kept.stderr
+    assert "using the slurmrl of the trial" in kept.stderr
     updated = site.slurmrl("resume", "ppo/1", "total_steps=16", "--update-code", "--wait")
     assert "runs the code of now" in updated.stdout
     found = rewards(site.metrics("ppo/1"))

@@ -58,7 +58,7 @@ def test_the_story_of_a_run_that_is_killed(site: Site) -> None:
     ended = site.wait_for_end(TRIAL)
     assert ended["state"] == "INTERRUPTED"
     assert ended["diagnosis"].startswith("no links left (the last one: ")
-    assert ended["diagnosis"].endswith(f"slurmrl resume {TRIAL} goes on")
+    assert ended["diagnosis"].endswith(f"to continue: slurmrl resume {TRIAL}")
     text = site.slurmrl("status", TRIAL).stdout
     assert ended["diagnosis"] in text
     assert first["how"] in text

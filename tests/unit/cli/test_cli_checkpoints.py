@@ -127,7 +127,7 @@ def test_damage_is_told_and_exits_with_1(trial: Trial, capsys: pytest.CaptureFix
     path = trial.paths.checkpoint(4, 1) / "actor.0.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     assert trial.run("checkpoints", "--no-verify") == 0
-    assert "sizes right" in capsys.readouterr().out
+    assert "sizes match" in capsys.readouterr().out
     assert trial.run("checkpoints") == 1
     out = capsys.readouterr().out
     assert "actor.0.safetensors has another checksum" in out

@@ -353,14 +353,14 @@ def test_cancel_and_resume(
 ) -> None:
     assert submit_it(tmp_path, "--detach") == 0
     assert main(["cancel", "add/1"]) == 0
-    assert "to go on: slurmrl resume add/1\n" in capsys.readouterr().out
+    assert "to continue it: slurmrl resume add/1\n" in capsys.readouterr().out
     assert main(["resume", "add/1", "total_steps=7", "--detach", "--json"]) == 0
     assert printed(capsys)["submission"] == 2
     run = FakeRun(root)
     run.begin()
     run.end(Kind.FINISHED, step=7, reason="total_steps")
     assert main(["cancel", "add/1"]) == 0
-    assert capsys.readouterr().out == "add/1 had ended already: finished\n"
+    assert capsys.readouterr().out == "add/1 has already ended: finished\n"
 
 
 def contents(root: Path) -> dict[Path, tuple[int, bytes]]:
@@ -382,7 +382,7 @@ def test_a_full_disk_is_said_and_nothing_is_submitted(
     monkeypatch.setattr(space, "free_bytes", lambda directory: 3 << 20)
     assert main(["status", "add/1"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "is full, 3 MiB are left: it can never have begun for that; make room, then" in shown
+    assert "is full: 3 MiB are left, so no link can have started; free some space, then" in shown
     assert main(["resume", "add/1", "--detach"]) == 3
     assert "is full: 3 MiB are free" in capsys.readouterr().err
     assert len(scheduler.requests) == 1
@@ -401,7 +401,7 @@ def test_a_dry_run_of_resume_changes_nothing(
     capsys.readouterr()
     assert main(["resume", "add/1", "cluster.slurm.links=3", "--dry-run"]) == 0
     output = capsys.readouterr().out
-    assert "# goes on from step 4\n" in output
+    assert "# continues from step 4\n" in output
     assert '"name": "trainer"' in output
     assert "#!/bin/bash\nlinks 3" in output
     assert main(["resume", "add/1", "actor.optimizer.lr=1", "--dry-run"]) == 2
@@ -426,4 +426,4 @@ def test_a_dry_run_of_resume_refuses_what_resume_refuses(
     run.begin()
     run.end(Kind.FINISHED, step=6, reason="total_steps")
     assert main(["resume", "add/1", "--dry-run"]) == 0
-    assert capsys.readouterr().out == "add/1 is complete already; nothing would be submitted\n"
+    assert capsys.readouterr().out == "add/1 is already complete; nothing would be submitted\n"

@@ -42,7 +42,7 @@ def test_what_is_to_be_done_stands_at_the_end(capsys: pytest.CaptureFixture[str]
         "         -> put 'ulimit -n 65536' in",
         "FAILED   gpus        n0        4 asked, given 0,1",
         "         -> look at 'scontrol show node'",
-        "11 ok, 1 warning, 1 failed; the compute nodes were not looked at: add --job",
+        "11 ok, 1 warning, 1 failed; compute nodes were not checked: add --job",
     ]
 
 

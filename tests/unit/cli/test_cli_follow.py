@@ -92,7 +92,7 @@ def test_the_processes_of_an_ended_local_trial_are_waited_for(scene: Scene) -> N
     assert scene.happenings == []
 
 
-def test_processes_that_stay_are_not_waited_for_for_ever(
+def test_processes_that_stay_are_not_waited_for_without_end(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "LEAVE_S", 0.05)

@@ -146,7 +146,7 @@ def test_ctrl_c_stops_at_a_step_and_resume_goes_on(desk: Desk) -> None:
     assert step >= 3
     code, out, _ = desk.run("resume", "add/1", steps=step + 2)
     assert code == 0
-    assert f"goes on from step {step}" in out
+    assert f"continues from step {step}" in out
     assert [line["step"] for line in read(desk.paths.metrics)] == list(range(1, step + 3))
 
 

@@ -50,7 +50,7 @@ def test_one_trial() -> None:
         "  reward 0.4123  tokens_per_s 1,234",
         "  commit       step 10, 3.3 min ago",
         "  job          41_1, 20 min left, 6 links behind it",
-        "  useful time  93%; the rest: waiting, starting, steps done twice",
+        "  useful time  93%; the rest: queue, start-up, repeated steps",
         "  directory    /runs/me/add/1",
         "",
         "TASK       JOB   HOST  STATE    ATTEMPT  HEARTBEAT",
@@ -110,7 +110,7 @@ def test_long_host_lists_are_cut(hosts: list[str], text: str) -> None:
 def test_a_failed_trial_says_why() -> None:
     failed = status(state="FAILED", reason="rank 1: NaN\nmore", traceback="Trace\n  x\n")
     text = render.one(failed)
-    assert "Trace\n  x\n\nMend that, then: slurmrl resume add/1 (--update-code if" in text
+    assert "Trace\n  x\n\nFix the cause, then: slurmrl resume add/1 (add --update-code if" in text
     assert render.note(status(state="FAILED", reason="rank 1: NaN\nmore")) == "rank 1: NaN"
 
 
@@ -136,7 +136,7 @@ def test_doubts_are_said() -> None:
         ),
         ({"state": "INTERRUPTED"}, ["slurmrl resume add/1 --root /r", "last commit step 10"]),
         ({"state": "CANCELLED"}, ["slurmrl resume add/1"]),
-        ({"state": "RUNNING"}, ["the run goes on", "slurmrl cancel add/1 --root /r"]),
+        ({"state": "RUNNING"}, ["the run continues", "slurmrl cancel add/1 --root /r"]),
     ],
 )
 def test_what_is_said_at_the_end(changes: dict[str, Any], words: list[str]) -> None:
@@ -183,7 +183,7 @@ def test_plain_lines(tmp_path: Any) -> None:
     run.metrics({"step": 2, "reward": 0.5})
     assert look(incarnation=1, checkpoint={"step": 1, "age_s": 0}) == ["step 2/60  reward 0.5"]
     again = look(incarnation=2, checkpoint={"step": 1, "age_s": 0})
-    assert again == ["incarnation 2 goes on from step 1", "step 2/60  reward 0.5"]
+    assert again == ["incarnation 2 continues from step 1", "step 2/60  reward 0.5"]
 
 
 @pytest.mark.parametrize("checkpoint", [None, {"step": 2, "age_s": 0}])
@@ -200,4 +200,4 @@ def test_a_resumed_run_does_not_repeat_old_steps(tmp_path: Any, checkpoint: Any)
     run.paths.metrics.unlink()
     run.metrics(*({"step": step} for step in range(1, first + 1)))
     view.update(status(run=str(run.paths.run), incarnation=4, checkpoint=checkpoint))
-    assert lines[1:3] == [f"incarnation 4 goes on from step {first - 1}", f"step {first}/60"]
+    assert lines[1:3] == [f"incarnation 4 continues from step {first - 1}", f"step {first}/60"]

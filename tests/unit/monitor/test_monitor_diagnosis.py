@@ -49,13 +49,13 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "starting, waits for somebody": (
         status(phase="starting", waiting={**MANY, "since_s": 8.0}),
         "starting",
-        "starting, waits for ranks 0, 1, 2, 3, 4, 5, 6, 7 and 8 more (n0, n1, n2, n3 …) "
+        "starting, waiting for ranks 0, 1, 2, 3, 4, 5, 6, 7 and 8 more (n0, n1, n2, n3 …) "
         "to be ready",
     ),
     "waits long": (
         status(waiting=WAITING),
         "waiting",
-        "has waited 3.3 min for rank 3 (n1) to finish gen of step 13",
+        "has been waiting 3.3 min for rank 3 (n1) to finish gen of step 13",
     ),
     "long steps may take long": (
         status(waiting=WAITING, timing=timing(step_s=50.0, left_s=2400.0)),
@@ -65,33 +65,32 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "waits for all": (
         status(waiting={**WAITING, "for": [0, 1], "of": 2}),
         "waiting",
-        "has waited 3.3 min for all 2 ranks to finish gen of step 13",
+        "has been waiting 3.3 min for all 2 ranks to finish gen of step 13",
     ),
     "a job has just started": (
         status(incarnation=0, incarnations=[], link=link(4.0)),
         "starting",
-        "starting: its job started 4 s ago, its processes have not spoken yet",
+        "starting: its job started 4 s ago, no sign of its processes yet",
     ),
     "a job that says nothing": (
         status(incarnation=0, incarnations=[], link=link(300.0)),
         "starting",
-        "starting: its job started 5 min ago, its processes have not spoken yet; see slurmrl logs "
-        "add/1",
+        "starting: its job started 5 min ago, no sign of its processes yet; see slurmrl logs add/1",
     ),
     "restarts": (
         status(incarnations=[incarnation(1, how="rank 3 on n1 died: SIGKILL")]),
         "restarting",
-        "starts again after: rank 3 on n1 died: SIGKILL",
+        "restarting after: rank 3 on n1 died: SIGKILL",
     ),
     "told to stop": (
         status(warned="time limit"),
         "stopping",
-        "time limit: it stops at the next step and commits",
+        "time limit: stops at the next step and commits",
     ),
     "no heartbeat": (
         status(unconfirmed=True),
         "unconfirmed",
-        "unconfirmed: no heartbeat of its first host was seen",
+        "unconfirmed: no heartbeat from its first host",
     ),
     "no scheduler": (
         status(problem="squeue did not answer\nmore"),
@@ -111,7 +110,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "short lead": (
         status(timing=SLOW),
         "signal_lead",
-        "the warning comes 120 s before the limit but a step and a commit take 300 s: raise "
+        "Slurm warns 120 s before the time limit, but a step and a commit take 300 s: raise "
         "cluster.slurm.signal_lead_s",
     ),
     "short lead without Slurm": (
@@ -174,18 +173,18 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "interrupted": (
         status(state="INTERRUPTED", incarnations=[ENDED]),
         "interrupted",
-        "no links left (the last one: preempted (SIGTERM), handed over at step 12); slurmrl resume "
-        "add/1 goes on",
+        "no links left (the last one: preempted (SIGTERM), handed over at step 12); to "
+        "continue: slurmrl resume add/1",
     ),
     "never began": (
         status(state="INTERRUPTED", incarnations=[]),
         "interrupted",
-        "no links left, and it never began; slurmrl resume add/1 goes on",
+        "no links left and no incarnation ever began; to continue: slurmrl resume add/1",
     ),
     "never submitted": (
         status(state="INTERRUPTED", total_steps=None, incarnations=[]),
         "not_submitted",
-        "was never submitted; submit its configuration again",
+        "was never submitted: submit its configuration again",
     ),
     "finished": (
         ended("COMPLETED", "total_steps", step=60),
@@ -210,7 +209,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "cancelled": (
         ended("CANCELLED", "cancelled by me"),
         "cancelled",
-        "cancelled by me; slurmrl resume add/1 goes on",
+        "cancelled by me; to continue: slurmrl resume add/1",
     ),
 }
 
@@ -256,5 +255,6 @@ def test_hosts_that_are_avoided_are_named_last() -> None:
     findings = diagnose(status(avoided=avoided))
     assert [finding.code for finding in findings] == ["running", "avoided"]
     assert findings[-1].text == (
-        "jobs avoid n3, n4 (n3: python: not found); slurmrl resume add/1 --include HOST lifts that"
+        "jobs avoid n3, n4 (n3: python: not found); to use one again: slurmrl resume add/1 "
+        "--include HOST"
     )

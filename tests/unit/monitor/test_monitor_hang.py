@@ -66,7 +66,7 @@ def test_three_wait_for_the_fourth(fourth: dict[str, Any], expected: str) -> Non
 
 
 def test_ranks_of_which_nothing_is_known_are_waited_for() -> None:
-    assert explain(grouped(THREE)) == f"{FOR}, of which nothing is known"
+    assert explain(grouped(THREE)) == f"{FOR}, which reported nothing"
 
 
 def test_a_rank_outside_the_group_is_not_blamed() -> None:

@@ -198,7 +198,7 @@ def test_a_job_that_has_just_started_has_no_heartbeat_yet(run: FakeRun, now: Tas
     status = look(run, now, alive=False)
     assert "unconfirmed" not in status
     assert status["groups"][0]["tasks"][0]["attempt"] is None
-    assert "have not spoken yet" in status["diagnosis"]
+    assert "no sign of its processes yet" in status["diagnosis"]
 
 
 @pytest.mark.parametrize(("alive", "state"), [(True, "RUNNING"), (False, "INTERRUPTED")])

@@ -169,7 +169,7 @@ def test_where_nobody_said_anything_the_scheduler_may_know(
     (row,) = rows(run, task(0, state, words="what the scheduler says"))
     assert row["cause"] == cause
     known = state not in (JobState.PENDING, JobState.UNKNOWN)
-    silent = "ended without a word: its batch process or host was killed"
+    silent = "ended without a report: its batch process or host was killed"
     assert row["how"] == ("job 41_0: what the scheduler says" if known else silent)
 
 
