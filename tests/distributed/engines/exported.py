@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from slurmrl.checkpoint.export import export
 from slurmrl.checkpoint.manifest import write_manifest
+from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.models.storage import file_form
 from tests.distributed.engines.cases import Setup
 from tests.pool import RankPool
@@ -28,7 +29,8 @@ def train_and_export(
     """The export after that, and what transformers loads of it: all, and nothing else."""
     train(ranks, setup, folder)
     values, storage = file_form(setup.model["architecture"], implementation, "lm")
-    target = export(folder, "actor", values, folder / "export", storage=storage)
+    weights = RoleCheckpoint(folder, "actor")
+    target = export(weights, values, folder / "export", generation={}, storage=storage)
     loaded, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
