@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from slurmrl.config.schema import Config, Model
 from slurmrl.errors import UsageError
+from slurmrl.fsio.failures import explain
 
 CONFIG: Final = "config.json"
 GENERATION_CONFIG: Final = "generation_config.json"
@@ -84,8 +85,10 @@ def _eos(values: Mapping[str, Any], file: str) -> list[int]:
 def _read(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
+    except FileNotFoundError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from error
+    except OSError as error:
+        raise explain(error, "read", path) from error
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):

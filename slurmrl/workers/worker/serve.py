@@ -10,10 +10,11 @@ from typing import Any
 
 from slurmrl import log
 from slurmrl.channel.pipe import Connection
-from slurmrl.errors import DamagedCheckpointError, UsageError
+from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure, UsageError
 from slurmrl.parallel.activity import Activity
 from slurmrl.paths import RunPaths
 from slurmrl.workers import messages
+from slurmrl.workers.failure import Cause
 from slurmrl.workers.messages import Message
 from slurmrl.workers.worker.errors import recognise
 from slurmrl.workers.worker.executor import Executor
@@ -86,11 +87,13 @@ def _linger(pipe: Connection) -> None:
 
 def _describe(error: BaseException, rank: int, doing: Message) -> dict[str, Any]:
     """A user's mistake is final: its message says everything, and another start would meet it
-    again."""
+    again. What a host lacks when its rank starts may be there on others."""
     final = isinstance(error, UsageError)
+    lacking = isinstance(error, EnvironmentFailure) and doing["type"] == messages.START
     text = str(error) if final else f"{type(error).__name__}: {error}"
     return {
         **({"final": True} if final else {}),
+        **({"cause": Cause.ENVIRONMENT} if lacking else {}),
         **({"damaged": error.directory} if isinstance(error, DamagedCheckpointError) else {}),
         **recognise(error),
         "type": messages.ERROR,

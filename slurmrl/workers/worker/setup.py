@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from slurmrl.data import dataset
 from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine
+from slurmrl.errors import EnvironmentFailure
 from slurmrl.parallel import device, groups
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.groups import ParallelContext
@@ -31,6 +34,7 @@ def build(
 ) -> Executor:
     """Everything of this rank, with the weights of the commit that ``start`` names, if any."""
     settings = load_run_settings(paths)
+    require_inputs(settings)
     plan = Plan.read(paths.plan)
     accelerator = device.choose()
     deterministic = settings.config.deterministic
@@ -60,6 +64,20 @@ def build(
             engine.load(paths.checkpoints / start["base"])
     activity.phase("opening the dataset")
     return _executor(paths, settings, plan, rank, engines)
+
+
+def require_inputs(settings: Settings) -> None:
+    """Raises EnvironmentFailure for a file or a folder that was there when the trial was submitted
+    and is not here: this host may lack a mount."""
+    config = settings.config
+    models: list[Model] = [getattr(config, use.role) for use in settings.algorithm.roles()]
+    paths = [config.actor.tokenizer, *(model.path for model in models), config.dataset.path]
+    if config.evaluation is not None:
+        paths.append(config.evaluation.dataset.path)
+    for path in paths:
+        if path is not None and not os.path.exists(path):
+            message = f"{path} is not on {socket.gethostname()}; is its file system mounted there?"
+            raise EnvironmentFailure(message)
 
 
 def _engines(

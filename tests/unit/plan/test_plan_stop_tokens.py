@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from slurmrl.config.schema import Model
 from slurmrl.data.tokenizer import end_id, load_tokenizer, save_tokenizer
-from slurmrl.errors import ConfigError
-from slurmrl.plan.model_files import stop_tokens
+from slurmrl.errors import ConfigError, EnvironmentFailure
+from slurmrl.plan.model_files import config_values, stop_tokens
 from slurmrl.plan.settings import Settings
 from tests.unit.plan.conftest import ARCHITECTURE
 
@@ -110,3 +112,14 @@ def test_stop_tokens_are_checked_at_submission(
     [problem] = caught.value.problems
     assert problem.key == key
     assert message in problem.message
+
+
+def test_a_file_that_does_not_answer_is_no_mistake_of_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object, **options: object) -> str:
+        raise OSError(errno.EIO, "no answer")
+
+    monkeypatch.setattr(Path, "read_text", fail)
+    with pytest.raises(EnvironmentFailure, match=r"cannot read .*config\.json: .*EIO"):
+        config_values(Model(path=str(tmp_path)))

@@ -84,6 +84,10 @@ def test_exception_of_a_rank(bed: Bed) -> None:
     }
 
 
+def test_what_a_rank_knows_of_the_cause_counts(bed: Bed) -> None:
+    assert bed.failure(error(3, "no mount", cause="environment"))["cause"] == "environment"
+
+
 def test_exception_for_want_of_memory_keeps_its_traceback(bed: Bed) -> None:
     failure = bed.failure(error(3, "OutOfMemoryError: 80 GiB", oom=True))
     assert (failure["cause"], failure["traceback"]) == ("oom", "at x")

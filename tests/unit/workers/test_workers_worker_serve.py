@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import pytest
 
 from slurmrl.channel.pipe import Connection
-from slurmrl.errors import DamagedCheckpointError, RewardError
+from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure, RewardError
 from slurmrl.parallel.activity import Activity
 from slurmrl.workers import messages
 from slurmrl.workers.worker import serve as serve_module
@@ -151,6 +151,19 @@ def test_a_mistake_of_the_users_is_final(ready: Rank) -> None:
     said = ready.hear()
     assert said["final"] is True
     assert (said["exception"], said["traceback"]) == ("reward m:f returned nan", "")
+
+
+def test_what_a_host_lacks_at_the_start_is_not_the_trial_s_fault(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(*arguments: object) -> NoReturn:
+        raise EnvironmentFailure("/models/m is not on n1")
+
+    monkeypatch.setattr(serve_module, "build", build)
+    rank.agent.send(START)
+    said = rank.hear()
+    assert said["cause"] == "environment"
+    assert "final" not in said
 
 
 def test_a_damaged_checkpoint_is_named(ready: Rank) -> None:
