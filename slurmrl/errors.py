@@ -1,4 +1,4 @@
-"""The exception tree. Each error is also the fitting standard type, has an exit code, and pickles.
+"""The exception tree: each error is also the fitting standard type, has an exit code and pickles.
 
 Subclasses keep everything they carry in ``args``, so that the default pickling works.
 """
@@ -16,8 +16,8 @@ class SlurmrlError(Exception):
 
 
 class RunFailedError(SlurmrlError, RuntimeError):
-    """The run itself failed (a call raised, or no progress was made). ``args[1]``, where there is
-    one, is what is known of it (see `workers.failure`)."""
+    """The run itself failed (a call raised, or there was no progress). ``args[1]`` is optional: the
+    description of the failure (see `workers.failure`)."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
@@ -28,17 +28,17 @@ class RunFailedError(SlurmrlError, RuntimeError):
 
 
 class UsageError(SlurmrlError, ValueError):
-    """The user asked for something that is not allowed."""
+    """User error: the request is not allowed or cannot be met as stated."""
 
     exit_code = 2
 
 
 class UnknownNameError(UsageError, LookupError):
-    """A name that is not in its table; the message lists the known ones."""
+    """A name is not in its table; the message lists the known names."""
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong in a configuration."""
+    """One problem of a configuration."""
 
     where: str
     """File and line, ``ppo.yaml:12``, or ``command line``."""
@@ -52,7 +52,7 @@ class Problem(NamedTuple):
 
 
 class ConfigError(UsageError):
-    """A configuration with problems; all of them are reported at once."""
+    """A configuration has problems; all of them are reported at once."""
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         super().__init__(problems)
@@ -63,11 +63,11 @@ class ConfigError(UsageError):
 
 
 class RewardError(UsageError):
-    """A reward function did not do what it must, or cannot judge a row of the data."""
+    """A reward function broke its contract, or cannot judge a row of the data."""
 
 
 class UnusableRowError(RewardError):
-    """A reward function cannot judge one row. ``args``: why, and the row's index in its call."""
+    """A reward function cannot judge one row. ``args``: the reason, the row's index in its call."""
 
     @property
     def index(self) -> int:
@@ -78,11 +78,11 @@ class UnusableRowError(RewardError):
 
 
 class AllocationError(UsageError):
-    """An allocation string that is not allowed."""
+    """An allocation string is not valid."""
 
 
 class EnvironmentFailure(SlurmrlError, OSError):  # noqa: N818 - it is also an OSError by nature
-    """The machine, the cluster or the shared directory cannot do what is needed."""
+    """The machine, the cluster or the shared directory failed or lacks something."""
 
     exit_code = 3
 
@@ -91,65 +91,65 @@ class EnvironmentFailure(SlurmrlError, OSError):  # noqa: N818 - it is also an O
 
 
 class OwnershipError(EnvironmentFailure):
-    """Others could change what a directory holds, so it is not used."""
+    """Another user could change the contents of a directory, so it is not used."""
 
 
 class SchedulerError(EnvironmentFailure):
-    """A scheduler command failed or its answer was not understood."""
+    """A scheduler command failed, or its output could not be parsed."""
 
 
 class NameExistsError(SlurmrlError, FileExistsError):
-    """An exclusive add met a key that exists."""
+    """The key of an exclusive add exists already."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
 class NameNotFoundError(SlurmrlError, LookupError):
-    """A key that does not exist."""
+    """A key does not exist."""
 
 
 class InvalidNameError(UsageError):
-    """A key or a value that the store does not take (too long, empty, control characters)."""
+    """The store does not accept a key or a value (too long, empty, control characters)."""
 
 
 class WaitTimeoutError(SlurmrlError, TimeoutError):
-    """A bounded wait ran out; the message names what was missing."""
+    """A wait timed out; the message names what was missing."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
 
 class SlotTakenError(SlurmrlError, RuntimeError):
-    """Somebody else won the history slot in ``args[0]``; whoever wanted it must read again."""
+    """Another writer won the history slot in ``args[0]``; the caller must read again."""
 
     def __str__(self) -> str:
         return f"history slot {self.args[0]} is taken"
 
 
 class StaleIncarnationError(SlurmrlError, RuntimeError):
-    """A newer incarnation of the trial has begun: whoever sees this must stop at once."""
+    """A newer incarnation of the trial has begun: the process must stop at once."""
 
 
 class RunGoneError(SlurmrlError, RuntimeError):
-    """The run directory was removed: whoever works for it must stop at once."""
+    """The run directory was removed: the process must stop at once."""
 
 
 class TrialEndedError(SlurmrlError, RuntimeError):
-    """The history already holds an end of the trial."""
+    """The trial has already ended, according to its history."""
 
 
 class CorruptFileError(SlurmrlError, ValueError):
-    """A file of ours holds bytes that we cannot have written."""
+    """One of slurmrl's own files is damaged."""
 
 
 class CheckpointError(SlurmrlError, RuntimeError):
-    """A checkpoint is missing, incomplete or does not fit."""
+    """A checkpoint is missing, is incomplete or does not match the run."""
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A committed checkpoint is not as it was written. ``args``: the message, and the name of its
-    folder in ``checkpoints/``."""
+    """A committed checkpoint was changed after it was written. ``args``: the message and the name
+    of its directory in ``checkpoints/``."""
 
     @property
     def directory(self) -> str:
@@ -160,11 +160,11 @@ class DamagedCheckpointError(CheckpointError):
 
 
 class LayoutError(SlurmrlError, ValueError):
-    """Two layouts do not fit together, or a layout is not whole."""
+    """Two layouts do not match, or a layout is incomplete."""
 
 
 class WorkerDiedError(SlurmrlError, RuntimeError):
-    """A child process ended when it should not have."""
+    """A child process ended unexpectedly."""
 
 
 class MissingDependencyError(SlurmrlError, ImportError):

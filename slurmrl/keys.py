@@ -1,4 +1,4 @@
-"""Every key of a trial's name store. Keys of one incarnation carry its number."""
+"""The keys of a trial's name store; the keys of an incarnation contain its number."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ ATTEMPTS = "attempt"
 
 
 def attempt(group: str, task: int, number: int) -> str:
-    """Claim of one start of a task; its value says job, host and process."""
+    """Claim of one start of a task; the value holds its job, host and process."""
     return f"attempt/{group}/{task}/{number}"
 
 
@@ -35,42 +35,41 @@ def failure(incarnation: int) -> str:
 
 
 def warned(incarnation: int) -> str:
-    """What told an incarnation that its job will end: signal, cause and the time left, as JSON."""
+    """Warning that the job of an incarnation will end: signal, cause and time left, as JSON."""
     return f"incarnation/{incarnation}/warned"
 
 
 def batons() -> str:
-    """Root of the jobs that took the trial over, one after the other."""
+    """Root of the batons: the jobs that took the trial over, in order."""
     return "baton"
 
 
 def baton(number: int) -> str:
-    """The job that took the trial over as the ``number``-th, as JSON; of several at once one
-    wins."""
+    """The ``number``-th job that took the trial over, as JSON; of concurrent adds one wins."""
     return f"baton/{number}"
 
 
 def hang(incarnation: int) -> str:
-    """Who waited for whom when an incarnation was ended for silence or a deadline, as JSON:
-    ``text`` and ``files`` with stacks."""
+    """Which ranks waited for which when an incarnation was ended for silence or a deadline, as
+    JSON: ``text``, and ``files`` with stacks."""
     return f"incarnation/{incarnation}/hang"
 
 
 def stacks(incarnation: int, number: int) -> str:
-    """The ``number``-th request for stacks, from 1 on, as JSON: ``ranks``, null for all."""
+    """The ``number``-th request for stacks, counted from 1, as JSON: ``ranks`` (null: all)."""
     return f"incarnation/{incarnation}/stacks/{number}"
 
 
 def lost(host: str) -> str:
-    """A host whose agent was seen to be dead, as JSON: the incarnation and its job."""
+    """A host whose agent is dead, as JSON: the incarnation that found out, and its job."""
     return f"lost/{host}"
 
 
 def devices(incarnation: int, group: str, task: int) -> str:
-    """Devices that an agent gave its workers."""
+    """Devices that an agent assigned to its workers."""
     return f"incarnation/{incarnation}/devices/{group}/{task}"
 
 
 def status() -> str:
-    """What the master last said about the run, replaced as it goes on."""
+    """The master's latest status of the run; replaced periodically."""
     return "status"

@@ -1,7 +1,7 @@
-"""Leases: a holder's counter moves; an observer judges by its own clock whether it still does.
+"""Leases: the holder increments a counter; observers judge by their own clocks whether it moves.
 
-No clock or file time of another machine is looked at. The observer's clock advances only while
-the directory answers it, so that a stalled file system looks like silence to nobody.
+No clock and no file time of another machine is used. The observer's clock advances only while
+the directory answers, so a stalled file system does not look like a dead holder.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from slurmrl.fsio.primitives import make_private, opened, pwrite_all
 DIGITS = 20
 NOTE_BYTES = 64 * 1024
 GAPS_PER_TTL = 4
-"""The time between two looks counts for at most this part of the TTL: an observer that was itself
-suspended, or hung in a write of its own, has not been watching."""
+"""The time between two looks counts for at most 1/4 of the TTL, because an observer that was
+suspended, or hung in a write of its own, was not watching."""
 
 
 class Lease:
-    """The holder's side: one file that nobody else writes."""
+    """The holder's side: a file with a single writer."""
 
     def __init__(self, path: Path, *, calls: SystemCalls = REAL) -> None:
         self._path = path
@@ -34,10 +34,10 @@ class Lease:
         self._counter = 0
 
     def beat(self, note: bytes = b"") -> None:
-        """Move the counter. Raises EnvironmentFailure: then the holder must start nothing new.
+        """Increment the counter. Raises EnvironmentFailure; the holder must then start nothing new.
 
-        ``note`` is written behind the counter, at no cost of its own. Where it is shorter than the
-        one before, the rest of that stays behind it; a reader can see half of it.
+        ``note`` follows the counter in the same write. If it is shorter than the previous note,
+        the tail of that remains behind it; a reader can see a partial note.
         """
         self._counter += 1
         data = f"{self._counter:0{DIGITS}d}\n".encode() + note[:NOTE_BYTES]
@@ -51,16 +51,16 @@ class Lease:
 
 
 def read_counter(path: Path, *, calls: SystemCalls = REAL) -> int | None:
-    """The counter; None where there is none (no file yet, or half of the first write).
+    """Return the counter; None if there is none yet (no file, or a partial first write).
 
-    Raises EnvironmentFailure if the directory does not answer or is gone, CorruptFileError for
-    what is no regular file.
+    Raises EnvironmentFailure if the directory does not answer or is gone, CorruptFileError if the
+    path is not a regular file.
     """
     return _read(path, calls)[0]
 
 
 def _read(path: Path, calls: SystemCalls) -> tuple[int | None, bytes]:
-    """Counter and note."""
+    """Return the counter and the note."""
     try:
         with opened(path, os.O_RDONLY | os.O_NOFOLLOW, calls) as file:
             text = calls.read(file, DIGITS + 1 + NOTE_BYTES)
@@ -68,14 +68,14 @@ def _read(path: Path, calls: SystemCalls) -> tuple[int | None, bytes]:
         _look_again(path.parent, calls)
         return None, b""
     except OSError as error:
-        raise unreadable(error, path, "remove it: its holder makes it again") from error
+        raise unreadable(error, path, "remove it: its holder creates it again") from error
     if not text[:DIGITS].isdigit() or text[DIGITS : DIGITS + 1] != b"\n":
         return None, b""
     return int(text[:DIGITS]), text[DIGITS + 1 :]
 
 
 def _look_again(directory: Path, calls: SystemCalls) -> None:
-    """List the directory, so that an NFS client does not go on believing that a file is missing."""
+    """List the directory, which makes an NFS client drop its cached absence of the file."""
     try:
         atomic.list_names(directory, calls=calls)
     except FileNotFoundError as error:
@@ -86,14 +86,14 @@ def _look_again(directory: Path, calls: SystemCalls) -> None:
 class LeaseView:
     alive: bool
     age_s: float
-    """Seconds for which the counter was seen not to move."""
+    """Seconds for which the counter was observed not to move."""
     counter: int | None
     note: bytes = b""
-    """What the holder wrote behind the counter."""
+    """The note that the holder wrote behind the counter."""
 
 
 class LeaseObserver:
-    """The observer's side. Look at least four times per TTL; dead needs as many looks."""
+    """The observer's side. Look at least four times per TTL: a death takes four looks to see."""
 
     def __init__(
         self,
@@ -111,10 +111,10 @@ class LeaseObserver:
         self._note = b""
         self._age_s = 0.0
         self._looked_at: float | None = None
-        """End of the last look, if that one succeeded."""
+        """When the last look ended, if it succeeded."""
 
     def observe(self) -> LeaseView:
-        """Look once. A look that fails changes nothing but stops the clock until the next one."""
+        """Look once. A failed look only stops the clock until the next one."""
         before = self._clock()
         try:
             counter, note = _read(self._path, self._calls)
@@ -134,8 +134,8 @@ class LeaseObserver:
 
 
 class LeaseBoard:
-    """Observers of all leases in a directory, by file name. Each lease is looked at once per
-    ``look_s`` at most, however often it is asked for."""
+    """Observers of the leases in a directory, by file name. Each lease is read at most once per
+    ``look_s``, however often its view is requested."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Log lines of slurmrl's processes: time, who, level, message; written to standard error."""
+"""Logging of slurmrl's processes to standard error: time, process, level, message."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def get(name: str) -> logging.Logger:
 
 
 def flush() -> None:
-    """Write out what is buffered, before a process leaves without its usual clean-up."""
+    """Flush all buffers, before a process exits without the usual clean-up."""
     for handler in logging.getLogger().handlers:
         handler.flush()
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Where everything of a trial lies. No other module joins path names of the run directory."""
+"""The paths of a trial. No other module joins path names of the run directory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DAMAGED_PREFIX = "damaged-"
 
 
 def user_name() -> str:
-    """The user whose runs these are: the account's name, or its number where it has none."""
+    """Return the current user's account name, or the numeric id if the account has no name."""
     try:
         return pwd.getpwuid(os.getuid()).pw_name
     except KeyError:
@@ -19,7 +19,7 @@ def user_name() -> str:
 
 
 def rotated(log: Path) -> Path:
-    """The part of an output file that came before the present one."""
+    """The previous part of a rotated output file."""
     return log.with_name(f"{log.name}.1")
 
 
@@ -52,12 +52,12 @@ class RunPaths:
 
     @property
     def identity(self) -> Path:
-        """The trial's uuid and when it was made; its exclusive creation makes the trial."""
+        """The trial's uuid and creation time; its exclusive creation creates the trial."""
         return self.run / "trial.json"
 
     @property
     def code(self) -> Path:
-        """Snapshot of the code that the run uses, taken when the trial was made."""
+        """Snapshot of the code that the run uses, taken when the trial was created."""
         return self.run / "code"
 
     def snapshot(self, number: int) -> Path:
@@ -78,7 +78,7 @@ class RunPaths:
 
     @property
     def hosts(self) -> Path:
-        """What hosts of a cluster failed at, and which of them jobs avoid."""
+        """Failed starts by host, and the hosts that jobs avoid."""
         return self.run / "hosts"
 
     @property
@@ -121,7 +121,7 @@ class RunPaths:
         return self.submissions / str(number)
 
     def submission_request(self, number: int) -> Path:
-        """What was asked for; its exclusive creation makes the submission."""
+        """The request; its exclusive creation creates the submission."""
         return self.submission(number) / "request.json"
 
     def submission_script(self, number: int, group: str) -> Path:
@@ -133,11 +133,11 @@ class RunPaths:
         return self.submission(number) / "jobs.json"
 
     def submission_environment(self, number: int) -> Path:
-        """What the jobs of a submission inherit of the environment it was made in."""
+        """Environment variables that the jobs inherit from the submitting shell."""
         return self.submission(number) / "environment.json"
 
     def extension_claim(self, number: int, group: str, index: int) -> Path:
-        """Its exclusive creation gives the right to extend a group by another array."""
+        """Claim file: its exclusive creation grants the right to extend a group by an array."""
         return self.submission(number) / f"{group}.more.{index}.json"
 
     def extension_job(self, number: int, group: str, index: int) -> Path:
@@ -164,7 +164,7 @@ class RunPaths:
         return self.checkpoints / f"step-{step:08d}.{incarnation}"
 
     def damaged_checkpoint(self, directory: str) -> Path:
-        """Where the folder of a commit that turned out to be damaged is kept for a while."""
+        """Where the directory of a damaged commit is kept for inspection."""
         return self.checkpoints / f"{DAMAGED_PREFIX}{directory}"
 
     def damaged_checkpoints(self) -> list[Path]:
@@ -178,8 +178,8 @@ class RunPaths:
         return self.logs / group / f"{task}.{attempt}.log"
 
     def stacks(self, group: str, task: int, attempt: int, incarnation: int, number: int) -> Path:
-        """Stacks of a host's processes: those that were taken before an incarnation ended
-        (``number`` 0), or for a request."""
+        """Stacks of a host's processes, taken before an incarnation ended (``number`` 0) or for
+        the request ``number``."""
         return self.logs / group / f"{task}.{attempt}.stacks-{incarnation}.{number}.txt"
 
     def batch_log(self, group: str, element: str) -> Path:
@@ -190,11 +190,11 @@ class RunPaths:
         return self.events / f"{writer}.jsonl"
 
     def channels(self) -> tuple[Path, ...]:
-        """Directories that hold nothing that outlives an incarnation."""
+        """Directories whose contents do not outlive an incarnation."""
         return (self.control, self.leases)
 
     def directories(self) -> tuple[Path, ...]:
-        """All directories that ``submit`` makes."""
+        """All directories that ``submit`` creates."""
         return (
             self.run,
             self.code,

@@ -17,15 +17,15 @@ def resolve(reference: str) -> Any:
 
 
 def near(name: str, known: list[str]) -> str:
-    """A hint for a misspelt name: the nearest one if there is any, and the whole list."""
+    """Return a hint for a misspelt name: the closest match, if any, and the whole list."""
     close = difflib.get_close_matches(name, known, n=1)
     hint = f"did you mean '{close[0]}'? " if close else ""
     return f"{hint}allowed: {', '.join(known)}"
 
 
 class Registry:
-    """Names of one kind of thing. An unknown name raises and lists the known ones; a second
-    registration of a name raises too."""
+    """The implementations of one kind. Unknown names raise and list the known ones; registering a
+    name twice raises too."""
 
     def __init__(self, kind: str, entries: dict[str, str]) -> None:
         self.kind = kind
@@ -37,7 +37,7 @@ class Registry:
         self._entries[name] = reference
 
     def reference(self, name: str) -> str:
-        """The ``module:attribute`` of a name."""
+        """Return the ``module:attribute`` of a name. Raises UnknownNameError."""
         if name not in self._entries:
             raise UnknownNameError(f"unknown {self.kind} '{name}'; {near(name, sorted(self))}")
         return self._entries[name]

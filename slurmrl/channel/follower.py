@@ -1,4 +1,4 @@
-"""Reading logs as they grow: told of changes where the kernel can tell, else by polling."""
+"""Follow growing logs, by kernel notification where available and by polling elsewhere."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ logger = log.get(__name__)
 
 FIRST_POLL_S = 0.001
 POLL_GROWTH = 1.1
-"""A poll comes late by at most a tenth of the time waited, until pauses are as long as they get."""
+"""A poll is late by at most a tenth of the time waited, until pauses reach their maximum."""
 
 
 class Follower:
     """The logs of several writers in one directory.
 
-    ``longest_poll_s`` bounds the pauses where nothing tells of changes. A directory that does not
-    answer looks like logs with nothing new in them, see `answers`.
+    ``longest_poll_s`` bounds the pauses between polls where the kernel does not report changes.
+    While the directory does not answer, logs appear to have no news; see `answers`.
     """
 
     def __init__(
         self, readers: Sequence[LogReader], directory: Path, *, longest_poll_s: float
     ) -> None:
         self.answers = True
-        """Whether all logs could be read the last time."""
+        """Whether the last read of all logs succeeded."""
         self._readers = list(readers)
         self._wakeup = Wakeup(directory)
         self._backoff = Backoff(FIRST_POLL_S, longest_poll_s, growth=POLL_GROWTH)
         self.woken = False
-        """Whether a change was told since the last read."""
+        """Whether a change was reported since the last read."""
         self._told = False
-        """Whether every change since the last read will be told."""
+        """Whether the kernel reports every change since the last read."""
         self._moved = False
-        """Whether some log went on in another file, which nothing tells about yet."""
+        """Whether a log moved on to a new file, which is not watched yet."""
 
     def read(self) -> list[Message]:
-        """What is new in all logs. Raises CorruptFileError."""
+        """Return the new messages of all logs. Raises CorruptFileError."""
         self.woken = False
         paths = [reader.path for reader in self._readers]
         self._told = self._wakeup.follow(paths)
@@ -54,16 +54,16 @@ class Follower:
         return news
 
     def fileno(self) -> int:
-        """Readable when there may be news, -1 if nothing tells."""
+        """A descriptor that is readable when there may be news; -1 without notification."""
         return self._wakeup.fileno()
 
     def drain(self) -> None:
-        """Take note that `fileno` is readable; it waits for changes from now on."""
+        """Acknowledge that `fileno` is readable; it becomes readable again at the next change."""
         self.woken = True
         self._wakeup.drain()
 
     def pause_s(self) -> float:
-        """How long to wait at most, also for `fileno`, before the next `read`."""
+        """Return the longest wait before the next `read`, including waits for `fileno`."""
         if self._moved:
             return 0.0
         return SAFETY_S if self._told and self.answers else self._backoff.next_s()
@@ -79,6 +79,6 @@ class Follower:
         try:
             return reader.read()
         except EnvironmentFailure as error:
-            logger.warning("trying on: %s", error)
+            logger.warning("%s; will retry", error)
             self.answers = False
             return []

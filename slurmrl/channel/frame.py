@@ -17,7 +17,7 @@ MAGIC = b"SRL1"
 HEAD = struct.Struct("<4sII")
 LENGTH = struct.Struct("<I")
 MESSAGE_BYTES = 64 << 20
-"""Longest message; longer lengths are not believed."""
+"""Longest message; a frame that claims more is damaged."""
 
 Message = dict[str, Any]
 
@@ -26,16 +26,16 @@ def encode(message: Message) -> bytes:
     """Raises UsageError for a message that is too long."""
     body = json.dumps(message, separators=(",", ":")).encode()
     if len(body) > MESSAGE_BYTES:
-        raise UsageError(f"a message of {len(body)} bytes is too long, {MESSAGE_BYTES} fit")
+        raise UsageError(f"a message of {len(body)} bytes is too long: limit {MESSAGE_BYTES}")
     return HEAD.pack(MAGIC, len(body), _checksum(body)) + body
 
 
 def decode(buffer: bytes | bytearray, *, torn: bool = True) -> tuple[list[Message], int]:
-    """The complete messages at the start of ``buffer``, and how many bytes they take.
+    """Return the complete messages at the start of ``buffer`` and the number of bytes they take.
 
-    What follows is not there yet. With ``torn`` that includes bytes that are no frame: a file can
-    show half a write. Otherwise such bytes raise CorruptFileError; so does a frame whose checksum
-    is right and whose content is not a JSON object.
+    The rest is incomplete. With ``torn`` it may include bytes that are not a frame, because a file
+    can show half a write; otherwise such bytes raise CorruptFileError. So does a frame with a
+    correct checksum whose content is not a JSON object.
     """
     messages: list[Message] = []
     start = 0
@@ -49,7 +49,7 @@ def decode(buffer: bytes | bytearray, *, torn: bool = True) -> tuple[list[Messag
         if not plausible or _checksum(body) != checksum:
             if torn:
                 break
-            raise CorruptFileError(f"no frame: {bytes(buffer[start : start + HEAD.size])!r}")
+            raise CorruptFileError(f"not a frame: {bytes(buffer[start : start + HEAD.size])!r}")
         messages.append(_parse(body))
         start = stop
     return messages, start

@@ -1,8 +1,8 @@
 """A log on the shared directory: one writer, any number of readers, messages in one order.
 
-A log is a file, and when that is full another one beside it (``name``, ``name~1``, …). Each begins
-with a frame that holds its writer's nonce; a full one ends with a frame that says so, written
-after the next one was made. Readers never see these frames.
+A log consists of segment files (``name``, ``name~1``, …). Each begins with a frame that holds its
+writer's nonce. A full segment ends with a frame that names the next one, which exists by then.
+Readers never see these frames.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from slurmrl.fsio.failures import corrupt, explain, unreadable
 from slurmrl.fsio.primitives import opened, pwrite_all
 
 SEGMENT_BYTES = 64 << 20
-"""Size from which on a log goes on in another file."""
+"""Size at which a log continues in a new segment."""
 CHUNK_BYTES = 1 << 20
 TAIL_BYTES = 256 << 20
-"""More than a writer appends while its reader looks away."""
+"""More than a writer appends between two reads."""
 LOOK_AGAIN_EVERY = 16
-"""Reads of a missing file until its directory is listed: an NFS client can go on believing that a
-file is missing until it learns that the directory has changed."""
+"""Reads of a missing file until its directory is listed: an NFS client may believe that a file is
+missing until it notices that the directory has changed."""
 OWN = "$log"
-"""Key of the frames that are the log's own."""
+"""Key of the log's internal frames."""
 
 
 def segment_path(path: Path, number: int) -> Path:
-    """The ``number``-th file of a log, counted from 0."""
+    """Return the path of the ``number``-th segment, counted from 0."""
     return path.with_name(f"{path.name}~{number}") if number else path
 
 
 class LogWriter:
-    """Creates the file, which must not exist: a log has one writer in its life.
+    """The only writer of a log during its life; it creates the file, which must not exist.
 
-    Whoever tries again after an EnvironmentFailure of the constructor gives it the same ``nonce``.
-    ``durable`` waits for the disk at each append. Raises FileExistsError, EnvironmentFailure.
+    To retry after an EnvironmentFailure of the constructor, pass the same ``nonce``. ``durable``
+    syncs each append to disk. Raises FileExistsError, EnvironmentFailure.
     """
 
     def __init__(
@@ -62,10 +62,10 @@ class LogWriter:
         self._offset = self._create(0)
 
     def append(self, *messages: Message) -> None:
-        """Add messages, in one write. Readers see them all at once or one after the other.
+        """Append messages in one write. Readers see them together or one after the other.
 
         Raises EnvironmentFailure. The messages then stay queued, since readers may have seen them
-        already: the next append, if only of nothing, writes them first. Do not append them again.
+        already: the next append, even an empty one, writes them first. Do not append them again.
         """
         if any(OWN in message for message in messages):
             raise UsageError(f"a message cannot have the key {OWN!r}")
@@ -77,15 +77,15 @@ class LogWriter:
         self._queued = b""
 
     def _rotate(self) -> None:
-        """Go on in another file, which is there before anybody is sent to it. Every part can be
-        done again after a failure."""
+        """Continue in a new segment, which exists before the old one names it. Every part can be
+        repeated after a failure."""
         start = self._create(self._segment + 1)
         self._write(encode({OWN: {"next": self._segment + 1}}))
         self._segment += 1
         self._offset = start
 
     def _create(self, segment: int) -> int:
-        """Make a segment, unless we did already; returns where its messages begin."""
+        """Create a segment, unless we did already; return the offset of its first message."""
         path = segment_path(self._path, segment)
         head = encode({OWN: {"nonce": self._nonce}})
         if not atomic.exclusive_create(path, head, durable=self._durable, calls=self._calls):
@@ -104,8 +104,8 @@ class LogWriter:
 
 
 class LogReader:
-    """Follows a log. The file is opened anew at each read: that is when NFS clients look for what
-    others have written."""
+    """Follows a log. Each read opens the file anew, because that is when NFS clients check for
+    writes of other hosts."""
 
     def __init__(self, path: Path, *, calls: SystemCalls = REAL) -> None:
         self._first = path
@@ -114,16 +114,16 @@ class LogReader:
         self._offset = 0
         self._misses = 0
         self._messages: list[Message] = []
-        """Read, and not returned so far."""
+        """Read but not returned yet."""
 
     @property
     def path(self) -> Path:
-        """The file that the next message is to come from."""
+        """The segment that the next message comes from."""
         return segment_path(self._first, self._segment)
 
     def read(self) -> list[Message]:
-        """The messages since the last read; none if the file is not there yet, or its handle is
-        stale (the next read gets a new one).
+        """Return the messages since the last read; none if the file does not exist yet or its
+        handle is stale (the next read gets a new one).
 
         Raises CorruptFileError, EnvironmentFailure.
         """
@@ -133,7 +133,7 @@ class LogReader:
         return messages
 
     def _read_segment(self) -> bool:
-        """Take in what is new in the present file; True if the log goes on in another one."""
+        """Read new messages of the current segment; return whether the log continues in another."""
         path = self.path
         try:
             with opened(path, os.O_RDONLY | os.O_NOFOLLOW, self._calls) as descriptor:
@@ -154,18 +154,18 @@ class LogReader:
         return bool(messages) and self._advance(messages[-1].get(OWN))
 
     def _advance(self, own: object) -> bool:
-        """Go on to the next file, if this is what a frame of the log's own says."""
+        """Move to the next segment if an internal frame names one."""
         if own is None or (isinstance(own, dict) and "nonce" in own):
             return False
         if own != {"next": self._segment + 1}:
-            raise CorruptFileError(f"{self.path}: {own!r} is nothing that a log says of itself")
+            raise CorruptFileError(f"{self.path}: {own!r} is not a valid internal frame")
         self._segment += 1
         self._offset = self._misses = 0
         return True
 
     def _read_tail(self, descriptor: int) -> bytes:
-        """From the end of the last message on: an incomplete one is read again, since its writer
-        may have begun it anew."""
+        """Read from the end of the last message: an incomplete message is read again, because its
+        writer may have rewritten it."""
         chunks: list[bytes] = []
         offset = self._offset
         while chunk := self._calls.pread(descriptor, CHUNK_BYTES, offset):

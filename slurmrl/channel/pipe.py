@@ -1,7 +1,7 @@
 """A pipe of messages between a process and its child, over one end of a socket pair.
 
-Nothing blocks unless asked to: what the kernel's buffer does not take is queued, and sent on by
-whatever is called next. Several threads may send; one receives.
+Calls do not block unless requested: data that does not fit into the kernel's buffer is queued and
+sent by later calls. Several threads may send; one receives.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FDS_PER_MESSAGE = 1
 
 @dataclass
 class Outgoing:
-    """Bytes that wait to be sent, and the descriptor that goes with the first of them."""
+    """Queued bytes, and the descriptor that is sent with the first of them."""
 
     data: memoryview
     descriptor: int | None = None
@@ -36,8 +36,8 @@ class Outgoing:
 class Connection:
     """One end of a socket pair; it owns the socket.
 
-    That the peer has gone is no exception: `closed` says so, once all that it sent was received.
-    Bytes that are no frames raise CorruptFileError.
+    The end of the peer raises no exception: `closed` becomes true once all its messages were
+    received. Bytes that are not frames raise CorruptFileError.
     """
 
     def __init__(self, end: socket.socket | int) -> None:
@@ -49,12 +49,12 @@ class Connection:
         self._descriptors: deque[int] = deque()
         self._eof = False
         self._deaf = False
-        """The peer does not read any more."""
+        """The peer no longer reads."""
         self._sending = threading.Lock()
 
     @classmethod
     def from_fd(cls, descriptor: int) -> Connection:
-        """The end that a parent passed as an open descriptor; it is not passed on further."""
+        """Wrap a descriptor that the parent passed; children of this process do not inherit it."""
         os.set_inheritable(descriptor, False)
         return cls(descriptor)
 
@@ -75,7 +75,7 @@ class Connection:
     # -- sending -----------------------------------------------------------------------------
 
     def send(self, message: Message) -> None:
-        """Send, or queue what does not fit. Dropped if the peer has gone (see `closed`)."""
+        """Send, or queue what does not fit; drop it if the peer has gone (see `closed`)."""
         self._queue(Outgoing(memoryview(encode(message))))
 
     def send_with_fd(self, message: Message, descriptor: int) -> None:
@@ -83,7 +83,7 @@ class Connection:
         self._queue(Outgoing(memoryview(encode(message)), os.dup(descriptor)))
 
     def flush(self) -> bool:
-        """Send on what is queued, as far as it fits; True if nothing is left."""
+        """Send queued data as far as it fits; return whether the queue is empty."""
         with self._sending:
             return self._flush()
 
@@ -122,7 +122,7 @@ class Connection:
     # -- receiving ---------------------------------------------------------------------------
 
     def receive_available(self) -> list[Message]:
-        """All messages that are here, without waiting."""
+        """Return all received messages without waiting."""
         self.flush()
         self._fill()
         messages = list(self._inbox)
@@ -130,9 +130,9 @@ class Connection:
         return messages
 
     def receive(self, timeout_s: float | None) -> Message | None:
-        """The next message; None if none came in time or the peer has gone (see `closed`).
+        """Return the next message; None on timeout or if the peer has gone (see `closed`).
 
-        ``timeout_s`` None waits for as long as it takes.
+        ``timeout_s`` None waits without a limit.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -147,12 +147,12 @@ class Connection:
             self._wait(left_s)
 
     def take_fd(self) -> int | None:
-        """The oldest descriptor that came with a message and was not taken yet; it is the
-        caller's then. None if there is none."""
+        """Return the oldest received descriptor that was not taken yet, which the caller then owns;
+        None if there is none."""
         return self._descriptors.popleft() if self._descriptors else None
 
     def close(self) -> None:
-        """Close this end, the peer sees the end of its messages."""
+        """Close this end; the peer then sees the end of the messages."""
         with self._sending:
             self._drop_outbox()
             self._socket.close()
@@ -160,13 +160,13 @@ class Connection:
             os.close(descriptor)
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Until the socket can be read, or written if something is queued."""
+        """Wait until the socket is readable, or writable if data is queued."""
         poller = select.poll()
         poller.register(self._socket, select.POLLIN | (select.POLLOUT if self._outbox else 0))
         poller.poll(None if timeout_s is None else max(timeout_s, 0.0) * 1000)
 
     def _fill(self) -> None:
-        """Take in what the kernel holds."""
+        """Receive what the kernel has buffered."""
         while self.fileno() >= 0 and not self._eof:
             try:
                 data, descriptors, _, _ = socket.recv_fds(

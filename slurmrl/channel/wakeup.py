@@ -1,7 +1,7 @@
-"""Waking up when a file changes, where the kernel can tell: on a local file system.
+"""File change notification by inotify, on local file systems only.
 
-A hint and nothing more: whoever waits also looks by itself now and then. On a shared file system,
-or where the kernel has no watches left, a `Wakeup` follows nothing and waiting is sleeping.
+It is only a hint: callers also poll now and then. On a shared file system, or when the kernel has
+no watches left, a `Wakeup` follows nothing and waiting is sleeping.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from pathlib import Path
 from slurmrl.fsio.local import is_local
 
 SAFETY_S = 1.0
-"""Longest pause of somebody who is told of every change."""
+"""Longest pause between polls while every change is reported."""
 _EVENT_BYTES = 65536
 _IN_MODIFY = 0x2
 _FLAGS = os.O_NONBLOCK | os.O_CLOEXEC  # the values of IN_NONBLOCK and IN_CLOEXEC
 
 
 class Wakeup:
-    """Tells of writes to the files that it follows, in one directory."""
+    """Reports writes to the files that it follows, in one directory."""
 
     def __init__(self, directory: Path) -> None:
         self._library = ctypes.CDLL(None, use_errno=True)
@@ -31,13 +31,14 @@ class Wakeup:
         self._followed: set[Path] = set()
 
     def fileno(self) -> int:
-        """Readable when a file has changed since the last `drain`; -1 if none can be followed."""
+        """A descriptor that is readable when a file has changed since the last `drain`; -1 if
+        notification is not available."""
         return int(self._descriptor)
 
     def follow(self, paths: Iterable[Path]) -> bool:
-        """Follow these files too, those that exist; True if all of them are followed now.
+        """Follow those of the files that exist; return whether all of them are followed now.
 
-        A change after this returns is told: so first follow, then look, then wait.
+        Changes after the return are reported, so first follow, then read, then wait.
         """
         if self._descriptor < 0:
             return False
@@ -52,7 +53,7 @@ class Wakeup:
         return True
 
     def drain(self) -> None:
-        """Forget the changes so far; whoever calls this looks at the files next."""
+        """Discard the changes reported so far; the caller reads the files next."""
         if self._descriptor < 0:
             return
         try:
@@ -62,7 +63,7 @@ class Wakeup:
             return
 
     def wait(self, timeout_s: float) -> None:
-        """Until a file has changed, at most ``timeout_s``."""
+        """Wait until a file has changed, at most ``timeout_s``."""
         if self._descriptor < 0:
             time.sleep(timeout_s)
             return

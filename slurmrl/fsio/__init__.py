@@ -1,4 +1,4 @@
-"""File operations that hold on a shared directory: exclusive create, replace, tolerant reads.
+"""Robust file operations on a shared directory: exclusive create, replace, tolerant reads.
 
-`calls` is the seam to the operating system, `atomic` what everybody uses.
+`calls` is the seam to the operating system; other packages use `atomic`.
 """

@@ -1,4 +1,4 @@
-"""Whole-file operations that never show half a file and never let two writers both win."""
+"""Atomic whole-file operations: readers see no partial file, and exclusive creates one winner."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from slurmrl.fsio.primitives import (
 
 DIRECTORY_MODE = 0o700
 LIMIT_BYTES = 64 << 20
-"""More than any file that is read whole: plans of thousands of hosts have a few MB."""
+"""Limit for files that are read whole; plans of thousands of hosts have a few MB."""
 
 
 def exclusive_create(
     path: Path, data: bytes, *, durable: bool = True, calls: SystemCalls = REAL
 ) -> bool:
-    """Create ``path`` holding ``data``; True if we did, False if somebody else has it.
+    """Create ``path`` with ``data``; return True if this call created it, False if it exists.
 
     The caller makes ``data`` unique with a nonce: after EEXIST, or an error that leaves open
-    whether the link was made, the content of ``path`` alone says who made it (link counts lie
-    under caching). ``durable`` puts content and name on disk before True is returned.
+    whether the link was made, only the content of ``path`` tells who created it (link counts are
+    wrong under caching). ``durable`` syncs content and name to disk before True is returned.
     Raises EnvironmentFailure.
     """
     for last in _attempts(calls):
@@ -55,9 +55,9 @@ def exclusive_create(
 
 
 def replace(path: Path, data: bytes, *, durable: bool = True, calls: SystemCalls = REAL) -> None:
-    """Put ``data`` in the place of ``path``: readers see the old content or the new one.
+    """Replace the content of ``path``: readers see the old content or the new one.
 
-    Raises EnvironmentFailure, after which the new content may or may not be there.
+    Raises EnvironmentFailure; the new content may or may not be in place then.
     """
     for last in _attempts(calls):
         try:
@@ -72,10 +72,10 @@ def replace(path: Path, data: bytes, *, durable: bool = True, calls: SystemCalls
 
 
 def read(path: Path, *, calls: SystemCalls = REAL, limit_bytes: int = LIMIT_BYTES) -> bytes:
-    """The whole content.
+    """Read a whole file.
 
-    ESTALE (the file was replaced on the server while we held an old handle) is tried again.
-    Raises FileNotFoundError, CorruptFileError for what is no regular file or is larger than
+    ESTALE (the file was replaced on the server while we held an old handle) is retried.
+    Raises FileNotFoundError, CorruptFileError if it is not a regular file or is larger than
     ``limit_bytes``, EnvironmentFailure for other errors.
     """
     for last in _attempts(calls):
@@ -96,7 +96,7 @@ def read(path: Path, *, calls: SystemCalls = REAL, limit_bytes: int = LIMIT_BYTE
 
 
 def read_needed(path: Path, *, calls: SystemCalls = REAL) -> bytes:
-    """`read` of a file that must be there: CorruptFileError too where it is missing."""
+    """`read` a file that must exist: raises CorruptFileError if it is missing."""
     try:
         return read(path, calls=calls)
     except FileNotFoundError as error:
@@ -104,8 +104,8 @@ def read_needed(path: Path, *, calls: SystemCalls = REAL) -> bytes:
 
 
 def append(path: Path, data: bytes, *, calls: SystemCalls = REAL) -> None:
-    """Add bytes to a file that one process at a time writes, made where it is missing. A crash can
-    leave a part of them. Raises EnvironmentFailure."""
+    """Append to a file with one writer at a time; create it if it is missing. A crash can leave
+    part of the data. Raises EnvironmentFailure."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
     try:
         with opened(path, flags, calls) as descriptor:
@@ -118,18 +118,18 @@ def append(path: Path, data: bytes, *, calls: SystemCalls = REAL) -> None:
 
 
 def truncate(path: Path, size: int, *, calls: SystemCalls = REAL) -> None:
-    """Cut a file off, durably; a crash leaves it as it was or as it is to be. Raises
+    """Truncate a file durably; after a crash it has the old size or the new one. Raises
     EnvironmentFailure."""
     try:
         with opened(path, os.O_WRONLY | os.O_NOFOLLOW, calls) as descriptor:
             calls.truncate(descriptor, size)
             calls.fsync(descriptor)
     except OSError as error:
-        raise explain(error, "cut", path) from error
+        raise explain(error, "truncate", path) from error
 
 
 def remove(path: Path, *, calls: SystemCalls = REAL) -> bool:
-    """Remove a file; False if it was not there. Raises EnvironmentFailure."""
+    """Remove a file; return False if it did not exist. Raises EnvironmentFailure."""
     try:
         calls.unlink(path)
     except FileNotFoundError:
@@ -140,10 +140,10 @@ def remove(path: Path, *, calls: SystemCalls = REAL) -> bool:
 
 
 def remove_exactly(path: Path, data: bytes, *, calls: SystemCalls = REAL) -> bool:
-    """Remove a file only if it holds ``data``; what somebody else put there stays.
+    """Remove a file only if it holds ``data``; return whether it was removed.
 
-    The file is taken aside before it is judged for good, and put back if it turns out to be
-    another one. Raises EnvironmentFailure.
+    The file is renamed before its content is compared for the last time, and put back if another
+    writer has replaced it. Raises EnvironmentFailure.
     """
     if _read_if_there(path, calls) != data:
         return False
@@ -163,9 +163,9 @@ def remove_exactly(path: Path, data: bytes, *, calls: SystemCalls = REAL) -> boo
 
 
 def list_names(directory: Path, *, calls: SystemCalls = REAL) -> list[str]:
-    """Sorted names in a directory, temporary files left out.
+    """Return the sorted names in a directory without temporary files.
 
-    Raises FileNotFoundError for a directory that is not there, EnvironmentFailure otherwise.
+    Raises FileNotFoundError if the directory does not exist, EnvironmentFailure otherwise.
     """
     return sorted(name for name in _listing(directory, calls) if not is_temporary(name))
 
@@ -189,9 +189,9 @@ def sync_directory(directory: Path, *, calls: SystemCalls = REAL) -> None:
 
 
 def make_private_directory(path: Path, *, calls: SystemCalls = REAL) -> None:
-    """Make a directory, and its parents where they are missing, with mode 0700 whatever the umask.
+    """Create a directory and its missing parents with mode 0700, whatever the umask.
 
-    What is made is on disk when this returns. Directories that exist are left as they are.
+    New directories are on disk when this returns; existing ones are left as they are.
     Raises EnvironmentFailure.
     """
     try:
@@ -200,7 +200,7 @@ def make_private_directory(path: Path, *, calls: SystemCalls = REAL) -> None:
         make_private_directory(path.parent, calls=calls)
         try:
             _make_one(path, calls)
-        except FileNotFoundError as error:  # what automounters say about a name they do not know
+        except FileNotFoundError as error:  # automounters report unknown names like this
             raise explain(error, "make directory", path) from error
 
 
@@ -210,11 +210,11 @@ def _make_one(path: Path, calls: SystemCalls) -> None:
         calls.mkdir(path, DIRECTORY_MODE)
         mode = S_IMODE(calls.stat(path).st_mode)
         if mode & 0o777 != DIRECTORY_MODE:
-            calls.chmod(path, DIRECTORY_MODE | mode & S_ISGID)  # whose group quotas hang on
+            calls.chmod(path, DIRECTORY_MODE | mode & S_ISGID)  # group quotas depend on setgid
         sync_directory(path.parent, calls=calls)
     except FileExistsError as error:
         if not path.is_dir():
-            raise EnvironmentFailure(f"{path} is in the way: not a directory") from error
+            raise EnvironmentFailure(f"{path} exists but is not a directory") from error
     except FileNotFoundError:
         raise
     except OSError as error:
@@ -222,17 +222,17 @@ def _make_one(path: Path, calls: SystemCalls) -> None:
 
 
 def sweep_temporaries(directory: Path, *, calls: SystemCalls = REAL) -> int:
-    """Remove temporary files that killed writers left; returns how many.
+    """Remove temporary files that killed writers left; return how many.
 
-    Safe at any time: a writer that loses its temporary file writes another one. Ages would have
-    to be judged by clocks of other machines.
+    Safe at any time: a writer that loses its temporary file writes another one. (File ages are not
+    considered, because they depend on the clocks of other machines.)
     """
     leftovers = [name for name in _listing(directory, calls) if is_temporary(name)]
     return sum(remove(directory / name, calls=calls) for name in leftovers)
 
 
 def probe_link(directory: Path, *, calls: SystemCalls = REAL) -> None:
-    """Find out whether link(2) works in a directory. Raises EnvironmentFailure with the reason."""
+    """Check that link(2) works in a directory. Raises EnvironmentFailure with the reason."""
     target = temporary_beside(directory / "probe")
     try:
         _write_and_link(target, b"probe", False, calls)

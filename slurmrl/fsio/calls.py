@@ -1,7 +1,7 @@
-"""The file system operations that the protocols use, one thin method each.
+"""The seam to the operating system: one thin method per file system operation.
 
-Everything on the shared directory goes through a `SystemCalls`, so that tests can put layers
-in its place that record, fail, delay or show a stale view.
+All access to the shared directory goes through a `SystemCalls`, so that tests can replace it with
+layers that record, fail, delay or show a stale view.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from slurmrl.fsio.local import is_local
 
 
 class SystemCalls:
-    """The real thing. Errors are the OSErrors of the operating system."""
+    """The real operations. Errors are the OSErrors of the operating system."""
 
     def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
-        """Regular files only: EISDIR for a directory, ENXIO for a FIFO, a socket or a device,
-        without waiting for whoever holds its other end."""
+        """Open a regular file. Raises EISDIR for a directory, ENXIO for a FIFO, a socket or a
+        device, without blocking on a FIFO."""
         descriptor = os.open(path, flags | os.O_NONBLOCK, mode)
         kind = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(kind):
@@ -31,8 +31,8 @@ class SystemCalls:
         return descriptor
 
     def caches(self, directory: Path) -> bool:
-        """Whether this machine can see an older state of a directory than the one that others
-        have made; on a local file system it cannot."""
+        """Return whether this machine may see a stale state of a directory, which is impossible on
+        a local file system."""
         return not is_local(directory)
 
     def close(self, descriptor: int) -> None:
@@ -97,4 +97,4 @@ class SystemCalls:
 
 
 REAL = SystemCalls()
-"""The default everywhere; it holds no state."""
+"""The default everywhere; stateless."""

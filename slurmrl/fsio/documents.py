@@ -1,5 +1,4 @@
-"""JSON objects in files, read without trusting them: regular files of a bounded size, numbers that
-are finite and of a bounded length, values that are not nested deeply, and fields of known types."""
+"""Untrusted JSON documents: parsing with bounded size and depth, finite numbers, typed fields."""
 
 from __future__ import annotations
 
@@ -17,9 +16,9 @@ from slurmrl.fsio.failures import REMEDY, corrupt
 from slurmrl.fsio.shapes import Fields, check
 
 MOST_DEPTH = 64
-"""Levels of lists and objects; nothing of ours has more than ten."""
+"""Levels of lists and objects; our documents have at most ten."""
 MOST_DIGITS = 20
-"""Of an integer: those of 64 bits, and its sign."""
+"""Digits of an integer: 64 bits and a sign."""
 
 
 def parse(
@@ -30,12 +29,14 @@ def parse(
     *,
     remedy: str = REMEDY,
 ) -> dict[str, Any]:
-    """Raises CorruptFileError that names ``where`` for anything but a JSON object with these
-    ``fields`` (see `shapes`), of which the ``required`` ones must be there."""
+    """Parse a JSON object with these ``fields`` (see `shapes`); ``required`` ones must be there.
+
+    Raises CorruptFileError that names ``where``.
+    """
     try:
         values = _DECODER.decode(text if isinstance(text, str) else text.decode())
     except (ValueError, RecursionError) as error:
-        raise corrupt(where, f"is not JSON that we write: {error}", remedy) from error
+        raise corrupt(where, f"is not JSON: {error}", remedy) from error
     if not isinstance(values, dict):
         raise corrupt(where, "does not hold a JSON object", remedy)
     if _too_deep(values):
@@ -57,14 +58,14 @@ def read(
 
 @contextmanager
 def expecting(where: object) -> Iterator[None]:
-    """What does not find its fields in here, or finds other types in them, raises
-    CorruptFileError that names ``where``."""
+    """Turn errors about missing fields or wrong types inside the block into CorruptFileError that
+    names ``where``."""
     try:
         yield
     except SlurmrlError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise corrupt(where, f"does not hold what it should ({error!r})") from error
+        raise corrupt(where, f"has missing or invalid fields ({error!r})") from error
 
 
 def _finite(text: str) -> float:

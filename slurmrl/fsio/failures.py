@@ -1,4 +1,4 @@
-"""Which errors of the file system mean what."""
+"""Classification of file system errors, and the exceptions and messages made from them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ DEFINITE = frozenset(
         errno.ELOOP,
     }
 )
-"""Errors after which a link or rename has certainly not happened. After any other one (EIO,
-ESTALE, ETIMEDOUT, but also EEXIST and ENOENT: a server repeats a request whose reply was lost)
-it may have, so the outcome has to be looked up."""
+"""Errors after which a link or rename has certainly not happened. After any other error (EIO,
+ESTALE, ETIMEDOUT, but also EEXIST and ENOENT: a client resends a request whose reply was lost)
+it may have happened, so the outcome has to be checked."""
 
 
 def cause(failure: EnvironmentFailure) -> int:
-    """The error number that `explain` was given; 0 for a failure of another kind."""
+    """Return the errno that `explain` was given; 0 for other failures."""
     error = failure.__cause__
     return (error.errno or 0) if isinstance(error, OSError) else 0
 
 
 def explain(error: OSError, action: str, path: Path) -> EnvironmentFailure:
-    """What to raise for an OSError that nobody expects: the action, the path and the reason."""
+    """Make the exception for an unexpected OSError: action, path and reason."""
     reason = os.strerror(error.errno) if error.errno else str(error)
     name = errno.errorcode.get(error.errno or 0, "")
     return EnvironmentFailure(f"cannot {action} {path}: {reason}{f' ({name})' if name else ''}")
@@ -48,20 +48,20 @@ NO_FILE = {
     errno.ENXIO: "a FIFO, a socket or a device",
 }
 REMEDY = "restore it from a backup, or start another trial: slurmrl submit CONFIG --new"
-"""For files that a trial cannot do without."""
-MOVE_AWAY = "move it away: it is only a record for people"
+"""For files that a trial needs."""
+MOVE_AWAY = "move it away: the run does not need it"
 
 
 def corrupt(where: object, what: str, remedy: str = REMEDY) -> CorruptFileError:
-    """For a file of ours that does not hold what we wrote: its name, what is wrong, what to do."""
+    """Make the exception for a damaged file: its name, the damage and the remedy."""
     return CorruptFileError(f"{where} {what}; {remedy}")
 
 
 def unreadable(
     error: OSError, path: Path, remedy: str = REMEDY
 ) -> EnvironmentFailure | CorruptFileError:
-    """What to raise for an OSError of a read: something that is no file is damage, which trying
-    again does not mend."""
+    """Make the exception for an OSError of a read. A path that is not a regular file counts as
+    damage, because retrying would not help."""
     kind = NO_FILE.get(error.errno or 0)
     if kind is not None:
         return corrupt(path, f"is {kind}, not a regular file", remedy)

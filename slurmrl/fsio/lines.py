@@ -1,6 +1,7 @@
-"""Files of lines, such as metrics, events and logs, read in chunks from either end: they can be of
-any size. A last line without an end is not written yet, and lines longer than any of ours are
-passed over."""
+"""Reading line files (metrics, events, logs) of any size in chunks, from either end.
+
+A last line without a line end is incomplete and is not returned. Overlong lines are skipped.
+"""
 
 from __future__ import annotations
 
@@ -15,26 +16,26 @@ from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import MOVE_AWAY, unreadable
 
 FIRST_BYTES = 64 << 10
-"""Of the end: often all that is looked at."""
+"""First chunk from the end: often enough."""
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 8 << 20
 
 
 class LineFile:
-    """An open file; ``size`` is what it had when it was opened."""
+    """An open file; ``size`` is its size when it was opened."""
 
     def __init__(self, descriptor: int, calls: SystemCalls) -> None:
         self.size = os.fstat(descriptor).st_size
         self.offset = 0
-        """Where the first line begins that `forward` did not give."""
+        """Start of the first line that `forward` has not yielded."""
         self._descriptor = descriptor
         self._calls = calls
 
     def forward(
         self, start: int = 0, stop: int | None = None, *, torn: bool = False
     ) -> Iterator[bytes]:
-        """The whole lines between two offsets; ``torn``: a last one without an end too, and the
-        parts of those that are too long."""
+        """Yield the complete lines between two offsets. ``torn`` also yields an incomplete last
+        line and the parts of overlong lines."""
         stop = self.size if stop is None else min(stop, self.size)
         self.offset = start
         rest, skip = b"", False
@@ -51,14 +52,14 @@ class LineFile:
                 rest, skip, self.offset = b"", not torn, start
 
     def first(self, count: int) -> bytes:
-        """The first bytes, as many as there are."""
+        """Return up to ``count`` bytes from the start."""
         return self._read(0, min(count, self.size))
 
     def backward(self, stop: int = 0) -> Iterator[tuple[int, bytes]]:
-        """The whole lines from the last one down to the offset ``stop``, each with the offset at
-        which it begins."""
+        """Yield the complete lines from the last one back to the offset ``stop``, each with the
+        offset at which it begins."""
         start, rest, chunk = self.size, b"", min(FIRST_BYTES, CHUNK_BYTES)
-        skip = True  # what follows the last line end is no whole line
+        skip = True  # whatever follows the last line end is incomplete
         while start > stop:
             end = start + len(rest)
             start = max(stop, start - chunk)
@@ -81,7 +82,7 @@ class LineFile:
 
 @contextmanager
 def opened(path: Path, *, calls: SystemCalls = REAL) -> Iterator[LineFile]:
-    """Raises FileNotFoundError, CorruptFileError for what is no regular file,
+    """Open a line file. Raises FileNotFoundError, CorruptFileError if it is not a regular file,
     EnvironmentFailure."""
     try:
         with primitives.opened(path, os.O_RDONLY, calls) as descriptor:

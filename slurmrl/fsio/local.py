@@ -1,4 +1,4 @@
-"""Whether a directory lies on a file system of this machine alone."""
+"""Detection of local file systems, as opposed to shared ones."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ LOCAL_MAGIC = frozenset(
         0xCA451A4E,  # bcachefs
     }
 )
-"""Types of file systems (statfs(2)) whose changes the kernel sees all of. Anything else counts as
-shared: NFS, Lustre, GPFS, BeeGFS, CephFS, FUSE, SMB and what is not known."""
+"""File system types (statfs(2)) on which the kernel sees every change. All others count as shared:
+NFS, Lustre, GPFS, BeeGFS, CephFS, FUSE, SMB and unknown types."""
 
 _STRUCT_BYTES = 512
-"""More than any struct statfs; its first field is a long, the type."""
+"""Larger than any struct statfs, whose first field is a long: the type."""
 
 
 def is_local(directory: Path) -> bool:
-    """False as well where it cannot be found out."""
+    """Return whether a directory is on a local file system; False if that is unknown."""
     buffer = (ctypes.c_long * (_STRUCT_BYTES // ctypes.sizeof(ctypes.c_long)))()
     library = ctypes.CDLL(None, use_errno=True)
     if library.statfs(os.fsencode(directory), ctypes.byref(buffer)) != 0:

@@ -1,4 +1,4 @@
-"""Whether a run directory belongs to us alone: whoever can write into it runs code as us."""
+"""Ownership checks of run directories: anyone who can write there can run code as the user."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ PRIVATE_UMASK = 0o077
 
 
 def check(run: Path, *, calls: SystemCalls = REAL) -> list[str]:
-    """Make sure that nobody else can change what a run directory holds; returns warnings.
+    """Check that no other user can change the contents of a run directory; return warnings.
 
-    The directory must be ours and have mode 0700. No directory above it may be writable by
-    others, unless its sticky bit keeps them from moving what is ours; symbolic links on the way
-    and what they lead to count too. Directories that a group or another user can write to are
-    only warned about: many clusters have project folders like that.
+    The directory must belong to the user and have mode 0700. No directory above it may be
+    world-writable without the sticky bit; symbolic links in the path and their targets are checked
+    too. Directories that a group or another user can write to only cause a warning, because many
+    clusters have such project directories.
 
-    Raises OwnershipError with the reason, EnvironmentFailure where the directory does not answer.
+    Raises OwnershipError with the reason, EnvironmentFailure if the directory does not answer.
     """
     warnings: list[str] = []
     try:
@@ -34,32 +34,32 @@ def check(run: Path, *, calls: SystemCalls = REAL) -> list[str]:
     except EnvironmentFailure:
         raise
     except OSError as error:
-        raise explain(error, "look at the owner of", run) from error
+        raise explain(error, "check the owner of", run) from error
     return warnings
 
 
 def make_umask_private() -> None:
-    """For this process and its children: files that libraries make are private as well."""
+    """Set a private umask for this process and its children: libraries create files, too."""
     os.umask(PRIVATE_UMASK)
 
 
 def _check_own(run: Path, found: os.stat_result) -> None:
     if not stat.S_ISDIR(found.st_mode):
-        raise OwnershipError(f"{run} is not a directory but {_kind(found)}; not used")
+        raise OwnershipError(f"{run} is {_kind(found)}, not a directory; not used")
     if found.st_uid != os.geteuid():
         raise OwnershipError(
-            f"{run} belongs to user {found.st_uid} and not to us ({os.geteuid()}); not used"
+            f"{run} belongs to user {found.st_uid}, not to you ({os.geteuid()}); not used"
         )
     mode = stat.S_IMODE(found.st_mode) & 0o777
     if mode != DIRECTORY_MODE:
         raise OwnershipError(
-            f"{run} has mode {mode:04o} and not {DIRECTORY_MODE:04o}; look at who changed it and "
-            f"what is in it, then: chmod {DIRECTORY_MODE:o} '{run}'"
+            f"{run} has mode {mode:04o}, not {DIRECTORY_MODE:04o}; check who changed it and what "
+            f"it contains, then run: chmod {DIRECTORY_MODE:o} '{run}'"
         )
 
 
 def _ancestors(run: Path) -> Iterator[Path]:
-    """Directories above, as the path names them and as they are behind symbolic links."""
+    """Yield the parent directories, as named and with symbolic links resolved."""
     named = list(Path(os.path.abspath(run)).parents)
     yield from named
     yield from (path for path in Path(os.path.realpath(run)).parents if path not in named)
@@ -73,8 +73,8 @@ def _check_ancestor(directory: Path, calls: SystemCalls) -> list[str]:
     sticky = bool(found.st_mode & stat.S_ISVTX)
     if found.st_mode & stat.S_IWOTH and not sticky:
         raise OwnershipError(
-            f"{directory} is writable by everybody (mode {stat.S_IMODE(found.st_mode):04o}), who "
-            "could put another directory in the place of what is in it; choose another root"
+            f"{directory} is world-writable (mode {stat.S_IMODE(found.st_mode):04o}): any user "
+            "could replace the directories in it; choose another root"
         )
     warnings = []
     if found.st_mode & stat.S_IWGRP and not sticky:

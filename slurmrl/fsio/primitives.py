@@ -18,7 +18,7 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 
 @contextmanager
 def opened(path: Path, flags: int, calls: SystemCalls) -> Iterator[int]:
-    """A descriptor that is closed at the end. Errors of close count: NFS reports writes there."""
+    """Open a file and close it at the end. Errors of close are raised: NFS reports writes there."""
     descriptor = calls.open(path, flags, FILE_MODE)
     try:
         yield descriptor
@@ -30,7 +30,7 @@ def opened(path: Path, flags: int, calls: SystemCalls) -> Iterator[int]:
 
 
 def read_all(descriptor: int, calls: SystemCalls, limit_bytes: int) -> bytes | None:
-    """From the descriptor's position to the end of the file; None if that is too much."""
+    """Read to the end of the file; None if that exceeds ``limit_bytes``."""
     chunks, size = [], 0
     while chunk := calls.read(descriptor, READ_BYTES):
         chunks.append(chunk)
@@ -48,7 +48,7 @@ def pwrite_all(descriptor: int, data: bytes, offset: int, calls: SystemCalls) ->
 
 
 def make_private(descriptor: int, calls: SystemCalls) -> None:
-    """A umask can take bits from a new file that its owner needs."""
+    """Set mode 0600: the umask can remove bits that the owner needs."""
     if calls.mode(descriptor) != FILE_MODE:
         calls.chmod(descriptor, FILE_MODE)
 
@@ -58,7 +58,7 @@ def is_temporary(name: str) -> bool:
 
 
 def temporary_beside(path: Path) -> Path:
-    """A new name that nobody else uses, in the directory of ``path``."""
+    """Return a new unique name in the directory of ``path``."""
     return path.parent / f"{TEMPORARY_PREFIX}{uuid.uuid4().hex}"
 
 
@@ -72,6 +72,6 @@ def write_new(path: Path, data: bytes, durable: bool, calls: SystemCalls) -> Non
 
 
 def discard(path: Path, calls: SystemCalls) -> None:
-    """Try to remove a file that means nothing; one that stays is swept later."""
+    """Try to remove a temporary file; one that stays is swept later."""
     with suppress(OSError):
         calls.unlink(path)

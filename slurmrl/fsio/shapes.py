@@ -1,5 +1,7 @@
-"""The types that the fields of a JSON object must have. Whoever reads one that it did not make
-checks it here, and can rely on what the fields hold from there on."""
+"""Types of JSON fields, and the check of an object against them.
+
+Every reader of a document checks it once and can rely on its fields afterwards.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ SHOWN_CHARACTERS = 80
 
 @dataclass(frozen=True)
 class Kind:
-    """What a field may hold."""
+    """The values that a field may hold."""
 
     expected: str
     """``a number``"""
@@ -22,7 +24,7 @@ class Kind:
 
 
 Fields = Mapping[str, Kind]
-"""Kinds by name. Other fields may be there; one that is null counts as missing."""
+"""Types by field name. Other fields are allowed; a null field counts as missing."""
 
 
 def _integer(value: Any, least: int, most: int) -> bool:
@@ -38,7 +40,7 @@ def _file_name(value: Any) -> bool:
 
 
 MOST_COUNT = 10**7
-"""More hosts, ranks or array elements than any cluster has; one can still count so far."""
+"""Larger than any number of hosts, ranks or array elements, and small enough to loop over."""
 LONGEST_S = 1e11
 """3,000 years, as a span and since the epoch."""
 
@@ -49,7 +51,7 @@ NUMBER = Kind("a number", lambda value: _number(value, -1e300, 1e300))
 SECONDS = Kind("a number of seconds", lambda value: _number(value, -LONGEST_S, LONGEST_S))
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-FILE_NAME = Kind("the name of a file or a folder", _file_name)
+FILE_NAME = Kind("the name of a file or directory", _file_name)
 
 
 def one_of(*values: str) -> Kind:
@@ -64,7 +66,7 @@ def list_of(kind: Kind) -> Kind:
 
 
 def items(*kinds: Kind) -> Kind:
-    """A list of a known length."""
+    """A list of fixed length."""
 
     def accepts(value: Any) -> bool:
         return (
@@ -86,7 +88,7 @@ def table(fields: Fields, required: Collection[str] = ()) -> Kind:
 
 
 def each(kind: Kind) -> Kind:
-    """An object, whatever its keys are, whose values are of a kind."""
+    """An object with any keys whose values have one type."""
 
     def accepts(value: Any) -> bool:
         return isinstance(value, dict) and all(map(kind.accepts, value.values()))
@@ -95,14 +97,14 @@ def each(kind: Kind) -> Kind:
 
 
 def wrong(values: Mapping[str, Any], fields: Fields, required: Collection[str] = ()) -> str | None:
-    """What is wrong with the first field that is not as it should be."""
+    """Describe the first invalid field; None if all are valid."""
     for name, kind in fields.items():
         value = values.get(name)
         if value is None:
             if name in required:
                 return f"has no '{name}' ({kind.expected})"
         elif not kind.accepts(value):
-            return f"has {_shown(value)} in '{name}' and not {kind.expected}"
+            return f"has {_shown(value)} in '{name}', expected {kind.expected}"
     return None
 
 
@@ -114,7 +116,7 @@ def check(
     *,
     remedy: str = REMEDY,
 ) -> None:
-    """Raises CorruptFileError that names ``where`` and the field."""
+    """Check the fields. Raises CorruptFileError that names ``where`` and the field."""
     problem = wrong(values, fields, required)
     if problem is not None:
         raise corrupt(where, problem, remedy)

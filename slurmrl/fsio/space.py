@@ -1,4 +1,4 @@
-"""Room on the file system of a directory."""
+"""Free space on the file system of a directory."""
 
 from __future__ import annotations
 
@@ -12,13 +12,12 @@ from slurmrl.fsio.failures import explain
 from slurmrl.fsio.primitives import discard, temporary_beside, write_new
 
 LEAST_BYTES = 64 << 20
-"""With less than this a run cannot even start: logs, notes and events have to be written."""
+"""Minimum to start a run, which writes logs and events at once."""
 PROBE_BYTES = 1 << 20
 
 
 def free_bytes(directory: Path) -> int | None:
-    """What users may still write there, by the file system's own word (quotas are not in it); None
-    where it does not say."""
+    """Return the free space for users as statvfs reports it (without quotas); None if unknown."""
     with suppress(OSError):
         found = os.statvfs(directory)
         return found.f_bavail * found.f_frsize
@@ -26,14 +25,16 @@ def free_bytes(directory: Path) -> int | None:
 
 
 def require(directory: Path, *, calls: SystemCalls = REAL) -> None:
-    """Raise EnvironmentFailure where there is too little room to start in a directory, which may
-    not exist yet. In one that does a file is written, since only that meets a quota."""
+    """Raise EnvironmentFailure if a directory, which need not exist yet, lacks the space to start.
+
+    A probe file is written if it exists, because only a write reveals an exhausted quota.
+    """
     existing = next(path for path in (directory, *directory.parents) if path.is_dir())
     free = free_bytes(existing)
     if free is not None and free < LEAST_BYTES:
         raise EnvironmentFailure(
-            f"the file system of {existing} is full: {free >> 20} MiB are free, a run needs at "
-            f"least {LEAST_BYTES >> 20} MiB to start, and room for its checkpoints; nothing was "
+            f"the file system of {existing} is full: {free >> 20} MiB are free, but a run needs at "
+            f"least {LEAST_BYTES >> 20} MiB to start, and space for its checkpoints; nothing was "
             "submitted"
         )
     if existing != directory:

@@ -1,4 +1,4 @@
-"""Files of environment variables that nobody else may read: where tokens come from."""
+"""Private files of environment variables, for secrets such as tokens."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _RESERVED = "SLURM"
 
 
 def read(path: Path) -> dict[str, str]:
-    """``NAME=VALUE`` lines as a shell reads them: quotes, comments and ``export`` are allowed, and
+    """Read ``NAME=VALUE`` lines in shell syntax: quotes, comments and ``export`` are allowed;
     nothing is expanded.
 
-    Raises OwnershipError unless the file is ours and only ours (mode 0600 or less), UsageError for
-    a line of another kind, which is not quoted since it may be secret, EnvironmentFailure.
+    Raises OwnershipError unless the file belongs to the user with mode 0600 or less, UsageError for
+    any other line (not quoted, because it may be secret), EnvironmentFailure.
     """
     try:
         with path.open("rb") as file:
@@ -38,7 +38,7 @@ def read(path: Path) -> dict[str, str]:
             assignment = _ASSIGNMENT.fullmatch(word)
             if not assignment or word.startswith(_RESERVED):
                 raise UsageError(
-                    f"{path}:{number}: not NAME=VALUE, or a name that starts with {_RESERVED}"
+                    f"{path}:{number}: expected NAME=VALUE, NAME not starting with {_RESERVED}"
                 )
             found[assignment[1]] = assignment[2]
     return found
@@ -46,13 +46,13 @@ def read(path: Path) -> dict[str, str]:
 
 def _check(path: Path, found: os.stat_result) -> None:
     if not stat.S_ISREG(found.st_mode):
-        raise EnvironmentFailure(f"{path} is not a file")
+        raise EnvironmentFailure(f"{path} is not a regular file")
     if found.st_uid != os.geteuid():
-        raise OwnershipError(f"{path} belongs to user {found.st_uid} and not to us; not read")
+        raise OwnershipError(f"{path} belongs to user {found.st_uid}, not to you; not read")
     mode = stat.S_IMODE(found.st_mode)
     if mode & 0o077:
         raise OwnershipError(
-            f"{path} has mode {mode:04o}, so others can read what may be secret: chmod 600 '{path}'"
+            f"{path} has mode {mode:04o}, so other users can read secrets in it: chmod 600 '{path}'"
         )
 
 

@@ -1,5 +1,5 @@
-"""The one truth about a trial: a sequence of records, each won by an exclusive create.
+"""The history of a trial, its source of truth: a sequence of exclusively created records.
 
-`record` is one entry, `log` reads and appends, `writer` is how incarnations and commands append
-without harming each other, `state` is what the records mean.
+`record` defines one entry, `log` reads and appends, `writer` lets incarnations and commands append
+safely, `state` folds the records into the state of the trial.
 """

@@ -1,4 +1,4 @@
-"""Reading and appending: slot n is the file ``history/<n>``, made by an exclusive create."""
+"""Reading and appending history records: slot n is the exclusively created ``history/<n>``."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ logger = log.get(__name__)
 class History:
     """The records of one trial. Records never change, so each is read once per object.
 
-    ``directory`` is made with the run directory; without it there are no records, and append
-    raises EnvironmentFailure; so does read once it has seen the directory. ``clock`` gives the
-    time that records show.
+    ``directory`` is created with the run directory. Without it there are no records, and `append`
+    raises EnvironmentFailure; `read` does so too once it has seen the directory. ``clock`` provides
+    the records' timestamps.
     """
 
     def __init__(
@@ -47,16 +47,15 @@ class History:
         self._clock = clock
         self._records: list[Record] = []
         self._single: dict[int, Record] = {}
-        """Those that `record` has read."""
+        """Records that `record` has read, by slot."""
         self._listed_once = False
-        """The directory was there, so its absence is a failure and no empty history."""
+        """The directory existed, so its absence is a failure and not an empty history."""
 
     def read(self, *, at_least: int = 0) -> list[Record]:
-        """All records, from slot 0 without a gap, and no fewer than ``at_least``.
+        """Return all records from slot 0 without a gap, and no fewer than ``at_least``.
 
-        Raises EnvironmentFailure, and CorruptFileError if a slot is missing below one that is
-        there: only after some time, since caches and listings can show a newer slot before an
-        older one.
+        Raises EnvironmentFailure, and CorruptFileError if a slot below an existing one stays
+        missing: caches and listings can show a newer slot before an older one for a while.
         """
         least = at_least
         for _ in self._looks(lambda: self._path(len(self._records))):
@@ -68,14 +67,14 @@ class History:
         raise self._missing(len(self._records), least - 1)
 
     def count(self) -> int:
-        """How many records there are, without reading them."""
+        """Return the number of records without reading them."""
         count = self._listed()
-        while self._look_at(count):  # made since the listing, or hidden from it
+        while self._look_at(count):  # created since the listing, or hidden from it
             count += 1
         return count
 
     def record(self, slot: int) -> Record:
-        """One of the first `count` records. Raises as `read`."""
+        """Return one of the first `count` records. Raises as `read`."""
         for again in self._looks(lambda: self._path(slot)):
             if again:
                 self._listed()
@@ -103,7 +102,7 @@ class History:
             yield number + 1
 
     def _missing(self, slot: int, made: int) -> CorruptFileError:
-        return corrupt(self._path(slot), f"is missing although slot {made} was made")
+        return corrupt(self._path(slot), f"is missing although slot {made} exists")
 
     def _look_at(self, slot: int) -> bool:
         if slot not in self._single and (record := self._read_slot(slot)) is not None:
@@ -113,7 +112,7 @@ class History:
     def append(self, kind: Kind, incarnation: int, data: dict[str, Any], *, after: int) -> Record:
         """Win slot ``after + 1``; ``after`` is the last slot that the caller has read (-1: none).
 
-        Raises SlotTakenError if somebody else has it, EnvironmentFailure.
+        Raises SlotTakenError if another writer has it, EnvironmentFailure.
         """
         record = Record(after + 1, kind, incarnation, self._clock(), data)
         path = self._path(record.slot)
@@ -133,8 +132,8 @@ class History:
         return unpack(data, slot, path)
 
     def _listed(self) -> int:
-        """One more than the highest slot in the listing. Listing also makes an NFS client look
-        for new files that its cache believed missing."""
+        """Return one more than the highest slot in the listing. Listing also makes an NFS client
+        drop cached absences of new files."""
         try:
             names = atomic.list_names(self._directory, calls=self._calls)
         except FileNotFoundError as error:

@@ -1,9 +1,9 @@
-"""The end of a history, for lookers: a few records are read however many there are.
+"""A quick view of the end of a history, which reads few records however many there are.
 
-Whoever decides something folds the whole history (`state`). This is for showing: every look of
-``slurmrl status`` would otherwise read thousands of files. It rests on two things that hold for
-every history: no incarnation's records stand among those of an older one, so that BEGINs are found
-by bisection; and a COMMIT or a BEGIN after an end needs a RESUME between them.
+Decisions fold the whole history (`state`); this view is for display, where every refresh of
+``slurmrl status`` would otherwise read thousands of files. It relies on two invariants:
+incarnations do not interleave, so BEGINs are found by bisection; and after an end, a COMMIT or a
+BEGIN requires a RESUME first.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from slurmrl.history.record import Kind, Record
 from slurmrl.history.state import Commit, Export, place
 
 BACK = 64
-"""How far behind a BEGIN the commit before it is looked for."""
+"""How many slots before a BEGIN are searched for the previous commit."""
 
 
 @dataclass(frozen=True)
 class Begun:
-    """What the history says about one incarnation."""
+    """One incarnation as the history describes it."""
 
     number: int
     time: float
     data: dict[str, Any]
-    """All that its BEGIN says."""
+    """Data of its BEGIN."""
     base: int | None
-    """Step of the last commit before it; None if there was none, or one far back."""
+    """Step of the last commit before it; None if there was none, or only far back."""
     commit: Record | None
-    """The last that it made."""
+    """Its last commit."""
     end: Record | None
-    """The first end of the trial after it and before the next one began, resumed since or not."""
+    """The first end of the trial between this BEGIN and the next, whether resumed since or not."""
 
 
 @dataclass(frozen=True)
 class Recent:
-    """As in `TrialState` where the names are the same."""
+    """The end of a history; fields have the same meaning as in `TrialState`."""
 
     incarnation: int = 0
     last_commit: Commit | None = None
@@ -49,14 +49,14 @@ class Recent:
     export: Export | None = None
     """The newest."""
     begun: tuple[Begun, ...] = field(default=())
-    """The newest incarnations, the oldest of them first."""
+    """The newest incarnations, oldest first."""
 
 
 def recent(
     directory: Path, *, incarnations: int = 1, exports: bool = True, calls: SystemCalls = REAL
 ) -> Recent:
-    """Look at the end of a history. Without ``exports`` none is looked for: where there is none
-    that takes all records. Raises as `History.read`."""
+    """Read the end of a history. Without ``exports`` the search for the newest export is skipped,
+    which reads all records if there is none. Raises as `History.read`."""
     history = History(directory, calls=calls)
     count = history.count()
     if count == 0:
@@ -73,7 +73,7 @@ def recent(
 
 
 def begin_of(directory: Path, incarnation: int, *, calls: SystemCalls = REAL) -> Record | None:
-    """The BEGIN of an incarnation; None if it has not begun. Raises as `History.read`."""
+    """Return the BEGIN of an incarnation; None if it has not begun. Raises as `History.read`."""
     history = History(directory, calls=calls)
     count = history.count()
     slot = _slot_of(history, incarnation, count)
@@ -108,7 +108,7 @@ def _end(history: History, count: int) -> Record | None:
 
 
 def _ended(history: History, before: int) -> Record | None:
-    """The end that was the last word of an incarnation, whatever commands did after it."""
+    """Return the first end after an incarnation's last BEGIN or COMMIT, whatever followed."""
     first = None
     for record in _backwards(history, before):
         if record.kind.is_end:
@@ -135,7 +135,7 @@ def _begun(history: History, number: int, count: int) -> Begun:
 
 
 def _slot_of(history: History, incarnation: int, count: int) -> int:
-    """Slot of an incarnation's BEGIN; ``count`` if it has not begun."""
+    """Return the slot of an incarnation's BEGIN; ``count`` if it has not begun."""
     return bisect_left(range(count), incarnation, key=lambda n: history.record(n).incarnation)
 
 

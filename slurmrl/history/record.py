@@ -14,20 +14,20 @@ from slurmrl.fsio.shapes import COUNT, FILE_NAME, INTEGER, SECONDS, SIZE, TEXT, 
 
 class Kind(StrEnum):
     BEGIN = "begin"
-    """An incarnation begins: ``base``, the directory of the commit that it goes on from, or null;
-    where it is left out, the newest."""
+    """An incarnation begins: ``base``, the directory of the commit that it resumes from, or null;
+    if absent, the newest commit."""
     COMMIT = "commit"
     """A checkpoint exists from here on: ``step``, ``directory``."""
     DELETE = "delete"
-    """A commit is gone; its files may be removed after this: ``step``, ``directory``, and the
-    ``reason`` if it was found damaged."""
+    """A commit is deleted; its files may be removed from now on: ``step``, ``directory``, and the
+    ``reason`` if it was damaged."""
     EXPORT = "export"
     """A model was exported: ``step``, ``directory``."""
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
     RESUME = "resume"
-    """The end before this does not hold any more."""
+    """The previous end of the trial is lifted."""
 
     @property
     def is_end(self) -> bool:
@@ -41,12 +41,12 @@ class Record:
     incarnation: int
     """The incarnation that wrote it; for commands, the newest one at that time (0: none)."""
     time: float
-    """Seconds since the epoch by the writer's clock, to be shown and never compared."""
+    """Seconds since the epoch by the writer's clock; for display, never compared."""
     data: dict[str, Any]
 
 
 def pack(record: Record, nonce: str) -> bytes:
-    """The record as a JSON object; ``nonce`` tells writers of equal records apart."""
+    """Encode a record as JSON; ``nonce`` distinguishes writers of equal records."""
     content = {
         "slot": record.slot,
         "kind": record.kind.value,
@@ -80,7 +80,7 @@ _FIELDS = {
 
 
 def unpack(data: bytes, slot: int, where: object = "") -> Record:
-    """The record in ``slot``. Raises CorruptFileError that names ``where``."""
+    """Decode the record in ``slot``. Raises CorruptFileError that names ``where``."""
     where = where or f"history slot {slot}"
     values = documents.parse(data, where, _FIELDS, _FIELDS)
     if values["slot"] != slot:

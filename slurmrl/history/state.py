@@ -1,4 +1,4 @@
-"""What the records of a history mean."""
+"""The state of a trial, folded from the records of its history."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Commit:
     """Name of its folder in ``checkpoints/``."""
     incarnation: int
     data: dict[str, Any] = field(default_factory=dict)
-    """All that its record says."""
+    """Data of its record."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +37,19 @@ class TrialState:
     incarnation: int = 0
     """The newest incarnation; 0 before the first."""
     commits: tuple[Commit, ...] = ()
-    """Those that were not deleted, in the order of their steps."""
+    """Commits that were not deleted, by step."""
     last_commit: Commit | None = None
-    """The newest of them: where the next incarnation goes on."""
+    """The newest commit, from which the next incarnation resumes."""
     end: Record | None = None
-    """The end of the trial, unless it was resumed since."""
+    """The end of the trial, unless resumed since."""
     base: str | None = None
-    """Directory of the commit that the newest incarnation goes on from; None: it starts anew."""
+    """Directory of the commit that the newest incarnation resumed from; None: a fresh start."""
     begins_without_commit: int = 0
     """Incarnations begun since the last commit or resume."""
     exports: tuple[Export, ...] = ()
-    """In the order they were made."""
+    """In order of creation."""
     begin_data: dict[str, Any] = field(default_factory=dict)
-    """What the newest BEGIN says."""
+    """Data of the newest BEGIN."""
     begin_slot: int = -1
     """Slot of the newest BEGIN."""
     ended_slot: int = -1
@@ -57,7 +57,7 @@ class TrialState:
 
 
 def fold(records: Iterable[Record]) -> TrialState:
-    """The state after all records. Raises CorruptFileError where they contradict each other."""
+    """Fold records into a state. Raises CorruptFileError if they contradict each other."""
     fields: dict[str, Any] = {}
     commits: dict[str, Commit] = {}
     incarnation = 0
@@ -101,7 +101,7 @@ def _apply(record: Record, fields: dict[str, Any], commits: dict[str, Commit]) -
 
 
 def place(record: Record) -> tuple[int, str]:
-    """The step and the directory in a record's data."""
+    """Return the step and the directory in a record's data. Raises CorruptFileError."""
     step, directory = record.data.get("step"), record.data.get("directory")
     if type(step) is not int or not isinstance(directory, str) or not _is_name(directory):
         raise CorruptFileError(
@@ -112,5 +112,5 @@ def place(record: Record) -> tuple[int, str]:
 
 
 def _is_name(directory: str) -> bool:
-    """Whether it names something directly inside a folder, and nothing else."""
+    """Return whether this is a plain name, without path components."""
     return directory not in ("", ".", "..") and "/" not in directory

@@ -1,7 +1,7 @@
-"""Appending without harm: by an incarnation, which newer ones fence off, and by commands.
+"""Safe appending to the history: by incarnations, which newer ones fence off, and by commands.
 
-The argument: slots are won one by one, and whoever wants slot n + 1 has read all slots up to n.
-So a record that an incarnation wins stands before any newer BEGIN and any end that it did not see.
+Why it is safe: slots are won one by one, and a writer of slot n + 1 has read all slots up to n.
+So a record that an incarnation wins precedes any newer BEGIN and any end that it has not seen.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from slurmrl.history.record import Kind, Record
 from slurmrl.history.state import TrialState, fold
 
 TRIES = 100
-"""Slots lost in a row before giving up; each loss is progress of another writer."""
+"""Slots lost in a row before giving up; each loss means progress of another writer."""
 
 
 class IncarnationWriter:
@@ -32,12 +32,12 @@ class IncarnationWriter:
         self._history = history
 
     def append(self, kind: Kind, data: dict[str, Any]) -> Record:
-        """Raises StaleIncarnationError or TrialEndedError (nothing was appended then, nor will
-        ever be), EnvironmentFailure (then it is open whether the record is there)."""
+        """Append a record. Raises StaleIncarnationError or TrialEndedError (nothing was appended,
+        nor ever will be), EnvironmentFailure (the record may or may not be there)."""
         return _append(self._history, kind, data, self._permitted)
 
     def check(self) -> TrialState:
-        """The state as of now. Raises StaleIncarnationError or TrialEndedError."""
+        """Return the current state. Raises StaleIncarnationError or TrialEndedError."""
         state = fold(self._history.read())
         self._permitted(state)
         return state
@@ -59,12 +59,12 @@ def begin(
     data: dict[str, Any] | Callable[[TrialState], dict[str, Any]],
     judge: Callable[[list[Record]], dict[str, Any] | None] = lambda records: None,
 ) -> IncarnationWriter:
-    """Begin a new incarnation; ``data`` may follow from the state that it begins on. Raises
+    """Begin a new incarnation; ``data`` may be computed from the state that it begins on. Raises
     TrialEndedError if the trial has ended.
 
-    ``judge`` sees all records before ours; what it returns is why there shall be no other
-    incarnation: then the trial ends as failed with that, and TrialEndedError is raised. Nothing
-    can come between what it saw and what is written.
+    ``judge`` gets all previous records. If it returns data for a FAILED record, the trial ends with
+    that instead, and TrialEndedError is raised. No record can come between those that it saw and
+    the one that is written.
     """
 
     def next_record(records: list[Record]) -> tuple[Kind, int, dict[str, Any]]:
@@ -97,7 +97,7 @@ def end(history: History, kind: Kind, data: dict[str, Any]) -> Record:
 
 
 def resume(history: History, data: dict[str, Any]) -> Record:
-    """Lift the end of a trial. Raises UsageError if it has not ended."""
+    """Lift the end of a trial. Raises UsageError if the trial has not ended."""
 
     def current(state: TrialState) -> int:
         if state.end is None:
@@ -110,14 +110,14 @@ def resume(history: History, data: dict[str, Any]) -> Record:
 def _append(
     history: History, kind: Kind, data: dict[str, Any], permitted: Callable[[TrialState], int]
 ) -> Record:
-    """Append after whatever is there. ``permitted`` judges the state and gives the incarnation."""
+    """Append after the last record. ``permitted`` checks the state and returns the incarnation."""
     return _win(history, lambda records: (kind, permitted(fold(records)), data))
 
 
 def _win(
     history: History, decide: Callable[[list[Record]], tuple[Kind, int, dict[str, Any]]]
 ) -> Record:
-    """Append what ``decide`` makes of the records before: kind, incarnation and data."""
+    """Append the kind, incarnation and data that ``decide`` returns for the previous records."""
     known = 0
     for _ in range(TRIES):
         records = history.read(at_least=known)

@@ -1,5 +1,7 @@
-"""Names by which processes of a trial find each other. A new kind of store is one file with a
-`base.NameStore` in it and one line in `STORES`."""
+"""Name stores, by which the processes of a trial find each other.
+
+A new kind of store is one file with a `base.NameStore` and one line in `STORES`.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,6 @@ STORES = Registry(
 
 
 def make(kind: str, **options: Any) -> NameStore:
-    """A store of a kind in `STORES`; ``options`` are its constructor's."""
+    """Make a store of a kind in `STORES`; ``options`` go to its constructor."""
     store: NameStore = STORES.load(kind)(**options)
     return store

@@ -1,4 +1,4 @@
-"""The contract of name stores: a key has one value; of concurrent exclusive adds one wins."""
+"""The contract of name stores: one value per key; of concurrent exclusive adds one wins."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from slurmrl.name_resolve.names import below, checked_value, normalise, normalis
 class NameEntry(NamedTuple):
     value: str
     nonce: str
-    """Tells this entry from others with the same value."""
+    """Distinguishes this entry from others with the same value."""
     owner: str = ""
-    """File name of the lease that the key lives and dies with; empty for a key that stays."""
+    """File name of the lease that the key depends on; empty for a permanent key."""
 
 
 def nobody_dies(owner: str) -> bool:
-    """For stores that do not judge owners: all of their keys are shown."""
+    """Treat every owner as alive: for stores that show all keys."""
     return True
 
 
@@ -29,19 +29,19 @@ class NameStore(ABC):
     """Keys are paths like ``attempt/trainer/0/1`` (see `names` for form and limits); a key can be
     a value and a prefix of others at once. Values are strings.
 
-    What a store adds with ``delete_on_exit`` goes with its process: it is deleted at `reset`, and
-    if the process dies before, with its lease: ``owner`` is that lease's file name, and stores
-    whose ``alive`` says that an owner is dead show none of its keys, and give them to whoever
-    adds them next. As a context manager a store calls `reset` at its end.
+    Keys added with ``delete_on_exit`` live as long as their process: `reset` deletes them. If the
+    process dies first, they die with its lease (``owner`` is the file name of that lease): a store
+    whose ``alive`` reports an owner as dead hides the owner's keys and lets the next add take them
+    over. As a context manager a store calls `reset` on exit.
     """
 
     def __init__(self, *, owner: str = "", alive: Callable[[str], bool] = nobody_dies) -> None:
         self._owner = owner
         self._alive = alive
         self._added: dict[str, NameEntry] = {}
-        """What to delete at `reset`."""
+        """Keys that `reset` deletes."""
 
-    # -- what an implementation offers -------------------------------------------------------
+    # -- implemented by each kind of store --------------------------------------------------
 
     @abstractmethod
     def _add(self, key: str, entry: NameEntry, replace: bool) -> bool:
@@ -52,12 +52,12 @@ class NameStore(ABC):
 
     @abstractmethod
     def _keys(self, root: str) -> list[str]:
-        """Keys below ``root``, in any order; others may be among them."""
+        """Return the keys below ``root`` in any order; others may be among them."""
 
     @abstractmethod
     def _swap(self, key: str, old: NameEntry, new: NameEntry) -> bool:
-        """Put ``new`` in the place of ``old``, the entry of a dead owner; False if somebody else
-        has done so. Of several at most one succeeds, and the key is there all the time."""
+        """Replace ``old``, the entry of a dead owner, by ``new``; False if another process has done
+        so. At most one of several succeeds, and the key never disappears meanwhile."""
 
     @abstractmethod
     def _delete(self, key: str) -> bool: ...
@@ -68,17 +68,17 @@ class NameStore(ABC):
 
     @abstractmethod
     def refresh(self) -> None:
-        """Make entries of other hosts visible that a cache may still hide.
+        """Make entries of other hosts visible that a cache may hide.
 
-        Raises EnvironmentFailure where the store does not answer or is gone.
+        Raises EnvironmentFailure if the store does not answer or is gone.
         """
 
-    # -- what everybody uses -----------------------------------------------------------------
+    # -- public interface --------------------------------------------------------------------
 
     def add(
         self, name: str, value: object, *, replace: bool = False, delete_on_exit: bool = True
     ) -> None:
-        """Give a key its value, ``str(value)``.
+        """Set the value of a key to ``str(value)``.
 
         Raises NameExistsError if the key exists and ``replace`` is false, InvalidNameError.
         """
@@ -93,7 +93,7 @@ class NameStore(ABC):
             self._added.pop(key, None)
 
     def get(self, name: str) -> str:
-        """The value of a key. Raises NameNotFoundError."""
+        """Return the value of a key. Raises NameNotFoundError."""
         key = normalise(name)
         entry = self._live(key)
         if entry is None:
@@ -101,19 +101,19 @@ class NameStore(ABC):
         return entry.value
 
     def find_subtree(self, root: str) -> list[str]:
-        """Sorted keys: ``root`` itself and all below ``root/``; ``""`` means all."""
+        """Return the sorted keys: ``root`` itself and all below ``root/``; ``""`` means all."""
         keys = self._below(normalise_root(root))
         if self._alive is nobody_dies:
             return keys
         return [key for key in keys if self._live(key) is not None]
 
     def get_subtree(self, root: str) -> list[str]:
-        """The values of `find_subtree`'s keys, in its order."""
+        """Return the values of `find_subtree`'s keys, in its order."""
         entries = (self._live(key) for key in self._below(normalise_root(root)))
         return [entry.value for entry in entries if entry is not None]
 
     def entries(self, root: str = "") -> dict[str, NameEntry]:
-        """All that is stored below ``root``, by key in order, dead owners' keys included."""
+        """Return all entries below ``root`` by sorted key, including those of dead owners."""
         found = ((key, self._get(key)) for key in self._below(normalise_root(root)))
         return {key: entry for key, entry in found if entry is not None}
 
@@ -125,7 +125,7 @@ class NameStore(ABC):
             raise NameNotFoundError(f"no key {key!r}")
 
     def reset(self) -> None:
-        """Delete what this object added with ``delete_on_exit`` and nobody has replaced since."""
+        """Delete the keys added here with ``delete_on_exit`` and not replaced since."""
         while self._added:
             self._delete_entry(*self._added.popitem())
 
@@ -133,7 +133,7 @@ class NameStore(ABC):
         return sorted(key for key in self._keys(root) if below(key, root))
 
     def _live(self, key: str) -> NameEntry | None:
-        """The entry of a key, unless its owner is dead."""
+        """Return the entry of a key, unless its owner is dead."""
         entry = self._get(key)
         return entry if entry is not None and self._lives(entry) else None
 

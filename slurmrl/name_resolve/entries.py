@@ -1,4 +1,4 @@
-"""An entry as bytes: a JSON object ``{"value": …, "nonce": …, "owner": …}``."""
+"""Encoding of name store entries as JSON: ``{"value": …, "nonce": …, "owner": …}``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def pack(entry: NameEntry) -> bytes:
 
 
 def unpack(data: bytes, where: object) -> NameEntry:
-    """Raises CorruptFileError that names ``where``."""
+    """Decode an entry. Raises CorruptFileError that names ``where``."""
     try:
         content = documents.parse(data, "it")
     except CorruptFileError as error:
@@ -22,9 +22,9 @@ def unpack(data: bytes, where: object) -> NameEntry:
     value, nonce = content.get("value"), content.get("nonce")
     owner = content.get("owner", "")
     if not (isinstance(value, str) and isinstance(nonce, str) and isinstance(owner, str)):
-        raise CorruptFileError(f"{where} is not an entry of a name store: not strings")
+        raise CorruptFileError(f"{where} is not an entry of a name store: not all strings")
     if not nonce.isalnum() or (owner and not _is_file_name(owner)):
-        raise CorruptFileError(f"{where} is not an entry of a name store: not our names")
+        raise CorruptFileError(f"{where} is not an entry of a name store: bad nonce or owner")
     return NameEntry(value, nonce, owner)
 
 

@@ -1,13 +1,12 @@
-"""Names in one directory that all hosts see: a file per key, its name the encoded key.
+"""Name store in a shared directory: one file per key, named by the encoded key.
 
-Flat, so that adding and deleting never race over directories. The content is an entry (see
-`entries`), whose nonce tells writers apart (see `fsio.atomic.exclusive_create`).
+The directory is flat, so that adding and deleting never race over subdirectories. The content is
+an entry (see `entries`) whose nonce identifies its writer (see `fsio.atomic.exclusive_create`).
 
-The key of a dead owner is inherited by whoever wins the exclusive create of ``.heir.<nonce>``, with
-the nonce of the dead entry, and then replaces that: the key is there all the time, so no
-exclusive add gets in between. Heirs that die have heirs themselves. The chain of heirs is the
-truth and readers follow it to its end, so an heir that was paused before its replace, and does it
-after its own heir has won, takes nothing back.
+A dead owner's key goes to the process that wins the exclusive create of ``.heir.<nonce>`` (the
+nonce of the dead entry) and then replaces the dead entry. The key never disappears, so no exclusive
+add can intervene. Heirs that die have heirs in turn. Readers follow this chain to its end, so an
+heir that was paused before its replace, and resumes after its own heir has won, takes nothing back.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ HEIR_PREFIX = ".heir."
 
 
 class FileNameStore(NameStore):
-    """``directory`` is made by whoever makes the run directory; without it every look finds
-    nothing and every add raises EnvironmentFailure."""
+    """``directory`` is created with the run directory; without it reads find nothing and adds raise
+    EnvironmentFailure."""
 
     def __init__(
         self,
@@ -41,7 +40,7 @@ class FileNameStore(NameStore):
         self._directory = directory
         self._calls = calls
         self._paths: dict[str, Path] = {}
-        """Of the keys that were used here: making a path takes longer than reading its file."""
+        """Cache of paths by key: making a path takes longer than reading its file."""
 
     def _path(self, key: str) -> Path:
         path = self._paths.get(key)
@@ -100,8 +99,8 @@ class FileNameStore(NameStore):
         atomic.remove_exactly(self._path(key), pack(entry), calls=self._calls)
 
     def refresh(self) -> None:
-        """List the directory: an NFS client may believe for a minute that a new file is missing,
-        unless it learns that the directory has changed."""
+        """List the directory: an NFS client may believe for a minute that a new file is missing
+        until it notices that the directory has changed."""
         try:
             atomic.list_names(self._directory, calls=self._calls)
         except FileNotFoundError as error:

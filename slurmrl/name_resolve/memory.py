@@ -1,4 +1,4 @@
-"""Names in this process's memory: for tests, and for runs within one process."""
+"""Name store in memory, for tests and for runs within one process."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 from slurmrl.name_resolve.base import NameEntry, NameStore, nobody_dies
 
 _LOCK = threading.Lock()
-"""Held for moments; one for all stores, since several may share their entries."""
+"""One short-held lock for all stores, since several may share their entries."""
 
 
 class MemoryNameStore(NameStore):
-    """Stores given the same ``entries`` are one; each change of them is atomic."""
+    """Stores with the same ``entries`` are views of one store; each change is atomic."""
 
     def __init__(
         self,

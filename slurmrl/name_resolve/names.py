@@ -1,4 +1,4 @@
-"""What a key may look like: normal form, limits, and its file name."""
+"""Keys of name stores: normal form, limits and file names."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ FILE_NAME_BYTES = 255
 """Limit on an encoded key: the longest file name that Linux file systems take. Letters, digits,
 ``_ . - ~`` and ``/`` count one byte, other ASCII characters three, others three per UTF-8 byte."""
 VALUE_BYTES = 1 << 20
-"""Limit on a value in UTF-8: names are for addresses and short notes, not for data."""
+"""Limit on a value in UTF-8: a name store holds addresses and short notes, not data."""
 
 
 def normalise(name: str) -> str:
-    """The one form of a key: ``a/``, ``./a`` and ``/a`` are ``a``, ``a//b`` is ``a/b``.
+    """Return the normal form of a key: ``a/``, ``./a`` and ``/a`` are ``a``, ``a//b`` is ``a/b``.
 
     Raises InvalidNameError.
     """
@@ -39,13 +39,13 @@ def normalise_root(root: str) -> str:
 
 
 def below(key: str, root: str) -> bool:
-    """Whether a key is ``root`` itself or lies under ``root/``."""
+    """Return whether a key is ``root`` itself or below ``root/``."""
     return not root or key == root or key.startswith(f"{root}/")
 
 
 @lru_cache(maxsize=4096)
 def encode(key: str) -> str:
-    """The file name of a key; one to one. Raises InvalidNameError where it is too long."""
+    """Return the file name of a key (one to one). Raises InvalidNameError if it is too long."""
     name = quote(key, safe="/").replace("/", "+")
     if name.startswith("."):
         name = "%2E" + name[1:]
@@ -57,7 +57,7 @@ def encode(key: str) -> str:
 
 
 def decode(file_name: str) -> str | None:
-    """The key of a file name; None for a file that no store made."""
+    """Return the key of a file name; None for a file that no store created."""
     key = unquote(file_name.replace("+", "/"))
     try:
         return key if encode(normalise(key)) == file_name else None
@@ -66,7 +66,7 @@ def decode(file_name: str) -> str | None:
 
 
 def checked_value(key: str, value: object) -> str:
-    """A value as a string. Raises InvalidNameError where it is too long or not valid Unicode."""
+    """Return a value as a string. Raises InvalidNameError if it is too long or not Unicode."""
     text = str(value)
     try:
         size = len(text.encode())

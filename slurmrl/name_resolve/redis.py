@@ -1,8 +1,8 @@
-"""Names in a Redis server, for those who have one and prefer it to files. Nothing needs it.
+"""Name store in a Redis server, an optional alternative to files.
 
 A key is ``<prefix>:<key>``, its value an entry (see `entries`). Redis executes commands one by one,
-so SET with NX is the exclusive add, and scripts compare before they change. A server that keeps
-nothing on disk forgets all names when it restarts: the trial's history does not depend on them.
+so SET with NX is the exclusive add, and scripts compare before they change. A server without
+persistence loses all names when it restarts; the trial's history does not depend on them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 TIMEOUT_S = 10.0
 SCAN_COUNT = 1000
-"""Keys that the server looks at per round of a listing."""
+"""Keys that the server scans per round of a listing."""
 _DELETE_IF = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end"
 _SWAP_IF = """
 local there = redis.call('get', KEYS[1])
@@ -43,7 +43,7 @@ def _package() -> Any:
 
 class RedisNameStore(NameStore):
     """``url`` is ``redis://[user:password@]host:port/0``, ``rediss://…`` or ``unix://path``;
-    ``prefix`` keeps trials apart. Raises EnvironmentFailure where the server does not answer."""
+    ``prefix`` separates trials. Raises EnvironmentFailure if the server does not answer."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class RedisNameStore(NameStore):
         self._ask(lambda: self._client.eval(_DELETE_IF, 1, self._prefix + key, pack(entry)))
 
     def refresh(self) -> None:
-        """Nothing is cached; only whether the server answers is found out."""
+        """Check that the server answers; nothing is cached."""
         self._ask(self._client.ping)
 
     def _ask(self, command: Callable[[], T]) -> T:

@@ -205,7 +205,9 @@ def test_an_agent_that_hangs_is_found_and_started_again(
     check_end(site, "sft", undisturbed)
     assert begun_by(site, "sft/1") == [(0, "0"), (0, "1")]
     failed = [event["reason"] for event in read_all(RunPaths(run)) if event["kind"] == "failed"]
-    assert failed == ["the agent trainer/0 beats its lease no more, but its host lives: it hangs"]
+    assert failed == [
+        "the agent trainer/0 hangs: it no longer renews its lease, but its host is alive"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ from slurmrl.workers.failure import first
 from slurmrl.workers.master.base import choose
 from slurmrl.workers.master.judgement import judge
 from slurmrl.workers.master.progress import Progress
-from slurmrl.workers.master.start import restore
+from slurmrl.workers.master.serve import restore
 from slurmrl.workers.supervisor.link import reason_to_leave
 from tests.fake_runs import FakeRun, FakeScheduler, task, write_config
 

@@ -1,4 +1,4 @@
-"""The agents of an incarnation: those that said hello, and those that only claimed their task."""
+"""Registry of an incarnation's agents: those that said hello and those that only claimed a task."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ logger = log.get(__name__)
 HUNG_AGENT = "agent"
 """In a failure: the agent that hangs on the master's own host."""
 TELL_TIMEOUT_S = 60.0
-"""How long the directory may not answer when a host is to be reported."""
+"""Timeout for reporting a lost host while the directory does not answer."""
 
 
 class AgentRegistry(Mapping[str, Message]):
-    """What is known of each agent, by ``group/task``.
+    """The known agents by ``group/task``.
 
-    ``heard`` grows as agents say hello. A host that dies before that leaves its claim in the name
-    store; it is looked for every ``look_s`` while somebody is missing.
+    ``heard`` grows as agents say hello. The claims of hosts that die before that are in the name
+    store, which is read every ``look_s`` while agents are missing.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class AgentRegistry(Mapping[str, Message]):
         return len({**self._claimed, **self._heard})
 
     def look(self) -> None:
-        """Look for the claims of those that have not said hello, if it is time to."""
+        """When due, look for claims of agents that have not said hello."""
         if not self._looks.due():
             return
         for group in self._fixed:
@@ -77,17 +77,18 @@ class AgentRegistry(Mapping[str, Message]):
                     if claim.get("job") == self._job:
                         self._claimed[f"{group}/{task}"] = dict(claim)
         except (EnvironmentFailure, CorruptFileError) as error:
-            logger.warning("cannot look for agents, trying on: %s", error)
+            logger.warning("cannot look for agents, will retry: %s", error)
 
     def report_lost(self, labels: list[str]) -> None:
-        """Give the incarnation up for one of these agents. Its host is named in the name store,
-        unless it is ours: we run there, so only the agent hangs. Raises RunFailedError."""
+        """End the incarnation because of one of these agents. Its host is recorded as lost in the
+        name store, unless it is the master's own, where only the agent can hang. Raises
+        RunFailedError."""
         ours = f"{self._fixed[0].name}/0" if self._fixed else ""
         watched = {f"{group.name}/{task}" for group in self._fixed for task in range(group.hosts)}
         for label in watched.intersection(labels) - {ours}:
             self._give_up(label, str(self[label]["host"]))
         if ours in labels:
-            reason = f"the agent {ours} beats its lease no more, but its host lives: it hangs"
+            reason = f"the agent {ours} hangs: it no longer renews its lease, but its host is alive"
             raise RunFailedError(reason, {"cause": Cause.HUNG, "reason": reason, HUNG_AGENT: ours})
 
     def _give_up(self, label: str, host: str) -> None:
@@ -97,12 +98,12 @@ class AgentRegistry(Mapping[str, Message]):
             lambda: self._names.add(keys.lost(host), said, replace=True, delete_on_exit=False),
             timeout_s=TELL_TIMEOUT_S,
         )
-        reason = f"host {host} is lost: the lease of its agent {label} is not renewed any more"
+        reason = f"host {host} is lost: its agent {label} no longer renews its lease"
         raise RunFailedError(reason, {"cause": Cause.LOST_HOST, "reason": reason, "host": host})
 
 
 def _newest(claims: list[str], root: str) -> dict[int, int]:
-    """Each task's last attempt."""
+    """Return the newest attempt of each task."""
     found: dict[int, int] = {}
     for key in claims:
         task, _, attempt = key.removeprefix(f"{root}/").partition("/")

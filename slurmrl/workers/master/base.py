@@ -1,7 +1,7 @@
-"""The commit that an incarnation goes on from: the newest one that is as it was written.
+"""The base of an incarnation: the newest undamaged commit, from which it resumes.
 
-Which one that is stands in BEGIN, so that all agents take the same. Newer ones that are damaged are
-deleted from the history right after it, with the reason, and their files set aside.
+BEGIN names the base, so that all agents load the same. Newer, damaged commits are deleted from the
+history right after BEGIN, with the reason, and their files are set aside.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from slurmrl.paths import RunPaths
 logger = log.get(__name__)
 
 LOOK_TIMEOUT_S = 300.0
-"""Longest time in which the directory may not answer while checkpoints are looked at."""
+"""Timeout for checking the checkpoints while the directory does not answer."""
 LOOK_BACK = 3
-"""Incarnations whose failures may name a damaged checkpoint that is still in the history."""
+"""Number of recent incarnations whose failures are searched for damaged checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ def begin_on_base(
     data: dict[str, Any],
     judge: Callable[[list[Record]], dict[str, Any] | None],
 ) -> tuple[IncarnationWriter, list[Damage]]:
-    """Begin an incarnation on the newest commit that can be used; also returns the newer ones that
-    cannot. Raises as `begin`, and EnvironmentFailure."""
+    """Begin an incarnation on the newest usable commit; also return the newer, damaged ones.
+    Raises as `begin`, and EnvironmentFailure."""
     damages: list[Damage] = []
 
     def describe(state: TrialState) -> dict[str, Any]:
         base, damages[:] = retry(
-            "look at the checkpoints",
+            "check the checkpoints",
             lambda: choose(paths, names, state),
             timeout_s=LOOK_TIMEOUT_S,
         )
@@ -70,13 +70,13 @@ def choose(
     state: TrialState,
     sleep: Callable[[float], None] = time.sleep,
 ) -> tuple[str | None, list[Damage]]:
-    """The directory of the newest commit that can be used, None if there is none; and what is wrong
-    with those before it. Files' sizes are looked at here; for checksums, ranks have spoken."""
+    """Return the directory of the newest usable commit (None if there is none) and the damages of
+    newer ones. This checks file sizes; ranks have checked and reported wrong checksums."""
     damages: list[Damage] = []
-    said = _said_by_ranks(names, state)
+    reported = _reported_damage(names, state)
     for commit in reversed(state.commits):
         directory = paths.checkpoints / commit.directory
-        reason = said.get(commit.directory) or _damage(directory, sleep)
+        reason = reported.get(commit.directory) or _damage(directory, sleep)
         if reason is None:
             return commit.directory, damages
         damages.append(Damage(commit, reason))
@@ -90,7 +90,7 @@ def set_aside(
     events: EventWriter,
     calls: SystemCalls = REAL,
 ) -> None:
-    """Delete damaged commits from the history and keep their files for people to look at.
+    """Delete damaged commits from the history; keep their files for inspection.
 
     Raises StaleIncarnationError, TrialEndedError.
     """
@@ -101,14 +101,14 @@ def set_aside(
         retry("delete a damaged checkpoint", partial(writer.append, Kind.DELETE, record))
         try:
             calls.rename(paths.checkpoints / directory, paths.damaged_checkpoint(directory))
-        except OSError as error:  # it is gone, or goes when an incarnation begins
+        except OSError as error:  # already removed, or removed when an incarnation begins
             logger.warning("%s is not kept: %s", directory, error.strerror)
         events.write("damaged", directory=directory, step=step, reason=reason)
 
 
 def _damage(directory: Path, sleep: Callable[[float], None]) -> str | None:
-    """What is wrong. Where caches can lie it is looked at until they cannot any more: a good
-    checkpoint must not be given up."""
+    """Describe the damage; None if there is none. On shared file systems the check is repeated
+    until caches have expired: a good checkpoint must not be given up."""
     reason = None
     for _ in attempts(() if is_local(directory.parent) else HIDDEN_PAUSES_S, sleep):
         try:
@@ -120,9 +120,9 @@ def _damage(directory: Path, sleep: Callable[[float], None]) -> str | None:
     return reason
 
 
-def _said_by_ranks(names: NameStore, state: TrialState) -> dict[str, str]:
-    """What ranks of the last incarnations found damaged when they loaded it, and their masters when
-    they exported it."""
+def _reported_damage(names: NameStore, state: TrialState) -> dict[str, str]:
+    """Return the reasons by directory of checkpoints that recent incarnations found damaged: ranks
+    when loading, masters when exporting."""
     found: dict[str, str] = {}
     for number in range(max(1, state.incarnation - LOOK_BACK + 1), state.incarnation + 1):
         said = published.failure(names, number)

@@ -1,7 +1,7 @@
 """Commits: the ranks' files, the manifest, then the history slot; and the deletion of old ones.
 
-A checkpoint is started, and looked after while the ranks train on. It exists once the history
-names it, and has failed when its directory is gone again; either is told by an `Outcome`.
+A checkpoint is started and then polled while the ranks continue training. It exists once the
+history names it; if it fails, its directory is removed. An `Outcome` reports either.
 """
 
 from __future__ import annotations
@@ -41,28 +41,28 @@ class Outcome:
     seconds: float
     """From its start to its end."""
     stall_s: float
-    """In which training waited for it: ranks that copied, and the master where it could not go on.
-    (Not: its file operations while the ranks had work to do.)"""
+    """Time for which training waited: ranks that copied, and the master while it was blocked.
+    (Not: file operations of the master while the ranks had work to do.)"""
     error: str | None = None
-    """Why it failed; None: it is committed."""
+    """Why it failed; None if it is committed."""
 
 
 @dataclass
 class Writing:
-    """The checkpoint that the ranks are at."""
+    """The checkpoint that the ranks are writing."""
 
     step: int
     directory: Path
     state: dict[str, Any]
     number: int
-    """Of its SAVE."""
+    """Message number of its SAVE."""
     began: float
     asynchronous: bool
     stall_s: float = 0.0
 
 
 class Committer:
-    """One checkpoint at a time. ``sync`` puts on disk what must not be behind a commit."""
+    """Writes one checkpoint at a time. ``sync`` flushes to disk what a commit must not overtake."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class Committer:
     # -- one checkpoint ----------------------------------------------------------------------
 
     def start(self, step: int, state: dict[str, Any], *, asynchronous: bool) -> Outcome | None:
-        """Tell the ranks to save ``step``; the one before must be over (`wait`). The outcome if
-        it cannot even be started."""
+        """Tell the ranks to save ``step``; the previous checkpoint must be over (`wait`). Returns
+        the outcome only if the checkpoint cannot be started."""
         assert self._writing is None, "one checkpoint at a time"
         began = time.monotonic()
         directory = self.paths.checkpoint(step, self.writer.incarnation)
@@ -107,7 +107,7 @@ class Committer:
         return None
 
     def poll(self) -> Outcome | None:
-        """Commit once all ranks have saved; None before that, and if there is nothing to do."""
+        """Commit once all ranks have saved; return None before that, and if nothing is pending."""
         if self._writing is None:
             return None
         answers = self.channel.saved(self._writing.number)
@@ -119,7 +119,7 @@ class Committer:
         return self._finish(writing, answers)
 
     def wait(self) -> Outcome | None:
-        """Until the checkpoint that is being written is over; None if there is none. Raises
+        """Wait until the pending checkpoint is over; return None if there is none. Raises
         WaitTimeoutError, StaleIncarnationError, TrialEndedError."""
         writing = self._writing
         if writing is None:
@@ -172,15 +172,15 @@ class Committer:
         return self._outcome(writing)
 
     def _give_up(self, writing: Writing, reason: str) -> Outcome:
-        """Its files go at once, and what was kept of damaged ones: where a disk is full they are in
-        everybody's way. Commits stay, whatever the disk lacks."""
+        """Remove its files and those set aside from damaged commits at once, because the disk may
+        be full. Commits are never removed to make room."""
         logger.warning("no checkpoint of step %d: %s", writing.step, reason)
         for directory in (writing.directory, *self.paths.damaged_checkpoints()):
             shutil.rmtree(directory, ignore_errors=True)
         return self._outcome(writing, reason)
 
     def _outcome(self, writing: Writing, error: str | None = None) -> Outcome:
-        """Waiting and copying may have been at the same time."""
+        """Make the outcome; waiting and copying may overlap, so the stall is capped."""
         seconds = time.monotonic() - writing.began
         return Outcome(writing.step, seconds, min(writing.stall_s, seconds), error)
 
@@ -192,7 +192,7 @@ class Committer:
             self._delete(commit)
 
     def _delete(self, commit: Commit) -> None:
-        """First from the history, then from disk. Left for the next time where it fails."""
+        """Delete first from the history, then from disk; on failure, leave it for the next time."""
         try:
             self.writer.append(Kind.DELETE, {"step": commit.step, "directory": commit.directory})
         except EnvironmentFailure as error:

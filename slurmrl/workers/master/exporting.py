@@ -1,4 +1,4 @@
-"""Writing a trained model in Hugging Face form from a committed checkpoint. Torch-free."""
+"""Export of a committed checkpoint in Hugging Face form, without torch."""
 
 from __future__ import annotations
 
@@ -33,8 +33,7 @@ from slurmrl.plan.model_files import EOS, config_values, generation_values, stop
 ROLE = "actor"
 TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")
 LEFT_S = 24 * 3600.0
-"""Age at which a temporary folder is what a killed export left, and not one that is being written.
-"""
+"""Age at which a temporary directory counts as left over by a killed export."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Exporter:
         return model
 
     def write(self, commit: Commit, target: Path) -> Path:
-        """The folder of a commit. Raises DamagedCheckpointError before anything is written."""
+        """Export a commit; return the directory. Raises DamagedCheckpointError before writing."""
         _sweep(self.paths)
         model, checkpoint = self.model, self.paths.checkpoints / commit.directory
         weights = open_verified(checkpoint, self.role)
@@ -76,13 +75,13 @@ class Exporter:
         )
 
     def _stop_tokens(self, checkpoint: Path) -> list[int]:
-        """Those that the run had; before they were committed, those that the files state."""
+        """Return the stop tokens of the run; those of the model files if none were committed."""
         said = read_state(checkpoint).get("stop_token_ids")
         return list(said if said is not None else stop_tokens(self.config, None))
 
 
 def export_actor(paths: RunPaths, config: Config, commit: Commit) -> Path:
-    """The folder ``export/step-<s>`` of a commit, loadable by transformers.
+    """Export a commit to ``export/step-<s>``, loadable by transformers; return that directory.
 
     Raises DamagedCheckpointError before anything is written.
     """
@@ -97,17 +96,17 @@ def export_step(
     target: Path | None,
     dtype: ExportDtype | None = None,
 ) -> Path:
-    """What a command exports: a commit of any trial, whether it runs or not; by default the newest,
-    into its own folder. A commit that the run deletes meanwhile is another one to choose.
+    """Export a commit of any trial, running or not; by default the newest, into its own directory.
+    If the run deletes the commit meanwhile, another one is chosen.
 
-    Raises UsageError for a step or a role that there is not, or a target that is in use, and
-    CheckpointError for a damaged commit, naming those to export instead.
+    Raises UsageError for an unknown step or role or a target in use, CheckpointError for a damaged
+    commit, naming the alternatives.
     """
     config = load_resolved(paths.config)
     dtype = dtype or config.checkpoint.export_dtype
     exporter = Exporter(paths, config, role, _head(paths, role), dtype)
     if target is not None and target.exists() and not _is_empty_folder(target):
-        raise UsageError(f"{target} exists already: choose a folder that does not")
+        raise UsageError(f"{target} exists already: choose a new directory")
     while True:
         commit = _choose(paths, step)
         try:
@@ -132,7 +131,7 @@ def _remedy(paths: RunPaths, damaged: Commit, commits: Sequence[Commit]) -> str:
     steps = ", ".join(map(str, others))
     return (
         f"Nothing was exported; choose another checkpoint with --step (there are: {steps}); "
-        f"`slurmrl checkpoints {paths.experiment}/{paths.trial}` says which are whole"
+        f"`slurmrl checkpoints {paths.experiment}/{paths.trial}` shows which are intact"
     )
 
 
@@ -148,7 +147,7 @@ def _choose(paths: RunPaths, step: int | None) -> Commit:
 
 
 def _head(paths: RunPaths, role: str) -> Head:
-    """Of a role that is trained: others have no part in a checkpoint."""
+    """Return the head of a trained role; checkpoints hold no other roles."""
     models = Plan.read(paths.plan).models
     trained = sorted(name for name, model in models.items() if model.trained)
     if role not in trained:
@@ -160,8 +159,8 @@ def _head(paths: RunPaths, role: str) -> Head:
 def _generation(
     stated: Mapping[str, Any], config: Mapping[str, Any], stops: list[int]
 ) -> dict[str, Any]:
-    """generation_config.json: that of the model's folder, or what config.json says, and in either
-    case with the stop tokens that the run had."""
+    """Return generation_config.json: that of the model, or one made from config.json, in either
+    case with the stop tokens of the run."""
     ids = {name: config[name] for name in TOKEN_IDS if config.get(name) is not None}
     values = dict(stated) or {"_from_model_config": True, **ids}
     known = values.get(EOS)

@@ -1,5 +1,7 @@
-"""Whether another incarnation makes sense, judged by how the ones before it ended. Pure, but for
-reading what they left in the name store."""
+"""The decision whether to begin another incarnation, from how the previous ones ended.
+
+Pure functions, apart from reading failures from the name store.
+"""
 
 from __future__ import annotations
 
@@ -17,66 +19,66 @@ from slurmrl.workers.failure import Cause
 from slurmrl.workers.supervisor.baton import put_back
 
 RAISED = ("exception", "master")
-"""Causes of failures that code raised, a worker's or the master's, and will raise again."""
+"""Causes of failures that code of a worker or the master raised, and would raise again."""
 TIME_LIMIT = "time_limit"
 UNFAULTED = ("preemption", "interrupt")
-"""What ends a job however good the run is: such starts are not held against it."""
+"""Causes that end a job through no fault of the run: such starts do not count against it."""
 LOSSES = 10
-"""So many times the starts without a commit may be lost together with their hosts."""
+"""This many times ``max_restarts_without_commit`` starts may be lost with their hosts."""
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How an incarnation came to its end, as far as it said."""
+    """How an incarnation ended, as far as it was reported."""
 
     incarnation: int
     start: str = ""
-    """Of its job: ``JOBID.RESTARTCOUNT``."""
+    """The start of its job, ``JOBID.RESTARTCOUNT``."""
     reason: str = ""
-    """Of its first failure, with the rank; empty where nothing failed."""
+    """Reason of its first failure, with the rank; empty if nothing failed."""
     what: str = ""
-    """The reason without the rank: which of several was first is a matter of luck."""
+    """The reason without the rank, since it is random which of several ranks fails first."""
     cause: str = ""
     step: int | None = None
     traceback: str = ""
     final: bool = False
-    """It met a mistake of the user's, which another start would meet again."""
+    """A user error, which another start would meet again."""
     damaged: bool = False
-    """It could not read the checkpoint that it was to go on from."""
+    """It could not read the checkpoint that it resumed from."""
     warned: str = ""
-    """Why its job was to end, if it was told to."""
+    """Cause of the warning that its job would end, if there was one."""
     requeued: bool = False
-    """Slurm has put its job back into the queue since, or ended it with its host."""
+    """Slurm has requeued its job since, or ended it together with its host."""
     echo: bool = False
-    """Its failure looks like the end of another rank, and nothing more was known."""
+    """Its failure looks like a consequence of another rank's end, with nothing else known."""
     hang: str = ""
     """Who waited for whom, where it was ended for silence or a deadline. For people only: its times
     differ from one incarnation to the next."""
     shared_loss: bool = False
-    """The next incarnation of the same start of the job was lost with its host, so this one was."""
+    """The next incarnation of the same start of the job was lost with its host: so was this one."""
 
     @property
     def lost(self) -> bool:
-        """Whether it was lost with a host."""
+        """Whether it was lost together with a host."""
         taken = self.requeued and (not self.reason or self.echo)
         return taken or self.shared_loss or self.cause == Cause.LOST_HOST
 
     @property
     def counts(self) -> bool:
-        """Whether it speaks against another start: not if its job was taken away from it."""
+        """Whether it counts against another start: not if its job was taken away."""
         return not (self.lost or self.warned in UNFAULTED or self.damaged)
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Why there is no other start."""
+    """Why no further start is made."""
 
     reason: str
     traceback: str
 
     @property
     def data(self) -> dict[str, Any]:
-        """For the FAILED record."""
+        """Data of the FAILED record."""
         return {"reason": self.reason, "traceback": self.traceback}
 
 
@@ -87,13 +89,12 @@ def judge(
     max_begins: int,
     explain_limit: Callable[[Ending], str] = lambda ending: "",
 ) -> Verdict | None:
-    """Why another incarnation, in ``job``, would be in vain; None if it would not.
+    """Return why another incarnation, in ``job``, would be futile; None if it would not.
 
-    Either the last one met a mistake of the user's (a UsageError), or user code failed with the
-    same exception at the same step twice, or two jobs in a row reached their time limit before a
-    commit was possible (``explain_limit`` adds figures), or ``max_begins`` incarnations in a row
-    made no commit. Those whose job was taken away do not count, unless very many were lost without
-    a warning.
+    It is futile if the last one met a user error (a UsageError), if user code failed with the same
+    exception at the same step twice, if two jobs in a row reached their time limit before a commit
+    (``explain_limit`` adds figures), or if ``max_begins`` incarnations in a row made no commit.
+    Incarnations whose job was taken away do not count, unless very many were lost without warning.
     """
     in_vain = fold(records).begins_without_commit
     begun = _since_resume(records)[-(in_vain + 1) :]  # with the one that made the last commit
@@ -125,8 +126,8 @@ def judge(
 
 
 def _with_shared_losses(endings: list[Ending]) -> list[Ending]:
-    """The death of a host reaches the other ranks as a broken connection, of which the incarnation
-    ends; it is the next one, in the same job, that waits for the host in vain."""
+    """Mark incarnations that ended with a broken connection because a host had died: only the next
+    incarnation of the same job finds the host missing."""
     found: list[Ending] = []
     for ending in reversed(endings):
         follower = found[-1] if found else None
@@ -138,8 +139,8 @@ def _with_shared_losses(endings: list[Ending]) -> list[Ending]:
 def read_ending(
     names: NameStore, begin: Record, next_job: str, taken: Collection[str] = ()
 ) -> Ending:
-    """How the incarnation of a BEGIN record ended; ``next_job`` is the job of the one after it,
-    ``taken`` are starts of jobs that Slurm has taken away."""
+    """Return how the incarnation of a BEGIN record ended. ``next_job`` is the job of the next
+    incarnation; ``taken`` are the starts of jobs that Slurm has taken away."""
     incarnation = begin.incarnation
     said = published.failure(names, incarnation)
     warned = published.warned(names, incarnation).get("cause") or ""
@@ -167,7 +168,7 @@ def read_ending(
 
 
 def _start(job: str) -> str:
-    """``JOBID.RESTARTCOUNT`` of a tag that has the round, too."""
+    """Return ``JOBID.RESTARTCOUNT`` of a tag that also has the round."""
     return ".".join(job.split(".")[:2])
 
 
@@ -179,7 +180,7 @@ def _requeued(job: str, after: str) -> bool:
 
 
 def _since_resume(records: list[Record]) -> list[Record]:
-    """The BEGIN records after the last RESUME: the user may have mended what was wrong."""
+    """Return the BEGIN records after the last RESUME: the user may have fixed the problem."""
     begun: list[Record] = []
     for record in records:
         if record.kind is Kind.RESUME:
@@ -207,7 +208,7 @@ def _time_limit(last_two: list[Ending], explain: Callable[[Ending], str]) -> Ver
 
 
 def _lost(endings: list[Ending], most: int) -> Verdict | None:
-    """Whoever loses host after host may be what brings them down."""
+    """A trial that loses host after host may itself be the reason."""
     lost = [one for one in endings if one.lost and not one.warned]
     if len(lost) < most:
         return None
@@ -220,7 +221,7 @@ def _too_many(vain: list[Ending], max_begins: int) -> Verdict | None:
         return None
     last = vain[-1]
     traceback = next((one.traceback for one in reversed(vain) if one.traceback), "")
-    why = last.reason or "its processes ended without a word"
+    why = last.reason or "its processes ended without reporting a reason"
     hang = f"; {last.hang}" if last.hang else ""
     text = f"{len(vain)} starts in a row without a new commit; the last one: {why}{hang}"
     return Verdict(text, traceback)

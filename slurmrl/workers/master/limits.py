@@ -1,4 +1,4 @@
-"""What to say of a time limit that ends jobs before their first commit."""
+"""Advice for jobs that reach their time limit before the first commit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slurmrl.workers.master.judgement import Ending
 
 
 def explain(paths: RunPaths, config: Config, ending: Ending) -> str:
-    """How far the incarnation came, and what can be changed."""
+    """Return how far the incarnation came and which settings to change."""
     ready_s = next(
         (
             event["seconds"]
@@ -37,10 +37,10 @@ def explain(paths: RunPaths, config: Config, ending: Ending) -> str:
 
 
 def _finished(paths: RunPaths) -> str:
-    """What there is beyond the last commit; the coming incarnation has not cut it off yet."""
+    """Count the steps since the last commit, which the next incarnation has not discarded yet."""
     commit = fold(History(paths.history).read()).last_commit
     newest = metrics.newest(metrics.read_latest(paths.metrics, 1)).get("step", 0)
     steps = int(newest) - (commit.step if commit is not None else 0)
     if steps <= 0:
-        return "no step was finished in what was left"
+        return "no step was finished in the remaining time"
     return f"{steps} steps were finished, but none was committed"

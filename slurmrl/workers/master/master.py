@@ -3,7 +3,7 @@
 begin ── restore ── wait for ranks ──► step ──► evaluate? ──► record ──► commit? ──┐
                                         ▲                                          │
                                         └──────────────────────────────────────────┘
-                                                    until finished, or told to stop
+                                                    until finished or warned
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ logger = log.get(__name__)
 T = TypeVar("T")
 
 LOOKS_PER_TTL = 4
-"""Looks for agents that have not said hello, in the time that an agent has to renew its lease."""
+"""Looks per lease TTL for agents that have not said hello."""
 LAST_RETRY_S = (2.0, 60.0)
 """First and longest pause before the last commit is tried again."""
 
@@ -111,15 +111,15 @@ class Master:
         self.recorder = recorder
         self.fresh = state.last_commit is None
         self.rows_left_out = 0
-        """Of the training data, because they are too long."""
+        """Rows of the training data that are too long."""
         self._told_unknown = False
         self._stall_s: float | None = None
-        """Of checkpoints that ended since the last line of metrics; None if there were none."""
+        """Stall of the checkpoints that ended since the last metrics line; None if none did."""
 
     # -- the whole run -----------------------------------------------------------------------
 
     def run(self) -> None:
-        """Run until the trial is finished or the job is to end; the ranks are told to exit."""
+        """Run until the trial is finished or the job will end; then let the ranks exit."""
         began = time.monotonic()
         self._wait_for_ranks()
         seconds = round(time.monotonic() - began, 3)
@@ -133,7 +133,7 @@ class Master:
         if reason is not None:
             self._finish(reason)
         else:
-            logger.info("stopping at step %d as told", self.progress.step)
+            logger.info("stopping at step %d, because the job will end", self.progress.step)
             self.events.write("stopped", step=self.progress.step)
         self.channel.post({"type": messages.EXIT})
         self.recorder.close()
@@ -158,7 +158,7 @@ class Master:
         self._use_stop_tokens({tuple(map(tuple, one["stop_tokens"])) for one in ready.values()})
 
     def _tell_left_out(self, ready: Message) -> None:
-        """Rows that are longer than the configuration allows."""
+        """Report rows that are longer than the configuration allows."""
         self.rows_left_out = ready["left_out"]
         files = {"": self.config.dataset}
         if self.config.evaluation is not None:
@@ -167,11 +167,13 @@ class Master:
             left, size = ready[f"{prefix}left_out"], ready[f"{prefix}size"]
             if left:
                 where, total = dataset.path, size + left
-                logger.warning("%d of %d lines of %s are too long and left out", left, total, where)
+                logger.warning(
+                    "%d of %d lines of %s are too long and were dropped", left, total, where
+                )
                 self.events.write("left_out", file=where, rows=left, of=total)
 
     def _tell_unknown_metric(self, line: dict[str, Any]) -> None:
-        """Once: ``stop_when`` waits for a metric that the line should have and has not."""
+        """Warn once if ``stop_when`` names a metric that the line lacks."""
         condition = self.progress.stop_when
         if condition is None or condition.metric in line or self._told_unknown:
             return
@@ -194,7 +196,7 @@ class Master:
             logger.info("a completion ends with one of these tokens: %s", named)
 
     def _start(self) -> None:
-        """Before the first step: evaluate what training starts from."""
+        """Evaluate the initial model before the first step."""
         evaluation = self.config.evaluation
         if evaluation is not None and evaluation.at_start:
             self._record(self._evaluate())
@@ -224,7 +226,7 @@ class Master:
         *,
         evaluation: bool,
     ) -> tuple[dict[str, Any], list[tuple[CallPlan, step_metrics.Answers]]]:
-        """Post one batch and all of its calls at once, in their one order, and collect."""
+        """Post a batch and all of its calls at once, in their fixed order, and collect answers."""
         began = time.monotonic()
         scalars = self.progress.scalars()
         load = {"type": messages.LOAD, "step": step, "items": list(items)}
@@ -242,7 +244,7 @@ class Master:
         return step_metrics.of_step(answered, time.monotonic() - began), answered
 
     def _evaluate(self) -> dict[str, Any]:
-        """Judge held-out prompts; nothing that training reads is changed."""
+        """Evaluate held-out prompts; the state of training does not change."""
         step = self.progress.step
         items = self.progress.evaluation_items()
         metrics, _ = self._execute(step, items, self.plan.evaluation_calls, evaluation=True)
@@ -276,14 +278,14 @@ class Master:
             self._retry("write samples", write)
 
     def _retry(self, what: str, action: Callable[[], T]) -> T:
-        """Try on while the directory does not take it: it may be full of a checkpoint that has
-        failed, and goes while this waits."""
+        """Retry while the directory does not accept it: the disk may be full of a failed
+        checkpoint, which is removed meanwhile."""
         return retry(what, action, self.channel.rest)
 
     # -- checkpoints -------------------------------------------------------------------------
 
     def _checkpoint(self, *, asynchronous: bool) -> None:
-        """Commit this step; the one before must be over first."""
+        """Commit this step, after the previous checkpoint is over."""
         self._tell(self.committer.wait())
         step, state = self.progress.step, self.progress.state()
         self._tell(self.committer.start(step, state, asynchronous=asynchronous))
@@ -291,19 +293,21 @@ class Master:
             self._tell(self.committer.wait())
 
     def _commit_last(self) -> None:
-        """Commit the step that this incarnation stops at, however often that has to be tried: all
-        since the last commit would be lost. Whatever ends the job ends this too."""
+        """Commit the step that this incarnation stops at, retrying until the job ends: all progress
+        since the last commit would be lost otherwise."""
         backoff = Backoff(*LAST_RETRY_S)
         self._tell(self.committer.wait())
         while self.committer.last_step != self.progress.step:
             self._checkpoint(asynchronous=False)
             if self.committer.last_step != self.progress.step:
                 pause_s = backoff.next_s()
-                logger.warning("step %d is tried again in %.0f s", self.progress.step, pause_s)
+                logger.warning(
+                    "retrying the checkpoint of step %d in %.0f s", self.progress.step, pause_s
+                )
                 self.channel.rest(pause_s)
 
     def _tell(self, outcome: Outcome | None) -> None:
-        """Say how a checkpoint ended; one that failed leaves the run going."""
+        """Report how a checkpoint ended; the run continues after a failed one."""
         if outcome is None:
             return
         self._stall_s = (self._stall_s or 0.0) + outcome.stall_s

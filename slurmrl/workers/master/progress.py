@@ -1,5 +1,4 @@
-"""What the master carries from step to step, and commits: the step, the data cursor and what was
-consumed, the scalars that change, and when things are due."""
+"""Progress of a run, committed with it: step, data cursor, consumed data, scalars, due times."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ class Progress:
     # -- what is committed -------------------------------------------------------------------
 
     def state(self) -> dict[str, Any]:
-        """JSON; together with the ranks' files it is all that a successor needs."""
+        """Return JSON values: with the ranks' files, all that a successor needs."""
         return {
             "step": self.step,
             "cursor": self.cursor.to_json(),
@@ -80,10 +79,10 @@ class Progress:
     # -- data --------------------------------------------------------------------------------
 
     def use_dataset(self, size: int, fingerprint: str, evaluation_size: int) -> None:
-        """Learn what the ranks read.
+        """Set the dataset that the ranks have read.
 
         Raises:
-            CheckpointError: it is not what the committed cursor counts in.
+            CheckpointError: it differs from the dataset of the committed cursor.
         """
         found = {"size": size, "fingerprint": fingerprint}
         if self.dataset is not None and self.dataset != found:
@@ -117,7 +116,7 @@ class Progress:
         return self.controller.values()
 
     def advance(self, metrics: Mapping[str, Any]) -> None:
-        """The step is done: consume its batch and let the scalars follow what was measured."""
+        """Finish the step: consume its batch and update the scalars from its metrics."""
         end = self.order.advance(self.cursor, self.batch_size)
         self.consumed = merge_ranges([*self.consumed, *self.order.ranges(self.cursor, end)])
         self.cursor = end
@@ -125,8 +124,8 @@ class Progress:
         self.controller.update(metrics)
 
     def finish_reason(self) -> str | None:
-        """Why the run is finished after this step, or None. Asked anew after a restart, so a
-        run that was killed between its last commit and its end does not train on."""
+        """Return why the run is finished after this step, or None. It is evaluated again after a
+        restart, so a run that was killed between its last commit and its end stops there."""
         if self.stop_when is not None and self.stop_when.met(self.metrics):
             return f"stop_when: {self.stop_when}"
         return "total_steps" if self.step >= self.config.total_steps else None

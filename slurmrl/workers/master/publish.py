@@ -1,4 +1,4 @@
-"""What the master says about the run, for ``slurmrl status``: ages are by its own clock."""
+"""Publisher of the run's status for ``slurmrl status``; ages are by the master's clock."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = log.get(__name__)
 
 
 class StatusPublisher:
-    """Replaces the status value at most once per interval, and whenever asked to."""
+    """Replaces the status value once per interval, and at every update."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class StatusPublisher:
         self._observers: dict[str, LeaseObserver] = {}
         self._views: dict[str, LeaseView] = {}
         self._tasks: dict[str, Any] = {}
-        """What was seen of the agents' leases the last time the interval had passed."""
+        """The agents' leases as read last."""
         self._looks = Interval(interval_s, time.monotonic)
         self._committed: tuple[int, float] | None = None
         self._status: dict[str, Any] = {
@@ -57,8 +57,8 @@ class StatusPublisher:
         }
 
     def update(self, **changes: Any) -> None:
-        """Change what is said (``step``, ``metrics``, ``phase``,
-        ``checkpoint_failed``: step and reason of the newest, until one succeeds) and say it now."""
+        """Change the status and publish it now: ``step``, ``metrics``, ``phase``,
+        ``checkpoint_failed`` (step and reason of the newest, until one succeeds)."""
         self._status.update(changes, waiting=None)
         self._publish_now()
 
@@ -68,14 +68,14 @@ class StatusPublisher:
         self._publish_now()
 
     def tick(self, waiting: Callable[[], Mapping[str, Any] | None] = lambda: None) -> None:
-        """Say it again when the interval has passed, and which ranks are waited for."""
+        """Publish when the interval has passed, with the ranks that are waited for."""
         if self._looks.due():
             self._status["waiting"] = waiting()
             self._look_at_agents()
             self._publish()
 
     def doing(self) -> list[Message]:
-        """What the ranks said that they do when the agents' leases were looked at last."""
+        """Return what the ranks were doing when the agents' leases were read last."""
         rows = []
         for view in self._views.values():
             try:
@@ -89,7 +89,7 @@ class StatusPublisher:
         return rows
 
     def dead(self) -> list[str]:
-        """Agents whose lease was not renewed for its time to live when it was looked at last."""
+        """Return the agents whose lease had expired when it was read last."""
         return [label for label, view in self._views.items() if not view.alive]
 
     def _publish_now(self) -> None:
@@ -116,8 +116,8 @@ class StatusPublisher:
         }
         try:
             self._names.add(keys.status(), json.dumps(value), replace=True, delete_on_exit=False)
-        except EnvironmentFailure as error:  # people wait; the run need not
-            logger.warning("cannot say how the run is doing, trying on: %s", error)
+        except EnvironmentFailure as error:  # only the display is delayed
+            logger.warning("cannot publish the status, will retry: %s", error)
 
     def _task(self, label: str) -> dict[str, Any]:
         agent = self._agents[label]

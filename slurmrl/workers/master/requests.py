@@ -1,4 +1,4 @@
-"""What people ask of a running incarnation through the name store: stacks of its ranks.
+"""User requests to a running incarnation through the name store: stacks of its ranks.
 
 Requests of an incarnation are numbered without a gap, each made by an exclusive add, so looking
 for the next one is a single failed open per look, and none is lost or answered twice.
@@ -22,7 +22,7 @@ logger = log.get(__name__)
 
 
 class StackRequests:
-    """Passed on to the agents, which answer with files."""
+    """Forwards requests to the agents, which answer with files."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class StackRequests:
         self._number = 1
 
     def look(self) -> None:
-        """Pass on the next one if it is time to look and one is there."""
+        """When due, look for the next request and forward it."""
         if not self._looks.due():
             return
         key = keys.stacks(self._incarnation, self._number)
@@ -49,12 +49,12 @@ class StackRequests:
         except NameNotFoundError:
             return
         except CorruptFileError as error:
-            logger.warning("passed over: %s", error)
+            logger.warning("request skipped: %s", error)
             self._number += 1
             return
         except EnvironmentFailure as error:
-            logger.warning("cannot look for requests, trying on: %s", error)
+            logger.warning("cannot look for requests, will retry: %s", error)
             return
         number, self._number = self._number, self._number + 1
-        logger.info("stacks are asked for (request %d)", number)
+        logger.info("stacks requested (request %d)", number)
         self._post({"type": messages.STACKS, "number": number, "ranks": ranks})

@@ -1,4 +1,4 @@
-"""The master process from its start to its exit code."""
+"""The life of a master process, from its start to its exit code."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl import env, log
+from slurmrl.checkpoint.manifest import read_state
 from slurmrl.config.load import load_resolved
 from slurmrl.errors import RunFailedError, StaleIncarnationError, TrialEndedError, UsageError
 from slurmrl.fsio import ownership
@@ -32,7 +33,6 @@ from slurmrl.workers.master.base import begin_on_base, set_aside
 from slurmrl.workers.master.judgement import judge
 from slurmrl.workers.master.master import Master
 from slurmrl.workers.master.progress import Progress
-from slurmrl.workers.master.start import restore
 from slurmrl.workers.process import kill_parent
 
 logger = log.get(__name__)
@@ -80,7 +80,7 @@ def serve(run: Path, submission: int, job: str, link: int) -> int:
 def _judge(
     paths: RunPaths, names: NameStore, job: str, records: list[Record]
 ) -> dict[str, Any] | None:
-    """What the FAILED record says, if another incarnation would be in vain."""
+    """Return the data of a FAILED record if another incarnation would be futile."""
     config = load_resolved(paths.config)
     verdict = judge(
         records,
@@ -98,7 +98,7 @@ def _prepare(
     settings = load_run_settings(paths)
     state = fold(history.read())
     if state.incarnation > 1 and state.base is None:
-        logger.warning("no checkpoint to go on from: the trial starts from its beginning")
+        logger.warning("no checkpoint to resume from: the trial starts from the beginning")
     _clean(paths, state)
     progress = Progress(settings, restore(paths, state))
     base = state.last_commit.step if state.last_commit is not None else -1
@@ -107,13 +107,20 @@ def _prepare(
     return Master(paths, settings.config, plan, names, writer, state, progress, recorder)
 
 
-def _clean(paths: RunPaths, state: TrialState) -> None:
-    """Remove what earlier incarnations left and the history does not name: half-written
-    checkpoints, and control logs that nobody reads any more.
+def restore(paths: RunPaths, state: TrialState) -> dict[str, Any] | None:
+    """Return the committed state to resume from; None if there is no commit."""
+    if state.last_commit is None:
+        return None
+    return read_state(paths.checkpoints / state.last_commit.directory)
 
-    Only theirs: they cannot commit any more, while a newer incarnation may have begun since
-    ``state`` was read and may be writing. What was set aside as damaged stays until a later
-    incarnation than the one that wrote it has committed.
+
+def _clean(paths: RunPaths, state: TrialState) -> None:
+    """Remove leftovers of earlier incarnations that the history does not name: half-written
+    checkpoints and obsolete control logs.
+
+    Earlier incarnations can no longer commit, but a newer one may have begun since ``state`` was
+    read and may be writing, so its files stay. Damaged checkpoints that were set aside stay until a
+    later incarnation than their writer has committed.
     """
     named = {commit.directory for commit in state.commits}
     committed = max((commit.incarnation for commit in state.commits), default=0)
@@ -130,7 +137,7 @@ def _clean(paths: RunPaths, state: TrialState) -> None:
 
 
 def _end(master: Master, names: NameStore, events: EventWriter, failure: Failure) -> None:
-    """Tell the agents that it is over; of a hang they tell first what their ranks do."""
+    """Tell the agents that it is over; after a hang they first report what their ranks do."""
     if not evidence.is_hang(failure) or HUNG_AGENT in failure:
         master.channel.end()
         return
@@ -142,7 +149,7 @@ def _end(master: Master, names: NameStore, events: EventWriter, failure: Failure
 
 
 def _fail(names: NameStore, incarnation: int, events: EventWriter, error: Exception) -> Failure:
-    """Say why this incarnation failed, unless a rank was first."""
+    """Publish why this incarnation failed, unless a rank was first."""
     if isinstance(error, RunFailedError | UsageError):
         logger.error("%s", error)
     else:

@@ -1,4 +1,4 @@
-"""From the ranks' answers to one object of metrics."""
+"""Metrics of a step, aggregated from the ranks' answers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ Answers = Mapping[int, Message]
 
 
 def mean_stats(call: CallPlan, answers: Answers) -> dict[str, float]:
-    """Means over the whole batch. A training call's stats are global already, the same on every
-    rank; those of other calls are sums and counts over a rank's part and are added up."""
+    """Return means over the whole batch. A training call's stats are global already, the same on
+    every rank; those of other calls are sums and counts over a rank's part and are added up."""
     ranks = call.ranks[:1] if call.method == Method.TRAIN_STEP else call.ranks
     sums: dict[str, list[float]] = {}
     for rank in ranks:
@@ -28,7 +28,7 @@ def mean_stats(call: CallPlan, answers: Answers) -> dict[str, float]:
 
 
 def seconds(answers: Answers) -> float:
-    """Time of a call: that of its slowest rank."""
+    """Return the time of a call: that of its slowest rank."""
     return max(float(answer["seconds"]) for answer in answers.values())
 
 

@@ -1,4 +1,4 @@
-"""The master's line to all ranks: one log to write, one log per agent to read."""
+"""The master's channel to all ranks: one log to write, one log per agent to read."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ logger = log.get(__name__)
 
 STACKS_POLL_S = 0.05
 REST_S = 0.2
-"""Longest pause between two looks at the logs while the master rests."""
+"""Longest pause between two reads of the logs while the master rests."""
 
 
 @dataclass
 class Mailbox:
-    """What the agents' logs have said so far and nobody took yet."""
+    """Messages from the agents' logs that were not taken yet."""
 
     ready: dict[int, Message] = field(default_factory=dict)
     """READY by rank."""
@@ -40,7 +40,7 @@ class Mailbox:
     agents: dict[str, Message] = field(default_factory=dict)
     """HELLO by ``group/task``."""
     warning: str | None = None
-    """The signal that said the job will end soon."""
+    """The signal that warned that the job will end soon."""
 
     def put(self, message: Message) -> None:
         kind = message["type"]
@@ -85,7 +85,7 @@ class WorkerChannel:
         self._while_waiting = while_waiting
         self._numbers = itertools.count()
         self._waits: tuple[str, Callable[[], set[int]], float] | None = None
-        """What `_wait` waits for now, for whom, and since when."""
+        """What `_wait` waits for, from which ranks, and since when."""
 
     @property
     def ranks(self) -> range:
@@ -96,28 +96,28 @@ class WorkerChannel:
         return self.mailbox.warning is not None
 
     def post(self, *batch: Message) -> list[int]:
-        """Append messages in execution order; returns their numbers. Goes on trying while the
-        directory does not answer."""
+        """Append messages in execution order; return their numbers. Retries while the directory
+        does not answer."""
         numbered = [{**message, "seq": next(self._numbers)} for message in batch]
         retry("post to the ranks", self._queue(*numbered))
         return [message["seq"] for message in numbered]
 
     def _queue(self, *batch: Message) -> Callable[[], None]:
-        """What appends the batch, and on later calls what is still queued of it."""
+        """Return a function that appends the batch, and on later calls what is still queued."""
         batches = iter([batch])
         return lambda: self._log.append(*next(batches, ()))
 
     def end(self, stacks: str | None = None) -> None:
-        """Tell the agents that this incarnation is over, if they can be told: they find out
-        themselves, only later. ``stacks``: why they take their processes' stacks before."""
+        """Tell the agents that this incarnation is over; if that fails, they find out later by
+        themselves. ``stacks``: the reason for which they take stacks first."""
         why = {} if stacks is None else {"stacks": stacks}
         try:
             self._log.append({"type": messages.OVER, **why})
         except EnvironmentFailure as error:
-            logger.warning("the agents are not told of the end: %s", error)
+            logger.warning("cannot tell the agents that the incarnation is over: %s", error)
 
     def collect_stacks(self, timeout_s: float) -> list[Message]:
-        """STACKED of all agents that have said hello, or of those that say it in time."""
+        """Return STACKED of all agents that have said hello, or of those that answer in time."""
         found: dict[str, Message] = {}
         deadline = time.monotonic() + timeout_s
         while self.mailbox.agents.keys() - found and time.monotonic() < deadline:
@@ -128,27 +128,27 @@ class WorkerChannel:
         return [message for _, message in sorted(found.items())]
 
     def wait_ready(self, timeout_s: float) -> dict[int, Message]:
-        """READY of every rank."""
+        """Wait for READY of every rank."""
         ready = self.mailbox.ready
         self._wait("to be ready", lambda: set(self.ranks) - ready.keys(), timeout_s)
         return ready
 
     def collect(self, number: int, what: str, timeout_s: float) -> dict[int, Message]:
-        """DONE of every rank for message ``number``."""
+        """Wait for DONE of every rank for message ``number``."""
         done = self.mailbox.done.setdefault(number, {})
         self._wait(f"to finish {what}", lambda: set(self.ranks) - done.keys(), timeout_s)
         return self.mailbox.done.pop(number)
 
     def saved(self, number: int) -> dict[int, Message] | None:
-        """What every rank said to SAVE ``number``, its DONE and its SAVED in one, once all have
-        said both; until then None."""
+        """Return every rank's merged DONE and SAVED for SAVE ``number``; None until all have sent
+        both."""
         if self._unsaved(number):
             return None
         done, saved = self.mailbox.done.pop(number), self.mailbox.saved.pop(number)
         return {rank: {**done[rank], **saved[rank]} for rank in self.ranks}
 
     def wait_saved(self, number: int, what: str, timeout_s: float) -> None:
-        """Until `saved` has an answer."""
+        """Wait until `saved` returns an answer."""
         self._wait(f"to finish {what}", lambda: self._unsaved(number), timeout_s)
 
     def _unsaved(self, number: int) -> set[int]:
@@ -156,7 +156,7 @@ class WorkerChannel:
         return set(self.ranks) - (done.keys() & saved.keys())
 
     def rest(self, seconds: float) -> None:
-        """Wait before another try of something; errors of ranks are raised meanwhile."""
+        """Pause before another attempt; errors of ranks are raised meanwhile."""
         end = time.monotonic() + seconds
         while (left_s := end - time.monotonic()) > 0:
             if not self.poll():
@@ -164,7 +164,7 @@ class WorkerChannel:
                 time.sleep(min(left_s, REST_S))
 
     def poll(self) -> bool:
-        """Take in what is new; True if anything was."""
+        """Read new messages; return whether there were any."""
         news = self._agents.read()
         for message in news:
             with documents.expecting("a log of an agent"):
@@ -172,14 +172,14 @@ class WorkerChannel:
         return bool(news)
 
     def waiting(self) -> dict[str, Any] | None:
-        """The ranks that are waited for, for what, and for how long; None if for none."""
+        """Return which ranks are waited for, for what and since when; None if none are."""
         if self._waits is None:
             return None
         what, missing, since = self._waits
         return {"for": sorted(missing()), "what": what, "since_s": time.monotonic() - since}
 
     def _wait(self, what: str, missing: Callable[[], set[int]], timeout_s: float) -> None:
-        """Time in which the directory does not answer does not count."""
+        """Wait; time in which the directory does not answer does not count."""
         left_s = timeout_s
         looked_at = time.monotonic()
         self._waits = what, missing, looked_at

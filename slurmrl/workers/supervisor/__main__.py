@@ -44,7 +44,7 @@ from slurmrl.workers.supervisor.surplus import wait_for_turn
 logger = log.get(__name__)
 
 PREPARE_S = 300.0
-"""How long files that cannot be read are waited for: one may be gone, and the job holds hosts."""
+"""Timeout for reading the run's files: one may be gone, and the job holds hosts."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -67,7 +67,7 @@ def main() -> int:
     if reason is not None:
         logger.info("nothing to do: %s", reason)
         if in_chain:
-            end_chain(link)  # whoever ended the trial may not have come to that
+            end_chain(link)  # the process that ended the trial may not have done so
         return 0
     logger.info("link %d, job %s", link.index, env.JOB_ID.get())
     try:
@@ -79,7 +79,7 @@ def main() -> int:
     except RunGoneError as error:
         logger.error("%s", error)
         if in_chain:
-            end_chain(link)  # none of them would find anything to do
+            end_chain(link)  # the queued links would have nothing to do
         return 1
 
 
@@ -136,8 +136,8 @@ def was_removed(paths: RunPaths, error: SlurmrlError) -> bool:
 
 
 def run_link(link: Link, rounds: Rounds) -> int:
-    """The rounds of a job of Slurm's, while the trial's other jobs are looked after, and what comes
-    after them. Returns their exit code."""
+    """Run the rounds of a Slurm job and the upkeep of the trial's other jobs, then prepare the next
+    link. Returns the exit code of the rounds."""
     groups = Plan.read(link.run.plan).groups
     elastic = {group.name: group.hosts for group in groups if group.elastic}
     if link.group in elastic:
@@ -159,7 +159,7 @@ def run_link(link: Link, rounds: Rounds) -> int:
 
 
 def takes_over(link: Link, events: EventWriter) -> bool:
-    """Whether this job goes on with the trial, and not another one that is alive as well."""
+    """Return whether this job continues the trial, rather than another one that is also alive."""
     scheduler = SlurmScheduler(SlurmClient(TIMEOUT_S))
     with make_names("file", directory=link.run.names) as names:
         ttl_s, host = lease_ttl_s(link.run), env.NODE_NAME.get()

@@ -1,10 +1,9 @@
-"""Which job goes on with a trial where several are alive at once: an array whose throttle was
-lifted, a script that was submitted by hand, a link that Slurm started beside one that has lost a
-host.
+"""The baton: decides which of several live jobs continues a trial.
 
-Jobs take the trial over one after the other, each by an exclusive add of the next number. The
-newest of them holds it for as long as Slurm says that this very start of it runs; where Slurm does
-not answer, for as long as its first agent beats its lease.
+Several jobs are alive at once if an array's throttle was lifted, a batch script was submitted by
+hand, or Slurm started a link beside one that has lost a host. Jobs take over one after the other,
+each by an exclusive add of the next number. The newest holder keeps the trial while Slurm reports
+that this start of its job runs; if Slurm does not answer, while its first agent renews its lease.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ _ELEMENT = Kind(
 
 
 class Left(StrEnum):
-    """How the job before left the trial."""
+    """How the previous job left the trial."""
 
     ENDED = "ended"
     PUT_BACK = "put back"
-    """Slurm has put it back into the queue, or ended it with its host: that is no fault of it."""
+    """Slurm has requeued it, or ended it with its host, through no fault of the job."""
     UNKNOWN = "unknown"
 
 
@@ -82,7 +81,7 @@ class Turn:
 
 
 def read(names: NameStore, number: int) -> Turn | None:
-    """Raises CorruptFileError."""
+    """Return the turn with a number; None if there is none. Raises CorruptFileError."""
     key = keys.baton(number)
     try:
         said = documents.parse(names.get(key), f"the name {key}", FIELDS, FIELDS)
@@ -93,7 +92,7 @@ def read(names: NameStore, number: int) -> Turn | None:
 
 
 def _readable(names: NameStore, number: int) -> Turn | None:
-    """A damaged one is nobody's: it must not keep every job from going on."""
+    """Read a turn; a damaged one counts as none, so that it cannot block every job."""
     try:
         return read(names, number)
     except CorruptFileError as error:
@@ -102,7 +101,7 @@ def _readable(names: NameStore, number: int) -> Turn | None:
 
 
 def put_back(names: NameStore) -> frozenset[str]:
-    """Starts of jobs that Slurm took away from the trial."""
+    """Return the starts of jobs that Slurm took away from the trial."""
     found = names.find_subtree(keys.batons())
     numbers = [int(tail) for key in found if (tail := key.rpartition("/")[2]).isdecimal()]
     turns = [turn for number in numbers if (turn := _readable(names, number)) is not None]
@@ -110,7 +109,7 @@ def put_back(names: NameStore) -> frozenset[str]:
 
 
 class Baton:
-    """The trial as one job sees it."""
+    """The baton of a trial as one job sees it."""
 
     def __init__(
         self,
@@ -131,16 +130,16 @@ class Baton:
         self._sleep = sleep
 
     def take(self) -> Turn | None:
-        """Take the trial over; or the turn of the job that has it, if that still runs.
+        """Take the trial over and return None, or return the holder's turn if its job still runs.
 
-        Raises EnvironmentFailure where the directory does not answer.
+        Raises EnvironmentFailure if the directory does not answer.
         """
         number, holder = self._newest()
         while True:
             left = Left.UNKNOWN
             if holder is not None:
                 if holder.start == self._mine.start:
-                    return None  # an earlier try got through after all
+                    return None  # an earlier attempt succeeded after all
                 found = self._left(holder)
                 if found is None:
                     return holder
@@ -156,7 +155,7 @@ class Baton:
             return None
 
     def _newest(self, number: int = 0) -> tuple[int, Turn | None]:
-        """``number`` is known to be taken; 0 is nobody's."""
+        """Return the newest number and its turn; ``number`` is known to be taken (0: none)."""
         self._names.refresh()
         for key in self._names.find_subtree(keys.batons()):
             tail = key.rpartition("/")[2]
@@ -164,13 +163,13 @@ class Baton:
         return number, _readable(self._names, number) if number else None
 
     def _left(self, holder: Turn) -> Left | None:
-        """How a job has left the trial; None if it has not."""
+        """Return how a job has left the trial; None if it has not."""
         if holder.job == self._mine.job:
             return Left.PUT_BACK  # Slurm has started it again
         try:
             now = self._scheduler.start_of(holder.element)
         except SchedulerError as error:
-            logger.info("Slurm does not say whether %s runs: %s", holder.element, error)
+            logger.info("cannot ask Slurm whether %s runs: %s", holder.element, error)
             return None if self._beats(holder) else Left.UNKNOWN
         if now is None:
             return Left.ENDED
@@ -178,12 +177,12 @@ class Baton:
             return Left.PUT_BACK
         if now.raw != "RUNNING":
             return Left.ENDED
-        # A job with spares goes on without its batch process when that one's host is lost.
+        # A job with spares continues without its batch process after losing that host.
         return None if holder.host in now.hosts else Left.PUT_BACK
 
     def _beats(self, holder: Turn) -> bool:
-        """Whether the first agent of a job moves its lease, and the job did not say that it
-        ends."""
+        """Return whether the first agent of a job renews its lease and the job has not reported its
+        end."""
         said = events.read_ends(self._paths, f"supervisor.{self._link.group}.{holder.start}")
         if any(event["kind"] == "end" for event in said):
             return False

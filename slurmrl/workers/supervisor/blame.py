@@ -1,4 +1,4 @@
-"""Hosts that incarnations fail because of, again and again."""
+"""Blame for hosts that repeatedly cause incarnations to fail; jobs avoid them."""
 
 from __future__ import annotations
 
@@ -16,28 +16,27 @@ from slurmrl.workers.failure import Cause, first
 logger = log.get(__name__)
 
 CAUSES = (Cause.LOST_HOST, Cause.ENVIRONMENT)
-"""What a host itself is to blame for."""
+"""Causes of failures for which the host is to blame."""
 
 
 def _avoid(paths: RunPaths, options: Namespace, host: str, why: str) -> None:
-    """Keep jobs off a host, unless nothing could start then, or they are already."""
+    """Exclude a host from jobs, unless it already is or no job could start then."""
     if host not in {one.host for one in hosts.avoided(paths)}:
         SlurmScheduler().avoid(paths, options.submission, options.group, host, why)
 
 
 def avoid_failed(paths: RunPaths, options: Namespace, starts: Iterable[hosts.BadHost]) -> None:
-    """Keep jobs off the hosts on which an agent could not start."""
+    """Exclude the hosts on which an agent could not start."""
     try:
         for bad in starts:
             if bad.host:
                 _avoid(paths, options, bad.host, bad.why)
     except (CorruptFileError, EnvironmentFailure) as error:
-        logger.warning("hosts that fail are not avoided: %s", error)
+        logger.warning("cannot exclude failing hosts: %s", error)
 
 
 def blame_hosts(paths: RunPaths, options: Namespace, incarnations: Iterable[int]) -> None:
-    """Record which hosts these incarnations failed because of; jobs avoid those that did so
-    before."""
+    """Record the hosts that made these incarnations fail; exclude those that did so before."""
     try:
         with make_names("file", directory=paths.names) as names:
             failures = [(number, first(names, number)) for number in incarnations]
@@ -49,4 +48,4 @@ def blame_hosts(paths: RunPaths, options: Namespace, incarnations: Iterable[int]
             if hosts.blame(paths, host, number, why):
                 _avoid(paths, options, host, why)
     except (CorruptFileError, EnvironmentFailure) as error:
-        logger.warning("failures of hosts are not recorded: %s", error)
+        logger.warning("cannot record host failures: %s", error)

@@ -1,4 +1,4 @@
-"""What this job was given: its hosts, which of them are still good, and when it ends."""
+"""The allocation of this job: its hosts, which of them are usable, and its time limit."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from slurmrl.scheduler.hosts import BadHost, failed_starts
 logger = log.get(__name__)
 
 DEAD_STATES = ("down", "fail", "unknown", "powered_down", "powering_down")
-"""First words of what sinfo says of hosts that nothing can be started on."""
+"""Prefixes of sinfo states of hosts on which nothing can be started."""
 
 
 @dataclass(frozen=True)
 class JobHosts:
-    """Hosts in Slurm's order; none where there is no Slurm."""
+    """Hosts in Slurm's order; none without Slurm."""
 
     paths: RunPaths
     needed: int
@@ -47,26 +47,26 @@ class JobHosts:
         return JobHosts(paths, needed, given, _end_of_job(), job)
 
     def choose(self) -> tuple[str, ...] | None:
-        """The hosts of the next round, the first good ones; None where too few are left."""
+        """Return the hosts of the next round, the first usable ones; None if too few are left."""
         failed = {one.host for one in self.failed_starts()}
         good = usable(self.hosts, self.lost() | failed)
         return good[: self.needed] if len(good) >= self.needed else None
 
     def failed_starts(self) -> list[BadHost]:
-        """Those of this start of the job, as its hosts recorded them."""
+        """Return the failed starts in this start of the job, as recorded by its hosts."""
         try:
             return failed_starts(self.paths, self.job)
         except (CorruptFileError, EnvironmentFailure) as error:
-            logger.warning("cannot look for failed starts, trying on: %s", error)
+            logger.warning("cannot look for failed starts, will retry: %s", error)
             return []
 
     def lost(self) -> set[str]:
-        """Hosts whose agents were seen to be dead in this start of the job."""
+        """Return the hosts whose agents died in this start of the job."""
         try:
             with make_names("file", directory=self.paths.names) as names:
                 return {host for host in self.hosts if self._is_lost(names, host)}
         except (EnvironmentFailure, CorruptFileError) as error:
-            logger.warning("cannot look for lost hosts, trying on: %s", error)
+            logger.warning("cannot look for lost hosts, will retry: %s", error)
             return set()
 
     def _is_lost(self, names: NameStore, host: str) -> bool:
@@ -74,19 +74,19 @@ class JobHosts:
 
 
 def usable(hosts: Iterable[str], lost: Iterable[str]) -> tuple[str, ...]:
-    """The hosts that were not lost, and that Slurm, if it answers, does not call dead."""
+    """Return the hosts that are not lost and not dead according to Slurm, if it answers."""
     left = [host for host in hosts if host not in set(lost)]
     try:
         rows = SlurmClient().hosts(None, left) if left else []
     except EnvironmentFailure as error:
-        logger.info("Slurm does not say which hosts are up: %s", error)
+        logger.info("cannot ask Slurm which hosts are up: %s", error)
         return tuple(left)
     dead = {row.name for row in rows if is_dead(row.state)}
     return tuple(host for host in left if host not in dead)
 
 
 def is_dead(state: str) -> bool:
-    """Whether nothing can be started on a host in this state; a star: it does not answer."""
+    """Return whether a host in this state is unusable; a trailing star: it does not respond."""
     return state.endswith("*") or state.startswith(DEAD_STATES)
 
 
@@ -97,6 +97,6 @@ def _end_of_job() -> float | None:
     try:
         left_s = SlurmClient().time_left_s(env.JOB_ID.get())
     except EnvironmentFailure as error:
-        logger.info("Slurm does not say when this job ends: %s", error)
+        logger.info("cannot ask Slurm when this job ends: %s", error)
         return None
     return time.time() + left_s if left_s is not None else None

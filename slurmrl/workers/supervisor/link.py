@@ -1,4 +1,4 @@
-"""Whether a link has anything to do, and the end of a trial that none can help."""
+"""Whether a link has anything to do, and the end of a trial for a user error."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ logger = log.get(__name__)
 
 
 def reason_to_leave(paths: RunPaths, submission: int) -> str | None:
-    """Why this job has nothing to do, or None: an ended trial, or a newer submission.
+    """Return why this job has nothing to do (an ended trial, a newer submission), or None.
 
-    Waits while the directory does not answer: a link that failed instead would be followed by the
-    next one, which fails the same way, until none is left.
+    Waits while the directory does not answer: if links failed instead, the whole chain would be
+    used up.
     """
     return retry("read the history", lambda: _reason(paths, submission))
 

@@ -1,4 +1,4 @@
-"""Starting the agents of a job, and starting them again after some of them died."""
+"""The rounds of a job: starting its agents, and restarting them after some have died."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ logger = log.get(__name__)
 AGENT = "slurmrl.workers.agent"
 SIGNALS = (signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 FRUITLESS_ROUNDS = 2
-"""Rounds in a row in which no incarnation began, after which the job is given up."""
+"""Consecutive rounds without an incarnation, after which the job is given up."""
 LOOK_S = 15.0
-"""Between looks for hosts that the master has seen to be lost."""
+"""Interval between looks for hosts that the master has reported lost."""
 LOST_GRACE_S = 30.0
-"""How long srun may take to end by itself when a host was lost: it waits for every host."""
+"""How long srun may take to end by itself after a host was lost: it waits for every host."""
 KILL_GRACE_S = 60.0
-"""How long it may take after TERM: one that hangs or is stopped would hold all hosts of the job."""
+"""How long it may take after TERM: a hung srun would hold all hosts of the job."""
 
 
 def agent_command(
     options: Namespace, hosts: Sequence[str] = (), *, overlap: bool = False
 ) -> list[str]:
-    """What starts the agents: on ``hosts``, or where none are named on all of the job's.
-    ``overlap``: what a step before has not given back yet is used all the same."""
+    """Return the command that starts the agents on ``hosts``, or on all hosts of the job.
+    ``overlap``: use resources even if an earlier step has not released them yet."""
     agent = [sys.executable, "-P", "-m", AGENT]
     agent += ["--run", str(options.run), "--submission", str(options.submission)]
     agent += ["--group", options.group]
@@ -61,7 +61,7 @@ def agent_command(
 
 
 class Rounds:
-    """The agents' process, the signals that go on to it, and what comes after it."""
+    """Runs the agents' process, forwards signals to it, and decides what follows its end."""
 
     def __init__(self, options: Namespace, paths: RunPaths, allocation: JobHosts) -> None:
         self.options = options
@@ -73,11 +73,11 @@ class Rounds:
         self.began = False
         """Whether an incarnation began in this job."""
         self.lost_host = False
-        """Whether it ends because too few of its hosts are left."""
+        """Whether the job ends because too few of its hosts are left."""
 
     def run(self) -> int:
-        """The exit code of the last round, with a signal's number added to 128; 0 where nothing is
-        left to do, for srun fails also because of kills that were recovered from."""
+        """Return the exit code of the last round (128 plus the number of a signal); 0 if nothing is
+        left to do, because srun also fails after kills that were recovered from."""
         for warning in SIGNALS:
             signal.signal(warning, self._relay)
         self.events.write("start", link=env.LINK.get(), job=job_tag(), hosts=self.allocation.hosts)
@@ -109,8 +109,8 @@ class Rounds:
         return code
 
     def failed_start(self) -> tuple[str, str]:
-        """Why nothing began in this job, and the host that is to blame; empty where that is
-        unknown, or has been recorded."""
+        """Return why nothing began in this job and the host to blame, which is empty if it is
+        unknown or already recorded."""
         starts = self.allocation.failed_starts()
         if starts:
             return f"on {starts[-1].host}: {starts[-1].why}", ""
@@ -119,7 +119,7 @@ class Rounds:
 
     def _reason_to_leave(self, code: int, fruitless: int) -> str | None:
         if code == 0:
-            return "the agents have ended as they should"
+            return "the agents have ended normally"
         if self.warned:
             return "this job is to end"
         if fruitless >= FRUITLESS_ROUNDS:
@@ -147,9 +147,11 @@ class Rounds:
         return code if code >= 0 else 128 - code
 
     def _end(self, child: subprocess.Popen[bytes], late_s: float) -> None:
-        """End the agents' process once its time is over."""
+        """Terminate the agents' process once its grace period is over."""
         if late_s >= KILL_GRACE_S:
-            logger.warning("srun (pid %d) does not end although a host is lost: KILL", child.pid)
+            logger.warning(
+                "srun (pid %d) did not end after a host was lost: sending KILL", child.pid
+            )
             self.events.write("killed", pid=child.pid, why="srun did not end after TERM")
             child.kill()  # its step ends with it, as srun's second process sees to
             child.wait()
@@ -157,8 +159,8 @@ class Rounds:
             child.terminate()  # srun ends its step
 
     def _start(self, number: int, hosts: Sequence[str]) -> subprocess.Popen[bytes] | None:
-        """Signals wait until there is somebody to pass them on to, and in the agent until it has
-        handlers of its own. None: one came already."""
+        """Start the agents' process with signals blocked, until it can receive them. Returns None
+        if a signal came already."""
         direct = self.options.launcher == "direct"
         end = self.allocation.end
         environ = {env.ROUND.name: str(number), env.JOB_END.name: "" if end is None else str(end)}
@@ -177,15 +179,15 @@ class Rounds:
             _unblock()
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int | None:
-        """Its exit code, or None after a while. Only a job of several hosts can lose one."""
+        """Return its exit code, or None after a while; only a job of several hosts can lose one."""
         try:
             return child.wait(LOOK_S if len(self.allocation.hosts) > 1 else None)
         except subprocess.TimeoutExpired:
             return None
 
     def _relay(self, number: int, frame: FrameType | None) -> None:
-        """Slurm itself sends TERM to every task of a step; only the warning needs passing on
-        there."""
+        """Forward a signal. Slurm itself sends TERM to every task of a step, so under srun only the
+        warning is forwarded."""
         self.warned = True
         if self.child is not None and (
             number == signal.SIGUSR2 or self.options.launcher == "direct"

@@ -1,5 +1,4 @@
-"""What a job does that is not the one that goes on with its trial: it neither trains nor ends that
-one, and its link is not used up."""
+"""Surplus jobs: a job whose trial another job holds neither trains nor uses up its link."""
 
 from __future__ import annotations
 
@@ -21,9 +20,9 @@ logger = log.get(__name__)
 
 LOOK_S = 15.0
 LONGEST_WAIT_S = 300.0
-"""How long a job waits for its turn before it goes back into the queue, at most."""
+"""Longest wait for the turn before a job is requeued."""
 ENDS_S = 60.0
-"""How long Slurm may take to end a job that was put back."""
+"""How long Slurm may take to end a requeued job."""
 
 
 def wait_for_turn(
@@ -33,15 +32,16 @@ def wait_for_turn(
     events: EventWriter,
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Whether this job goes on with the trial; else it has nothing to do but to end, with 0.
+    """Wait until this job holds the trial; return False if it should exit with 0 instead.
 
-    A job that is no link of the chain ends. A link goes back into the queue, after a wait that
-    grows with each time, and where Slurm does not let it, it waits until it is its turn."""
+    A job that is not a link of the chain exits. A link is requeued after a wait that grows with
+    each requeue; if Slurm refuses that, it waits for its turn.
+    """
     waited_s, longest_s = 0.0, min(LOOK_S * link.restart, LONGEST_WAIT_S)
     told = False
     while (holder := retry("take the trial over", baton.take)) is not None:
         if not told:
-            logger.warning("%s goes on with this trial, so this job does not", holder.element)
+            logger.warning("%s holds this trial, so this job does not run it", holder.element)
             events.write("surplus", job=link.element, holder=holder.element)
             told = True
         if reason_to_leave(link.run, link.submission) is not None or not _in_chain(link, scheduler):
@@ -57,24 +57,24 @@ def wait_for_turn(
 
 
 def _in_chain(link: Link, scheduler: SlurmScheduler) -> bool:
-    """Whether it is one of the submission's arrays, and not a script submitted by hand. Where Slurm
-    does not answer and the run directory does not say, it is."""
+    """Return whether the job belongs to one of the submission's arrays, as opposed to a script
+    submitted by hand. If neither Slurm nor the run directory can tell, it does."""
     try:
         return link.job in scheduler.recover(link.run, link.submission).get(link.group, (link.job,))
     except EnvironmentFailure as error:
-        logger.info("it cannot be seen whether this job is a link: %s", error)
+        logger.info("cannot tell whether this job is a link: %s", error)
         return True
 
 
 def _put_back(link: Link, holder: Turn, scheduler: SlurmScheduler) -> bool:
-    """Into the queue, where it stays until the running link of its array ends."""
+    """Requeue the job, which then stays queued until the running link of its array ends."""
     if continues(link) is Continue.NONE:
         return False
     try:
         scheduler.throttle(link.job, 1)
         scheduler.requeue(link.element)
     except SchedulerError as error:
-        logger.warning("this job waits, for it cannot be put back into the queue: %s", error)
+        logger.warning("this job waits, because it cannot be requeued: %s", error)
         return False
-    logger.warning("back into the queue: %s goes on with this trial", holder.element)
+    logger.warning("requeued: %s holds this trial", holder.element)
     return True

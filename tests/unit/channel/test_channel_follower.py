@@ -149,7 +149,7 @@ def test_a_log_that_does_not_answer_hides_no_other(tmp_path: Path) -> None:
 
 def test_hostile_bytes_are_told(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(encode({"$log": {"next": 7}}))
-    with pytest.raises(CorruptFileError, match="nothing that a log says"):
+    with pytest.raises(CorruptFileError, match="not a valid internal frame"):
         follow(tmp_path / "a").read()
 
 

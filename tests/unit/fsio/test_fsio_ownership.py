@@ -57,7 +57,7 @@ def test_another_mode_is_refused(run: Path, mode: int) -> None:
 
 
 def test_what_is_not_ours_is_refused(run: Path) -> None:
-    with pytest.raises(OwnershipError, match=f"belongs to user {THEIRS} and not to us"):
+    with pytest.raises(OwnershipError, match=f"belongs to user {THEIRS}, not to you"):
         ownership.check(run, calls=Owned((run,)))
 
 
@@ -74,7 +74,7 @@ def test_what_is_no_directory_is_refused(run: Path) -> None:
 @pytest.mark.parametrize("mode", [0o777, 0o757, 0o703])
 def test_an_ancestor_that_everybody_writes_to_is_refused(run: Path, mode: int) -> None:
     run.parent.chmod(mode)
-    with pytest.raises(OwnershipError, match=f"root is writable by everybody .mode {mode:04o}"):
+    with pytest.raises(OwnershipError, match=f"root is world-writable .mode {mode:04o}"):
         ownership.check(run)
     run.parent.chmod(mode | stat.S_ISVTX)
     assert ownership.check(run) == []
@@ -87,7 +87,7 @@ def test_ancestors_behind_a_symbolic_link_count(run: Path, tmp_path: Path) -> No
     with pytest.raises(OwnershipError, match="symbolic link of user"):
         ownership.check(link / "run", calls=Owned((link,)))
     run.parent.chmod(0o777)
-    with pytest.raises(OwnershipError, match="writable by everybody"):
+    with pytest.raises(OwnershipError, match="is world-writable"):
         ownership.check(link / "run")
 
 

@@ -62,7 +62,7 @@ def test_a_directory_that_others_could_change_is_refused(proposal: Proposal) -> 
     root = proposal.paths.run.parents[2]
     root.mkdir()
     root.chmod(0o777)
-    with pytest.raises(OwnershipError, match="writable by everybody"):
+    with pytest.raises(OwnershipError, match="is world-writable"):
         prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)
     assert not proposal.paths.history.exists()
     root.chmod(0o755)

@@ -108,7 +108,7 @@ def test_an_agent_that_hangs_beside_us(bed: Bed) -> None:
     """Its host is well, and stays one that the next round may run on."""
     bed.claim(0, 0)
     bed.look()
-    with pytest.raises(RunFailedError, match="trainer/0 beats its lease no more") as caught:
+    with pytest.raises(RunFailedError, match="agent trainer/0 hangs: it no longer") as caught:
         bed.roster.report_lost(["trainer/0"])
     assert (caught.value.failure["cause"], caught.value.failure[HUNG_AGENT]) == (
         "hung",

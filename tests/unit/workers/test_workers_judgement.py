@@ -233,7 +233,7 @@ def test_too_many_starts_without_a_word(past: Past) -> None:
         past.ends()
     verdict = past.verdict()
     assert verdict is not None
-    assert "its processes ended without a word" in verdict.reason
+    assert "its processes ended without reporting a reason" in verdict.reason
 
 
 def test_starts_before_the_last_commit_do_not_count(past: Past) -> None:

@@ -8,7 +8,7 @@ from slurmrl.history.record import Kind
 from slurmrl.history.state import fold
 from slurmrl.history.writer import begin
 from slurmrl.paths import RunPaths
-from slurmrl.workers.master.start import restore
+from slurmrl.workers.master.serve import restore
 
 
 def test_restore_reads_what_the_last_commit_says(paths: RunPaths) -> None:
