@@ -1,7 +1,7 @@
-"""The user's configuration: one YAML file, checked as a whole before anything else happens.
+"""The user's configuration: one YAML file, validated as a whole before anything else happens.
 
-``schema/`` holds what may be written (one file per group of sections), ``load`` reads a file with
-its overrides and reports every problem at once, ``dump`` writes the resolved form, ``conditions``
-are the small languages inside (``stop_when``, ``every_*``) and ``describe`` makes the reference.
+``schema/`` defines the sections (one file per group of them). ``load`` reads a file with its
+overrides, reports all problems at once, and writes the resolved form. ``conditions`` parses
+``stop_when`` and evaluates ``every_*``. ``describe`` generates the reference.
 A new setting is one field with its docstring; nothing else lists the fields.
 """

@@ -1,4 +1,4 @@
-"""The small languages inside a configuration: when to stop, and how often to do a thing."""
+"""Conditions in a configuration: ``stop_when`` and the ``every_*`` frequencies."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class StopWhen:
 
     @staticmethod
     def parse(text: str) -> StopWhen:
-        """Raises UsageError (a ValueError) that says the rule."""
+        """Raises UsageError (a ValueError) with the expected form."""
         match = _CONDITION.fullmatch(text)
         number = _number(match[3]) if match else None
         if match is None or number is None:
@@ -33,7 +33,7 @@ class StopWhen:
         return StopWhen(match[1], match[2], number)
 
     def met(self, metrics: Mapping[str, Any]) -> bool:
-        """Whether it holds; a step that does not have the metric does not meet it."""
+        """Whether the condition holds; false for a step without the metric."""
         value = metrics.get(self.metric)
         if not isinstance(value, int | float):
             return False
@@ -52,10 +52,10 @@ def _number(text: str) -> float | None:
 
 
 class Frequency:
-    """Says when a thing is due again: after so many steps, seconds or epochs, whichever is first.
+    """Decide when an action is due: after a number of steps, seconds or epochs, whichever is first.
 
-    All clocks start anew when it was due. ``state`` is committed with the run, so that a resumed
-    run goes on with the same steps and epochs; seconds count from the start of the process.
+    All counters restart when it is due. ``state`` is committed with the run, so that a resumed run
+    continues with the same steps and epochs; seconds count from the start of the process.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Frequency:
         self._time_s = now_s
 
     def check(self, step: int, epochs: int, now_s: float) -> bool:
-        """True when due. ``step`` and ``epochs`` count what has been completed; ``now_s`` is any
+        """True when due. ``step`` and ``epochs`` are numbers of completed ones; ``now_s`` is any
         monotonic clock in seconds."""
         due = (
             (self.every_steps is not None and step - self._step >= self.every_steps)

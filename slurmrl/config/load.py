@@ -1,4 +1,4 @@
-"""From a file and overrides to a checked configuration, and back to text."""
+"""Load a configuration from a file and overrides, validate it, and dump it."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ HEADER = "# The resolved configuration of this run: every setting, absolute path
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Source:
-    """The values of a file with the overrides laid over them. Raises ConfigError where the file
-    cannot be read; what else is wrong waits in ``problems`` for ``parse`` to report it all."""
+    """Read a file and apply the overrides. Raises ConfigError if the file cannot be read; ``parse``
+    reports all other problems, which are collected in ``problems``."""
     source = read(path)
     command_line.apply(source, overrides)
     return source
@@ -50,8 +50,8 @@ def validate(
 ) -> tuple[M | None, list[Problem]]:
     """Check the values at ``prefix`` against a schema.
 
-    With problems, the model that the values make without what is wrong comes back too where there
-    is one (its defaults stand in), so that further checks can run and be reported together.
+    If there are problems, return them with the model that has defaults in place of the wrong
+    values, if that is valid, so that further checks can run and be reported together.
     """
     values = source.values
     for part in prefix:
@@ -92,8 +92,8 @@ def dump(config: Config) -> str:
 
 
 def _writable(value: Any) -> Any:
-    """The values with lists for tuples, and with quotes around texts that would not survive
-    without: line breaks of YAML 1.1 and control characters."""
+    """The values with lists for tuples, and with quotes around texts that need them: those with
+    line breaks of YAML 1.1 or control characters."""
     if isinstance(value, dict):
         return {_writable(key): _writable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -104,7 +104,7 @@ def _writable(value: Any) -> Any:
 
 
 def _remove(values: Any, location: KeyPath) -> None:
-    """Drop the value at a location, or the list that it stands in."""
+    """Drop the value at a location, or the list that contains it."""
     for part in location[:-1]:
         below = values.get(part)
         if not isinstance(below, dict):

@@ -1,4 +1,4 @@
-"""``dotted.key=value`` from the command line, laid over the file's values."""
+"""Overrides of the form ``dotted.key=value`` from the command line."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _KEY: Final = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*")
 
 
 def apply(source: Source, overrides: Sequence[str]) -> None:
-    """Lay each override over the values; the last one of a key wins. A value is read as YAML, so
-    ``a.b=[1, 2]`` is a list and ``a.b=`` is null; a whole section replaces the file's. What is
-    wrong becomes a problem of the source."""
+    """Apply each override; the last one of a key wins. A value is parsed as YAML, so ``a.b=[1, 2]``
+    is a list and ``a.b=`` is null; a whole section replaces the file's. Errors are added to the
+    source's problems."""
     for text in overrides:
         key, equals, value = text.partition("=")
         key = key.strip()
@@ -43,7 +43,7 @@ def _set(source: Source, path: KeyPath, text: str) -> None:
 
 
 def _section(source: Source, path: KeyPath) -> dict[str, Any] | None:
-    """The values of the section that a key stands in; it is made where there is none yet."""
+    """The values of the section that contains a key; a missing section is created."""
     section = source.values
     for length, part in enumerate(path[:-1], start=1):
         below = section.get(str(part))
@@ -51,7 +51,7 @@ def _section(source: Source, path: KeyPath) -> dict[str, Any] | None:
             below = section[str(part)] = {}
             source.marks.setdefault(path[:length], COMMAND_LINE)
         if not isinstance(below, dict):
-            message = f"{dotted(path[:length])} is a value ({below!r}), nothing stands below it"
+            message = f"{dotted(path[:length])} is a value ({below!r}), not a section"
             source.problems.append(Problem(COMMAND_LINE, dotted(path), message))
             return None
         section = below
@@ -59,6 +59,6 @@ def _section(source: Source, path: KeyPath) -> dict[str, Any] | None:
 
 
 def _forget(source: Source, path: KeyPath) -> None:
-    """Drop the marks of what is replaced: its lines say nothing about the new value."""
+    """Drop the marks of the replaced value: its lines do not apply to the new one."""
     for old in [mark for mark in source.marks if mark[: len(path)] == path]:
         del source.marks[old]

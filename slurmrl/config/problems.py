@@ -1,4 +1,4 @@
-"""What the schemas refuse, said to the user: the value, the rule, and what is allowed."""
+"""Schema violations as messages for the user: the value, the rule, and what is allowed."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ RULES = {
 }
 
 PRECISIONS = ("fp16", "bf16")
-"""Switches of other trainers for what is ``dtype`` here."""
+"""Flags of other trainers that correspond to ``dtype``."""
 
 
 def problems_from(
     error: ValidationError, source: Source, prefix: KeyPath, schema: type[BaseModel]
 ) -> list[Problem]:
-    """One problem for each thing that ``schema`` refused in the values at ``prefix``."""
+    """One problem for each violation of ``schema`` by the values at ``prefix``."""
     found = error.errors()
     places = {details["loc"] for details in found}
     return [
@@ -81,7 +81,7 @@ def _refused(details: ErrorDetails) -> str:
 
 
 def show(value: Any) -> str:
-    """A value as YAML has it, cut where it is long."""
+    """A value in YAML notation, truncated if it is long."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(value)
@@ -109,7 +109,7 @@ def _unknown(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> str
 
 
 def section_at(schema: type[BaseModel], location: KeyPath) -> type[BaseModel] | None:
-    """The section class at a place of the schema; None where a free-form value stands."""
+    """The section class at a location in the schema; None for a free-form value."""
     section: type[BaseModel] | None = schema
     for part in location:
         field = section.model_fields.get(str(part)) if section else None
@@ -129,7 +129,7 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def keys(section: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
-    """The keys of a section as a file has them."""
+    """The keys of a section as they are written in a file, with their fields."""
     for name, field in section.model_fields.items():
         yield field.alias or name, field
 

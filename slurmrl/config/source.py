@@ -24,10 +24,10 @@ KeyPath: TypeAlias = tuple[str | int, ...]
 COMMAND_LINE = "command line"
 MOST_BYTES = 1 << 20
 MOST_VALUES = 20_000
-"""Of one file, with those that aliases stand for."""
+"""Limit for one file, counting each alias as all the values that it refers to."""
 MOST_DEPTH = 32
 MOST_DIGITS = 300
-"""Of a number; more do not fit into a float."""
+"""Limit for a number; more digits do not fit into a float."""
 LARGEST = 10**MOST_DIGITS
 
 
@@ -37,7 +37,7 @@ def dotted(path: KeyPath) -> str:
 
 @dataclass
 class Source:
-    """Values as written, where each of them stands, and what was wrong with the writing."""
+    """The values of a file, the location of each, and the problems found in reading them."""
 
     path: Path
     values: dict[str, Any] = field(default_factory=dict)
@@ -45,8 +45,8 @@ class Source:
     problems: list[Problem] = field(default_factory=list)
 
     def where(self, key_path: KeyPath) -> str:
-        """``ppo.yaml:12`` or ``command line``. A key that is not there stands where its nearest
-        section does."""
+        """``ppo.yaml:12`` or ``command line``. A missing key has the location of its
+        nearest enclosing section."""
         for length in range(len(key_path), 0, -1):
             mark = self.marks.get(key_path[:length])
             if mark is not None:
@@ -54,8 +54,8 @@ class Source:
         return str(self.path)
 
     def folder(self, key_path: KeyPath) -> Path:
-        """What a relative path at this key is relative to: the file's folder, or the current one
-        for the command line."""
+        """The base of a relative path at this key: the file's folder, or the current directory for
+        the command line."""
         return Path.cwd() if self.where(key_path) == COMMAND_LINE else self.path.parent.absolute()
 
     def problem(self, key_path: KeyPath, message: str) -> Problem:
@@ -63,7 +63,7 @@ class Source:
 
 
 def read(path: Path) -> Source:
-    """The file's values. Raises ConfigError where there is no file or it is not YAML."""
+    """Read a file's values. Raises ConfigError if it cannot be read or is not YAML."""
     text = _text(path)
     source = Source(path)
     node = compose(text, str(path))
@@ -96,7 +96,7 @@ def compose(text: str, name: str) -> Node | None:
     """The node tree of one YAML document; None for an empty one. Raises ConfigError."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # ruamel warns about re-used anchors; we do not mind
+            warnings.simplefilter("ignore")  # re-used anchors are harmless
             _check_depth(text)
             return _yaml().compose(text)  # type: ignore[no-any-return]
     except MarkedYAMLError as error:
@@ -132,7 +132,7 @@ def _yaml() -> YAML:
 
 
 class Builder:
-    """Turns nodes into plain values, and notes marks and problems in a source."""
+    """Turn nodes into plain values, and record locations and problems in a source."""
 
     def __init__(self, source: Source, file: str | None) -> None:
         """``file`` names the file for the marks; None marks everything as the command line."""
@@ -145,14 +145,14 @@ class Builder:
     def value(self, node: Node, path: KeyPath) -> Any:
         self._count += 1
         if self._count > MOST_VALUES:
-            message = f"more than {MOST_VALUES} values, counting what aliases stand for"
+            message = f"more than {MOST_VALUES} values, with every alias expanded"
             raise ConfigError((Problem(self._where(node), dotted(path), message),))
         if len(path) > MOST_DEPTH:
             return self._refuse(path, f"nested more than {MOST_DEPTH} levels deep")
         if isinstance(node, ScalarNode):
             return self._scalar(node, path)
         if id(node) in self._open:
-            return self._refuse(path, "an alias must not stand inside what it names")
+            return self._refuse(path, "an alias must not refer to a value that contains it")
         self._open.add(id(node))
         try:
             if isinstance(node, MappingNode):
@@ -173,7 +173,7 @@ class Builder:
             if key in values:
                 first = self._source.where(here)
                 self._mark(here, key_node)
-                self._refuse(here, f"this key is there twice; first at {first}")
+                self._refuse(here, f"duplicate key; first at {first}")
                 continue
             self._mark(here, key_node)
             values[key] = self.value(value_node, here)
@@ -195,12 +195,14 @@ class Builder:
             reason = getattr(error, "problem", None) or error
             return self._refuse(path, f"{node.value!r} cannot be read: {reason}")
         if isinstance(value, str) and not _is_text(value):
-            return self._refuse(path, f"{value!r} holds half of a character (a lone surrogate)")
+            return self._refuse(
+                path, f"{value!r} contains a lone surrogate, which is not a character"
+            )
         if isinstance(value, int) and abs(value) > LARGEST:
             return self._refuse(path, f"{node.value[:20]}… has more than {MOST_DIGITS} digits")
         if value is None or isinstance(value, bool | int | float | str):
             return value
-        return self._refuse(path, f"{node.value!r} is of a kind ({node.tag}) that is not taken")
+        return self._refuse(path, f"{node.value!r} has the unsupported type {node.tag}")
 
     def _mark(self, path: KeyPath, node: Node) -> None:
         self._source.marks[path] = self._where(node)

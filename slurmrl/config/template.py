@@ -1,4 +1,4 @@
-"""The templates of texts that datasets are made from: ``Question: {prompt}``."""
+"""Templates of prompts and answers: ``Question: {prompt}``."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ DOUBLING = "write {{ and }} for braces in the text"
 
 @dataclass(frozen=True)
 class Template:
-    """Literal texts with a field between each two: ``literals`` has one more entry."""
+    """Literal texts with a field between any two: ``literals`` has one entry more than
+    ``fields``."""
 
     literals: tuple[str, ...]
     fields: tuple[str, ...]
 
     @staticmethod
     def parse(text: str) -> Template:
-        """``{name}`` is a field; ``{{`` and ``}}`` are braces. Raises UsageError for a brace that
-        is neither, an empty name, and a text without fields."""
+        """``{name}`` is a field; ``{{`` and ``}}`` are braces. Raises UsageError for an
+        unbalanced brace, an empty name, and a text without fields."""
         literals, fields, at = [""], [], 0
         while at < len(text):
             if text[at : at + 2] in ("{{", "}}"):
@@ -46,7 +47,7 @@ class Template:
         return Template(tuple(literals), tuple(fields))
 
     def fill(self, values: Mapping[str, str]) -> str:
-        """The text with the values of all fields. What they hold stays as it is."""
+        """Insert the values of all fields. Braces in the values are kept."""
         parts = [self.literals[0]]
         for name, literal in zip(self.fields, self.literals[1:], strict=True):
             parts += [values[name], literal]

@@ -1,4 +1,4 @@
-"""Execute copies between storages that this process sees, as numpy arrays or memory maps."""
+"""Execution of copies between storages of this process: numpy arrays or memory maps."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Storages = Callable[[int, str], Array]
 
 
 def view(flat: Array, offset: int, strides: Index, size: Index) -> Array:
-    """The strided box of a flat array, without a copy; LayoutError if it runs over the end."""
+    """The strided box of a flat array, without a copy. Raises LayoutError if it exceeds the
+    array."""
     span = sum((length - 1) * stride for length, stride in zip(size, strides, strict=True))
     if offset < 0 or any(s < 0 for s in strides) or offset + span >= flat.size:
         raise LayoutError(f"a box of size {size} at {offset} exceeds a storage of {flat.size}")

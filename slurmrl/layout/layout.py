@@ -48,21 +48,21 @@ class Layout:
     def by_name(self) -> dict[str, list[tuple[int, Shard]]]:
         """(rank, shard) pairs of each tensor, in rank order."""
         found: dict[str, list[tuple[int, Shard]]] = {name: [] for name in self.tensors}
-        for rank, shard in self.all_pieces():
+        for rank, shard in self.all_shards():
             found[shard.name].append((rank, shard))
         return found
 
-    def all_pieces(self) -> Iterator[tuple[int, Shard]]:
+    def all_shards(self) -> Iterator[tuple[int, Shard]]:
         for rank, shards in enumerate(self.shards):
             for shard in shards:
                 yield rank, shard
 
     def check(self) -> None:
-        """Every shard lies inside its tensor, and every element lies somewhere.
+        """Check that every shard lies inside its tensor and that every element is held by a rank.
 
         Raises LayoutError naming the tensor and the box.
         """
-        for rank, shard in self.all_pieces():
+        for rank, shard in self.all_shards():
             spec = self.tensors.get(shard.name)
             if spec is None:
                 raise LayoutError(f"rank {rank} holds a shard of unknown tensor '{shard.name}'")
@@ -77,7 +77,7 @@ class Layout:
 
 
 def uncovered(box: Box, parts: list[Box]) -> list[Box]:
-    """What of ``box`` none of ``parts`` holds, as disjoint boxes."""
+    """The part of ``box`` that none of ``parts`` covers, as disjoint boxes."""
     rest = [box] if box.count else []
     for part in parts:
         remaining: list[Box] = []

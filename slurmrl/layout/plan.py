@@ -34,9 +34,9 @@ class Copy:
 def plan(source: Layout, target: Layout, ranks: Iterable[int] | None = None) -> list[Copy]:
     """Copies that fill every shard of ``target`` (of ``ranks`` only, if given), each element once.
 
-    Of several replicas a rank takes its own, else the one on the rank nearest after it, which
-    spreads readers over the replicas. Raises LayoutError where a tensor is unknown, differs in
-    shape, or is not wholly there.
+    A rank reads its own replica if it has one, otherwise the one on the next rank that has it,
+    which spreads readers over the replicas. Raises LayoutError if a tensor is unknown, differs in
+    shape, or is incomplete.
     """
     holders = source.by_name()
     copies: list[Copy] = []
@@ -78,4 +78,6 @@ def _check_same(name: str, source: Layout, target: Layout) -> None:
         raise LayoutError(f"the source has no tensor '{name}'")
     ours, theirs = target.tensors[name].shape, source.tensors[name].shape
     if ours != theirs:
-        raise LayoutError(f"tensor '{name}' has shape {theirs} in the source, {ours} is wanted")
+        raise LayoutError(
+            f"tensor '{name}' has shape {theirs} in the source and {ours} in the target"
+        )

@@ -1,4 +1,4 @@
-"""Pieces: which box of a checkpoint tensor a strided box of local storage holds."""
+"""Shards: the box of a checkpoint tensor that a strided box of local storage holds."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
-"""What a trial may be resumed with."""
+"""Changes of the configuration with which a trial may be resumed, and their consequences."""
 
+from slurmrl.recover.consequences import consequences, follow_actor, moved_schedules
 from slurmrl.recover.differences import differences, may_change
-from slurmrl.recover.layout import consequences, follow_actor
-from slurmrl.recover.schedule import moved_schedules
 
 __all__ = ["consequences", "differences", "follow_actor", "may_change", "moved_schedules"]

@@ -1,4 +1,4 @@
-"""Which settings of a trial stand for its whole life, and which may change when it is resumed."""
+"""Settings that are fixed for a trial, and those that may change when it is resumed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ MAY_CHANGE = frozenset(
         "evaluation.at_end",
     }
 )
-"""Dotted keys, with all below them, that change how a run is executed, watched or ended, but not
-what it computes."""
+"""Dotted keys, including all keys below them, that change how a run is executed, monitored or
+ended, but not what it computes."""
 
 
 FOLLOWERS = ("critic", "ref")
-"""Roles that lie where the actor does unless they say otherwise."""
+"""Roles that have the actor's layout unless they set their own."""
 
 LAYOUT = frozenset(
     f"{role}.{name}"
@@ -44,18 +44,18 @@ LAYOUT = frozenset(
         "transformer_engine",
     )
 )
-"""Dotted keys that change on how many ranks and in what portions the same is computed. They may
-change too, at the price that `layout.consequences` tells."""
+"""Dotted keys that change the number of ranks and the micro-batches of the same computation. They
+may change too; `consequences.consequences` reports what is not preserved."""
 
 
 SCHEDULES = frozenset(f"{role}.optimizer.schedule_steps" for role in ("actor", *FOLLOWERS))
-"""Dotted keys that, like ``total_steps``, may change where a learning rate has fallen to its end;
-`schedule.moved_schedules` tells what follows."""
+"""Dotted keys that, like ``total_steps``, may change the end of a learning-rate schedule;
+`consequences.moved_schedules` reports the effect."""
 
 
 def differences(old: Config, new: Config) -> list[str]:
-    """What keeps a trial that began with ``old`` from going on with ``new``: one line a setting,
-    ``actor.optimizer.lr: 1e-05 in the trial, 3e-05 now``; empty if they agree."""
+    """Settings that keep a trial that began with ``old`` from continuing with ``new``. One line for
+    each, ``actor.optimizer.lr: 1e-05 in the trial, 3e-05 now``; empty if they agree."""
     found = _differing(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
     return [
         f"{key}: {before} in the trial, {now} now"
@@ -71,12 +71,12 @@ def changes(old: Config, new: Config, keys: frozenset[str]) -> list[str]:
 
 
 def may_change() -> str:
-    """The settings that can be changed, for a message."""
+    """List the settings that may change, for a message."""
     return ", ".join(sorted(MAY_CHANGE | LAYOUT | SCHEDULES))
 
 
 def _differing(old: Any, new: Any, key: str) -> list[tuple[str, str, str]]:
-    """Dotted key and both values of everything that differs."""
+    """Dotted key and both values of every difference."""
     if isinstance(old, dict) and isinstance(new, dict):
         return [
             line

@@ -64,8 +64,8 @@ def test_an_interrupted_run_goes_on_with_more_ranks(tmp_path: Path) -> None:
     assert site.wait_for_end("sft/killed")["state"] == "INTERRUPTED"
     said = resume(site, "sft/killed", 2)
     assert "-> 'fsdp:d2'" in said
-    assert "kept exactly: weights, optimizer state, the order of the data" in said
-    assert "sums are added in another order" in said
+    assert "preserved exactly: weights, optimizer state, order of the data" in said
+    assert "sums have another order" in said
     resume(site, "sft/killed", 1, "total_steps=44")
     assert consumed(site, "sft/killed") == consumed(site, "sft/whole")
     assert_close(site.metrics("sft/killed"), site.metrics("sft/whole"))

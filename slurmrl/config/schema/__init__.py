@@ -1,4 +1,4 @@
-"""What a configuration may hold. Torch-free; field docstrings are the reference's text."""
+"""Schemas of the configuration. Torch-free; field docstrings are the text of the reference."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The base of all sections, and the kinds of value that they share.
+"""The base class of all sections, and the types that they share.
 
 Values are strict: YAML already says whether something is a number, a string or a boolean, so
-``no`` is never false and ``"3"`` is never three. Only a bare whole number is taken where a string
-is asked for, because ``trial: 1`` and ``time: 30`` are what people write.
+``no`` is never false and ``"3"`` is never three. A bare whole number is accepted as a
+string, because ``trial: 1`` and ``time: 30`` are what people write.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ PathText = Annotated[Word, IsPath()]
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
-"""Times the number of ranks, it still fits into the 64 bits of a generator's seed."""
+"""Bounded so that its product with the number of ranks fits into a 64-bit generator seed."""
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

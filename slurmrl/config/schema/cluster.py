@@ -1,4 +1,4 @@
-"""Where the run's processes are placed, and what the scheduler is asked for."""
+"""Placement of the run's processes, and the resources that the scheduler is asked to allocate."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ Command = Annotated[Word, AfterValidator(_check_command)]
 
 
 class Slurm(Section):
-    """Options of the Slurm jobs. Those that are left out are left to the cluster's defaults."""
+    """Options of the Slurm jobs. An option that is left out takes the cluster's default."""
 
     partition: Word | None = None
     """Partition, or several separated by commas."""
@@ -88,41 +88,41 @@ class Slurm(Section):
     licenses: Word | None = None
     """Licences that the job takes."""
     links: Annotated[int, Field(gt=0, le=1000)] = 8
-    """Length of the chain: how many jobs may succeed each other, the elements of one array that run
-    one after the other. Where sbatch works on compute nodes, a trial that commits adds as many when
-    they run out, else `slurmrl resume` does. In an elastic group, how many may succeed each other
-    in each place."""
+    """Length of the chain: the number of elements in the job array, which run one after the other.
+    When they run out, a trial that has committed submits as many again if sbatch works on compute
+    nodes; otherwise run `slurmrl resume`. In an elastic group, the number of successive jobs for
+    each task."""
     continue_: Annotated[Literal["chain", "requeue", "none"], Field(alias="continue")] = "chain"
-    """What goes on with a trial when its job ends: the next of `links` jobs, the same job put back
-    into the queue (`requeue`; `links` does not count then, and what kills the batch process itself
-    ends the chain), or `none`: one job, which Slurm does not requeue either."""
+    """How a trial continues when its job ends. `chain`: the next of `links` jobs. `requeue`: Slurm
+    requeues the same job; `links` is ignored, and the chain ends if the batch process itself is
+    killed. `none`: one job, which Slurm does not requeue."""
     spares: NonNegativeInt = 0
-    """Further hosts in a fixed group's job that take the place of hosts that are lost."""
+    """Additional hosts in a fixed group's job that replace lost hosts."""
     signal_lead_s: PositiveInt = 120
-    """Seconds before the time limit at which the run is told to commit and stop."""
+    """Seconds before the time limit at which Slurm signals the run to commit and stop."""
     extra_lines: Sequence[Line] = ()
-    """Further `#SBATCH` lines, with or without that word in front."""
+    """Additional `#SBATCH` lines, with or without the `#SBATCH` prefix."""
     setup: Sequence[Line] = ()
-    """Shell lines at the top of the batch script (`module load …`). They run on its first host;
-    the environment that they leave reaches the workers of all hosts."""
+    """Shell lines at the top of the batch script (`module load …`). They run on the first
+    host; workers on all hosts inherit the resulting environment."""
     container: Command | None = None
-    """Command in front of each worker's own, which runs the workers (and nothing else) in a
-    container: `apptainer exec --nv --bind /shared image.sif`. The run directory must be visible
-    inside under the same name."""
+    """Command prefix that runs the workers, and nothing else, in a container:
+    `apptainer exec --nv --bind /shared image.sif`. The run directory must have the same path inside
+    the container."""
     container_python: Word | None = None
-    """Python inside the container, with what slurmrl requires installed: `python3`. Default: the
-    path of the one that submits."""
+    """Python inside the container, with slurmrl's dependencies installed: `python3`. Default: the
+    path of the Python that submits."""
     gpu_directive: Literal["gres", "gpus-per-node", "none"] = "gres"
-    """How GPUs are asked for: `--gres=gpu:N`, `--gpus-per-node=N`, or not at all."""
+    """How GPUs are requested: `--gres=gpu:N`, `--gpus-per-node=N`, or not at all."""
     gpu_type: Word | None = None
-    """Kind of GPU in that request: `a100`."""
+    """GPU type in that request: `a100`."""
 
     @model_validator(mode="after")
     def _warned_in_time(self) -> Slurm:
         if self.time is not None and self.signal_lead_s >= _time_s(self.time):
             raise ValueError(
-                f"signal_lead_s {self.signal_lead_s} (seconds) leaves nothing of time {self.time}: "
-                "the run would be told to stop when it starts"
+                f"signal_lead_s {self.signal_lead_s} (seconds) must be shorter than time "
+                f"{self.time}: the run would be signalled to stop as soon as it starts"
             )
         return self
 
@@ -131,36 +131,37 @@ class Cluster(Section):
     """The scheduler, the shape of the groups of workers, and their timeouts."""
 
     scheduler: Literal["auto", "local", "slurm"] = "auto"
-    """`auto` takes Slurm where sbatch is on the PATH and answers, else this machine."""
+    """`auto` selects Slurm if sbatch is on the PATH and responds, otherwise this machine."""
     hosts: PositiveInt | None = None
-    """Most hosts that the trainers may take. Default: as many as the layouts need."""
+    """Maximum number of hosts for the trainers. Default: as many as the layouts need."""
     workers_per_host: PositiveInt | None = None
-    """Worker processes on one host. Default: all of them up to 8, and 8 where there are more; with
-    the local scheduler always all."""
+    """Worker processes per host. Default: all of them, but at most 8. The local scheduler always
+    runs all of them on this machine."""
     gpus_per_worker: Annotated[int, Field(ge=0, le=1)] | None = None
-    """GPUs of one worker, 0 or 1. Default: 1 under Slurm and on a machine with an NVIDIA GPU."""
+    """GPUs per worker, 0 or 1. Default: 1 under Slurm or on a machine with an NVIDIA GPU."""
     gpu_memory: Memory | None = None
-    """Memory of one GPU: `80G`. A layout that is estimated to need more is refused. Default: that
-    of a known `slurm.gpu_type`, else unknown, and nothing is refused."""
+    """Memory of one GPU: `80G`. A layout that is estimated to need more is refused. Default: the
+    memory of a known `slurm.gpu_type`; if that is unknown, nothing is refused."""
     threads_per_worker: PositiveInt = 1
-    """CPU threads that one worker computes with. Part of what makes a run repeatable."""
+    """CPU threads that one worker computes with. Results on CPUs depend on it."""
     cpus_per_worker: PositiveInt | None = None
-    """CPU cores asked for each worker. Default: `threads_per_worker`."""
+    """CPU cores requested for each worker. Default: `threads_per_worker`."""
     mem_per_worker: Memory | None = None
-    """Memory asked for each worker as Slurm writes it: `16G`, or whole megabytes."""
+    """Memory requested for each worker in Slurm's notation: `16G`, or whole megabytes."""
     interface: Word | None = None
-    """Network interface that the workers talk over. Default: loopback for a job of one host, else
-    that of the default route."""
+    """Network interface for communication between workers. Default: loopback for a job on one host,
+    otherwise the interface of the default route."""
     variables_file: PathText | None = None
-    """File of `NAME=VALUE` lines that the processes of the run find in their environment: tokens.
-    It must belong to you and have mode 0600; it is read when a job starts and copied nowhere."""
+    """File of `NAME=VALUE` lines that are added to the environment of the run's processes, for
+    example access tokens. You must own it and its mode must be 0600. It is read when a job starts
+    and never copied."""
     heartbeat_s: PositiveFloat = 2.0
-    """Seconds between two heartbeats of an agent."""
+    """Seconds between heartbeats of an agent."""
     lease_ttl_s: PositiveFloat = 60.0
     """Seconds without a heartbeat after which an agent counts as dead."""
     silence_s: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 60.0
-    """Seconds without a sign of life after which a worker or the master counts as hung and is
-    killed. (Ranks that wait for each other are alive; `step_timeout_s` is for those.)"""
+    """Seconds without a pulse after which a worker or the master counts as hung and is killed.
+    (Ranks that wait for each other still send pulses; `step_timeout_s` limits their wait.)"""
     start_timeout_s: PositiveFloat = 600.0
-    """Seconds in which all workers of a new incarnation must have come up."""
+    """Seconds within which all workers of a new incarnation must have started."""
     slurm: Slurm = Slurm()

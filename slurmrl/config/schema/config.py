@@ -29,43 +29,44 @@ class Config(Section):
     """One trial."""
 
     experiment: Name
-    """Name of the experiment; trials of one experiment lie together."""
+    """Name of the experiment, which groups its trials in one folder."""
     trial: Name = "1"
     """Name of this trial."""
     seed: Seed = 1
-    """Seed of everything that is random."""
+    """Seed of all random numbers."""
     root: Word = "./runs"
-    """Folder of all runs, on a directory that all hosts share. Relative to where the command runs;
-    `--root` and SLURMRL_ROOT come first."""
+    """Folder of all runs, in a directory that all hosts share. A relative path starts at the
+    current directory. `--root` and SLURMRL_ROOT take precedence."""
     total_steps: PositiveInt
     """Steps after which the run is finished."""
     stop_when: str | None = None
-    """Finish earlier once this holds: `METRIC >= NUMBER` or `METRIC <= NUMBER`. A metric that no
-    step has is refused; where your own reward may add it, the log warns if it does not come."""
+    """Finish early once this condition holds: `METRIC >= NUMBER` or `METRIC <= NUMBER`. A metric
+    that no step reports is refused. If a custom reward may report it, the log warns while it is
+    absent."""
     deterministic: bool | None = None
-    """Bit-identical results however often the run is interrupted. Default: true on CPUs; false on
-    GPUs, where it costs speed."""
+    """Bit-identical results regardless of interruptions. Default: true on CPUs; false on GPUs,
+    where it is slower."""
     max_restarts_without_commit: PositiveInt = 3
-    """Starts in a row without a new commit after which the trial has failed."""
+    """Consecutive starts without a new commit after which the trial fails."""
     step_timeout_s: PositiveFloat = 1800.0
-    """Seconds after which a call that has not ended counts as failed."""
+    """Seconds after which an unfinished call counts as failed."""
     code: Sequence[PathText] = ()
     """Your own files and folders of Python code that the run imports (`rewards.py`, `my_package`).
-    They are copied when the trial is submitted, with the module that `reward.name` names and what
-    that imports from beside it; each is importable by its own name."""
+    They are copied when the trial is submitted, together with the module of `reward.name` and its
+    imports from the same folder. Each can be imported by its own name."""
     allocation_mode: Line = ""
     """Deprecated: the layouts of all roles in one string, also in the spellings of ReaL and AReaL
-    (`sglang.d2t2p1+d1t4p1`). Write `<role>.backend` instead; a note says how."""
+    (`sglang.d2t2p1+d1t4p1`). Write `<role>.backend` instead; a warning shows the new spelling."""
     algorithm: dict[str, Any]
-    """The algorithm: its `name` and its own settings (see the algorithms' sections)."""
+    """The algorithm: its `name` and its settings (see the sections on algorithms below)."""
     cluster: Cluster = Cluster()
     actor: Model
     """The model that is trained and exported."""
     critic: Model | None = None
-    """The model of values, for algorithms that have one. Default: made from the actor."""
+    """The value model, for algorithms that have one. Default: initialised from the actor."""
     ref: Model | None = None
-    """The model whose distance is priced, for algorithms that have one. Default: the actor as it
-    is at the start."""
+    """The reference model of the KL penalty, for algorithms that have one. Default: the initial
+    actor."""
     rollout: Rollout = Rollout()
     reward: Reward | None = None
     dataset: Dataset

@@ -1,4 +1,4 @@
-"""Where prompts and answers come from."""
+"""Datasets of prompts and answers."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ class Dataset(Section):
     path: PathText
     """The JSONL file."""
     prompt_template: TemplateText = "{prompt}"
-    """Text of a prompt: `{key}` stands for the text under that key of the line, `{{` and `}}` for
-    braces. Every line needs every key, and its value must be a string."""
+    """Template of a prompt: `{key}` inserts the value of that key, `{{` and `}}` are literal
+    braces. Every line must have every key, with a string as its value."""
     answer_template: TemplateText = "{answer}"
-    """Text of an answer, written in the same way; the end-of-text token follows it."""
+    """Template of an answer, in the same syntax. The end-of-text token is appended to it."""
     prompt_key: Word = "prompt"
-    """Key of the line that `{prompt}` stands for."""
+    """Key whose value `{prompt}` inserts."""
     answer_key: Word = "answer"
-    """Key of the line that `{answer}` stands for. With `prompt` it is the reference that the reward
-    reads; if one line has it, every line needs it, as a string."""
+    """Key whose value `{answer}` inserts. For type `prompt` it holds the reference answer for the
+    reward; if one line has it, every line must have it, as a string."""
     id_key: Word = "id"
-    """Key of the line's id. Where no line has one, the line's number is its id."""
+    """Key of the id. If no line has this key, line numbers are the ids."""
     max_prompt_tokens: PositiveInt | None = None
-    """Lines with longer prompts are left out, and their number is told when the trial is submitted,
-    in the log and as the metric `rows_left_out`; null keeps all."""
+    """Lines with longer prompts are skipped; null keeps all. Their number is reported at
+    submission, in the log, and as the metric `rows_left_out`."""
     max_tokens: PositiveInt | None = None
-    """Lines with more tokens in prompt and answer are left out in the same way; null keeps all."""
+    """Lines with more tokens in prompt and answer are skipped in the same way; null keeps all."""
     shuffle: bool = True
-    """Draw a new order for each epoch from the run's seed."""
+    """Shuffle the lines anew for each epoch, with the run's seed."""

@@ -1,4 +1,4 @@
-"""Things that happen every so often: checkpoints, evaluations, log lines."""
+"""Periodic actions: checkpoints, evaluations, log lines."""
 
 from __future__ import annotations
 
@@ -20,39 +20,40 @@ class Checkpoint(Section):
     """When the run commits, and what it keeps. It always commits at its end."""
 
     every_steps: PositiveInt | None = 10
-    """Steps between two commits; null for none by steps."""
+    """Steps between commits; null disables commits by steps."""
     every_seconds: PositiveFloat | None = None
-    """Seconds after which the next step commits."""
+    """Seconds between commits. The run commits at the end of a step."""
     every_epochs: PositiveInt | None = None
-    """Epochs of the dataset between two commits."""
+    """Epochs of the dataset between commits."""
     keep_last: PositiveInt = 2
-    """How many of the newest checkpoints are kept."""
+    """Number of newest checkpoints to keep."""
     keep_every_steps: PositiveInt | None = None
-    """Checkpoints of steps that are a multiple of this are kept too, for good."""
+    """Also keep, permanently, each checkpoint whose step is a multiple of this."""
     asynchronous: bool = True
-    """Train on while checkpoints are written: each rank first copies weights and optimizer state to
-    host memory, which takes as much memory again. The last checkpoint of a job is waited for."""
+    """Continue training while a checkpoint is written. Each rank first copies its weights and
+    optimizer state to host memory, which needs as much memory again. A job waits for its last
+    checkpoint."""
     export_at_end: bool = True
-    """Write the trained actor in Hugging Face form when the run is finished."""
+    """Export the trained actor in Hugging Face format when the run finishes."""
     export_dtype: ExportDtype = "source"
-    """Type of the weights in exports, unless `slurmrl export --dtype` says otherwise. `source`
-    gives each tensor the type that it has in the folder of `<role>.path`, and those of a new model
-    the `dtype` of its `architecture` or float32. Checkpoints are in float32 in any case."""
+    """Data type of exported weights; `slurmrl export --dtype` overrides it. `source` gives each
+    tensor its type in the folder `<role>.path`; for a new model, the `dtype` of its `architecture`,
+    or float32. Checkpoints are always in float32."""
 
 
 class Evaluation(Section):
-    """Judging held-out prompts. It uses the run's reward and has a random stream of its own."""
+    """Evaluation on held-out prompts, with the run's reward and a separate random stream."""
 
     dataset: Dataset
     """The held-out prompts."""
     samples: PositiveInt | None = 512
-    """Prompts of one evaluation, from the top of the dataset; null takes all."""
+    """Number of prompts, from the start of the dataset; null uses all."""
     every_steps: PositiveInt | None = None
-    """Steps between two evaluations."""
+    """Steps between evaluations."""
     every_seconds: PositiveFloat | None = None
-    """Seconds after which the next step evaluates."""
+    """Seconds between evaluations. The run evaluates at the end of a step."""
     every_epochs: PositiveInt | None = None
-    """Epochs of the training dataset between two evaluations."""
+    """Epochs of the training dataset between evaluations."""
     at_start: bool = True
     """Evaluate before the first step."""
     at_end: bool = True
@@ -62,34 +63,34 @@ class Evaluation(Section):
     greedy: bool = False
     """Always take the most probable token."""
     max_new_tokens: PositiveInt | None = None
-    """Most tokens of a completion. Default: that of `rollout`."""
+    """Maximum number of tokens in a completion. Default: the value in `rollout`."""
 
 
 class Wandb(Section):
-    """Metrics to Weights & Biases (needs the wandb package)."""
+    """Logging of metrics to Weights & Biases (requires the wandb package)."""
 
     project: Word
-    """Name of the project there."""
+    """Name of the project."""
     mode: Literal["offline", "online"] = "offline"
     """`offline` writes files for a later `wandb sync`."""
 
 
 class Logging(Section):
-    """What is written besides `metrics.jsonl`."""
+    """Logs and outputs besides `metrics.jsonl`."""
 
     every_steps: PositiveInt | None = 1
-    """Steps between two lines of progress in the log; `metrics.jsonl` has every step."""
+    """Steps between progress lines in the log; `metrics.jsonl` has every step."""
     every_seconds: PositiveFloat | None = None
-    """Seconds after which the next step is logged."""
+    """Seconds between progress lines. They are written at the end of a step."""
     every_epochs: PositiveInt | None = None
-    """Epochs of the dataset between two lines."""
+    """Epochs of the dataset between progress lines."""
     tensorboard: bool = False
-    """Write TensorBoard event files too (needs the tensorboard package)."""
+    """Also write TensorBoard event files (requires the tensorboard package)."""
     wandb: Wandb | None = None
-    """Send metrics to Weights & Biases too."""
+    """Also log metrics to Weights & Biases."""
     output_mib: PositiveInt = 64
-    """MiB that the output of one host's processes may take in `logs/`, that of all its attempts
-    together, and that of the master as much again. The newest is kept. A file can be longer for as
-    long as nobody has looked at it: seconds."""
+    """Maximum size in MiB of the output in `logs/` of one host's processes over all attempts; the
+    master has the same limit of its own. The newest output is kept. Sizes are checked every few
+    seconds, so a file may exceed the limit for that long."""
     samples: NonNegativeInt = 4
-    """Completions of each step that are written to `samples/`."""
+    """Number of completions per step to write to `samples/`."""

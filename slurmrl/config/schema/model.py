@@ -13,9 +13,9 @@ TRIAL_PREFIX = "trial:"
 
 
 class ParallelSizes(Section):
-    """The layout as Megatron and RLinf write it. Where `backend` names dimensions too, both must
-    say the same; where it is only an engine's name, these make up the layout, and data parallelism
-    takes the GPUs of `cluster.hosts` that are left."""
+    """The layout in the terms of Megatron and RLinf. If `backend` has dimensions too, both must
+    agree. If `backend` is only an engine's name, these sizes define the layout, and data
+    parallelism uses the remaining GPUs of `cluster.hosts`."""
 
     tensor_model_parallel_size: PositiveInt | None = None
     """Ranks that share each matrix: `t`."""
@@ -26,67 +26,68 @@ class ParallelSizes(Section):
     expert_model_parallel_size: PositiveInt | None = None
     """Ranks that share the experts: `e`."""
     expert_tensor_parallel_size: PositiveInt | None = None
-    """Ranks that share each expert. Default: as Megatron, the tensor size."""
+    """Ranks that share each expert. Default: the tensor size, as in Megatron."""
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
-    """Pieces of each pipeline stage (interleaved schedule); needs more than one stage."""
+    """Model chunks per pipeline stage (interleaved schedule); requires more than one stage."""
     sequence_parallel: bool | None = None
-    """Split activations between tensor-parallel blocks along the sequence; needs a tensor size
-    above 1. Default: on where megatron trains with one."""
+    """Split the activations between tensor-parallel blocks along the sequence; requires a tensor
+    size above 1. Default: on for megatron with a tensor size above 1."""
     make_vocab_size_divisible_by: PositiveInt = 128
-    """megatron pads the vocabulary to a multiple of this times the tensor size."""
+    """megatron pads the vocabulary to a multiple of this number times the tensor size."""
 
 
 class Model(Section):
-    """One role. `critic` and `ref` take from the actor what they do not say themselves: the
+    """One role. `critic` and `ref` inherit from the actor each of these that they do not set: the
     weights (`path` or `architecture`), `implementation`, `tokenizer`, `backend`, `gpus`, `model`,
     `dtype`, `gradient_checkpointing`, `transformer_engine` and `max_tokens_per_microbatch`, but not
     the optimizer."""
 
     path: PathText | None = None
-    """Folder in Hugging Face form, or `trial:EXPERIMENT/TRIAL` for that trial's newest export."""
+    """Folder in Hugging Face format, or `trial:EXPERIMENT/TRIAL` for that trial's newest export."""
     architecture: dict[str, Any] | None = None
     """A new model instead of a path, as in a Hugging Face `config.json`: `model_type`,
-    `hidden_size`, … Its weights are drawn from the run's seed."""
+    `hidden_size`, … Its weights are initialised with the run's seed."""
     implementation: Literal["builtin", "hf"] = "builtin"
-    """What computes the model: the built-in decoder with its families, or `hf` for any causal
-    model of transformers, on fsdp with data parallelism alone, and slower."""
+    """Model code: `builtin` is the built-in decoder for the supported families; `hf` is any causal
+    language model of transformers, on fsdp with data parallelism only, and slower."""
     tokenizer: PathText | None = None
-    """Folder of the tokenizer. Default: that of `path`."""
+    """Folder of the tokenizer. Default: `path`."""
     backend: Line = ""
     """Engine and layout: `fsdp:d2`. Default of the actor: `fsdp:d1`."""
     gpus: Line = ""
-    """GPUs of the trial that hold it, counted over its hosts: `0-3`. Roles may share them. Default:
-    as many as the layout takes, from 0."""
+    """GPUs for this role, numbered over all hosts of the trial: `0-3`. Roles may share GPUs.
+    Default: as many as the layout needs, from 0."""
     model: ParallelSizes | None = None
-    """The layout in the words of Megatron and RLinf, instead of or beside that of `backend`."""
+    """The layout in the terms of Megatron and RLinf, instead of or in addition to `backend`."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type that the model computes in. Weights of a trained role are kept in float32."""
+    """Data type of the computation. A trained role keeps its weights in float32."""
     gradient_checkpointing: bool | Literal["off", "selective", "full"] = False
     """Recompute activations in the backward pass: less memory, more time. `full` (or true) keeps
-    each layer's input alone, for about a third more time; `selective` keeps the results of matrix
-    products and attention, too (with TransformerEngine all but those of norms); `off` (or false)
-    keeps all."""
+    only each layer's input and takes about a third more time. `selective` also keeps the outputs of
+    matrix products and attention (with TransformerEngine, all but the outputs of norms). `off` (or
+    false) keeps all activations."""
     max_tokens_per_microbatch: PositiveInt = 16384
-    """Most tokens on one rank at a time, with `implementation: hf` those of padding, too; a longer
-    single sequence gets one of its own."""
+    """Maximum number of tokens in a micro-batch of one rank; with `implementation: hf`, padding
+    counts too. A longer sequence gets a micro-batch of its own."""
     cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in host memory and bring a layer to the GPU when
-    it computes: much less GPU memory, much more time. The optimizer steps on the CPU. On fsdp."""
+    """Keep weights, gradients and optimizer state in host memory and copy each layer to the GPU
+    when it computes: much less GPU memory, much more time. The optimizer runs on the CPU. fsdp
+    only."""
     transformer_engine: bool | None = None
-    """Whether megatron makes its layers of TransformerEngine's linear layers, norms and grouped
-    experts. Default: in bfloat16 on GPUs, where a release that megatron-core takes is installed. In
-    float32 its products are of TF32."""
+    """Whether megatron builds its layers from TransformerEngine's linear layers, norms and grouped
+    experts. Default: true in bfloat16 on GPUs if a release that megatron-core supports is
+    installed. In float32, its matrix products use TF32."""
     optimizer: Optimizer = Optimizer()
 
     @model_validator(mode="after")
     def _one_source(self) -> Model:
         if self.path is not None and self.architecture is not None:
-            raise ValueError("path and architecture exclude each other: give one of them")
+            raise ValueError("path and architecture exclude each other: set only one of them")
         return self
 
     @property
     def recompute(self) -> Literal["off", "selective", "full"]:
-        """What `gradient_checkpointing` asks for."""
+        """The value of `gradient_checkpointing`, with true and false spelled out."""
         if isinstance(self.gradient_checkpointing, bool):
             return "full" if self.gradient_checkpointing else "off"
         return self.gradient_checkpointing

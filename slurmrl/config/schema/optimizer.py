@@ -1,4 +1,4 @@
-"""The optimizer of a model role, its schedule, and what it keeps."""
+"""The optimizer of a model role: its settings, schedule and state."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MOMENTS: Final[Mapping[Kind, tuple[str, ...]]] = {
     "adadelta": ("square_avg", "acc_delta"),
     "sgd": ("momentum",),
 }
-"""What each keeps beside a parameter, by the names in checkpoints."""
+"""State of each optimizer for a parameter, by the names in checkpoints."""
 
 USERS: Final[Mapping[str, tuple[Kind, ...]]] = {
     "betas": ("adamw", "adam", "adamax", "nadam", "radam"),
@@ -40,43 +40,43 @@ USERS: Final[Mapping[str, tuple[Kind, ...]]] = {
     "rho": ("adadelta",),
     "eps": ("adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "adagrad", "adadelta"),
 }
-"""Settings that only some use."""
+"""Settings that only some optimizers use."""
 
-_WHOLE: Final = "it looks at whole matrices, of which a rank has only a part"
+_WHOLE: Final = "it needs whole matrices, and a rank holds only a part of each"
 LEFT_OUT: Final[Mapping[str, str]] = {
     "muon": _WHOLE,
     "adafactor": _WHOLE,
     "lbfgs": "it computes the loss several times a step",
     "sparseadam": "it is for sparse gradients, which no model here has",
     "rprop": "it is for gradients of a whole dataset and has neither schedule nor decay",
-    "asgd": "what it is for are averages of the weights, which are neither used nor exported",
+    "asgd": "its purpose is averaged weights, which are neither used nor exported",
 }
-"""Those of torch that are not there, in lower case, and why."""
+"""torch's optimizers that are not supported, in lower case, with the reason."""
 
 
 class Optimizer(Section):
-    """The optimizer and its schedule. A role that is not trained ignores it. The defaults are those
-    of fine-tuning with `adamw`; torch's own learning rates are 0.01 for `rmsprop` and `adagrad`, 1
+    """The optimizer and its schedule. A role that is not trained ignores it. The defaults suit
+    fine-tuning with `adamw`. torch's own learning rates are 0.01 for `rmsprop` and `adagrad`, 1
     for `adadelta`, 0.002 for `adamax` and `nadam`, 0.001 for the others, its `betas` 0.9 and 0.999,
     its `eps` 1e-10 for `adagrad` and 1e-6 for `adadelta`."""
 
     name: Kind = "adamw"
-    """Kind of optimizer: that of torch.optim with this name, with torch's defaults for what is no
-    setting here. `sgd` is plain gradient descent, with `momentum` if that is above 0."""
+    """Optimizer of torch.optim. Options that are not listed here have torch's defaults. `sgd` is
+    plain gradient descent, with momentum if `momentum` is above 0."""
     lr: NonNegativeFloat = 1e-5
     """Learning rate after warm-up."""
     betas: Annotated[tuple[Beta, Beta], Strict(False)] = (0.9, 0.95)
     """Decay rates of the first and second moments of `adamw`, `adam`, `nadam` and `radam`, and of
     the first moment and the largest gradient of `adamax`."""
     momentum: Beta = 0.0
-    """Share of the last step's direction that `sgd` and `rmsprop` keep; 0 keeps nothing."""
+    """Momentum factor of `sgd` and `rmsprop`; 0 disables momentum."""
     alpha: Beta = 0.99
     """Decay rate of the squared gradients of `rmsprop`."""
     rho: Beta = 0.9
-    """Decay rate of the squared gradients and steps of `adadelta`."""
+    """Decay rate of the squared gradients and squared updates of `adadelta`."""
     eps: PositiveFloat = 1e-8
-    """Keeps the divisor from 0: `adamax` adds it to the gradient's size, `adadelta` to the mean
-    squares, the others but `sgd`, which does not divide, to the root of the second moment."""
+    """Keeps the denominator above 0. `adamax` adds it to the gradient's magnitude, `adadelta` to
+    the mean squares, the others to the square root of the second moment; `sgd` does not use it."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices (not of norms and biases) per step: `adamw` and `sgd` shrink weights
     by this times the learning rate, the others add this times the weights to the gradient."""
@@ -85,12 +85,12 @@ class Optimizer(Section):
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate falls from the end of warm-up to the end of the schedule."""
     schedule_steps: PositiveInt | None = None
-    """Optimizer steps, those of warm-up included, after which the learning rate has fallen.
-    Default: all of the run, so that it changes with `total_steps`."""
+    """Length of the schedule in optimizer steps, including warm-up. Default: the whole run, so that
+    the schedule changes with `total_steps`."""
     min_lr_ratio: Fraction = 0.0
-    """Learning rate at the end of the schedule and after it, as a share of `lr`."""
+    """Learning rate at the end of the schedule and after it, as a fraction of `lr`."""
     gradient_clip: PositiveFloat | None = 1.0
-    """Largest norm of the whole gradient; null does not clip."""
+    """Maximum norm of the whole gradient; null disables clipping."""
 
     @field_validator("name", mode="before")
     @classmethod
@@ -119,12 +119,12 @@ class Optimizer(Section):
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Names of the tensors that are kept beside each parameter, of its shape."""
+        """Names of the state tensors of each parameter, which have its shape."""
         return tuple(kept for kept in MOMENTS[self.name] if kept != "momentum" or self.momentum)
 
     @property
     def unused(self) -> tuple[str, ...]:
-        """Settings other than their defaults that this kind does not use."""
+        """Settings that differ from their defaults and that this optimizer does not use."""
         fields = type(self).model_fields
         return tuple(
             name

@@ -1,4 +1,4 @@
-"""How completions are sampled and judged."""
+"""Sampling and scoring of completions."""
 
 from __future__ import annotations
 
@@ -22,30 +22,31 @@ class Rollout(Section):
     """Generation of completions."""
 
     backend: Line = ""
-    """Engine that generates: `sglang:d4t2`. Default: the actor's own, on its ranks."""
+    """Engine and layout for generation: `sglang:d4t2`. Default: the actor's engine, on its
+    ranks."""
     gpus: Line = ""
-    """GPUs of the trainers' job on which it generates. Default: sglang and vllm run in hosts of
-    their own, other engines where the actor begins."""
+    """GPUs of the trainers' job for generation. Default: sglang and vllm run on separate hosts,
+    other engines from GPU 0 of the trainers."""
     tensor_parallel_size: PositiveInt | None = None
-    """Ranks that share each matrix, instead of or beside the `t` of `backend`."""
+    """Ranks that share each matrix, instead of or in addition to the `t` of `backend`."""
     pipeline_parallel_size: PositiveInt | None = None
-    """Stages that share the layers, instead of or beside the `p` of `backend`."""
+    """Stages that share the layers, instead of or in addition to the `p` of `backend`."""
     max_new_tokens: PositiveInt = 256
-    """Most tokens of a completion."""
+    """Maximum number of tokens in a completion."""
     min_new_tokens: NonNegativeInt = 0
-    """Tokens before which a completion cannot end."""
+    """Minimum number of tokens in a completion."""
     temperature: PositiveFloat = 1.0
-    """Divides the logits before sampling, and in the losses' log-probabilities."""
+    """Divisor of the logits in sampling and in the log-probabilities of the losses."""
     top_p: PositiveFraction = 1.0
-    """Sample from the smallest set of tokens with at least this probability."""
+    """Sample from the smallest set of tokens whose total probability is at least this."""
     top_k: PositiveInt | None = None
-    """Sample from this many of the most probable tokens; null takes all."""
+    """Sample from this many of the most probable tokens; null uses all."""
     greedy: bool = False
     """Always take the most probable token."""
     stop_token_ids: Sequence[NonNegativeInt] = ()
-    """More tokens that end a completion, beside each `eos_token_id` of the actor's
-    `generation_config.json` and `config.json` and that of its tokenizer. The log of the run names
-    all of them. The reward does not see the token that ended a completion."""
+    """Additional tokens that end a completion. Every `eos_token_id` in the actor's
+    `generation_config.json`, `config.json` and tokenizer ends one too. The log of the run lists all
+    of them. The reward does not see the token that ended a completion."""
 
     @model_validator(mode="after")
     def _lengths(self) -> Rollout:
@@ -57,10 +58,10 @@ class Rollout(Section):
 
 
 class Reward(Section):
-    """The rule that judges completions."""
+    """The reward that scores completions."""
 
     name: Word
-    """Kind of reward: `exact_match`, `math`, … or a `package.module:name` of your own, a function
-    or a class (docs/rewards.md)."""
+    """A built-in reward (`exact_match`, `math`, …), or `package.module:name` of your own function
+    or class (docs/rewards.md)."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Settings of that kind."""
+    """Options of that reward."""

@@ -271,7 +271,7 @@ def test_checkpoints_move_between_layouts(ranks: RankPool, tmp_path: Path) -> No
         assert np.any(values[0])
         assert all(np.array_equal(values[0], other) for other in values[1:]), name
     for checkpoint in checkpoints[1:4]:
-        held = sum(p.box.count for _, p in checkpoint.layout.all_pieces())
+        held = sum(p.box.count for _, p in checkpoint.layout.all_shards())
         whole = sum(int(np.prod(t.shape)) for t in checkpoint.layout.tensors.values())
         assert held == whole  # each element once, though several ranks have it
 

@@ -90,7 +90,7 @@ def test_a_configuration_is_planned_as_tables(
     code, out, _ = run(capsys, "plan", config, *overrides, "--scheduler", "slurm")
     assert code == 0
     assert "actor  megatron:t2, trained, sequence parallel, in trainer" in out
-    assert "0     t0     t1" in out
+    assert "0     actor  t0     t1" in out
     assert "process groups: global 1, model actor 1, actor tp 1" in out
 
 

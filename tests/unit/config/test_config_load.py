@@ -126,13 +126,13 @@ def test_a_seed_that_no_generator_takes_is_refused(tmp_path: Path, seed: int) ->
 def test_half_a_character_is_refused(tmp_path: Path) -> None:
     found = problems(tmp_path, 'dataset.prompt_template="{prompt}\\ud800"')[0]
     assert found.key == "dataset.prompt_template"
-    assert "half of a character" in found.message
+    assert "lone surrogate" in found.message
 
 
 def test_a_rule_over_a_section_stands_at_the_section(tmp_path: Path) -> None:
     [problem] = problems(tmp_path, "actor.path=here")
     assert (problem.where, problem.key) == (f"{tmp_path / 'a.yaml'}:4", "actor")
-    assert problem.message == "path and architecture exclude each other: give one of them"
+    assert problem.message == "path and architecture exclude each other: set only one of them"
 
 
 def test_all_problems_are_told_at_once_each_where_it_stands(tmp_path: Path) -> None:

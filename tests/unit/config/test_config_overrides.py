@@ -62,9 +62,9 @@ def test_a_whole_section_replaces_the_files(tmp_path: Path) -> None:
         ("=3", "", "expected dotted.key=value"),
         ("a..b=3", "", "expected dotted.key=value"),
         ("--seed=3", "", "expected dotted.key=value"),
-        ("seed.x=3", "seed.x", "nothing stands below it"),
+        ("seed.x=3", "seed.x", "not a section"),
         ("seed=[1", "seed", "not valid YAML"),
-        ("actor={a: 1, a: 2}", "actor.a", "twice"),
+        ("actor={a: 1, a: 2}", "actor.a", "duplicate key"),
     ],
 )
 def test_what_cannot_be_laid_over_is_a_problem_of_the_command_line(

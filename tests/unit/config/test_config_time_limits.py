@@ -20,7 +20,7 @@ FORMS = {
 @pytest.mark.parametrize(("text", "seconds"), FORMS.items())
 def test_a_warning_comes_before_the_limit(text: str, seconds: int) -> None:
     assert Slurm(time=text, signal_lead_s=seconds - 1).time == text
-    with pytest.raises(ValidationError, match="leaves nothing of time"):
+    with pytest.raises(ValidationError, match="must be shorter than time"):
         Slurm(time=text, signal_lead_s=seconds)
 
 

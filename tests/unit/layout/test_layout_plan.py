@@ -86,7 +86,7 @@ class Memory:
 
 def filled(layout: Layout) -> Memory:
     memory = Memory()
-    for rank, shard in layout.all_pieces():
+    for rank, shard in layout.all_shards():
         memory.shard(rank, shard)[...] = WHOLE[shard.name][shard.box.slices]
     return memory
 
@@ -98,11 +98,11 @@ def test_every_layout_becomes_every_other(source: Layout, target: Layout) -> Non
     memory = Memory()
     copies = plan(source, target)
     execute(copies, filled(source), memory)
-    for rank, shard in target.all_pieces():
+    for rank, shard in target.all_shards():
         assert np.array_equal(memory.shard(rank, shard), WHOLE[shard.name][shard.box.slices])
     written = sum(int(np.sum(~np.isnan(array))) for array in memory.arrays.values())
     assert written == sum(copy.box.count for copy in copies)
-    assert written == sum(shard.box.count for _, shard in target.all_pieces())
+    assert written == sum(shard.box.count for _, shard in target.all_shards())
 
 
 def test_a_rank_prefers_its_own_replica() -> None:
@@ -128,7 +128,9 @@ def test_what_is_not_there_is_named() -> None:
     with pytest.raises(LayoutError, match="the source has no tensor 'e'"):
         plan(whole, Layout(other, ((Shard.contiguous("e", Box((0,), (1,))),),)))
     wider = {"b": TensorSpec((6,), "float32")}
-    with pytest.raises(LayoutError, match=r"'b' has shape \(5,\) in the source, \(6,\) is wanted"):
+    with pytest.raises(
+        LayoutError, match=r"'b' has shape \(5,\) in the source and \(6,\) in the target"
+    ):
         plan(whole, Layout(wider, ((Shard.contiguous("b", Box((0,), (6,))),),)))
 
 
@@ -147,5 +149,5 @@ def test_a_copy_never_leaves_its_storage() -> None:
 
 
 def test_pieces_survive_json() -> None:
-    for _, shard in columns(2).all_pieces():
+    for _, shard in columns(2).all_shards():
         assert Shard.from_json(shard.to_json()) == shard

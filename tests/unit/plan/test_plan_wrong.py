@@ -122,7 +122,7 @@ KINDS = {
     ),
     "optimizer of whole matrices": wrong(
         "actor.optimizer.name",
-        "'Muon' is not allowed: it looks at whole matrices, of which a rank has only a part; "
+        "'Muon' is not allowed: it needs whole matrices, and a rank holds only a part of each; "
         "allowed: adamw, adam, adamax, nadam, radam, rmsprop, adagrad, adadelta, sgd",
         "actor.optimizer.name=Muon",
         "actor.optimizer.momentum=0.9",
@@ -146,7 +146,7 @@ KINDS = {
     ),
     "warning at the start": wrong(
         "cluster.slurm",
-        "signal_lead_s 120 (seconds) leaves nothing of time 2",
+        "signal_lead_s 120 (seconds) must be shorter than time 2",
         "cluster.slurm.time=2",
     ),
     "positions": wrong(

@@ -58,9 +58,9 @@ def test_a_new_layout_may_be_resumed_and_its_price_is_told(path: Path) -> None:
     before, after = resolved(path), moved(path, "actor.backend=fsdp:d4")
     assert differences(before, after) == []
     told = consequences(before, after)
-    assert told[0].startswith("another layout: actor.backend: 'fsdp:d2' -> 'fsdp:d4'; critic.")
-    assert "kept exactly" in told[1]
-    assert "random state is drawn anew" in told[2]
+    assert told[0].startswith("changed layout: actor.backend: 'fsdp:d2' -> 'fsdp:d4'; critic.")
+    assert "preserved exactly" in told[1]
+    assert "random state is reseeded" in told[2]
     assert "minibatch" not in told[2]  # they hold the same samples on any number of ranks
 
 
@@ -69,7 +69,7 @@ def test_other_micro_batches_change_sums_only(path: Path) -> None:
     after = resolved(path, "actor.max_tokens_per_microbatch=64")
     assert differences(before, after) == []
     *_, lost = consequences(before, after)
-    assert lost == "not bit for bit as before: sums are added in another order"
+    assert lost == "results are not bit-identical: sums have another order"
 
 
 def test_the_same_layout_has_no_consequences(path: Path) -> None:

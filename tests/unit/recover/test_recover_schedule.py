@@ -27,8 +27,8 @@ def test_a_longer_run_says_how_its_learning_rate_goes_on(tmp_path: Path) -> None
     [line] = told(before, now)
     assert line == (
         "actor: the linear schedule of its learning rate ends after 40 optimizer steps, not 20: "
-        "behind step 5 the rate goes on from 0.000829, not 0.0006; "
-        "actor.optimizer.schedule_steps=20 keeps it"
+        "after step 5 the rate continues from 0.000829, not 0.0006; "
+        "set actor.optimizer.schedule_steps=20 to keep it"
     )
     assert "from 0.000543, not 0;" in told(before, now, step=10)[0]
 

@@ -1,0 +1,82 @@
+"""Consequences of a changed layout or learning-rate schedule for a resumed trial."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+from slurmrl.config.schema import Config, Model, Optimizer
+from slurmrl.recover.differences import FOLLOWERS, LAYOUT, changes
+
+WHERE: Final = ("backend", "gpus", "model")
+"""Settings of a role that decide its ranks."""
+
+
+def follow_actor(config: Config, overrides: Sequence[str]) -> list[str]:
+    """Add overrides that move the critic and the reference along with the actor, if they had the
+    actor's layout and the overrides set none for them."""
+    if not _moves("actor", overrides):
+        return list(overrides)
+    added = []
+    for role in FOLLOWERS:
+        model: Model | None = getattr(config, role)
+        if model is None or _moves(role, overrides):
+            continue
+        if all(getattr(model, name) == getattr(config.actor, name) for name in WHERE):
+            added += [f'{role}.backend=""', f'{role}.gpus=""', f"{role}.model=null"]
+    return [*added, *overrides]
+
+
+def _moves(role: str, overrides: Sequence[str]) -> bool:
+    keys = [text.partition("=")[0].strip() for text in overrides]
+    return any(
+        key == f"{role}.{name}" or key.startswith(f"{role}.{name}.")
+        for key in keys
+        for name in WHERE
+    )
+
+
+def consequences(old: Config, new: Config) -> list[str]:
+    """Describe what a changed layout preserves and what it does not, as lines for the user; empty
+    if the layout is the same."""
+    changed = changes(old, new, LAYOUT)
+    if not changed:
+        return []
+    moved = any(line.partition(":")[0].endswith(WHERE) for line in changed)
+    lost = ["sums have another order"]
+    if moved:
+        lost.append("each rank's random state is reseeded from the step and the rank")
+    return [
+        "changed layout: " + "; ".join(changed),
+        "preserved exactly: weights, optimizer state, order of the data and position in it",
+        f"results are not bit-identical: {'; '.join(lost)}",
+    ]
+
+
+def moved_schedules(
+    old: Config, new: Config, *, trained: Iterable[str], step: int, optimizer_steps: int
+) -> list[str]:
+    """Describe how the learning rates of the ``trained`` roles change when the trial resumes after
+    ``step``, as lines for the user; empty if they do not change. Each step of the run has
+    ``optimizer_steps`` optimizer steps."""
+    found = []
+    for role in trained:
+        before, now = _optimizer(old, role), _optimizer(new, role)
+        ends = before.last_step(old.total_steps * optimizer_steps) + 1
+        moved = now.last_step(new.total_steps * optimizer_steps) + 1
+        if now.schedule == "constant" or moved == ends:
+            continue
+        made = step * optimizer_steps
+        rates = before.learning_rate(made, ends), now.learning_rate(made, moved)
+        found.append(
+            f"{role}: the {now.schedule} schedule of its learning rate ends after {moved} "
+            f"optimizer steps, not {ends}: after step {step} the rate continues from "
+            f"{rates[1]:.3g}, not {rates[0]:.3g}; "
+            f"set {role}.optimizer.schedule_steps={ends} to keep it"
+        )
+    return found
+
+
+def _optimizer(config: Config, role: str) -> Optimizer:
+    model: Model = getattr(config, role)
+    return model.optimizer
