@@ -1,4 +1,7 @@
-"""Schedulers: who starts the links of a trial. A new one is a file beside these and a line here."""
+"""Schedulers, which start the links of a trial.
+
+A new one is a file in this package and a line in ``SCHEDULERS``.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +20,17 @@ SCHEDULERS = Registry(
 )
 AUTO = "auto"
 PROBE_S = 10.0
-"""How long a controller may take to answer before ``auto`` goes on without Slurm."""
+"""How long a controller may take to answer before ``auto`` chooses the local scheduler."""
 
 
 def make(name: str) -> Scheduler:
-    """The scheduler of that name (not ``auto``: see ``choose``). Raises UnknownNameError."""
+    """Return the scheduler of a name (not ``auto``: see ``choose``). Raises UnknownNameError."""
     scheduler: Scheduler = SCHEDULERS.load(name)()
     return scheduler
 
 
 def choose(name: str) -> str:
-    """``auto`` -> ``slurm`` if sbatch is on PATH and a controller answers, else ``local``."""
+    """Resolve ``auto``: ``slurm`` if sbatch is on PATH and a controller answers, else ``local``."""
     if name != AUTO:
         SCHEDULERS.reference(name)
         return name

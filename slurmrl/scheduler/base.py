@@ -1,4 +1,4 @@
-"""The contract of a scheduler: what is submitted, what is asked, what is answered.
+"""The contract of a scheduler, and its requests and answers.
 
 A new kind of scheduler is one file that implements ``Scheduler`` and one line in ``__init__``.
 """
@@ -26,7 +26,7 @@ class JobState(StrEnum):
     NODE_FAIL = "NODE_FAIL"
     OUT_OF_MEMORY = "OUT_OF_MEMORY"
     UNKNOWN = "UNKNOWN"
-    """The scheduler does not know the job (any more): judge from the run directory."""
+    """The scheduler does not know the job (any more): the run directory decides."""
 
     @property
     def active(self) -> bool:
@@ -36,7 +36,7 @@ class JobState(StrEnum):
 
 @dataclass(frozen=True)
 class TaskState:
-    """What the scheduler says about one array element."""
+    """The state of one array element, as the scheduler reports it."""
 
     job_id: str
     """Name of the element, ``41_3``."""
@@ -46,29 +46,29 @@ class TaskState:
     raw: str
     """The scheduler's own word for the state."""
     reason: str
-    """Why it pends or how it ended, in the scheduler's words; may be empty."""
+    """Why it is pending or how it ended, in the scheduler's words; may be empty."""
     hosts: tuple[str, ...]
     words: str = ""
-    """Why it waits and what can be done about it, or how it ended; empty for one that runs."""
+    """Why it is pending and what the user can do, or how it ended; empty while it runs."""
     exit_code: int | None = None
-    """Of the batch process of an element that has ended, where it is known."""
+    """Exit code of the batch process of an ended element, where known."""
     signal: int | None = None
     """The signal that ended it, where there was one."""
     time_left_s: float | None = None
-    """Until the time limit of a running element; None: no limit, or unknown."""
+    """Seconds to the time limit of a running element; None: no limit, or unknown."""
     start: str = ""
-    """When it started, or is expected to: local time as the scheduler writes it."""
+    """Actual or expected start: local time as the scheduler writes it."""
     restarts: int = 0
-    """How often the scheduler has put the element back into the queue."""
+    """How often the scheduler has requeued the element."""
 
 
 JobIds = Mapping[str, tuple[str, ...]]
-"""Group -> ids of its job arrays, in the order in which they run: the one that was submitted, and
-those that extended the chain since. Elements are numbered on from array to array."""
+"""Group -> ids of its job arrays in the order in which they run: the submitted one, then those that
+extended the chain. The numbers of elements continue from array to array."""
 
 
 class Continue(StrEnum):
-    """What follows a link that ends before its trial does."""
+    """Policy for a link that ends before its trial does."""
 
     CHAIN = "chain"
     REQUEUE = "requeue"
@@ -89,14 +89,14 @@ class GroupRequest:
     elastic: bool = False
     """Elements are single-host tasks of which ``hosts`` run at once."""
     spares: int = 0
-    """Further hosts of a fixed group's job, which take the place of lost ones."""
+    """Extra hosts of a fixed group's job, which replace lost ones."""
     command: tuple[str, ...] = ()
-    """What an element executes; empty: the batch supervisor of this group."""
+    """Command of an element; empty: the batch supervisor of this group."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SubmissionRequest:
-    """One act of submitting a trial."""
+    """One submission of a trial."""
 
     number: int
     uuid: str
@@ -109,19 +109,19 @@ class SubmissionRequest:
     options: Mapping[str, Any] = field(default_factory=dict)
     """The ``cluster`` section of the configuration as plain values."""
     snapshot: int = 1
-    """Which of the trial's snapshots of code the jobs run."""
+    """Number of the code snapshot that the jobs run."""
 
     @property
     def code(self) -> Path:
-        """Folder of that snapshot: what PYTHONPATH names first."""
+        """Folder of that snapshot, the first entry of PYTHONPATH."""
         return self.run.snapshot(self.snapshot)
 
     def job_name(self, group: str) -> str:
-        """Name under which the job is found again when its id was lost in a crash."""
+        """Name that identifies the job when a crash has lost its id."""
         return f"slurmrl-{self.uuid[:8]}-{self.number}-{group}"
 
     def command(self, group: GroupRequest, launcher: str) -> tuple[str, ...]:
-        """What an element of the group executes in place of its batch shell."""
+        """Return the command that replaces the batch shell of an element."""
         if group.command:
             return group.command
         supervisor = (self.python, "-m", "slurmrl.workers.supervisor")
@@ -144,36 +144,37 @@ class Scheduler(ABC):
 
     @abstractmethod
     def submit(self, request: SubmissionRequest) -> dict[str, tuple[str, ...]]:
-        """Submit every group; returns the job ids, which it also writes to the run directory.
-        A chain that is longer than a limit of the cluster is shortened, with a warning.
-        Raises SchedulerError; what was submitted before is cancelled."""
+        """Submit every group. Return the job ids, which it also writes to the run directory.
+        A chain that exceeds a limit of the cluster is shortened, with a warning.
+        Raises SchedulerError, after cancelling the groups submitted so far."""
 
     @abstractmethod
     def extend(self, run: RunPaths, number: int, group: str, *, by: str) -> str:
-        """Add elements to a group of a submission that run after those it has; returns the job id.
+        """Add elements to a group of a submission that run after its present ones; return the job
+        id.
 
-        ``by`` says who asks, for messages. Raises UsageError where this scheduler has no such
-        thing or somebody else is extending it, SchedulerError where it refuses.
+        ``by`` identifies the caller. Raises UsageError where this scheduler cannot extend a group
+        or another process is extending it, SchedulerError where the scheduler refuses.
         """
 
     @abstractmethod
     def recover(self, run: RunPaths, number: int) -> dict[str, tuple[str, ...]]:
-        """Job ids of a submission, also of one that crashed before it wrote them down; groups that
-        never got a job are left out."""
+        """Return the job ids of a submission, even if it crashed before it wrote them. Groups
+        without a job are left out."""
 
     @abstractmethod
     def query(self, jobs: JobIds) -> list[TaskState]:
-        """State of all elements of all jobs, in one question; by group, then element."""
+        """Return the states of all elements of all jobs from one query, by group, then element."""
 
     @abstractmethod
     def cancel(self, jobs: JobIds, *, spare: str = "") -> None:
-        """End all elements but the one of the name ``spare`` (``41_3``): pending ones never start,
-        running ones get TERM, then KILL. Jobs that have ended are no error."""
+        """End all elements except ``spare`` (``41_3``): pending ones never start, running ones get
+        TERM, then KILL. Jobs that have ended are no error."""
 
     @abstractmethod
     def interrupt(self, jobs: JobIds) -> None:
-        """Ask running elements to stop at a step (USR2); no further link starts. A link that has no
-        handler for the signal yet may miss it."""
+        """Ask running elements to stop at a step (USR2); no further link starts. A link without a
+        handler for the signal may miss it."""
 
     @abstractmethod
     def kill(self, jobs: JobIds) -> None:

@@ -1,4 +1,4 @@
-"""Calls of Slurm's commands. No other module starts one of them."""
+"""Calls of Slurm's commands. No other module runs them."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from slurmrl.errors import SchedulerError
 from slurmrl.scheduler import environment, parse, rows
 
 TIMEOUT_S = 120.0
-"""How long one command may take; Slurm's own message time-out is 10 s and it retries."""
+"""Time limit of one command, in seconds. Slurm's own message time-out is 10 s, with retries."""
 
 FORGOTTEN = "Invalid job id specified"
-"""What Slurm says about a single job that it no longer knows."""
+"""Slurm's message for a single job that it no longer knows."""
 
 TRANSIENT = ("Socket timed out", "Unable to contact slurm controller", "did not answer")
 """Failures of sbatch after which the job may nevertheless have been submitted."""
@@ -23,21 +23,21 @@ TRANSIENT = ("Socket timed out", "Unable to contact slurm controller", "did not 
 NO_WORDS = "no message"
 
 NO_ACCOUNTING = ("accounting storage is disabled", "is not on PATH")
-"""What sacct, or the lack of it, says where there is no accounting."""
+"""Messages of sacct, or of its absence, where there is no accounting."""
 
 
 def may_have_worked(error: SchedulerError) -> bool:
-    """Whether sbatch, which failed with this, may have submitted the job."""
+    """Return whether an sbatch that failed with this error may have submitted the job."""
     return any(words in str(error) for words in TRANSIENT)
 
 
 SRUN = ("srun", "--export=ALL", "--mpi=none", "--input=none", "--cpu-bind=none")
-"""One task on each host of a job, with what the batch script's set-up lines made (--export=ALL) and
-all of the job's CPUs, of which Slurm would set one aside for each task."""
+"""One task on each host of a job, with the environment that the set-up lines made (--export=ALL)
+and all CPUs of the job; by default Slurm gives each task a single one."""
 
 
 class SlurmClient:
-    """One method per command; each raises SchedulerError with the command and its words."""
+    """One method per command; each raises SchedulerError with the command and its message."""
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
@@ -51,12 +51,13 @@ class SlurmClient:
         return self._run("sbatch", "--version").strip().rpartition(" ")[2]
 
     def try_out(self, script: Path, *options: str) -> None:
-        """Raise unless sbatch would take the script; nothing is submitted."""
+        """Raise unless sbatch would accept the script; submit nothing."""
         command = ("sbatch", "--test-only", *options, str(script))
         self._run(*command, environ=environment.of_job(os.environ))
 
     def hosts(self, partition: str | None, names: Sequence[str] = ()) -> list[parse.HostRow]:
-        """Hosts of the partitions (None: of all), whatever state they are in; or of these names."""
+        """Return the hosts of the partitions (None: all), in whatever state, or those of these
+        names."""
         where = [f"--partition={partition}"] if partition else []
         where += [f"--nodes={','.join(names)}"] if names else []
         form = f"--format={parse.HOSTS_FORMAT}"
@@ -69,15 +70,16 @@ class SlurmClient:
     def submit(
         self, script: Path, *options: str, inherited: Mapping[str, str] | None = None
     ) -> str:
-        """Submit a script; options win over its directives. Returns the job id. ``inherited``: what
-        the job finds in its environment, if that is not what this process has there."""
+        """Submit a script and return the job id. Options override its directives. ``inherited``
+        replaces this process's environment as what the job inherits."""
         environ = environment.of_job(os.environ, inherited)
         command = ("sbatch", "--parsable", *options, str(script))
         return parse.job_id(self._run(*command, environ=environ))
 
     def queue(self, jobs: Iterable[str]) -> list[rows.QueueRow]:
-        """Rows of these jobs, ended ones included as long as Slurm remembers them. One squeue for
-        all; scontrol, once for each, where squeue is not the usual one or is out of order."""
+        """Return the rows of these jobs, including ended ones that Slurm still remembers. One
+        squeue serves all jobs. Where squeue fails or is not Slurm's own, scontrol runs once per
+        job."""
         wanted = tuple(jobs)
         try:
             return self._queue(f"--jobs={','.join(wanted)}")
@@ -95,7 +97,7 @@ class SlurmClient:
         return self._queue(f"--name={','.join(names)}")
 
     def accounting(self, jobs: Iterable[str]) -> list[rows.QueueRow] | None:
-        """What the accounting database knows of these jobs; None where there is none."""
+        """Return the rows of these jobs in the accounting database; None where there is none."""
         form = (f"--format={rows.ACCOUNTING_FORMAT}", f"--jobs={','.join(jobs)}")
         try:
             text = self._run("sacct", "--noheader", "--parsable2", "--allocations", *form)
@@ -110,11 +112,11 @@ class SlurmClient:
         return parse.assignments(self._run("scontrol", "show", "config"))
 
     def submit_limits(self, user: str) -> str:
-        """Limits of a user's associations and their use, as scontrol prints them."""
+        """Return the limits of a user's associations and their use, as scontrol prints them."""
         return self._run("scontrol", "show", "assoc_mgr", f"users={user}", "flags=assoc")
 
     def requeue(self, element: str) -> None:
-        """Put a running element back into the queue: it is ended, and starts again."""
+        """Requeue a running element: Slurm ends it and starts it again."""
         self._run("scontrol", "requeue", element)
 
     def exclude(self, element: str, hosts: str) -> None:
@@ -135,7 +137,7 @@ class SlurmClient:
         self._scancel(whom, f"--signal={name}", *elements)
 
     def _scancel(self, *arguments: str) -> None:
-        """It fails without a word where a job has ended since we looked."""
+        """Run scancel, which fails without a message for a job that has just ended."""
         try:
             self._run("scancel", "--quiet", *arguments)
         except SchedulerError as error:

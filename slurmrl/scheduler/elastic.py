@@ -1,8 +1,8 @@
-"""Elastic groups: single-host tasks of which a number is wanted at any time.
+"""Elastic groups: a desired number of single-host tasks.
 
-Their array is throttled (``%P``) and has more elements than run at once, so that Slurm itself puts
-a queued one in the place of one that ends. Where Slurm's commands work on the host that looks after
-the group, missing tasks are submitted one by one, and the throttle follows what is wanted.
+Their array is throttled (``%P``) and has more elements than run at once, so that Slurm itself
+replaces a task that ends with a queued one. Where Slurm's commands work on the host that manages
+the group, missing tasks are submitted one by one, and the throttle follows the desired number.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from slurmrl.scheduler.slurm import SlurmScheduler
 
 @dataclass(frozen=True)
 class Change:
-    """What brings a group to the number of tasks that is wanted."""
+    """The change that brings a group to the desired number of tasks."""
 
     submit: int = 0
     """Tasks to add."""
     cancel: tuple[TaskState, ...] = ()
     """Elements to end: queued ones first, then the youngest."""
     throttle: int | None = None
-    """How many elements of the group's arrays may run at once, if that has to change."""
+    """New throttle of the group's arrays; None: unchanged."""
 
 
 def balance(desired: int, tasks: Sequence[TaskState], throttle: int) -> Change:
-    """What to do so that ``desired`` tasks run, given the elements of a group and how many of them
-    may run at once. Elements beyond the throttle are spares and stay."""
+    """Return the change after which ``desired`` tasks run, given the elements of a group and their
+    throttle. Elements beyond the throttle are spares and stay."""
     running = [task for task in tasks if task.state is JobState.RUNNING]
     queued = [task for task in tasks if task.state is JobState.PENDING]
     active = len(running) + len(queued)
@@ -47,7 +47,7 @@ def balance(desired: int, tasks: Sequence[TaskState], throttle: int) -> Change:
 
 
 class ElasticGroup:
-    """One elastic group of one submission, as a link of its trainers looks after it."""
+    """One elastic group of one submission, managed by a link of the trainers."""
 
     def __init__(
         self,
@@ -59,8 +59,8 @@ class ElasticGroup:
         by: str,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """``by``: the element (``41_3``) that this process belongs to. Another one may run beside
-        it and look after the group, too. ``sleep`` may raise to give up a wait for that one."""
+        """``by``: the element (``41_3``) of this process. Another link may manage the group at the
+        same time; ``sleep`` may raise to abandon a wait for it."""
         self._client = client or SlurmClient()
         self._scheduler = SlurmScheduler(self._client)
         self._run, self._number, self._group, self._by = run, number, group, by
@@ -68,10 +68,10 @@ class ElasticGroup:
         self._throttle: int | None = None
 
     def keep(self, desired: int) -> Change:
-        """See to it that ``desired`` tasks run or are about to; returns what was done.
+        """Make sure that ``desired`` tasks run or are queued; return the change made.
 
-        Raises SchedulerError where Slurm's commands do not work here: then the queued spares are
-        all there is.
+        Raises SchedulerError where Slurm's commands do not work here: only the queued spares
+        remain then.
         """
         jobs = self._scheduler.recover(self._run, self._number)
         if self._group not in jobs:

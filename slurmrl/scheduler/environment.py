@@ -1,16 +1,16 @@
-"""What the environment of the submitting shell may hand on. Pure functions."""
+"""The environment variables that jobs and Slurm's commands get. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 EXPORTED = ("HOME", "USER", "LANG", "PATH", "LD_LIBRARY_PATH")
-"""What a job inherits. Everything else comes from set-up lines, so that no token of the login shell
-ends up in a job's environment.
+"""Variables that a job inherits. Everything else comes from set-up lines, so that no token of the
+login shell ends up in a job's environment.
 
 Slurm's own ``--export=HOME,USER,…`` does not do that: it makes each start of a job run the user's
 login shell on the compute node (1.2 s on the test bed) and adds whatever that exports. So sbatch
-runs in this environment, and the script says ``--export=ALL``."""
+runs in this environment, and the script uses ``--export=ALL``."""
 
 LOCAL = (*EXPORTED, "CUDA_VISIBLE_DEVICES", "TMPDIR")
 """The same for a link of the local scheduler; on a compute node Slurm sets the rest."""
@@ -22,8 +22,8 @@ OPTION_PREFIXES = ("SBATCH_", "SCANCEL_", "SLURM_", "SQUEUE_")
 def of_job(
     environ: Mapping[str, str], inherited: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Environment for sbatch, which hands all of it on to the job. ``inherited``: what a job before
-    it was given; set-up lines have changed that in ``environ`` since."""
+    """Return the environment for sbatch, which passes all of it to the job. ``inherited``:
+    variables of an earlier job, which set-up lines may have changed in ``environ``."""
     return _chosen(environ, ("SLURM_CONF",)) | inheritance(inherited or environ)
 
 
@@ -36,7 +36,7 @@ def of_local_job(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def of_command(environ: Mapping[str, str]) -> dict[str, str]:
-    """Environment for Slurm's other commands: nothing in it changes their options."""
+    """Return the environment for Slurm's other commands, without variables that set options."""
     kept = {
         name: value
         for name, value in environ.items()

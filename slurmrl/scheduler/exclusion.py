@@ -1,5 +1,4 @@
-"""Keeping jobs off hosts that fail: those in the queue, and those that are submitted from now
-on."""
+"""Exclusion of failing hosts from queued and future jobs."""
 
 from __future__ import annotations
 
@@ -13,19 +12,19 @@ from slurmrl.scheduler.client import SlurmClient, may_have_worked
 logger = log.get(__name__)
 
 STARTED = "no longer pending"
-"""What scontrol says of elements that have started since we looked; it changes the others."""
+"""scontrol's message for elements that have just started; it changes the others."""
 
 
 def excluded(run: RunPaths, number: int, group: str, *more: str) -> str:
-    """What jobs of a group are to exclude, as Slurm takes it: what its user said, the hosts that
-    the trial avoids, and ``more``."""
+    """Return the hosts that jobs of a group exclude, in Slurm's form: those that the user excludes,
+    those that the trial avoids, and ``more``."""
     own = submission.excluded(run, number, group)
     avoided = [one.host for one in hosts.avoided(run)]
     return ",".join(sorted({one for one in (own, *avoided, *more) if one}))
 
 
 def option(run: RunPaths, number: int, group: str) -> tuple[str, ...]:
-    """The same as an option of sbatch."""
+    """Return the same as an option of sbatch."""
     text = excluded(run, number, group)
     return (f"--exclude={text}",) if text else ()
 
@@ -36,15 +35,15 @@ def avoid(client: SlurmClient, run: RunPaths, number: int, group: str, host: str
     try:
         client.try_out(run.submission_script(number, group), f"--exclude={wanted}")
     except SchedulerError as error:
-        logger.warning("%s is not avoided, for nothing could start then: %s", host, error)
+        logger.warning("%s is not excluded, because no job could start without it: %s", host, error)
         return False
-    logger.warning("jobs of this trial avoid %s from now on: %s", host, why)
+    logger.warning("jobs of this trial exclude %s from now on: %s", host, why)
     hosts.avoid(run, host, why)
     return True
 
 
 def queued(tasks: list[TaskState], group: str) -> list[str]:
-    """The elements of a group that wait, as ranges of each array: ``41_[2-7]``."""
+    """Return the pending elements of a group, as ranges of each array: ``41_[2-7]``."""
     waiting: dict[str, list[int]] = {}
     for task in tasks:
         if task.group == group and task.state is JobState.PENDING:
@@ -55,8 +54,8 @@ def queued(tasks: list[TaskState], group: str) -> list[str]:
 def update(
     client: SlurmClient, run: RunPaths, number: int, group: str, tasks: list[TaskState]
 ) -> bool:
-    """Give all queued elements of a group the exclusion of now; False where Slurm refuses to change
-    them. Raises SchedulerError where it does not answer."""
+    """Apply the present exclusion to all queued elements of a group. Return False where Slurm
+    refuses to change them. Raises SchedulerError where it does not answer."""
     wanted = excluded(run, number, group)
     for elements in queued(tasks, group):
         try:
@@ -66,6 +65,6 @@ def update(
                 continue
             if may_have_worked(error):
                 raise
-            logger.warning("%s cannot be kept off %s: %s", elements, wanted or "no host", error)
+            logger.warning("cannot exclude %s from %s: %s", wanted or "no host", elements, error)
             return False
     return True

@@ -1,7 +1,6 @@
-"""Extending a group of a submission by another array that starts when those before it are used up.
+"""Extension of a group by another array, which starts when the earlier ones are used up.
 
-Exactly one array comes of each claim (see ``extensions``); a claim that nobody will fulfil any more
-is passed over.
+Each claim yields exactly one array (see ``extensions``). A claim whose claimant is gone is void.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from slurmrl.scheduler.extensions import Claim, Extension
 logger = log.get(__name__)
 
 SETTLE_S = TIMEOUT_S + 30.0
-"""After this time a claim without a job is void: its sbatch was given up by then."""
+"""Seconds after which a claim without a job is void: its sbatch has timed out by then."""
 LOOK_S = 5.0
 
 
@@ -49,23 +48,23 @@ class Extender:
         by: str,
         count: int | None = None,
     ) -> str:
-        """Submit another array; returns its job id. ``tasks``: the elements that there were when
-        ``known`` were the group's arrays; ``by``: who asks, a name that nobody else has; ``count``:
-        how many more, all at once (None: as many as at first, in the same manner).
+        """Submit another array; return its job id. ``tasks``: the elements at the time when
+        ``known`` were the group's arrays; ``by``: the caller's unique name; ``count``: number of
+        new elements, which may all run at once (None: length and throttle of the first array).
 
-        Raises UsageError if somebody else extends it at the moment, or has since that look, or if
-        array indices run out; SchedulerError where sbatch refuses.
+        Raises UsageError if another process is extending the group or has extended it since that
+        query, or if array indices run out; SchedulerError where sbatch refuses.
         """
         before = extensions.read(self._run, self._number, self._group)
         if {one.job for one in before} - {None, *known}:
-            raise UsageError(f"group {self._group} was extended by somebody else meanwhile")
+            raise UsageError(f"group {self._group} was extended by another process in the meantime")
         if before and before[-1].open:
             found = self._settle(before[-1], tasks, by)
             if found is not None:
                 return found
         claim = self._claim(before, by, count)
         if not extensions.take(self._run, self._number, self._group, claim):
-            raise UsageError(f"group {self._group} is being extended by somebody else")
+            raise UsageError(f"group {self._group} is being extended by another process")
         active = {
             task.job_id.partition("_")[0]
             for task in tasks
@@ -103,8 +102,8 @@ class Extender:
         )
 
     def _submit(self, claim: Claim, after: Sequence[str], *, all_at_once: bool) -> str:
-        """Call sbatch, for half as many elements each time that a limit is in the way; numbers
-        that are not used stay unused."""
+        """Call sbatch, with half as many elements after each refusal because of a limit. Indices
+        left over stay unused."""
         _, at_once = extensions.length(self._run, self._number, self._group)
         options = [f"--job-name={self._name(claim.index)}"]
         if after:
@@ -125,7 +124,7 @@ class Extender:
                 count //= 2
 
     def _settle(self, last: Extension, tasks: Sequence[TaskState], by: str) -> str | None:
-        """The job of a claim that nobody has noted; None once it is void."""
+        """Return the job of a claim without a note; None once the claim is void."""
         deadline = self._clock() + SETTLE_S
         while True:
             job = self._noted(last) or self._by_name(last)
@@ -137,8 +136,8 @@ class Extender:
             self._sleep(LOOK_S)
 
     def _close(self, void: Sequence[Extension]) -> None:
-        """Look for the jobs of void claims for the last time: Slurm has taken a later array by now,
-        so what was submitted before shows. Else each look at the trial would ask for them."""
+        """Look for the jobs of void claims a last time. Slurm has accepted a later array by now, so
+        earlier ones show. Otherwise each later query would look for them again."""
         if not void:
             return
         try:
@@ -150,7 +149,7 @@ class Extender:
                 else:
                     extensions.note(self._run, self._number, self._group, index, job)
         except EnvironmentFailure as error:
-            logger.info("void extensions are left to the next one: %s", error)
+            logger.info("void extensions are left to the next top-up: %s", error)
 
     def _noted(self, last: Extension) -> str | None:
         for one in extensions.read(self._run, self._number, self._group):
@@ -166,8 +165,8 @@ class Extender:
 
 
 def _is_void(claim: Claim, tasks: Sequence[TaskState], by: str) -> bool:
-    """Whether its claimant cannot be about to submit: it was this element, before a requeue, or
-    one that has ended, or a process that is gone."""
+    """Return whether the claimant can no longer submit: it was this element before a requeue, an
+    element that has ended, or a process that is gone."""
     element = next((task for task in tasks if task.job_id == claim.by), None)
     ended = element is not None and not element.state.active
     return claim.by == by or ended or claim.claimant_is_gone

@@ -1,9 +1,9 @@
-"""Arrays that extend a submission, as files beside its job ids.
+"""The files that record the arrays extending a submission.
 
 The *claim* ``GROUP.more.K.json`` is created exclusively before sbatch is called, the *note*
 ``GROUP.more.K.job.json`` after it. Whoever is killed between the two leaves a job that is found by
-its name, which holds K, or a claim without a job, which is void and whose numbers stay unused. Of a
-claim that sbatch refused the note says so; of a void one whoever extends the group next.
+its name, which holds K, or a claim without a job. Such a claim is void and its indices stay unused.
+The note of a refused claim holds no job; the next extension writes the same for a void one.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ class Claim:
     first: int
     count: int
     by: str
-    """Who made it: the element that runs (``41_6``), or a person's command."""
+    """The claimant: the running element (``41_6``), or a user's command."""
     records: int
-    """How long the history was."""
+    """Length of the history at that time."""
     host: str
     boot: str
     pid: int
@@ -67,7 +67,7 @@ class Claim:
 
     @property
     def claimant_is_gone(self) -> bool:
-        """It can be seen from here that nobody will submit this extension any more."""
+        """Whether this host can tell that the claimant will not submit the extension."""
         if self.boot == boot_id():
             return not ProcessId(self.pid, self.start_ticks).alive()
         return self.host == socket.gethostname()  # the machine was started again since
@@ -79,18 +79,18 @@ class Extension:
     name: str
     """Name of its job."""
     job: str | None
-    """Its job id; None if nobody has noted it, or there is none."""
+    """Its job id; None if there is no note, or no job."""
     refused: bool = False
-    """There is none for certain."""
+    """There is certainly no job."""
 
     @property
     def open(self) -> bool:
-        """Its job, if there is one, can be found by its name only."""
+        """Whether its job, if any, can only be found by name."""
         return self.job is None and not self.refused
 
 
 def read(run: RunPaths, number: int, group: str) -> list[Extension]:
-    """The extensions of a group of a submission, in their order. Raises CorruptFileError."""
+    """Return the extensions of a group of a submission, in order. Raises CorruptFileError."""
     found = []
     for file in _names(run, number):
         match = _CLAIM.fullmatch(file)
@@ -100,31 +100,31 @@ def read(run: RunPaths, number: int, group: str) -> list[Extension]:
 
 
 def take(run: RunPaths, number: int, group: str, claim: Claim) -> bool:
-    """Claim an extension; False if somebody else has."""
+    """Claim an extension; return False if another process has claimed it."""
     path = run.extension_claim(number, group, claim.index)
     return atomic.exclusive_create(path, json.dumps(asdict(claim)).encode())
 
 
 def note(run: RunPaths, number: int, group: str, index: int, job: str | None) -> None:
-    """Its job id; None: sbatch refused it."""
+    """Write the job id of an extension; None: sbatch refused it."""
     path = run.extension_job(number, group, index)
     atomic.replace(path, json.dumps({"job": job}).encode())
 
 
 def close(run: RunPaths, number: int, group: str, index: int) -> None:
-    """Note that a claim has no job, unless there is a note. A claimant that submits all the same
-    replaces it."""
+    """Note that a claim has no job, unless there is a note. A claimant that submits nevertheless
+    replaces the note."""
     path = run.extension_job(number, group, index)
     atomic.exclusive_create(path, json.dumps({"job": None}).encode())
 
 
 def name(run: RunPaths, number: int, group: str, index: int) -> str:
-    """The job name of an extension: that of the first array, and its index."""
+    """Return the job name of an extension: that of the first array, and its index."""
     return f"{submission.directive(run, number, group, 'job-name')}.{index}"
 
 
 def length(run: RunPaths, number: int, group: str) -> tuple[int, int]:
-    """Elements of the group's first array, and how many of them run at once."""
+    """Return the length of the group's first array and its throttle."""
     array = submission.directive(run, number, group, "array")
     throttle = array.partition("%")[2]
     with documents.expecting(run.submission_script(number, group)):
@@ -142,7 +142,7 @@ def _read(run: RunPaths, number: int, group: str, index: int) -> Extension:
 
 
 def _job(path: Path) -> tuple[bool, str | None]:
-    """Whether there is a note, and the job id in it."""
+    """Return whether there is a note, and its job id."""
     try:
         values = documents.read(path, {"job": submission.JOB})
     except FileNotFoundError:

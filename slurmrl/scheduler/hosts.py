@@ -1,5 +1,4 @@
-"""What hosts of a cluster failed at, and which of them a trial's jobs avoid, as files in
-``hosts/``.
+"""Records of host failures, and of the hosts that a trial's jobs avoid, in ``hosts/``.
 
 ``start.SLOTS.START.HOST.json``: a start failed before an incarnation began, when the history had
 SLOTS records. ``lost.INCARNATION.HOST.json``: an incarnation failed because of the host itself.
@@ -22,7 +21,7 @@ from slurmrl.history.log import History
 from slurmrl.paths import RunPaths
 
 LOSSES = 2
-"""Incarnations that failed because of one host, after which jobs avoid it."""
+"""Number of incarnations failed because of one host, after which jobs avoid it."""
 LONGEST_WHY = 400
 
 FIELDS = {"host": TEXT, "why": TEXT, "start": TEXT, "time": SECONDS}
@@ -37,22 +36,22 @@ _START = re.compile(
 
 @dataclass(frozen=True)
 class BadHost:
-    """A host and what is wrong with it."""
+    """A host and its failure."""
 
     host: str
-    """Empty where nobody knows which host it was."""
+    """Empty where the host is unknown."""
     why: str
     start: str = ""
-    """The job that found out, ``JOBID.RESTARTCOUNT``."""
+    """The job that found the failure, ``JOBID.RESTARTCOUNT``."""
 
 
 def avoided(run: RunPaths) -> list[BadHost]:
-    """The hosts that jobs of the trial avoid, by name. Raises CorruptFileError."""
+    """Return the hosts that jobs of the trial avoid, by name. Raises CorruptFileError."""
     return [_read(run, file) for file in _names(run) if _AVOID.fullmatch(file)]
 
 
 def failed_starts(run: RunPaths, start: str | None = None) -> list[BadHost]:
-    """Starts in which nothing began: all that there were, or those of one start of a job."""
+    """Return the failed starts of the trial, or those of one start of a job."""
     return [
         _read(run, file)
         for file in _names(run)
@@ -61,7 +60,7 @@ def failed_starts(run: RunPaths, start: str | None = None) -> list[BadHost]:
 
 
 def newest_failed_starts(run: RunPaths) -> list[BadHost]:
-    """Those in a row up to now: since the history last grew. The oldest first."""
+    """Return the failed starts since the history last grew, oldest first."""
     found = [(match, file) for file in _names(run) if (match := _START.fullmatch(file))]
     slots = History(run.history).count() if found else 0
     now = [
@@ -73,13 +72,13 @@ def newest_failed_starts(run: RunPaths) -> list[BadHost]:
 
 
 def record_start(run: RunPaths, slots: int, start: str, host: str, why: str) -> None:
-    """Record what batch scripts do for themselves: a start of a job (``JOBID.RESTARTCOUNT``) in
-    which nothing began, because of a host."""
+    """Record a start of a job (``JOBID.RESTARTCOUNT``) that failed because of a host before an
+    incarnation began. Batch scripts write the same record."""
     _create(run, f"start.{slots}.{start}.{host}.json", host, why, start)
 
 
 def blame(run: RunPaths, host: str, incarnation: int, why: str) -> bool:
-    """Record that an incarnation failed because of a host; whether it is to be avoided now."""
+    """Record that an incarnation failed because of a host; return whether to avoid the host now."""
     if not _HOST.fullmatch(host):
         return False
     _create(run, f"lost.{incarnation}.{host}.json", host, why)
@@ -94,18 +93,19 @@ def avoid(run: RunPaths, host: str, why: str) -> None:
 
 
 def chosen(run: RunPaths, wanted: Iterable[str]) -> list[str]:
-    """The avoided hosts of these names (``all``: each of them). Raises UsageError for others."""
-    there = [one.host for one in avoided(run)]
+    """Return the avoided hosts of these names (``all``: every one). Raises UsageError for
+    others."""
+    known = [bad.host for bad in avoided(run)]
     names = list(dict.fromkeys(wanted))
-    unknown = [host for host in names if host not in (*there, "all")]
+    unknown = [host for host in names if host not in (*known, "all")]
     if unknown:
-        known = f"avoided are {', '.join(there)}" if there else "none is"
-        raise UsageError(f"{', '.join(unknown)}: not avoided by this trial's jobs; {known}")
-    return there if "all" in names else names
+        choices = f"excluded hosts: {', '.join(known)}" if known else "no host is excluded"
+        raise UsageError(f"{', '.join(unknown)}: not excluded from this trial's jobs; {choices}")
+    return known if "all" in names else names
 
 
 def include(run: RunPaths, names: Collection[str]) -> None:
-    """Forget what was recorded of these hosts."""
+    """Delete the records of these hosts."""
     for file in _names(run):
         found = _AVOID.fullmatch(file) or _LOST.fullmatch(file) or _START.fullmatch(file)
         if found and found["host"] in names:

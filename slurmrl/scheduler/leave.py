@@ -1,10 +1,9 @@
-"""How a job leaves in which nothing can begin: shell text, since Python itself may be what is
-missing.
+"""Shell text by which a job leaves when nothing can start in it, since Python may be missing.
 
 A batch script tries its interpreter before it becomes the supervisor; each host of a job does the
 same before it becomes an agent. The supervisor runs the same text when its agents could not start.
-It records what failed (`scheduler.hosts` reads that), keeps the queued jobs of the trial off the
-host, waits longer the more starts in a row have failed, and puts the job back into the queue: no
+It records the failure (`scheduler.hosts` reads the record), excludes the host from the queued jobs
+of the trial, waits longer the more starts in a row have failed, and requeues the job, so that no
 link is used up. After MOST failures in a row the job ends instead.
 """
 
@@ -18,9 +17,9 @@ FIRST_S = 5
 LONGEST_S = 300
 """Pauses, in seconds: after the first failed start, and the longest."""
 MOST = 20
-"""Failed starts in a row, since the history last grew, after which jobs are not put back."""
+"""Failed starts in a row, since the history last grew, after which jobs are not requeued."""
 TRY_S = 300
-"""How long an interpreter may take to import what it is to run."""
+"""Seconds an interpreter may take to import a module."""
 
 EARLY = """\
 trap 'slurmrl_told=1; exit 143' TERM
@@ -30,8 +29,8 @@ trap 'slurmrl_code=$?
 
 
 def functions(run: Path, script: Path, job: str, exclude: str) -> str:
-    """The shell functions. ``job``: name of the group's first array; ``exclude``: hosts that the
-    user excludes anyway, as Slurm takes them."""
+    """Return the shell functions. ``job``: name of the group's first array; ``exclude``: hosts that
+    the user excludes, in Slurm's form."""
     values = {
         "run": str(run),
         "script": str(script),
@@ -47,8 +46,8 @@ def functions(run: Path, script: Path, job: str, exclude: str) -> str:
 
 
 def guarded(run: Path, python: str, module: str) -> list[str]:
-    """What stands in front of a module's command on each host of a job: where it cannot run, that
-    is recorded with the host's name."""
+    """Return the prefix of a module's command on each host of a job. Where the module cannot run,
+    the prefix records that with the host's name."""
     text = (
         f"trap '' USR1 USR2\n{functions(run, Path('/dev/null'), '', '')}\n{attempt(python, module)}"
     )
@@ -59,6 +58,6 @@ RECORD = 'slurmrl_record "$slurmrl_said" "$slurmrl_host"; printf "%s\\n" "$slurm
 
 
 def attempt(python: str, module: str) -> str:
-    """A command that fails, with the reason in ``slurmrl_said``, where a module cannot be run."""
+    """Return a command that fails, with the reason in ``slurmrl_said``, if a module cannot run."""
     tried = shlex.join([python, "-P", "-c", f"import {module}.__main__"])
     return f"slurmrl_said=$(timeout {TRY_S} {tried} 2>&1)"

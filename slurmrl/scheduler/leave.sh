@@ -1,21 +1,21 @@
-# How a job leaves in which no process of the trial can start, run by sh. scheduler/leave.py sets
+# How a job leaves when no process of the trial can start in it, run by sh. scheduler/leave.py sets
 # slurmrl_run, _script, _job, _exclude, _first_s, _longest_s and _most above.
 
 slurmrl_host=$(printf %s "${SLURMD_NODENAME:-$(uname -n)}" | tr -cd 'A-Za-z0-9._-')
 slurmrl_told=
 
-slurmrl_create() {  # NAME TEXT: a file in hosts/ that is there whole or not at all
+slurmrl_create() {  # NAME TEXT: create a file in hosts/ atomically
     slurmrl_new=$slurmrl_run/hosts/.tmp.$slurmrl_host.$$
     (umask 077 && mkdir -p "$slurmrl_run/hosts" && printf '%s\n' "$2" > "$slurmrl_new") &&
         ln "$slurmrl_new" "$slurmrl_run/hosts/$1" 2>/dev/null
     rm -f "$slurmrl_new"
 }
 
-slurmrl_count() {  # FOLDER PATTERN: how many names match
+slurmrl_count() {  # FOLDER PATTERN: count the matching names
     ls "$slurmrl_run/$1" 2>/dev/null | grep -c "$2"
 }
 
-slurmrl_record() {  # WHY HOST: a start of the trial has failed, because of this host if there is one
+slurmrl_record() {  # WHY HOST: record a failed start; HOST is to blame unless it is empty
     slurmrl_why=$(printf %s "$1" | tr '\n\t' '  ' | tr -cd 'A-Za-z0-9 ._:,;/()=+-' | tail -c 400)
     slurmrl_start=${SLURM_JOB_ID:-0}.${SLURM_RESTART_COUNT:-0}
     slurmrl_text="{\"host\": \"$2\", \"why\": \"$slurmrl_why\", \"start\": \"$slurmrl_start\""
@@ -25,37 +25,37 @@ slurmrl_record() {  # WHY HOST: a start of the trial has failed, because of this
     slurmrl_create "start.$slurmrl_slots.$slurmrl_start.$2.json" "$slurmrl_text"
 }
 
-slurmrl_avoided() {  # HOST...: these hosts and those that jobs of the trial avoid, as a list
+slurmrl_avoided() {  # HOST...: list these hosts and those that jobs of the trial avoid
     {
         printf '%s\n' "$slurmrl_exclude" "$@"
         ls "$slurmrl_run/hosts" 2>/dev/null | sed -n 's/^avoid\.\(.*\)\.json$/\1/p'
     } | sed '/^$/d' | sort -u | paste -sd, -
 }
 
-slurmrl_queued() {  # arrays of this group that have elements in the queue
+slurmrl_queued() {  # list the arrays of this group that have queued elements
     squeue -h -t PENDING -o '%F %j' -u "$(id -u)" |
         sed -n "s/^\([0-9]*\) $slurmrl_job\(\.[0-9]*\)\{0,1\}\$/\1/p" | sort -u
 }
 
-slurmrl_avoid() {  # avoid this host from now on, unless nothing could start then
+slurmrl_avoid() {  # avoid this host, unless no job could start without it
     slurmrl_list=$(slurmrl_avoided "$slurmrl_host")
     if slurmrl_said=$(sbatch --test-only --exclude="$slurmrl_list" "$slurmrl_script" 2>&1); then
         slurmrl_create "avoid.$slurmrl_host.json" "$slurmrl_text"
-        echo "slurmrl: jobs of this trial avoid $slurmrl_list from now on"
+        echo "slurmrl: jobs of this trial exclude $slurmrl_list from now on"
     else
-        echo "slurmrl: $slurmrl_host is not avoided, for nothing could start then: $slurmrl_said"
+        echo "slurmrl: $slurmrl_host is not excluded, because no job could start without it: $slurmrl_said"
         slurmrl_list=$(slurmrl_avoided)
     fi
 }
 
-slurmrl_keep_off() {  # keep what is queued off the hosts that are avoided
+slurmrl_keep_off() {  # exclude the avoided hosts from the queued elements
     [ -n "$slurmrl_list" ] || return
-    for slurmrl_id in $(slurmrl_queued); do  # it fails for elements that run
+    for slurmrl_id in $(slurmrl_queued); do  # fails for running elements
         scontrol update JobId="$slurmrl_id" ExcNodeList="$slurmrl_list" >/dev/null 2>&1
     done
 }
 
-slurmrl_requeue() {  # put this element back into the queue; Slurm sends TERM at once
+slurmrl_requeue() {  # requeue this element; Slurm sends TERM at once
     slurmrl_element=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
     trap '' TERM
     scontrol requeue "$slurmrl_element" || return
@@ -63,23 +63,23 @@ slurmrl_requeue() {  # put this element back into the queue; Slurm sends TERM at
         scontrol update JobId="$slurmrl_element" ExcNodeList="$slurmrl_list"
 }
 
-slurmrl_pause() {  # COUNT: the longer, the more starts in a row have failed
+slurmrl_pause() {  # COUNT: wait longer the more starts in a row have failed
     slurmrl_s=$slurmrl_first_s slurmrl_n=$1
     while [ "$slurmrl_n" -gt 1 ] && [ "$slurmrl_s" -lt "$slurmrl_longest_s" ]; do
         slurmrl_s=$((2 * slurmrl_s)) slurmrl_n=$((slurmrl_n - 1))
     done
     [ "$slurmrl_s" -lt "$slurmrl_longest_s" ] || slurmrl_s=$slurmrl_longest_s
-    echo "slurmrl: the job goes back into the queue in $slurmrl_s s"
+    echo "slurmrl: the job is requeued in $slurmrl_s s"
     trap 'exit 1' TERM  # it is cancelled
     sleep "$slurmrl_s" &
     wait $!
 }
 
-slurmrl_leave() {  # WHY: nothing can start here. Record it, avoid this host, go back into the queue
+slurmrl_leave() {  # WHY: nothing can start here. Record it, avoid this host, requeue the job
     slurmrl_give_back "$1" "$slurmrl_host"
 }
 
-slurmrl_give_back() {  # WHY HOST: the same; no host is to blame if there is none
+slurmrl_give_back() {  # WHY HOST: the same; an empty HOST means that no host is to blame
     set +eu
     trap - EXIT
     trap '' INT USR1 USR2

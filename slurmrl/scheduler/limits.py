@@ -1,4 +1,4 @@
-"""How many elements an array may have on this cluster."""
+"""Limits of the cluster on the length of an array."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ TOO_MANY = re.compile(
     r"|too many (jobs|tasks)|job count limit|MaxJobCount",
     re.IGNORECASE,
 )
-"""What sbatch says of an array that it might take if it were shorter."""
+"""sbatch's messages for an array that is too long."""
 
 _RECORD = re.compile(r"ClusterName=\S+ Account=(\S*) UserName=([^\s(]*)")
 _SUBMIT = re.compile(r"\b(?:Max|Grp)SubmitJobs=(\d+)\((\d+)\)")
 
 
 def of_arrays(settings: Mapping[str, str]) -> int | None:
-    """The most elements of an array, by ``scontrol show config``; None if it does not say.
+    """Return the maximum length of an array from ``scontrol show config``; None if it is not there.
 
-    Raises EnvironmentFailure where there are no arrays.
+    Raises EnvironmentFailure where job arrays are disabled.
     """
     text = settings.get("MaxArraySize", "")
     if not text.isdigit():
         return None
     if int(text) == 0:
         raise EnvironmentFailure(
-            "this cluster has job arrays switched off (MaxArraySize=0), and a chain of links is "
-            "an array: ask the administrators to allow them"
+            "job arrays are disabled on this cluster (MaxArraySize=0), and a chain of links is an "
+            "array: ask the administrators to enable them"
         )
     return int(text)
 
 
 def of_user(text: str, user: str, account: str | None) -> int | None:
-    """How many more jobs a user may submit, by ``scontrol show assoc_mgr``; None: no limit seen.
+    """Return how many more jobs a user may submit, from ``scontrol show assoc_mgr``; None: no
+    limit.
 
-    The account's own records, which limit all of its users together, count as well.
+    The account's own records, which limit all of its users together, count too.
     """
     records = [
         (found[1], found[2], part)

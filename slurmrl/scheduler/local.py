@@ -40,7 +40,7 @@ class LocalScheduler(Scheduler):
         for group in request.groups:
             if group.hosts > 1:
                 raise SchedulerError(
-                    f"group {group.name} asks for {group.hosts} hosts; the local scheduler has one"
+                    f"group {group.name} requests {group.hosts} hosts; the local scheduler has one"
                 )
         submission.write_scripts(request.run, request.number, self.scripts(request))
         jobs: dict[str, tuple[str, ...]] = {
@@ -50,7 +50,7 @@ class LocalScheduler(Scheduler):
         return jobs
 
     def extend(self, run: RunPaths, number: int, group: str, *, by: str) -> str:
-        raise UsageError("a local chain cannot be extended: resume the trial when it has ended")
+        raise UsageError("a local chain cannot be extended: run slurmrl resume when it has ended")
 
     def recover(self, run: RunPaths, number: int) -> dict[str, tuple[str, ...]]:
         jobs = submission.read_jobs(run, number)
@@ -86,7 +86,7 @@ class LocalScheduler(Scheduler):
         arguments = [str(run.run), str(request.number), group.name, str(group.links)]
         output = run.batch_log(group.name, f"chain.{request.number}")
         environ = environment.of_local_job(os.environ)
-        # -P: the folder in which the user stands must not shadow the snapshot of the code.
+        # -P: the working directory must not shadow the code snapshot.
         pid = os.posix_spawn(
             request.python,
             [request.python, "-P", "-m", CHAIN, *arguments],
@@ -107,7 +107,7 @@ class LocalScheduler(Scheduler):
         return job
 
     def _tasks(self, group: str, job: str) -> list[TaskState]:
-        """A chain on another machine is believed: nobody here can know better."""
+        """Return the elements of a job. The state file of a chain on another machine is trusted."""
         alive = chain_process(job).alive()
         state = self._state(job)
         if state is None:
@@ -119,7 +119,7 @@ class LocalScheduler(Scheduler):
     def _signal(self, job: str, number: signal.Signals) -> None:
         state = self._state(job)
         if state is not None and state.elsewhere and state.active:
-            raise SchedulerError(f"job {job} runs on {state.host}: give the command there")
+            raise SchedulerError(f"job {job} runs on {state.host}: run the command there")
         chain_process(job).send(number)
 
     def _state(self, job: str) -> ChainState | None:
@@ -133,7 +133,7 @@ def _each(jobs: JobIds) -> Iterator[tuple[str, str]]:
 
 
 def _file_of(process: processes.ProcessId) -> Path | None:
-    """State file of a chain that this object did not start, from its command line."""
+    """Return the state file of a chain that this object did not start, from its command line."""
     try:
         words = Path(f"/proc/{process.pid}/cmdline").read_text().split("\0")
     except (FileNotFoundError, ProcessLookupError):
@@ -146,4 +146,4 @@ def _file_of(process: processes.ProcessId) -> Path | None:
 
 def _starting(group: str, job: str) -> TaskState:
     state = JobState.PENDING
-    return TaskState(f"{job}_0", group, 0, state, state.value, "the local chain starts", ())
+    return TaskState(f"{job}_0", group, 0, state, state.value, "the local chain is starting", ())

@@ -1,10 +1,11 @@
-"""The local scheduler's chain: runs the links of one group one after the other.
+"""The local scheduler's chain, which runs the links of one group one after the other.
 
 ``python -m slurmrl.scheduler.local_chain RUN_DIR NUMBER GROUP LINKS`` in a session of its own. It
-does for one machine what ``--array=0-L%1`` does on Slurm: each link runs the batch script, and the
-next one starts when a link ends for any reason, unless the history holds an end of the trial.
-Every signal makes the running link the last: USR1 lets it run on, USR2 goes to it as soon as it has
-a handler (stop at a step), TERM ends it with TERM and after 10 s with KILL, QUIT kills it at once.
+does for one machine what ``--array=0-L%1`` does on Slurm. Each link runs the batch script. When a
+link ends for any reason, the next one starts, unless the trial has ended in the history. Every
+signal makes the running link the last: USR1 lets it run on, USR2 is relayed as soon as the link has
+a handler (stop at a step), TERM ends the link with TERM and after 10 s with KILL, QUIT kills it at
+once.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Chain:
         self._write()
 
     def _signalled(self) -> bool:
-        """A signal that comes between two links ends the chain as well."""
+        """Return whether a signal has come; one between two links ends the chain too."""
         others = set(SIGNALS) - {signal.SIGCHLD}
         return self._last or bool(signal.sigpending() & others)
 
@@ -97,8 +98,8 @@ class Chain:
             )
 
     def _wait(self, child: subprocess.Popen[bytes]) -> int:
-        """Wait for the link's end, serving signals; what it left behind is killed, as Slurm does.
-        The ended child is reaped last, so that its process group cannot be somebody else's."""
+        """Wait for the end of the link and serve signals. Kill what it left behind, as Slurm does.
+        Reap the ended child last, so that its process group cannot be reused."""
         ended = os.WEXITED | os.WNOHANG | os.WNOWAIT
         while os.waitid(os.P_PID, child.pid, ended) is None:
             if self._relay and processes.catches(child.pid, signal.SIGUSR2):

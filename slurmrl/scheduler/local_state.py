@@ -1,4 +1,4 @@
-"""State of a local chain: a file that the chain replaces and everybody else reads."""
+"""State file of a local chain, which only the chain writes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIGNALS = (
     signal.SIGUSR2,
     signal.SIGCHLD,
 )
-"""What a chain blocks from its first instruction on, and then reads one at a time."""
+"""Signals that a chain blocks from its first instruction on and reads one at a time."""
 
 
 _ELEMENT: Fields = {"state": one_of(*JobState), "reason": TEXT, "pid": COUNT}
@@ -56,8 +56,8 @@ class ChainState:
 
     @staticmethod
     def of(process: ProcessId, links: int) -> ChainState:
-        """The state of a chain that this process, on this machine, is about to run."""
-        pending = [Element(JobState.PENDING, "waits for the link before it") for _ in range(links)]
+        """Return the initial state of a chain that this process runs on this machine."""
+        pending = [Element(JobState.PENDING, "waits for the previous link") for _ in range(links)]
         return ChainState(job_id(process), socket.gethostname(), processes.boot_id(), pending)
 
     @property
@@ -74,7 +74,7 @@ class ChainState:
 
     @staticmethod
     def read(path: Path) -> ChainState | None:
-        """None if the chain has not written it yet. Raises CorruptFileError."""
+        """Return the state; None if the chain has not written it yet. Raises CorruptFileError."""
         try:
             values = documents.read(path, _FIELDS, _FIELDS)
         except FileNotFoundError:
@@ -86,7 +86,7 @@ class ChainState:
         return ChainState(values["job"], values["host"], values["boot"], elements)
 
     def after_sudden_end(self) -> ChainState:
-        """What is true when the chain's process vanished without saying so."""
+        """Return the state after the chain's process vanished without writing its end."""
         reason = "the local chain was killed, or the machine restarted"
         ends = {JobState.RUNNING: JobState.FAILED, JobState.PENDING: JobState.CANCELLED}
         elements = [
@@ -113,12 +113,12 @@ class ChainState:
 
 
 def job_id(process: ProcessId) -> str:
-    """Name of the chain that a process runs."""
+    """Return the name of the chain that a process runs."""
     return f"{PREFIX}-{process.pid}-{process.start_ticks}"
 
 
 def chain_process(job: str) -> ProcessId:
-    """The process of a chain. Raises CorruptFileError for an id that is not a local one."""
+    """Return the process of a chain. Raises CorruptFileError for an id of another scheduler."""
     prefix, *numbers = job.split("-")
     if prefix != PREFIX or len(numbers) != 2 or not all(map(_NUMBER.fullmatch, numbers)):
         raise CorruptFileError(f"{job!r} is not a job id of the local scheduler")

@@ -1,4 +1,4 @@
-"""What the queue has forgotten, from the accounting database where there is one."""
+"""Ended elements that the queue has forgotten, from the accounting database."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ logger = log.get(__name__)
 
 
 class MemoryRequest:
-    """Ended elements that squeue no longer shows. sacct is asked only while something is missing,
-    and not again after it said that there is no accounting, or failed."""
+    """Query of ended elements that squeue no longer shows. sacct runs only while elements are
+    missing, and not again after it failed or reported that there is no accounting."""
 
     def __init__(self, client: SlurmClient) -> None:
         self._client = client
@@ -25,7 +25,7 @@ class MemoryRequest:
         self._asked: set[tuple[str, int]] = set()
 
     def complete(self, found: Sequence[QueueRow], jobs: Sequence[str]) -> list[QueueRow]:
-        """The queue's rows and those of the elements that it does not show any more."""
+        """Return the queue's rows and those of the elements that it no longer shows."""
         seen = {(row.job, element) for row in found for element in row.elements}
         lacking = [job for job in jobs if self._lacks(job, seen)]
         if lacking and self._there:
@@ -36,7 +36,8 @@ class MemoryRequest:
         return [*found, *older]
 
     def _lacks(self, job: str, seen: set[tuple[str, int]]) -> bool:
-        """A job of which nothing is shown can always have been written down since."""
+        """Return whether elements of a job are missing. A job without any row is always looked up:
+        the database may have recorded it since."""
         lowest = _lowest(job, seen)
         return lowest != 0 and (lowest < 0 or (job, lowest) not in self._asked)
 
@@ -44,7 +45,7 @@ class MemoryRequest:
         try:
             answer = self._client.accounting(jobs)
         except SchedulerError as error:
-            logger.info("the accounting is not asked again: %s", error)
+            logger.info("sacct is not called again: %s", error)
             answer = None
         self._there = answer is not None
         # The row of a cancelled array can name elements whose own rows say more.

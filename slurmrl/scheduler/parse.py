@@ -1,4 +1,4 @@
-"""Words of Slurm's answers read by pure functions: ids, ranges of elements, hosts, times, exits."""
+"""Pure parsers of Slurm's output: ids, ranges of elements, hosts, times, exit codes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slurmrl.errors import SchedulerError
 HOSTS_FORMAT = "%N|%T|%G"
 """sinfo's fields, one line for each host and partition: host, state, generic resources."""
 MOST_DIGITS = 7
-"""Of an element or of a host's number: Slurm has at most 4,000,001 elements."""
+"""Digits of an element or of a host's number: Slurm has at most 4,000,001 elements."""
 _GPUS = re.compile(r"\bgpu(?::[^:,()]+)*?:(\d+)")
 
 
@@ -25,19 +25,19 @@ class HostRow:
 
 
 def cluster_hosts(text: str) -> list[HostRow]:
-    """The hosts in sinfo's answer, each once. GPUs of several kinds count together."""
+    """Return the hosts in sinfo's output, each once. GPUs of several types are added up."""
     found = {}
     for line in text.splitlines():
         parts = line.strip().split("|")
         if len(parts) < 3:
-            raise SchedulerError(f"sinfo's line was not understood: {line!r}")
+            raise SchedulerError(f"unexpected line from sinfo: {line!r}")
         gpus = sum(int(number) for number in _GPUS.findall(parts[2]))
         found[parts[0]] = HostRow(parts[0], parts[1], gpus)
     return list(found.values())
 
 
 def job_id(text: str) -> str:
-    """The job id in the output of ``sbatch --parsable``: ``41`` or ``41;cluster``."""
+    """Return the job id in the output of ``sbatch --parsable``: ``41`` or ``41;cluster``."""
     last = text.strip().splitlines()[-1:] or [""]
     found = re.fullmatch(r"(\d+)(;.*)?", last[0].strip())
     if not found:
@@ -50,17 +50,17 @@ def _ranges(text: str) -> Iterable[str]:
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part.strip())
         if not found:
-            raise SchedulerError(f"not a range that Slurm prints: {part!r} in {text!r}")
+            raise SchedulerError(f"not a range as Slurm prints it: {part!r} in {text!r}")
         first, last, step = found[1], found[2] or found[1], int(found[3] or 1)
         if max(len(first), len(last)) > MOST_DIGITS or step < 1:
-            raise SchedulerError(f"not a range that Slurm prints: {part!r}")
+            raise SchedulerError(f"not a range as Slurm prints it: {part!r}")
         for value in range(int(first), int(last) + 1, step):
             yield str(value).zfill(len(first))
 
 
 def elements(text: str) -> tuple[int, ...]:
-    """Array elements as squeue prints them: ``3``, ``[4-9%4]``, ``0,2-6:2``; none for ``N/A`` (no
-    array, or what is left of one whose pending elements were cancelled)."""
+    """Parse array elements as squeue prints them: ``3``, ``[4-9%4]``, ``0,2-6:2``; none for ``N/A``
+    (no array, or what is left of one whose pending elements were cancelled)."""
     ranges = text.strip().strip("[]").partition("%")[0].strip("[]")
     if ranges in ("", "N/A"):
         return ()
@@ -68,7 +68,7 @@ def elements(text: str) -> tuple[int, ...]:
 
 
 def element_list(values: Iterable[int]) -> str:
-    """Elements in the form that Slurm's commands take: ``0,4-7``."""
+    """Format elements as Slurm's commands accept them: ``0,4-7``."""
     runs: list[list[int]] = []
     for value in sorted(set(values)):
         if runs and runs[-1][1] == value - 1:
@@ -79,7 +79,7 @@ def element_list(values: Iterable[int]) -> str:
 
 
 def hosts(text: str) -> tuple[str, ...]:
-    """Host names of a host list such as ``n[0-1,07],gpu-3[1-2]x``."""
+    """Expand a host list such as ``n[0-1,07],gpu-3[1-2]x``."""
     names: list[str] = []
     for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text.strip()):
         expanded = [""]
@@ -94,7 +94,7 @@ NO_EXIT = (None, None)
 
 
 def exit_status(text: str) -> tuple[int | None, int | None]:
-    """Exit code and signal: sacct's and scontrol's ``3:0``, squeue's wait status ``768``."""
+    """Parse exit code and signal: sacct's and scontrol's ``3:0``, squeue's wait status ``768``."""
     code, colon, number = text.strip().partition(":")
     if not code.isdigit() or (colon and not number.isdigit()):
         return NO_EXIT
@@ -104,7 +104,8 @@ def exit_status(text: str) -> tuple[int | None, int | None]:
 
 
 def duration_s(text: str) -> float | None:
-    """``1-02:03:04``, ``02:03:04``, ``03:04``; None for UNLIMITED, INVALID and the like."""
+    """Parse ``1-02:03:04``, ``02:03:04``, ``03:04``; return None for UNLIMITED, INVALID and the
+    like."""
     found = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", text.strip())
     if not found:
         return None
@@ -113,7 +114,7 @@ def duration_s(text: str) -> float | None:
 
 
 def assignments(text: str) -> dict[str, str]:
-    """``Name = value`` lines, as ``scontrol show config`` prints them."""
+    """Parse ``Name = value`` lines, as ``scontrol show config`` prints them."""
     found = re.findall(r"^(\S+)\s*=\s*(.*?)\s*$", text, re.MULTILINE)
     return dict(found)
 
@@ -122,6 +123,6 @@ NOTHING = ("None", "N/A", "(null)", "Unknown")
 
 
 def said(text: str) -> str:
-    """A field, empty where Slurm says that there is nothing. Array elements that share a row have
-    their reasons joined, with or without one: ``JobArrayTaskLimit,None``."""
+    """Return a field, empty where Slurm prints a placeholder. Elements that share a row have their
+    reasons joined: ``JobArrayTaskLimit,None``."""
     return ",".join(part for part in text.split(",") if part.strip() not in NOTHING)

@@ -1,4 +1,5 @@
-"""One question to a scheduler for all jobs of all trials, asked seldom while nothing changes."""
+"""Adaptive polling of a scheduler: one query for all jobs of all trials, rare while nothing
+changes."""
 
 from __future__ import annotations
 
@@ -8,17 +9,17 @@ from collections.abc import Callable, Mapping
 from slurmrl.scheduler.base import JobIds, Scheduler, TaskState
 
 SHORTEST_S = {"local": 0.5}
-"""Seconds between two questions while things change."""
+"""Seconds between two queries while states change."""
 SHARED_SHORTEST_S = 10.0
-"""The same for a scheduler that serves other people too."""
+"""The same for a scheduler with other users."""
 LONGEST_S = {"local": 2.0}
 SHARED_LONGEST_S = 120.0
 GROWTH = 1.5
 
 
 class SchedulerPoll:
-    """Remembers the last answer, and when the next question is due: soon after a change, and after
-    ever longer pauses while there is none. Nothing runs between the calls."""
+    """Keeps the last answer and the time of the next query: soon after a change, later the longer
+    nothing changes. Nothing runs between the calls."""
 
     def __init__(
         self, kind: str, scheduler: Scheduler, *, clock: Callable[[], float] = time.monotonic
@@ -34,12 +35,12 @@ class SchedulerPoll:
 
     @property
     def pause_s(self) -> float:
-        """Until the next question is due; 0 if it is."""
+        """Seconds until the next query is due; 0 if it is due now."""
         return max(self._due - self._clock(), 0.0) if self._asked is not None else 0.0
 
     def query(self, jobs: JobIds) -> list[TaskState]:
-        """The states of these jobs: what was said last, or a new answer if one is due or other jobs
-        are asked about. Raises SchedulerError, after which the pause has grown too."""
+        """Return the states of these jobs: the last answer, or a new one if it is due or the jobs
+        differ. Raises SchedulerError, after which the pause has grown too."""
         if self._asked == dict(jobs) and self.pause_s > 0:
             return self._answer
         changed = self._asked != dict(jobs)
@@ -56,5 +57,5 @@ class SchedulerPoll:
 
 
 def _shape(tasks: list[TaskState]) -> Mapping[tuple[str, str], tuple[str, str, int]]:
-    """What counts as a change; time goes by in any case."""
+    """Return what counts as a change: everything but times."""
     return {(t.group, t.job_id): (t.raw, t.reason, t.restarts) for t in tasks}

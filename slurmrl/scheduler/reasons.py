@@ -1,4 +1,4 @@
-"""Slurm's reasons why a job waits or how it ended, in words and with what can be done about it.
+"""Slurm's reasons for pending and ended jobs, explained and with advice.
 
 The names are those of ``job_reason_string`` in Slurm 22.05 to 26.05 and of its page "Job Reason
 Codes". Limits have composed names (``QOSMaxGRESPerUser``), so they are read by their parts.
@@ -11,53 +11,53 @@ from typing import Final
 
 _WAIT: Final = "nothing to do but wait"
 _ADMIN: Final = "ask the administrators"
-_HELD: Final = "scontrol release JOBID lets it go"
+_HELD: Final = "scontrol release JOBID releases it"
 
 REASONS: Final[dict[str, tuple[str, str]]] = {
     "Priority": (
         "jobs of higher priority are in front of it",
-        "wait, or ask for a shorter time or another partition",
+        "wait, or request a shorter time or another partition",
     ),
     "Resources": ("it is next, but the hosts it needs are busy", _WAIT),
-    "Dependency": ("it waits for the job before it to end", _WAIT),
+    "Dependency": ("it waits for the previous job to end", _WAIT),
     "DependencyNeverSatisfied": (
         "the job it waits for ended in a way that never lets it start",
         "cancel it and resume the trial",
     ),
-    "JobArrayTaskLimit": ("it waits for the link before it to end", _WAIT),
+    "JobArrayTaskLimit": ("it waits for the previous link to end", _WAIT),
     "BeginTime": (
         "its earliest start time has not come; after a requeue Slurm waits a while",
         _WAIT,
     ),
     "ReqNodeNotAvail": (
-        "hosts that it asks for are down, drained or reserved",
+        "hosts that it requests are down, drained or reserved",
         "see sinfo -R; loosen nodelist, exclude or constraint, or shorten time so that it ends "
         "before a maintenance window",
     ),
     "NodeDown": ("a host that it needs is down", "wait for the host, or exclude it"),
     "BadConstraints": (
-        "no host fulfils what it asks for",
+        "no host meets its request",
         "compare constraint, gpu_type, memory and cores with sinfo -o '%N %f %G %m %c'",
     ),
     "Constraints": (
-        "no host fulfils what it asks for",
+        "no host meets its request",
         "compare constraint, gpu_type, memory and cores with sinfo -o '%N %f %G %m %c'",
     ),
     "PartitionNodeLimit": (
-        "it asks for more hosts than the partition allows",
-        "see scontrol show partition; ask for fewer hosts or choose another partition",
+        "it requests more hosts than the partition allows",
+        "see scontrol show partition; request fewer hosts or choose another partition",
     ),
     "PartitionTimeLimit": (
         "its time limit is above that of the partition",
-        "lower cluster.slurm.time: the chain goes on after each time limit",
+        "lower cluster.slurm.time: the chain continues after each time limit",
     ),
-    "PartitionDown": ("the partition takes no jobs at the moment", _ADMIN),
-    "PartitionInactive": ("the partition is switched off", _ADMIN),
+    "PartitionDown": ("the partition accepts no jobs at the moment", _ADMIN),
+    "PartitionInactive": ("the partition is inactive", _ADMIN),
     "PartitionConfig": ("the partition's limits do not allow it", "see scontrol show partition"),
-    "Licenses": ("licences that it asks for are all in use", _WAIT),
+    "Licenses": ("all licences that it requests are in use", _WAIT),
     "Reservation": ("its reservation has not begun or is full", _WAIT),
     "ReservationInvalid": (
-        "its reservation is not there or not yours",
+        "its reservation does not exist or is not yours",
         "cancel, and resume with another cluster.slurm.reservation",
     ),
     "ReservationDeleted": (
@@ -73,21 +73,21 @@ REASONS: Final[dict[str, tuple[str, str]]] = {
     ),
     "InvalidQOS": ("its QOS does not exist or is not yours", "correct cluster.slurm.qos"),
     "AccountNotAllowed": (
-        "the partition does not take its account",
+        "the partition does not accept its account",
         "choose another account or partition",
     ),
     "QOSNotAllowed": (
-        "the partition or the account does not take its QOS",
+        "the partition or the account does not accept its QOS",
         "choose another qos or partition",
     ),
     "QOSUsageThreshold": ("the QOS's usage threshold is exceeded", _WAIT),
-    "AccountingPolicy": ("a limit of the accounting is reached", "see sacctmgr show assoc"),
+    "AccountingPolicy": ("an accounting limit is reached", "see sacctmgr show assoc"),
     "MaxMemPerLimit": (
-        "it asks for more memory per core or host than is allowed",
+        "it requests more memory per core or host than is allowed",
         "lower cluster.mem_per_worker",
     ),
     "SchedDefer": ("the controller starts jobs later, in groups", _WAIT),
-    "Cleaning": ("what its last start left is being cleaned up", _WAIT),
+    "Cleaning": ("Slurm is cleaning up after its last start", _WAIT),
     "Prolog": ("the site's prolog prepares its hosts", _WAIT),
     "FrontEndDown": ("no front-end host is up", _ADMIN),
     "MaxPoweredUpNodes": ("the cluster may not power up more hosts at the moment", _WAIT),
@@ -107,10 +107,10 @@ REASONS: Final[dict[str, tuple[str, str]]] = {
     "SystemFailure": ("Slurm itself failed", _ADMIN),
     "NonZeroExitCode": ("it ended with an exit code other than 0", "see slurmrl logs"),
     "RaisedSignal": ("a signal ended it", "see slurmrl logs"),
-    "TimeLimit": ("it reached its time limit", "the next link goes on from the last commit"),
+    "TimeLimit": ("it reached its time limit", "the next link resumes from the last commit"),
     "InactiveLimit": ("it was inactive for too long", _ADMIN),
     "OutOfMemory": (
-        "it used more memory than it asked for",
+        "it used more memory than it requested",
         "raise cluster.mem_per_worker or lower max_tokens_per_mb",
     ),
 }
@@ -123,7 +123,7 @@ PHRASES: Final[tuple[tuple[str, str], ...]] = (
     ("reservation deleted", "ReservationDeleted"),
     ("node failure", "NodeDown"),
 )
-"""Free texts that Slurm shows in place of a name -> the name that explains them."""
+"""Free text that Slurm shows instead of a name -> that name."""
 
 _LIMIT: Final = re.compile(
     r"(?P<owner>Assoc|Association|QOS|(?=Max\w+Per(?:Account|User)))(?P<scope>Grp|Max|Min)?"
@@ -150,8 +150,8 @@ _SUBJECTS: Final = (
 
 
 def explain(reason: str) -> str:
-    """A reason in words, with advice after a semicolon; empty if Slurm gives none. What this
-    version does not know is quoted."""
+    """Explain a reason, with advice after a semicolon; empty if Slurm gives none. Quote a reason
+    that this version does not know."""
     text = re.sub(r"^\((.*)\)$", r"\1", reason.strip())
     if text in ("", "None", "N/A", "null"):
         return ""
@@ -185,13 +185,13 @@ def _limit(name: str) -> str:
         budget = "of running jobs" if "run" in what else "over time"
         return (
             f"the {owner}'s budget of {subject} x minutes {budget} is used up; wait until usage "
-            "decays, ask for a shorter time, or use another account or qos"
+            "decays, request a shorter time, or use another account or qos"
         )
     if scope == "Min":
-        return f"it asks for less {subject} than the {owner} demands; ask for more"
+        return f"it requests less {subject} than the {owner} requires; request more"
     if per in ("Job", "Node") or (subject == "time" and scope != "Grp"):
         one = "host" if per == "Node" else "job"
-        return f"it asks for more {subject} than the {owner} allows one {one}; ask for less"
+        return f"it requests more {subject} than the {owner} allows one {one}; request less"
     whose = {"User": "your", "Account": "your account's"}.get(per, f"the {owner}'s")
     return (
         f"{whose} limit on {subject} is reached; wait until other jobs end, or use another account "

@@ -1,4 +1,4 @@
-"""Batch scripts as text. The only file that knows submitit, which writes the directives."""
+"""Batch scripts as text. Only this module uses submitit, which writes the directives."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
 
 
 def script(request: SubmissionRequest, group: GroupRequest, launcher: str) -> str:
-    """The batch script of a group: directives, environment, set-up lines, one exec.
+    """Return the batch script of a group: directives, environment, set-up lines, one exec.
 
     ``launcher`` is how the supervisor starts agents: ``srun`` or ``direct``.
     """
@@ -35,22 +35,22 @@ def script(request: SubmissionRequest, group: GroupRequest, launcher: str) -> st
 SUPERVISOR = "slurmrl.workers.supervisor"
 
 WARNED_EARLY = "trap '(sleep 3; kill -USR2 $$) &' USR2"
-"""A warning during the set-up lines is sent again when the supervisor is up; it has this pid."""
+"""Resends a warning that comes during the set-up lines once the supervisor, of the same pid,
+runs."""
 
 MODULES = """\
 command -v module >/dev/null || [ ! -r /etc/profile ] || {
     slurmrl_path=$PATH; . /etc/profile; PATH=$slurmrl_path:$PATH; }"""
-"""A batch script is no login shell, and little of the submitting one's environment comes along
-(``environment`` says why): sites define ``module`` in what /etc/profile reads. Our own PATH stays
-in front."""
+"""A batch script is no login shell and inherits few variables (see ``environment``), while sites
+define ``module`` in files that /etc/profile reads. Our own PATH stays in front."""
 MODULE_WORDS = re.compile(r"\b(module|ml)\b")
 
 BLOCK = """\
 slurmrl_block=
 env --block-signal=USR2 true 2>/dev/null && slurmrl_block='env --block-signal=USR2'
 trap '' USR2"""
-"""From here on a warning waits, blocked, until the supervisor has its handler. Where env is too old
-for that (coreutils before 8.31), one that comes while Python starts is lost."""
+"""From here on a warning is blocked until the supervisor has its handler. With an older env
+(coreutils before 8.31), a warning that comes while Python starts is lost."""
 
 
 def _prefix(group: GroupRequest) -> str:
@@ -59,8 +59,8 @@ def _prefix(group: GroupRequest) -> str:
 
 
 def _setup(request: SubmissionRequest, group: GroupRequest, *, guarded: bool) -> list[str]:
-    """Shell lines before the command. Slurm reads directives up to the first of them. ``guarded``:
-    where they fail, or Python does, the job goes back into the queue."""
+    """Return the shell lines before the command. Slurm reads directives up to the first of them.
+    ``guarded``: the job is requeued if they or Python fail."""
     code = shlex.quote(str(request.code))
     return [
         *directives.extra_lines(request),
@@ -85,6 +85,6 @@ def _attempt(request: SubmissionRequest) -> str:
 
 
 def setup_lines(request: SubmissionRequest) -> Sequence[str]:
-    """The user's own shell lines (``cluster.slurm.setup``), and what they need."""
+    """Return the user's shell lines (``cluster.slurm.setup``), and what they need."""
     lines = [str(line) for line in directives.slurm_options(request).get("setup") or ()]
     return [MODULES, *lines] if any(map(MODULE_WORDS.search, lines)) else lines

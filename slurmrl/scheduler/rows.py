@@ -1,4 +1,4 @@
-"""Lines of squeue, scontrol and sacct as rows of one kind."""
+"""Rows of one type from the output of squeue, scontrol and sacct."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ QUEUE_FIELDS = (
     "Reason",
 )
 QUEUE_FORMAT = ",".join(f"{name}:|" for name in QUEUE_FIELDS)
-"""What squeue is asked for. A field with a suffix and no size is never cut short. The reason can be
-free text, so it stands last."""
+"""Fields requested from squeue. A field with a suffix and no size is never truncated. The reason
+can be free text, so it comes last."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def queue(text: str) -> list[QueueRow]:
             continue
         fields = line.strip().removesuffix("|").split("|", len(QUEUE_FIELDS) - 1)
         if len(fields) != len(QUEUE_FIELDS):
-            raise SchedulerError(f"not a line that squeue was asked for: {line!r}")
+            raise SchedulerError(f"unexpected line from squeue: {line!r}")
         job, index, raw, host_list, name, code, left, start, restarts, reason = fields
         exit_code, number = (
             parse.exit_status(code) if not states.interpret(raw).state.active else parse.NO_EXIT
@@ -90,7 +90,7 @@ def control(text: str) -> list[QueueRow]:
     for line in text.splitlines():
         found = _CONTROL.match(line)
         if not found:
-            raise SchedulerError(f"not a job as scontrol shows it: {line!r}")
+            raise SchedulerError(f"unexpected line from scontrol: {line!r}")
         ended = not states.interpret(found["state"]).state.active
         exit_code, number = parse.exit_status(found["code"]) if ended else parse.NO_EXIT
         ran_s, limit_s = parse.duration_s(found["ran"]), parse.duration_s(found["limit"])
@@ -114,7 +114,7 @@ def control(text: str) -> list[QueueRow]:
 
 ACCOUNTING_FIELDS = ("JobID", "State", "ExitCode", "NodeList", "JobName", "Start", "Reason")
 ACCOUNTING_FORMAT = ",".join(ACCOUNTING_FIELDS)
-"""What sacct is asked for, as ``--parsable2`` with one line per element (``--allocations``)."""
+"""Fields requested from sacct, as ``--parsable2`` with one line per element (``--allocations``)."""
 
 
 def accounting(text: str) -> list[QueueRow]:
@@ -124,7 +124,7 @@ def accounting(text: str) -> list[QueueRow]:
         fields = line.strip().split("|", len(ACCOUNTING_FIELDS) - 1)
         found = re.fullmatch(r"(\d+)(?:_(\d+|\[.*\]))?(?:\+\d+)?", fields[0])
         if len(fields) != len(ACCOUNTING_FIELDS) or not found:
-            raise SchedulerError(f"not a line that sacct was asked for: {line!r}")
+            raise SchedulerError(f"unexpected line from sacct: {line!r}")
         _, raw, code, host_list, name, start, reason = fields
         ended = not states.interpret(raw).state.active
         exit_code, number = parse.exit_status(code) if ended else parse.NO_EXIT

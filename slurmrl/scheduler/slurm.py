@@ -39,7 +39,7 @@ logger = log.get(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class TaskStart:
-    """What Slurm says of a task that has started."""
+    """Slurm's record of a task that has started."""
 
     raw: str
     restarts: int
@@ -119,7 +119,7 @@ class SlurmScheduler(Scheduler):
             self._client.signal("KILL", running, steps=True)
 
     def start_of(self, element: str) -> TaskStart | None:
-        """How a task that has started stands now; None where Slurm has forgotten it. Raises
+        """Return the present record of a started task; None where Slurm has forgotten it. Raises
         SchedulerError."""
         job, _, index = element.partition("_")
         rows = [row for row in self._client.queue([job]) if int(index) in row.elements]
@@ -130,8 +130,8 @@ class SlurmScheduler(Scheduler):
         self._client.throttle(job, count)
 
     def keep_off(self, run: RunPaths, number: int, group: str, *, by: str) -> None:
-        """Keep the queued elements of a group off the hosts that the trial avoids. Where Slurm does
-        not let them be changed, others are submitted in their place. Raises EnvironmentFailure,
+        """Exclude the hosts that the trial avoids from the queued elements of a group. Where Slurm
+        refuses to change them, submit others in their place. Raises EnvironmentFailure,
         UsageError."""
         jobs = self.recover(run, number)
         everybody = self.query(jobs)
@@ -143,29 +143,31 @@ class SlurmScheduler(Scheduler):
         self._client.cancel(exclusion.queued(everybody, group))
 
     def avoid(self, run: RunPaths, number: int, group: str, host: str, why: str) -> bool:
-        """Avoid a host from now on, unless no job of the group could start then."""
+        """Avoid a host from now on, unless no job of the group could start without it."""
         return exclusion.avoid(self._client, run, number, group, host, why)
 
     def exclude(self, run: RunPaths, number: int, group: str, element: str) -> None:
-        """Keep one queued element off the hosts that the trial avoids. Raises SchedulerError."""
+        """Exclude the hosts that the trial avoids from one queued element. Raises
+        SchedulerError."""
         self._client.exclude(element, exclusion.excluded(run, number, group))
 
     def runs(self, element: str) -> bool:
-        """Whether an element (``41_3``) runs and nobody is ending it. Raises SchedulerError."""
+        """Return whether an element (``41_3``) runs and is not being ended. Raises
+        SchedulerError."""
         job, _, index = element.partition("_")
         found = [row.raw for row in self._client.queue([job]) if int(index) in row.elements]
         return all(raw == "RUNNING" for raw in found)
 
     def requeue(self, element: str) -> None:
-        """Put a running element (``41_3``) back into the queue. Raises SchedulerError."""
+        """Requeue a running element (``41_3``). Raises SchedulerError."""
         self._client.requeue(element)
 
     def _most_links(self, request: SubmissionRequest) -> int | None:
-        """The longest array that the cluster takes from this user; None if it does not say."""
+        """Return the longest array that the cluster accepts from this user; None if unknown."""
         try:
             found = [limits.of_arrays(self._client.settings())]
         except SchedulerError as error:
-            logger.info("Slurm does not say how long an array may be: %s", error)
+            logger.info("Slurm does not report the maximum length of an array: %s", error)
             return None
         with contextlib.suppress(SchedulerError):  # no accounting, or not for ordinary users
             account = directives.slurm_options(request).get("account")
@@ -174,7 +176,7 @@ class SlurmScheduler(Scheduler):
         return min((limit for limit in found if limit is not None), default=None)
 
     def _submit(self, request: SubmissionRequest, group: GroupRequest) -> str:
-        """Submit one group, with half as many elements each time that a limit is in the way."""
+        """Submit one group, with half as many elements after each refusal because of a limit."""
         script = request.run.submission_script(request.number, group.name)
         try:
             return self._client.submit(
@@ -202,11 +204,11 @@ class SlurmScheduler(Scheduler):
         return found[name]
 
     def _find(self, names: Mapping[str, None]) -> dict[str, str]:
-        """Job ids of those of the names that Slurm knows."""
+        """Return the ids of the jobs with these names that Slurm knows."""
         return {row.name: row.job for row in self._client.queue_by_name(names)} if names else {}
 
     def _end_chain(self, jobs: JobIds) -> list[str]:
-        """Cancel the links that have not started; returns the names of the running elements."""
+        """Cancel the links that have not started; return the names of the running elements."""
         self._cancel(jobs, lambda task: task.state is JobState.PENDING)
         return [task.job_id for task in self.query(jobs) if task.state is JobState.RUNNING]
 
@@ -226,8 +228,8 @@ def _shortened(group: GroupRequest, most: int | None) -> GroupRequest:
         return group
     links = max(most, 1)
     logger.warning(
-        "this cluster takes %d of the %d jobs that group %s was to have in its queue; when they "
-        "are used up, slurmrl resume adds some",
+        "this cluster accepts only %d of the %d queued jobs of group %s; when they are used up, "
+        "slurmrl resume adds more",
         links,
         group.links,
         group.name,

@@ -1,4 +1,4 @@
-"""Every job state and state flag of Slurm 22.05 and newer, and what each means to us.
+"""Every job state and state flag of Slurm 22.05 and newer, with its meaning.
 
 Names and meanings are those of squeue's manual page, section JOB STATE CODES, and of ``job_states``
 in slurm.h. A flag is shown in place of the base state that it modifies.
@@ -34,12 +34,12 @@ BASE_STATES: dict[str, SlurmState] = {
 
 FLAGS: dict[str, SlurmState] = {
     "COMPLETING": SlurmState(JobState.RUNNING, "is ending, some hosts are still busy"),
-    "CONFIGURING": SlurmState(JobState.PENDING, "has hosts that are still being made ready"),
+    "CONFIGURING": SlurmState(JobState.PENDING, "its hosts are being prepared"),
     "EXPEDITING": SlurmState(JobState.PENDING, "was requeued and starts again with priority"),
     "LAUNCH_FAILED": SlurmState(JobState.FAILED, "could not be started on its hosts"),
     "POWER_UP_NODE": SlurmState(JobState.PENDING, "has hosts that are powering up"),
     "RECONFIG_FAIL": SlurmState(JobState.FAILED, "its hosts could not be configured"),
-    "REQUEUED": SlurmState(JobState.PENDING, "was put back into the queue"),
+    "REQUEUED": SlurmState(JobState.PENDING, "was requeued"),
     "REQUEUE_FED": SlurmState(JobState.PENDING, "is being requeued by the federation"),
     "REQUEUE_HOLD": SlurmState(JobState.PENDING, "was requeued and is held"),
     "RESIZING": SlurmState(JobState.RUNNING, "is changing its size"),
@@ -49,15 +49,15 @@ FLAGS: dict[str, SlurmState] = {
     "SPECIAL_EXIT": SlurmState(JobState.PENDING, "was requeued in a special state and is held"),
     "STAGE_OUT": SlurmState(JobState.RUNNING, "is copying files out"),
     "STOPPED": SlurmState(JobState.RUNNING, "stopped by a signal, keeps its hosts"),
-    "UPDATE_DB": SlurmState(JobState.RUNNING, "has a change that waits for the database"),
+    "UPDATE_DB": SlurmState(JobState.RUNNING, "waits for an update of the database"),
 }
 
 UNKNOWN = SlurmState(JobState.UNKNOWN, "a state that this version of slurmrl does not know")
 
 
 def interpret(raw: str) -> SlurmState:
-    """The meaning of Slurm's text for a state: ``RUNNING``, ``PENDING,REQUEUED``, sacct's
-    ``CANCELLED by 1000``. A flag says more than its base state, so it wins."""
+    """Interpret Slurm's text for a state: ``RUNNING``, ``PENDING,REQUEUED``, sacct's
+    ``CANCELLED by 1000``. A flag is more specific than its base state, so it wins."""
     words = [word for word in re.split(r"[,+\s]+", raw.upper()) if word]
     for table in (FLAGS, BASE_STATES):
         for word in words:

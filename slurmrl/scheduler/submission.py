@@ -1,4 +1,4 @@
-"""What every scheduler keeps in ``submissions/<n>/``: the scripts and the job ids."""
+"""The scripts and job ids that every scheduler keeps in ``submissions/<n>/``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def write_scripts(run: RunPaths, number: int, scripts: Mapping[str, str]) -> Non
 
 
 def write_jobs(run: RunPaths, number: int, jobs: JobIds) -> None:
-    """Note the array of each group that was submitted; later ones are in ``extensions``."""
+    """Write the first array of each group; later ones are in ``extensions``."""
     first = {group: ids[0] for group, ids in jobs.items()}
     atomic.replace(run.submission_jobs(number), json.dumps(first).encode())
 
@@ -51,19 +51,19 @@ def write_environment(run: RunPaths, number: int, environ: Mapping[str, str]) ->
 
 
 def read_environment(run: RunPaths, number: int) -> dict[str, str] | None:
-    """What the jobs of a submission inherit; None where it was not noted. Raises
+    """Return the variables that the jobs of a submission inherit; None without a record. Raises
     CorruptFileError."""
     try:
         found = documents.read(path := run.submission_environment(number))
     except FileNotFoundError:
         return None
     if any("\0" in f"{name}{value}" or not TEXT.accepts(value) for name, value in found.items()):
-        raise corrupt(path, "does not hold variables of an environment")
+        raise corrupt(path, "does not hold environment variables")
     return found
 
 
 def job_names(run: RunPaths, number: int) -> dict[str, str]:
-    """Job name -> group, read from the scripts that were written."""
+    """Read job name -> group from the written scripts."""
     try:
         files = atomic.list_names(run.submission(number))
     except FileNotFoundError:
@@ -73,7 +73,7 @@ def job_names(run: RunPaths, number: int) -> dict[str, str]:
 
 
 def directive(run: RunPaths, number: int, group: str, name: str) -> str:
-    """A directive's value in a script that was written. Raises CorruptFileError without one."""
+    """Return the value of a directive in a written script. Raises CorruptFileError without it."""
     found = _directive(run, number, group, name)
     if found is None:
         raise corrupt(run.submission_script(number, group), f"has no --{name}")
@@ -81,7 +81,7 @@ def directive(run: RunPaths, number: int, group: str, name: str) -> str:
 
 
 def excluded(run: RunPaths, number: int, group: str) -> str:
-    """The hosts that a script which was written excludes; empty for none."""
+    """Return the hosts that a written script excludes; empty for none."""
     return _directive(run, number, group, "exclude") or ""
 
 

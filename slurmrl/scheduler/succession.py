@@ -1,6 +1,5 @@
-"""What comes after a link, as the link itself sees to it: it makes sure that successors are queued
-while the trial gets on, puts itself back into the queue where that is asked for, and takes back
-what an ended trial does not need."""
+"""The end of a link: top-up of its chain, requeue, and cancellation of what an ended trial no
+longer needs."""
 
 from __future__ import annotations
 
@@ -53,13 +52,12 @@ def continue_after(
     extend: bool = True,
     lost_host: bool = False,
 ) -> str:
-    """See to it that the trial, which has not ended, goes on when this link ends; says how.
-    ``extend``: no other thread of this process is extending the chain. ``lost_host``: it ends
-    because it has too few hosts left, so it is put back into the queue as Slurm does after a node
-    failure.
+    """Make sure that the trial, which has not ended, continues when this link ends; return how.
+    ``extend``: no other thread of this process is extending the chain. ``lost_host``: the link ends
+    because too few of its hosts are left, so it is requeued, as Slurm does after a node failure.
 
-    Call it last: a link that is put back into the queue gets TERM at once. One in which nothing
-    began is not, since it would fail for ever.
+    Call it last: a requeued link gets TERM at once. A link in which nothing began is not requeued,
+    since it would fail again and again.
     """
     scheduler = scheduler or slurm()
     try:
@@ -73,22 +71,22 @@ def continue_after(
             return _requeue(link, scheduler)
         tasks = scheduler.query(scheduler.recover(link.run, link.submission))
     except (EnvironmentFailure, CorruptFileError) as error:
-        return f"what follows this job is not known here: {error}"
+        return f"cannot find out what follows this job: {error}"
     after = successors(tasks, link.group, link.element)
     if not after:
-        return "no link is left: slurmrl resume goes on with the trial"
+        return "no link is left: slurmrl resume resumes the trial"
     return f"{after[0].job_id} follows, {len(after)} left"
 
 
 def give_back(link: Link, why: str, host: str) -> None:
-    """Put a link in which nothing began back into the queue, off ``host`` (empty: no host is to
-    blame). Call it last: Slurm ends this job. See `scheduler.leave`."""
+    """Requeue a link in which nothing began, without ``host`` (empty: no host is to blame). Call it
+    last: Slurm ends this job. See `scheduler.leave`."""
     script = link.run.submission_script(link.submission, link.group)
     try:
         name = submission.directive(link.run, link.submission, link.group, "job-name")
         excluded = submission.excluded(link.run, link.submission, link.group)
     except (CorruptFileError, EnvironmentFailure) as error:
-        logger.error("this job is not put back into the queue: %s", error)
+        logger.error("this job is not requeued: %s", error)
         return
     text = leave.functions(link.run.run, script, name, excluded)
     command = ["sh", "-c", f'{text}\nslurmrl_give_back "$1" "$2"', "sh", why, host]
@@ -96,13 +94,13 @@ def give_back(link: Link, why: str, host: str) -> None:
 
 
 def _here() -> dict[str, str]:
-    """What the shell has to know of this job, which of_command leaves out."""
+    """Return the variables of this job that the shell needs and of_command leaves out."""
     known = (env.ARRAY_JOB_ID, env.JOB_ID, env.LINK, env.NODE_NAME, env.RESTART_COUNT)
     return {one.name: os.environ[one.name] for one in known if one.name in os.environ}
 
 
 def keep_off(link: Link, scheduler: SlurmScheduler | None = None) -> None:
-    """Keep what is queued off the hosts that the trial avoids. Raises EnvironmentFailure,
+    """Exclude the hosts that the trial avoids from the queued links. Raises EnvironmentFailure,
     UsageError."""
     if hosts.avoided(link.run):
         scheduler = scheduler or slurm()
@@ -110,14 +108,14 @@ def keep_off(link: Link, scheduler: SlurmScheduler | None = None) -> None:
 
 
 def end_chain(link: Link, scheduler: SlurmScheduler | None = None) -> None:
-    """The last act of a trial: cancel all of its jobs but this one. Where scancel does not work
-    here, each finds out by itself."""
+    """Cancel all jobs of an ended trial but this one. Where scancel does not work here, each link
+    exits when it starts."""
     scheduler = scheduler or slurm()
     try:
         jobs = scheduler.recover(link.run, link.submission) or {link.group: (link.job,)}
         scheduler.cancel(jobs, spare=link.element)
     except (EnvironmentFailure, CorruptFileError) as error:
-        logger.info("the links left over are not cancelled here: %s", error)
+        logger.info("the remaining links were not cancelled: %s", error)
 
 
 def slurm() -> SlurmScheduler:
@@ -125,7 +123,7 @@ def slurm() -> SlurmScheduler:
 
 
 def _last_top_up(link: Link, scheduler: SlurmScheduler) -> None:
-    """For a link too short for its upkeep, or one that had committed nothing until it ended."""
+    """Top up at the end of a link that was too short for `Upkeep`, or committed only at its end."""
     try:
         top_up(link, scheduler, by=link.element)
     except (EnvironmentFailure, CorruptFileError, UsageError) as error:
@@ -136,17 +134,17 @@ def _keep_off(link: Link, scheduler: SlurmScheduler) -> None:
     try:
         keep_off(link, scheduler)
     except (EnvironmentFailure, CorruptFileError, UsageError) as error:
-        logger.info("the queued links are left as they are: %s", error)
+        logger.info("the queued links are unchanged: %s", error)
 
 
 def _requeue(link: Link, scheduler: SlurmScheduler) -> str:
     tag = f"{env.JOB_ID.get()}.{link.restart}."
     begins = [r for r in History(link.run.history).read() if r.kind is Kind.BEGIN]
     if not any(f"{record.data.get('job', '')}.".startswith(tag) for record in begins):
-        return "nothing began in this job, so it is not put back into the queue"
+        return "nothing began in this job, so it is not requeued"
     if not scheduler.runs(link.element):
-        return f"{link.element} is being ended by Slurm or its user, so it is not put back"
+        return f"{link.element} is being ended by Slurm or its user, so it is not requeued"
     scheduler.requeue(link.element)
     with contextlib.suppress(SchedulerError, CorruptFileError):  # it may have started again
         scheduler.exclude(link.run, link.submission, link.group, link.element)
-    return f"{link.element} was put back into the queue"
+    return f"{link.element} was requeued"

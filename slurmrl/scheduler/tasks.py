@@ -1,4 +1,4 @@
-"""From rows to the states of a trial's elements, in words."""
+"""States of a trial's elements, from the rows of Slurm's output."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from slurmrl.scheduler.rows import QueueRow
 
 
 def task_states(rows: Iterable[QueueRow], jobs: JobIds) -> list[TaskState]:
-    """States by group (in the order of ``jobs``), array and element. A job of whose elements
-    nothing is said is its first element in the state of its row; a group without any row has been
-    forgotten by Slurm: UNKNOWN."""
+    """Return the states by group (in the order of ``jobs``), array and element. A job whose row
+    names no element appears as its first element. A group without any row is UNKNOWN: Slurm has
+    forgotten it."""
     by_job: dict[str, list[QueueRow]] = {}
     for row in rows:
         by_job.setdefault(row.job, []).append(row)
@@ -30,7 +30,7 @@ def task_states(rows: Iterable[QueueRow], jobs: JobIds) -> list[TaskState]:
 
 
 def _tasks(group: str, rows: list[QueueRow]) -> list[TaskState]:
-    """The elements of one array; one numbered -1 if none is named."""
+    """Return the elements of one array; a single one numbered -1 if its rows name none."""
     tasks = [_task(group, row, element) for row in rows for element in row.elements]
     if rows and not tasks:
         tasks = [_task(group, rows[0], -1)]
@@ -57,7 +57,7 @@ def _task(group: str, row: QueueRow, element: int) -> TaskState:
 
 
 def words(row: QueueRow) -> str:
-    """Why it waits, or how it ended."""
+    """Explain why an element is pending, or how it ended."""
     known = states.interpret(row.raw)
     if known.state is JobState.PENDING:
         return reasons.explain(row.reason) or ("" if row.raw == "PENDING" else known.meaning)
@@ -78,6 +78,6 @@ def _signal_name(number: int) -> str:
 
 
 def forgotten(group: str, job: str) -> TaskState:
-    """The state of a job that its scheduler no longer knows."""
+    """Return the state of a job that its scheduler no longer knows."""
     reason = "the scheduler has forgotten it"
     return TaskState(job, group, 0, JobState.UNKNOWN, "", reason, (), reason)

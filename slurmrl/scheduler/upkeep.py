@@ -1,6 +1,7 @@
-"""What the batch process of a trial sees to beside its work: that links are queued, and that
-elastic groups have the tasks that they should have. Where Slurm's commands do not work on this
-host, what was queued at first is all there is."""
+"""Background upkeep by the batch process: top-up of the chain, and the tasks of elastic groups.
+
+Where Slurm's commands do not work on this host, only the jobs queued at first remain.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +20,21 @@ logger = log.get(__name__)
 
 TRIES = 3
 RETRY_S = 120.0
-"""Between tries of an sbatch that failed; it may be the controller that was away."""
+"""Seconds between tries of a failed sbatch; the controller may have been down."""
 COMMIT_S = 15.0
-"""Between looks into the history whether a trial without a commit has one now."""
+"""Seconds between two checks for the first commit."""
 KEEP_S = 60.0
-"""Between looks at an elastic group; doubled with each failure in a row."""
+"""Seconds between two checks of an elastic group; doubled with each failure in a row."""
 LONGEST_S = 3600.0
 
 
 class Upkeep:
-    """Threads of their own, since nothing that a link does may wait for Slurm. Signals are left to
-    the caller's threads."""
+    """Runs in threads of its own, since a link must not wait for Slurm. Signals stay with the
+    caller's threads."""
 
     def __init__(self, link: Link, elastic: Mapping[str, int], told: Callable[[str], None]) -> None:
-        """``elastic``: groups and how many tasks of each are wanted; ``told`` hears the id of an
-        array that was added to the chain."""
+        """``elastic``: group -> desired number of tasks; ``told`` is called with the id of each
+        array added to the chain."""
         self._link = link
         self._told = told
         self._stop = threading.Event()
@@ -52,8 +53,8 @@ class Upkeep:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def stop(self) -> bool:
-        """Whether nothing is being submitted any more. Waits for a command that hangs until it has
-        been given up; a thread that goes on after that is in the middle of several of them."""
+        """Stop and return whether no submission is in progress. Wait until a hanging command has
+        timed out; a thread that still runs then is between several commands."""
         self._stop.set()
         for thread in self._threads:
             thread.join(TIMEOUT_S)
@@ -63,7 +64,7 @@ class Upkeep:
         try:
             keep_off(self._link)
         except (EnvironmentFailure, CorruptFileError, UsageError) as error:
-            logger.info("the queued links are left as they are: %s", error)
+            logger.info("the queued links are unchanged: %s", error)
         failures = 0
         while failures < TRIES and not self._stop.is_set():
             try:
@@ -83,13 +84,13 @@ class Upkeep:
                 return
 
     def _wait_for_commit(self) -> bool:
-        """False if the link ends before there is one."""
+        """Wait for a commit; return False if the link ends before it."""
         while not self._stop.wait(COMMIT_S):
             try:
                 if committed(self._link):
                     return True
             except EnvironmentFailure as error:
-                logger.info("cannot see whether there is a commit: %s", error)
+                logger.info("cannot check for a commit: %s", error)
         return False
 
     def _unless_stopped(self, seconds: float) -> None:
@@ -106,7 +107,7 @@ class Upkeep:
             try:
                 change = group.keep(wanted)
             except SlurmrlError as error:
-                logger.info("group %s is left as it is: %s", name, error)
+                logger.info("group %s is unchanged: %s", name, error)
                 pause_s = min(2 * pause_s, LONGEST_S)
             else:
                 pause_s = KEEP_S

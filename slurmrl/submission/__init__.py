@@ -1,4 +1,4 @@
-"""What the command line does to trials: find them, make them, submit and end them.
+"""Operations on trials: find, make, submit and cancel them.
 
-Everything here can be called without a terminal; nothing here imports torch.
+Everything works without a terminal, and nothing imports torch.
 """

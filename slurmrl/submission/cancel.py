@@ -1,4 +1,4 @@
-"""Ending a trial from outside."""
+"""Cancellation of a trial by a command."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from slurmrl.submission.live import newest_jobs
 
 
 def cancel(paths: RunPaths) -> Kind:
-    """Write the end into the history, then end the jobs; returns how the trial has ended, which
-    is CANCELLED unless something else was first.
+    """Write the end into the history, then end the jobs. Return how the trial ended: CANCELLED
+    unless another end came first.
 
-    The history comes first: a link that starts now exits by itself, whatever becomes of the rest.
+    The history comes first, so that a link that starts in the meantime exits by itself.
     """
     try:
         end(History(paths.history), Kind.CANCELLED, {"reason": f"cancelled by {user_name()}"})

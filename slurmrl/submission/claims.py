@@ -1,8 +1,8 @@
-"""The right to submit a trial: of several who try at once, one has it.
+"""The exclusive right to submit a trial.
 
-A claim is the request of the submission whose number follows the newest that its claimant saw
-before looking at the trial's jobs. Whoever looked while somebody else was submitting loses that
-number, or sees a request without jobs.
+A claim is the request of the next submission number. Its claimant reads the newest number before it
+looks at the trial's jobs. A claimant that looked while another process was submitting loses the
+next number, or sees a request without jobs.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from slurmrl.scheduler.processes import ProcessId, boot_id
 from slurmrl.submission.live import Jobs
 
 SETTLE_S = 150.0
-"""After this time a submission without job ids, made on another host, counts as given up: longer
-than an sbatch may take."""
+"""Seconds after which a submission without job ids, made on another host, counts as abandoned:
+longer than an sbatch may take."""
 
 
 def newest(paths: RunPaths) -> int:
-    """Number of the newest submission, 0 before the first. Raises UsageError while somebody else is
-    making it."""
+    """Return the number of the newest submission, 0 before the first. Raises UsageError while
+    another process is making it."""
     found = newest_submission(paths)
     if found is None:
         return 0
@@ -42,7 +42,8 @@ def newest(paths: RunPaths) -> int:
 
 
 def claim(paths: RunPaths, before: int, request: Mapping[str, Any]) -> int:
-    """Take the submission after ``before``; its number. Raises UsageError if somebody else has."""
+    """Claim the submission after ``before``; return its number. Raises UsageError if it is
+    taken."""
     number = before + 1
     me = ProcessId.of(os.getpid())
     assert me is not None, "this process runs"
@@ -62,8 +63,8 @@ def claim(paths: RunPaths, before: int, request: Mapping[str, Any]) -> int:
 
 
 def confirm(paths: RunPaths, jobs: Jobs) -> None:
-    """Raise UsageError if there is a newer submission all the same (by an older slurmrl, or after
-    we seemed to be gone). Our jobs, which would leave by themselves, are cancelled then."""
+    """Raise UsageError if there is a newer submission nevertheless (by an older slurmrl, or because
+    this process seemed to be gone). Cancel our jobs then, which would exit by themselves."""
     found = newest_submission(paths)
     if found is not None and found.number > jobs.number:
         jobs.scheduler.cancel(jobs.ids)
@@ -71,7 +72,7 @@ def confirm(paths: RunPaths, jobs: Jobs) -> None:
 
 
 def _in_progress(request: Mapping[str, Any]) -> bool:
-    """Whether whoever made a request may still be about to submit its jobs."""
+    """Return whether the process that made a request may still submit its jobs."""
     pid, ticks = request.get("pid"), request.get("start_ticks")
     here = request.get("boot") == boot_id()
     if here and isinstance(pid, int) and isinstance(ticks, int):
@@ -84,5 +85,5 @@ def _in_progress(request: Mapping[str, Any]) -> bool:
 
 def _lost(paths: RunPaths, more: str = "") -> str:
     name = f"{paths.experiment}/{paths.trial}"
-    said = f"{name} is being submitted by somebody else at this moment{more}"
-    return f"{said}; see slurmrl status {name}"
+    message = f"{name} is being submitted by another process at this moment{more}"
+    return f"{message}; see slurmrl status {name}"

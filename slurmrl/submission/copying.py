@@ -1,4 +1,4 @@
-"""Copies of code: readable by their owner only, without what nobody imports."""
+"""Copies of code, readable by their owner only and without files that are never imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from slurmrl.fsio.primitives import write_new
 
 LARGEST_BYTES = 64 * 2**20
 MOST_FILES = 10_000
-"""More than that is data, and copying it would surprise whoever named a folder."""
+"""A folder with more files is data rather than code."""
 
 
 def check_size(source: Path) -> None:
@@ -24,14 +24,14 @@ def check_size(source: Path) -> None:
         count, size = count + 1, size + path.stat().st_size
         if count > MOST_FILES or size > LARGEST_BYTES:
             raise UsageError(
-                f"'{source}' is more than {MOST_FILES} files or {LARGEST_BYTES >> 20} MiB: name "
-                "the code that the run imports, and leave data out of its folder"
+                f"'{source}' has more than {MOST_FILES} files or {LARGEST_BYTES >> 20} MiB: name "
+                "only the code that the run imports, and keep data out of its folder"
             )
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy a file or a folder durably. Symbolic links are followed; hidden and compiled files,
-    and what is no file at all, are left out, as are modes.
+    """Copy a file or a folder durably. Follow symbolic links; leave out hidden, compiled and
+    special files, and modes.
 
     Raises EnvironmentFailure with the file that could not be read or written.
     """
@@ -49,7 +49,7 @@ def copy(source: Path, target: Path) -> None:
 
 
 def files(source: Path) -> Iterator[tuple[PurePath, Path]]:
-    """The files to copy, with their names in the copy; one for a file itself. Raises
+    """Yield the files to copy, with their names in the copy; for a file, the file itself. Raises
     EnvironmentFailure for a folder that cannot be listed."""
     if not source.is_dir():
         yield PurePath(), source
@@ -60,7 +60,7 @@ def files(source: Path) -> Iterator[tuple[PurePath, Path]]:
 def _below(
     folder: Path, relative: PurePath, above: frozenset[str]
 ) -> Iterator[tuple[PurePath, Path]]:
-    """``above`` are the real folders on the way here: a link back to one of them is not taken."""
+    """``above``: the real folders on the path here; a link back to one of them is not followed."""
     real = os.path.realpath(folder)
     if real in above:
         return

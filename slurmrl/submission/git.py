@@ -1,5 +1,7 @@
-"""What git says about a folder: commit, state and changes. git itself is asked and changes nothing
-(no lock, no refreshed index); where it does not answer, a note says why."""
+"""The git state of a folder: commit, status and changes.
+
+git runs read-only (no lock, no refreshed index). Where it fails, a note gives the reason.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ MOST_DIFF_BYTES = 4 * 2**20
 
 @dataclass
 class Answer:
-    """What one command said, cut to what is kept of it."""
+    """The output of one command, truncated."""
 
     text: bytes
     note: str = ""
@@ -27,7 +29,7 @@ class Answer:
 
 @dataclass
 class Repository:
-    """The work tree that a folder lies in."""
+    """The work tree that contains a folder."""
 
     root: Path
     commit: str
@@ -50,7 +52,7 @@ class Repository:
 
 
 def look(folder: Path) -> Repository | str:
-    """The repository of a folder, or why nothing is known about one."""
+    """Return the repository of a folder, or why there is none."""
     root = _ask(folder, "rev-parse", "--show-toplevel")
     if root.failed:
         return root.note
@@ -71,12 +73,12 @@ def look(folder: Path) -> Repository | str:
         branch="" if branch.failed else _text(branch),
         status=status.text.decode(errors="replace"),
         diff=diff.text,
-        notes=[one.note for one in (status, diff) if one.note],
+        notes=[answer.note for answer in (status, diff) if answer.note],
     )
 
 
 def untracked(repository: Repository, paths: Iterable[Path]) -> list[Path]:
-    """Those of the files that lie in the work tree and that git does not track."""
+    """Return the files in the work tree that git does not track."""
     inside = [path for path in paths if path.is_file() and path.is_relative_to(repository.root)]
     if not inside:
         return []
@@ -90,7 +92,7 @@ def _text(answer: Answer) -> str:
 
 
 def _ask(folder: Path, *words: str, most: int = 2**20) -> Answer:
-    """Run one command; more than ``most`` bytes of its answer are cut off with a note."""
+    """Run one command; truncate its output to ``most`` bytes, with a note."""
     command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", *words]
     with tempfile.TemporaryFile() as output:
         try:
@@ -112,5 +114,5 @@ def _ask(folder: Path, *words: str, most: int = 2**20) -> Answer:
             return Answer(b"", f"git {words[0]}: {said[0] if said else 'failed'}", failed=True)
         size = output.tell() or output.seek(0, os.SEEK_END)
         output.seek(0)
-        note = f"git {words[0]}: cut off after {most} of {size} bytes" if size > most else ""
+        note = f"git {words[0]}: truncated to {most} of {size} bytes" if size > most else ""
         return Answer(output.read(most), note)

@@ -1,4 +1,4 @@
-"""More links for a trial that lives and has few left."""
+"""Changes to the queued links of a live trial: top-up, and the use of excluded hosts."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def _add(chain: Chain, scheduler: Scheduler, *, dry_run: bool) -> str:
 def include(
     paths: RunPaths, wanted: Sequence[str], *, dry_run: bool = False
 ) -> tuple[list[str], bool]:
-    """Let jobs of the trial use hosts again that they avoid (``all``: each of them), those in the
-    queue too. Returns the hosts, and whether the trial is live.
+    """Let present and future jobs of the trial use excluded hosts again (``all``: every one).
+    Return the hosts, and whether the trial is live.
 
-    Raises UsageError for a host that is not avoided, SchedulerError.
+    Raises UsageError for a host that is not excluded, SchedulerError.
     """
     chosen = hosts.chosen(paths, wanted)
     jobs = newest_jobs(paths)

@@ -1,4 +1,4 @@
-"""Whether a trial's newest submission can still change it, and waiting until it cannot."""
+"""The jobs of a trial's newest submission, and their removal."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from slurmrl.scheduler import make
 from slurmrl.scheduler.base import JobIds, Scheduler, TaskState
 
 LEAVE_TIMEOUT_S = 60.0
-"""How long the jobs of an ended trial may take to end after they were cancelled."""
+"""Seconds that the jobs of an ended trial may take to end after they were cancelled."""
 
 
 @dataclass(frozen=True)
 class Jobs:
-    """The jobs of one submission, by group, and who knows about them."""
+    """The jobs of one submission, by group, and their scheduler."""
 
     number: int
     scheduler: Scheduler
     ids: JobIds
 
     def active(self) -> list[TaskState]:
-        """Elements that wait or run."""
+        """Return the pending and running elements."""
         return [task for task in self.scheduler.query(self.ids) if task.state.active]
 
 
 def newest_jobs(paths: RunPaths) -> Jobs | None:
-    """None if nothing was submitted. Raises SchedulerError where the scheduler does not answer."""
+    """Return the jobs of the newest submission; None if there is none. Raises SchedulerError where
+    the scheduler does not answer."""
     submission = newest_submission(paths)
     if submission is None:
         return None
@@ -39,9 +40,9 @@ def newest_jobs(paths: RunPaths) -> Jobs | None:
 
 
 def clear_away(jobs: Jobs, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Cancel what is left of the jobs of an ended trial, and wait until it is gone.
+    """Cancel the remaining jobs of an ended trial, and wait until they are gone.
 
-    Raises WaitTimeoutError that names what stays.
+    Raises WaitTimeoutError with the jobs that remain.
     """
     left = jobs.active()
     if left:

@@ -1,5 +1,8 @@
-"""Which code of the user's own a run needs: what ``code`` lists, the module of the reward, and what
-those import from beside them. Found without importing any of it: it may need torch or a GPU."""
+"""The user's own code that a run needs: the entries of ``code``, the module of the reward, and the
+modules beside them that they import.
+
+Nothing is imported to find it: the code may need torch or a GPU.
+"""
 
 from __future__ import annotations
 
@@ -18,21 +21,22 @@ from slurmrl.submission import copying
 from slurmrl.submission.reachable import with_imported
 
 INSTALLED = frozenset({"site-packages", "dist-packages"})
-"""Folders of installed packages: those stay where they are, and their versions are written down."""
+"""Folders of installed packages, which are not copied; their versions are recorded."""
 
 
 @dataclass(frozen=True)
 class OwnCode:
-    """What is copied, under its own name, and what could not be found."""
+    """The files and folders to copy, and notes on modules that were not found."""
 
     folders: tuple[Path, ...] = ()
-    """Where modules are looked for before the interpreter's own path."""
+    """Folders searched for modules before the interpreter's own path."""
     paths: tuple[Path, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
 
 def find(config: Config, source: Source, folders: Sequence[Path]) -> OwnCode:
-    """Raises ConfigError for entries of ``code`` that cannot be copied."""
+    """Find the code of a configuration. Raises ConfigError for entries of ``code`` that cannot be
+    copied."""
     problems = [
         source.problem(("code", index), message)
         for index, path in enumerate(config.code)
@@ -53,7 +57,7 @@ def find(config: Config, source: Source, folders: Sequence[Path]) -> OwnCode:
         place = _locate(top, folders)
         if place is None:
             notes.append(
-                f"{key}: no module '{top}' is found from here; the run must find it by itself"
+                f"{key}: module '{top}' was not found here; the run must find it on its own path"
             )
         elif not _installed(place):
             found[top] = place
@@ -68,10 +72,10 @@ def _wrong(path: Path, before: Sequence[Path]) -> Iterator[str]:
         yield f"'{path}' is not allowed: there is no such file or folder"
         return
     if path.is_file() and path.suffix not in (".py", ".so"):
-        yield f"'{path}' is not allowed: it is no Python file"
+        yield f"'{path}' is not allowed: it is not a Python file (.py, .so)"
     name = path.name.partition(".")[0]
     if name == "slurmrl":
-        yield f"'{path}' is not allowed: it would hide slurmrl, which is copied anyhow"
+        yield f"'{path}' is not allowed: it would hide slurmrl, which is always copied"
     if name in sys.stdlib_module_names:
         yield f"'{path}' is not allowed: it would hide the standard library's {name}"
     if path.name in [one.name for one in before]:
@@ -83,16 +87,16 @@ def _wrong(path: Path, before: Sequence[Path]) -> Iterator[str]:
 
 
 def _references(config: Config) -> Iterator[tuple[str, str]]:
-    """Modules that settings name as ``package.module:Class``."""
+    """Yield the modules that settings name as ``package.module:Class``."""
     if config.reward is not None and ":" in config.reward.name:
         yield "reward.name", config.reward.name.partition(":")[0]
 
 
 def _locate(name: str, folders: Sequence[Path]) -> Path | None:
-    """The file or folder of a top-level module; None for a built-in one and where there is none."""
+    """Return the file or folder of a top-level module; None for a built-in or missing one."""
     spec = PathFinder.find_spec(name, [*map(str, folders), *sys.path])
     try:
-        spec = spec or find_spec(name)  # packages that a hook of their own makes importable
+        spec = spec or find_spec(name)  # packages that an import hook of their own provides
     except ValueError:
         return None
     if spec is None:

@@ -1,7 +1,7 @@
-"""From settings to a run directory that the run's processes can live from.
+"""Preparation of a run directory.
 
-A directory is prepared once ``config.yaml`` is there; it is written last. Somebody who finds a
-trial without it (its submitter was killed) goes through the same steps again.
+A directory is prepared once ``config.yaml``, which is written last, exists. A submitter that finds
+a trial without it (the previous submitter was killed) repeats the same steps.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ logger = log.get(__name__)
 
 
 def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: ProvenanceWriter) -> bool:
-    """Make the run directory; False if the trial exists already, which then stays as it is.
-    ``recorder`` says which code is copied, and writes down where it came from.
+    """Make the run directory; return False if the trial exists, which is then left unchanged.
+    ``recorder`` names the code to copy, and records its origin.
 
     Raises EnvironmentFailure where the directory cannot be made or does not support links, or
-    where others could change it.
+    where other users could change it.
     """
     if is_prepared(paths):
         _check_owner(paths)
@@ -43,7 +43,7 @@ def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: Provenanc
     atomic.exclusive_create(paths.identity, json.dumps(claim).encode())
     snapshot.take(paths, recorder.code, recorder)
     write_plan(paths, plan)
-    # Two submitters of the same configuration may both hear that they wrote it: they agree.
+    # Two submitters of the same configuration may both get True: their files are equal.
     return atomic.exclusive_create(paths.config, dump(settings.config).encode())
 
 
@@ -68,6 +68,6 @@ def write_plan(paths: RunPaths, plan: Plan) -> None:
 
 
 def rewrite(paths: RunPaths, settings: Settings, plan: Plan) -> None:
-    """Put a changed configuration in place of the one that the trial ran with so far."""
+    """Replace the configuration of a trial by a changed one."""
     write_plan(paths, plan)
     atomic.replace(paths.config, dump(settings.config).encode())

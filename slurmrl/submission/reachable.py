@@ -1,5 +1,7 @@
-"""Which files of the user's own modules a run can import, found by reading their import statements,
-without importing any of them. What is imported by a computed name is not seen."""
+"""The files of the user's own modules that a run can import, found from their import statements.
+
+No module is imported. Imports by a computed name are not found.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ SKIPPED = frozenset({"slurmrl"}) | sys.stdlib_module_names
 
 
 def with_imported(found: dict[str, Path], modules: Iterable[str]) -> dict[str, Path]:
-    """The top-level modules in ``found``, by name, and those beside them that are imported on the
-    way from ``modules`` (dotted names); each file that is reached is read once."""
+    """Return the top-level modules in ``found``, by name, and those beside them that ``modules``
+    (dotted names) import directly or indirectly. Each reachable file is read once."""
     result = dict(found)
     waiting, seen = list(modules), set[Path]()
     while waiting:
@@ -35,7 +37,7 @@ def with_imported(found: dict[str, Path], modules: Iterable[str]) -> dict[str, P
 
 
 def _files(top: Path, name: str) -> Iterator[Path]:
-    """What importing a dotted name executes, as far as it is Python."""
+    """Yield the Python files that importing a dotted name executes."""
     if top.is_file():
         yield top
         return
@@ -56,12 +58,12 @@ def _python(path: Path) -> Iterator[Path]:
 
 
 def _package(top: Path, file: Path) -> list[str]:
-    """The names of the package that a file belongs to: what relative imports start from."""
+    """Return the package of a file, the base of relative imports, as a list of names."""
     return [] if top == file else [top.name, *file.parent.relative_to(top).parts]
 
 
 def _imported(file: Path, package: list[str]) -> Iterator[str]:
-    """Dotted names that a file imports. One that is not valid Python says so in the run."""
+    """Yield the dotted names that a file imports. Invalid Python fails later, in the run."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,7 +1,7 @@
-"""What is written down beside a snapshot of code: where it came from, and with what it ran.
+"""The provenance record of a code snapshot: its origin and its environment.
 
-Of the environment only the variables of RECORDED are kept: tokens must not get into run
-directories. git's remotes are left out for the same reason.
+Only the variables in RECORDED are kept, because tokens must not get into run directories. git
+remotes are left out for the same reason.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ class ProvenanceWriter:
         _write(folder / FILE, (json.dumps(values, indent=1) + "\n").encode())
 
     def _repositories(self, folder: Path) -> Iterator[tuple[str, Any]]:
-        """Those of the working directory and of this package; what they changed goes into files."""
+        """Yield the repositories of the working directory and of this package; write their
+        diffs."""
         seen: dict[Path, str] = {}
         places = {"directory": Path.cwd(), "slurmrl": Path(slurmrl.__file__).parent}
         for name, place in places.items():
@@ -92,20 +93,22 @@ class ProvenanceWriter:
                 yield name, found.to_json()
 
     def _copy_untracked(self, folder: Path, repository: git.Repository) -> list[str]:
-        """Keep small files that the configuration names and that no commit holds."""
+        """Copy small files that the configuration names and git does not track."""
         notes = []
         for path in git.untracked(repository, _named_files(self.config)):
             size = path.stat().st_size
             relative = path.relative_to(repository.root)
             if size > MOST_UNTRACKED_BYTES:
-                notes.append(f"{relative} is not in git and, with {size} bytes, not copied")
+                notes.append(
+                    f"{relative} is not tracked by git, and too large ({size} bytes) to be copied"
+                )
             elif not (target := folder / UNTRACKED / relative).exists():
                 copying.copy(path, target)
         return notes
 
 
 def recorded_folders(snapshot: Path) -> list[Path]:
-    """Where the code of a snapshot was looked for; none for one without a record."""
+    """Return the folders searched for the code of a snapshot; none without a record."""
     path = snapshot / FILE
     try:
         values = documents.read(path, {"folders": list_of(TEXT)}, ("folders",))
@@ -115,7 +118,7 @@ def recorded_folders(snapshot: Path) -> list[Path]:
 
 
 def _named_files(config: Config) -> list[Path]:
-    """Files that settings name and that are not copied as code."""
+    """Return the files that settings name and that are not copied as code."""
     found = [config.dataset.path]
     if config.evaluation is not None:
         found.append(config.evaluation.dataset.path)

@@ -1,9 +1,8 @@
-"""Snapshots of code: what a run was made of when it was submitted.
+"""Snapshots of the code that a run executes.
 
 ``code/`` (and ``code.<n>/``, taken by ``resume --update-code``) holds this package, the user's own
-code and a record of where all of it came from. A snapshot is made beside its place and moved there
-whole. Which one a submission runs is said by its request and by its batch script, so a job sees one
-snapshot or another, and never parts of two.
+code and a record of their origin. A snapshot is built under another name and then renamed. A
+submission's request and batch script name its snapshot, so a job never sees parts of two.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from slurmrl.submission.own_code import OwnCode
 
 PACKAGE = "slurmrl"
 Record = Callable[[Path], None]
-"""Writes into a snapshot what is to be remembered of it."""
+"""Writes the provenance record into a snapshot."""
 
 
 def take(paths: RunPaths, code: OwnCode, record: Record) -> None:
-    """Make the first snapshot; one that is there already stays."""
+    """Make the first snapshot, unless it exists."""
     if not _is_empty(paths.code):
         return
     copy = _build(paths, code, record)
@@ -43,7 +42,7 @@ def take(paths: RunPaths, code: OwnCode, record: Record) -> None:
 
 
 def add(paths: RunPaths, code: OwnCode, record: Record) -> int:
-    """Make a further snapshot beside the others; returns its number."""
+    """Make another snapshot; return its number."""
     copy = _build(paths, code, record)
     number = following(paths)
     while True:
@@ -53,14 +52,14 @@ def add(paths: RunPaths, code: OwnCode, record: Record) -> int:
             if not paths.snapshot(number).exists():
                 shutil.rmtree(copy, ignore_errors=True)
                 raise
-            number += 1  # somebody else was first
+            number += 1  # another process was first
             continue
         atomic.sync_directory(paths.run)
         return number
 
 
 def current(paths: RunPaths) -> int:
-    """The snapshot that the newest submission runs."""
+    """Return the number of the snapshot that the newest submission runs."""
     for number in sorted(submission_numbers(paths), reverse=True):
         path = paths.submission_request(number)
         try:
@@ -73,13 +72,13 @@ def current(paths: RunPaths) -> int:
 
 
 def following(paths: RunPaths) -> int:
-    """The number of the next snapshot."""
+    """Return the number of the next snapshot."""
     return max(_numbers(paths)) + 1
 
 
 def is_this_code(folder: Path) -> bool:
-    """Whether the slurmrl in a snapshot is the one that runs here, byte for byte; so it is in one
-    that holds none."""
+    """Return whether the slurmrl in a snapshot equals the running one byte for byte. True for a
+    snapshot without slurmrl."""
     kept, here = folder / PACKAGE, Path(slurmrl.__file__).parent
     if not kept.is_dir() or kept.samefile(here):
         return True
@@ -91,7 +90,7 @@ def is_this_code(folder: Path) -> bool:
 
 
 def _build(paths: RunPaths, code: OwnCode, record: Record) -> Path:
-    """A whole snapshot under a name that nobody looks at; taken back where it fails."""
+    """Build a whole snapshot under a temporary name; remove it on failure."""
     copy = paths.run / f".code.{uuid.uuid4().hex}"
     try:
         atomic.make_private_directory(copy)

@@ -1,7 +1,7 @@
-"""Submitting a trial: a new one, or one that ended or was interrupted.
+"""Submission of a trial: a new, ended or interrupted one.
 
-The order makes every crash harmless: a submission exists once its request does, the
-configuration is changed by its owner only, and job ids are found again by name.
+The order of the steps makes every crash harmless: a submission exists once its request does, only
+the owner of the claim changes the configuration, and job ids are found again by name.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ logger = log.get(__name__)
 
 @dataclass(frozen=True)
 class Proposal:
-    """A trial that was checked and planned; nothing is written yet."""
+    """A checked and planned trial, before anything is written."""
 
     settings: Settings
     plan: Plan
@@ -61,9 +61,9 @@ class Proposal:
     kind: str
     """The scheduler: ``local`` or ``slurm``."""
     recorder: ProvenanceWriter
-    """The code that a snapshot would be taken of."""
+    """The code of a possible snapshot, and the writer of its record."""
     update_code: bool = False
-    """Take a new snapshot although there is one."""
+    """Take a new snapshot even if there is one."""
 
     @property
     def trial(self) -> str:
@@ -95,14 +95,14 @@ class Proposal:
         )
 
     def scripts(self) -> dict[str, str]:
-        """The batch scripts, by group, of the next submission."""
+        """Return the batch scripts of the next submission, by group."""
         number = max(submission_numbers(self.paths), default=0) + 1
         known = trial_uuid(self.paths) if self.paths.identity.exists() else uuid.uuid4().hex
         code = snapshot.following if self.update_code else snapshot.current
         return make(self.kind).scripts(self.request(number, known, code(self.paths)))
 
     def check(self, timeout_s: float) -> list[Finding]:
-        """Look at everything that the run will read (see `checks.run`)."""
+        """Check everything that the run will read (see `checks.run`)."""
         code = Code(paths=self.recorder.code.paths)
         if is_prepared(self.paths) and not self.update_code:
             code = Code(self.paths.snapshot(snapshot.current(self.paths)))
@@ -111,36 +111,36 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Outlook:
-    """Where a trial stands that may be submitted again."""
+    """The state of a trial that may be submitted again."""
 
     state: TrialState
     complete: bool
-    """It finished, and would finish at once."""
+    """It finished, and would finish again at once."""
     left: Jobs | None
-    """What it has left in the queue although it has ended."""
+    """Jobs of the ended trial that are still in the queue."""
     notes: tuple[str, ...] = ()
-    """What would be otherwise than before, and what that means."""
+    """Changes from before, and their consequences."""
 
     @property
     def step(self) -> int | None:
-        """The commit that it would go on from."""
+        """Step of the commit from which it would resume."""
         return self.state.last_commit.step if self.state.last_commit else None
 
 
 @dataclass(frozen=True)
 class Submitted:
-    """What came of it."""
+    """The result of a submission."""
 
     paths: RunPaths
     kind: str
     jobs: Jobs | None
     """None: the trial is complete, and nothing was submitted."""
     earlier: int = 0
-    """Incarnations that the trial had before."""
+    """Number of earlier incarnations of the trial."""
     resumed_step: int | None = None
-    """The commit that the trial goes on from; None for one that starts at the beginning."""
+    """Step of the commit from which the trial resumes; None: it starts from the beginning."""
     notes: tuple[str, ...] = ()
-    """What is otherwise than before, and what that means."""
+    """Changes from before, and their consequences."""
 
     @property
     def trial(self) -> str:
@@ -159,7 +159,7 @@ def propose(
     scheduler: str | None = None,
     new: bool = False,
 ) -> Proposal:
-    """Check a configuration file and plan its trial. ``new`` gives it a name that is free.
+    """Check a configuration file and plan its trial. ``new`` gives it a free name.
 
     Raises ConfigError with all problems.
     """
@@ -181,8 +181,9 @@ def propose_resume(
     scheduler: str | None = None,
     update_code: bool = False,
 ) -> Proposal:
-    """The trial of a run directory, with changes. ``update_code`` runs the code as it is now and
-    not that of the newest submission. Raises UsageError if the trial was never prepared."""
+    """Plan to resume the trial of a run directory, with changes. ``update_code`` runs the present
+    code instead of that of the newest submission. Raises UsageError if the trial was never
+    prepared."""
     if not is_prepared(paths):
         raise UsageError(
             f"{paths.experiment}/{paths.trial} was never submitted completely: submit it again"
@@ -195,10 +196,10 @@ def propose_resume(
         raise UsageError("resume cannot rename a trial: submit the configuration with --new")
     if not update_code:
         if settings.config.code != before.code:
-            raise UsageError("code: the trial keeps the code that it has; add --update-code")
+            raise UsageError("code: a resumed trial keeps its code; add --update-code to change it")
         if _reward(settings.config) != _reward(before) and ":" in _reward(settings.config):
             raise UsageError(
-                "reward.name: the trial has the code of the reward before; add --update-code"
+                "reward.name: a resumed trial keeps the code of its reward; add --update-code"
             )
         return _planned(settings, scheduler, own_code.OwnCode())
     folders = [*recorded_folders(paths.snapshot(snapshot.current(paths))), Path.cwd()]
@@ -233,7 +234,7 @@ def submit(proposal: Proposal) -> Submitted:
     code = _snapshot(proposal)
     number = claims.claim(proposal.paths, before, _request(proposal, code))
     if proposal.update_code:
-        notes += (f"runs the code of now: {proposal.paths.snapshot(code)}",)
+        notes += (f"runs the present code: {proposal.paths.snapshot(code)}",)
     if not fresh:
         rewrite(proposal.paths, proposal.settings, proposal.plan)
     if state.end is not None:
@@ -245,8 +246,8 @@ def submit(proposal: Proposal) -> Submitted:
 
 
 def look(proposal: Proposal) -> Outlook:
-    """Where the trial of a run directory stands; changes nothing. Raises UsageError for a live one,
-    one whose configuration differs and one that has another slurmrl."""
+    """Return the state of the trial in a run directory; change nothing. Raises UsageError for a
+    live trial, one with another configuration and one with another slurmrl."""
     state = fold(History(proposal.paths.history).read())
     left = _jobs_left(proposal, state)
     before = load_resolved(proposal.paths.config)
@@ -255,7 +256,7 @@ def look(proposal: Proposal) -> Outlook:
         lines = "".join(f"\n  {line}" for line in changed)
         raise UsageError(
             f"{proposal.trial} exists with another configuration; use --new, or undo:{lines}\n"
-            f"A trial goes on with another: {may_change()}"
+            f"Settings that a trial may change: {may_change()}"
         )
     if _complete(proposal, state):
         return Outlook(state, complete=True, left=left)
@@ -264,12 +265,12 @@ def look(proposal: Proposal) -> Outlook:
     if commit is not None:
         notes = _notes(before, proposal.settings, commit.step)
     else:
-        notes = [f"starts at the beginning with {line}" for line in changed]
+        notes = [f"starts from the beginning with {line}" for line in changed]
     return Outlook(state, complete=False, left=left, notes=tuple(notes))
 
 
 def _notes(before: Config, settings: Settings, step: int) -> list[str]:
-    """What goes on otherwise than before behind the commit of ``step``."""
+    """Return what changes after the commit of ``step``."""
     algorithm = settings.algorithm
     return [
         *consequences(before, settings.config),
@@ -288,8 +289,8 @@ def _reward(config: Config) -> str:
 
 
 def _needs_other_code(paths: RunPaths, config: Config) -> bool:
-    """Whether a trial exists that has nothing to go on from, and whose configuration names other
-    code now."""
+    """Return whether a trial exists that has no commit and whose configuration now names other
+    code."""
     if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is not None:
         return False
     before = load_resolved(paths.config)
@@ -310,7 +311,7 @@ def _planned(
     *,
     update_code: bool = False,
 ) -> Proposal:
-    """The resolved configuration says which scheduler was chosen in the end."""
+    """Plan a trial. The resolved configuration holds the chosen scheduler."""
     config = settings.config
     kind = choose(scheduler or config.cluster.scheduler)
     cluster = config.cluster.model_copy(update={"scheduler": kind})
@@ -344,13 +345,13 @@ def _check_code(proposal: Proposal) -> None:
     if not proposal.update_code and not snapshot.is_this_code(code):
         name = proposal.trial
         raise UsageError(
-            f"{name} was submitted with another slurmrl ({code}): slurmrl resume {name} goes on "
-            f"with that, slurmrl resume {name} --update-code with this one"
+            f"{name} was submitted with another slurmrl ({code}): slurmrl resume {name} continues "
+            f"with that one, slurmrl resume {name} --update-code with this one"
         )
 
 
 def _jobs_left(proposal: Proposal, state: TrialState) -> Jobs | None:
-    """Jobs that an ended trial has left; a live one is refused."""
+    """Return the remaining jobs of an ended trial. Raises UsageError for a live one."""
     jobs = newest_jobs(proposal.paths)
     active = jobs.active() if jobs else []
     if active and state.end is None:
@@ -363,7 +364,7 @@ def _jobs_left(proposal: Proposal, state: TrialState) -> Jobs | None:
 
 
 def _complete(proposal: Proposal, state: TrialState) -> bool:
-    """Whether the trial finished, and would finish at once if it were resumed."""
+    """Return whether the trial finished, and would finish at once if resumed."""
     end: Record | None = state.end
     if end is None or end.kind is not Kind.FINISHED:
         return False
@@ -374,15 +375,15 @@ def _complete(proposal: Proposal, state: TrialState) -> bool:
 
 
 def _snapshot(proposal: Proposal) -> int:
-    """The snapshot of code that the next submission runs. A new one counts from the moment when
-    the submission's request names it."""
+    """Return the code snapshot that the next submission runs. A new one takes effect once the
+    submission's request names it."""
     if not proposal.update_code:
         return snapshot.current(proposal.paths)
     return snapshot.add(proposal.paths, proposal.recorder.code, proposal.recorder)
 
 
 def _request(proposal: Proposal, code: int) -> dict[str, Any]:
-    """What a submission's request says of it."""
+    """Return the content of a submission's request."""
     config = proposal.settings.config
     hosts = sum(group.hosts for group in proposal.plan.groups)
     lead_s = config.cluster.slurm.signal_lead_s if proposal.kind == "slurm" else None

@@ -1,4 +1,4 @@
-"""Which trials there are, and what they are called."""
+"""The trials under a root folder, and their names."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def chosen_root(option: str | None) -> Path | None:
 
 
 def root_folder(option: str | None) -> Path:
-    """Where commands without a configuration look."""
+    """Return the root folder for commands without a configuration."""
     return chosen_root(option) or Path(os.path.abspath(DEFAULT_ROOT))
 
 
@@ -31,7 +31,7 @@ def experiments(root: Path) -> list[str]:
 
 
 def trials(root: Path, experiment: str) -> list[RunPaths]:
-    """Trials of an experiment, in the order people count in: 2 before 10."""
+    """Return the trials of an experiment in numeric order: 2 before 10."""
     names = sorted(_folders(root / user_name() / experiment), key=_counting)
     found = [RunPaths.of(root, user_name(), experiment, name) for name in names]
     return [paths for paths in found if paths.identity.exists()]

@@ -1,4 +1,4 @@
-"""A configuration's reward on some rows of its data, tried without Slurm, models and torch."""
+"""Trial run of a configuration's reward on rows of its data, without Slurm, models or torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from slurmrl.submission.checks.run import Code, environment
 
 @dataclass(frozen=True)
 class Item:
-    """One completion to judge, of the row at ``index`` of the data."""
+    """One completion to judge, for the row at ``index`` of the data."""
 
     index: int
     completion: str
@@ -35,10 +35,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Judged:
-    """One completion and what came of it."""
+    """One completion and its score."""
 
     line: int
-    """Of the row, in the data file."""
+    """Line of the row in the data file."""
     id: str
     completion: str
     answer: str
@@ -49,11 +49,11 @@ class Judged:
 class Tried:
     items: tuple[Judged, ...]
     stats: dict[str, float]
-    """Means of what else the reward reports."""
+    """Means of the reward's other statistics."""
     made_s: float
     """Seconds to import and construct the reward."""
     scored_s: float
-    """Seconds of its call, which started the processes that it has."""
+    """Seconds of its call, including the start of its processes."""
 
 
 class RewardData:
@@ -65,12 +65,14 @@ class RewardData:
     def __init__(self, settings: Settings) -> None:
         config = settings.config
         if config.reward is None:
-            raise ConfigError((settings.source.problem(("reward",), "the configuration has none"),))
+            raise ConfigError(
+                (settings.source.problem(("reward",), "the configuration has no reward"),)
+            )
         self.reward: Reward = config.reward
         evaluation = [config.evaluation.dataset] if config.evaluation else []
         prompts = [one for one in (config.dataset, *evaluation) if one.type == "prompt"]
         if not prompts:
-            message = "has no prompts that a reward would judge: type 'prompt' is needed"
+            message = "has no prompts for a reward to judge: type 'prompt' is required"
             raise ConfigError((settings.source.problem(("dataset",), message),))
         self.dataset: Dataset = prompts[0]
         self.rows = Rows(self.dataset)
@@ -78,10 +80,10 @@ class RewardData:
         self.variables = variables.read(Path(file)) if file else {}
 
     def references(self, count: int) -> list[Item]:
-        """The answers of the first rows, as completions."""
+        """Return the answers of the first rows as completions."""
         if not self.rows.have_references:
             raise UsageError(
-                f"{self.dataset.path} has no answers under '{self.dataset.answer_key}' to try: "
+                f"{self.dataset.path} has no answers under '{self.dataset.answer_key}': "
                 "give --completion or --completions"
             )
         indices = range(min(count, len(self.rows)))
@@ -91,7 +93,7 @@ class RewardData:
         ]
 
     def texts(self, count: int, completions: Sequence[str]) -> list[Item]:
-        """Each of the completions, for each of the first rows."""
+        """Return each completion for each of the first rows."""
         indices = range(min(count, len(self.rows)))
         return [Item(index, text) for index in indices for text in completions]
 
@@ -101,7 +103,7 @@ class RewardData:
 
         :raises ConfigError: lines without a completion, or of rows that are not in the data.
         """
-        records = read_records(path, "")  # an id may stand there more than once
+        records = read_records(path, "")  # an id may occur more than once
         numbered = list(zip(records.lines, records.rows, strict=True))[:count]
         problems: list[Problem] = []
         items = []
@@ -121,7 +123,7 @@ class RewardData:
         return items
 
     def _index(self, name: Any) -> int | None:
-        """The row of an id, or of a sample's id, which has the epoch behind it."""
+        """Return the row of an id, or of a sample's id, which ends in ``@`` and the epoch."""
         ids = self.rows.records.ids
         for wanted in (str(name), str(name).rpartition("@")[0]):
             if wanted in ids:
@@ -135,9 +137,9 @@ def try_reward(
     """Judge the items in one call, in a child process with the code and the environment that the
     run's would have.
 
-    :raises UsageError: the reward is wrong, or what it returned.
-    :raises RunFailedError: it raised something else; its traceback is on standard error.
-    :raises WaitTimeoutError: it took longer than ``timeout_s``.
+    :raises UsageError: the reward or its return value is wrong.
+    :raises RunFailedError: the reward raised something else; its traceback is on standard error.
+    :raises WaitTimeoutError: the reward took longer than ``timeout_s``.
     """
     indices = [item.index for item in items]
     records, answers = data.rows.records, data.rows.answers(indices)
@@ -186,7 +188,7 @@ def _ask(request: dict[str, Any], environ: dict[str, str], timeout_s: float) -> 
         except subprocess.TimeoutExpired as error:
             raise WaitTimeoutError(
                 f"reward '{name}' took longer than {timeout_s:g} s for {len(request['rows'])} "
-                "completions; --timeout gives it more"
+                "completions; raise the limit with --timeout"
             ) from error
     if process.returncode not in (0, 2) or not output:
         raise RunFailedError(f"reward '{name}' failed, see above (exit code {process.returncode})")
@@ -198,7 +200,7 @@ def _ask(request: dict[str, Any], environ: dict[str, str], timeout_s: float) -> 
 
 @contextlib.contextmanager
 def _ending(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """The child ends with everything that the user's code has started."""
+    """Kill the child together with everything that the user's code has started."""
     try:
         yield
     finally:

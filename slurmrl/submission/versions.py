@@ -9,12 +9,12 @@ from typing import Any
 
 
 def packages() -> dict[str, str]:
-    """Every installed distribution and its version, in the order of their names. Of two with one
-    name the first on the path counts, as it does for imports."""
+    """Return every installed distribution and its version, by name. Of two with one name the first
+    on the path counts, as for imports."""
     found: dict[str, str] = {}
-    for one in metadata.distributions():
-        known = one.metadata  # a file, parsed anew at each use
-        if known["Name"]:  # what a killed installation left has none
+    for distribution in metadata.distributions():
+        known = distribution.metadata  # a file, parsed anew at each use
+        if known["Name"]:  # missing in what a killed installation left
             found.setdefault(known["Name"], known["Version"])
     return dict(sorted(found.items(), key=lambda item: item[0].lower()))
 

@@ -125,4 +125,4 @@ def test_a_chain_is_fitted_to_the_users_limit(
     request = request_of(tmp_path, STAY, links=8, options={"slurm": {"account": "poor"}})
     with submitted(scheduler, request) as jobs:
         assert len(scheduler.query(jobs)) == links
-        assert f"takes {links} of the" in caplog.text
+        assert f"accepts only {links} of the" in caplog.text

@@ -160,7 +160,7 @@ def test_one_of_two_extensions_at_once_wins(scheduler: SlurmScheduler, tmp_path:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(extensions, "take", slower)
-            with pytest.raises(UsageError, match="by somebody else"):
+            with pytest.raises(UsageError, match="by another process"):
                 scheduler.extend(request.run, 1, "trainer", by="me")
 
 
@@ -184,8 +184,8 @@ def test_a_link_puts_itself_back_into_the_queue(scheduler: SlurmScheduler, tmp_p
         element = f"{jobs['trainer'][0]}_0"
         log = request.run.batch_log("trainer", f"slurm-{element}").read_text().splitlines()
         assert [line for line in log if line[:1].isdigit()] == [
-            f"0 {element} was put back into the queue",
-            "1 nothing began in this job, so it is not put back into the queue",
+            f"0 {element} was requeued",
+            "1 nothing began in this job, so it is not requeued",
         ]
         (task,) = scheduler.query(jobs)
         assert (task.state, task.restarts) == (JobState.COMPLETED, 1)

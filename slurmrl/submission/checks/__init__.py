@@ -1,5 +1,5 @@
-"""What is looked at before a trial is queued: its files, its reward, its disk.
+"""Checks before a trial is queued: files, reward, disk space.
 
-``check`` in `run` is what ``submit``, ``resume``, ``--dry-run`` and ``doctor`` call. Whatever reads
-large files or runs the user's code does so in a child process (`child`), within a time limit.
+``submit``, ``resume``, ``--dry-run`` and ``doctor`` call ``check`` in `run`. Checks that read large
+files or run the user's code do so in a child process (`child`), within a time limit.
 """

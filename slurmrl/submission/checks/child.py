@@ -1,7 +1,7 @@
-"""What the child process looks at: large files, the tokenizer, and code of the user's own.
+"""The checks of the child process: large files, the tokenizer, and the user's own code.
 
-``python -m slurmrl.submission.checks.child FOLDER PARENT`` finds ``config.yaml`` in FOLDER and
-appends to ``findings.jsonl`` there: ``{"begins": …}`` before each look, and what it found.
+``python -m slurmrl.submission.checks.child FOLDER PARENT`` reads ``config.yaml`` in FOLDER and
+appends to ``findings.jsonl`` there: ``{"begins": …}`` before each check, and its findings.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from slurmrl.submission.checks.finding import CONFIG, FINDINGS, Finding, Weight
 from slurmrl.workers import process
 
 MOST_BYTES: Final = 64 * 2**20
-"""Of a data file, from its top."""
+"""Bytes of a data file that are checked, from its start."""
 MOST_MEMORY: Final = 8 * 2**30
 SETTINGS: Final = ("prompt_template", "answer_template", "prompt_key", "answer_key")
 
@@ -39,14 +39,14 @@ Look = Callable[[], Iterator[Finding]]
 
 
 class Child:
-    """Says what it finds as it finds it."""
+    """Runs the checks and writes each finding at once."""
 
     def __init__(self, folder: Path) -> None:
         settings = load_resolved_settings(folder / CONFIG)
         self.config = settings.config
         self.roles = settings.algorithm.roles()
         self.rows: dict[str, Rows] = {}
-        """By the dotted key of the section; only those that are right."""
+        """Valid data sets by the dotted key of their section."""
         self._file = (folder / FINDINGS).open("a", encoding="utf-8")
 
     def close(self) -> None:
@@ -108,7 +108,7 @@ class Child:
             if not rows.records.whole:
                 message = (
                     f"the file has more than {MOST_BYTES >> 20} MiB: its first {len(rows)} lines "
-                    "were checked, the others are when the run starts"
+                    "were checked; the run checks the others when it starts"
                 )
                 yield Finding("data", Weight.WARNING, message, f"{key}.path")
 
@@ -132,13 +132,15 @@ class Child:
             yield Finding("reward", Weight.FAILED, message, "reward")
 
     def _judged_rows(self, name: str, function: Reward) -> Iterator[Finding]:
-        """Rows that the reward says it cannot judge."""
+        """Yield the rows that the reward cannot judge."""
         for key, dataset in datasets(self.config):
             rows = self.rows.get(key)
             if dataset.type != "prompt" or rows is None:
                 continue
             if not rows.have_references and ":" not in name:
-                message = f"{dataset.path} has no answers under '{dataset.answer_key}' to judge by"
+                message = (
+                    f"{dataset.path} has no answers under '{dataset.answer_key}' for the reward"
+                )
                 yield Finding("reward", Weight.FAILED, message, f"{key}.answer_key")
                 continue
             everyone = range(len(rows))
@@ -172,7 +174,7 @@ class Child:
             return
 
     def _lengths(self) -> Iterator[Finding]:
-        """Lines that are left out, where a length is limited."""
+        """Yield how many lines a length limit leaves out."""
         limited = {
             key: dataset
             for key, dataset in datasets(self.config)
@@ -198,7 +200,7 @@ class Child:
 
 
 def datasets(config: Config) -> Iterator[tuple[str, DatasetConfig]]:
-    """With the dotted keys of their sections."""
+    """Yield the data sets with the dotted keys of their sections."""
     yield "dataset", config.dataset
     if config.evaluation is not None:
         yield "evaluation.dataset", config.evaluation.dataset
@@ -211,7 +213,7 @@ def limits(dataset: DatasetConfig) -> str:
 
 
 def _of_data(section: str, problem: Any) -> Finding:
-    """A setting's problem stands in the configuration, another one in the data file."""
+    """Locate a problem of a setting in the configuration, any other in the data file."""
     if problem.key in SETTINGS or problem.key == "dataset":
         key = f"{section}.{problem.key}" if problem.key in SETTINGS else section
         return Finding("data", Weight.FAILED, problem.message, key)
@@ -219,7 +221,7 @@ def _of_data(section: str, problem: Any) -> Finding:
 
 
 def describe(error: BaseException) -> str:
-    """``KeyError: 'x' (my_rewards.py:12)``: the last line of it that is the user's."""
+    """``KeyError: 'x' (my_rewards.py:12)``: the error and its last frame in the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     others = ("slurmrl", "importlib", "<frozen importlib._bootstrap>")
     own = [one for one in frames if not set(others) & set(Path(one.filename).parts)]

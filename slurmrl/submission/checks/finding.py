@@ -1,4 +1,4 @@
-"""The result of a look."""
+"""The result of a check."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Weight(StrEnum):
     FAILED = "failed"
     """The run would fail."""
     WARNING = "warning"
-    """It might, or was not checked."""
+    """The run might fail, or this was not checked."""
     NOTE = "note"
 
 
@@ -31,7 +31,7 @@ class Finding:
     key: str = ""
     """Dotted key of the setting, or of the line that ``where`` names."""
     where: str = ""
-    """File and line; empty for what stands in the configuration."""
+    """File and line; empty for a setting in the configuration."""
 
     @property
     def problem(self) -> Problem:

@@ -1,4 +1,4 @@
-"""Whether the root of the runs has room for the checkpoints of a trial."""
+"""Check of the disk space for the checkpoints of a trial."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCALAR_BYTES: Final = 4
 
 
 def check(settings: Settings) -> list[Finding]:
-    """Raises OSError for a file system that does not answer."""
+    """Check the disk space. Raises OSError for a file system that does not answer."""
     config = settings.config
     one, export = checkpoint_bytes(settings), 0
     if config.checkpoint.export_at_end:
@@ -43,8 +43,8 @@ def check(settings: Settings) -> list[Finding]:
 
 
 def checkpoint_bytes(settings: Settings) -> int:
-    """About as many as one checkpoint has: weights and optimizer states of the trained models. A
-    model whose architecture is not known counts as nothing."""
+    """Estimate the bytes of one checkpoint: weights and optimizer states of the trained models. A
+    model of unknown architecture counts 0."""
     total = 0
     for use in settings.algorithm.roles():
         if use.trained:
@@ -59,7 +59,7 @@ def _parameters(settings: Settings, role: str, head: Head) -> int:
 
 
 def _checkpoints(paths: RunPaths) -> int:
-    """How many the run has already."""
+    """Return the number of existing checkpoints."""
     return len(list(paths.checkpoints.iterdir())) if paths.checkpoints.is_dir() else 0
 
 

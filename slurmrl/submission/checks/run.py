@@ -1,4 +1,4 @@
-"""All looks at a trial before it is queued."""
+"""All checks of a trial before it is queued."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ TIMEOUT_S: Final = 120.0
 CHILD: Final = "slurmrl.submission.checks.child"
 UNCHECKED: Final = "the run checks it when it starts"
 SHOWN: Final = 300
-"""Characters of what a child that crashed wrote last."""
+"""Characters shown of the last output of a crashed child."""
 
 
 @dataclass(frozen=True)
 class Code:
-    """What the run will be able to import: a snapshot that is there, or what one is made of."""
+    """The code that the run can import: an existing snapshot, or the paths of a future one."""
 
     snapshot: Path | None = None
     paths: Sequence[Path] = ()
 
 
 def check(settings: Settings, code: Code, *, timeout_s: float = TIMEOUT_S) -> list[Finding]:
-    """Everything that can be checked without a GPU; the worst comes first. Changes nothing.
+    """Check everything that needs no GPU; return the findings, worst first. Change nothing.
 
-    Raises EnvironmentFailure, OSError where nothing can be looked at.
+    Raises EnvironmentFailure, OSError where nothing can be checked.
     """
     found = [*_places(settings), *room.check(settings), *_in_child(settings, code, timeout_s)]
     order = list(Weight)
@@ -59,7 +59,7 @@ def refuse(findings: Sequence[Finding]) -> None:
 
 
 def _places(settings: Settings) -> list[Finding]:
-    """Packages and files that settings name."""
+    """Check the packages and files that settings name."""
     config = settings.config
     found = []
     try:
@@ -75,7 +75,7 @@ def _places(settings: Settings) -> list[Finding]:
 
 
 def _placed(finding: Finding, settings: Settings) -> Finding:
-    """With the place in the configuration of what has no other."""
+    """Add the place in the configuration to a finding without a place."""
     if finding.where:
         return finding
     where = settings.source.where(tuple(finding.key.split("."))) if finding.key else ""
@@ -108,8 +108,8 @@ def _in_child(settings: Settings, code: Code, timeout_s: float) -> list[Finding]
 
 
 def environment(folder: Path, code: Code, variables: Mapping[str, str]) -> dict[str, str]:
-    """That of a job: what it does not inherit cannot be imported there either. ``folder`` takes
-    links to the code, ``variables`` are those of ``cluster.variables_file``."""
+    """Return the environment of a job, so that imports fail here as they would there. ``folder``
+    receives links to the code; ``variables`` are those of ``cluster.variables_file``."""
     place = code.snapshot
     if place is None:
         place = folder / "code"
@@ -127,7 +127,7 @@ def environment(folder: Path, code: Code, variables: Mapping[str, str]) -> dict[
 
 
 def _variables(settings: Settings) -> dict[str, str]:
-    """None where they cannot be read: that is a finding of its own."""
+    """Return the variables; none where the file cannot be read, which is a finding of its own."""
     file = settings.config.cluster.variables_file
     with contextlib.suppress(SlurmrlError):
         return variables.read(Path(file)) if file else {}
@@ -135,15 +135,15 @@ def _variables(settings: Settings) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """With everything that the user's code has started."""
+    """Kill the child with everything that the user's code has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _read(folder: Path, ended: int | None, timeout_s: float) -> list[Finding]:
-    """What the child found, and what it could not look at; ``ended`` is its exit code, None if it
-    ran out of time."""
+    """Return the child's findings, and what it could not check. ``ended`` is its exit code, None if
+    it ran out of time."""
     found, begun = [], {"begins": "starting to check", "subject": "checks"}
     path = folder / FINDINGS
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
@@ -162,7 +162,7 @@ def _read(folder: Path, ended: int | None, timeout_s: float) -> list[Finding]:
         )
         return [*found, Finding(subject, Weight.WARNING, text)]
     said = (folder / "output").read_bytes()[-4096:].decode(errors="replace").strip()
-    last = said.splitlines()[-1][:SHOWN] if said else "without a word"
+    last = said.splitlines()[-1][:SHOWN] if said else "no output"
     if ended == -signal.SIGKILL:
         text = f"the check was killed while {doing}, perhaps for its memory; {UNCHECKED}"
         return [*found, Finding(subject, Weight.WARNING, text)]

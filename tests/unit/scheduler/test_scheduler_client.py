@@ -243,7 +243,7 @@ def test_how_many_more_jobs_a_user_may_submit(
 def test_a_cluster_without_arrays_is_refused_in_words() -> None:
     assert limits.of_arrays({"MaxArraySize": "5"}) == 5
     assert limits.of_arrays({}) is None
-    with pytest.raises(EnvironmentFailure, match="job arrays switched off"):
+    with pytest.raises(EnvironmentFailure, match="job arrays are disabled"):
         limits.of_arrays({"MaxArraySize": "0"})
 
 
@@ -260,7 +260,7 @@ def test_a_chain_that_is_too_long_is_shortened_and_it_is_said(
     SlurmScheduler(client).submit(request)
     script = request.run.submission_script(1, "trainer").read_text()
     assert f"--array=0-{links - 1}%1" in script
-    assert f"takes {links} of the" in caplog.text
+    assert f"accepts only {links} of the" in caplog.text
 
 
 def test_one_link_that_is_refused_is_an_error(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_a_keeper_adds_nothing_to_what_another_one_added_since_it_looked(
     run: RunPaths, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm.running = ("41", 2)
-    with pytest.raises(UsageError, match="extended by somebody else meanwhile"):
+    with pytest.raises(UsageError, match="extended by another process in the meantime"):
         keep_beside(run, slurm, "queue", monkeypatch)
     assert list(slurm.jobs) == ["41", "42"]
 

@@ -161,7 +161,7 @@ def test_hosts_are_used_again(paths: RunPaths) -> None:
         hosts.avoid(paths, host, "broken")
         hosts.record_start(paths, 0, "43.0", host, "broken")
     with pytest.raises(
-        UsageError, match=r"n3: not avoided by this trial's jobs; avoided are n1, n2"
+        UsageError, match=r"n3: not excluded from this trial's jobs; excluded hosts: n1, n2"
     ):
         hosts.chosen(paths, ["n1", "n3"])
     hosts.include(paths, hosts.chosen(paths, ["n1"]))

@@ -168,7 +168,7 @@ def test_a_restarted_machine_runs_nothing(scheduler: LocalScheduler, tmp_path: P
 
 
 def test_more_than_one_host_is_refused(scheduler: LocalScheduler, ask: Ask) -> None:
-    with pytest.raises(SchedulerError, match="asks for 2 hosts"):
+    with pytest.raises(SchedulerError, match="requests 2 hosts"):
         scheduler.submit(ask("pass", hosts=2))
 
 

@@ -27,8 +27,8 @@ def test_squeue_of_22_05() -> None:
     jobs = {"trainer": ("1", "2"), "single": ("3",), "gone": ("9",)}
     found = tasks.task_states(rows.queue(recorded("squeue-22.05.txt")), jobs)
     shown = [(task.group, task.job_id, task.state.value, task.words) for task in found]
-    behind = "it waits for the link before it to end; nothing to do but wait"
-    later = "it waits for the job before it to end; nothing to do but wait"
+    behind = "it waits for the previous link to end; nothing to do but wait"
+    later = "it waits for the previous job to end; nothing to do but wait"
     assert shown[:4] == [
         ("trainer", "1_0", "FAILED", "ended with exit code 3"),
         ("trainer", "1_1", "FAILED", "was ended by signal 9 (SIGKILL)"),
@@ -52,9 +52,9 @@ QUEUED: dict[tuple[str, int | None], tuple[str, JobState, tuple[int | None, int 
     ("rec", 0): ("FAILED", JobState.FAILED, (3, None), "ended with exit code 3"),
     ("rec", 1): ("FAILED", JobState.FAILED, (0, 9), "was ended by signal 9 (SIGKILL)"),
     ("rec", 2): ("RUNNING", JobState.RUNNING, ALIVE, ""),
-    ("rec", 3): ("PENDING", JobState.PENDING, ALIVE, "waits for the link before it"),
+    ("rec", 3): ("PENDING", JobState.PENDING, ALIVE, "waits for the previous link"),
     **{
-        (CHAIN, element): ("PENDING", JobState.PENDING, ALIVE, "waits for the job before it")
+        (CHAIN, element): ("PENDING", JobState.PENDING, ALIVE, "waits for the previous job")
         for element in (4, 5, 6, 7)
     },
     ("wrap", None): ("PENDING", JobState.PENDING, ALIVE, "its earliest start time"),

@@ -164,7 +164,7 @@ def test_only_a_link_in_which_something_began_is_requeued(
     monkeypatch.setenv("SLURM_JOB_ID", "44")
     assert "nothing began" in continue_after(link(run, 0), scheduler)
     begin(History(run.history), {"job": "44.0.0"})
-    assert continue_after(link(run, 0), scheduler) == "41_0 was put back into the queue"
+    assert continue_after(link(run, 0), scheduler) == "41_0 was requeued"
     assert slurm.done == ["requeue 41_0"]
     again = Link(run, 1, "trainer", "41", 0, restart=1)
     assert "nothing began" in continue_after(again, scheduler)
@@ -177,7 +177,7 @@ def test_a_link_that_its_user_cancels_does_not_come_back(
     monkeypatch.setenv("SLURM_JOB_ID", "44")
     begin(History(run.history), {"job": "44.0.0"})
     slurm.state = "COMPLETING"
-    assert "is not put back" in continue_after(link(run, 0), scheduler)
+    assert "is not requeued" in continue_after(link(run, 0), scheduler)
     assert slurm.done == []
 
 
@@ -194,7 +194,7 @@ def test_a_link_without_sbatch_breaks_nothing(
     run: RunPaths, slurm: Slurm, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert "not known here" in continue_after(link(run, 0))
+    assert "cannot find out what follows" in continue_after(link(run, 0))
     end_chain(link(run, 0))
     monkeypatch.setattr(upkeep, "RETRY_S", 0.0)
     tries = counted(monkeypatch, "top_up")

@@ -109,7 +109,7 @@ def test_paths_of_code_are_relative_to_the_configuration(user: Path) -> None:
     ("name", "reason"),
     [
         ("missing.py", "there is no such file or folder"),
-        ("notes.txt", "it is no Python file"),
+        ("notes.txt", "it is not a Python file"),
         ("json.py", "would hide the standard library's json"),
         ("slurmrl", "would hide slurmrl"),
     ],
@@ -133,13 +133,13 @@ def test_two_entries_of_one_name_are_refused(user: Path) -> None:
 
 def test_data_is_not_code(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copying, "LARGEST_BYTES", 8)
-    with pytest.raises(ConfigError, match="leave data out of its folder"):
+    with pytest.raises(ConfigError, match="keep data out of its folder"):
         proposed(user, MINE)
 
 
 def test_a_module_that_is_not_here_is_told(user: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert proposed(user, "reward={name: 'no_such_module_here:R'}").recorder.code.paths == ()
-    assert "no module 'no_such_module_here' is found" in caplog.text
+    assert "module 'no_such_module_here' is found" in caplog.text
 
 
 def test_installed_packages_stay_where_they_are(user: Path) -> None:
@@ -189,7 +189,7 @@ def test_update_code_takes_the_present_code(
         patch.setattr(scheduler, "scripts", lambda request: {"trainer": str(request.code)})
         assert proposal.scripts() == {"trainer": str(second)}, "a dry run shows what will run"
     updated = submit(proposal)
-    assert updated.notes == (f"runs the code of now: {second}",)
+    assert updated.notes == (f"runs the present code: {second}",)
     assert (second / "helper.py").read_text() == "SCORE = 2\n"
     assert (paths.code / "helper.py").read_text() == "SCORE = 1\n"
     assert recorded_folders(second) == [user, user.parent, elsewhere]
@@ -295,7 +295,7 @@ def test_a_large_diff_is_cut_with_a_note(repository: Path, monkeypatch: pytest.M
     found = git.look(repository)
     assert isinstance(found, git.Repository)
     assert len(found.diff) == 20
-    assert any("cut off after 20 of" in note for note in found.notes)
+    assert any("truncated to 20 of" in note for note in found.notes)
 
 
 def test_a_folder_without_git_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,7 @@ def test_another_configuration_is_refused_with_the_differences(
     with pytest.raises(UsageError, match=r"seed: 1 in the trial, 2 now\n  actor.optimizer.lr: "):
         again("seed=2", "actor.optimizer.lr=1.0")
     with pytest.raises(
-        UsageError, match=r"seed: 1 .*\nA trial goes on with another: actor.backend"
+        UsageError, match=r"seed: 1 .*\nSettings that a trial may change: actor.backend"
     ):
         again("seed=2", "actor.backend=fsdp:d2")
     assert len(scheduler.requests) == 1
@@ -177,7 +177,7 @@ def test_a_trial_without_a_commit_goes_on_with_any_configuration(
     begin(History(paths.history), {})
     submitted = again("seed=2", "actor.optimizer.lr=1.0")
     assert load_resolved(paths.config).seed == 2
-    assert submitted.notes[0] == "starts at the beginning with seed: 1 in the trial, 2 now"
+    assert submitted.notes[0] == "starts from the beginning with seed: 1 in the trial, 2 now"
     end(History(paths.history), Kind.FAILED, {"reason": "diverged"})
     root = str(paths.run.parents[2])
     submit(propose_resume(RunPaths.of(Path(root), user_name(), "add", "1"), ["seed=3"]))
@@ -264,7 +264,7 @@ def test_of_two_who_have_looked_one_submits(
         return claim(*arguments)
 
     monkeypatch.setattr(claims, "claim", late)
-    with pytest.raises(UsageError, match="by somebody else at this moment"):
+    with pytest.raises(UsageError, match="by another process at this moment"):
         again()
     assert len(scheduler.requests) == 1
 
