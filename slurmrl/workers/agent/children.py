@@ -33,7 +33,7 @@ MASTER = "the master"
 class News:
     """Events of one turn."""
 
-    said: list[Message] = field(default_factory=list)
+    received: list[Message] = field(default_factory=list)
     """Messages of workers, without signs of life."""
     ended: list[Ended] = field(default_factory=list)
 
@@ -173,13 +173,14 @@ class Children:
     # -- their messages -----------------------------------------------------------------------
 
     def _hear_worker(self, slot: Slot, pipe: Connection) -> None:
-        said = pipe.receive_available()
-        if said:
+        received = pipe.receive_available()
+        if received:
             self._watch.heard(slot.rank)
-        for one in said:
-            if one["type"] == messages.PULSE and "doing" in one:
-                self._doing[slot.rank] = one["doing"], time.monotonic()
-        self._news.said += [one for one in said if one["type"] != messages.PULSE]
+        for message in received:
+            if message["type"] != messages.PULSE:
+                self._news.received.append(message)
+            elif "doing" in message:
+                self._doing[slot.rank] = message["doing"], time.monotonic()
         if pipe.closed:
             self._unlisten(pipe.fileno())
 

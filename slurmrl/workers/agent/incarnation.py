@@ -66,7 +66,7 @@ class Incarnation:
         self.number = 0
         """0 until it has begun."""
         self.replies: LogWriter | None = None
-        self._unsaid = False
+        self._unsent = False
         """Whether `replies` holds messages that the directory has not taken yet."""
         self._nonce = uuid.uuid4().hex
         self._symptoms = Symptoms(
@@ -113,7 +113,7 @@ class Incarnation:
     def _open_replies(self) -> None:
         path = self.host.paths.agent_log(self.number, self.host.group.name, self.host.identity.task)
         self.replies = LogWriter(path, nonce=self._nonce)
-        self.say({"type": messages.HELLO, **vars(self.host.identity)})
+        self.send({"type": messages.HELLO, **vars(self.host.identity)})
 
     def _form(self, state: TrialState) -> None:
         """Send each worker rank 0's address and the name of the commit to load."""
@@ -183,7 +183,7 @@ class Incarnation:
             for message in master.read():
                 if message["type"] == messages.OVER:
                     if why := message.get("stacks"):
-                        self._tell_stacks(why)
+                        self._send_stacks(why)
                     raise StaleIncarnationError(f"the master ended incarnation {self.number}")
                 if message["type"] == messages.STACKS:
                     self._answer(message)
@@ -211,7 +211,7 @@ class Incarnation:
         """Collect the stacks that a user requested; the ranks keep running."""
         why = f"requested (request {request['number']})"
         if request["ranks"] is None or set(request["ranks"]) & set(self.host.children.ranks):
-            self.say(
+            self.send(
                 self._witness.take(self.number, request["number"], why, self.turn, request["ranks"])
             )
 
@@ -257,30 +257,30 @@ class Incarnation:
         for output in self.host.outputs:
             output.look()
         news = self.host.children.turn(min(timeout_s, self._symptoms.longest_turn_s))
-        self._tell_warning()
-        self.say(*(one for one in news.said if one["type"] != messages.ERROR))
+        self._send_warning()
+        self.send(*(sent for sent in news.received if sent["type"] != messages.ERROR))
         self._symptoms.judge(news)
 
-    def _tell_warning(self) -> None:
+    def _send_warning(self) -> None:
         """Report a warning to the master and in the name store, once there is an incarnation."""
         if self.replies is None or (warned := self.host.warnings.take()) is None:
             return
-        self.say({"type": messages.WARNING, **warned.known})
+        self.send({"type": messages.WARNING, **warned.known})
         self.host.events.write("warned", **warned.known)
         with contextlib.suppress(NameExistsError, EnvironmentFailure):  # or another host was first
             self.host.names.add(
                 keys.warned(self.number), json.dumps(warned.known), delete_on_exit=False
             )
 
-    def say(self, *news: Message) -> None:
+    def send(self, *news: Message) -> None:
         """Send messages to the master. Those that the directory does not take now are sent first
         the next time."""
-        if self.replies is None or not (news or self._unsaid):
+        if self.replies is None or not (news or self._unsent):
             return
-        self._unsaid = True
+        self._unsent = True
         try:
             self.replies.append(*news)
-            self._unsaid = False
+            self._unsent = False
         except EnvironmentFailure as error:
             logger.warning("cannot send to the master, will retry: %s", error)
 
@@ -294,12 +294,12 @@ class Incarnation:
         failure.setdefault("host", host.identity.host)
         logger.error("%s", failure["reason"])
         if failure["cause"] != Cause.LOST_HOST:  # else there is no master left to begin
-            self._learn()
-        self._tell_warning()
+            self._await_begin()
+        self._send_warning()
         if self.number == 0 or publish(host.names, self.number, failure):
             short = {key: failure[key] for key in ("cause", "reason", "rank") if key in failure}
             host.events.write("failure", incarnation=self.number, **short)
-        self.say({"type": messages.FAILED, "failure": failure})
+        self.send({"type": messages.FAILED, "failure": failure})
         if evidence.is_hang(failure) and self.number:
             self._explain(failure)
         return failure
@@ -308,7 +308,7 @@ class Incarnation:
         """Keep the evidence of a hang: the stacks of all hosts if the master can still request
         them, else those of this host."""
         if failure["cause"] == Cause.HUNG and "rank" not in failure:  # the master
-            taken = self._witness.take(self.number, 0, failure["reason"], self._breathe)
+            taken = self._witness.take(self.number, 0, failure["reason"], self._idle)
             evidence.publish(
                 self.host.names, self.host.events, self.number, taken["ranks"], [taken["file"]]
             )
@@ -317,20 +317,20 @@ class Incarnation:
         while self._master_log is not None and time.monotonic() < deadline:
             if any(message["type"] == messages.OVER for message in self._master_log.read()):
                 break
-            self._breathe(LOOK_S)
-        self._tell_stacks(failure["reason"])
+            self._idle(LOOK_S)
+        self._send_stacks(failure["reason"])
 
-    def _tell_stacks(self, why: str) -> None:
-        self.say(self._witness.take(self.number, 0, why, self._breathe))
+    def _send_stacks(self, why: str) -> None:
+        self.send(self._witness.take(self.number, 0, why, self._idle))
         self._explained = True
 
-    def _breathe(self, seconds: float) -> None:
+    def _idle(self, seconds: float) -> None:
         """Wait, but ignore failures: this incarnation is over."""
         with contextlib.suppress(SlurmrlError):
             self.host.lease_guard.turn()
         self.host.children.turn(seconds)
 
-    def _learn(self) -> None:
+    def _await_begin(self) -> None:
         """After a failure before the incarnation began, give the master time to begin it: then the
         history counts this failure, and restarts come to an end."""
         children = self.host.children
@@ -355,8 +355,8 @@ class Incarnation:
         host.serving = 0
         deadline = time.monotonic() + EXPLAIN_S
         while self._explained and host.children.master_runs and time.monotonic() < deadline:
-            self.say()  # retry what the directory has not taken
-            self._breathe(LOOK_S)
+            self.send()  # retry what the directory has not taken
+            self._idle(LOOK_S)
         alone = len(host.plan.groups) == 1 and host.group.hosts == 1
         host.children.end(grace_s=0.0 if alone else MASTER_GRACE_S)
         if self._master_log is not None:

@@ -48,7 +48,7 @@ class Symptoms:
         return math.inf if self._echo is None else ECHO_TURN_S
 
     def judge(self, news: News) -> None:
-        errors = [message for message in news.said if message["type"] == messages.ERROR]
+        errors = [message for message in news.received if message["type"] == messages.ERROR]
         for error in errors:
             if not error.get("echo"):
                 raise _failed(self._of_error(error))
@@ -66,7 +66,7 @@ class Symptoms:
         early = ended.rank is not None and not self.told_to_exit
         if ended.code == 0 and not early:
             return
-        reason = str(ended) if ended.code else f"{ended.name} exited before it was told to"
+        reason = str(ended) if ended.code else f"{ended.name} exited unexpectedly"
         cause = Cause.MASTER if ended.rank is None else Cause.DIED
         if ended.code == -signal.SIGKILL and self._oom.happened():
             cause, reason = Cause.OOM, f"{reason} (the kernel's OOM killer)"

@@ -1,3 +1,4 @@
-"""A worker: one rank. It hosts model shards and the rank's part of the batch, and executes the
-master's messages in the order in which they come. The only process that imports torch.
+"""The worker: one rank. It holds model shards and the rank's part of the batch, and executes the
+master's messages in order. Of the processes of a run, only workers and the fork servers that they
+are forked from import torch.
 """

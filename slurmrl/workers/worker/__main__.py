@@ -1,6 +1,6 @@
 """``python -m slurmrl.workers.worker --run RUN --rank R --pipe-fd FD --pulse-s S``
 
-The fork server of a rank's workers, and in its forked children a worker.
+Entry point of a rank's fork server; a forked child continues here as the worker.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--run", type=Path, required=True)
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument(PIPE_FD_OPTION, type=int, required=True)
-    parser.add_argument(PULSE_OPTION, type=float, required=True, help="between signs of life")
+    parser.add_argument(PULSE_OPTION, type=float, required=True, help="seconds between pulses")
     parser.add_argument(stacks.OPTION, type=int, required=True)
     options = parser.parse_args()
     stacks.answer(options.stacks_fd)

@@ -1,9 +1,9 @@
-"""Which collective this rank is in, by torch's flight recorder.
+"""The collective that this rank is in, from torch's flight recorder.
 
-torch records every collective of NCCL and gloo by itself (TORCH_FR_BUFFER_SIZE entries, 2000 by
-default), so that nothing is added to a collective's cost. Of each group it also keeps the numbers
-of the newest collective that was begun and of the newest that has ended: those are cheap to look
-at. The entries are not (milliseconds), so they are read only for one that does not end.
+torch records every collective of NCCL and gloo anyway (TORCH_FR_BUFFER_SIZE entries, 2000 by
+default), so this adds nothing to the cost of a collective. For each group torch also keeps the
+numbers of the newest collective that has begun and of the newest that has ended, which are cheap to
+read. Reading the entries takes milliseconds, so it happens only for a collective that does not end.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
 
 SHOWN = 40
-"""Newest collectives that are shown with a rank's stacks."""
+"""Number of newest collectives in a rank's stacks."""
 Dump = Callable[[bool, bool], bytes]
 """(with collectives, only active ones) -> JSON"""
 Place = tuple[str, str]
-"""torch's number of a group, and of a collective in it."""
+"""(torch's number of a group, number of a collective in it)"""
 
 
 class Collectives:
-    """Looked at by one thread, from time to time."""
+    """Tracks the pending collective. Only one thread calls it, periodically."""
 
     def __init__(self) -> None:
         self._pending: set[Place] = set()
-        """What had not ended at the last look."""
+        """Collectives that were pending at the last call."""
         self._looked_up: dict[Place, dict[str, Any] | None] = {}
-        """Entries of those that had not ended at the look before either."""
+        """Entries of those that were pending at the call before as well."""
 
     def waiting(self) -> dict[str, Any] | None:
-        """The collective that has not ended since the last look at least: ``name``, its ``number``
-        in its group, the ``ranks`` of that, and its age ``since_s``. None where there is none, or
-        where torch does not say."""
+        """Return the oldest collective that was pending at the last call too: ``name``, ``group``,
+        ``number`` in that group, its ``ranks``, and its age ``since_s``. None if there is none, or
+        if torch does not report any."""
         pending = _pending(_dump(entries=False))
         stuck = pending & self._pending
         self._pending = pending
@@ -47,28 +47,28 @@ class Collectives:
             entries = _dump(entries=True).get("entries", [])
             for place in new:
                 self._looked_up[place] = _entry(entries, place)
-        found = [entry for entry in self._looked_up.values() if entry is not None]
-        if not found:
+        entries = [entry for entry in self._looked_up.values() if entry is not None]
+        if not entries:
             return None
-        told = dict(min(found, key=itemgetter("began")))
-        return {**told, "since_s": max(time.time() - told.pop("began"), 0.0)}
+        oldest = dict(min(entries, key=itemgetter("began")))
+        since_s = max(time.time() - oldest.pop("began"), 0.0)
+        return {**oldest, "since_s": since_s}
 
     def recorded(self) -> str:
-        """The newest collectives as text, the newest last."""
+        """Return the newest collectives as text, the newest last."""
         lines = []
         for entry in _dump(entries=True).get("entries", [])[-SHOWN:]:
-            told = _told(entry)
+            known = _describe(entry)
             state = "ended" if entry.get("retired") else entry.get("state", "")
             sizes = ", ".join(map(str, entry.get("input_sizes", [])))
-            lines.append(
-                f"  {told['name']} #{told['number']} of group {told['group']}, {sizes}: {state}\n"
-            )
+            collective = f"{known['name']} #{known['number']} of group {known['group']}"
+            lines.append(f"  {collective}, {sizes}: {state}\n")
         head = f"Newest {len(lines)} collectives of torch's flight recorder, the newest last:\n"
         return head + "".join(lines) if lines else ""
 
 
 def _dump(*, entries: bool) -> dict[str, Any]:
-    """What the recorder of this rank's backend holds; empty where it cannot be asked."""
+    """Return the flight recorder's content for this rank's backend; empty if it is unavailable."""
     if not dist.is_initialized():
         return {}
     kind = "nccl" if dist.get_backend() == "nccl" else "fr"
@@ -76,15 +76,15 @@ def _dump(*, entries: bool) -> dict[str, Any]:
     if dump is None:
         return {}
     try:
-        found = json.loads(dump(entries, False))
+        content = json.loads(dump(entries, False))
     except (RuntimeError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
-def _pending(found: Mapping[str, Any]) -> set[Place]:
-    """The newest collectives that have not ended."""
-    groups: Mapping[str, Mapping[str, str]] = found.get("pg_status", {})
+def _pending(content: Mapping[str, Any]) -> set[Place]:
+    """Return each group's newest collective, if it has not ended."""
+    groups: Mapping[str, Mapping[str, str]] = content.get("pg_status", {})
     return {
         (group, numbers.get("last_enqueued_collective", ""))
         for group, numbers in groups.items()
@@ -93,15 +93,15 @@ def _pending(found: Mapping[str, Any]) -> set[Place]:
 
 
 def _entry(entries: Sequence[Mapping[str, Any]], place: Place) -> dict[str, Any] | None:
-    """The first collective of a group that has not ended: those behind it wait for it."""
+    """Return the first pending collective of a group: the later ones wait for it."""
     group = place[0]
     for entry in entries:
         if str(entry.get("pg_id")) == group and not entry.get("retired"):
-            return _told(entry)
+            return _describe(entry)
     return None
 
 
-def _told(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _describe(entry: Mapping[str, Any]) -> dict[str, Any]:
     group = str((entry.get("process_group") or ["?"])[0])
     number = entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id")
     return {
@@ -114,7 +114,7 @@ def _told(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ranks(group: str) -> list[int]:
-    """Of the group of that name; empty where torch does not know it."""
+    """Return the ranks of the group of this name; empty if torch does not know it."""
     try:
         return list(dist.get_process_group_ranks(c10d._resolve_process_group(GroupName(group))))
     except (RuntimeError, ValueError, KeyError):

@@ -1,4 +1,4 @@
-"""Joining the incarnation's process group."""
+"""The process group of an incarnation."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from slurmrl.parallel.device import Accelerator
 from slurmrl.workers.messages import Message
 
 LEAST = timedelta(minutes=30)
-"""While models are loaded and before, no call of the master's sets a bound."""
+"""Shortest time-out: no call of the master bounds the time in which models are loaded."""
 LATER = timedelta(minutes=5)
 
 
 def patience(step_timeout_s: float) -> timedelta:
-    """For one collective: ranks may wait for each other for as long as a call may last, and the
-    master's deadline, which says what was waited for, comes first."""
+    """Return the time-out of one collective. Ranks may wait for each other as long as a call may
+    last, and the master's deadline, which reports what was waited for, must come first."""
     return max(LEAST, timedelta(seconds=step_timeout_s) + LATER)
 
 
@@ -32,11 +32,11 @@ def join(
     """Connect to the store that rank 0 serves, and form the process group.
 
     Args:
-        start: holds ``store`` (host:port), ``world_size`` and ``interface``, the network interface
-            that the ranks talk over.
-        listener: file descriptor of the store's listening socket, which the agent has bound; on
-            rank 0 only.
-        timeout: for one collective.
+        start: has ``store`` (host:port), ``world_size`` and ``interface``, the network interface
+            for traffic between ranks.
+        listener: file descriptor of the store's listening socket, bound by the agent; on rank 0
+            only.
+        timeout: of one collective.
     """
     host, _, port = start["store"].rpartition(":")
     if start["interface"]:

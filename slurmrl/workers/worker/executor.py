@@ -1,4 +1,4 @@
-"""Executing the master's messages on this rank's models and its part of the batch."""
+"""Execution of the master's messages on this rank's models and its part of the batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,32 @@ from slurmrl.registry import resolve
 from slurmrl.workers.messages import Message
 from slurmrl.workers.worker.saver import Saver
 from slurmrl.workers.worker.sharing import share
-from slurmrl.workers.worker.store import SampleStore
+
+
+class SampleStore:
+    """This rank's part of the current batch. A call takes the keys that it reads and adds the keys
+    that it makes; the next batch replaces everything."""
+
+    def __init__(self) -> None:
+        self._sample: SequenceSample | None = None
+
+    def replace(self, sample: SequenceSample | None) -> None:
+        self._sample = sample
+
+    @property
+    def sample(self) -> SequenceSample:
+        if self._sample is None:
+            raise RuntimeError("no batch was loaded before this call")
+        return self._sample
+
+    def add(self, produced: SequenceSample) -> None:
+        self.sample.update_(produced)
+
+    def tokens(self, key: str = "input_ids") -> int:
+        """Return the number of tokens under ``key``; 0 if the batch has no such key yet."""
+        if self._sample is None or key not in self._sample.keys:
+            return 0
+        return sum(sum(lengths) for lengths in self._sample.lengths[key])
 
 
 class Executor:
@@ -59,7 +84,7 @@ class Executor:
         self._saver = Saver(rank)
 
     def describe_data(self) -> dict[str, Any]:
-        """What the master needs to know of data and tokens, the same on every rank."""
+        """Return what the master needs to know about data and tokens, the same on every rank."""
         evaluation = self.evaluation_dataset
         return {
             "size": self.dataset.size,
@@ -68,16 +93,16 @@ class Executor:
             "left_out": self.dataset.left_out,
             "evaluation_left_out": evaluation.left_out if evaluation is not None else 0,
             "stop_tokens": [
-                [one, self.tokenizer.convert_ids_to_tokens(one)] for one in self.stop_token_ids
+                [token, self.tokenizer.convert_ids_to_tokens(token)]
+                for token in self.stop_token_ids
             ],
         }
 
     # -- messages ----------------------------------------------------------------------------
 
     def load(self, message: Message) -> Message:
-        """Take this rank's part of a batch. Every rank reads the whole batch, so that all agree
-        on the parts without asking each other; ranks that share a model's matrices or sequences
-        take the same part."""
+        """Take this rank's part of a batch. Every rank reads the whole batch, so all agree on the
+        parts without communication. Ranks of one tp or cp group take the same part."""
         began = time.monotonic()
         first = self._calls(message)[0]
         part = None
@@ -90,10 +115,10 @@ class Executor:
         return self._answer(began)
 
     def call(self, message: Message) -> Message:
-        """Execute one call of the dataflow graph on this rank's part, if it takes part. Of ranks
-        with the same part the first one's results count."""
+        """Execute one call of the dataflow graph on this rank's part, if the rank takes part in the
+        call. Of ranks with the same part, only the first one's results count."""
         began = time.monotonic()
-        call = next(one for one in self._calls(message) if one.name == message["name"])
+        call = next(call for call in self._calls(message) if call.name == message["name"])
         if self.rank not in call.ranks:
             return self._answer(began)
         context = CallContext(
@@ -120,19 +145,20 @@ class Executor:
         return self._answer(began, stats=result.stats, texts=result.texts)
 
     def save(self, message: Message, say: Callable[[Message], None]) -> Message:
-        """Write this rank's part of a checkpoint of every trained model, or only copy it to host
-        memory and write it while messages go on; ``say`` gets SAVED once it is on disk, perhaps
-        from another thread."""
+        """Write this rank's part of a checkpoint of every trained model. An asynchronous save only
+        copies it to host memory, and a thread writes it during the next messages. ``say`` receives
+        SAVED once it is on disk, perhaps from that thread."""
         began = time.monotonic()
         self._saver.wait()
-        taken = [
+        taken = (
             engine.snapshot(copy=message["asynchronous"])
             for role, engine in self.engines.items()
             if self.plan.models[role].trained
-        ]
+        )
+        snapshots = [snapshot for snapshot in taken if snapshot is not None]
         save = self._saver.start if message["asynchronous"] else self._saver.write
         directory = self.paths.checkpoints / message["directory"]
-        save([one for one in taken if one is not None], directory, message["seq"], say)
+        save(snapshots, directory, message["seq"], say)
         return self._answer(began)
 
     # -- parts -------------------------------------------------------------------------------
@@ -141,21 +167,21 @@ class Executor:
         return self.plan.evaluation_calls if message["evaluation"] else self.plan.calls
 
     def _parts(self, whole: SequenceSample, first: CallPlan, ranks: int) -> list[list[int]]:
-        """Items of each data-parallel rank: of about equal numbers of tokens, or of equal numbers
-        of items of each minibatch where a call generates, because completions, whose lengths are
-        not known yet, cost more than prompts."""
+        """Return the items of each data-parallel rank. They have about equal numbers of tokens; if
+        the first call generates, equal numbers of items of each minibatch, because completions,
+        whose lengths are not known yet, cost more than prompts."""
         if first.method != Method.GENERATE:
             return balanced_partition(whole.item_lengths(), ranks)
         minibatches = self.settings.algorithm.minibatches
         return even_partition(whole.item_lengths(), ranks, minibatches)
 
     def _place(self, call: CallPlan) -> ParallelContext:
-        """Where this rank stands in the layout that a call runs on; a call without a model runs
-        where the actor does."""
+        """Return this rank's place in the layout of a call. A call without a model has the actor's
+        layout."""
         return self.engines[call.layout or call.role or "actor"].context
 
     def _read(self, message: Message) -> SequenceSample:
-        """The whole batch; items of one epoch are read together."""
+        """Read the whole batch; items of one epoch are read together."""
         dataset = self.evaluation_dataset if message["evaluation"] else self.dataset
         assert dataset is not None
         return SequenceSample.gather(

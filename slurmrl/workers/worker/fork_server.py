@@ -1,4 +1,4 @@
-"""The process that a rank's workers are forked from, with all imports done and no thread started.
+"""The fork server of a rank: a process with all imports done, from which its workers are forked.
 
 The agent starts one fork server per rank, with the rank's devices in its environment. For each
 incarnation it sends ``fork`` with the worker's end of a new pipe. The fork server reports the end
@@ -26,13 +26,13 @@ logger = log.get(__name__)
 
 OWN_PACKAGE = "slurmrl."
 LEFTOVERS_S = 2.0
-"""How long what a worker has left behind may take to be gone after it was killed."""
+"""How long processes that a worker left behind may take to end after they were killed."""
 
 
 def preload(run: Path) -> None:
-    """Import what the workers of this run will need. Not the user's modules: those may do anything
-    when they are imported."""
-    import torch._inductor  # noqa: F401 - for use_deterministic_algorithms, most of a start's time
+    """Import what the workers of this run need, except the user's modules: importing those may have
+    any side effect."""
+    import torch._inductor  # noqa: F401 - for use_deterministic_algorithms; takes most of the start
     from transformers import AutoTokenizer  # noqa: F401
 
     import slurmrl.workers.worker.serve  # noqa: F401
@@ -46,8 +46,8 @@ def preload(run: Path) -> None:
 
 
 def serve(agent: Connection, rank: int) -> Connection | None:
-    """Fork workers on request. Returns in each worker with its pipe, and in the fork server with
-    None when the agent is gone. The running worker dies with the fork server."""
+    """Fork workers on request. Return in each worker with its pipe, and in the fork server with
+    None once the agent is gone. A running worker dies with the fork server."""
     process.name_process(f"fork server {rank}")
     process.adopt_orphans()
     worker: int | None = None
@@ -75,7 +75,7 @@ def serve(agent: Connection, rank: int) -> Connection | None:
 
 
 def _fork(rank: int) -> int:
-    """The worker's pid; 0 in the worker."""
+    """Fork a worker. Return its pid, or 0 in the worker."""
     log.flush()
     fork_server = os.getpid()
     pid = os.fork()
@@ -86,7 +86,7 @@ def _fork(rank: int) -> int:
 
 
 def _wait(agent: Connection, worker: int | None) -> None:
-    """Until the agent says something or the worker has ended."""
+    """Wait until the agent sends a message or the worker has ended."""
     poller = select.poll()
     poller.register(agent, select.POLLIN)
     pidfd = os.pidfd_open(worker) if worker is not None else None
@@ -100,24 +100,24 @@ def _wait(agent: Connection, worker: int | None) -> None:
 
 
 def _ended(worker: int) -> int | None:
-    """Exit code, negative for a signal, or None while it runs."""
+    """Return the exit code, negative for a signal, or None while it runs."""
     pid, status = os.waitpid(worker, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if pid else None
 
 
 def _clear_leftovers() -> None:
-    """End what the worker has started and left behind: it may hold the GPU, and nobody else knows
-    of it."""
+    """Kill the processes that the worker left behind: they may hold the GPU, and no other process
+    knows them."""
     deadline = time.monotonic() + LEFTOVERS_S
-    while time.monotonic() < deadline and (left := _children()):
-        for pid in left:
+    while time.monotonic() < deadline and (pids := _children()):
+        for pid in pids:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, os.WNOHANG)
         time.sleep(0.001)
 
 
 def _children() -> list[int]:
-    """Pids of all children of this process, those that are ended and not waited for included."""
+    """Return the pids of all children of this process, zombies included."""
     try:
         return [int(pid) for pid in Path("/proc/thread-self/children").read_text().split()]
     except OSError:  # a kernel without this list

@@ -1,4 +1,4 @@
-"""Writing this rank's part of a checkpoint, in the background while training goes on."""
+"""Writer of this rank's part of a checkpoint, in the background during training."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ logger = log.get(__name__)
 
 
 class Saver:
-    """Writes one checkpoint at a time and says SAVED at its end: with the files, or with the error
-    where the directory does not take them, which ends nothing. What else is raised is a bug and is
-    raised again by `wait`."""
+    """Writes one checkpoint at a time, then sends SAVED with the files, or with the error if the
+    directory did not take them; that error ends nothing. Any other exception is a bug, which `wait`
+    raises again."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -36,7 +36,7 @@ class Saver:
         seq: int,
         say: Callable[[Message], None],
     ) -> None:
-        """Write in a thread, which calls ``say`` when all is on disk."""
+        """Write in a thread, which calls ``say`` once everything is on disk."""
 
         def run() -> None:
             say(self._write(snapshots, directory, seq))
@@ -51,12 +51,12 @@ class Saver:
         seq: int,
         say: Callable[[Message], None],
     ) -> None:
-        """Write before this returns."""
+        """Write synchronously."""
         say(self._write(snapshots, directory, seq))
         self.wait()
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Wait until nothing is being written. Raises the exception of a bug in `_write`."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -69,7 +69,7 @@ class Saver:
             files = [asdict(snapshot.write(directory)) for snapshot in snapshots]
         except EnvironmentFailure as error:
             logger.warning("%s", error)
-            for snapshot in snapshots:  # or there may be no room to tell anybody
+            for snapshot in snapshots:  # or there may be no room to report it
                 discard(snapshot.path(directory), REAL)
             return {**answer, "error": str(error)}
         except Exception as error:  # noqa: BLE001 - a thread's boundary: the rank raises it

@@ -1,12 +1,17 @@
-"""A worker's life: wait for ``start``, join the process group, load models, execute messages."""
+"""The worker's main loop: wait for ``start``, join the process group, execute messages."""
 
 from __future__ import annotations
 
 import os
+import re
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 from slurmrl import log
 from slurmrl.channel.pipe import Connection
@@ -16,23 +21,29 @@ from slurmrl.paths import RunPaths
 from slurmrl.workers import messages
 from slurmrl.workers.failure import Cause
 from slurmrl.workers.messages import Message
-from slurmrl.workers.worker.errors import recognise
 from slurmrl.workers.worker.executor import Executor
 from slurmrl.workers.worker.setup import build
 
 logger = log.get(__name__)
 
 LINGER_S = 30.0
-"""How long a rank that failed waits for its agent to end it."""
+"""How long a failed rank waits for its agent to kill it."""
 TEXT_CHARACTERS = 4_000
 TRACEBACK_CHARACTERS = 50_000
-"""What is reported of an exception: it goes through pipe, name store and history."""
+"""Limits of a reported exception: it goes through pipe, name store and history."""
+ECHOES = (ConnectionError, dist.DistError)
+ECHO_TEXTS = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|gloo/transport|socket timeout"
+    r"|remote process exited|timed out waiting|nccl (communicator|error)|timeout\(ms\)",
+    re.IGNORECASE,
+)
+"""Messages of torch.distributed, gloo and NCCL when another rank is gone or does not take part."""
 
 
 def serve(run: Path, rank: int, pipe: Connection, activity: Activity) -> int:
-    """Execute messages until ``exit`` or until the agent is gone. Leaves without the interpreter's
-    clean-up: that would wait for the process groups of ranks that may be gone, and it takes
-    seconds in a process that was forked from a large one."""
+    """Execute messages until ``exit`` or until the agent is gone. Exits without the interpreter's
+    clean-up: that would wait for the process groups of ranks that may be gone, and takes seconds in
+    a process that was forked from a large one."""
     doing: Message = {"type": messages.START}
     code = 1
     try:
@@ -78,16 +89,16 @@ def _execute(executor: Executor, message: Message, pipe: Connection) -> Message:
 
 
 def _linger(pipe: Connection) -> None:
-    """Stay until the agent ends this process: the report goes out whole, and other ranks do not
-    fail because of us before it is known who was first."""
+    """Stay until the agent kills this process, so that the report is sent completely and other
+    ranks do not fail in their collectives before it is known which rank failed first."""
     deadline = time.monotonic() + LINGER_S
     while not pipe.closed and (left_s := deadline - time.monotonic()) > 0:
         pipe.receive(left_s)
 
 
 def _describe(error: BaseException, rank: int, doing: Message) -> dict[str, Any]:
-    """A user's mistake is final: its message says everything, and another start would meet it
-    again. What a host lacks when its rank starts may be there on others."""
+    """Return the ERROR message. A user error is final: its message needs no traceback, and another
+    start would raise it again. If the host lacks something at the start, another host may have it."""
     final = isinstance(error, UsageError)
     lacking = isinstance(error, EnvironmentFailure) and doing["type"] == messages.START
     text = str(error) if final else f"{type(error).__name__}: {error}"
@@ -103,3 +114,23 @@ def _describe(error: BaseException, rank: int, doing: Message) -> dict[str, Any]
         "exception": text[:TEXT_CHARACTERS],
         "traceback": "" if final else traceback.format_exc()[-TRACEBACK_CHARACTERS:],
     }
+
+
+def recognise(error: BaseException) -> dict[str, Any]:
+    """Classify an exception. ``echo``: it looks like a consequence of another rank's end, which
+    explains more. ``oom``: memory ran out. Each is present only if true."""
+    chain = list(_chain(error))
+    echo = any(isinstance(error, ECHOES) or _says_echo(error) for error in chain)
+    oom = any(isinstance(error, MemoryError | torch.OutOfMemoryError) for error in chain)
+    return {**({"echo": True} if echo else {}), **({"oom": True} if oom else {})}
+
+
+def _says_echo(error: BaseException) -> bool:
+    return isinstance(error, RuntimeError) and ECHO_TEXTS.search(str(error)) is not None
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """Yield an exception and its causes."""
+    while error is not None:
+        yield error
+        error = error.__cause__

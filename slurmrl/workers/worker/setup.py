@@ -1,4 +1,4 @@
-"""Building what a rank needs from the run directory: process group, models, datasets, tokenizer."""
+"""Construction of a rank from the run directory: process group, models, datasets, tokenizer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from slurmrl.workers.worker.executor import Executor
 def build(
     paths: RunPaths, rank: int, start: Message, listener: int | None, activity: Activity
 ) -> Executor:
-    """Everything of this rank, with the weights of the commit that ``start`` names, if any."""
+    """Build this rank's executor, with the weights of the commit that ``start`` names, if any."""
     settings = load_run_settings(paths)
     require_inputs(settings)
     plan = Plan.read(paths.plan)
@@ -59,7 +59,7 @@ def build(
     if start["base"] is not None:
         activity.phase("loading the checkpoint")
         verify_share(paths.checkpoints / start["base"], rank, plan.world_size)
-        dist.barrier()  # who finds damage says so before anybody stumbles over it
+        dist.barrier()  # a rank that finds damage reports it before any rank loads
         for engine in engines.values():
             engine.load(paths.checkpoints / start["base"])
     activity.phase("opening the dataset")
@@ -83,7 +83,7 @@ def require_inputs(settings: Settings) -> None:
 def _engines(
     settings: Settings, plan: Plan, contexts: Mapping[str, ParallelContext]
 ) -> dict[str, Engine]:
-    """The models that this rank holds a part of, with their first weights."""
+    """Build the models of which this rank holds a shard, with their initial weights."""
     config = settings.config
     optimizer_steps = config.total_steps * settings.algorithm.optimizer_steps
     engines: dict[str, Engine] = {}

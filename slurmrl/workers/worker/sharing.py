@@ -1,5 +1,7 @@
-"""Ranks that work on the same samples hold the same data: the first of them sends what a call
-made to the others, whatever their own computation gave."""
+"""Broadcast of what a call made, so that ranks with the same samples hold the same data.
+
+The first of these ranks sends its result to the others, which drop their own.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,11 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.parallel.groups import ParallelContext
 
 ALL = "data"
-"""The group of these ranks; a context without it has no such ranks."""
+"""Name of the group of these ranks; a context without it has no such ranks."""
 
 
 def share(sample: SequenceSample | None, context: ParallelContext) -> SequenceSample | None:
-    """What the first rank's ``sample`` is, on every rank of its group. Collective."""
+    """Return the first rank's ``sample`` on every rank of its group. Collective."""
     if ALL not in context.groups:
         return sample
     header = json.loads(_broadcast_bytes(json.dumps(_header(sample)).encode(), context))
@@ -77,8 +79,8 @@ def _broadcast_bytes(content: bytes, context: ParallelContext) -> bytes:
 
 
 def _broadcast(own: Tensor, size: int, context: ParallelContext) -> Tensor:
-    """The first rank's ``size`` bytes."""
-    found = own if context.is_leader else own.new_empty(size, device=context.device)
+    """Return the first rank's ``size`` bytes."""
+    buffer = own if context.is_leader else own.new_empty(size, device=context.device)
     if size:
-        dist.broadcast(found, group=context.group(ALL), group_src=0)
-    return found
+        dist.broadcast(buffer, group=context.group(ALL), group_src=0)
+    return buffer

@@ -201,7 +201,7 @@ def test_incarnations_of_the_job_before_end_nothing(host: Host) -> None:
 def test_no_other_incarnation_after_a_warning(host: Host) -> None:
     def warned(incarnation: Incarnation) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        incarnation._tell_warning()
+        incarnation._send_warning()
 
     assert live(host, both(begins(), warned, fails(DIED))) == FAILED
     names = Host(host.paths, 1, "trainer").names

@@ -70,11 +70,11 @@ def test_news_wait_for_the_directory_and_keep_their_order(
     calls = Broken()
     incarnation.replies = LogWriter(run.agent_log(1, "trainer", 0), calls=calls)
     reader = LogReader(run.agent_log(1, "trainer", 0))
-    incarnation.say({"n": 0})
+    incarnation.send({"n": 0})
     calls.fails = True
-    incarnation.say({"n": 1})
+    incarnation.send({"n": 1})
     incarnation.turn(0.0)
-    incarnation.say({"n": 2})
+    incarnation.send({"n": 2})
     calls.fails = False
     assert [message["n"] for message in reader.read()] == [0]
     incarnation.turn(0.0)

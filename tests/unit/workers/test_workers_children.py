@@ -65,7 +65,7 @@ class Ear:
         while not enough():
             assert time.monotonic() < deadline, (self.said, self.ended)
             news: News = self.children.turn(0.05)
-            self.said += news.said
+            self.said += news.received
             self.ended += news.ended
 
     def of(self, rank: int) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from slurmrl.data.sample import SequenceSample
-from slurmrl.workers.worker.store import SampleStore
+from slurmrl.workers.worker.executor import SampleStore
 
 
 def prompts(*lengths: int) -> SequenceSample:

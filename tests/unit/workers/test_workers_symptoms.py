@@ -134,7 +134,7 @@ def test_signals_without_a_name(bed: Bed) -> None:
 def test_a_worker_that_leaves_too_early(bed: Bed) -> None:
     """``os._exit(0)`` in user code is no good end."""
     failure = bed.failure(ended=(died(3, 0),))
-    assert failure["reason"] == "rank 3 on n1 exited before it was told to"
+    assert failure["reason"] == "rank 3 on n1 exited unexpectedly"
     assert failure["cause"] == "died"
 
 

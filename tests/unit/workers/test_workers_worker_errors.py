@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slurmrl.workers.worker.errors import recognise
+from slurmrl.workers.worker.serve import recognise
 
 GLOO = (
     "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer "
