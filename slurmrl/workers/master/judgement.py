@@ -223,5 +223,6 @@ def _too_many(vain: list[Ending], max_begins: int) -> Verdict | None:
     traceback = next((one.traceback for one in reversed(vain) if one.traceback), "")
     why = last.reason or "its processes ended without reporting a reason"
     hang = f"; {last.hang}" if last.hang else ""
-    text = f"{len(vain)} starts in a row without a new commit; the last one: {why}{hang}"
+    starts = "1 start" if len(vain) == 1 else f"{len(vain)} starts in a row"
+    text = f"{starts} without a new commit; the last one: {why}{hang}"
     return Verdict(text, traceback)

@@ -11,15 +11,15 @@ from torch._C._distributed_c10d import TCPStore
 from slurmrl.parallel.device import Accelerator
 from slurmrl.workers.messages import Message
 
-LEAST = timedelta(minutes=30)
+SHORTEST_TIMEOUT = timedelta(minutes=30)
 """Shortest time-out: no call of the master bounds the time in which models are loaded."""
-LATER = timedelta(minutes=5)
+MARGIN = timedelta(minutes=5)
 
 
-def patience(step_timeout_s: float) -> timedelta:
+def collective_timeout(step_timeout_s: float) -> timedelta:
     """Return the time-out of one collective. Ranks may wait for each other as long as a call may
     last, and the master's deadline, which reports what was waited for, must come first."""
-    return max(LEAST, timedelta(seconds=step_timeout_s) + LATER)
+    return max(SHORTEST_TIMEOUT, timedelta(seconds=step_timeout_s) + MARGIN)
 
 
 def join(

@@ -98,7 +98,7 @@ def _linger(pipe: Connection) -> None:
 
 def _describe(error: BaseException, rank: int, doing: Message) -> dict[str, Any]:
     """Return the ERROR message. A user error is final: its message needs no traceback, and another
-    start would raise it again. If the host lacks something at the start, another host may have it."""
+    start would raise it again. What one host lacks at the start, another one may have."""
     final = isinstance(error, UsageError)
     lacking = isinstance(error, EnvironmentFailure) and doing["type"] == messages.START
     text = str(error) if final else f"{type(error).__name__}: {error}"

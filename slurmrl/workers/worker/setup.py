@@ -25,7 +25,7 @@ from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.workers.messages import Message
-from slurmrl.workers.worker.distributed import join, patience
+from slurmrl.workers.worker.distributed import collective_timeout, join
 from slurmrl.workers.worker.executor import Executor
 
 
@@ -44,7 +44,7 @@ def build(
         deterministic=accelerator.device.type == "cpu" if deterministic is None else deterministic,
     )
     torch.manual_seed(settings.config.seed * plan.world_size + rank)
-    timeout = patience(settings.config.step_timeout_s)
+    timeout = collective_timeout(settings.config.step_timeout_s)
     activity.phase("joining the other ranks")
     join(start, rank, listener, accelerator, timeout)
     contexts = groups.build(

@@ -1,4 +1,4 @@
-"""Where ranks are reached: a configured interface, loopback for one host, never for several."""
+"""The address of a host: that of the configured interface; loopback only for a single host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An agent's life: what it does after an incarnation, by how that ended."""
+"""The agent's main loop: what follows an incarnation depends on how it ended."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Step = Callable[[Incarnation], None]
 
 
 class Script(Incarnation):
-    """Incarnations that do what a test says, without processes."""
+    """Scripted incarnations without processes."""
 
     steps: list[Step]
 
@@ -183,7 +183,7 @@ def test_an_ended_trial_is_left(host: Host) -> None:
 
 
 def test_another_job_takes_over(host: Host) -> None:
-    """This one must not begin again, or the two would end each other's incarnations for ever."""
+    """This job must not begin again: the two would end each other's incarnations without end."""
 
     def taken(incarnation: Incarnation) -> None:
         begin(incarnation.host.history, {"job": "99.0.0"})
@@ -232,7 +232,7 @@ def test_an_environment_that_does_not_do(host: Host) -> None:
 
 
 def test_failures_before_anything_began_come_to_an_end(host: Host) -> None:
-    """The history cannot count what never began."""
+    """The history cannot count an incarnation that never began."""
     most = host.most_failures
     assert live(host, *[fails(DIED)] * (most + 1)) == FAILED
     assert host.history.read() == []

@@ -1,4 +1,4 @@
-"""An agent on a directory that does not answer: it goes on trying, and tells nothing wrong."""
+"""An agent on a directory that does not answer: it keeps trying and loses no message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An agent's children: what they say, how they end, and messages larger than a pipe's buffer."""
+"""An agent's children: their messages, also larger than a pipe's buffer, and their ends."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ time.sleep(600)
 
 
 class Ear:
-    """Takes turns until enough has happened."""
+    """Takes turns until a condition holds."""
 
     def __init__(self, children: Children) -> None:
         self.children = children
@@ -72,7 +72,7 @@ class Ear:
         return next(one for one in reversed(self.said) if one["rank"] == rank)
 
     def fork(self, folder: Path) -> None:
-        """Workers of the next incarnation, up and heard."""
+        """Start the next incarnation's workers and wait for their first messages."""
         self.said.clear()
         self.ended.clear()
         with process.open_log(folder / "workers.log") as output:
@@ -172,7 +172,7 @@ def test_exit_code_is_told(ear: Ear) -> None:
 
 
 def test_last_words_come_before_the_end(ear: Ear) -> None:
-    """What a worker said before it died is heard no later than that it died."""
+    """The last messages of a worker arrive no later than its end."""
     ear.said.clear()
     slot = ear.children.slots[0]
     slot.send({"text": "last"})

@@ -1,4 +1,4 @@
-"""What is told of a failure, and that the first one counts."""
+"""Failures: their content, and that the first one counts."""
 
 from __future__ import annotations
 

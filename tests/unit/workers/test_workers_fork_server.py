@@ -1,4 +1,4 @@
-"""The process that workers are forked from: what it has done before, and what it clears away."""
+"""The fork server: its imports, the workers that it forks, and the leftovers that it kills."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_orders_before_the_fork_server_is_ready_wait(slot: Slot) -> None:
 
 
 def test_an_order_for_nobody(slot: Slot) -> None:
-    """The worker ended by itself while the order was under way."""
+    """The worker ended by itself while the message was in transit."""
     assert slot.line is not None
     slot.line.send({"type": messages.KILL})
     assert start(slot)["pid"] > 0

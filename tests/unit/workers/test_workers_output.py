@@ -1,4 +1,4 @@
-"""A flood of output: bounded on disk, the newest kept, followed without a gap, and nobody's end."""
+"""A flood of output: bounded on disk, the newest part kept, followed without a gap, harmless."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BYTES = len(LINE.format(0))
 
 
 class Task:
-    """The output of task 3's second attempt, looked at by a clock of its own."""
+    """The output of task 3's second attempt, with a clock that the test moves."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

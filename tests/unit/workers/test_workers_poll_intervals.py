@@ -1,4 +1,4 @@
-"""A trial at rest, simulated: every look that its processes take, counted."""
+"""A simulated idle trial: all file operations of its processes are counted."""
 
 from __future__ import annotations
 

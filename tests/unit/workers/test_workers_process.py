@@ -1,4 +1,4 @@
-"""Children die with their parent, are deaf to Slurm's signals, and see the end of their pipe."""
+"""Children die with their parent, ignore Slurm's signals, and read end of file from their pipe."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def alive(pid: int) -> bool:
 
 
 def test_child_dies_with_its_parent(tmp_path: Path, environment: dict[str, str]) -> None:
-    """Also one that looks at no pipe."""
+    """Also a child that never reads its pipe."""
     (tmp_path / "stub_sleeper.py").write_text(
         "import time\nprint('up', flush=True)\ntime.sleep(600)"
     )

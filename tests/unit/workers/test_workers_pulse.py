@@ -52,7 +52,7 @@ def test_a_sign_of_life_begins_anew(watch: Watch[int], clock: Clock) -> None:
 
 
 def test_one_that_was_never_heard_is_not_watched(watch: Watch[int], clock: Clock) -> None:
-    """Imports may take long; whether a rank comes up at all is asked by the master."""
+    """Imports may take long; the master bounds the time of a start."""
     watch.forget(3)
     assert pass_time(watch, clock, 3600) == []
     watch.heard(4)
@@ -62,7 +62,7 @@ def test_one_that_was_never_heard_is_not_watched(watch: Watch[int], clock: Clock
 def test_time_in_which_the_listener_did_not_run_does_not_count(
     watch: Watch[int], clock: Clock
 ) -> None:
-    """It was stopped for an hour, and everybody with it: those get time to say something."""
+    """The watcher was stopped for an hour, and so were the others: they get time for a pulse."""
     clock.now += 3600
     assert watch.silent() == []
     assert pass_time(watch, clock, SILENCE_S / 2) == []

@@ -1,4 +1,4 @@
-"""The batch of a rank grows a key at a time and is replaced as a whole."""
+"""A rank's batch grows key by key and is replaced as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of what happens on a host is the failure that is told."""
+"""Which event on a host is reported as the failure."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_signals_without_a_name(bed: Bed) -> None:
 
 
 def test_a_worker_that_leaves_too_early(bed: Bed) -> None:
-    """``os._exit(0)`` in user code is no good end."""
+    """``os._exit(0)`` in user code counts as a failure."""
     failure = bed.failure(ended=(died(3, 0),))
     assert failure["reason"] == "rank 3 on n1 exited unexpectedly"
     assert failure["cause"] == "died"

@@ -1,4 +1,4 @@
-"""What a signal means: by whom it is sent and how much time is left."""
+"""The meaning of a signal: its sender and the time left."""
 
 from __future__ import annotations
 

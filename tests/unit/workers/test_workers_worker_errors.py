@@ -1,4 +1,4 @@
-"""Which exceptions of a rank only echo the end of another one, and which mean too little memory."""
+"""Classification of a rank's exceptions: consequences of another rank's end, lack of memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker's life at the end of its pipe: answers, last words, and leaving."""
+"""The worker's main loop: answers, error reports, exit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ START = {"type": messages.START, "store": "127.0.0.1:1"}
 
 
 class LeftError(BaseException):
-    """In place of the process's end."""
+    """Raised in place of os._exit."""
 
 
 class FakeExecutor:
@@ -182,7 +182,7 @@ def test_long_errors_are_cut(ready: Rank) -> None:
 
 
 def test_last_words_come_whole_to_a_slow_agent(rank: Rank) -> None:
-    """More than the kernel takes at once waits ahead of them."""
+    """More than one pipe buffer of output is queued before them."""
     rank.executor.describe_data = lambda: {"size": "x" * 2_000_000}  # type: ignore[method-assign]
     rank.executor.raises["gen"] = ValueError("bad")
     rank.agent.send(START)
