@@ -139,7 +139,7 @@ def test_data_is_not_code(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_module_that_is_not_here_is_told(user: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert proposed(user, "reward={name: 'no_such_module_here:R'}").recorder.code.paths == ()
-    assert "module 'no_such_module_here' is found" in caplog.text
+    assert "module 'no_such_module_here' was not found" in caplog.text
 
 
 def test_installed_packages_stay_where_they_are(user: Path) -> None:
