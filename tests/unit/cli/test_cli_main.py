@@ -62,7 +62,7 @@ def test_help_lists_all_commands_and_the_exit_codes(capsys: pytest.CaptureFixtur
     assert main(["--help"]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert all(f"{name} {entry.help}" in output for name, entry in COMMANDS.items())
-    assert "3 environment, 130 interrupted" in output
+    assert "3 environment error, 130 interrupted" in output
 
 
 @pytest.mark.parametrize("command", list(COMMANDS))
