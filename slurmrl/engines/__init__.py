@@ -1,4 +1,4 @@
-"""What executes a model: one contract (``base.Engine``), one folder per engine.
+"""Engines, which execute models: one contract (``base.Engine``), one folder per engine.
 
 A new engine is one class and one line in ``ENGINES``. This file is torch-free.
 """

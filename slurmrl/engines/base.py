@@ -1,4 +1,4 @@
-"""The contract of all engines. An algorithm never knows which one it runs on.
+"""The contract of all engines. Algorithms do not depend on which engine they run on.
 
 T packed tokens, S sequences. Per-token outputs are aligned with the tokens: ``logp[t]`` is
 log p(x_t | x_<t) and ``entropy[t]`` that of the distribution x_t was drawn from, both 0 at the
@@ -30,7 +30,7 @@ OUTPUTS: dict[Head, tuple[str, ...]] = {"lm": ("logp", "entropy"), "value": ("va
 LossFn = Callable[[Outputs, SequenceSample], tuple[Tensor, dict[str, Tensor]]]
 """(outputs of whole sequences, the micro-batch) -> (loss SUM, sums of statistics), all scalars."""
 Veto = Callable[[Mapping[str, float]], bool]
-"""(sums of a step's statistics, over all ranks) -> whether to leave its update out."""
+"""(sums of a step's statistics over all ranks) -> whether to skip its update."""
 OutputFn = Callable[[Outputs, SequenceSample], Outputs]
 """(outputs of whole sequences, the micro-batch) -> per-token results, each [T]."""
 
@@ -42,8 +42,8 @@ class Engine(ABC):
     """One model of one role, spread over the ranks of ``context``.
 
     All methods but ``layout`` are collective: every rank of the model calls them in the same
-    order. Each data-parallel rank has its own sample, which may be empty; ranks that differ along
-    other axes alone have the same one and get the same results.
+    order. Each data-parallel rank has its own sample, which may be empty. Ranks that differ only
+    along other axes have the same sample and get the same results.
     """
 
     role: str
@@ -55,7 +55,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def steps(self) -> int:
-        """Optimizer steps made."""
+        """Number of optimizer steps taken."""
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
         """Add up ``tensor`` over the data-parallel ranks, in place."""
@@ -64,14 +64,14 @@ class Engine(ABC):
         return tensor
 
     def vetoed(self, veto: Veto | None, stats: Mapping[str, float]) -> bool:
-        """What ``veto`` says, the same on all ranks though rounding may differ between those that
-        work on the same samples. Collective."""
+        """Whether ``veto`` skips the update. All ranks get the same answer, even where rounding
+        differs between ranks that work on the same samples. Collective."""
         if veto is None:
             return False
-        said = torch.tensor(int(veto(stats)), device=self.context.device)
+        skip = torch.tensor(int(veto(stats)), device=self.context.device)
         if "data" in self.context.groups:
-            dist.all_reduce(said, dist.ReduceOp.MAX, group=self.context.group("data"))
-        return bool(said)
+            dist.all_reduce(skip, dist.ReduceOp.MAX, group=self.context.group("data"))
+        return bool(skip)
 
     @abstractmethod
     def train_batch(
@@ -87,10 +87,10 @@ class Engine(ABC):
         over all micro-batches and data-parallel ranks; ``denominator`` is this rank's share.
 
         Returns, the same on every rank, the sums of ``loss_fn``'s statistics and ``loss``
-        (divided), ``grad_norm`` (before clipping), ``lr``, ``tokens``, ``denominator``. Where
-        the gradient is not finite the step is left out and ``skipped`` is 1. So it is where
-        ``veto`` is given those sums, ``loss``, ``tokens`` and ``denominator`` and returns true;
-        then ``vetoed`` is 1.
+        (divided), ``grad_norm`` (before clipping), ``lr``, ``tokens``, ``denominator``. If the
+        gradient is not finite, the update is skipped and ``skipped`` is 1. ``veto`` gets those
+        sums with ``loss``, ``tokens`` and ``denominator``; if it returns true, the update is
+        skipped and ``vetoed`` is 1.
         """
 
     @abstractmethod
@@ -101,8 +101,8 @@ class Engine(ABC):
         *,
         temperature: float = 1.0,
     ) -> Outputs:
-        """Outputs without gradients, or what ``output_fn`` makes of them: each [T] in the order
-        of the sample."""
+        """Outputs without gradients, or the results of ``output_fn`` on them: each [T] in the
+        order of the sample."""
 
     @abstractmethod
     def generate(
@@ -121,30 +121,30 @@ class Engine(ABC):
     def snapshot(self, *, copy: bool = True) -> RoleSnapshot | None:
         """This rank's part of a checkpoint; None if the model is not trained.
 
-        It stays as it is while training goes on, until the next one is taken: a copy in host
-        memory. Without ``copy`` it has to be written before anything else happens.
+        It is a copy in host memory: training does not change it, the next snapshot overwrites it.
+        Without ``copy`` it must be written before any other call.
         """
 
     def save(self, directory: Path) -> list[SavedFile]:
-        """Write this rank's part of a checkpoint durably; nothing if the model is not trained."""
+        """Write this rank's part of a checkpoint durably. No-op if the model is not trained."""
         snapshot = self.snapshot(copy=False)
         return [] if snapshot is None else [snapshot.write(directory)]
 
     @abstractmethod
     def load(self, directory: Path) -> None:
-        """Continue from a checkpoint, of whatever number of ranks; nothing if not trained.
+        """Resume from a checkpoint of any number of ranks. No-op if the model is not trained.
 
-        Raises CheckpointError where it is not whole or of another model.
+        Raises CheckpointError for an incomplete checkpoint or one of another model.
         """
 
     @abstractmethod
     def layout(self) -> Layout:
-        """Where the weights lie on the model's ranks."""
+        """The placement of the weights on the model's ranks."""
 
     @abstractmethod
     def offload(self) -> None:
-        """Move weights and optimizer state to host memory. Until ``onload`` whatever needs them
-        raises UsageError."""
+        """Move weights and optimizer state to host memory. Until ``onload``, methods that need
+        them raise UsageError."""
 
     @abstractmethod
     def onload(self) -> None:

@@ -1,4 +1,4 @@
-"""Copies of tensors in host memory, taken again and again into the same buffers."""
+"""Copies of tensors in host memory, in reused buffers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 class HostCopies:
-    """Buffers by name: pinned for tensors of a GPU, from which copying is then fast."""
+    """Buffers by name, pinned for tensors of a GPU, which makes copying fast."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the tensors hold now. The result is overwritten by the next call."""
+        """Copy the tensors. The next call overwrites the result."""
         copies = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
             copies[name].copy_(tensor, non_blocking=tensor.is_cuda)

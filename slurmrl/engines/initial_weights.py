@@ -1,4 +1,4 @@
-"""What a model is and holds before its first step: of a Hugging Face folder, or at random."""
+"""The architecture and initial weights of a model: from a Hugging Face folder, or random."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def model_config(role: str, model: Model, source: Path | None) -> ModelConfig | 
     if source is not None:
         return kind.from_hf(read_values(source))
     if model.architecture is None:
-        raise UsageError(f"{role}: neither weights to start from nor an architecture are given")
+        raise UsageError(f"{role}: set a path to start from or an architecture")
     return kind.from_hf(model.architecture)
 
 
@@ -41,11 +41,11 @@ def model_config(role: str, model: Model, source: Path | None) -> ModelConfig | 
 def initial_weights(
     config: ModelConfig, head: Head, *, seed: int, source: Path | None, keep: int = 1
 ) -> Iterator[BoxReader]:
-    """Reads boxes of the built-in decoder's parameters: from the folder ``source``, else random
-    values that depend on (seed, name) only; never a whole model in memory.
+    """Yield a reader of boxes of the built-in decoder's parameters: from the folder ``source``,
+    else random values that depend on (seed, name) only. The whole model is never in memory.
 
-    A value head that the source does not have is zero, so that values start at zero. Random
-    tensors are drawn whole; the last ``keep`` of them wait for more boxes.
+    A value head that the source lacks is zero, so that values start at zero. Random tensors are
+    drawn whole; the last ``keep`` of them are cached for further boxes.
     """
     if source is not None:
         with TensorSource(source) as files:

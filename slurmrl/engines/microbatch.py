@@ -1,4 +1,4 @@
-"""Micro-batches by a token budget, and what data-parallel ranks agree on before they run them."""
+"""Micro-batches by a token budget, and the schedule that data-parallel ranks agree on."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from slurmrl.models.config import Head
 from slurmrl.parallel.groups import ParallelContext
 
 OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "vetoed")
-"""What `Engine.train_batch` returns beside the loss function's statistics."""
+"""Statistics of `Engine.train_batch` itself, besides those of the loss function."""
 
 
 @dataclass(frozen=True)
 class MicrobatchSchedule:
-    """How a rank's sample is worked through; all ranks have the same number of rounds, because
-    each round holds collectives."""
+    """The micro-batches of a rank. All ranks run the same number of them, because each contains
+    collectives."""
 
     parts: tuple[tuple[int, ...], ...]
-    """Item indices of this rank's micro-batches; rounds beyond them are empty."""
+    """Item indices of this rank's micro-batches; further ones, up to ``count``, are empty."""
     count: int
     denominator: float
     """Sum over the ranks."""
@@ -39,11 +39,11 @@ class MicrobatchSchedule:
         return 1.0 / self.denominator
 
     def check(self, role: str) -> None:
-        """Raise UsageError unless something of the batch trains the model."""
+        """Raise UsageError if the batch has no token to train on."""
         if self.count == 0:
-            raise UsageError(f"{role}: no rank has anything to train on")
+            raise UsageError(f"{role}: the batch is empty on every rank")
         if not self.denominator:
-            raise UsageError(f"{role}: no token of this batch counts, so it would train on nothing")
+            raise UsageError(f"{role}: no token of this batch counts for the loss")
 
     def part(self, index: int) -> tuple[int, ...] | None:
         return self.parts[index] if index < len(self.parts) else None
@@ -57,8 +57,8 @@ def agree(
     *,
     padded: bool = False,
 ) -> MicrobatchSchedule:
-    """Cut the sample into micro-batches and learn what the other ranks have. ``padded``: their
-    sequences are padded to the longest, which counts."""
+    """Cut the sample into micro-batches and exchange their numbers with the other ranks.
+    With ``padded``, sequences are padded to the longest, and the padding counts as tokens."""
     if padded:
         cut = padded_microbatches(sample.lengths[TOKENS], max_tokens)
     else:
@@ -76,12 +76,12 @@ def item_tokens(sample: SequenceSample) -> list[int]:
 
 
 def longest(sample: SequenceSample) -> int:
-    """Tokens of its longest sequence."""
+    """Number of tokens of the longest sequence."""
     return max(max(lengths) for lengths in sample.lengths[TOKENS])
 
 
 def no_outputs(head: Head, device: torch.device) -> Outputs:
-    """The outputs of no tokens."""
+    """Empty outputs, for a sample without tokens."""
     return {name: torch.empty(0, device=device) for name in OUTPUTS[head]}
 
 
@@ -114,19 +114,23 @@ class Sums:
     def add_loss(
         self, role: str, sample: SequenceSample, loss: Tensor, stats: Mapping[str, Tensor]
     ) -> Tensor:
-        """Add what a loss function returned for a micro-batch, and its tokens; returns the loss.
+        """Add a micro-batch's statistics, loss and number of tokens. Return the loss.
 
-        Raises UsageError for statistics that are named like the engine's own.
+        Raises UsageError for statistics with the names of the engine's own.
         """
         clash = sorted(set(stats) & set(OWN_STATS))
         if clash:
-            raise UsageError(f"{role}: the loss returns statistics named {clash}")
+            names = ", ".join(clash)
+            raise UsageError(
+                f"{role}: the loss function returns statistics named {names}, which the engine "
+                "reports itself; give them other names"
+            )
         tokens = torch.tensor(float(sample.tensor(TOKENS).shape[0]))
         self.add({**stats, "loss": loss, "tokens": tokens})
         return loss
 
     def over_ranks(self, context: ParallelContext, *, some_empty: bool) -> dict[str, float]:
-        """The totals. Names come from the ranks that had work, which all have the same."""
+        """Return the totals. The names are those of the ranks that had a micro-batch."""
         names = sorted(self._sums)
         if some_empty and context.dp_size > 1:
             names = _names_of_any(names, context)
@@ -149,9 +153,10 @@ def _gather(values: list[float], context: ParallelContext) -> list[list[float]]:
 
 
 def _names_of_any(names: list[str], context: ParallelContext) -> list[str]:
-    """The names of a rank that has some: those without send zeros into a maximum.
+    """Return the names on any rank that has some. (Ranks without names contribute zeros to a
+    maximum.)
 
-    Raises UsageError where ranks have different ones.
+    Raises UsageError if ranks have different names.
     """
     text = json.dumps(names).encode() if names else b""
     group = context.group("dp")
@@ -164,8 +169,8 @@ def _names_of_any(names: list[str], context: ParallelContext) -> list[str]:
     found = bytes(padded.tolist())
     if names and found != text:
         raise UsageError(
-            f"the loss returns other statistics on another rank than here ({', '.join(names)}): "
-            "it must return the same names for every micro-batch"
+            f"the loss function returns the statistics {', '.join(names)} on this rank and others "
+            "on another rank: it must return the same names for every micro-batch"
         )
     named: list[str] = json.loads(found)
     return named

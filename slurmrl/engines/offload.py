@@ -1,4 +1,4 @@
-"""Device memory given back and taken again, with all views of it intact."""
+"""Free the device memory of tensors and restore it later, with all views intact."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from slurmrl.errors import UsageError
 
 
 class Offload:
-    """Storages whose contents are in host memory meanwhile."""
+    """Storages whose contents move to host memory between ``take`` and ``give``."""
 
     def __init__(self, role: str) -> None:
         self._role = role
@@ -19,15 +19,15 @@ class Offload:
         self._kept: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
 
     def check(self) -> None:
-        """Raises UsageError between ``take`` and ``give``: there is nothing to compute with."""
+        """Raises UsageError between ``take`` and ``give``."""
         if self._taken:
             raise UsageError(
                 f"{self._role} is offloaded: its weights are in host memory until onload()"
             )
 
     def take(self, kept: Iterable[Tensor], scratch: Iterable[Tensor] = ()) -> None:
-        """Free the storages of these tensors; ``scratch`` need not keep its contents and comes
-        back as zeros. Does nothing if they are taken already."""
+        """Free the storages of these tensors. ``scratch`` loses its contents and is restored as
+        zeros. No-op if already taken."""
         if self._taken:
             return
         self._taken = True

@@ -19,7 +19,7 @@ CUDA = "rng/cuda"
 
 
 def entries() -> Iterator[TensorEntry]:
-    """The state of now."""
+    """The current state."""
     states = {CPU: torch.get_rng_state()}
     if torch.cuda.is_available():
         states[CUDA] = torch.cuda.get_rng_state()
@@ -28,8 +28,8 @@ def entries() -> Iterator[TensorEntry]:
 
 
 def restore(checkpoint: RoleCheckpoint, rank: int, ranks: int) -> None:
-    """The state of this rank; one from the step and the rank where another number of ranks wrote
-    the checkpoint, or ranks without a GPU."""
+    """Restore this rank's state. If another number of ranks, or ranks without a GPU, wrote the
+    checkpoint, seed from the step and the rank instead."""
     torch.manual_seed(checkpoint.step * ranks + rank)
     if checkpoint.ranks != ranks:
         return

@@ -1,5 +1,6 @@
-"""The attention block: projections, optional q/k norms, rotation; where keys and values come
-from is the business of an ``AttentionCore``."""
+"""The attention block: projections, optional q/k norms, rotation.
+
+An ``AttentionCore`` decides where keys and values come from."""
 
 from __future__ import annotations
 
@@ -19,13 +20,13 @@ from slurmrl.ops.rotary import rotate
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What a core must know of the layer it works for."""
+    """The settings of one layer that a core needs."""
 
     layer: int
     scale: float
     """Factor on the scores."""
     window: int | None
-    """How many tokens are seen, the token itself included; None for all."""
+    """Number of tokens that a token attends to, itself included; None for all."""
 
 
 class AttentionCore(Protocol):
@@ -37,7 +38,7 @@ class AttentionCore(Protocol):
 
 
 class PackedCore:
-    """Every token sees earlier tokens of its own sequence."""
+    """Every token attends to itself and earlier tokens of its own sequence."""
 
     def __init__(self, packing: Packing) -> None:
         self._packing = packing
@@ -47,8 +48,8 @@ class PackedCore:
 
 
 class Attention(nn.Module):
-    """Self-attention with grouped key and value heads. Each tensor rank has some of the heads;
-    key and value heads that are fewer than the ranks are on several of them."""
+    """Self-attention with grouped key and value heads. Each tensor rank has some of the heads.
+    If there are fewer key and value heads than tensor ranks, each is copied on several ranks."""
 
     def __init__(
         self,
@@ -57,7 +58,7 @@ class Attention(nn.Module):
         scale: float | None = None,
         split: Split = WHOLE,
     ) -> None:
-        """``scale`` is 1 / sqrt(head_dim) where it is not given."""
+        """``scale`` defaults to 1 / sqrt(head_dim)."""
         super().__init__()
         self.split = split
         self.head_dim = config.head_dim
@@ -76,7 +77,7 @@ class Attention(nn.Module):
             self.q_norm = self.k_norm = nn.Identity()
 
     def forward(self, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
-        """x [T, h] -> [T, h]; T tokens that a rank has between the blocks."""
+        """x [T, h] -> [T, h], for the T tokens that a rank has between the blocks."""
         x = self.split.enter(x)
         heads = (-1, self.head_dim)
         q = self.q_norm(self.q_proj(x).unflatten(-1, heads))

@@ -4,9 +4,9 @@ Switch Transformers, equations 4 to 6).
 Where n_e of N tokens choose expert e, and P_e is the mean probability that they give it, the loss
 of a block is E times the sum over its E experts of (n_e / N) * P_e. The counts are constants of its
 gradient, so each token's part of it follows from the token's own probabilities and the counts of
-the whole batch. A batch is worked through in micro-batches on several ranks, so its tokens are
-counted first: a forward pass of all micro-batches without gradients, a sum over the ranks, and then
-the passes that train.
+the whole batch. A batch is split into micro-batches and over ranks, so its tokens are counted
+first: a forward pass of all micro-batches without gradients, then a sum over the ranks, then the
+training passes.
 """
 
 from __future__ import annotations
@@ -27,33 +27,35 @@ class Balance:
     def __init__(self, experts: int, per_token: int, weight: float) -> None:
         self.weight = weight
         self.now: Pass = "other"
-        """What the coming passes are for; ``other`` where their tokens are not of the batch."""
+        """The purpose of the next passes; ``other`` if their tokens do not belong to the batch."""
         self._experts, self._per_token = experts, per_token
         self._blocks = 0
         self._counts = torch.zeros(0, device="cpu")
         self._tokens: list[int] = []
 
     def join(self) -> int:
-        """The number of one more block."""
+        """Register a block; return its number."""
         self._blocks += 1
         return self._blocks - 1
 
     def begin(self, device: torch.device) -> None:
-        """Forget the last batch."""
+        """Reset the counts for a new batch."""
         shape = (self._blocks, self._experts)
         self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
 
     def add_up(self, groups: Iterable[dist.ProcessGroup]) -> None:
-        """The counts of all ranks' tokens, once the passes that count have run. Collective over
-        the ``groups``, along which tokens are spread."""
+        """Sum the counts over all ranks after the counting passes. Collective over the ``groups``
+        along which tokens are spread."""
         for group in groups if self._blocks else ():
             dist.all_reduce(self._counts, group=group)
         self._tokens = [chosen // self._per_token for chosen in self._counts.sum(-1).tolist()]
 
     def follow(self, block: int, values: Tensor, probabilities: Tensor, counts: Tensor) -> Tensor:
-        """Called by a block with its router's ``probabilities`` [T, E] of tokens of the batch and
-        the ``counts`` [E] of those that chose each expert: returns ``values``, on which its
-        output depends, with the gradient of the loss behind them."""
+        """Return ``values`` with the gradient of the loss attached.
+
+        A block calls it with its router's ``probabilities`` [T, E] for tokens of the batch, the
+        ``counts`` [E] of those that chose each expert, and ``values`` on which its output
+        depends."""
         if self.now == "count":
             self._counts[block] += counts
         elif self.now == "train" and torch.is_grad_enabled() and probabilities.shape[0]:
@@ -69,15 +71,15 @@ def tokens_of_experts(chosen: Tensor, experts: int) -> Tensor:
 
 
 def balance_loss(probabilities: Tensor, counts: Tensor, tokens: int | None = None) -> Tensor:
-    """What tokens with the probabilities [T, E] add to the loss of a block whose ``tokens``
-    (default: these alone) chose its experts ``counts`` [E] times."""
+    """The contribution of tokens with ``probabilities`` [T, E] to the loss of a block whose
+    ``tokens`` (default: these T) chose its experts ``counts`` [E] times."""
     experts = probabilities.shape[1]
     tokens = probabilities.shape[0] if tokens is None else tokens
     return probabilities.sum(0) @ counts.to(probabilities.dtype) * (experts / max(tokens, 1) ** 2)
 
 
 def _with_loss(values: Tensor, loss: Tensor) -> Tensor:
-    """``values``, whose backward pass adds the gradient of ``loss`` to that of the model's."""
+    """Return ``values`` such that their backward pass adds the gradient of ``loss``."""
     out: Tensor = _WithLoss.apply(values, loss)  # type: ignore[no-untyped-call]
     return out
 

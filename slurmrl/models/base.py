@@ -1,4 +1,4 @@
-"""The contract of all decoders: the built-in ones, and transformers' models in their place.
+"""The contract of all decoders: the built-in ones and transformers' models.
 
 T packed tokens, S sequences, h hidden size, V vocabulary. A decoder may be built under
 ``torch.device("meta")``; its parameters and ``constants`` are its only state.
@@ -19,24 +19,24 @@ from slurmrl.models.recompute import Recompute
 
 
 class DecodeSession(Protocol):
-    """A batch of rows that a decoder reads token by token."""
+    """A batch of rows that a decoder extends token by token."""
 
     @property
     def lengths(self) -> Tensor:
-        """[S] tokens read of each row."""
+        """[S] tokens read so far of each row."""
         ...
 
     def prompts(self, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Read packed prompts [T]; the logits [S, V] behind each."""
+        """Read packed prompts [T]. Return the logits [S, V] after each prompt."""
         ...
 
     def next(self, tokens: Tensor, alive: Tensor) -> Tensor:
-        """Read one more token [S] of each row; the logits [S, V] behind it. Rows that are not
-        ``alive`` [S] stay where they are, and their logits mean nothing."""
+        """Read one more token [S] of each row. Return the logits [S, V] after it. Rows that are not
+        ``alive`` [S] do not advance, and their logits are meaningless."""
         ...
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all rows but these."""
+        """Keep only these rows."""
         ...
 
 
@@ -46,7 +46,7 @@ class PackedModel(nn.Module, ABC):
     config: ModelConfig | HFConfig
     head: Head
     balance: Balance | None = None
-    """The load-balancing loss that the config asks for."""
+    """The load-balancing loss, if the config requests one."""
 
     @property
     @abstractmethod
@@ -55,7 +55,7 @@ class PackedModel(nn.Module, ABC):
 
     @abstractmethod
     def use(self, recompute: Recompute) -> None:
-        """Say what is recomputed in backward passes instead of being kept."""
+        """Set which activations are recomputed in the backward pass instead of kept."""
 
     @abstractmethod
     def forward(self, input_ids: Tensor, cu_seqlens: Tensor, max_len: int) -> Tensor:
@@ -75,10 +75,10 @@ class PackedModel(nn.Module, ABC):
         ``cu_seqlens`` [S+1]."""
 
     @abstractmethod
-    def reader(self, lengths: Tensor, new_tokens: int) -> DecodeSession:
-        """For prompts of ``lengths`` [S] and up to ``new_tokens`` more of each."""
+    def session(self, lengths: Tensor, new_tokens: int) -> DecodeSession:
+        """A session for prompts of ``lengths`` [S] and up to ``new_tokens`` more tokens of each."""
 
     def constants(self) -> dict[str, Tensor]:
-        """Tensors that belong to the model, in checkpoints and exports too, and that no step
-        changes, by name; the built-in decoders have none."""
+        """Tensors by name that no optimizer step changes but that checkpoints and exports include.
+        The built-in decoders have none."""
         return {}

@@ -1,4 +1,4 @@
-"""The model that a config asks for."""
+"""Construction of a built-in decoder from its config."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slurmrl.registry import resolve
 
 
 def build(config: ModelConfig, head: Head = "lm", split: Split = WHOLE) -> Decoder:
-    """A built-in decoder, or this rank's part of one. May be called under
+    """Build a decoder, or this rank's part of one. May be called under
     ``torch.device("meta")``."""
     decoder: Decoder = resolve(config.family.decoder)(config, head, split)
     return decoder

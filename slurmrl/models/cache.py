@@ -1,4 +1,4 @@
-"""Keys and values of the tokens that were read, one slab per layer.
+"""The key-value cache of generation, one slab per layer.
 
 S rows, Hkv key and value heads, M capacity in tokens, D head size.
 """
@@ -13,9 +13,9 @@ from slurmrl.models.config import ModelConfig
 from slurmrl.ops.attention import Packing, cached_attention, packed_attention
 
 FIRST_ROOM_TOKENS = 32
-"""Room for new tokens that a cache starts with: most rows end long before their limit."""
+"""Initial room for new tokens: most rows end long before their limit."""
 GROWTH = 1.5
-"""Capacity is multiplied by this when a row does not fit any more."""
+"""Factor on the capacity when a row outgrows it."""
 
 
 class KVCache:
@@ -46,14 +46,14 @@ class KVCache:
         return grown
 
     def keep(self, rows: Tensor) -> None:
-        """Drop all rows but these."""
+        """Keep only these rows."""
         self.lengths = self.lengths[rows]
         for layer, (keys, values) in enumerate(self.slabs):
             self.slabs[layer] = (keys[rows], values[rows])
 
 
 class PrefillCore:
-    """Attention over packed prompts that stores their keys and values."""
+    """Attention over packed prompts; stores their keys and values."""
 
     def __init__(self, cache: KVCache, packing: Packing, rows: Tensor, positions: Tensor) -> None:
         """rows and positions [T]: where each packed token belongs in the cache."""
@@ -68,7 +68,7 @@ class PrefillCore:
 
 
 class DecodeCore:
-    """Attention of one new token per row, which is stored first."""
+    """Attention of one new token per row; its key and value are stored first."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache

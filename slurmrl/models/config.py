@@ -1,4 +1,4 @@
-"""What a decoder looks like, from and to Hugging Face's ``config.json``. Torch-free."""
+"""The architecture of a decoder, from and to Hugging Face's ``config.json``. Torch-free."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STRUCTURAL = (
     "max_position_embeddings",
     "tie_word_embeddings",
 )
-"""Fields with a place of their own in ModelConfig; all others are carried along in ``extra``."""
+"""Fields with a counterpart in ModelConfig; all others are kept in ``extra``."""
 DESCRIPTIVE = (
     "model_type",
     "architectures",
@@ -44,9 +44,9 @@ DESCRIPTIVE = (
     "num_labels",
     PARTIAL,
 )
-"""Fields that are written anew at each export, or are not needed there."""
+"""Fields that each export rewrites or omits."""
 ALIASES = {"num_local_experts": "num_experts", "num_experts": "num_local_experts"}
-"""transformers takes either name for the number of experts."""
+"""transformers accepts either name for the number of experts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +62,8 @@ class MoE:
     layers: frozenset[int]
     """The layers that have experts; the others are dense."""
     balance: float
-    """Coefficient of the load-balancing loss in training; 0 for none. As in transformers it
-    counts where ``output_router_logits`` is set."""
+    """Coefficient of the load-balancing loss in training; 0 for none. As in transformers, it
+    applies only with ``output_router_logits``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +91,10 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool
     windows: tuple[int | None, ...]
-    """How many tokens each layer sees, the token itself included; None for all."""
+    """Number of tokens that each layer attends to, the token itself included; None for all."""
     moe: MoE | None
     extra: Mapping[str, Any]
-    """Fields of ``config.json`` that have no place above, token ids among them."""
+    """Fields of ``config.json`` without a counterpart above, such as token ids."""
 
     @property
     def family(self) -> Family:
@@ -102,7 +102,7 @@ class ModelConfig:
 
     @property
     def position_limit(self) -> int | None:
-        """The longest sequence that can be computed, where there is such a limit."""
+        """The longest sequence that can be computed; None for no limit."""
         unlimited = self.rope is not None and self.rope.kind != "dynamic"
         return None if unlimited else self.max_positions
 
@@ -176,7 +176,7 @@ class ModelConfig:
 
 
 def _translated(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields by our names, and values by their meaning."""
+    """Rename fields to our names, and replace values by their meaning."""
     ours = {theirs: name for name, theirs in family.fields.items()}
     if family.experts:
         ours[ALIASES[family.experts.count]] = family.experts.count
@@ -188,8 +188,8 @@ def _translated(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _full(family: Family, values: Mapping[str, Any]) -> dict[str, Any]:
-    """With the family's defaults. Null means the default, but for the key-value heads, which
-    are then as many as the heads."""
+    """Add the family's defaults. Null means the default, except for the key-value heads: null means
+    as many as heads."""
     null = {name for name in STRUCTURAL if values.get(name) is None} - {"num_key_value_heads"}
     return {**family.defaults, **{k: v for k, v in values.items() if k not in null}}
 

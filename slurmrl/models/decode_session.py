@@ -1,5 +1,6 @@
-"""Reading rows token by token with a cache, by a built-in decoder whose parameters are plain
-tensors. T packed tokens, S sequences, h hidden size, V vocabulary."""
+"""Decoding with a key-value cache by a built-in decoder whose parameters are plain tensors.
+
+T packed tokens, S sequences, h hidden size, V vocabulary."""
 
 from __future__ import annotations
 
@@ -14,17 +15,22 @@ from slurmrl.models.packed import length_order, packed_positions, packed_rows
 from slurmrl.ops.attention import Packing
 
 
-class Runs(Protocol):
+class UnhookedDecoder(Protocol):
     def run_unhooked(self, input_ids: Tensor, positions: Tensor, core: AttentionCore) -> Tensor:
         """Hidden states [T, h] of tokens [T] at positions [T]."""
         ...
 
 
 class CachedSession:
-    """The ``Reader`` of the built-in decoders."""
+    """The ``DecodeSession`` of the built-in decoders."""
 
     def __init__(
-        self, decoder: Runs, config: ModelConfig, lengths: Tensor, new_tokens: int, head: Tensor
+        self,
+        decoder: UnhookedDecoder,
+        config: ModelConfig,
+        lengths: Tensor,
+        new_tokens: int,
+        head: Tensor,
     ) -> None:
         """``head`` is the vocabulary projection [V, h]."""
         self._decoder, self._head = decoder, head

@@ -1,5 +1,7 @@
-"""The packed decoder. Parameters carry the names of the Hugging Face safetensors files, but
-where ``storage.py`` says otherwise.
+"""The packed decoder.
+
+Parameters have the names of the Hugging Face safetensors files, except for those that
+``storage.py`` renames.
 
 T packed tokens, S sequences, h hidden size, V vocabulary.
 """
@@ -25,7 +27,7 @@ from slurmrl.models.packed import length_order, packed_positions
 from slurmrl.models.parallel.core import split_core
 from slurmrl.models.parallel.heads import split_logprobs, split_values
 from slurmrl.models.parallel.linear import VocabEmbedding, vocabulary_rows
-from slurmrl.models.parallel.reader import split_reader
+from slurmrl.models.parallel.session import split_session
 from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.models.recompute import LayerCall, Recompute, layer_call, unhooked
 from slurmrl.models.rotary import RotaryTable, Rotation
@@ -53,7 +55,7 @@ class DecoderLayer(nn.Module):
 
 
 class DecoderBody(nn.Module):
-    """Embedding, layers and final norm: what the files call ``model``."""
+    """Embedding, layers and final norm: ``model`` in the files."""
 
     def __init__(self, config: ModelConfig, split: Split = WHOLE) -> None:
         super().__init__()
@@ -64,7 +66,7 @@ class DecoderBody(nn.Module):
 
 
 class Body(Protocol):
-    """What a family's own body must have beside its layers."""
+    """The attributes that every family's body has."""
 
     embed_tokens: nn.Embedding
     layers: nn.ModuleList
@@ -72,10 +74,10 @@ class Body(Protocol):
 
 
 class Decoder(PackedModel):
-    """A decoder with rotary positions; families that differ override what differs.
+    """A decoder with rotary positions. Families that differ are subclasses.
 
-    With a ``split`` its parameters are this rank's parts of those that the names stand for, and
-    all ranks of the split call each method together, with the same arguments.
+    With a ``split`` its parameters are this rank's parts of the named ones, and all ranks of the
+    split call each method together with the same arguments.
     """
 
     config: ModelConfig
@@ -109,8 +111,8 @@ class Decoder(PackedModel):
         self.recompute = recompute
 
     def forward(self, input_ids: Tensor, cu_seqlens: Tensor, max_len: int) -> Tensor:
-        """Hidden states [T, h] after the final norm; with a split, a part of them in an order of
-        its own, for ``logprobs`` and ``values``."""
+        """Hidden states [T, h] after the final norm. With a split, this rank's part of them in an
+        internal order, which ``logprobs`` and ``values`` expect."""
         self.config.check_length(max_len)
         # Equal lengths side by side let attention run in few batched calls.
         order, cu_sorted = length_order(cu_seqlens, input_ids.shape[0])
@@ -122,7 +124,7 @@ class Decoder(PackedModel):
 
     def run_unhooked(self, input_ids: Tensor, positions: Tensor, core: AttentionCore) -> Tensor:
         """Hidden states [T, h] of tokens [T] at positions [T], by plain calls of the layers'
-        ``forward``; context ranks all do the same."""
+        ``forward``. Context ranks all compute the same."""
         split = self.split.without_context()
         hidden = self._run(input_ids, positions, core, unhooked, split)
         return split.together(hidden)[: input_ids.shape[0]]
@@ -187,12 +189,13 @@ class Decoder(PackedModel):
         assert cu_seqlens is not None, "a split model must know where sequences begin"
         return split_values(self.split, values, cu_seqlens)
 
-    def reader(self, lengths: Tensor, new_tokens: int) -> DecodeSession:
+    def session(self, lengths: Tensor, new_tokens: int) -> DecodeSession:
         self.config.check_length(int(lengths.max()) + new_tokens)
-        return split_reader(self, self.config, lengths, new_tokens, self.head_weight(), self.split)
+        return split_session(self, self.config, lengths, new_tokens, self.head_weight(), self.split)
 
     def _balance(self) -> Balance | None:
-        """Tensor ranks all see the same tokens, and their gradients of a router are added up."""
+        """The load-balancing loss. Tensor ranks have the same tokens and sum their router gradients,
+        so the weight is divided by their number."""
         blocks, moe = self._sparse_blocks, self.config.moe
         if moe is None or not moe.balance or not blocks:
             return None

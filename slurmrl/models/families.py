@@ -1,10 +1,10 @@
 """The families that the built-in decoder runs, one entry each. Torch-free.
 
-An entry says how a family's Hugging Face ``config.json`` is to be read: the class names, the
-defaults transformers gives to missing fields, and which optional parts the layers have. A part
+An entry defines how to read a family's Hugging Face ``config.json``: the class names, the defaults
+that transformers uses for missing fields, and which optional parts the layers have. A part
 is True, False, or the name of the config field that switches it.
 
-To add a family that is made of parts which exist, add one entry to ``FAMILIES``
+To add a family that combines existing parts, add one entry to ``FAMILIES``
 (docs/models.md shows how).
 """
 
@@ -22,7 +22,7 @@ Switch = bool | str
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """How a family's files speak of mixture-of-experts layers."""
+    """The names of mixture-of-experts layers in a family's files and config."""
 
     block: str = "mlp"
     """Name of the feed-forward block in the files."""
@@ -64,18 +64,17 @@ class Family:
     ``use_sliding_window``, ``layer_types`` and ``max_window_layers`` choose."""
     experts: Experts | None = None
     files: str = "slurmrl.models.storage:by_name"
-    """``module:function`` that says how parameters are stored in files."""
+    """``module:function`` that maps parameters to tensors of the files."""
     decoder: str = "slurmrl.models.decoder:Decoder"
-    """``module:Class`` of what computes it; the class of a family that is built differently
-    stands in a file of its own."""
+    """``module:Class`` of the decoder; a family with another structure has a file of its own."""
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Config fields that the family calls otherwise: our name to its name."""
+    """Config fields that the family names differently: our name to its name."""
     without: frozenset[str] = frozenset()
     """Fields that most families have and this one does not."""
     meanings: Mapping[tuple[str, object], object] = field(default_factory=dict)
-    """Values that mean another one: (our field, written value) to the value."""
+    """Values that stand for another one: (our field, written value) to the value."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    """What transformers assumes for fields that a ``config.json`` leaves out, by our names."""
+    """transformers' defaults for fields that a ``config.json`` omits, by our names."""
 
     def class_name(self, head: Literal["lm", "value"]) -> str:
         """transformers' class of a model with this head."""
@@ -276,15 +275,15 @@ REFUSED: Mapping[str, str] = {
     "do not do",
     "gemma3_text": "it alternates two rotations and norms around each block",
 }
-"""Families that users may expect, and what keeps the built-in decoder from running them."""
+"""Families that users may expect, and why the built-in decoder does not run them."""
 
 
 def family_of(model_type: object) -> Family:
-    """The entry of a ``model_type``; UnknownNameError lists the known ones, or says why not."""
+    """The entry of a ``model_type``. Raises UnknownNameError with the reason or the known ones."""
     if isinstance(model_type, str) and model_type in FAMILIES:
         return FAMILIES[model_type]
     hint = REFUSED.get(str(model_type)) or near(str(model_type), sorted(FAMILIES))
     raise UnknownNameError(
-        f"model_type {model_type!r} is not a family we run: {hint}; "
-        "'implementation: hf' runs any that transformers knows"
+        f"model_type {model_type!r} is not supported by the built-in decoder: {hint}; "
+        "'implementation: hf' runs any family of transformers"
     )

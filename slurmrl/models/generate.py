@@ -81,14 +81,14 @@ def generate(
         return batch.output(input_ids)
     if int(lengths.min()) < 1:
         raise UsageError("an empty prompt cannot be continued")
-    reader = decoder.reader(lengths, options.max_new_tokens)
-    logits = reader.prompts(input_ids, cu_seqlens)
+    session = decoder.session(lengths, options.max_new_tokens)
+    logits = session.prompts(input_ids, cu_seqlens)
     while True:
-        batch.draw(logits, seed, step, reader.lengths)
+        batch.draw(logits, seed, step, session.lengths)
         if not batch.alive.any():
             return batch.output(input_ids)
-        batch.compact(reader)
-        logits = reader.next(batch.last, batch.alive)
+        batch.compact(session)
+        logits = session.next(batch.last, batch.alive)
 
 
 class _Batch:
@@ -133,12 +133,12 @@ class _Batch:
         self.alive = torch.zeros_like(alive) if limit else alive & ~stopped
         self.last = tokens
 
-    def compact(self, reader: DecodeSession) -> None:
+    def compact(self, session: DecodeSession) -> None:
         """Take ended rows out of the batch once there are enough of them to pay for the copy."""
         left = self.alive.nonzero().squeeze(-1)
         if left.shape[0] > KEEP_FRACTION * self.alive.shape[0]:
             return
-        reader.keep(left)
+        session.keep(left)
         self._rows, self._keys, self.last = self._rows[left], self._keys[left], self.last[left]
         self.alive = self.alive[left]
 

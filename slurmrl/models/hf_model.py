@@ -27,7 +27,7 @@ from slurmrl.models.base import PackedModel
 from slurmrl.models.config import Head
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_head import only_multiplies
-from slurmrl.models.hf_reader import HFReader
+from slurmrl.models.hf_session import HFSession
 from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.models.recompute import Recompute
 from slurmrl.ops.checks import wide
@@ -126,9 +126,9 @@ class HFModel(PackedModel):
         values: Tensor = score(features)
         return values.squeeze(-1).to(wide(values.dtype))
 
-    def reader(self, lengths: Tensor, new_tokens: int) -> HFReader:
+    def session(self, lengths: Tensor, new_tokens: int) -> HFSession:
         self._made.check_length(int(lengths.max()) + new_tokens)
-        return HFReader(self, self.inner.config, lengths)
+        return HFSession(self, self.inner.config, lengths)
 
 
 def _model(

@@ -110,21 +110,21 @@ def _backward(ctx: Any, grad_advantages: Tensor, grad_returns: Tensor) -> tuple[
     """dr_t = sum_i (gamma lam)^i (dA + dR)_{t-i}, and each V gets -dr and dR as the value before a
     step, gamma dr as the value behind one."""
     cu_seqlens, truncated = ctx.saved_tensors
-    layout = SequenceIndex(cu_seqlens, len(grad_returns))
+    index = SequenceIndex(cu_seqlens, len(grad_returns))
     grad_rewards = forward_sums(grad_advantages + grad_returns, cu_seqlens, ctx.gamma * ctx.lam)
     before = grad_returns - grad_rewards
     behind = ctx.gamma * grad_rewards
-    at_end = torch.where(truncated[layout.sequence], behind, torch.zeros_like(behind))
-    behind = torch.where(layout.left > 1, behind, at_end)
+    at_end = torch.where(truncated[index.sequence], behind, torch.zeros_like(behind))
+    behind = torch.where(index.left > 1, behind, at_end)
     grad_bootstrap = None
     if ctx.aligned:
-        inner = torch.where(layout.left > 1, behind, torch.zeros_like(behind))
+        inner = torch.where(index.left > 1, behind, torch.zeros_like(behind))
         grad_values = before + torch.cat([inner[-1:], inner[:-1]])
         ends = behind - inner
-        grad_bootstrap = ends.new_zeros(len(truncated)).index_add(0, layout.sequence, ends)
+        grad_bootstrap = ends.new_zeros(len(truncated)).index_add(0, index.sequence, ends)
         grad_bootstrap = grad_bootstrap.to(ctx.like_rewards)
     else:
-        place = layout.step + layout.sequence
+        place = index.step + index.sequence
         zeros = before.new_zeros(ctx.values)
         grad_values = zeros.index_copy(0, place, before) + zeros.index_copy(0, place + 1, behind)
     dtype = ctx.like_rewards
@@ -144,17 +144,17 @@ def reference(
     bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same in pure torch."""
-    layout = SequenceIndex(cu_seqlens, len(rewards))
+    index = SequenceIndex(cu_seqlens, len(rewards))
     dtype = wide(rewards.dtype)
     if bootstrap_values is None:
-        before = values.to(dtype)[layout.step + layout.sequence]
-        behind = values.to(dtype)[layout.step + layout.sequence + 1]
+        before = values.to(dtype)[index.step + index.sequence]
+        behind = values.to(dtype)[index.step + index.sequence + 1]
     else:
         before = values.to(dtype)
-        last = bootstrap_values.to(dtype)[layout.sequence]
-        behind = torch.where(layout.left > 1, torch.cat([before[1:], before[:1]]), last)
-    open_ended = (layout.left > 1) | truncated[layout.sequence]
+        last = bootstrap_values.to(dtype)[index.sequence]
+        behind = torch.where(index.left > 1, torch.cat([before[1:], before[:1]]), last)
+    open_ended = (index.left > 1) | truncated[index.sequence]
     behind = torch.where(open_ended, behind, torch.zeros_like(behind))
     delta = rewards.to(dtype) + gamma * behind - before
-    advantages = doubled(delta, layout, gamma * lam)
+    advantages = doubled(delta, index, gamma * lam)
     return advantages, advantages + before

@@ -82,14 +82,14 @@ def vtrace(
     check_vector("bootstrap_values", bootstrap_values, len(cu_seqlens) - 1, FLOATS, device)
     check_share("gamma", gamma)
     check_share("lam", lam)
-    layout = SequenceIndex(cu_seqlens, steps)
+    index = SequenceIndex(cu_seqlens, steps)
     ratios, rewards, values, ends = _wide(log_ratios, rewards, values, bootstrap_values)
     ratios = ratios.exp()
     rho, c = ratios.clamp(max=rho_clip), lam * ratios.clamp(max=c_clip)
-    ends = ends[layout.sequence]
-    delta = rho * (rewards + gamma * _following(values, ends, layout) - values)
+    ends = ends[index.sequence]
+    delta = rho * (rewards + gamma * _following(values, ends, index) - values)
     targets = values + discounted_sums(delta, cu_seqlens, gamma, decay=c)
-    return targets, rho * (rewards + gamma * _following(targets, ends, layout) - values)
+    return targets, rho * (rewards + gamma * _following(targets, ends, index) - values)
 
 
 def padded_gae_overlapping(
@@ -135,9 +135,9 @@ def _wide(*tensors: Tensor) -> list[Tensor]:
     return [tensor.to(torch.float64 if one_is_double else torch.float32) for tensor in tensors]
 
 
-def _following(x: Tensor, ends: Tensor, layout: SequenceIndex) -> Tensor:
+def _following(x: Tensor, ends: Tensor, index: SequenceIndex) -> Tensor:
     """x_{t+1} [T], and ``ends`` at each sequence's last step."""
-    return torch.where(layout.left > 1, torch.cat([x[1:], x[:1]]), ends)
+    return torch.where(index.left > 1, torch.cat([x[1:], x[:1]]), ends)
 
 
 def _check_rows(

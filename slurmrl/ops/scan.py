@@ -77,21 +77,21 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """With c = factor decay: dx_t = dy_t + c_{t-1} dx_{t-1}, dc_t = dx_t y_{t+1} and
     dtail = c dx at each sequence's last token."""
     cu_seqlens, decay, tail, y = ctx.saved_tensors
-    layout = SequenceIndex(cu_seqlens, len(grad))
+    index = SequenceIndex(cu_seqlens, len(grad))
     grad_x = forward_sums(
         grad, cu_seqlens, ctx.factor, None if decay is None else decay.to(grad.dtype)
     )
     at_end = grad_x * ctx.factor if decay is None else grad_x * decay * ctx.factor
     grad_tail = None
     if tail is not None:
-        ends = torch.where(layout.left == 1, at_end, torch.zeros_like(at_end))
+        ends = torch.where(index.left == 1, at_end, torch.zeros_like(at_end))
         grad_tail = tail.new_zeros(tail.shape, dtype=grad.dtype)
-        grad_tail = grad_tail.index_add(0, layout.sequence, ends).to(ctx.dtype)
+        grad_tail = grad_tail.index_add(0, index.sequence, ends).to(ctx.dtype)
     grad_decay = None
     if decay is not None:
         behind = torch.cat([y[1:], y[:1]])
-        last = torch.zeros_like(y) if tail is None else tail.to(y.dtype)[layout.sequence]
-        behind = torch.where(layout.left > 1, behind, last)
+        last = torch.zeros_like(y) if tail is None else tail.to(y.dtype)[index.sequence]
+        behind = torch.where(index.left > 1, behind, last)
         grad_decay = (ctx.factor * grad_x * behind).to(ctx.dtype)
     return grad_x.to(ctx.dtype), None, grad_decay, grad_tail, None
 
@@ -136,37 +136,35 @@ def reference(
     tail: Tensor | None = None,
 ) -> Tensor:
     """The same in pure torch, to the same bits as the compiled form on a CPU."""
-    layout = SequenceIndex(cu_seqlens, len(x))
+    index = SequenceIndex(cu_seqlens, len(x))
     dtype = wide(x.dtype)
     sums = x.to(dtype, copy=True)  # an operator may not return its argument
     coefficient = torch.full_like(sums, factor) if decay is None else factor * decay.to(dtype)
     if tail is not None:
-        behind = tail.to(dtype)[layout.sequence]
-        reached = (layout.left == 1) & (coefficient != 0.0)
+        behind = tail.to(dtype)[index.sequence]
+        reached = (index.left == 1) & (coefficient != 0.0)
         sums = torch.where(reached, sums + coefficient * behind, sums)
     if decay is None:
-        return doubled(sums, layout, factor)
-    return _doubled_with_decay(sums, coefficient, layout)
+        return doubled(sums, index, factor)
+    return _doubled_with_decay(sums, coefficient, index)
 
 
-def doubled(sums: Tensor, layout: SequenceIndex, factor: float) -> Tensor:
+def doubled(sums: Tensor, index: SequenceIndex, factor: float) -> Tensor:
     """sum_i factor^i x[t+i] up to the end of t's sequence, by doubling the number of terms:
     log2(longest) passes over all tokens."""
-    span, longest = 1, layout.longest_bound()
+    span, longest = 1, index.longest_bound()
     while span < longest and factor**span > 0.0:
-        further = torch.where(
-            layout.left[:-span] > span, sums[span:], torch.zeros_like(sums[span:])
-        )
+        further = torch.where(index.left[:-span] > span, sums[span:], torch.zeros_like(sums[span:]))
         sums = torch.cat([sums[:-span] + factor**span * further, sums[-span:]])
         span *= 2
     return sums
 
 
-def _doubled_with_decay(sums: Tensor, factors: Tensor, layout: SequenceIndex) -> Tensor:
+def _doubled_with_decay(sums: Tensor, factors: Tensor, index: SequenceIndex) -> Tensor:
     """The same with a factor per token; ``factors[t]`` is the product over the terms so far."""
-    span, longest = 1, layout.longest_bound()
+    span, longest = 1, index.longest_bound()
     while span < longest:
-        inside = (layout.left[:-span] > span) & (factors[:-span] != 0.0)
+        inside = (index.left[:-span] > span) & (factors[:-span] != 0.0)
         further = torch.where(inside, sums[span:], torch.zeros_like(sums[span:]))
         beyond = torch.where(inside, factors[span:], torch.zeros_like(factors[span:]))
         sums = torch.cat([sums[:-span] + factors[:-span] * further, sums[-span:]])

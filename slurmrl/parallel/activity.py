@@ -1,6 +1,6 @@
-"""What a rank is doing at this moment, for people who ask why nothing goes on.
+"""The current activity of a rank, for the diagnosis of hangs.
 
-The thread that works says it, another one reads it and sends it along with the signs of life.
+The working thread updates it; the thread of the pulse reads and sends it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Doing(NamedTuple):
     """A call of the dataflow graph, ``load``, ``save`` or ``start``; `IDLE` between two."""
     step: int | None
     since: float
-    """Begin of the call, by the clock of `Activity`."""
+    """Start of the call, by the clock of `Activity`."""
     phase: str = ""
     part: int = 0
     """Micro-batch, from 1; 0 outside of them."""
@@ -26,7 +26,7 @@ class Doing(NamedTuple):
 
 
 class Activity:
-    """One rank's. What it holds is replaced as a whole, so a reader never sees half of a change."""
+    """The activity of one rank. Updates replace it as a whole, so readers never see half of one."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -39,10 +39,10 @@ class Activity:
         self._doing = Doing(IDLE, None, self._clock())
 
     def phase(self, name: str, part: int = 0, parts: int = 0) -> None:
-        """A part of the present call, perhaps micro-batch ``part`` of ``parts``."""
+        """Set the phase of the current call, and its micro-batch ``part`` of ``parts`` if any."""
         self._doing = self._doing._replace(phase=name, part=part, parts=parts)
 
     def describe(self) -> dict[str, Any]:
-        """As JSON, with the age ``since_s`` of the call in place of its begin."""
-        told = self._doing._asdict()
-        return {**told, "since_s": self._clock() - told.pop("since")}
+        """As JSON, with the age ``since_s`` of the call instead of its start."""
+        fields = self._doing._asdict()
+        return {**fields, "since_s": self._clock() - fields.pop("since")}

@@ -45,8 +45,8 @@ def set_up(accelerator: Accelerator, *, threads: int, deterministic: bool) -> No
 
 
 def _keep_freed_memory() -> None:
-    """Let malloc keep up to 1 GiB of freed memory: each step needs the same tensors again, and to
-    fault their pages in anew takes a twentieth of the time of a small model on a CPU."""
+    """Let malloc keep up to 1 GiB of freed memory. Each step needs the same tensors again, and
+    faulting their pages in takes a twentieth of a small model's step time on a CPU."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:  # glibc; elsewhere memory is managed as it is
         mallopt(M_MMAP_THRESHOLD, 32 << 20)

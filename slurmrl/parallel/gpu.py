@@ -1,4 +1,4 @@
-"""Which of the devices that the scheduler gave a job each worker sees."""
+"""Assignment of a job's GPUs to the workers of a host."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def parse_visible(visible: str) -> list[Device]:
     """The devices in a value of CUDA_VISIBLE_DEVICES: indices, ``GPU-…`` or ``MIG-…``.
 
     Empty, ``-1`` and ``NoDevFiles`` (what Slurm sets when it gave none) are no devices; CUDA
-    ignores everything from ``-1`` on. Raises EnvironmentFailure for another form or a device that
-    is there twice.
+    ignores everything from ``-1`` on. Raises EnvironmentFailure for another form or a device listed
+    twice.
     """
     devices: list[Device] = []
     for text in (part.strip() for part in visible.split(",")):
@@ -46,14 +46,14 @@ def parse_visible(visible: str) -> list[Device]:
         kind = next((kind for kind, form in _FORMS.items() if form.fullmatch(text)), None)
         if kind is None:
             raise EnvironmentFailure(
-                f"CUDA_VISIBLE_DEVICES={visible!r}: {text!r} is no index, GPU-… or MIG-…"
+                f"CUDA_VISIBLE_DEVICES={visible!r}: {text!r} is not an index, GPU-… or MIG-…"
             )
         devices.append(Device(text, kind))
     names = [device.text for device in devices]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise EnvironmentFailure(
-            f"CUDA_VISIBLE_DEVICES={visible!r}: {', '.join(twice)} is there more than once"
+            f"CUDA_VISIBLE_DEVICES={visible!r}: {', '.join(twice)} is listed more than once"
         )
     return devices
 
@@ -75,8 +75,8 @@ def assign(visible: str, workers: int, per_worker: int) -> list[str]:
         )
     if needed > 1 and any(device.kind is DeviceKind.MIG for device in devices[:needed]):
         raise EnvironmentFailure(
-            f"CUDA_VISIBLE_DEVICES={visible!r} gives MIG slices, which serve groups of one worker "
-            f"only; {workers} workers need whole GPUs"
+            f"CUDA_VISIBLE_DEVICES={visible!r} lists MIG slices, which cannot communicate "
+            f"over NCCL; {workers} workers with {per_worker} GPU each need whole GPUs"
         )
     return [
         ",".join(device.text for device in devices[index * per_worker : (index + 1) * per_worker])

@@ -35,13 +35,13 @@ OF_EXPERTS: Final = {
     "etp+ep": ("tp", "ep"),
     "etp+ep+pp": ("tp", "ep", "pp"),
 }
-"""And those along the axes of that grid."""
+"""Groups along the axes of the experts' grid."""
 FOLDING: Final = ("megatron",)
-"""The engines that need those."""
+"""The engines that need `COMBINED` and `OF_EXPERTS`."""
 
 
 class ModelRanks(Protocol):
-    """What is needed of a model's plan: ``ranks[i]`` is the global rank of the model's i-th rank,
+    """The ranks of a model in its plan. ``ranks[i]`` is the global rank of the model's i-th rank,
     in row-major order of the axes in ``sizes``."""
 
     @property
@@ -54,7 +54,7 @@ class ModelRanks(Protocol):
 
 @runtime_checkable
 class Folded(ModelRanks, Protocol):
-    """A placement that says how megatron lays a model out."""
+    """The ranks of a model with megatron's layout."""
 
     @property
     def engine(self) -> str: ...
@@ -82,11 +82,11 @@ class ParallelContext:
     experts: ProcessTopology | None = None
     """The experts' own grid over the same ranks."""
     virtual_pipeline: int = 1
-    """Pieces of each pipeline stage."""
+    """Model chunks of each pipeline stage."""
     sequence_parallel: bool = False
     """Whether activations between tensor-parallel blocks are split along the sequence."""
     activity: Activity = field(default_factory=Activity, compare=False)
-    """What this rank says that it is doing."""
+    """The current activity of this rank."""
 
     @property
     def size(self) -> int:
@@ -110,7 +110,8 @@ class ParallelContext:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this rank answers for those that work on the same samples: the first of them."""
+        """Whether this rank is the first of those that work on the same samples, for which it
+        reports."""
         return all(self.axis_rank(axis) == 0 for axis in self.topology.axes if axis != "dp")
 
     def group(self, axis: str) -> dist.ProcessGroup:
@@ -138,7 +139,8 @@ def build(
 
     Collective over the whole process world: every rank calls it with the same models in plan
     order, whether it holds them or not. Models that need the same ranks share a group.
-    ``timeout`` is for one collective (None: the backend's, which need not be that of the world).
+    ``timeout`` bounds one collective (None: the backend's default, which may differ from the
+    world's).
     """
     made: dict[tuple[int, ...], dist.ProcessGroup] = {}
     contexts: dict[str, ParallelContext] = {}
@@ -170,7 +172,7 @@ def build(
 
 
 def _families(model: ModelRanks, topology: ProcessTopology) -> Iterator[tuple[str, list[int]]]:
-    """What each group is for, and the ranks in the model of its members."""
+    """The name of each group, and its members as ranks within the model."""
     for axis, along in {**{axis: (axis,) for axis in topology.axes}, **JOINT}.items():
         for members in topology.blocks(along):
             if len(members) > 1 or axis in OF_ONE:
@@ -188,7 +190,7 @@ def _families(model: ModelRanks, topology: ProcessTopology) -> Iterator[tuple[st
 
 
 def expert_topology(model: ModelRanks) -> ProcessTopology | None:
-    """The experts' own grid, where the plan has one."""
+    """The experts' own grid, if the plan has one."""
     if not isinstance(model, Folded) or not model.expert_sizes:
         return None
     return ProcessTopology(tuple(model.expert_sizes), tuple(model.expert_sizes.values()))

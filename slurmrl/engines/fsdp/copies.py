@@ -1,4 +1,4 @@
-"""Parameters that several tensor ranks have: their gradients are added up, and they count once."""
+"""Sums of the gradients of parameters that are copied on several tensor ranks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from slurmrl.models.parallel.split import Axis
 def sum_copies(
     gradients: Mapping[str, Tensor], split: TensorSplit, tensor: Axis, device: torch.device
 ) -> None:
-    """Add up, in place, the partial gradients of parameters that are on several tensor ranks.
-    Collective over them, on ``device``; each has gradients of the same names."""
+    """Sum, in place, the partial gradients of parameters that are on several tensor ranks.
+    Collective over these ranks, on ``device``; all of them have gradients of the same names."""
     names = [name for name in gradients if split.sums(name)]
     everywhere = [gradients[name] for name in names if split.copies(name) == split.ranks]
     _sum(everywhere, tensor, device, count=1, row=0)
@@ -29,7 +29,7 @@ def sum_copies(
 def _sum(
     gradients: Sequence[Tensor], tensor: Axis, device: torch.device, *, count: int, row: int
 ) -> None:
-    """One collective for all of them: each of ``count`` sets of ranks adds up in its own row."""
+    """Sum all gradients in one collective; each of ``count`` sets of ranks uses its own row."""
     if not gradients:
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients])

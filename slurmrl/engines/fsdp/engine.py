@@ -52,10 +52,10 @@ from slurmrl.parallel.groups import ParallelContext
 class FSDPEngine(Engine):
     """One role's model on the data-parallel ranks of ``context``.
 
-    Trained models keep float32 weights and compute in ``model.dtype``; frozen ones are kept in
-    it. Weights start from the folder ``source``, else at random from ``model.architecture``.
-    ``total_steps`` counts optimizer steps. ``small_bytes`` says up to what size of model one
-    collective for all parameters is used instead of one a layer.
+    Trained models keep float32 weights and compute in ``model.dtype``; frozen models are stored
+    in that dtype. Weights come from the folder ``source``; without one they are random, for
+    ``model.architecture``. ``total_steps`` counts optimizer steps. Models of up to ``small_bytes``
+    use one collective for all parameters instead of one for each layer.
     """
 
     def __init__(
@@ -125,63 +125,65 @@ class FSDPEngine(Engine):
         veto: Veto | None = None,
     ) -> dict[str, float]:
         if self._optimizer is None:
-            raise UsageError(f"{self.role} is frozen: it cannot be trained")
+            raise UsageError(f"{self.role} is frozen and cannot be trained")
         self._offload.check()
         sample = sample.to(self.context.device)
-        rounds = self._rounds(sample, denominator)
-        rounds.check(self.role)
+        schedule = self._schedule(sample, denominator)
+        schedule.check(self.role)
         with self._shards.cleared_on_error():
-            sums = self._backward(sample, loss_fn, rounds, temperature)
-            stats = sums.over_ranks(self.context, some_empty=rounds.some_empty)
-        stats["loss"] *= rounds.scale
-        stats["denominator"] = rounds.denominator
+            sums = self._backward(sample, loss_fn, schedule, temperature)
+            stats = sums.over_ranks(self.context, some_empty=schedule.some_empty)
+        stats["loss"] *= schedule.scale
+        stats["denominator"] = schedule.denominator
         return {**stats, **self._step(self._optimizer, vetoed=self.vetoed(veto, stats))}
 
-    def _rounds(self, sample: SequenceSample, denominator: float) -> MicrobatchSchedule:
-        padded = not isinstance(self.config, ModelConfig)  # as those of transformers are run
+    def _schedule(self, sample: SequenceSample, denominator: float) -> MicrobatchSchedule:
+        padded = not isinstance(self.config, ModelConfig)  # models of transformers run padded
         return agree(sample, self._max_tokens, denominator, self.context, padded=padded)
 
     def _backward(
         self,
         sample: SequenceSample,
         loss_fn: LossFn,
-        rounds: MicrobatchSchedule,
+        schedule: MicrobatchSchedule,
         temperature: float,
     ) -> Sums:
-        """Gradients of all rounds, and the sums of what the loss function returned."""
+        """Accumulate the gradients of all micro-batches; return the sums of the statistics."""
         sums = Sums(self.context.device)
         balance = self._shards.decoder.balance
         if balance is not None:
-            self._count(balance, sample, rounds)
-        for index in range(rounds.count):
-            self.context.activity.phase("forward and backward", index + 1, rounds.count)
-            self._shards.last_round(index == rounds.count - 1)
-            part = rounds.part(index)
+            self._count(balance, sample, schedule)
+        for index in range(schedule.count):
+            self.context.activity.phase("forward and backward", index + 1, schedule.count)
+            self._shards.set_last_micro_batch(index == schedule.count - 1)
+            part = schedule.part(index)
             if balance is not None:
                 balance.now = "train" if part is not None else "other"
             if part is None:
-                torch.autograd.backward(self._empty_round(temperature))
+                torch.autograd.backward(self._empty_micro_batch(temperature))
                 continue
             micro = sample.take(part)
             outputs = self._outputs(micro, temperature)
             loss = sums.add_loss(self.role, micro, *loss_fn(outputs, micro))
-            torch.autograd.backward(loss * rounds.scale)
+            torch.autograd.backward(loss * schedule.scale)
         return sums
 
     @torch.no_grad()
-    def _count(self, balance: Balance, sample: SequenceSample, rounds: MicrobatchSchedule) -> None:
-        """Learn how many tokens of all micro-batches and ranks each expert gets."""
+    def _count(
+        self, balance: Balance, sample: SequenceSample, schedule: MicrobatchSchedule
+    ) -> None:
+        """Count the tokens that each expert gets over all micro-batches and ranks."""
         balance.begin(self.context.device)
         with self._shards.resharded():
-            for index in range(rounds.count):
-                part = rounds.part(index)
+            for index in range(schedule.count):
+                part = schedule.part(index)
                 balance.now = "count" if part is not None else "other"
                 self._shards.decoder(*self._tokens(None if part is None else sample.take(part)))
         balance.add_up([self.context.group("shard")] if self._spread else [])
 
     @property
     def _spread(self) -> bool:
-        """Whether the tokens of a batch lie on several ranks."""
+        """Whether the tokens of a batch are spread over several ranks."""
         return self.context.axis_size("dp") * self.context.axis_size("cp") > 1
 
     def _step(self, optimizer: ShardOptimizer, *, vetoed: bool) -> dict[str, float]:
@@ -210,20 +212,20 @@ class FSDPEngine(Engine):
     ) -> Outputs:
         self._offload.check()
         sample = sample.to(self.context.device)
-        rounds = self._rounds(sample, 0.0)
+        schedule = self._schedule(sample, 0.0)
         results: list[Outputs] = []
         with self._shards.resharded():
-            for index in range(rounds.count):
-                self.context.activity.phase("forward", index + 1, rounds.count)
-                part = rounds.part(index)
+            for index in range(schedule.count):
+                self.context.activity.phase("forward", index + 1, schedule.count)
+                part = schedule.part(index)
                 if part is None:
-                    self._empty_round(temperature)
+                    self._empty_micro_batch(temperature)
                     continue
                 micro = sample.take(part)
                 outputs = self._outputs(micro, temperature)
                 results.append(outputs if output_fn is None else output_fn(outputs, micro))
         if results:
-            return in_order(sample, rounds.parts, results)
+            return in_order(sample, schedule.parts, results)
         nothing = no_outputs(self.head, self.context.device)
         return nothing if output_fn is None else output_fn(nothing, sample)
 
@@ -231,8 +233,8 @@ class FSDPEngine(Engine):
         return self._run(*self._tokens(sample), temperature)
 
     def _tokens(self, sample: SequenceSample | None) -> tuple[Tensor, Tensor, int]:
-        """What the decoder reads of a micro-batch: tokens, ``cu_seqlens`` and the longest. A rank
-        that has nothing left takes part in the collectives of the others with two tokens."""
+        """The decoder's inputs for a micro-batch: tokens, ``cu_seqlens`` and the longest length.
+        A rank with no micro-batch left joins the others' collectives with two tokens."""
         if sample is not None:
             return sample.tensor(TOKENS), sample.cu_seqlens(TOKENS), longest(sample)
         ids = torch.zeros(2, dtype=torch.int64, device=self.context.device)
@@ -246,8 +248,8 @@ class FSDPEngine(Engine):
         logp, entropy = decoder.logprobs(hidden, ids, cu_seqlens, temperature)
         return {"logp": logp, "entropy": entropy}
 
-    def _empty_round(self, temperature: float) -> Tensor:
-        """A round of a rank that has nothing left: a loss of no weight."""
+    def _empty_micro_batch(self, temperature: float) -> Tensor:
+        """The zero loss of a rank that has no micro-batch left."""
         outputs = self._run(*self._tokens(None), temperature)
         return torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0
 
@@ -299,7 +301,7 @@ class FSDPEngine(Engine):
 
     @cached_property
     def _saved_layout(self) -> Layout:
-        """Which rank writes what of the parameters and their moments, each element once."""
+        """The layout of a checkpoint: parameters and moments, each element on one rank."""
         return self._placing.layout(self._prefixes, copies=False)
 
     @property
@@ -319,7 +321,7 @@ class FSDPEngine(Engine):
         return self._placing.layout()
 
     def offload(self) -> None:
-        if not self._shards.plan.offload:  # else they are in host memory anyway
+        if not self._shards.plan.offload:  # with cpu_offload they are in host memory already
             held = self._shards.local() if self._optimizer is None else self._state()
             self._offload.take(held.values())
 

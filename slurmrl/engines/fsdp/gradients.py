@@ -1,4 +1,4 @@
-"""The norm of a gradient whose chunks lie on many ranks, and clipping by it."""
+"""The norm of gradients whose chunks are on many ranks, and clipping by it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def global_norm(
     copies: Callable[[str], int] = lambda name: 1,
     device: torch.device | None = None,
 ) -> float:
-    """The 2-norm of gradients whose chunks lie on the ranks of ``groups`` (the axes of a grid),
-    ``copies`` of each; squares are added in float64, over the ranks on ``device`` (where the
-    gradients are if None)."""
+    """The 2-norm of gradients whose chunks are on the ranks of ``groups`` (the axes of a grid).
+
+    Each parameter has ``copies`` copies. Squares are summed in float64, over the ranks on
+    ``device`` (None: the device of the gradients)."""
     norms = torch._foreach_norm(list(gradients.values()))
     squares = torch.stack(norms).double().square()
     times = torch.tensor([copies(name) for name in gradients], dtype=torch.float64)

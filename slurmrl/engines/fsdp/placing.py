@@ -1,6 +1,7 @@
-"""Which part of each parameter every rank of a model has: tensor ranks share a dim that depends on
-the parameter, and each part lies in ceil-chunks of dim 0 on the data- and context-parallel ranks,
-as FSDP2 does it."""
+"""The placement of each parameter's parts on the ranks of a model.
+
+Tensor ranks split a dim that depends on the parameter. Data- and context-parallel ranks split each
+of these parts into ceil-chunks of dim 0, as FSDP2 does."""
 
 from __future__ import annotations
 
@@ -21,15 +22,15 @@ from slurmrl.parallel.groups import JOINT, ParallelContext
 
 @dataclass(frozen=True)
 class Placing:
-    """The shapes of a model's whole parameters and where they lie. ``tensor`` is None where there
-    is one tensor rank."""
+    """The shapes of a model's whole parameters and their placement. ``tensor`` is None for one
+    tensor rank."""
 
     shapes: Mapping[str, Index]
     dtype: str
     context: ParallelContext
     tensor: TensorSplit | None
     constants: Mapping[str, TensorSpec] = field(default_factory=dict)
-    """What belongs to the model and is no parameter: whole on every rank."""
+    """Tensors of the model that are not parameters; whole on every rank."""
 
     @cached_property
     def _shard_groups(self) -> list[list[int]]:
@@ -39,30 +40,30 @@ class Placing:
         return self.context.topology.coordinates(rank).get("tp", 0)
 
     def whole_box(self, name: str, rank: int) -> Box:
-        """What a rank's tensor rank has of a parameter."""
+        """The part of a parameter on a rank's tensor rank."""
         shape = self.shapes[name]
         if self.tensor is None:
             return Box.whole(shape)
         return self.tensor.box(name, shape, self._tensor_rank(rank))
 
     def box(self, name: str, rank: int) -> Box:
-        """What a rank keeps of a parameter; may be empty."""
+        """The part of a parameter that a rank stores; may be empty."""
         whole = self.whole_box(name, rank)
         group = next(members for members in self._shard_groups if rank in members)
         part = chunk(whole.size, len(group), group.index(rank))
         return Box((whole.start[0] + part.start[0], *whole.start[1:]), part.size)
 
     def own_boxes(self) -> dict[str, Box]:
-        """What this rank keeps."""
+        """The boxes that this rank stores."""
         return {name: self.box(name, self.context.rank) for name in self.shapes}
 
     def copies(self, name: str) -> int:
-        """How many ranks keep each element."""
+        """The number of tensor ranks that store each element."""
         return 1 if self.tensor is None else self.tensor.copies(name)
 
     def layout(self, prefixes: Sequence[str] = ("",), *, copies: bool = True) -> Layout:
-        """Every parameter once for each prefix of its name, and the constants; without ``copies``
-        only the first rank that has an element counts."""
+        """The layout of every parameter, once for each prefix of its name, and of the constants.
+        Without ``copies`` only the first rank that stores an element lists it."""
         tensors = {
             prefix + name: TensorSpec(shape, self.dtype)
             for prefix in prefixes
@@ -90,14 +91,14 @@ class Placing:
 def split_of(
     role: str, config: ModelConfig | HFConfig, context: ParallelContext, *, sequence: bool
 ) -> Split:
-    """This rank's place. Raises UsageError for what cannot be split like that."""
+    """This rank's split. Raises UsageError if the model cannot be split that way."""
     for axis in ("pp", "ep"):
         if context.axis_size(axis) > 1:
             raise UsageError(f"{role}: the fsdp engine does not split along {axis}")
     tensor, across = _axis(context, "tp"), _axis(context, "cp")
     if isinstance(config, HFConfig):
-        found = ["a model of transformers takes data parallelism alone"]
-        problems = found if tensor.size * across.size > 1 else []
+        only_data = ["a model of transformers supports data parallelism only (d)"]
+        problems = only_data if tensor.size * across.size > 1 else []
     else:
         problems = list(refusals(config, tensor.size, across.size))
     if problems:

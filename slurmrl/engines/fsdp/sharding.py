@@ -1,4 +1,4 @@
-"""How a decoder is sharded over data- and context-parallel ranks, and its local shards."""
+"""FSDP2 sharding of a decoder over data- and context-parallel ranks, and its local shards."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from slurmrl.models.base import PackedModel
 from slurmrl.parallel.groups import ParallelContext
 
 SMALL_BYTES = 256 * 2**20
-"""Up to this size a whole copy of the parameters and of the gradients is cheaper to hold than
-the collectives and hooks that avoid it."""
+"""Up to this size it is cheaper to hold whole parameters and gradients than to run the collectives
+and hooks that avoid it."""
 
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """What to shard and how."""
+    """How a decoder is sharded."""
 
     wrapped: bool
     """Whether FSDP2 is used; one float32 rank needs none."""
@@ -39,7 +39,7 @@ class ShardPlan:
     mixed: bool
     """Float32 shards, gathered and computed in bfloat16, gradients reduced in float32."""
     offload: bool = False
-    """Shards and their gradients lie in host memory; a unit comes to the GPU when it is used."""
+    """Shards and their gradients are in host memory; a unit is copied to the GPU for its use."""
 
 
 def shard_plan(
@@ -59,7 +59,7 @@ class Shards:
     """A decoder and this rank's share of its parameters. Between calls it is always sharded."""
 
     def __init__(self, decoder: PackedModel, plan: ShardPlan, context: ParallelContext) -> None:
-        """The memory of a ``decoder`` on the meta device is made here, uninitialised."""
+        """Allocates the parameters of a ``decoder`` on the meta device, uninitialised."""
         self.decoder = decoder
         self.plan = plan
         bare = any(p.is_meta for p in decoder.parameters())
@@ -88,9 +88,9 @@ class Shards:
         self.decoder.zero_grad(set_to_none=True)
         return gradients
 
-    def last_round(self, last: bool) -> None:
-        """Say whether the coming backward is the step's last: a small model reduces gradients
-        and gives up its gathered parameters only then."""
+    def set_last_micro_batch(self, last: bool) -> None:
+        """Set whether the next backward is the step's last. Only then does a small model reduce
+        its gradients and free its gathered parameters."""
         if self.plan.wrapped and self.plan.small:
             root = cast(FSDPModule, self.decoder)
             root.set_requires_gradient_sync(last)
@@ -102,7 +102,7 @@ class Shards:
 
     @contextmanager
     def resharded(self) -> Iterator[None]:
-        """Sharded again at the end, also after an exception."""
+        """Reshard at the end, also after an exception."""
         try:
             yield
         finally:
@@ -110,8 +110,8 @@ class Shards:
 
     @contextmanager
     def cleared_on_error(self) -> Iterator[None]:
-        """An exception in forward and backward passes leaves nothing of them: no gathered
-        parameters, no gradients."""
+        """After an exception in forward or backward passes, drop gathered parameters and
+        gradients."""
         try:
             yield
         except BaseException:
@@ -120,7 +120,7 @@ class Shards:
 
     @contextmanager
     def gathered(self) -> Iterator[PackedModel]:
-        """The decoder with all parameters whole, for any number of calls without collectives."""
+        """The decoder with all parameters gathered, for any number of calls without collectives."""
         with self.resharded():
             for unit in self._units():
                 unit.unshard()
@@ -138,7 +138,7 @@ class Shards:
         if self.plan.wrapped and root._get_fsdp_state()._is_root:  # set by the first forward
             root.reset_iter_state()
             self.decoder.zero_grad()  # of the shards
-        for unit in self._units():  # what torch 2.13 keeps, though it says that it does not
+        for unit in self._units():  # torch 2.13 keeps these despite its documentation
             for group in unit._get_fsdp_state()._fsdp_param_groups:
                 for parameter in group.fsdp_params:
                     parameter.unsharded_accumulated_grad = None

@@ -23,7 +23,7 @@ def snapshot(
 ) -> RoleSnapshot:
     """This rank's part of a checkpoint; ``tensors`` are its chunks, by their names in ``layout``.
 
-    What is written is what they hold then; the random state is that of now.
+    The tensors are read when the snapshot is written; the random state is read now.
     """
     part = ShardHeader(role, rank, layout.ranks, step, layout.tensors, layout.shards[rank])
     entries = (
@@ -43,8 +43,8 @@ def load(
 ) -> int:
     """Fill this rank's chunks and set its random state; returns the optimizer steps made.
 
-    A checkpoint of another number of ranks has no random state for this rank: it gets one from
-    the step and its rank. Raises CheckpointError where it is of another model.
+    If another number of ranks wrote the checkpoint, the random state is seeded from the step and
+    the rank. Raises CheckpointError for a checkpoint of another model.
     """
     checkpoint = RoleCheckpoint(directory, role)
     checkpoint.check(layout.tensors)

@@ -1,4 +1,4 @@
-"""A model without values, the shapes of its parameters, and filling them box by box."""
+"""Construction of a model, the shapes of its parameters, and filling them box by box."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def new_model(
     seed: int,
     dtype: str,
 ) -> PackedModel:
-    """This rank's part of a built-in decoder on the meta device, to be filled; a model of
-    transformers with its weights, on the CPU."""
+    """Return this rank's part of a built-in decoder on the meta device, or a model of transformers
+    with its weights on the CPU."""
     if isinstance(config, ModelConfig):
         with torch.device("meta"):
             return build(config, head, split).to(getattr(torch, dtype))
@@ -40,15 +40,15 @@ def new_model(
 
 
 def whole_shapes(model: PackedModel) -> dict[str, Index]:
-    """The shape of every parameter, by name, that this rank has a part of."""
+    """The whole shape, by name, of every parameter of which this rank has a part."""
     if isinstance(model.config, ModelConfig):
         return parameter_shapes(model.config, model.head)
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def constant_specs(model: PackedModel, *, trained: bool) -> dict[str, TensorSpec]:
-    """The model's constants, by name. Raises UsageError where a checkpoint of a trained model
-    could not hold them."""
+    """The model's constants, by name. Raises UsageError if a checkpoint of a trained model cannot
+    store them."""
     found = {
         name: TensorSpec(tuple(values.shape), str(values.dtype).removeprefix("torch."))
         for name, values in model.constants().items()

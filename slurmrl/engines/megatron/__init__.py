@@ -1,5 +1,6 @@
-"""megatron-core's models, schedules and distributed optimizer behind the contract of engines, for
-tensor, sequence, pipeline, context and expert parallelism.
+"""The megatron engine: megatron-core's models, schedules and distributed optimizer.
+
+It supports tensor, sequence, pipeline, context and expert parallelism.
 
 ``schema``, ``place`` and ``parts`` are torch-free.
 """

@@ -1,4 +1,4 @@
-"""The groups of a layout by megatron's names. Nothing is looked up in megatron's globals."""
+"""The process groups of a layout under megatron's names, without megatron's global state."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ WITHOUT_GRID = {"ep": "alone", "expt_tp": "tp", "expt_dp": "shard", "tp_ep": "tp
 
 
 def group_of(context: ParallelContext, name: str) -> dist.ProcessGroup:
-    """This rank's group, which is itself where the layout does not split that way."""
+    """This rank's group; of the rank alone if the layout does not split that way."""
     return context.groups.get(name, context.groups["alone"])
 
 
 def collection(context: ParallelContext) -> ProcessGroupCollection:
-    """Every group that megatron-core asks for."""
+    """Every group that megatron-core requires."""
     names = {
         "tp": "tp",
         "pp": "pp",

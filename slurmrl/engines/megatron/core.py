@@ -1,4 +1,4 @@
-"""megatron-core itself: whether it is there, and what of it is used."""
+"""The check for megatron-core, and the set-up of its global state."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from slurmrl.errors import UsageError
 
 
 def require() -> None:
-    """Make megatron-core ready. Raises UsageError where it is missing, with the command that
-    installs it, and where it has no GPU."""
+    """Prepare megatron-core. Raises UsageError if it is missing, with the command that installs it,
+    or if there is no GPU."""
     if _missing("megatron.core"):
         raise UsageError(f"the megatron engine needs megatron-core: {INSTALL_HINT}")
-    # TransformerEngine's product for routers: 0.16.1 reads the name without it, too, and would take
-    # it wherever it is, with products of TF32 where float32 is asked for.
+    # TransformerEngine's matrix product for routers. 0.16.1 reads this name even without
+    # TransformerEngine, and would use it, in TF32, even for float32 models.
     utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     vars(utils)["te_general_gemm"] = None
-    # Scratch memory that sequence parallelism gathers into: the only thing of megatron's global
-    # state that is set here, and it knows no layout.
+    # Scratch memory for the gathers of sequence parallelism: the only global state of megatron that
+    # is set here. It does not depend on the layout.
     state = importlib.import_module("megatron.core.parallel_state")
     try:
         vars(state)["torch"].cuda.current_device()  # as megatron sees it
     except (AssertionError, RuntimeError) as error:
         raise UsageError(
-            f"the megatron engine needs a GPU ({error}); fsdp computes on CPUs, too"
+            f"the megatron engine needs a GPU ({error}); on CPUs use the fsdp backend"
         ) from error
     if vars(state)["_GLOBAL_MEMORY_BUFFER"] is None:
         vars(state)["_set_global_memory_buffer"]()

@@ -29,7 +29,7 @@ from slurmrl.engines.megatron.packing import Micro, micro_batch
 from slurmrl.engines.megatron.parts import Parts, part_of_flat, parts_of
 from slurmrl.engines.megatron.place import Place, misfits, place_of
 from slurmrl.engines.megatron.random_tracker import RandomStates
-from slurmrl.engines.megatron.schedule import Schedule, Use
+from slurmrl.engines.megatron.schedule import PipelineSchedule, Use
 from slurmrl.engines.megatron.schema import check
 from slurmrl.engines.megatron.settings import transformer_config
 from slurmrl.engines.megatron.state import Held
@@ -53,7 +53,7 @@ from slurmrl.models.shapes import parameter_shapes
 from slurmrl.parallel.groups import ParallelContext
 
 FUSED = 4
-"""At least the tensors that megatron stores in one, box after box of each in turn."""
+"""How many tensors to cache: at least those that megatron interleaves in one parameter."""
 
 
 class MegatronEngine(Engine):
@@ -116,7 +116,7 @@ class MegatronEngine(Engine):
         self._host, self._offload = HostCopies(), Offload(role)
         with self._random.used():  # TransformerEngine looks for them while it makes modules
             self._chunks: list[Any] = [*self._new_chunks()]
-        """Of megatron's class for gradient buffers around ours where the model is trained."""
+        """Model chunks; of a trained model, inside megatron's gradient buffers."""
         self._optimizer: ShardedOptimizer | None = None
         if trained:
             self._chunks = [self._with_buffers(chunk) for chunk in self._chunks]
@@ -129,7 +129,7 @@ class MegatronEngine(Engine):
         }
         with initial_weights(config, head, seed=seed, source=source, keep=FUSED) as read:
             state.fill(held.values(), read)
-        self._schedule = Schedule(self._chunks, self._settings, self._groups)
+        self._pipeline = PipelineSchedule(self._chunks, self._settings, self._groups)
 
     def _place_of(self, rank: int) -> Place:
         context = self.context
@@ -177,7 +177,7 @@ class MegatronEngine(Engine):
         }
 
     def _shards(self, *, moments: bool = True) -> Held:
-        """What this rank updates: float32 weights, and their moments."""
+        """The float32 weights that this rank updates, and their moments."""
         if self._optimizer is None:
             return {}
         names = {parameter: name for name, parameter in self._parameters().items()}
@@ -204,41 +204,43 @@ class MegatronEngine(Engine):
         veto: Veto | None = None,
     ) -> dict[str, float]:
         if self._optimizer is None:
-            raise UsageError(f"{self.role} is frozen: it cannot be trained")
+            raise UsageError(f"{self.role} is frozen and cannot be trained")
         self._offload.check()
         sample = sample.to(self.context.device)
-        rounds = agree(sample, self._budget(sample), denominator, self.context)
-        rounds.check(self.role)
+        schedule = agree(sample, self._budget(sample), denominator, self.context)
+        schedule.check(self.role)
         sums = Sums(self.context.device)
 
         def use(number: int, hidden: Tensor, micro: Micro, chunk: Chunk) -> Tensor:
             outputs = chunk.outputs(hidden, micro, temperature)
-            part = rounds.part(number)
+            part = schedule.part(number)
             if part is None:
                 return _nothing(outputs)
             items = sample.take(part)
-            return sums.add_loss(self.role, items, *loss_fn(outputs, items)) * rounds.scale
+            return sums.add_loss(self.role, items, *loss_fn(outputs, items)) * schedule.scale
 
         if self._balance is not None:
-            self._count(self._balance, sample, rounds)
+            self._count(self._balance, sample, schedule)
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
-        self._run(sample, rounds, use, backward=True)
+        self._run(sample, schedule, use, backward=True)
         stats: dict[str, float] = {}
-        if self._schedule.is_last:
-            stats = sums.over_ranks(self.context, some_empty=rounds.some_empty)
-            stats["loss"] *= rounds.scale
-            stats["denominator"] = rounds.denominator
-        stats = self._schedule.told_by_last(stats, self.context.device)
+        if self._pipeline.is_last:
+            stats = sums.over_ranks(self.context, some_empty=schedule.some_empty)
+            stats["loss"] *= schedule.scale
+            stats["denominator"] = schedule.denominator
+        stats = self._pipeline.broadcast_stats(stats, self.context.device)
         self.context.activity.phase("optimizer step")
         return {**stats, **self._optimizer.step(vetoed=self.vetoed(veto, stats))}
 
     @torch.no_grad()
-    def _count(self, balance: Balance, sample: SequenceSample, rounds: MicrobatchSchedule) -> None:
-        """Learn how many tokens of all micro-batches and ranks each expert gets."""
+    def _count(
+        self, balance: Balance, sample: SequenceSample, schedule: MicrobatchSchedule
+    ) -> None:
+        """Count the tokens that each expert gets over all micro-batches and ranks."""
         balance.begin(self.context.device)
         balance.now = "count"
-        self._run(sample, rounds, lambda _, hidden, *__: hidden.new_zeros(()), backward=False)
+        self._run(sample, schedule, lambda _, hidden, *__: hidden.new_zeros(()), backward=False)
         balance.add_up([self._groups.tp_dp_cp])
         balance.now = "train"
 
@@ -252,56 +254,55 @@ class MegatronEngine(Engine):
     ) -> Outputs:
         self._offload.check()
         sample = sample.to(self.context.device)
-        rounds = agree(sample, self._budget(sample), 0.0, self.context)
+        schedule = agree(sample, self._budget(sample), 0.0, self.context)
         made: dict[int, Outputs] = {}
 
         def use(number: int, hidden: Tensor, micro: Micro, chunk: Chunk) -> Tensor:
             made[number] = chunk.outputs(hidden, micro, temperature)
             return hidden.new_zeros(())
 
-        if rounds.count:
-            self._run(sample, rounds, use, backward=False)
+        if schedule.count:
+            self._run(sample, schedule, use, backward=False)
         results = []
-        for number, part in enumerate(rounds.parts):
+        for number, part in enumerate(schedule.parts):
             items = sample.take(part)
             outputs = self._everywhere(made.get(number), items)
             results.append(outputs if output_fn is None else output_fn(outputs, items))
         if results:
-            return in_order(sample, rounds.parts, results)
+            return in_order(sample, schedule.parts, results)
         nothing = no_outputs(self.head, self.context.device)
         return nothing if output_fn is None else output_fn(nothing, sample)
 
     def _everywhere(self, outputs: Outputs | None, items: SequenceSample) -> Outputs:
-        """The last stage's outputs, on all stages."""
+        """Return the last stage's outputs on all stages."""
         tokens = items.tensor(TOKENS).shape[0]
         names = OUTPUTS[self.head]
         empty = torch.empty(len(names), tokens, device=self.context.device)
         rows = empty if outputs is None else torch.stack([outputs[name] for name in names])
-        return dict(zip(names, self._schedule.from_last(rows).unbind(), strict=True))
+        return dict(zip(names, self._pipeline.broadcast_from_last(rows).unbind(), strict=True))
 
     def _budget(self, sample: SequenceSample) -> int:
-        """Tokens of a micro-batch: few enough that every stage of a pipeline has something to
-        do."""
+        """Tokens of a micro-batch: few enough that every pipeline stage has a micro-batch."""
         tokens = sum(map(sum, sample.lengths[TOKENS]))
         return max(1, min(self._max_tokens, -(-tokens // self._place.pp)))
 
     def _run(
-        self, sample: SequenceSample, rounds: MicrobatchSchedule, use: Use, *, backward: bool
+        self, sample: SequenceSample, schedule: MicrobatchSchedule, use: Use, *, backward: bool
     ) -> None:
         phase = "forward and backward" if backward else "forward"
 
         def micro(number: int) -> Micro:
-            self.context.activity.phase(phase, number + 1, rounds.count)
-            part = rounds.part(number)
+            self.context.activity.phase(phase, number + 1, schedule.count)
+            part = schedule.part(number)
             return self._micro(None if part is None else sample.take(part))
 
         with self._random.used():
-            count = self._schedule.rounds(rounds.count)
-            self._schedule.run(count, micro, use, backward=backward)
+            count = self._pipeline.micro_batches(schedule.count)
+            self._pipeline.run(count, micro, use, backward=backward)
 
     def _micro(self, sample: SequenceSample | None) -> Micro:
-        """A micro-batch; two tokens where this rank has nothing left, so that it takes part in
-        the collectives of the others."""
+        """A micro-batch. A rank with no micro-batch left joins the others' collectives with two
+        tokens."""
         device = self.context.device
         if sample is None:
             ids = torch.zeros(2, dtype=torch.int64, device=device)
@@ -328,7 +329,9 @@ class MegatronEngine(Engine):
         step: int,
         keys: Tensor,
     ) -> GenerationOutput:
-        raise UsageError(f"{self.role}: the megatron engine does not generate in this version")
+        raise UsageError(
+            f"{self.role}: the megatron engine does not generate; give the role the fsdp backend"
+        )
 
     def snapshot(self, *, copy: bool = True) -> RoleSnapshot | None:
         if self._optimizer is None:
@@ -385,7 +388,7 @@ class MegatronEngine(Engine):
 
 
 def _padded(config: ModelConfig, sizes: ParallelSizes, tp: int) -> int:
-    """Rows of the embedding with those that make it divisible."""
+    """Rows of the embedding, padded to be divisible."""
     multiple = tp * sizes.make_vocab_size_divisible_by
     return -(-config.vocab_size // multiple) * multiple
 
@@ -401,5 +404,5 @@ def _of_moment(moment: str, shard: Shard) -> Shard:
 
 
 def _nothing(outputs: Outputs) -> Tensor:
-    """A loss that depends on all outputs and is zero."""
+    """A zero loss that depends on all outputs."""
     return torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0

@@ -1,4 +1,4 @@
-"""The engine's entry, which says how to install what is missing."""
+"""The registry's entry point: checks for megatron-core before it imports the engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from slurmrl.engines.megatron.core import require
 
 
 def make(*args: Any, **kwargs: Any) -> Engine:
-    """A ``MegatronEngine``. Raises UsageError where megatron-core is not installed."""
+    """A ``MegatronEngine``. Raises UsageError if megatron-core is not installed or has no GPU."""
     require()
     from slurmrl.engines.megatron.engine import MegatronEngine
 

@@ -1,4 +1,4 @@
-"""The modules of our own in megatron's layers: norms, and attention over packed sequences.
+"""Our own modules in megatron's layers: norms, packed attention, and the balanced router.
 
 T packed tokens, c ranks along the context axis, H query heads and Hkv key and value heads on this
 rank, D head size.
@@ -43,7 +43,7 @@ from slurmrl.ops.rotary import rotate
 
 
 class Norm(RMSNorm):
-    """The norm of the built-in decoder, as megatron makes and marks one."""
+    """The norm of the built-in decoder with the constructor and marks that megatron expects."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Norm(RMSNorm):
     ) -> None:
         super().__init__(hidden_size, eps, offset=offset)
         self.weight = nn.Parameter(self.weight.detach().to(device, config.params_dtype))
-        # Each rank sees its own tokens only, so gradients are added up.
+        # Each rank sees its own tokens only, so gradients must be summed.
         vars(self.weight)["sequence_parallel"] = config.sequence_parallel
 
 
@@ -116,19 +116,19 @@ class PackedAttention(nn.Module):
 
 
 class SelectiveLayer(TransformerLayer):  # type: ignore[misc]
-    """Keeps what the built-in decoder keeps for the backward pass. (megatron's own selection keeps
-    all but the products of queries and keys, which a fused attention does not keep anyway.)"""
+    """Keeps the same activations as the built-in decoder's ``selective``. (megatron's own selection
+    drops only the attention scores, which a fused attention never stores.)"""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return super().forward(*args, **kwargs)
-        # To the end on every rank, because there are collectives in it.
+        # Recompute to the end on every rank, because layers contain collectives.
         with set_checkpoint_early_stop(False):
             return selective(super().forward, *args, **kwargs)
 
 
 class KeptRow(RowParallelLinear):  # type: ignore[misc]
-    """A product that may be kept: megatron adds it up over tensor ranks in place."""
+    """A row-parallel product that can be kept: megatron sums it over tensor ranks in place."""
 
     def _forward_impl(self, *args: Any, **kwargs: Any) -> Tensor:
         product: Tensor = super()._forward_impl(*args, **kwargs)
@@ -138,7 +138,7 @@ class KeptRow(RowParallelLinear):  # type: ignore[misc]
 
 class BalancedRouter(TopKRouter):  # type: ignore[misc]
     """A router with the gradient of the load-balancing loss over the whole batch. (megatron's own
-    is of each micro-batch, or of counts that change from one to the next.)"""
+    loss is per micro-batch, or uses counts that change between micro-batches.)"""
 
     def __init__(self, *, balance: Balance, **options: Any) -> None:
         super().__init__(**options)
@@ -155,7 +155,7 @@ class BalancedRouter(TopKRouter):  # type: ignore[misc]
 
 
 def balance_of(config: ModelConfig) -> Balance | None:
-    """The mean over all layers with experts, of which a stage has some."""
+    """The loss, as a mean over all layers with experts; a stage has some of these layers."""
     moe = config.moe
     if moe is None or not moe.balance or not moe.layers:
         return None
@@ -164,12 +164,12 @@ def balance_of(config: ModelConfig) -> Balance | None:
 
 @dataclass(frozen=True)
 class Modules:
-    """What layers are made of."""
+    """The module classes of layers."""
 
     layer: type
     norm: ModuleSpec
     head_norm: ModuleSpec
-    """Of queries and keys."""
+    """The norm of queries and keys."""
     column: type
     row: type
     experts: ModuleSpec

@@ -74,7 +74,7 @@ class Chunk(GPTModel):  # type: ignore[misc]
         self._mark_parameters()
 
     def _mark_parameters(self) -> None:
-        """Say what megatron says of a parameter only where it draws the first values itself."""
+        """Set the attributes that megatron sets only when it initialises parameters itself."""
         for module in self.modules():
             if isinstance(module, SPLIT):
                 _mark(module.weight, 1 if isinstance(module, RowParallelLinear) else 0)
@@ -82,13 +82,13 @@ class Chunk(GPTModel):  # type: ignore[misc]
                 _mark(module.bias, 0)
         for name, parameter in self.named_parameters():
             if ".mlp.experts." in name:
-                # Their copies lie along the experts' own data axis, whatever the sizes are.
+                # They are replicated along the experts' own data axis, whatever the sizes are.
                 vars(parameter)["allreduce"] = False
 
     def _preprocess(
         self, *args: Any, padding_mask: Tensor | None = None, **kwargs: Any
     ) -> tuple[Any, ...]:
-        """The mask [1, T/c] is split as tokens are; megatron would ask its global groups."""
+        """Split the mask [1, T/c] as tokens are split; megatron would use its global groups."""
         hidden, *more, _ = super()._preprocess(*args, **kwargs)
         if self.pre_process and self.model_config.family.scaled_embedding:
             scale = torch.tensor(
@@ -106,7 +106,7 @@ class Chunk(GPTModel):  # type: ignore[misc]
         return hidden_states
 
     def outputs(self, hidden: Tensor, micro: Micro, temperature: float) -> Outputs:
-        """Per-token outputs [T] in the sample's order, alike on the ranks that share a sample."""
+        """Per-token outputs [T] in the sample's order, the same on ranks that share a sample."""
         tp, cp = self.pg_collection.tp, self.pg_collection.cp
         hidden = hidden.squeeze(1)
         if self.head == "value":
@@ -121,7 +121,7 @@ class Chunk(GPTModel):  # type: ignore[misc]
         return self._logprobs(hidden, micro, temperature)
 
     def _logprobs(self, hidden: Tensor, micro: Micro, temperature: float) -> Outputs:
-        """Each token is judged by the rank that has the hidden state before it."""
+        """The rank that has the hidden state before a token computes the token's outputs."""
         tp, cp = self.pg_collection.tp, self.pg_collection.cp
         first = hidden.shape[0] * cp.rank()
         rest = following_tokens(micro.cu_seqlens, micro.ids.shape[0])
@@ -151,6 +151,6 @@ class Chunk(GPTModel):  # type: ignore[misc]
 
 
 def _mark(parameter: nn.Parameter | None, dim: int) -> None:
-    """The parameter is split along ``dim``, so that a norm counts it on every rank."""
+    """Mark the parameter as split along ``dim``, so that the norm counts it on every rank."""
     if parameter is not None and not hasattr(parameter, "tensor_model_parallel"):
         set_tensor_model_parallel_attributes(parameter, True, dim, 1)

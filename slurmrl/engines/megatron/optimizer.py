@@ -33,7 +33,7 @@ class Shard:
 
 
 class Inner:
-    """What megatron's class steps with: one of our optimizers, on the shards that it has made."""
+    """The inner optimizer of megatron's class: one of ours, on megatron's shards."""
 
     def __init__(
         self, distributed: DistributedOptimizer, options: Optimizer, total_steps: int
@@ -88,17 +88,17 @@ class ShardedOptimizer:
 
     @property
     def steps(self) -> int:
-        """How many have been made."""
+        """Number of optimizer steps taken."""
         return self._inner[0].ours.steps
 
     @property
     def moments(self) -> tuple[str, ...]:
-        """Names of what is kept beside each parameter."""
+        """Names of the moments of each parameter."""
         return self._inner[0].ours.names
 
     def step(self, *, vetoed: bool) -> dict[str, float]:
-        """Update the parameters from the gradients that megatron has reduced; leaves them as they
-        are where the gradient is not finite, and where the step is ``vetoed``."""
+        """Update the parameters from the gradients that megatron has reduced. Skips the update if
+        the gradient is not finite or the step is ``vetoed``."""
         self._all.prepare_grads()
         norm = float(self._all.get_grad_norm())
         rate = self._inner[0].ours.learning_rate
@@ -121,7 +121,7 @@ class ShardedOptimizer:
                 yield Shard(whole, found.start, found.end, weight, inner.moments(name))
 
     def continue_from(self, steps: int) -> None:
-        """The moments are those of after ``steps`` steps."""
+        """Set the step count to that of the loaded moments."""
         for inner in self._inner:
             inner.ours.steps = steps
 
@@ -133,8 +133,8 @@ def _optimizer(
     *,
     experts: bool,
 ) -> DistributedOptimizer:
-    """With a placeholder for what steps: for the sake of its own checkpoints, which are not used,
-    megatron's class takes nothing but AdamW."""
+    """Return megatron's class around a placeholder, which the caller replaces. (For its own
+    checkpoints, which are not used, megatron's class accepts AdamW only.)"""
     parameters = [p for chunk in chunks for p in _parameters(chunk, experts=experts)]
     group = {"params": parameters, "wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": experts}
     buffers = [chunk.expert_parallel_buffers if experts else chunk.buffers for chunk in chunks]

@@ -1,8 +1,8 @@
-"""Which parts of a model's parameters lie in the parameters of megatron's modules. Torch-free.
+"""The shards of a model's parameters in the parameters of megatron's modules. Torch-free.
 
 Every shard is contiguous in its storage: queries, keys and values of one head group stand behind
 each other in ``linear_qkv``, gates before the other half in ``linear_fc1``; rows of the vocabulary
-beyond its size are void. A storage is named by its chunk and its parameter:
+beyond its size are padding. A storage is named by its chunk and its parameter:
 ``0.output_layer.weight``.
 """
 
@@ -17,7 +17,7 @@ from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.shapes import EMBEDDING, LM_HEAD, VALUE_HEAD, parameter_shapes
 
 Parts = dict[str, list[Shard]]
-"""Pieces by storage."""
+"""Shards by storage."""
 Rows = tuple[str, int, int]
 """A parameter, and which of its rows: first and number."""
 SHAPES = ("weight", "bias")
@@ -37,8 +37,8 @@ def parts_of(
 
 
 def part_of_flat(shards: Iterable[Shard], first: int, last: int) -> Iterator[Shard]:
-    """What of contiguous shards of one storage lies in its elements ``first`` to ``last``, as
-    shards of a storage that has those elements only."""
+    """The parts of contiguous shards of one storage in its elements ``first`` to ``last``, as
+    shards of a storage of those elements only."""
     for shard in shards:
         begin, end = max(first, shard.offset), min(last, shard.offset + shard.box.count)
         offset = begin - first

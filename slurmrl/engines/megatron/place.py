@@ -1,4 +1,4 @@
-"""Where a rank stands in a megatron layout. Torch-free."""
+"""A rank's coordinates in a megatron layout. Torch-free."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Place:
 def place_of(
     topology: ProcessTopology, experts: ProcessTopology | None, virtual: int, rank: int
 ) -> Place:
-    """Of one rank; experts without a grid of their own are split as other matrices are."""
+    """The place of one rank. Experts without a grid of their own are split as other matrices."""
     sizes, at = dict(zip(topology.axes, topology.sizes, strict=True)), topology.coordinates(rank)
     tp, tp_rank = sizes.get("tp", 1), at.get("tp", 0)
     own: Mapping[str, int] = {"tp": tp, "ep": 1}
@@ -81,9 +81,9 @@ def misfits(
     *,
     trains_whole: bool = False,
 ) -> Iterator[str]:
-    """Why a model cannot be split like that; ``vocabulary`` is the padded number of rows,
-    ``trains_whole`` says that it is trained without sequence parallelism. (A plan has asked the
-    same; megatron itself would lose layers or heads without a word.)"""
+    """Why a model cannot be split that way. ``vocabulary`` is the padded number of rows;
+    ``trains_whole`` means training without sequence parallelism. (The plan checks the same.
+    megatron itself would silently drop layers or heads.)"""
     heads, moe = config.num_heads, config.moe
     parts = [
         (f"t{place.tp}", place.tp, "num_attention_heads", heads),

@@ -1,5 +1,7 @@
-"""megatron-core keeps its named random states in one tracker per process; each model has its own
-here, which is there while the model runs."""
+"""Random states per model.
+
+megatron-core keeps its named random states in one tracker per process. A model's own states are
+swapped in while it runs."""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ class RandomStates:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """The tracker holds this model's states, and what they have become is kept."""
+        """Swap in this model's states, and keep their new values at the end."""
         tracker = random.get_cuda_rng_tracker()
         others = tracker.get_states()
         tracker.set_states(self._own)

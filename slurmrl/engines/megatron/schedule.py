@@ -1,4 +1,4 @@
-"""One pass of micro-batches through megatron's schedules, and what the last stage tells others."""
+"""One pass of micro-batches through megatron's schedules, and broadcasts from the last stage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Use = Callable[[int, Tensor, Micro, Chunk], Tensor]
 """(number of the micro-batch, hidden states, micro-batch, chunk) -> a loss; on the last stage."""
 
 
-class Schedule:
+class PipelineSchedule:
     """The pipeline of one model: 1F1B or interleaved, or micro-batch after micro-batch."""
 
     def __init__(
@@ -40,7 +40,7 @@ class Schedule:
         self._peers = P2PCommunicator(groups.pp, settings)
         self._hidden = settings.hidden_size
 
-    def rounds(self, wanted: int) -> int:
+    def micro_batches(self, wanted: int) -> int:
         """Micro-batches to run where ``wanted`` are needed: interleaving takes whole groups."""
         group = self.groups.pp.size() if self._virtual else 1
         return -(-wanted // group) * group
@@ -90,24 +90,24 @@ class Schedule:
         """Whether this rank makes outputs."""
         return bool(self.groups.pp.rank() == self.groups.pp.size() - 1)
 
-    def from_last(self, tensor: Tensor) -> Tensor:
-        """The last stage's tensor, on all stages; of this shape and type on each."""
+    def broadcast_from_last(self, tensor: Tensor) -> Tensor:
+        """Return the last stage's tensor on all stages, of this shape and type on each."""
         if self.groups.pp.size() > 1:
             tensor = tensor.contiguous()
             dist.broadcast(tensor, group=self.groups.pp, group_src=self.groups.pp.size() - 1)
         return tensor
 
-    def told_by_last(self, values: dict[str, float], device: torch.device) -> dict[str, float]:
-        """The last stage's numbers, on all stages."""
+    def broadcast_stats(self, values: dict[str, float], device: torch.device) -> dict[str, float]:
+        """Return the last stage's statistics on all stages."""
         if self.groups.pp.size() == 1:
             return values
         text = json.dumps(values).encode()
-        size = self.from_last(torch.tensor(len(text), device=device))
+        size = self.broadcast_from_last(torch.tensor(len(text), device=device))
         own = torch.zeros(int(size), dtype=torch.uint8, device=device)
         if self.is_last:
             own = torch.tensor(list(text), dtype=torch.uint8, device=device)
-        told: dict[str, float] = json.loads(bytes(self.from_last(own).tolist()))
-        return told
+        stats: dict[str, float] = json.loads(bytes(self.broadcast_from_last(own).tolist()))
+        return stats
 
 
 def _finalize(

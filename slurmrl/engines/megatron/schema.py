@@ -1,4 +1,4 @@
-"""What the megatron engine runs. Torch-free."""
+"""The architectures that the megatron engine runs. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ INSTALL_HINT = "pip install 'slurmrl[megatron]'"
 
 
 class MegatronModel:
-    """The architectures that the engine takes."""
+    """The reader of architectures for the plan."""
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], *, strict: bool = False) -> ModelConfig:
-        """Read a ``config.json`` object. Raises UsageError with what the engine cannot run."""
+        """Read a ``config.json`` object. Raises UsageError for parts that the engine
+        does not run."""
         config = ModelConfig.from_hf(values, strict=strict)
         check(config)
         return config
@@ -27,7 +28,9 @@ def check(config: ModelConfig) -> None:
     problems = []
     family, moe = config.family, config.moe
     if family.norm_bias or not family.gated or config.rope is None:
-        problems.append("it has no rotary positions, gated feed-forward blocks and RMS norms")
+        problems.append(
+            "the engine needs rotary positions, gated feed-forward blocks and RMS norms"
+        )
     elif config.o_bias != config.mlp_bias or (config.o_bias and not config.qkv_bias):
         problems.append(
             "megatron-core has biases in all matrices or in those of queries, keys and values, "
@@ -36,7 +39,7 @@ def check(config: ModelConfig) -> None:
     if moe and config.o_bias:
         problems.append("megatron-core has no experts with biases elsewhere")
     if moe and moe.normalized and moe.per_token == 1:
-        problems.append("one expert a token, always with weight 1, gives its router no gradient")
+        problems.append("with one expert per token, always of weight 1, the router has no gradient")
     if problems:
         raise UsageError(
             f"the megatron engine does not run this {config.model_type} model: "

@@ -1,4 +1,4 @@
-"""megatron-core's own description of a model, from ours."""
+"""Conversion of our model config to megatron-core's."""
 
 from __future__ import annotations
 

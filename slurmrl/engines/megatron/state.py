@@ -23,7 +23,7 @@ Held = dict[str, tuple[Tensor, list[Shard]]]
 
 @torch.no_grad()
 def fill(held: Iterable[tuple[Tensor, list[Shard]]], read: BoxReader) -> None:
-    """Write the values of all shards; what is void becomes zero."""
+    """Write the values of all shards; padding becomes zero."""
     for tensor, shards in held:
         if sum(shard.box.count for shard in shards) < tensor.numel():
             tensor.zero_()

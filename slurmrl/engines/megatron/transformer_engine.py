@@ -19,14 +19,14 @@ from slurmrl.engines.megatron.layers import Modules
 from slurmrl.errors import UsageError
 
 FIRST, END = "2.9.0a0", "2.12"
-"""Releases that megatron-core 0.16.1 asks for."""
+"""Releases that megatron-core 0.16.1 supports: the first, and the one after the last."""
 HINT = f"pip install --no-build-isolation 'transformer_engine[pytorch]>={FIRST},<{END}'"
 
 
 def chosen(wanted: bool | None, device: torch.device, dtype: str) -> bool:
-    """Whether layers are made of TransformerEngine's modules. ``wanted`` None leaves it to what is
-    installed, on GPUs in half precision: its float32 products are of TF32. Raises UsageError where
-    they are wanted and missing."""
+    """Whether layers use TransformerEngine's modules. With ``wanted`` None they do if it is
+    installed, on GPUs in half precision (its float32 products use TF32). Raises UsageError if they
+    are wanted and missing."""
     if wanted is None:
         return device.type == "cuda" and dtype != "float32" and te.HAVE_TE and _suits()
     if wanted and not te.HAVE_TE:
@@ -38,8 +38,8 @@ def _suits() -> bool:
     if is_te_min_version(FIRST) and not is_te_min_version(END):
         return True
     warnings.warn(
-        f"TransformerEngine {get_te_version()} is passed over: megatron-core takes {FIRST} to "
-        f"below {END}; set transformer_engine: true to use it all the same",
+        f"TransformerEngine {get_te_version()} is not used: megatron-core supports {FIRST} to "
+        f"below {END}; set transformer_engine: true to use it anyway",
         RuntimeWarning,
         stacklevel=2,
     )
@@ -47,7 +47,7 @@ def _suits() -> bool:
 
 
 def modules() -> Modules:
-    """What layers are made of."""
+    """TransformerEngine's module classes for layers."""
     norm = ModuleSpec(te.TENorm)
     grouped = MLPSubmodules(
         linear_fc1=te.TEColumnParallelGroupedLinear, linear_fc2=te.TERowParallelGroupedLinear

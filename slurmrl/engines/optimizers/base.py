@@ -1,9 +1,8 @@
-"""One step on local shards. The state is plain tensors by name and one step count.
+"""The contract of optimizers on local shards. The state is tensors by name and one step count.
 
-All of them work element by element, so that a step does not depend on how parameters are sharded;
-those that look at whole matrices (Muon, Adafactor) would. What they keep beside each parameter has
-its shape and starts at 0; all else follows from the step count, so that a checkpoint of these is
-enough to go on.
+All optimizers work element by element, so a step does not depend on how parameters are sharded.
+(Optimizers of whole matrices, such as Muon and Adafactor, would.) Moments have the shape of their
+parameter and start at 0. Everything else follows from the step count, so these suffice to resume.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from slurmrl.config.schema.optimizer import Optimizer
 
 
 class ShardOptimizer(ABC):
-    """One step after the other. Decay acts on matrices only, not on norms and biases."""
+    """An optimizer of one rank's shards. Decay acts on matrices only, not on norms and biases."""
 
     def __init__(
         self,
@@ -40,7 +39,7 @@ class ShardOptimizer(ABC):
 
     @property
     def learning_rate(self) -> float:
-        """Rate of the coming step."""
+        """The learning rate of the next step."""
         return self.options.learning_rate(self.steps, self.total_steps)
 
     @torch.no_grad()

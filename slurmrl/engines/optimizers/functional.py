@@ -1,6 +1,6 @@
 """Further optimizers of torch on local shards, by torch's kernels for lists of tensors.
 
-They decay by way of the gradient, as torch does unless it is told otherwise.
+Weight decay is added to the gradient, as is torch's default.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from slurmrl.engines.optimizers.base import ShardOptimizer
 
 MOMENTUM_DECAY: Final = 4e-3
 VANISHED: Final = 100
-"""Steps after which the product of nadam's momenta is nothing beside 1: of so many the largest is
-0.51."""
+"""Steps after which the product of NAdam's momenta is negligible beside 1: the largest of the
+first 100 is 0.51."""
 
 
 class Functional(ShardOptimizer):
@@ -52,11 +52,11 @@ class Functional(ShardOptimizer):
         )
 
     def _state(self, moments: list[list[Tensor]]) -> list[list[Tensor]]:
-        """What the kernel takes between gradients and numbers of steps."""
+        """The kernel's arguments between gradients and step counts."""
         return moments
 
     def _settings(self) -> dict[str, float]:
-        """What else the kernel takes."""
+        """The kernel's further arguments."""
         beta1, beta2 = self.options.betas
         return {"beta1": beta1, "beta2": beta2}
 
@@ -120,7 +120,7 @@ class NAdam(Functional):
         return [*moments, _scalars(prod(momenta), len(moments[0]))]
 
     def _momentum(self, step: int) -> float:
-        """That of ``step``, counted from 1."""
+        """The momentum of ``step``, counted from 1."""
         shortfall: float = 0.96 ** (step * MOMENTUM_DECAY)
         return self.options.betas[0] * (1.0 - 0.5 * shortfall)
 

@@ -164,9 +164,9 @@ def train(
 def start_values(setup: Setup) -> list[tuple[str, tuple[int, ...], Tensor]]:
     """This rank's chunks of the weights: name, start of the box, values; frozen models too."""
     engine = make(setup)
-    pieces = engine.layout().pieces[dist.get_rank()]
+    shards = engine.layout().shards[dist.get_rank()]
     local = engine._shards.local()  # type: ignore[attr-defined]
-    return [(piece.name, piece.box.start, local[piece.name].clone()) for piece in pieces]
+    return [(shard.name, shard.box.start, local[shard.name].clone()) for shard in shards]
 
 
 def frozen(setup: Setup, folder: Path) -> tuple[list[Any], str]:

@@ -18,15 +18,15 @@ from tests.distributed.engines.cases import Placed, Setup, batch, context, denom
 
 
 def held(setup: Setup) -> list[tuple[str, tuple[int, ...], Tensor]]:
-    """This rank's pieces: name, start of the box, values of the box."""
+    """This rank's shards: name, start of the box, values of the box."""
     engine = make(setup)
     local = engine._shards.local()  # type: ignore[attr-defined]
-    pieces = engine.layout().pieces[dist.get_rank()]
-    assert {piece.name for piece in pieces} == {n for n, p in local.items() if p.numel()}
-    for piece in pieces:
-        assert tuple(local[piece.name].shape) == piece.box.size, piece.name
-        assert local[piece.name].is_contiguous()
-    return [(piece.name, piece.box.start, local[piece.name].clone()) for piece in pieces]
+    shards = engine.layout().shards[dist.get_rank()]
+    assert {shard.name for shard in shards} == {n for n, p in local.items() if p.numel()}
+    for shard in shards:
+        assert tuple(local[shard.name].shape) == shard.box.size, shard.name
+        assert local[shard.name].is_contiguous()
+    return [(shard.name, shard.box.start, local[shard.name].clone()) for shard in shards]
 
 
 def forward(setup: Setup) -> dict[str, Tensor]:

@@ -192,7 +192,7 @@ def test_values_learn_as_in_one_process(ranks: RankPool, tmp_path: Path, layout:
 def assembled(
     shapes: dict[str, tuple[int, ...]], results: list[list[tuple[str, tuple[int, ...], Tensor]]]
 ) -> dict[str, Tensor]:
-    """Whole tensors from all ranks' pieces; copies must be equal."""
+    """Whole tensors from all ranks' shards; copies must be equal."""
     found = {name: torch.full(shape, torch.nan) for name, shape in shapes.items()}
     for name, start, values in (piece for rank in results for piece in rank):
         box = tuple(slice(s, s + n) for s, n in zip(start, values.shape, strict=True))
@@ -384,5 +384,5 @@ def test_layouts_that_do_not_fit_are_refused(
 
 def test_a_model_of_transformers_is_not_split(ranks: RankPool) -> None:
     setup = setup_of(T2, MODELS["qwen3"], implementation="hf")
-    with pytest.raises(RankError, match="takes data parallelism alone"):
+    with pytest.raises(RankError, match="supports data parallelism only"):
         ranks(2, f"{HERE}:forward", setup)

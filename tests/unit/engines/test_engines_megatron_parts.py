@@ -37,13 +37,13 @@ def all_parts(values: dict[str, Any], head: Any, grid: dict[str, int], **more: A
     topology = ProcessTopology(tuple(grid), tuple(grid.values()))
     experts = more.get("experts")
     own = ProcessTopology(tuple(experts), tuple(experts.values())) if experts else None
-    pieces = []
+    shards = []
     for rank in range(topology.world_size):
         place = place_of(topology, own, more.get("virtual", 1), rank)
         found = parts_of(config, head, place, 12, grouped=more.get("grouped", False))
-        pieces.append(tuple(piece for part in found.values() for piece in part))
+        shards.append(tuple(shard for part in found.values() for shard in part))
     shapes = parameter_shapes(config, head)
-    return Layout({n: TensorSpec(s, "float32") for n, s in shapes.items()}, tuple(pieces))
+    return Layout({n: TensorSpec(s, "float32") for n, s in shapes.items()}, tuple(shards))
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
@@ -62,7 +62,7 @@ def test_ranks_hold_every_element(
 ) -> None:
     layout = all_parts({**DENSE, "tie_word_embeddings": tied}, head, grid, **more)
     layout.check()
-    elements = sum(piece.box.count for _, piece in layout.all_shards())
+    elements = sum(shard.box.count for _, shard in layout.all_shards())
     assert elements >= sum(np.prod(spec.shape) for spec in layout.tensors.values())
 
 
@@ -80,7 +80,7 @@ def test_experts_have_a_grid_of_their_own(experts: dict[str, int]) -> None:
     layout.check()
     gates = layout.by_name()["model.layers.1.mlp.experts.gate_proj"]
     copies = experts.get("dp", 2)
-    assert sum(piece.box.count for _, piece in gates) == 4 * 6 * 8 * copies
+    assert sum(shard.box.count for _, shard in gates) == 4 * 6 * 8 * copies
 
 
 def test_queries_keys_and_values_of_a_group_stand_together() -> None:
@@ -116,7 +116,7 @@ def test_chunks_alternate_over_the_pipeline() -> None:
 
 @given(st.lists(st.integers(0, 24), max_size=5))
 def test_flat_ranges_together_hold_what_the_pieces_hold(cuts: list[int]) -> None:
-    pieces = [
+    shards = [
         Shard.contiguous("a", Box((2, 0), (3, 4)), "s"),
         Shard.contiguous("b", Box((0, 4), (2, 4)), "s", 12),
     ]
@@ -124,13 +124,13 @@ def test_flat_ranges_together_hold_what_the_pieces_hold(cuts: list[int]) -> None
     flat = np.arange(24)
     for first, last in pairwise(sorted({0, 24, *cuts})):
         part = flat[first:last]
-        for piece in part_of_flat(pieces, first, last):
-            values = part[piece.offset : piece.offset + piece.box.count].reshape(piece.box.size)
-            target = next(own for own in pieces if own.name == piece.name)
+        for shard in part_of_flat(shards, first, last):
+            values = part[shard.offset : shard.offset + shard.box.count].reshape(shard.box.size)
+            target = next(own for own in shards if own.name == shard.name)
             view = whole[target.offset : target.offset + target.box.count]
             inner = tuple(
                 slice(a - b, a - b + n)
-                for a, b, n in zip(piece.box.start, target.box.start, piece.box.size, strict=True)
+                for a, b, n in zip(shard.box.start, target.box.start, shard.box.size, strict=True)
             )
             view.reshape(target.box.size)[inner] = values
     assert np.array_equal(whole[:20], flat[:20])
@@ -146,7 +146,7 @@ def test_flat_ranges_together_hold_what_the_pieces_hold(cuts: list[int]) -> None
         ),
         ({**DENSE, "model_type": "qwen3", "attention_bias": True}, "not in some others"),
         ({**SPARSE, "num_experts_per_tok": 1, "norm_topk_prob": True}, "always with weight 1"),
-        ({**DENSE, "model_type": "gpt9"}, "not a family"),
+        ({**DENSE, "model_type": "gpt9"}, "is not supported"),
     ],
 )
 def test_what_megatron_does_not_run_is_refused(values: dict[str, Any], reason: str) -> None:

@@ -39,7 +39,7 @@ def test_other_forms_are_refused_with_what_was_given(visible: str) -> None:
 
 
 def test_a_device_that_is_there_twice_is_refused() -> None:
-    with pytest.raises(EnvironmentFailure, match="1 is there more than once"):
+    with pytest.raises(EnvironmentFailure, match="1 is listed more than once"):
         parse_visible("1,0,1")
 
 

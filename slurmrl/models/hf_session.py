@@ -1,4 +1,4 @@
-"""Reading rows token by token with a model and a cache of transformers.
+"""Decoding row by row, token by token, with a model and a cache of transformers.
 
 S sequences, L the longest prompt, V vocabulary.
 """
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from slurmrl.models.hf_model import HFModel
 
 
-class HFReader:
-    """The ``Reader`` of transformers' models: prompts are padded on the left."""
+class HFSession:
+    """The ``DecodeSession`` of transformers' models. Prompts are padded on the left."""
 
     def __init__(self, model: HFModel, settings: Any, lengths: Tensor) -> None:
         self.lengths = lengths
         self._model = model
-        self._takes = frozenset(inspect.signature(model.inner.forward).parameters)
+        self._parameters = frozenset(inspect.signature(model.inner.forward).parameters)
         self._cache = DynamicCache(config=settings)
         self._mask = lengths.new_zeros((lengths.shape[0], 0))
 
@@ -40,7 +40,9 @@ class HFReader:
         return self._read(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0))
 
     def next(self, tokens: Tensor, alive: Tensor) -> Tensor:
-        logits = self._read(tokens[:, None], self._mask.new_ones((len(tokens), 1)), self._places())
+        logits = self._read(
+            tokens[:, None], self._mask.new_ones((len(tokens), 1)), self.lengths[:, None]
+        )
         self.lengths = self.lengths + alive
         return logits
 
@@ -49,24 +51,23 @@ class HFReader:
         # Layers of convolutions or linear attention lack `batch_select_indices`, or select half.
         self._cache.reorder_cache(cast(torch.LongTensor, rows))
 
-    def _places(self) -> Tensor:
-        return self.lengths[:, None]
-
-    def _read(self, ids: Tensor, mask: Tensor, places: Tensor) -> Tensor:
+    def _read(self, ids: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
         self._mask = torch.cat((self._mask, mask), dim=1)
-        wanted = {
+        arguments = {
             "input_ids": ids,
             "attention_mask": self._mask,
-            "position_ids": places,
+            "position_ids": positions,
             "past_key_values": self._cache,
             "use_cache": True,
             "logits_to_keep": 1,
         }
-        missing = {"attention_mask", "past_key_values"} - self._takes
+        missing = {"attention_mask", "past_key_values"} - self._parameters
         if missing:
             name = type(self._model.inner).__name__
-            raise UsageError(f"{name} cannot generate here: it takes no {', '.join(missing)}")
-        step = {name: value for name, value in wanted.items() if name in self._takes}
-        found = self._model(ids, ids, 0, step)
-        logits: Tensor = found.logits[:, -1]
+            raise UsageError(
+                f"{name} cannot generate here: its forward takes no {', '.join(sorted(missing))}"
+            )
+        step = {name: value for name, value in arguments.items() if name in self._parameters}
+        output = self._model(ids, ids, 0, step)
+        logits: Tensor = output.logits[:, -1]
         return logits

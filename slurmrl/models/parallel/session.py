@@ -1,5 +1,5 @@
-"""Reading rows token by token on tensor ranks: each has the keys and values of its own heads, and
-all see the same logits. Context ranks all do the same."""
+"""Decoding on tensor ranks: each rank caches the keys and values of its own heads, and all ranks
+get the same logits. Context ranks all compute the same."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 from slurmrl.models.attention import kv_heads
 from slurmrl.models.base import DecodeSession
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.decode_session import CachedSession, Runs
+from slurmrl.models.decode_session import CachedSession, UnhookedDecoder
 from slurmrl.models.parallel.heads import rows_of
 from slurmrl.models.parallel.split import Split
 from slurmrl.ops.vocab_parallel import Rows
 
 
-class SplitReader:
-    """A reader whose logits come from parts of the vocabulary."""
+class SplitSession:
+    """Join the logits of all ranks' parts of the vocabulary."""
 
     def __init__(self, own: CachedSession, rows: Rows, vocabulary: int) -> None:
         self._own, self._rows, self._vocabulary = own, rows, vocabulary
@@ -36,8 +36,8 @@ class SplitReader:
         self._own.keep(rows)
 
 
-def split_reader(
-    decoder: Runs,
+def split_session(
+    decoder: UnhookedDecoder,
     config: ModelConfig,
     lengths: Tensor,
     new_tokens: int,
@@ -49,4 +49,4 @@ def split_reader(
         return CachedSession(decoder, config, lengths, new_tokens, head)
     part = replace(config, num_kv_heads=kv_heads(config, split))
     own = CachedSession(decoder, part, lengths, new_tokens, head)
-    return SplitReader(own, rows_of(split, config.vocab_size), config.vocab_size)
+    return SplitSession(own, rows_of(split, config.vocab_size), config.vocab_size)
