@@ -194,8 +194,8 @@ class Decoder(PackedModel):
         return split_session(self, self.config, lengths, new_tokens, self.head_weight(), self.split)
 
     def _balance(self) -> Balance | None:
-        """The load-balancing loss. Tensor ranks have the same tokens and sum their router gradients,
-        so the weight is divided by their number."""
+        """The load-balancing loss. Tensor ranks have the same tokens and sum their gradients of the
+        router, so the weight is divided by their number."""
         blocks, moe = self._sparse_blocks, self.config.moe
         if moe is None or not moe.balance or not blocks:
             return None
