@@ -76,7 +76,7 @@ def assign(visible: str, workers: int, per_worker: int) -> list[str]:
     if needed > 1 and any(device.kind is DeviceKind.MIG for device in devices[:needed]):
         raise EnvironmentFailure(
             f"CUDA_VISIBLE_DEVICES={visible!r} lists MIG slices, which cannot communicate "
-            f"over NCCL; {workers} workers with {per_worker} GPU each need whole GPUs"
+            f"over NCCL: one worker can use one slice, {workers} workers need whole GPUs"
         )
     return [
         ",".join(device.text for device in devices[index * per_worker : (index + 1) * per_worker])
