@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from slurmrl import log
-from slurmrl.errors import EnvironmentFailure, OwnershipError
+from slurmrl.errors import EnvironmentFailure, OwnershipError, UnreadableInputError
 
 logger = log.get(__name__)
 T = TypeVar("T")
@@ -25,6 +25,8 @@ HIDDEN_PAUSES_S = (0.05, 0.2, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 may believe for a minute that a file is missing."""
 OUTAGE_S = (0.5, 15.0)
 """First and longest pause while the shared directory does not answer."""
+READ_S = 60.0
+"""How long a starting process waits for files that must be readable."""
 
 
 class Backoff:
@@ -109,10 +111,11 @@ def retry(
     *,
     timeout_s: float = math.inf,
 ) -> T:
-    """Repeat ``action`` until the shared directory answers (no EnvironmentFailure is raised).
+    """Repeat ``action`` until the directory answers (neither EnvironmentFailure nor
+    UnreadableInputError is raised).
 
     ``pause`` waits between attempts; ``what`` names the action in log messages. Raises
-    OwnershipError at once, EnvironmentFailure after ``timeout_s``.
+    OwnershipError at once, the other two after ``timeout_s``.
     """
     backoff = Backoff(*OUTAGE_S)
     deadline = time.monotonic() + timeout_s
@@ -121,7 +124,7 @@ def retry(
             return action()
         except OwnershipError:
             raise
-        except EnvironmentFailure as error:
+        except (EnvironmentFailure, UnreadableInputError) as error:
             if time.monotonic() >= deadline:
                 raise
             logger.warning("cannot %s, will retry: %s", what, error)

@@ -33,6 +33,14 @@ class UsageError(SlurmrlError, ValueError):
     exit_code = 2
 
 
+class UnreadableInputError(UsageError):
+    """A file, folder or module that the configuration names is missing or cannot be read.
+
+    On the login node that is a user error. Jobs start only after the file was found there, so
+    workers, agents and the master treat it like an `EnvironmentFailure` and try again.
+    """
+
+
 class UnknownNameError(UsageError, LookupError):
     """A name is not in its table; the message lists the known names."""
 

@@ -14,7 +14,8 @@ from slurmrl.checkpoint.precision import AS_STORED, FLOATS, Precision
 from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.checkpoint.stored import Storage, by_name, file_entries
 from slurmrl.checkpoint.tensors import TensorEntry, write_tensors
-from slurmrl.errors import CheckpointError, EnvironmentFailure
+from slurmrl.errors import EnvironmentFailure, UnreadableInputError
+from slurmrl.fsio import inputs
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import explain
 from slurmrl.fsio.primitives import temporary_beside, write_new
@@ -71,7 +72,7 @@ def export(
         _write_json(temporary / "config.json", {**config, "dtype": _main_dtype(entries)}, calls)
         _write_json(temporary / "generation_config.json", generation, calls)
         if tokenizer is not None:
-            _copy_tokenizer(tokenizer, temporary, calls)
+            copy_tokenizer(tokenizer, temporary, calls)
         calls.fsync_directory(temporary)
         _publish(temporary, target, calls)
     except EnvironmentFailure:
@@ -130,17 +131,20 @@ def _main_dtype(entries: Iterable[TensorEntry]) -> str:
     return sizes.most_common(1)[0][0] if sizes else "float32"
 
 
-def _copy_tokenizer(source: Path, folder: Path, calls: SystemCalls) -> None:
-    names = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+def copy_tokenizer(source: Path, folder: Path, calls: SystemCalls) -> None:
+    present = inputs.list_names(source)
+    names = [name for name in TOKENIZER_FILES if name in present]
     if not names:
-        raise CheckpointError(f"{source} holds no tokenizer file")
+        raise UnreadableInputError(f"{source} holds no tokenizer file")
     for name in names:
-        write_new(folder / name, (source / name).read_bytes(), True, calls)
-    templates = [path for path in (source / MORE_TEMPLATES).glob("*.jinja") if path.is_file()]
+        write_new(folder / name, inputs.read(source / name), True, calls)
+    more = inputs.list_names(source / MORE_TEMPLATES) if MORE_TEMPLATES in present else set()
+    templates = sorted(name for name in more if name.endswith(".jinja"))
     if templates:
         calls.mkdir(folder / MORE_TEMPLATES)
-        for path in templates:
-            write_new(folder / MORE_TEMPLATES / path.name, path.read_bytes(), True, calls)
+        for name in templates:
+            content = inputs.read(source / MORE_TEMPLATES / name)
+            write_new(folder / MORE_TEMPLATES / name, content, True, calls)
         calls.fsync_directory(folder / MORE_TEMPLATES)
 
 

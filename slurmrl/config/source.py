@@ -14,7 +14,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 from ruamel.yaml.events import CollectionEndEvent, CollectionStartEvent
 from ruamel.yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from slurmrl.errors import ConfigError, Problem
+from slurmrl.errors import ConfigError, Problem, UnreadableInputError
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.failures import NO_FILE
 from slurmrl.fsio.primitives import opened, read_all
@@ -63,7 +63,7 @@ class Source:
 
 
 def read(path: Path) -> Source:
-    """Read a file's values. Raises ConfigError if it cannot be read or is not YAML."""
+    """Read a file's values. Raises UnreadableInputError, ConfigError if it is not YAML."""
     text = _text(path)
     source = Source(path)
     node = compose(text, str(path))
@@ -84,8 +84,10 @@ def _text(path: Path) -> str:
             return data.decode()
     except OSError as error:
         kind = NO_FILE.get(error.errno or 0)
-        why = f"is {kind}, not a regular file" if kind else f"cannot be read: {error.strerror}"
-        raise ConfigError((Problem(str(path), "", why),)) from error
+        if kind is None:
+            raise UnreadableInputError(f"{path}: cannot be read: {error.strerror}") from error
+        message = f"is {kind}, not a regular file"
+        raise ConfigError((Problem(str(path), "", message),)) from error
     except UnicodeDecodeError as error:
         raise ConfigError(
             (Problem(str(path), "", f"is not UTF-8 text: {error.reason}"),)

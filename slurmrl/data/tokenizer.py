@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from slurmrl.errors import UsageError
+from slurmrl.errors import UnreadableInputError, UsageError
+from slurmrl.fsio import inputs
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -25,9 +26,12 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True
-        )
+        with inputs.reading(folder):
+            tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True
+            )
+    except UnreadableInputError as error:
+        raise UnreadableInputError(f"no tokenizer in {folder}: {error}") from error
     except Exception as error:  # (tokenizers raises bare exceptions)
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(f"no tokenizer in {folder}: {reason}") from error

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from slurmrl.doctor import directory, disk, limits, software
 from slurmrl.doctor.check import Check, State, failed, guarded, ok, warning
-from slurmrl.errors import ConfigError
+from slurmrl.errors import ConfigError, UnreadableInputError
 from slurmrl.plan.checks import inventory
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings, load_settings
@@ -27,6 +27,8 @@ def configuration(
         settings = load_settings(path, overrides, root=root, planning=True)
     except ConfigError as error:
         return None, [failed("configuration", str(one), "") for one in error.problems]
+    except UnreadableInputError as error:
+        return None, [failed("configuration", str(error), "")]
     problems = [failed("configuration", str(one), "") for one in settings.missing]
     return settings, problems or [ok("configuration", f"{path} can be submitted")]
 

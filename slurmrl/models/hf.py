@@ -16,7 +16,8 @@ from torch import Tensor
 
 from slurmrl.checkpoint.export import SHARD_BYTES, write_weights
 from slurmrl.checkpoint.stored import TensorSlice, file_entries
-from slurmrl.errors import CorruptFileError, UsageError
+from slurmrl.errors import CorruptFileError, UnreadableInputError, UsageError
+from slurmrl.fsio import inputs
 from slurmrl.layout.box import Box
 from slurmrl.layout.copy import Array
 from slurmrl.layout.layout import TensorSpec
@@ -43,10 +44,11 @@ def read_config(folder: Path) -> ModelConfig:
 
 def read_values(folder: Path) -> dict[str, Any]:
     """The ``config.json`` object of a model folder; UsageError where there is none."""
-    path = folder / CONFIG_FILE
-    if not path.is_file():
-        raise UsageError(f"{folder} is not a Hugging Face model folder: it has no {CONFIG_FILE}")
-    return _read_json(path)
+    if CONFIG_FILE not in inputs.list_names(folder):
+        raise UnreadableInputError(
+            f"{folder} is not a Hugging Face model folder: it has no {CONFIG_FILE}"
+        )
+    return _read_json(folder / CONFIG_FILE)
 
 
 class TensorSource:
@@ -194,32 +196,34 @@ def _fits(start: tuple[int, ...], size: tuple[int, ...], shape: tuple[int, ...])
 
 def _index(folder: Path) -> dict[str, str]:
     """File of each tensor."""
-    if (folder / INDEX_FILE).is_file():
+    names = inputs.list_names(folder)
+    if INDEX_FILE in names:
         mapping = _read_json(folder / INDEX_FILE).get("weight_map")
         if not isinstance(mapping, dict):
             raise CorruptFileError(f"{folder / INDEX_FILE}: no weight_map")
         return mapping
-    if (folder / SINGLE_FILE).is_file():
+    if SINGLE_FILE in names:
         with _opened(folder / SINGLE_FILE) as file:
             return dict.fromkeys(file.keys(), SINGLE_FILE)
-    raise UsageError(
+    raise UnreadableInputError(
         f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; weights in another form are not "
         "read: load the model with transformers and save it with save_pretrained"
     )
 
 
 def _opened(path: Path) -> Any:
+    inputs.check_file(path)
     try:
         return safe_open(path, framework="pt")
-    except FileNotFoundError as error:
-        raise CorruptFileError(f"{path} is not there, but {INDEX_FILE} names it") from error
+    except OSError as error:
+        raise inputs.unreadable(error, path) from error
     except SafetensorError as error:
         raise CorruptFileError(f"{path}: {error}") from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text())
+        values = json.loads(inputs.read(path))
     except json.JSONDecodeError as error:
         raise CorruptFileError(f"{path}: {error}") from error
     if not isinstance(values, dict):

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from slurmrl.errors import UsageError
+from slurmrl.fsio import inputs
 from slurmrl.models.base import PackedModel
 from slurmrl.models.config import Head
 from slurmrl.models.hf_config import HFConfig
@@ -138,10 +139,11 @@ def _model(
     more = {} if head == "lm" else {"num_labels": 1}
     try:
         if source is not None:
-            settings = _without_dropout(AutoConfig.from_pretrained(source, **more))
-            model, report = task.from_pretrained(
-                source, config=settings, dtype=dtype, output_loading_info=True
-            )
+            with inputs.reading(source):
+                settings = _without_dropout(AutoConfig.from_pretrained(source, **more))
+                model, report = task.from_pretrained(
+                    source, config=settings, dtype=dtype, output_loading_info=True
+                )
             fresh = "score.weight" in report["missing_keys"]
         else:
             values = {k: deepcopy(v) for k, v in config.values.items() if k != "model_type"}
@@ -150,6 +152,8 @@ def _model(
                 torch.default_generator.manual_seed(seed)  # a GPU's stays as it is
                 model = task.from_config(settings, dtype=dtype)
             fresh = True
+    except UsageError:
+        raise
     except (ValueError, KeyError, OSError) as error:
         raise UsageError(
             f"transformers cannot make a {config.model_type} model: {error}"

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from slurmrl.config.schema import Config, Model
-from slurmrl.errors import UsageError
-from slurmrl.fsio.failures import explain
+from slurmrl.errors import UnreadableInputError, UsageError
+from slurmrl.fsio import inputs
 
 CONFIG: Final = "config.json"
 GENERATION_CONFIG: Final = "generation_config.json"
@@ -33,9 +33,13 @@ def generation_values(model: Model) -> dict[str, Any]:
 
     Raises UsageError.
     """
-    if model.path is None or not (Path(model.path) / GENERATION_CONFIG).is_file():
+    if model.path is None:
         return {}
-    return _read(Path(model.path) / GENERATION_CONFIG)
+    folder = Path(model.path)
+    names = inputs.list_names(folder)
+    if CONFIG not in names:
+        raise UnreadableInputError(f"{folder} has no {CONFIG}")
+    return _read(folder / GENERATION_CONFIG) if GENERATION_CONFIG in names else {}
 
 
 def stop_tokens(config: Config, tokenizer_eos: int | None) -> tuple[int, ...]:
@@ -84,11 +88,9 @@ def _eos(values: Mapping[str, Any], file: str) -> list[int]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror}") from error
-    except OSError as error:
-        raise explain(error, "read", path) from error
+        values = json.loads(inputs.read(path))
+    except UsageError:
+        raise
     except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not JSON: {error}") from error
     if not isinstance(values, dict):

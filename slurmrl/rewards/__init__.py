@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from slurmrl.errors import UsageError
+from slurmrl.errors import UnreadableInputError, UsageError
 from slurmrl.registry import Registry, near
 from slurmrl.rewards.reward import Reward
 
@@ -37,13 +37,18 @@ def make(name: str, options: Mapping[str, Any], *, cores: int | None = None) -> 
 def _own(reference: str) -> Any:
     """The user's function or class; errors in the user's module itself are left to say where."""
     module_name, _, name = reference.partition(":")
+    importlib.invalidate_caches()  # which may hold what a folder listed while it could not be read
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
         missing = error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
         gone = isinstance(error, ModuleNotFoundError) and missing
         why = f"there is no module '{error.name}'" if gone else f"{module_name}: {error}"
-        raise UsageError(f"reward '{reference}': {why}") from error
+        raise UnreadableInputError(f"reward '{reference}': {why}") from error
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise UnreadableInputError(f"reward '{reference}': {module_name}: {error}") from error
     except SyntaxError as error:
         raise UsageError(f"reward '{reference}': {error}") from error
     if not hasattr(module, name):

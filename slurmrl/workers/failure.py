@@ -26,6 +26,7 @@ from slurmrl.errors import (
     NameExistsError,
     RunFailedError,
     SlurmrlError,
+    UnreadableInputError,
     UsageError,
     WaitTimeoutError,
 )
@@ -37,6 +38,10 @@ logger = log.get(__name__)
 Failure = dict[str, Any]
 PUBLISH_TIMEOUT_S = 60.0
 """Seconds without an answer from the directory after which a failure goes unreported."""
+
+
+ENVIRONMENT = (EnvironmentFailure, UnreadableInputError)
+"""Errors that another start, perhaps on another host, may not meet."""
 
 
 class Cause(StrEnum):
@@ -64,7 +69,7 @@ def describe(error: Exception, who: str) -> Failure:
         return dict(error.failure)
     if isinstance(error, WaitTimeoutError):
         return {"cause": Cause.DEADLINE, "reason": f"{who}: {error}"}
-    if isinstance(error, EnvironmentFailure):
+    if isinstance(error, ENVIRONMENT):
         return {"cause": Cause.ENVIRONMENT, "reason": f"{who}: {error}"}
     if isinstance(error, UsageError):
         return {"cause": Cause.EXCEPTION, "reason": f"{who}: {error}", "final": True}

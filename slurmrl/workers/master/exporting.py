@@ -19,6 +19,7 @@ from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config, Model
 from slurmrl.config.schema.frequency import ExportDtype
 from slurmrl.errors import CheckpointError, CorruptFileError, DamagedCheckpointError, UsageError
+from slurmrl.fsio import inputs
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.primitives import is_temporary
 from slurmrl.history.log import History
@@ -190,6 +191,7 @@ def _precision(model: Model, dtype: ExportDtype) -> Precision:
 
 def _source_dtypes(folder: Path) -> dict[str, str]:
     """The types of the tensors in a model folder's files; quantised ones are left out."""
+    inputs.check_folder(folder)
     headers, _ = read_headers(folder)
     found = {name: DTYPES.get(header.dtype, "") for name, header in headers.items()}
     return {name: dtype for name, dtype in found.items() if dtype in FLOATS}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl import env, log
+from slurmrl.backoff import READ_S, retry
 from slurmrl.checkpoint.manifest import read_state
 from slurmrl.config.load import load_resolved
 from slurmrl.errors import RunFailedError, StaleIncarnationError, TrialEndedError, UsageError
@@ -81,7 +82,7 @@ def _judge(
     paths: RunPaths, names: NameStore, job: str, records: list[Record]
 ) -> dict[str, Any] | None:
     """Return the data of a FAILED record if another incarnation would be futile."""
-    config = load_resolved(paths.config)
+    config = retry("read the configuration", lambda: load_resolved(paths.config), timeout_s=READ_S)
     verdict = judge(
         records,
         names,
@@ -95,7 +96,7 @@ def _judge(
 def _prepare(
     paths: RunPaths, names: NameStore, history: History, writer: IncarnationWriter
 ) -> Master:
-    settings = load_run_settings(paths)
+    settings = retry("read the configuration", lambda: load_run_settings(paths), timeout_s=READ_S)
     state = fold(history.read())
     if state.incarnation > 1 and state.base is None:
         logger.warning("no checkpoint to resume from: the trial starts from the beginning")

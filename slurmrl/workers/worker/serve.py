@@ -15,7 +15,12 @@ import torch.distributed as dist
 
 from slurmrl import log
 from slurmrl.channel.pipe import Connection
-from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure, UsageError
+from slurmrl.errors import (
+    DamagedCheckpointError,
+    EnvironmentFailure,
+    UnreadableInputError,
+    UsageError,
+)
 from slurmrl.parallel.activity import Activity
 from slurmrl.paths import RunPaths
 from slurmrl.workers import messages
@@ -98,13 +103,15 @@ def _linger(pipe: Connection) -> None:
 
 def _describe(error: BaseException, rank: int, doing: Message) -> dict[str, Any]:
     """Return the ERROR message. A user error is final: its message needs no traceback, and another
-    start would raise it again. What one host lacks at the start, another one may have."""
-    final = isinstance(error, UsageError)
+    start would raise it again. What one host lacks at the start, another one may have, and an input
+    that cannot be read now may be readable later."""
+    unreadable = isinstance(error, UnreadableInputError)
     lacking = isinstance(error, EnvironmentFailure) and doing["type"] == messages.START
-    text = str(error) if final else f"{type(error).__name__}: {error}"
+    user_error = isinstance(error, UsageError)
+    text = str(error) if user_error else f"{type(error).__name__}: {error}"
     return {
-        **({"final": True} if final else {}),
-        **({"cause": Cause.ENVIRONMENT} if lacking else {}),
+        **({"final": True} if user_error and not unreadable else {}),
+        **({"cause": Cause.ENVIRONMENT} if lacking or unreadable else {}),
         **({"damaged": error.directory} if isinstance(error, DamagedCheckpointError) else {}),
         **recognise(error),
         "type": messages.ERROR,
@@ -112,7 +119,7 @@ def _describe(error: BaseException, rank: int, doing: Message) -> dict[str, Any]
         "step": doing.get("step"),
         "call": doing.get("name", doing["type"]),
         "exception": text[:TEXT_CHARACTERS],
-        "traceback": "" if final else traceback.format_exc()[-TRACEBACK_CHARACTERS:],
+        "traceback": "" if user_error else traceback.format_exc()[-TRACEBACK_CHARACTERS:],
     }
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from slurmrl.backoff import READ_S, retry
 from slurmrl.checkpoint.manifest import verify_share
 from slurmrl.config.schema import Model
 from slurmrl.data import dataset
@@ -17,6 +20,7 @@ from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine
 from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio import inputs
 from slurmrl.parallel import device, groups
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.groups import ParallelContext
@@ -28,14 +32,16 @@ from slurmrl.workers.messages import Message
 from slurmrl.workers.worker.distributed import collective_timeout, join
 from slurmrl.workers.worker.executor import Executor
 
+T = TypeVar("T")
+
 
 def build(
     paths: RunPaths, rank: int, start: Message, listener: int | None, activity: Activity
 ) -> Executor:
     """Build this rank's executor, with the weights of the commit that ``start`` names, if any."""
-    settings = load_run_settings(paths)
-    require_inputs(settings)
-    plan = Plan.read(paths.plan)
+    settings = _read("the configuration", lambda: load_run_settings(paths))
+    _read("the models and data", lambda: require_inputs(settings))
+    plan = _read("the plan", lambda: Plan.read(paths.plan))
     accelerator = device.choose()
     deterministic = settings.config.deterministic
     device.set_up(
@@ -89,6 +95,9 @@ def _engines(
     engines: dict[str, Engine] = {}
     for role, context in contexts.items():
         model: Model = getattr(config, role)
+        source = Path(model.path) if model.path is not None else None
+        if source is not None:  # while no other rank waits in a collective
+            _read(f"the model of {role}", partial(inputs.check_folder, source))
         engines[role] = ENGINES.load(plan.models[role].engine)(
             role,
             model,
@@ -97,7 +106,7 @@ def _engines(
             context=context,
             seed=config.seed,
             total_steps=optimizer_steps,
-            source=Path(model.path) if model.path is not None else None,
+            source=source,
         )
     return engines
 
@@ -107,15 +116,24 @@ def _executor(
 ) -> Executor:
     config = settings.config
     assert config.actor.tokenizer is not None, "checked at submission"
-    tokenizer = load_tokenizer(Path(config.actor.tokenizer))
+    folder = Path(config.actor.tokenizer)
+    tokenizer = _read("the tokenizer", lambda: load_tokenizer(folder))
+    evaluation = config.evaluation
     return Executor(
         paths,
         settings,
         plan,
         rank,
         engines,
-        dataset.make(config.dataset, tokenizer),
-        dataset.make(config.evaluation.dataset, tokenizer) if config.evaluation else None,
+        _read("the dataset", lambda: dataset.make(config.dataset, tokenizer)),
+        _read("the evaluation's dataset", lambda: dataset.make(evaluation.dataset, tokenizer))
+        if evaluation
+        else None,
         tokenizer,
-        stop_tokens(config, end_id(tokenizer)),
+        _read("the stop tokens", lambda: stop_tokens(config, end_id(tokenizer))),
     )
+
+
+def _read(what: str, action: Callable[[], T]) -> T:
+    """Read a file that was there when the trial was submitted, so that a failure may pass."""
+    return retry(f"read {what}", action, timeout_s=READ_S)

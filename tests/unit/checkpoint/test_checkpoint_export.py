@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from slurmrl.checkpoint.export import export
 from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
 from slurmrl.checkpoint.tensors import TensorEntry
-from slurmrl.errors import CheckpointError, EnvironmentFailure
+from slurmrl.errors import CheckpointError, EnvironmentFailure, UnreadableInputError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.layout.box import Box, chunk
 from slurmrl.layout.layout import TensorSpec
@@ -162,7 +162,7 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "float32", 2)
     with pytest.raises(CheckpointError, match=r"critic\.0\.safetensors does not exist"):
         exported(tmp_path, tmp_path / "out", role="critic")
-    with pytest.raises(CheckpointError, match="holds no tokenizer file"):
+    with pytest.raises(UnreadableInputError, match="holds no tokenizer file"):
         exported(tmp_path, tmp_path / "out", tokenizer=tmp_path)
     with pytest.raises(EnvironmentFailure, match="nowhere"):
         exported(tmp_path, tmp_path / "nowhere" / "out")

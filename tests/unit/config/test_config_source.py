@@ -6,7 +6,7 @@ import pytest
 
 from slurmrl.config.load import load
 from slurmrl.config.source import Source, read
-from slurmrl.errors import ConfigError
+from slurmrl.errors import ConfigError, UnreadableInputError
 
 
 def source_of(tmp_path: Path, text: str) -> Source:
@@ -118,8 +118,8 @@ def test_a_bomb_of_aliases_is_refused_at_once(tmp_path: Path) -> None:
         load(tmp_path / "bomb.yaml")
 
 
-def test_a_file_that_is_not_there_or_not_text_is_a_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file"):
+def test_a_file_that_is_missing_or_not_text_is_a_usage_error(tmp_path: Path) -> None:
+    with pytest.raises(UnreadableInputError, match=r"absent.yaml: cannot be read: No such file"):
         load(tmp_path / "absent.yaml")
     with pytest.raises(ConfigError, match="is a directory, not a regular file"):
         load(tmp_path)

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from slurmrl.config.schema import Model
 from slurmrl.data.tokenizer import end_id, load_tokenizer, save_tokenizer
-from slurmrl.errors import ConfigError, EnvironmentFailure
+from slurmrl.errors import ConfigError, UnreadableInputError
 from slurmrl.plan.model_files import config_values, stop_tokens
 from slurmrl.plan.settings import Settings
 from tests.unit.plan.conftest import ARCHITECTURE
@@ -117,9 +117,9 @@ def test_stop_tokens_are_checked_at_submission(
 def test_a_file_that_does_not_answer_is_no_mistake_of_the_users(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*arguments: object, **options: object) -> str:
+    def fail(*arguments: object, **options: object) -> bytes:
         raise OSError(errno.EIO, "no answer")
 
-    monkeypatch.setattr(Path, "read_text", fail)
-    with pytest.raises(EnvironmentFailure, match=r"cannot read .*config\.json: .*EIO"):
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    with pytest.raises(UnreadableInputError, match=r"config\.json cannot be read: no answer"):
         config_values(Model(path=str(tmp_path)))

@@ -1,0 +1,81 @@
+"""Reading the user's files that a configuration names, such as models and tokenizers.
+
+Libraries treat a file that they cannot read like one that does not exist: they fail with another
+error or fall back to a default. These functions tell the two apart.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from slurmrl.errors import UnreadableInputError
+
+READ_BY_LIBRARIES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".safetensors")
+
+
+def unreadable(error: OSError, path: Path) -> UnreadableInputError:
+    return UnreadableInputError(f"{path} cannot be read: {error.strerror or error}")
+
+
+def list_names(folder: Path) -> set[str]:
+    """The entries of a folder. Raises UnreadableInputError."""
+    try:
+        return set(os.listdir(folder))
+    except OSError as error:
+        raise unreadable(error, folder) from error
+
+
+def read(path: Path) -> bytes:
+    """A file's content. Raises UnreadableInputError."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise unreadable(error, path) from error
+
+
+def check_file(path: Path) -> None:
+    """Raise UnreadableInputError unless the file can be opened and its first byte read."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            file.read(1)
+    except IsADirectoryError:
+        return
+    except OSError as error:
+        raise unreadable(error, path) from error
+
+
+def check_folder(folder: Path) -> None:
+    """Raise UnreadableInputError unless the folder has entries, and all of its files that
+    libraries look for can be read."""
+    names = list_names(folder)
+    if not names:  # as a mount point is while nothing is mounted there
+        raise UnreadableInputError(f"{folder} is empty")
+    for name in sorted(names):
+        if name.endswith(READ_BY_LIBRARIES):
+            check_file(folder / name)
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Run a library that reads a folder. Raise UnreadableInputError if the folder cannot be read,
+    or if the library fails because of an error of the system."""
+    check_folder(folder)
+    try:
+        yield
+    except Exception as error:
+        if (cause := _system_error(error)) is not None:
+            raise unreadable(cause, folder) from error
+        check_folder(folder)
+        raise
+
+
+def _system_error(error: BaseException | None) -> OSError | None:
+    """The error of the system that caused an exception, if any."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno is not None:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
