@@ -8,7 +8,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.data.rows import Rows
+from slurmrl.data.rows import DatasetRows
 from slurmrl.data.sample import SequenceSample
 from slurmrl.registry import Registry
 
@@ -24,22 +24,22 @@ DATASETS = Registry(
 )
 
 
-def make(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+def make(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> TokenizedDataset:
     """Read and check the dataset that a configuration names."""
-    dataset: Dataset = DATASETS.load(config.type)(config, tokenizer)
+    dataset: TokenizedDataset = DATASETS.load(config.type)(config, tokenizer)
     return dataset
 
 
-class Dataset(ABC):
+class TokenizedDataset(ABC):
     """Rows that a run can use, in the file's order; longer ones than allowed are left out.
 
-    :raises ConfigError: see `Rows`.
+    :raises ConfigError: see `DatasetRows`.
     """
 
     def __init__(self, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._config = config
         self._tokenizer = tokenizer
-        self._lines = Rows(config)
+        self._lines = DatasetRows(config)
         self._rows = self._lines.usable(tokenizer)
 
     @property

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from slurmrl.data.dataset import Dataset
+from slurmrl.data.dataset import TokenizedDataset
 from slurmrl.data.sample import SequenceSample
 
 
-class PromptDataset(Dataset):
+class PromptDataset(TokenizedDataset):
     """Key ``prompt_ids``; metadata ``prompt`` (text), ``answer`` (the row's text under
     ``answer_key``, or ""), ``row`` (the whole row, with its answer under ``answer``) and ``line``
     (its number in the file)."""

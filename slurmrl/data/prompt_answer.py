@@ -7,11 +7,11 @@ from itertools import chain
 
 import torch
 
-from slurmrl.data.dataset import Dataset
+from slurmrl.data.dataset import TokenizedDataset
 from slurmrl.data.sample import SequenceSample
 
 
-class PromptAnswerDataset(Dataset):
+class PromptAnswerDataset(TokenizedDataset):
     """Keys ``input_ids`` (prompt, answer, end-of-text token) and ``prompt_mask`` (bool, True on
     the prompt). Prompt and answer are tokenised apart, so that a prompt's tokens are those that
     generation will see."""

@@ -27,7 +27,7 @@ KEYS: Final[Mapping[str, str]] = {"prompt": "prompt_key", "answer": "answer_key"
 """The settings that say which key a field of a template stands for."""
 
 
-class Rows:
+class DatasetRows:
     """The lines of a file, every one of which can be used as far as its text goes.
 
     :raises ConfigError: lines or settings that make no texts; each problem names its line, or the

@@ -1,4 +1,4 @@
-"""How the hosts of the short job see each other: over the network, and through the directory."""
+"""Checks between the hosts of the short job: connections, clocks, delay of the directory."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ BYE_S = 5.0
 SLOW_DELAY_S = 2.0
 AT_ONCE = 16
 MOST_PEERS = 64
-"""With more hosts, each one connects to the next ones in a ring."""
+"""With more hosts, each host connects to this many successors in a ring."""
 NETWORK_ADVICE = (
-    "set cluster.interface to an interface that all hosts reach each other by (see 'interface'), "
-    "or ask for the firewall between compute nodes to be opened"
+    "set cluster.interface to an interface on which all hosts reach each other (see 'interface'), "
+    "or have the firewall between compute nodes opened"
 )
 DELAY_ADVICE = (
-    "the directory's clients remember that a file was missing: runs work but notice things late; "
+    "the directory's clients cache that a file is missing: runs work, but react late; "
     "mount it with lookupcache=positive or a small acdirmin/acdirmax"
 )
 
 
 @dataclass(frozen=True)
-class Place:
+class ProbeHost:
     """This host among those of the job."""
 
     folder: Path
@@ -46,62 +46,62 @@ class Place:
     interface: str | None
 
 
-def check(place: Place) -> list[Check]:
-    """Meet the other hosts; only the first one measures between pairs of hosts."""
-    own = fabric_address(place.interface, place.hosts)
+def check(host: ProbeHost) -> list[Check]:
+    """All checks of one host; only the first host measures between pairs of hosts."""
+    own = fabric_address(host.interface, host.hosts)
     found = [ok("interface", f"{interface_of(own)} at {own}; there are: {_interfaces()}")]
-    if place.hosts == 1:
+    if host.hosts == 1:
         return found
-    server = peers.Server(place.folder, place.token, own)
+    server = peers.Server(host.folder, host.token, own)
     try:
-        atomic.replace(_address(place, place.task), f"{own}:{server.port}".encode())
-        known, waited_s = _wait_for_addresses(place)
-        found.append(_met(place, known, waited_s))
-        found.append(_connections(place, known))
+        atomic.replace(_address(host, host.task), f"{own}:{server.port}".encode())
+        known, waited_s = _wait_for_addresses(host)
+        found.append(_met(host, known, waited_s))
+        found.append(_connections(host, known))
         server.has_connected.set()
-        others = {task: address for task, address in known.items() if task != place.task}
-        if place.task == 0:
-            found += _pairs(place, others)
-            _part(place, others)
+        others = {task: address for task, address in known.items() if task != host.task}
+        if host.task == 0:
+            found += _pairs(host, others)
+            _part(host, others)
         else:
-            _wait_for_bye(place, server)
+            _wait_for_bye(host, server)
     finally:
         server.close()
     return found
 
 
-def _wait_for_addresses(place: Place) -> tuple[dict[int, str], float]:
+def _wait_for_addresses(host: ProbeHost) -> tuple[dict[int, str], float]:
     known: dict[int, str] = {}
     began = time.monotonic()
-    while (waited_s := time.monotonic() - began) < MEET_S and len(known) < place.hosts:
-        for task in set(range(place.hosts)) - set(known):
+    while (waited_s := time.monotonic() - began) < MEET_S and len(known) < host.hosts:
+        for task in set(range(host.hosts)) - set(known):
             try:
-                known[task] = atomic.read(_address(place, task)).decode()
+                known[task] = atomic.read(_address(host, task)).decode()
             except FileNotFoundError:
                 continue
-        if len(known) < place.hosts:
+        if len(known) < host.hosts:
             time.sleep(0.05)
     return known, waited_s
 
 
-def _met(place: Place, known: Mapping[int, str], waited_s: float) -> Check:
-    missing = sorted(set(range(place.hosts)) - set(known))
+def _met(host: ProbeHost, known: Mapping[int, str], waited_s: float) -> Check:
+    missing = sorted(set(range(host.hosts)) - set(known))
     if missing:
         names = ", ".join(map(str, missing))
-        measured = f"no file of host {names} of {place.hosts} was seen in {MEET_S:.0f} s"
-        advice = "every host must mount the same directory at the same path; look at the job's log"
+        measured = f"no file of host {names} of {host.hosts} was visible within {MEET_S:.0f} s"
+        advice = "mount the same directory at the same path on every host; see the job's log"
         return failed("hosts meet", measured, advice)
-    measured = f"{place.hosts} hosts found each other in {seconds(waited_s)}"
+    measured = f"{host.hosts} hosts found each other in {seconds(waited_s)}"
     return ok("hosts meet", measured, waited_s=waited_s)
 
 
-def _connections(place: Place, known: Mapping[int, str]) -> Check:
-    ring = [(place.task + step) % place.hosts for step in range(1, place.hosts)]
+def _connections(host: ProbeHost, known: Mapping[int, str]) -> Check:
+    ring = [(host.task + step) % host.hosts for step in range(1, host.hosts)]
     others = [task for task in ring if task in known][:MOST_PEERS]
     problems = []
     for task in others:
         try:
-            ask(known[task], place.token, "time")
+            ask(known[task], host.token, "time")
         except OSError as error:
             problems.append(f"{known[task]}: {error.strerror or error}")
     if problems:
@@ -109,50 +109,44 @@ def _connections(place: Place, known: Mapping[int, str]) -> Check:
     return ok("connections", f"reaches the {len(others)} other host{'s' * (len(others) > 1)}")
 
 
-def _pairs(place: Place, others: Mapping[int, str]) -> list[Check]:
+def _pairs(host: ProbeHost, others: Mapping[int, str]) -> list[Check]:
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        results = pool.map(lambda item: _pair(place, *item), others.items())
+        results = pool.map(lambda item: _pair(host, *item), others.items())
         return [check for found in results for check in found]
 
 
-def _pair(place: Place, task: int, address: str) -> list[Check]:
-    host = address.rpartition(":")[0]
-    name = f"0 and {task} ({host})"
+def _pair(host: ProbeHost, task: int, address: str) -> list[Check]:
+    name = f"0 and {task} ({address.rpartition(':')[0]})"
+    here, other = partial(peers.act, host.folder), partial(ask, address, host.token)
     try:
-        offset_s, within_s = peers.clock_offset(address, place.token)
+        offset_s, within_s = peers.clock_offset(other)
         clock = ok(
             "clock difference",
             f"host {name}: {offset_s * 1e3:+.1f} ms within {within_s * 1e3:.1f} ms",
             offset_s=offset_s,
             within_s=within_s,
         )
-        return [clock, _delays(place, task, address, name)]
+        return [clock, _delays(here, other, task, name)]
     except OSError as error:
         return [failed("directory between hosts", f"host {name}: {error}", NETWORK_ADVICE)]
 
 
-def _delays(place: Place, task: int, address: str, name: str) -> Check:
-    """Delay until each of two hosts sees a new file that it has looked for before, by its own
-    clock from the moment when the other one says that it is there."""
-    there, back = f"file.{task}.0", f"file.{task}.1"
-    ask(address, place.token, "miss", there)
-    made = peers.act(place.folder, "make", there)
-    seen = ask(address, place.token, "see", there)
-    peers.act(place.folder, "miss", back)
-    made_back = ask(address, place.token, "make", back)
-    seen_back = peers.act(place.folder, "see", back)
-    values = {"there_s": seen["delay_s"], "back_s": seen_back["delay_s"]}
-    shown = " and ".join(_shown(value) for value in values.values())
-    measured = f"host {name}: a new file is seen after {shown}"
-    numbers = {key: value for key, value in values.items() if value is not None}
-    for one, other in ((made, seen), (made_back, seen_back)):
-        if other["delay_s"] is not None and one["digest"] != other["digest"]:
-            return failed(
-                "directory between hosts",
-                f"host {name}: the other host reads something else than was written",
-                "the hosts share no directory, or its client caches wrongly: choose another root",
-            )
-    if len(numbers) < 2:
+def _delays(here: peers.Host, other: peers.Host, task: int, name: str) -> Check:
+    """Delay until a new file of one host is visible on the other, in both directions."""
+    delays = {
+        "there_s": peers.file_delay(here, other, f"file.{task}.0"),
+        "back_s": peers.file_delay(other, here, f"file.{task}.1"),
+    }
+    if not all(delay.same_content for delay in delays.values()):
+        return failed(
+            "directory between hosts",
+            f"host {name}: one host does not read what the other one wrote",
+            "the hosts share no directory, or its client caches wrongly: choose another root",
+        )
+    shown = " and ".join(_shown(delay.seconds) for delay in delays.values())
+    measured = f"host {name}: a new file is visible after {shown}"
+    numbers = {key: one.seconds for key, one in delays.items() if one.seconds is not None}
+    if len(numbers) < len(delays):
         return failed("directory between hosts", measured, DELAY_ADVICE, **numbers)
     if max(numbers.values()) > SLOW_DELAY_S:
         return warning("directory between hosts", measured, DELAY_ADVICE, **numbers)
@@ -163,31 +157,31 @@ def _shown(value: Any) -> str:
     return f"more than {LONGEST_DELAY_S:.0f} s" if value is None else seconds(value)
 
 
-def _part(place: Place, others: Mapping[int, str]) -> None:
-    """Let the others go, once all of them have connected to each other."""
+def _part(host: ProbeHost, others: Mapping[int, str]) -> None:
+    """Let the others end once all of them have connected to each other."""
     for word in ("wait", "bye"):
         with ThreadPoolExecutor(AT_ONCE) as pool:
-            list(pool.map(partial(_tell, place, word), others.values()))
-    atomic.replace(place.folder / "bye", b"")
+            list(pool.map(partial(_tell, host, word), others.values()))
+    atomic.replace(host.folder / "bye", b"")
 
 
-def _tell(place: Place, word: str, address: str) -> None:
+def _tell(host: ProbeHost, word: str, address: str) -> None:
     try:
-        ask(address, place.token, word)
+        ask(address, host.token, word)
     except OSError:
-        return  # one that cannot be reached was told already, and it does not wait for ever
+        return  # an unreachable host has been reported, and its own wait is bounded
 
 
-def _wait_for_bye(place: Place, server: peers.Server) -> None:
-    """Serve the first host until it is done: it says so over the network and in the directory."""
+def _wait_for_bye(host: ProbeHost, server: peers.Server) -> None:
+    """Serve the first host until it says bye, over the network or in the directory."""
     deadline = time.monotonic() + 2 * LONGEST_DELAY_S + BYE_S
     while time.monotonic() < deadline and not server.said_bye.wait(0.2):
-        if (place.folder / "bye").exists():
+        if (host.folder / "bye").exists():
             return
 
 
-def _address(place: Place, task: int) -> Path:
-    return place.folder / f"address.{task}"
+def _address(host: ProbeHost, task: int) -> Path:
+    return host.folder / f"address.{task}"
 
 
 def _interfaces() -> str:

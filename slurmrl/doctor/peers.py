@@ -1,5 +1,8 @@
-"""What the hosts of the short job ask each other over the network: the time, and to look for or to
-make a file in the shared directory. One request a connection, one line of JSON each way."""
+"""Requests between the hosts of the short job, and what is measured with them.
+
+A host reports its time, creates a file in the shared directory, or waits until it sees one. One
+request per connection, one line of JSON each way.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,8 @@ import socket
 import socketserver
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,10 +26,13 @@ from slurmrl.fsio.primitives import write_new
 CONNECT_S: Final = 5.0
 POLL_S: Final = 0.005
 LONGEST_DELAY_S: Final = 10.0
-"""How long somebody looks for a file that is there. NFS forgets after up to 60 s that a file was
-missing; whatever is above this is long enough to be told."""
+"""How long a host looks for a file that exists. NFS may cache for up to 60 s that a file is
+missing; a delay above this value is reported without waiting for its end."""
 MOST_BYTES: Final = 65536
 _NAME: Final = re.compile(r"file\.\d+\.\d+")
+
+Host = Callable[[str, str], dict[str, Any]]
+"""Executes a request (what to do, the name of a file): `act` on this host, `ask` on another."""
 
 
 class _Listener(socketserver.ThreadingTCPServer):
@@ -34,11 +42,11 @@ class _Listener(socketserver.ThreadingTCPServer):
 
 
 class Server:
-    """Answers those who know the token, in threads of its own."""
+    """Answers requests that carry the token, in threads of its own."""
 
     def __init__(self, folder: Path, token: str, address: str) -> None:
         self.has_connected = threading.Event()
-        """Set once this host needs the others no more."""
+        """Set once this host has connected to all others."""
         self.said_bye = threading.Event()
         outer, self._folder, self._token = self, folder, token
 
@@ -58,13 +66,13 @@ class Server:
         return int(self._server.server_address[1])
 
     def answer(self, line: bytes) -> dict[str, Any]:
-        """Errors become an answer too: the asker reports them."""
+        """The reply to a request. Errors are replies too; the asking host reports them."""
         try:
             request = json.loads(line)
             if not hmac.compare_digest(str(request["token"]), self._token):
                 return {"error": "wrong token"}
             if request["do"] == "wait" and not self.has_connected.wait(LONGEST_DELAY_S):
-                return {"error": "still connects to others"}
+                return {"error": "is still connecting to other hosts"}
             if request["do"] == "bye":
                 self.said_bye.set()
             return act(self._folder, str(request["do"]), str(request.get("name", "")))
@@ -78,11 +86,11 @@ class Server:
 
 
 def act(folder: Path, do: str, name: str) -> dict[str, Any]:
-    """Do what one host asks of another, or of itself."""
+    """Execute a request on this host. Raises ValueError, OSError."""
     if do in ("time", "wait", "bye"):
         return {"time": time.time()}
     if not _NAME.fullmatch(name):
-        raise ValueError(f"not a name to look for: {name!r}")
+        raise ValueError(f"file name {name!r} is not allowed, only file.N.N")
     path = folder / name
     if do == "miss":
         return {"there": path.exists()}
@@ -92,12 +100,12 @@ def act(folder: Path, do: str, name: str) -> dict[str, Any]:
         return {"digest": hashlib.sha256(data).hexdigest()}
     if do == "see":
         return see(path)
-    raise ValueError(f"nobody knows how to {do!r}")
+    raise ValueError(f"unknown request {do!r}")
 
 
 def see(path: Path) -> dict[str, Any]:
-    """Look until the file is there; seconds that it took, None where it did not come, and what it
-    holds."""
+    """Wait for a file: the seconds until it was visible (None: not within LONGEST_DELAY_S), and the
+    digest of its content."""
     began = time.monotonic()
     while (waited_s := time.monotonic() - began) < LONGEST_DELAY_S:
         try:
@@ -110,8 +118,8 @@ def see(path: Path) -> dict[str, Any]:
 
 
 def ask(address: str, token: str, do: str, name: str = "") -> dict[str, Any]:
-    """Ask the server at ``host:port``. Raises OSError for one that cannot be reached,
-    EnvironmentFailure for one that could not do it."""
+    """Send a request to the server at ``host:port``. Raises OSError where it cannot be reached,
+    EnvironmentFailure where it reports an error."""
     host, _, port = address.rpartition(":")
     timeout_s = CONNECT_S if do in ("time", "bye") else LONGEST_DELAY_S + CONNECT_S
     with socket.create_connection((host, int(port)), CONNECT_S) as connection:
@@ -123,20 +131,37 @@ def ask(address: str, token: str, do: str, name: str = "") -> dict[str, Any]:
     try:
         reply: dict[str, Any] = json.loads(line)
     except ValueError as error:
-        raise EnvironmentFailure(f"{address} did not answer: {line[:100]!r}") from error
+        raise EnvironmentFailure(f"{address} sent no JSON: {line[:100]!r}") from error
     if "error" in reply:
         raise EnvironmentFailure(f"{address}: {reply['error']}")
     return reply
 
 
-def clock_offset(address: str, token: str) -> tuple[float, float]:
-    """How far the other host's clock is ahead of ours, and half of the round trip, within which
-    that is known; both in seconds (the smallest round trip of five, Cristian 1989)."""
+def clock_offset(other: Host) -> tuple[float, float]:
+    """How far the other host's clock is ahead of ours, and the error bound, half of the round
+    trip; both in seconds (the smallest round trip of five, Cristian 1989)."""
     best = (0.0, float("inf"))
     for _ in range(5):
         began_wall, began = time.time(), time.monotonic()
-        theirs = ask(address, token, "time")["time"]
+        theirs = other("time", "")["time"]
         half = (time.monotonic() - began) / 2
         if half < best[1]:
             best = (theirs - (began_wall + half), half)
     return best
+
+
+@dataclass(frozen=True)
+class FileDelay:
+    seconds: float | None
+    """None: not visible within LONGEST_DELAY_S."""
+    same_content: bool
+    """Whether the reader read what was written; True where it read nothing."""
+
+
+def file_delay(maker: Host, reader: Host, name: str) -> FileDelay:
+    """How long after ``maker`` has created a file ``reader`` sees it, by the reader's clock. The
+    reader looks for the file first, so that its cache knows it as missing."""
+    reader("miss", name)
+    made = maker("make", name)
+    seen = reader("see", name)
+    return FileDelay(seen["delay_s"], seen["delay_s"] is None or seen["digest"] == made["digest"])

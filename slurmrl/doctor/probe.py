@@ -48,7 +48,7 @@ def look(folder: Path, task: int, request: dict[str, Any]) -> list[Check]:
     if request["script"] is not None:
         found += commands.check(Path(request["script"]))
     interface = request["interface"]
-    place = meeting.Place(folder, str(request["token"]), task, int(request["hosts"]), interface)
+    place = meeting.ProbeHost(folder, str(request["token"]), task, int(request["hosts"]), interface)
     found += guarded("interface", meeting.NETWORK_ADVICE, lambda: meeting.check(place))
     if slurm.container is not None:  # at the end: the others do not wait for its start
         look_inside = partial(container.check, folder, task, slurm)

@@ -13,7 +13,7 @@ from typing import Any
 
 from slurmrl.errors import UnreadableInputError, UsageError
 from slurmrl.registry import Registry, near
-from slurmrl.rewards.reward import Reward
+from slurmrl.rewards.reward import CheckedReward
 
 REWARDS = Registry(
     "reward",
@@ -24,14 +24,14 @@ REWARDS = Registry(
 )
 
 
-def make(name: str, options: Mapping[str, Any], *, cores: int | None = None) -> Reward:
+def make(name: str, options: Mapping[str, Any], *, cores: int | None = None) -> CheckedReward:
     """The reward of a name of the table, or of ``module:name``. ``cores``: CPU cores that it may
     use; all that this process may where it is not said.
 
     :raises UsageError: an unknown name, one that is no reward, or options that it does not take.
     """
     kind = _own(name) if ":" in name else REWARDS.load(name)
-    return Reward(name, kind, options, cores or len(os.sched_getaffinity(0)))
+    return CheckedReward(name, kind, options, cores or len(os.sched_getaffinity(0)))
 
 
 def _own(reference: str) -> Any:

@@ -18,7 +18,7 @@ ARGUMENTS: Final = ("prompts", "completions", "rows")
 Stats = dict[str, tuple[float, float]]
 
 
-class Reward:
+class CheckedReward:
     """A function, or an object of a class that looks like `RewardFunction`; each of its methods may
     be ``async``, and all of them run in one event loop.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from slurmrl.config.schema import Dataset, Reward
 from slurmrl.data.records import read_records
-from slurmrl.data.rows import Rows
+from slurmrl.data.rows import DatasetRows
 from slurmrl.errors import ConfigError, Problem, RunFailedError, UsageError, WaitTimeoutError
 from slurmrl.fsio import variables
 from slurmrl.plan.settings import Settings
@@ -75,7 +75,7 @@ class RewardData:
             message = "has no prompts for a reward to judge: type 'prompt' is required"
             raise ConfigError((settings.source.problem(("dataset",), message),))
         self.dataset: Dataset = prompts[0]
-        self.rows = Rows(self.dataset)
+        self.rows = DatasetRows(self.dataset)
         file = config.cluster.variables_file
         self.variables = variables.read(Path(file)) if file else {}
 

@@ -47,13 +47,13 @@ class PPOActorInterface(Interface):
         ppo = cast(PPO, context.settings.algorithm)
         sample = sample.to(engine.context.device)
         estimates = estimate(sample, ppo, context.scalars["kl_coef"])
-        mean, deviation = moments(estimates.advantages, engine.all_reduce_sum)
+        mean, std = moments(estimates.advantages, engine.all_reduce_sum)
         stats = _kl_stats(estimates, sample.bs, engine.all_reduce_sum)
-        stats |= {"advantages_mean": mean, "advantages_std": deviation}
+        stats |= {"advantages_mean": mean, "advantages_std": std}
         stats["kl_coef"] = context.scalars["kl_coef"]
         advantages = estimates.advantages
         if ppo.normalize_advantages:
-            advantages = whiten(advantages, mean, deviation)
+            advantages = whiten(advantages, mean, std)
         means = run_updates(
             engine,
             _training_sample(sample, estimates, advantages),

@@ -81,13 +81,13 @@ def moments(x: Tensor, all_reduce_sum: SumOverRanks) -> tuple[float, float]:
     return mean, float((squares / count).sqrt())
 
 
-def whiten(x: Tensor, mean: float, deviation: float) -> Tensor:
+def whiten(x: Tensor, mean: float, std: float) -> Tensor:
     """x with mean 0 and deviation 1, given its moments over all ranks.
 
     Advantages that hardly differ stay small: where no completion earned anything, what is left is
     rounding, and it is not to be made the size of a signal.
     """
-    return (x - mean) / math.sqrt(deviation**2 + VARIANCE_FLOOR)
+    return (x - mean) / math.sqrt(std**2 + VARIANCE_FLOOR)
 
 
 def spread_over_tokens(x: Tensor, positions: Tensor, tokens: int) -> Tensor:

@@ -37,12 +37,12 @@ class PPOCriticInterface(Interface):
         ppo = cast(PPO, context.settings.algorithm)
         sample = sample.to(engine.context.device)
         estimates = estimate(sample, ppo, context.scalars["kl_coef"])
-        mean, deviation = moments(estimates.returns, engine.all_reduce_sum)
+        mean, std = moments(estimates.returns, engine.all_reduce_sum)
         _, error = moments(estimates.returns - estimates.old_values, engine.all_reduce_sum)
         stats = {
             "returns_mean": mean,
-            "returns_std": deviation,
-            "explained_variance": explained_variance(deviation, error),
+            "returns_std": std,
+            "explained_variance": explained_variance(std, error),
         }
         means = run_updates(
             engine,

@@ -12,7 +12,7 @@ from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
 from slurmrl.rewards import make
-from slurmrl.rewards.reward import Reward
+from slurmrl.rewards.reward import CheckedReward
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import Engine
@@ -22,7 +22,7 @@ class RuleRewardInterface(Interface):
     """Keeps its reward (and that one's processes) until it is closed."""
 
     def __init__(self) -> None:
-        self._reward: Reward | None = None
+        self._reward: CheckedReward | None = None
 
     def inference(
         self, engine: Engine | None, sample: SequenceSample, context: CallContext
@@ -46,7 +46,7 @@ class RuleRewardInterface(Interface):
             self._reward.close()
             self._reward = None
 
-    def _prepare(self, context: CallContext) -> Reward:
+    def _prepare(self, context: CallContext) -> CheckedReward:
         if self._reward is None:
             reward = context.settings.config.reward
             if reward is None:

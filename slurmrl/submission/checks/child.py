@@ -18,7 +18,7 @@ from typing import Any, Final
 from slurmrl.config.schema import Config
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.records import MOST_PROBLEMS
-from slurmrl.data.rows import Rows
+from slurmrl.data.rows import DatasetRows
 from slurmrl.data.tokenizer import load_tokenizer, vocabulary
 from slurmrl.errors import ConfigError, SlurmrlError, UsageError
 from slurmrl.models.config import ModelConfig
@@ -26,7 +26,7 @@ from slurmrl.models.headers import mismatches, read_headers, unused
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.settings import load_resolved_settings
 from slurmrl.rewards import make
-from slurmrl.rewards.reward import Reward
+from slurmrl.rewards.reward import CheckedReward
 from slurmrl.submission.checks.finding import CONFIG, FINDINGS, Finding, Weight
 from slurmrl.workers import process
 
@@ -45,7 +45,7 @@ class Child:
         settings = load_resolved_settings(folder / CONFIG)
         self.config = settings.config
         self.roles = settings.algorithm.roles()
-        self.rows: dict[str, Rows] = {}
+        self.rows: dict[str, DatasetRows] = {}
         """Valid data sets by the dotted key of their section."""
         self._file = (folder / FINDINGS).open("a", encoding="utf-8")
 
@@ -101,7 +101,7 @@ class Child:
     def _data(self) -> Iterator[Finding]:
         for key, dataset in datasets(self.config):
             try:
-                rows = self.rows[key] = Rows(dataset, most_bytes=MOST_BYTES)
+                rows = self.rows[key] = DatasetRows(dataset, most_bytes=MOST_BYTES)
             except ConfigError as error:
                 yield from (_of_data(key, one) for one in error.problems)
                 continue
@@ -131,7 +131,7 @@ class Child:
             message = f"reward '{reward.name}': {describe(error)}"
             yield Finding("reward", Weight.FAILED, message, "reward")
 
-    def _judged_rows(self, name: str, function: Reward) -> Iterator[Finding]:
+    def _judged_rows(self, name: str, function: CheckedReward) -> Iterator[Finding]:
         """Yield the rows that the reward cannot judge."""
         for key, dataset in datasets(self.config):
             rows = self.rows.get(key)

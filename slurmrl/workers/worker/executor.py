@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
-from slurmrl.data.dataset import Dataset
+from slurmrl.data.dataset import TokenizedDataset
 from slurmrl.data.packing import balanced_partition, even_partition
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Engine
@@ -63,8 +63,8 @@ class Executor:
         plan: Plan,
         rank: int,
         engines: Mapping[str, Engine],
-        dataset: Dataset,
-        evaluation_dataset: Dataset | None,
+        dataset: TokenizedDataset,
+        evaluation_dataset: TokenizedDataset | None,
         tokenizer: Any,
         stop_token_ids: tuple[int, ...],
     ) -> None:

@@ -116,10 +116,10 @@ def test_whitening_uses_the_moments_of_all_ranks() -> None:
     totals = torch.tensor([whole.double().sum(), 4.0])
     squares = (whole.double() - whole.double().mean()).square().sum().reshape(1)
     pending = [totals, *[torch.zeros(2)] * 2, squares, *[torch.zeros(1)] * 2]
-    mean, deviation = moments(parts[0], all_ranks)
+    mean, std = moments(parts[0], all_ranks)
     assert mean == pytest.approx(float(whole.mean()))
-    assert deviation == pytest.approx(float(whole.std(correction=0)))
-    white = whiten(whole, mean, deviation)
+    assert std == pytest.approx(float(whole.std(correction=0)))
+    white = whiten(whole, mean, std)
     assert float(white.mean()) == pytest.approx(0.0, abs=1e-6)
     assert float(white.std(correction=0)) == pytest.approx(1.0, abs=1e-6)
 

@@ -10,12 +10,12 @@ import pytest
 
 from slurmrl.doctor import meeting, peers
 from slurmrl.doctor.check import Check, State
-from slurmrl.doctor.meeting import Place
+from slurmrl.doctor.meeting import ProbeHost
 from slurmrl.errors import EnvironmentFailure
 
 
-def place(folder: Path, task: int, hosts: int = 3) -> Place:
-    return Place(folder, "token", task, hosts, "lo")
+def place(folder: Path, task: int, hosts: int = 3) -> ProbeHost:
+    return ProbeHost(folder, "token", task, hosts, "lo")
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "LONGEST_DELAY_S", 0.3)
 
 
-def meet(*places: Place) -> list[dict[str, list[Check]]]:
+def meet(*places: ProbeHost) -> list[dict[str, list[Check]]]:
     """What each host found, by name."""
     with ThreadPoolExecutor(len(places)) as pool:
         results = list(pool.map(meeting.check, places))
@@ -103,12 +103,26 @@ def test_nobody_without_the_token_is_served(server: peers.Server, tmp_path: Path
         with pytest.raises(EnvironmentFailure, match="wrong token"):
             peers.ask(address, "guess", "make", "file.1.0")
         for name in ("../file.1.0", "/etc/passwd", "ask.json", "file.1.0/x"):
-            with pytest.raises(EnvironmentFailure, match="not a name to look for"):
+            with pytest.raises(EnvironmentFailure, match="is not allowed"):
                 peers.ask(address, "token", "make", name)
-        with pytest.raises(EnvironmentFailure, match="nobody knows how"):
+        with pytest.raises(EnvironmentFailure, match="unknown request"):
             peers.ask(address, "token", "delete", "file.1.0")
         for line in (b"", b"[]", b"\xff", b'{"token": "token"}'):
             assert "error" in server.answer(line)
         assert list(tmp_path.iterdir()) == []
     finally:
         server.close()
+
+
+def test_a_reader_that_sees_other_content_is_noticed() -> None:
+    def maker(do: str, name: str) -> dict[str, str]:
+        return {"digest": "new"}
+
+    asked = []
+
+    def reader(do: str, name: str) -> dict[str, object]:
+        asked.append(do)
+        return {"delay_s": 0.25, "digest": "old"}
+
+    assert peers.file_delay(maker, reader, "file.1.0") == peers.FileDelay(0.25, False)
+    assert asked == ["miss", "see"]

@@ -17,7 +17,7 @@ import torch
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.checkpoint.tensors import SavedFile
-from slurmrl.data.dataset import Dataset
+from slurmrl.data.dataset import TokenizedDataset
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Engine
 from slurmrl.fsio.failures import explain
@@ -137,8 +137,8 @@ class Ranks:
                     role: cast(Engine, FakeEngine(role, rank, sizes, on))
                     for role in ("actor", "ref")
                 },
-                cast(Dataset, self.dataset),
-                cast(Dataset, self.held_out),
+                cast(TokenizedDataset, self.dataset),
+                cast(TokenizedDataset, self.held_out),
                 tokenizer=FakeTokenizer(),
                 stop_token_ids=(7, 2),
             )
