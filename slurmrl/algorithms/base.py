@@ -21,7 +21,7 @@ Stats = dict[str, tuple[float, float]]
 
 @dataclass(frozen=True)
 class CallContext:
-    """What a call knows besides its model and its batch."""
+    """The context of a call, besides its model and its batch."""
 
     step: int
     seed: int
@@ -33,17 +33,17 @@ class CallContext:
     stop_token_ids: tuple[int, ...]
     """The tokens that end a completion."""
     batch: tuple[str, ...]
-    """Ids of the whole batch in its order, of which a rank's sample has some."""
+    """Ids of the whole batch, in order; a rank's sample holds a subset."""
     cores: int = 1
     """CPU cores of this host for each of its ranks."""
     evaluation: bool = False
-    """True while held-out items are judged: its own sampling settings and random stream."""
+    """True in an evaluation, which has its own sampling settings and random stream."""
 
 
 @dataclass(frozen=True)
 class CallResult:
-    """What a call made. ``stats`` of generate and inference are this rank's own (sum, count), to
-    be added up over the data-parallel ranks; those of train_step are global already, the same on
+    """The result of a call. ``stats`` of generate and inference are this rank's (sum, count), to be
+    added up over the data-parallel ranks; those of train_step are global already, the same on
     every rank, as (mean, 1)."""
 
     sample: SequenceSample | None = None

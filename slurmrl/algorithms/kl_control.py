@@ -1,4 +1,4 @@
-"""The KL coefficient, fixed or steered towards a target. Torch-free, master-side."""
+"""The KL coefficient, fixed or adaptive. Torch-free, runs in the master."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class KLControl(ABC):
 
     @abstractmethod
     def update(self, kl: float, n: int) -> None:
-        """Learn that ``n`` completions had a mean KL of ``kl`` nats (positive: further away)."""
+        """Update from ``n`` completions with a mean KL of ``kl`` nats to the reference."""
 
 
 class FixedKL(KLControl):
@@ -40,7 +40,7 @@ class AdaptiveKL(KLControl):
 
 
 class KLController(ScalarController):
-    """PPO's scalars: ``kl_coef``, learnt from the metric ``kl_sequence``."""
+    """PPO's scalars: ``kl_coef``, updated from the metric ``kl_sequence``."""
 
     def __init__(self, algorithm: Any) -> None:
         super().__init__(algorithm)

@@ -1,5 +1,8 @@
-"""Numbers that change during a run and belong to no model: they live once, in the master, go out
-with each call, are updated from returned statistics, and are committed. Torch-free."""
+"""Scalars that change during a run and belong to no model. Torch-free.
+
+They live in the master, are sent with each call, are updated from returned statistics, and are
+committed.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,11 @@ class ScalarController(ABC):
 
     @abstractmethod
     def update(self, stats: Mapping[str, float]) -> None:
-        """Learn from a finished step's statistics (global means, by metric name)."""
+        """Update from a finished step's statistics (global means, by metric name)."""
 
     @abstractmethod
     def state(self) -> dict[str, float]:
-        """What a checkpoint must hold; JSON."""
+        """The state for a checkpoint; JSON."""
 
     @abstractmethod
     def restore(self, state: Mapping[str, float]) -> None:
@@ -32,7 +35,7 @@ class ScalarController(ABC):
 
 
 class NoScalars(ScalarController):
-    """For algorithms without any."""
+    """For algorithms without scalars."""
 
     def values(self) -> dict[str, float]:
         return {}

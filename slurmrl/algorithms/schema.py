@@ -1,4 +1,4 @@
-"""What every algorithm's settings have in common. Torch-free."""
+"""Base class of all algorithms' settings. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ class AlgorithmSchema(Section, ABC):
     """Types of training dataset that the algorithm takes."""
 
     evaluation_types: ClassVar[tuple[str, ...]] = ("prompt",)
-    """Types of held-out dataset that it can evaluate."""
+    """Types of held-out dataset that the algorithm can evaluate."""
 
     @property
     def optimizer_steps(self) -> int:
-        """Optimizer steps that each trained model makes in one step of the run."""
+        """Optimizer steps of each trained model per step of the run."""
         return 1
 
     @property
     def minibatches(self) -> int:
-        """Consecutive parts of a batch, of equal numbers of items, that each trained model makes
-        its optimizer steps with."""
+        """Minibatches per batch: consecutive parts of equal numbers of items, one optimizer step
+        each."""
         return 1
 
     @abstractmethod
     def roles(self) -> tuple[RoleUse, ...]:
-        """The models it uses."""
+        """The models that the algorithm uses."""
 
     @abstractmethod
     def calls(self, config: Config) -> tuple[Call, ...]:

@@ -1,4 +1,4 @@
-"""The checkpoints of a trial, for people: what there is, why it stays, and whether it is whole."""
+"""Inventory of a trial's checkpoints: why each one is kept, and whether it is intact."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class StoredCommit:
     exported: bool
     """The run has exported its model."""
     problem: str | None
-    """What is wrong with its files."""
+    """Damage of its files, if any."""
     set_aside: bool = False
 
 
 def inventory(paths: RunPaths, *, checksums: bool) -> list[StoredCommit]:
-    """All by their steps; sizes are always looked at. A run may delete what is looked at: then it
-    is left out. Raises EnvironmentFailure."""
+    """All checkpoints by step; sizes are always checked. One that the run deletes meanwhile is
+    omitted. Raises EnvironmentFailure."""
     records = History(paths.history).read()
     state = fold(records)
     times = {r.data["directory"]: r.time for r in records if r.kind is Kind.COMMIT}
@@ -83,7 +83,7 @@ def _look(
 def _set_aside(
     paths: RunPaths, records: list[Record], times: dict[str, float]
 ) -> list[StoredCommit]:
-    """Those that are still there; a run may remove them meanwhile."""
+    """Checkpoints set aside as damaged that still exist; a run may remove them meanwhile."""
     found = []
     for record in records:
         if record.kind is Kind.DELETE and "reason" in record.data:

@@ -1,4 +1,4 @@
-"""Which commits stay."""
+"""Retention of commits."""
 
 from __future__ import annotations
 

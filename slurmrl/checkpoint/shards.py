@@ -47,7 +47,7 @@ _FIELDS: Fields = {
 
 @dataclass(frozen=True)
 class ShardHeader:
-    """What one rank's file says about itself."""
+    """The metadata of one rank's file."""
 
     role: str
     rank: int

@@ -98,14 +98,14 @@ def write_tensors(
 
 
 def checksum(file: BufferedIOBase) -> str:
-    """``sha256:…`` of a file's bytes, from where it stands."""
+    """``sha256:…`` of a file's bytes, from its position."""
     return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
 
 
 class TensorFile:
-    """A safetensors file, mapped into memory: nothing is read until it is looked at.
+    """A safetensors file, mapped into memory: elements are read when they are accessed.
 
-    Raises CheckpointError if it is not there and CorruptFileError if it is not whole.
+    Raises CheckpointError if it is missing and CorruptFileError if it is incomplete.
     """
 
     def __init__(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is known of a batch without its tensors: ids, lengths, metadata. Torch-free."""
+"""A batch without its tensors: ids, lengths, metadata. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""In which order a dataset is read, and how far it was read. Torch-free, a pure function of the
-seed: the master commits the cursor, and any process can say which items come next."""
+"""Order of a dataset's items and the cursor in it. Torch-free.
+
+The order is a pure function of the seed. The master commits the cursor, from which any process can
+compute the next items.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +56,8 @@ class DataOrder:
         return self._indices
 
     def take(self, cursor: Cursor, n: int) -> tuple[list[tuple[int, int]], Cursor]:
-        """The next ``n`` items as (epoch, index), over the epoch's end if need be, and the
-        cursor behind them."""
+        """The next ``n`` items as (epoch, index), across epochs if necessary, and the cursor after
+        them."""
         end = self.advance(cursor, n)
         items = [
             (epoch, index)
@@ -69,7 +72,7 @@ class DataOrder:
         return Cursor(cursor.epoch + epochs, position)
 
     def ranges(self, start: Cursor, stop: Cursor) -> list[list[int]]:
-        """What lies between two cursors: [epoch, first position, position behind the last]."""
+        """The ranges between two cursors: [epoch, first position, position after the last]."""
         found = []
         for epoch in range(start.epoch, stop.epoch + 1):
             first = start.position if epoch == start.epoch else 0

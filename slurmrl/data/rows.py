@@ -1,4 +1,4 @@
-"""The lines of a dataset, checked, and the texts that they make. Torch-free."""
+"""The checked lines of a dataset and the texts made from them. Torch-free."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ TEMPLATES: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """The templates that each type of dataset fills in."""
 KEYS: Final[Mapping[str, str]] = {"prompt": "prompt_key", "answer": "answer_key"}
-"""The settings that say which key a field of a template stands for."""
+"""The settings with the line's key for a template field."""
 
 
 class DatasetRows:
-    """The lines of a file, every one of which can be used as far as its text goes.
+    """The lines of a file, all of them checked to make valid texts.
 
     :raises ConfigError: lines or settings that make no texts; each problem names its line, or the
         setting.
@@ -52,7 +52,7 @@ class DatasetRows:
         return self._texts("prompt_template", rows)
 
     def answers(self, rows: Sequence[int]) -> list[str]:
-        """What a model learns to answer, or the reference of a prompt; "" where there is none."""
+        """Target answers (``prompt_answer``) or the prompts' references; "" where there is none."""
         if "answer_template" in self._templates:
             return self._texts("answer_template", rows)
         return [self.records.rows[row].get(self._config.answer_key, "") for row in rows]
@@ -88,9 +88,9 @@ class DatasetRows:
         return [[*ids, end] for ids in text_ids(tokenizer, self.answers(rows), begin=False)]
 
     def usable(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Rows that are short enough. Nothing is tokenised where nothing is limited.
+        """Rows within the length limits. Without limits nothing is tokenised.
 
-        Raises ConfigError where none is.
+        Raises ConfigError if there are none.
         """
         rows = range(len(self))
         most_prompt, most = self._config.max_prompt_tokens, self._config.max_tokens
@@ -126,7 +126,7 @@ def _key(config: DatasetConfig, field: str) -> str:
 def _problems(
     config: DatasetConfig, records: Records, templates: Mapping[str, Template]
 ) -> Iterator[Problem]:
-    """Fields that no line has are the setting's fault, others the line's."""
+    """A field that no line has is reported for the setting, any other one for its line."""
     count = Counter(key for row in records.rows for key in row)
     wanted: dict[str, str] = {}
     for name, template in templates.items():
@@ -149,7 +149,7 @@ def _problems(
 
 
 def _no_such_key(config: DatasetConfig, setting: str, field: str, known: list[str]) -> Problem:
-    """``setting`` is where it was asked for; a field of KEYS may stand for another key."""
+    """``setting`` names the field; a field of KEYS may stand for another key."""
     key = _key(config, field)
     if field in KEYS:
         told = f"{{{field}}} stands for '{key}', which is no key of any line of {config.path}"

@@ -1,4 +1,4 @@
-"""What counts as a text in a line of a dataset. Torch-free."""
+"""Check that a value in a line of a dataset is a text. Torch-free."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ SHOWN = 60
 
 
 def wrong_text(value: Any) -> str:
-    """Why a value is no text; "" if it is one. What is no string is never turned into one: Python's
-    form of it (``None``, ``True``, ``[{'role': …``) is not what was meant."""
+    """Why a value is not a text; "" if it is one. Other values are never converted to strings:
+    their Python form (``None``, ``True``, ``[{'role': …``) is not what the user meant."""
     if not isinstance(value, str):
         return f"must be a string, but is {_kind(value)}{_advice(value)}"
     try:
         value.encode()
     except UnicodeEncodeError as error:
         half = f"\\u{ord(value[error.start]):04x}"
-        return f"is no valid text: {half} at character {error.start + 1} is half of a character"
+        return f"is not valid text: {half} at character {error.start + 1} is half of a character"
     return ""
 
 

@@ -20,8 +20,9 @@ END, PAD = "<|endoftext|>", "<|pad|>"
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder; nothing is downloaded.
 
-    :raises UsageError: no tokenizer there, or one without an end-of-text token or a vocabulary
-        (transformers makes one of a ``config.json`` alone, which knows no text).
+    :raises UsageError: no tokenizer there, or one without an end-of-text token or without a
+        vocabulary (transformers makes an empty one from a ``config.json`` alone).
+    :raises UnreadableInputError: the folder or its files cannot be read.
     """
     from transformers import AutoTokenizer
 
@@ -42,8 +43,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def vocabulary(folder: Path) -> dict[str, int] | None:
-    """Ids of all tokens, read without transformers, which takes seconds to import; None where only
-    that can say (no ``tokenizer.json``, or no end-of-text token in the files)."""
+    """Ids of all tokens, read without transformers, which takes seconds to import. None where only
+    transformers can read them (no ``tokenizer.json``, or no end-of-text token in the files)."""
     from tokenizers import Tokenizer
 
     try:

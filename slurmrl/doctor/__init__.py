@@ -1,5 +1,5 @@
-"""Whether this place can run trials: checks from the login node and from inside a short job.
+"""Checks whether this cluster can run trials, from the login node and from inside a short job.
 
-One file for each kind of check; a check measures something and says what to do about it. To add
+One file per kind of check. A check measures something and gives advice. To add
 one, write a function that returns a `Check` and name it in `login` or `host`.
 """

@@ -22,11 +22,11 @@ class Check:
     state: State
     measured: str
     advice: str = ""
-    """What to do about it; empty where nothing has to be done."""
+    """What to do; empty if nothing."""
     where: str = ""
-    """The host that looked."""
+    """The host on which it was measured."""
     values: Mapping[str, float] = field(default_factory=dict)
-    """What was measured, for programs; seconds end in ``_s``, bytes in ``_bytes``."""
+    """Measurements for programs; seconds end in ``_s``, bytes in ``_bytes``."""
 
     def at(self, host: str) -> Check:
         return replace(self, where=host)
@@ -53,7 +53,7 @@ def failed(name: str, measured: str, advice: str, **values: float) -> Check:
 
 
 def guarded(name: str, advice: str, look: Callable[[], Check | list[Check]]) -> list[Check]:
-    """What a look found; what kept it from looking is a failed check of its name."""
+    """The checks that ``look`` returns; its error becomes a failed check called ``name``."""
     try:
         found = look()
     except (SlurmrlError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Slurm's commands where the job runs: with them a run adds and cancels its own links."""
+"""Slurm's commands inside a job, with which a run adds and cancels links."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ def check(script: Path) -> list[Check]:
         client.ping()
         found.append(ok("scontrol in jobs", "works"))
     except SchedulerError as error:
-        advice = "runs work; why a job was ended is then found out from the login node only"
+        advice = "runs work, but only the login node can find out why a job ended"
         found.append(warning("scontrol in jobs", str(error), advice))
     try:
         client.try_out(script)
-        found.append(ok("sbatch in jobs", "works: a chain of links is topped up by itself"))
+        found.append(ok("sbatch in jobs", "works: a run adds links to its chain itself"))
     except SchedulerError as error:
-        advice = "a run cannot add links: take enough with cluster.slurm.links, or slurmrl resume"
+        advice = (
+            "a run cannot add links: set cluster.slurm.links high enough, or use slurmrl resume"
+        )
         found.append(warning("sbatch in jobs", str(error), advice))
     return found

@@ -1,7 +1,7 @@
-"""What workers would find in their container, seen from a host of the job.
+"""Checks of the container that workers run in, from a host of the job.
 
-One start of the container, by the command that workers are started with, gets as far as it can; how
-far that was says what is missing. What is looked at inside is in `inside`.
+The container is started once, with the workers' command. The stage that it reaches shows what is
+missing. `inside` has the checks inside the container.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ inside.main(sys.argv[1:])
 _STAGES = ("has python", "sees the folder", "has slurmrl")
 _ADVICE = (
     "try cluster.slurm.container and container_python by hand on a host of the job; what has to be "
-    "loaded first belongs into cluster.slurm.setup",
-    "show the directory of --root inside under the same path (apptainer: --bind, enroot: --mount)",
+    "loaded first belongs in cluster.slurm.setup",
+    "mount the directory of --root inside at the same path (apptainer: --bind, enroot: --mount)",
     "install the packages of pyproject.toml in the image, for its container_python",
     "the directory of --root must be the same inside, and writable for you",
 )
@@ -60,7 +60,7 @@ def check(folder: Path, task: int, slurm: Slurm) -> list[Check]:
         return [failed("container", f"cannot start '{command[0]}': {error.strerror}", _ADVICE[0])]
     reached = sum(stage in done.stdout.splitlines() for stage in _STAGES)
     if done.returncode != 0:
-        last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["without a word"]
+        last = (done.stderr or done.stdout).strip().splitlines()[-1:] or ["no output"]
         got = f"it {_STAGES[reached - 1]}; then" if reached else "does not start:"
         measured = f"{got} exit code {done.returncode}: {last[0]}"
         return [failed("container", measured, _ADVICE[reached])]
@@ -72,7 +72,7 @@ def _seen_inside(folder: Path, task: int, took_s: float) -> list[Check]:
     try:
         values = documents.read(path)
     except FileNotFoundError:
-        measured = "what is written inside does not show on its host"
+        measured = "a file written inside is not visible on the host"
         return [failed("container", measured, _ADVICE[-1])]
     with documents.expecting(path):
         found = [Check.from_json(one) for one in values["checks"]]

@@ -19,7 +19,7 @@ from slurmrl.fsio.failures import explain
 from slurmrl.fsio.primitives import opened, read_all, write_new
 
 ASK = "ask.json"
-"""What the job is asked, in its folder."""
+"""The job's request, in its folder."""
 CONTENT = "content"
 ROUNDS = 8
 BLOCK = b"x" * 4096
@@ -36,7 +36,7 @@ def content(folder: Path, request: dict[str, Any]) -> Check:
     digest = hashlib.sha256(atomic.read(folder / CONTENT)).hexdigest()
     if digest != request["content"]:
         advice = "the hosts do not share one directory, or its client caches wrongly"
-        return failed("same directory", "other content than the login node wrote", advice)
+        return failed("same directory", "content differs from what the login node wrote", advice)
     return ok("same directory", "reads what the login node wrote")
 
 
@@ -58,13 +58,13 @@ def owner(folder: Path) -> Check:
             "the file system maps users or modes (root squash, idmap, ACLs): use another one",
         )
     if warnings:
-        advice = "if that is not meant, choose another --root or change the folder's mode"
+        advice = "if this is not intended, choose another --root or change the folder's mode"
         return warning("ownership", "; ".join(warnings), advice)
     return ok("ownership", f"ours, mode 0700; umask {_umask():04o}")
 
 
 def latency(folder: Path) -> Check:
-    """Times of the operations that the protocols are made of; medians of a few rounds."""
+    """Latencies of the file operations that the protocols use; medians of a few rounds."""
     rounds = [_round(folder / f"latency.{uuid.uuid4().hex}") for _ in range(ROUNDS)]
     times = {name: [one[name] for one in rounds] for name in rounds[0]}
     medians = {name: statistics.median(found) for name, found in times.items()}

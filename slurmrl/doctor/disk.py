@@ -86,7 +86,7 @@ def parse_quota(text: str) -> list[Quota]:
 
 
 def quota(folder: Path) -> Check:
-    """What the quota tools that are here say of the user."""
+    """The user's quota, from the tools that are installed."""
     commands = {
         "quota": ["quota", "-w", "-p"],
         "lfs": ["lfs", "quota", "-q", "-u", user_name(), str(folder)],
@@ -95,7 +95,14 @@ def quota(folder: Path) -> Check:
     found = [one for name in asked for one in parse_quota(_ask(commands[name]))]
     if not found:
         tools = " and ".join(asked)
-        return ok("quota", f"none told by {tools}" if asked else "no tool that tells it")
+        return ok(
+            "quota",
+            f"{tools} report no quota"
+            if len(asked) > 1
+            else f"{tools} reports no quota"
+            if asked
+            else "no quota tool found",
+        )
     worst = max(found, key=lambda one: one.used)
     measured = "; ".join(map(str, found))
     if worst.used >= NEARLY:

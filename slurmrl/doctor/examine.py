@@ -1,4 +1,4 @@
-"""The whole examination."""
+"""All checks of ``slurmrl doctor``."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from slurmrl.scheduler import choose
 from slurmrl.scheduler.client import SlurmClient
 
 HOSTS = 2
-"""Hosts of the job where the cluster has so many: one cannot be asked what another one sees."""
+"""Hosts of the job if the cluster has them: some checks compare two hosts."""
 USABLE = ("idle", "mixed", "allocated", "completing", "planned")
 SINFO_TIMEOUT_S = 20.0
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What is to be looked at."""
+    """Scope of an examination."""
 
     config: Path | None
     overrides: tuple[str, ...]
     root: Path | None
     """``--root`` or SLURMRL_ROOT; None leaves it to the configuration."""
     fallback: Path
-    """The root where neither says one."""
+    """The root if neither sets one."""
     scheduler: str | None
     job: bool
     timeout_s: float
@@ -41,7 +41,7 @@ class Examination:
 
 
 def examine(what: Examination, say: Say) -> list[Check]:
-    """All checks; ``say`` is told what is waited for."""
+    """Run all checks; ``say`` reports progress."""
     settings: Settings | None = None
     found: list[Check] = []
     if what.config is not None:
@@ -61,7 +61,7 @@ def examine(what: Examination, say: Say) -> list[Check]:
             if not what.job:
                 return _here(beside)
             if what.config is not None and settings is None:
-                advice = "mend the configuration first: it says where and as whom the job runs"
+                advice = "fix the configuration first: it determines where and as whom the job runs"
                 return _here([*beside, failed("job", "was not submitted", advice)])
             job = ProbeJob(paths, kind, cluster, _shape(kind, cluster, plan), what.timeout_s, say)
             return [*_here(beside), *job.run()]

@@ -1,4 +1,4 @@
-"""GPUs that the scheduler gave against GPUs that can be seen."""
+"""GPUs that the scheduler allocated, compared with those that are visible."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ASK = (
 def check(expected: int, visible: str, seen: list[str] | None) -> Check:
     """``visible`` is CUDA_VISIBLE_DEVICES; ``seen`` are the UUIDs that nvidia-smi lists, in the
     order of their indices, None where there is no such tool. Raises EnvironmentFailure for a value
-    of CUDA_VISIBLE_DEVICES that nobody understands."""
+    of CUDA_VISIBLE_DEVICES that cannot be parsed."""
     given = parse_visible(visible)
     names = ",".join(device.text for device in given) or "none"
     there = "nvidia-smi is not here" if seen is None else f"nvidia-smi sees {len(seen)}"
     measured = f"{expected} asked, given {names}; {there}"
     values = {"asked": float(expected), "given": float(len(given))}
     if len(given) < expected:
-        return failed("gpus", measured, f"the job was given too few: {ASK}", **values)
+        return failed("gpus", measured, f"the job got too few: {ASK}", **values)
     unseen = [device.text for device in given if seen is not None and not _is_seen(device, seen)]
     if unseen:
         advice = "the driver does not show what Slurm gave: report the host and set slurm.exclude"

@@ -1,4 +1,4 @@
-"""What is looked at inside a container; its results are a file in the job's folder."""
+"""Checks inside a container; they write their results to a file in the job's folder."""
 
 from __future__ import annotations
 

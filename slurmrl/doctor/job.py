@@ -1,4 +1,4 @@
-"""The short job: made like the job of a run, in a folder of its own beside the runs."""
+"""The short job: submitted like the job of a run, in its own folder beside the runs."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from slurmrl.submission.live import Jobs, clear_away
 
 FOLDER = ".doctor"
 MINUTES = "5"
-"""The time limit: a look around takes seconds, on a busy host or a slow directory longer."""
+"""The time limit: the checks take seconds, on a busy host or a slow directory longer."""
 LEAD_S = 1
 """The least: it commits nothing, and a warning, which Slurm sends up to a minute early, ends it."""
 RUNS_S = 180.0
 """How long a job that has started may take, Slurm's own delays included."""
 LATE_S = 15.0
-"""How long results may take to show after the job has ended."""
+"""How long results may take to become visible after the job has ended."""
 SAY_EVERY_S = 10.0
 CONTENT_BYTES = 2**20
 
@@ -44,7 +44,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class JobShape:
-    """What the job asks for."""
+    """Resources that the job requests."""
 
     hosts: int
     workers_per_host: int = 1
@@ -74,7 +74,7 @@ def scratch(root: Path) -> Iterator[RunPaths]:
 
 
 class ProbeJob:
-    """One short job and what its hosts found."""
+    """One short job and the checks of its hosts."""
 
     def __init__(
         self,
@@ -94,14 +94,14 @@ class ProbeJob:
         self.folder = paths.run / "probe"
 
     def run(self) -> list[Check]:
-        """Submit, wait, collect; what goes wrong on the way is a failed check."""
+        """Submit, wait, collect; an error on the way becomes a failed check."""
         advice = "see whether 'sbatch' takes a job by hand with the same options"
         return guarded("job", advice, self._run)
 
     def _run(self) -> list[Check]:
         scheduler = make(self.kind)
         hosts = self.shape.hosts
-        self.say(f"a job of {hosts} host{'s' * (hosts > 1)} on {self.kind} looks around")
+        self.say(f"a job of {hosts} host{'s' * (hosts > 1)} on {self.kind} runs the checks")
         self._write()
         ids = scheduler.submit(self.request())
         jobs = Jobs(1, scheduler, ids)
@@ -145,7 +145,7 @@ class ProbeJob:
         )
 
     def _write(self) -> None:
-        """Everything that the job reads: this package, what is asked, something to compare."""
+        """Write what the job reads: this package, the request, and content to compare."""
         for folder in (*self.paths.directories(), self.folder):
             atomic.make_private_directory(folder)
         copying.copy(Path(slurmrl.__file__).parent, self.paths.code / "slurmrl")
@@ -186,7 +186,7 @@ class ProbeJob:
             time.sleep(0.2 if self.kind == "local" else 1.0)
 
     def _last_words(self, jobs: Jobs) -> str:
-        """How the job has ended, once its results show or do not show any more."""
+        """How the job ended, after its results are visible or LATE_S is over."""
         deadline = time.monotonic() + LATE_S
         while len(self._results()) < self.shape.hosts and time.monotonic() < deadline:
             time.sleep(0.2)

@@ -22,7 +22,7 @@ ROOT_ADVICE = "choose a folder of yours on a directory that all hosts share: --r
 def configuration(
     path: Path, overrides: tuple[str, ...], root: Path | None
 ) -> tuple[Settings | None, list[Check]]:
-    """The settings of a configuration, if they make sense, and what is wrong with them."""
+    """The settings of a configuration (None if invalid) and the checks of them."""
     try:
         settings = load_settings(path, overrides, root=root, planning=True)
     except ConfigError as error:
@@ -69,7 +69,7 @@ def scheduler(asked: str, kind: str, settings: Settings | None, plan: Plan | Non
 
 
 def machine() -> list[Check]:
-    """What does not depend on where the runs lie."""
+    """Checks that do not depend on the directory of the runs."""
     return [
         *limits.check(),
         software.python(),

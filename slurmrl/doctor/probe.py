@@ -62,7 +62,7 @@ def _gpus(expected: int) -> Check:
 
 
 def _temporary() -> Check:
-    """Room where libraries put their temporary files; few notice that it is full."""
+    """Space for libraries' temporary files; few of them report that it is full."""
     folder = tempfile.gettempdir()
     found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize

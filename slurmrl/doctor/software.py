@@ -1,4 +1,4 @@
-"""Versions, without importing any of it: torch must not be imported on a login node."""
+"""Versions of software, without importing it: login nodes must not import torch."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ def packages(gpus: bool) -> list[Check]:
 
 
 def optional_packages() -> Check:
-    """Nothing is wrong without them; a configuration that needs one is refused by itself."""
+    """Optional packages. A configuration that needs a missing one is refused elsewhere."""
     found = [
-        f"{name} {version}" if (version := version_of(name)) else f"{name} not here ({use})"
+        f"{name} {version}" if (version := version_of(name)) else f"{name} not installed ({use})"
         for name, use in OPTIONAL.items()
     ]
     return ok("optional packages", ", ".join(found))

@@ -25,19 +25,21 @@ REWARDS = Registry(
 
 
 def make(name: str, options: Mapping[str, Any], *, cores: int | None = None) -> CheckedReward:
-    """The reward of a name of the table, or of ``module:name``. ``cores``: CPU cores that it may
-    use; all that this process may where it is not said.
+    """Make the reward of a name in the table or of ``module:name``.
 
-    :raises UsageError: an unknown name, one that is no reward, or options that it does not take.
+    :param cores: CPU cores that it may use; default: those of this process.
+
+    :raises UsageError: an unknown name, an object that is not a reward, or options that it rejects.
+    :raises UnreadableInputError: the module cannot be imported.
     """
     kind = _own(name) if ":" in name else REWARDS.load(name)
     return CheckedReward(name, kind, options, cores or len(os.sched_getaffinity(0)))
 
 
 def _own(reference: str) -> Any:
-    """The user's function or class; errors in the user's module itself are left to say where."""
+    """The user's function or class. Exceptions raised inside the module propagate."""
     module_name, _, name = reference.partition(":")
-    importlib.invalidate_caches()  # which may hold what a folder listed while it could not be read
+    importlib.invalidate_caches()  # they may be of a time when the folder could not be listed
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

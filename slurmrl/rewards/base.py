@@ -11,7 +11,7 @@ class RewardFunction(ABC):
     """Constructed with the configuration's ``reward.options`` as keywords."""
 
     cores: int = 1
-    """CPU cores that the rank has to itself; set before the first call."""
+    """CPU cores of the rank; set before the first call."""
 
     @abstractmethod
     def __call__(
@@ -24,12 +24,12 @@ class RewardFunction(ABC):
         under ``answer``."""
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Why each row cannot be judged, "" where it can be: asked before anything is submitted,
-        so without torch."""
+        """Why each row cannot be judged, "" where it can be. Called at submission, so torch must
+        not be imported."""
         return [""] * len(rows)
 
     def stats(self) -> dict[str, tuple[float, float]]:
-        """What else to report of the latest call: name to (sum, count)."""
+        """Further metrics of the latest call: name to (sum, count)."""
         return {}
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close

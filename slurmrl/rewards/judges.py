@@ -1,4 +1,4 @@
-"""A pool of judge processes that may hang or die without harm to whoever asks."""
+"""A pool of judge processes that may hang or die without harm to the caller."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Judge:
         self._buffer = b""
         self.ready = False
         self.request: int | None = None
-        """Index of the request that it works on."""
+        """Index of the request in progress."""
         self.deadline = time.monotonic() + START_LIMIT_S
 
     @property
@@ -60,8 +60,8 @@ class Judge:
         self._requests.flush()
 
     def receive(self) -> dict[str, Any] | None:
-        """What it says once its pipe is readable; None while the line is incomplete. Raises
-        EOFError when the process is dead."""
+        """Read a message once the pipe is readable; None while its line is incomplete. Raises
+        EOFError if the process is dead."""
         data = os.read(self.fileno(), 65536)
         if not data:
             raise EOFError

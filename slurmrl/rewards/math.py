@@ -15,9 +15,9 @@ from slurmrl.rewards.judges import JudgePool, Verdict
 logger = log.get(__name__)
 
 MOST_JUDGES = 8
-"""Judges that are started without being asked for; each takes about 100 MB."""
+"""Largest default number of judges; each takes about 100 MB."""
 PLAIN_NUMBER = re.compile(r"-?\$?\d+(,\d{3})*(\.\d+)?%?")
-"""What needs no judge to be known as a number."""
+"""A plain number: a valid reference without asking a judge."""
 
 
 class MathReward(RewardFunction):
@@ -27,8 +27,8 @@ class MathReward(RewardFunction):
         ``reward_unjudged``, as does one that crashes its judge twice.
     :param batch_timeout_s: seconds after which all completions of one call that are not judged
         yet score 0 and count as ``reward_unjudged``.
-    :param processes: judges that work side by side. Default: one for each CPU core that the rank
-        has to itself, at most 8.
+    :param processes: judges that work side by side. Default: one per CPU core of the rank, at
+        most 8.
     :param marker: the final answer is the rest of the line behind its last occurrence (GSM8K's
         ``#### 72``); a text without it is searched as a whole.
     :param tail_characters: how much of a longer text is searched, from its end.

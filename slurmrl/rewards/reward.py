@@ -1,4 +1,4 @@
-"""A configuration's reward, whatever it is written as: called one way, and its scores checked."""
+"""The configured reward function behind one calling convention, with its scores checked."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Stats = dict[str, tuple[float, float]]
 
 
 class CheckedReward:
-    """A function, or an object of a class that looks like `RewardFunction`; each of its methods may
-    be ``async``, and all of them run in one event loop.
+    """Wraps a function, or an instance of a class with the methods of `RewardFunction`. Functions
+    and methods may be ``async``; all of them run in one event loop.
 
-    :param name: what the configuration calls it, for messages.
+    :param name: its name in the configuration, for messages.
     """
 
     def __init__(self, name: str, kind: Any, options: Mapping[str, Any], cores: int) -> None:
@@ -45,9 +45,9 @@ class CheckedReward:
         rows: Sequence[Mapping[str, Any]],
         places: Sequence[str],
     ) -> list[float]:
-        """One finite score per completion; ``places`` says where each row stands, for messages.
+        """One finite score per completion; ``places`` are the rows' source lines, for messages.
 
-        :raises RewardError: scores that are none, or a row that cannot be judged.
+        :raises RewardError: invalid scores, or a row that cannot be judged.
         """
         if not completions:
             return []
@@ -63,7 +63,7 @@ class CheckedReward:
         return [""] * len(rows) if problems is None else list(problems)
 
     def stats(self) -> Stats:
-        """What else is known of the latest call."""
+        """Further metrics of the latest call: name to (sum, count)."""
         stats = self._optional("stats") or {}
         try:
             return {str(name): (float(total), float(n)) for name, (total, n) in stats.items()}
@@ -88,7 +88,7 @@ class CheckedReward:
         if not inspect.isawaitable(returned):
             return returned
         if self._loop is None:
-            import asyncio  # only who needs it pays for its import
+            import asyncio  # slow to import, and rarely needed
 
             self._loop = asyncio.Runner()
         return self._loop.run(_awaited(returned))
@@ -108,7 +108,7 @@ def _constructed(name: str, kind: type, options: Mapping[str, Any]) -> Any:
 def _check_call(name: str, function: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a built-in function that does not say
+    except ValueError:  # a built-in function without a signature
         return
     bare = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
     takes = signature.replace(parameters=bare, return_annotation=signature.empty)

@@ -1,4 +1,4 @@
-"""What a reward function returned, as finite numbers."""
+"""Conversion of a reward function's return value to finite numbers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from slurmrl.errors import RewardError
 
 FLOAT32_MAX = 3.4028234e38
-"""Rewards are trained on as float32: what is larger would be infinite there."""
+"""Rewards become float32 tensors; larger values would overflow to infinity."""
 SHOWN_CHARACTERS = 200
 
 
@@ -18,7 +18,7 @@ def as_scores(
     reward: str, returned: Any, completions: Sequence[str], places: Sequence[str]
 ) -> list[float]:
     """One finite number for each completion, from a list, tuple, tensor, array or other iterable
-    of numbers. ``places`` says where each one's row stands.
+    of numbers. ``places`` are the source lines of their rows.
 
     :raises RewardError: anything else was returned.
     """
@@ -58,7 +58,7 @@ def _values(reward: str, returned: Any, count: int) -> list[Any]:
 
 
 def _number(value: Any) -> float | None:
-    """None for what is no number. Scalars of torch and numpy know themselves as numbers."""
+    """The value as a float, scalars of torch and numpy included; None if it is not a number."""
     if not isinstance(value, Real) and hasattr(value, "item"):
         try:
             value = value.item()

@@ -1,7 +1,7 @@
-"""A reward tried in a process of its own: one JSON request on standard input, one JSON result on
-standard output. What the reward prints goes to standard error.
+"""Child process of ``slurmrl try-reward``: JSON request on stdin, JSON result on stdout.
 
-Run as ``python -m slurmrl.rewards.trial``; `slurmrl.submission.try_reward` is who asks.
+Run as ``python -m slurmrl.rewards.trial`` by `slurmrl.submission.try_reward`. What the reward
+prints goes to stderr.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
-    """Exit code 2 for a mistake of the user's that was told in the result."""
+    """Return exit code 2 for a user error, which the result reports."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     request = json.load(sys.stdin)
     results = os.fdopen(os.dup(1), "w", encoding="utf-8")

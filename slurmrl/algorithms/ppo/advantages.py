@@ -1,4 +1,4 @@
-"""From rewards, log-probabilities and values to advantages and returns: pure tensor functions.
+"""Advantages and returns from rewards, log-probabilities and values, as pure tensor functions.
 
 T packed tokens, S sequences, R response tokens.
 """
@@ -38,7 +38,7 @@ class Estimates:
 
 
 def estimate(sample: SequenceSample, ppo: PPO, kl_coef: float) -> Estimates:
-    """Advantages by GAE. A completion that did not end goes on from its last state's value."""
+    """Advantages by GAE. A truncated completion bootstraps from the value of its last state."""
     responses = find_responses(sample.tensor("prompt_mask"), sample.cu_seqlens("input_ids"))
     finished = sample.tensor("finished").bool()
     logp, ref_logp = sample.tensor("logprobs"), sample.tensor("ref_logprobs")
@@ -64,15 +64,15 @@ def shape_scores(rewards: Tensor, finished: Tensor, ppo: PPO) -> Tensor:
 
 
 def token_rewards(kl: Tensor, scores: Tensor, responses: Responses, kl_coef: float) -> Tensor:
-    """[R]: each response token pays for its distance from the reference, and the last one of a
-    completion earns the score."""
+    """[R]: the KL penalty of each response token, plus the score at the last token of its
+    completion."""
     rewards = -kl_coef * kl
     rewards[responses.last] += scores[responses.answered].to(rewards.dtype)
     return rewards
 
 
 def moments(x: Tensor, all_reduce_sum: SumOverRanks) -> tuple[float, float]:
-    """Mean and (population) deviation of x over all ranks, in float64; 0 and 0 of nothing."""
+    """Mean and population standard deviation of x over all ranks, in float64; 0 and 0 if empty."""
     wide = x.double()
     total = all_reduce_sum(torch.stack([wide.sum(), wide.new_tensor(float(len(x)))]))
     count = max(float(total[1]), 1.0)
@@ -82,10 +82,10 @@ def moments(x: Tensor, all_reduce_sum: SumOverRanks) -> tuple[float, float]:
 
 
 def whiten(x: Tensor, mean: float, std: float) -> Tensor:
-    """x with mean 0 and deviation 1, given its moments over all ranks.
+    """x with mean 0 and standard deviation 1, given its moments over all ranks.
 
-    Advantages that hardly differ stay small: where no completion earned anything, what is left is
-    rounding, and it is not to be made the size of a signal.
+    Advantages that hardly differ stay small: where no completion earned a reward they are only
+    rounding errors, which must not be scaled up.
     """
     return (x - mean) / math.sqrt(std**2 + VARIANCE_FLOOR)
 

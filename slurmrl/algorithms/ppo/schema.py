@@ -45,21 +45,21 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 
 
 class KL(Section):
-    """The price of moving away from the reference model."""
+    """The KL penalty for moving away from the reference model."""
 
     kind: Literal["fixed", "adaptive"] = "fixed"
     """`fixed` keeps the coefficient; `adaptive` steers the measured KL to `target`."""
     coef: NonNegativeFloat = 0.1
-    """Coefficient at the start: reward taken per token for each nat of log(p/p_ref)."""
+    """Initial coefficient: penalty per token for each nat of log(p/p_ref)."""
     target: PositiveFloat = 6.0
-    """Adaptive: wanted mean KL of a completion, in nats."""
+    """Adaptive: target of the mean KL per completion, in nats."""
     horizon: PositiveFloat = 10000.0
     """Adaptive: completions over which the coefficient moves by up to 20 %."""
 
 
 class PPO(AlgorithmSchema):
     """Proximal policy optimisation: the actor completes prompts, a rule rewards completions, the
-    reference model prices the distance, and the critic's values give advantages."""
+    reference model gives the KL penalty, and the critic's values give advantages."""
 
     name: Literal["ppo"] = "ppo"
     """`ppo`."""
@@ -67,7 +67,7 @@ class PPO(AlgorithmSchema):
     """Consecutive parts of a batch, of equal numbers of prompts, with one optimizer step each. They
     are the same for every number of ranks."""
     n_epochs: PositiveInt = 1
-    """Times that each batch is gone through."""
+    """Passes over each batch."""
     kl: KL = KL()
     discount: Fraction = 1.0
     """Discount per token (gamma)."""
@@ -78,17 +78,18 @@ class PPO(AlgorithmSchema):
     value_clip: PositiveFloat | None = 0.2
     """New values are clipped to this distance from the old ones; null does not clip."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Reward, in the actor's loss, of a token's entropy."""
+    """Coefficient of the entropy bonus in the actor's loss."""
     normalize_advantages: bool = True
-    """Give the advantages mean 0 and deviation 1 over all response tokens of the batch."""
+    """Normalise the advantages to mean 0 and standard deviation 1 over all response tokens of the
+    batch."""
     reward_bias: float = 0.0
-    """Taken off each reward, before scaling."""
+    """Subtracted from each reward, before scaling."""
     reward_scaling: float = 1.0
     """Factor of each reward, before clipping."""
     reward_clip: PositiveFloat | None = 20.0
     """Rewards are clipped to this magnitude; null does not clip."""
     mask_no_eos_with_zero: bool = False
-    """Give completions that did not end a reward of 0, instead of what the rule says."""
+    """Give completions without a stop token the reward 0 instead of the reward function's score."""
     early_stop_importance_ratio: PositiveFloat | None = 5.0
     """Once the mean probability ratio of a minibatch's tokens exceeds this, leave out its update of
     the actor and those that follow in the step; null never does."""

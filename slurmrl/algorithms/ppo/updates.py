@@ -38,8 +38,8 @@ def run_updates(
     order, of which ``sample`` has this rank's. One optimizer step each.
 
     The bool tensor under ``mask_key`` picks the tokens that count. Every rank makes the same
-    steps: a minibatch that holds no such token on any rank is left out. Where ``stop`` says so
-    about a minibatch's global means, its update and all that follow are left out.
+    steps: a minibatch without such a token on any rank is skipped. If ``stop`` returns True for a
+    minibatch's global means, its update and all later ones are skipped.
 
     :return: global means over the tokens of all minibatches that were looked at; of ``grad_norm``,
         over the updates; the last ``lr``; the number of ``updates``, how many the engine
@@ -68,7 +68,7 @@ def run_updates(
 
 
 def minibatches(sample: SequenceSample, batch: tuple[str, ...], count: int) -> list[SequenceSample]:
-    """What ``sample`` has of each of ``count`` consecutive parts of a batch."""
+    """The items of ``sample`` in each of ``count`` consecutive parts of a batch."""
     numbers = {
         name: number
         for number, (start, stop) in enumerate(
@@ -103,7 +103,7 @@ def _summary(results: list[dict[str, float]]) -> MeanStats:
 
 
 def _means(results: Sequence[Mapping[str, float]]) -> MeanStats:
-    """Of the loss function's statistics, over all tokens."""
+    """Means of the loss function's statistics over all tokens."""
     total = sum(result["denominator"] for result in results)
     names = [name for name in results[0] if name not in ENGINE_STATS]
     return {name: sum(result[name] for result in results) / total for name in names}

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class RuleRewardInterface(Interface):
-    """Keeps its reward (and that one's processes) until it is closed."""
+    """Holds the reward function and its processes until it is closed."""
 
     def __init__(self) -> None:
         self._reward: CheckedReward | None = None
@@ -56,8 +56,8 @@ class RuleRewardInterface(Interface):
 
 
 def decode_completions(sample: SequenceSample, tokenizer: Any) -> list[str]:
-    """The text behind each prompt, without special tokens and the stop token that ended it (which
-    need not be a special one)."""
+    """The text after each prompt, without special tokens and without the stop token that ended it
+    (which need not be a special token)."""
     ids, prompt = sample.tensor("input_ids").tolist(), sample.tensor("prompt_mask").tolist()
     cuts = [0, *accumulate(sample.item_lengths("input_ids"))]
     finished = sample.tensor("finished").tolist()
@@ -71,7 +71,7 @@ def decode_completions(sample: SequenceSample, tokenizer: Any) -> list[str]:
 
 
 def _places(sample: SequenceSample, context: CallContext) -> list[str]:
-    """Where each item's row stands: ``data.jsonl:17 (sample 17@0)``."""
+    """Source line of each item: ``data.jsonl:17 (sample 17@0)``."""
     config = context.settings.config
     evaluation = config.evaluation if context.evaluation else None
     path = (evaluation or config).dataset.path

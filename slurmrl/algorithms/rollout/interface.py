@@ -34,7 +34,7 @@ class RolloutInterface(Interface):
 
 
 def generation_options(context: CallContext) -> GenerationOptions:
-    """The rollout's settings, or the evaluation's: there the whole distribution is sampled."""
+    """The settings of the rollout or of the evaluation, which uses neither top-k nor top-p."""
     rollout, evaluation = context.settings.config.rollout, context.settings.config.evaluation
     if context.evaluation and evaluation is not None:
         return GenerationOptions(

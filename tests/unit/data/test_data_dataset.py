@@ -121,7 +121,7 @@ def test_rows_without_their_keys_are_named(tmp_path: Path) -> None:
         (["a"], 'must be a string, but is a list (["a"])'),
         ({"a": 1}, 'must be a string, but is an object ({"a": 1})'),
         ([{"role": "user", "content": "1+2="}], "must be a string, but is a list of messages: "),
-        ("1\ud800", "is no valid text: \\ud800 at character 2 is half of a character"),
+        ("1\ud800", "is not valid text: \\ud800 at character 2 is half of a character"),
     ],
 )
 @pytest.mark.parametrize(

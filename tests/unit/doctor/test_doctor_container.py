@@ -61,7 +61,7 @@ def test_a_container_that_workers_can_live_in(tmp_path: Path) -> None:
         ("", "/not/python", "does not start: exit code 127: env", "by hand"),
         (NOTHING_BOUND, sys.executable, "it has python; then exit code 1: FileNotFound", "--bind"),
         ("words.insert(-5, '-S')", sys.executable, "No module named", "packages of pyproject"),
-        (A_COPY_BOUND, sys.executable, "does not show on its host", "the same inside"),
+        (A_COPY_BOUND, sys.executable, "is not visible on the host", "the same inside"),
     ],
     ids=["image", "python", "directory", "packages", "another directory"],
 )
