@@ -112,7 +112,10 @@ def test_a_failure_of_one_host_is_the_end_for_both(job: Job) -> None:
     job.wait_for_commit_of(1)
     job.agents[0].send_signal(signal.SIGSTOP)  # its worker fails, too; the first to say so counts
     os.kill(job.child(1, "worker"), signal.SIGKILL)
-    make("file", directory=job.paths.names).wait(keys.failure(1), timeout_s=300)
+    names = make("file", directory=job.paths.names)
+    wait_until(
+        "the failure of rank 1", lambda: keys.failure(1) in names.find_subtree("incarnation/1")
+    )
     job.agents[0].send_signal(signal.SIGCONT)
     job.wait_for_commit_of(2)
     assert job.failure(1) == {

@@ -71,7 +71,7 @@ def test_a_changed_byte_is_seen(flipped: int) -> None:
 )
 def test_on_a_pipe_garbage_is_an_error(data: bytes) -> None:
     assert decode(data) == ([], 0)
-    with pytest.raises(CorruptFileError, match="no frame"):
+    with pytest.raises(CorruptFileError, match="not a frame"):
         decode(data, torn=False)
 
 
@@ -84,6 +84,6 @@ def test_whole_frames_with_wrong_content_are_errors(body: bytes, torn: bool) -> 
 
 def test_messages_that_are_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frame, "MESSAGE_BYTES", 100)
-    with pytest.raises(UsageError, match="too long, 100 fit"):
+    with pytest.raises(UsageError, match="too long: limit 100"):
         encode({"a": "x" * 100})
     assert json.loads(encode({"a": "x" * 80})[12:]) == {"a": "x" * 80}
