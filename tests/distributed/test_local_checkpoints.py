@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,7 +22,6 @@ from slurmrl.monitor import events
 from tests.support.trials import (
     ARCHITECTURE,
     Site,
-    kill_one,
     processes,
     sft_config,
     wait_until,
@@ -49,11 +49,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @contextmanager
-def started(folder: Path, **checkpoint: Any) -> Iterator[Site]:
+def started(folder: Path, *options: str, **checkpoint: Any) -> Iterator[Site]:
     """A trial that has just been started; what still runs at the end is killed."""
     found = Site(folder)
     path = found.write("config.yaml", config(**checkpoint))
-    found.slurmrl("submit", str(path), "--scheduler", "local", "--detach")
+    found.slurmrl("submit", str(path), "--scheduler", "local", "--detach", *options)
     try:
         yield found
     finally:
@@ -69,10 +69,10 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 64 MiB."""
+    """A file system of its own, of 96 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64m,mode=700", "tmpfs", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=96m,mode=700", "tmpfs", str(folder)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
         pytest.skip("only root may mount a small disk")
     yield folder
@@ -87,22 +87,47 @@ def committed(site: Site) -> list[int]:
     return [commit.step for commit in fold(History(site.paths(TRIAL).history).read()).commits]
 
 
+def stop_while_it_writes(site: Site, worker: int) -> int:
+    """Stop rank 1 while its file of a checkpoint is not complete, so that the checkpoint cannot be
+    committed; return the checkpoint's step."""
+    complete = site.paths(TRIAL).checkpoint(committed(site)[0], 1) / "actor.1.safetensors"
+    size = complete.stat().st_size
+    for step in range(committed(site)[-1] + 2, STEPS, 2):
+        directory = site.paths(TRIAL).checkpoint(step, 1)
+        while not directory.exists() and step not in committed(site):
+            time.sleep(0.0005)
+        os.kill(worker, signal.SIGSTOP)
+        file = directory / "actor.1.safetensors"
+        if directory.exists() and (not file.exists() or file.stat().st_size < size):
+            return step
+        os.kill(worker, signal.SIGCONT)
+    raise AssertionError("rank 1 was never stopped while it wrote its file")
+
+
 def test_killed_while_a_checkpoint_is_written(site: Site, undisturbed: dict[str, Any]) -> None:
-    """One rank's file hangs (a pipe that nobody reads): training goes on, nothing is committed,
-    and a kill loses no more than the steps since the commit before."""
-    directory = site.paths(TRIAL).checkpoint(4, 1)
-    directory.mkdir(mode=0o700)
-    os.mkfifo(directory / "actor.1.safetensors")
-    site.wait_for_step(TRIAL, 6)
+    """Nothing is committed, and the trial resumes from the commit before."""
+    paths = site.paths(TRIAL)
+    site.wait_for_step(TRIAL, 3)
+    wait_until("the first commit", lambda: committed(site))
+    worker = rank_one(paths.run)
+    step = stop_while_it_writes(site, worker)
+    directory = paths.checkpoint(step, 1)
     wait_until("rank 0's file", (directory / "actor.0.safetensors").exists)
-    assert committed(site) == [2]
-    kill_one(site.paths(TRIAL).run, "worker", -1)
+    before = committed(site)
+    assert before[-1] < step
+    os.kill(worker, signal.SIGKILL)
     status = site.wait_for_end(TRIAL)
     assert (status["state"], status["incarnation"]) == ("COMPLETED", 2)
-    begun = [r for r in History(site.paths(TRIAL).history).read() if r.kind is Kind.BEGIN]
-    assert [record.data["base"] for record in begun] == [None, "step-00000002.1"]
+    begun = [r for r in History(paths.history).read() if r.kind is Kind.BEGIN]
+    assert [record.data["base"] for record in begun] == [None, f"step-{before[-1]:08d}.1"]
     assert not directory.exists()
     assert site.outcome(TRIAL) == undisturbed
+
+
+def rank_one(run: Path) -> int:
+    """The pid of rank 1's worker, which its name tells."""
+    workers = processes(run)["worker"]
+    return next(pid for pid in workers if Path(f"/proc/{pid}/comm").read_text().strip() == "rank 1")
 
 
 def cut(path: Path) -> None:
@@ -221,7 +246,8 @@ def goes_on_without_room(
 
 
 def test_a_full_disk_leaves_the_run_going(small_disk: Path, undisturbed: dict[str, Any]) -> None:
-    with started(small_disk, keep_last=STEPS) as site:  # or a deletion makes room
+    # with fewer checkpoints a deletion makes room, and the check would refuse so small a disk
+    with started(small_disk, "--no-check", keep_last=STEPS) as site:
         site.wait_for_step(TRIAL, 5)
         goes_on_without_room(site, SmallDisk(site), undisturbed)
 

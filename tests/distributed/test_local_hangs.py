@@ -85,7 +85,7 @@ def waited_for(site: Site) -> dict[str, Any]:
 
     def look() -> dict[str, Any] | None:
         status = site.status("ppo/1")
-        assert status["state"] == "RUNNING", status
+        assert status["state"] in ("PENDING", "RUNNING"), status
         return (
             status if "(all_gather" in ((status["waiting"] or {}).get("explained") or "") else None
         )
