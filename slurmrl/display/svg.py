@@ -38,7 +38,7 @@ text { font: 12px ui-monospace, monospace; fill: #1b1f24; }
 }"""
 
 
-class Box(NamedTuple):
+class Rectangle(NamedTuple):
     x: float
     y: float
     width: float
@@ -63,7 +63,7 @@ class Drawing:
         self.elements.append(f'<text x="{x:g}" y="{y:g}"{named}>{escape(words)}</text>')
         self._reach(x + LETTER * len(words), y)
 
-    def box(self, box: Box, series: str | None) -> None:
+    def box(self, box: Rectangle, series: str | None) -> None:
         """A box tinted in the colour of a series; text on it keeps its contrast."""
         colour = self._colours.get(series or "", NO_SERIES)
         tint = f'fill="{colour}" fill-opacity="0.22" stroke="{colour}"'
@@ -71,11 +71,11 @@ class Drawing:
         self.elements.append(f'<rect {box.attributes} rx="4" {tint}/>')
         self._reach(box.x + box.width, box.y + box.height)
 
-    def frame(self, box: Box) -> None:
+    def frame(self, box: Rectangle) -> None:
         self.elements.append(f'<rect {box.attributes} rx="6" class="line"/>')
         self._reach(box.x + box.width, box.y + box.height)
 
-    def arrow(self, start: Box, end: Box) -> None:
+    def arrow(self, start: Rectangle, end: Rectangle) -> None:
         """A curve that leaves ``start`` to the right and arrives at ``end`` from the left."""
         x1, y1 = start.x + start.width, start.y + start.height / 2
         x2, y2 = end.x, end.y + end.height / 2
@@ -133,7 +133,7 @@ def _series(document: Document) -> Iterable[str]:
 def _legend(drawing: Drawing, legend: Legend) -> None:
     for name, words in legend.series.items():
         y = drawing.height + GAP
-        drawing.box(Box(MARGIN, y, 12, 12), name)
+        drawing.box(Rectangle(MARGIN, y, 12, 12), name)
         drawing.text(MARGIN + 20, y + 11, f"{name}  {words}")
 
 
@@ -152,15 +152,15 @@ def _grid(drawing: Drawing, grid: Grid) -> None:
         drawing.text(MARGIN, y + height / 2, f"{grid.row} {row.label}", "soft")
         for column, cell in enumerate(row.cells):
             x = MARGIN + LABEL_WIDTH + column * (width + GAP)
-            _cell(drawing, Box(x, y, width, height), column, cell)
+            _cell(drawing, Rectangle(x, y, width, height), column, cell)
 
 
-def _cell(drawing: Drawing, box: Box, column: int, cell: Mapping[str, str]) -> None:
+def _cell(drawing: Drawing, box: Rectangle, column: int, cell: Mapping[str, str]) -> None:
     drawing.frame(box)
     drawing.text(box.x + 6, box.y + 13, f"{column}", "soft")
     for index, (name, words) in enumerate(cell.items()):
         top = box.y + 17 + index * LINE
-        drawing.box(Box(box.x + 4, top, box.width - 8, LINE - 3), name)
+        drawing.box(Rectangle(box.x + 4, top, box.width - 8, LINE - 3), name)
         drawing.text(box.x + 8, top + 13, words)
 
 
@@ -177,7 +177,7 @@ def _flow(drawing: Drawing, flow: Flow) -> None:
             drawing.text(box.x + 8, box.y + 16 + index * LINE, words, style)
 
 
-def _places(flow: Flow, top: float) -> Iterator[tuple[str, Box]]:
+def _places(flow: Flow, top: float) -> Iterator[tuple[str, Rectangle]]:
     x = float(MARGIN)
     for level in sorted({node.level for node in flow.nodes}):
         column = {node.name: _words(node) for node in flow.nodes if node.level == level}
@@ -185,7 +185,7 @@ def _places(flow: Flow, top: float) -> Iterator[tuple[str, Box]]:
         y = top
         for name, lines in column.items():
             height = LINE * len(lines) + 6.0
-            yield name, Box(x, y, width, height)
+            yield name, Rectangle(x, y, width, height)
             y += height + NODE_GAPS[1]
         x += width + NODE_GAPS[0]
 

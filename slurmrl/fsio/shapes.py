@@ -15,7 +15,7 @@ SHOWN_CHARACTERS = 80
 
 
 @dataclass(frozen=True)
-class Kind:
+class FieldType:
     """The values that a field may hold."""
 
     expected: str
@@ -23,7 +23,7 @@ class Kind:
     accepts: Callable[[Any], bool]
 
 
-Fields = Mapping[str, Kind]
+Fields = Mapping[str, FieldType]
 """Types by field name. Other fields are allowed; a null field counts as missing."""
 
 
@@ -44,28 +44,28 @@ MOST_COUNT = 10**7
 LONGEST_S = 1e11
 """3,000 years, as a span and since the epoch."""
 
-INTEGER = Kind("a whole number", lambda value: _integer(value, -(2**53), 2**53))
-COUNT = Kind(f"a whole number from 0 to {MOST_COUNT}", lambda v: _integer(v, 0, MOST_COUNT))
-SIZE = Kind("a whole number that is not negative", lambda value: _integer(value, 0, 2**63))
-NUMBER = Kind("a number", lambda value: _number(value, -1e300, 1e300))
-SECONDS = Kind("a number of seconds", lambda value: _number(value, -LONGEST_S, LONGEST_S))
-TEXT = Kind("a text", lambda value: isinstance(value, str))
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-FILE_NAME = Kind("the name of a file or directory", _file_name)
+INTEGER = FieldType("a whole number", lambda value: _integer(value, -(2**53), 2**53))
+COUNT = FieldType(f"a whole number from 0 to {MOST_COUNT}", lambda v: _integer(v, 0, MOST_COUNT))
+SIZE = FieldType("a whole number that is not negative", lambda value: _integer(value, 0, 2**63))
+NUMBER = FieldType("a number", lambda value: _number(value, -1e300, 1e300))
+SECONDS = FieldType("a number of seconds", lambda value: _number(value, -LONGEST_S, LONGEST_S))
+TEXT = FieldType("a text", lambda value: isinstance(value, str))
+FLAG = FieldType("true or false", lambda value: isinstance(value, bool))
+FILE_NAME = FieldType("the name of a file or directory", _file_name)
 
 
-def one_of(*values: str) -> Kind:
-    return Kind(f"one of {', '.join(values)}", lambda value: value in values)
+def one_of(*values: str) -> FieldType:
+    return FieldType(f"one of {', '.join(values)}", lambda value: value in values)
 
 
-def list_of(kind: Kind) -> Kind:
+def list_of(kind: FieldType) -> FieldType:
     def accepts(value: Any) -> bool:
         return isinstance(value, list) and all(map(kind.accepts, value))
 
-    return Kind(f"a list, each item {kind.expected}", accepts)
+    return FieldType(f"a list, each item {kind.expected}", accepts)
 
 
-def items(*kinds: Kind) -> Kind:
+def items(*kinds: FieldType) -> FieldType:
     """A list of fixed length."""
 
     def accepts(value: Any) -> bool:
@@ -75,25 +75,25 @@ def items(*kinds: Kind) -> Kind:
             and all(kind.accepts(item) for kind, item in zip(kinds, value, strict=True))
         )
 
-    return Kind(f"a list of {', '.join(kind.expected for kind in kinds)}", accepts)
+    return FieldType(f"a list of {', '.join(kind.expected for kind in kinds)}", accepts)
 
 
-def table(fields: Fields, required: Collection[str] = ()) -> Kind:
+def table(fields: Fields, required: Collection[str] = ()) -> FieldType:
     """An object with these fields."""
 
     def accepts(value: Any) -> bool:
         return isinstance(value, dict) and wrong(value, fields, required) is None
 
-    return Kind(f"an object with {', '.join(fields)}", accepts)
+    return FieldType(f"an object with {', '.join(fields)}", accepts)
 
 
-def each(kind: Kind) -> Kind:
+def each(kind: FieldType) -> FieldType:
     """An object with any keys whose values have one type."""
 
     def accepts(value: Any) -> bool:
         return isinstance(value, dict) and all(map(kind.accepts, value.values()))
 
-    return Kind(f"an object, each value {kind.expected}", accepts)
+    return FieldType(f"an object, each value {kind.expected}", accepts)
 
 
 def wrong(values: Mapping[str, Any], fields: Fields, required: Collection[str] = ()) -> str | None:

@@ -8,7 +8,7 @@ from typing import Protocol
 from slurmrl.graph.dataset import DATASET_KEYS
 
 
-class Node(Protocol):
+class CallNode(Protocol):
     """A call, in a graph or in a plan."""
 
     @property
@@ -19,7 +19,7 @@ class Node(Protocol):
     def outputs(self) -> tuple[str, ...]: ...
 
 
-def unread(calls: Sequence[Node], dataset_type: str, *, evaluation: bool = False) -> list[str]:
+def unread(calls: Sequence[CallNode], dataset_type: str, *, evaluation: bool = False) -> list[str]:
     """Keys that nobody reads, with who makes them. An evaluation's results are the keys of the
     calls that nobody comes after, and no oddity."""
     read = {key for call in calls for key in call.inputs}

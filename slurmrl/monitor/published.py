@@ -20,7 +20,7 @@ from slurmrl.fsio.shapes import (
     SECONDS,
     TEXT,
     Fields,
-    Kind,
+    FieldType,
     each,
     list_of,
     table,
@@ -63,7 +63,7 @@ _DOES: Fields = {
     "frame": TEXT,
 }
 _IN: Fields = {"name": TEXT, "number": INTEGER, "group": TEXT, "since_s": SECONDS}
-_SPANS = Kind("ranks such as 0-2,5", lambda v: isinstance(v, str) and bool(SPANS.fullmatch(v)))
+_SPANS = FieldType("ranks such as 0-2,5", lambda v: isinstance(v, str) and bool(SPANS.fullmatch(v)))
 _GROUP: Fields = {**_DOES, "ranks": _SPANS, "collective": table({**_IN, "ranks": _SPANS})}
 _ROW: Fields = {**_DOES, "rank": COUNT, "collective": table({**_IN, "ranks": list_of(COUNT)})}
 DOING = list_of(table(_GROUP, ("ranks",)))

@@ -11,7 +11,17 @@ from typing import Any
 
 from slurmrl import keys
 from slurmrl.fsio import atomic, documents, space
-from slurmrl.fsio.shapes import COUNT, FLAG, INTEGER, SECONDS, TEXT, Fields, Kind, list_of, table
+from slurmrl.fsio.shapes import (
+    COUNT,
+    FLAG,
+    INTEGER,
+    SECONDS,
+    TEXT,
+    Fields,
+    FieldType,
+    list_of,
+    table,
+)
 from slurmrl.history.recent import Begun, Recent, recent
 from slurmrl.monitor import events, metrics, published, throughput
 from slurmrl.monitor.events import Event
@@ -32,7 +42,9 @@ FIRST_STARTS = 5
 MOST_METRICS_BYTES = 32 * 1024 * 1024
 """Largest metrics file to sum up for the detailed status of a trial."""
 
-HEARTBEAT = Kind("from 0 to 3600 s", lambda value: SECONDS.accepts(value) and 0 <= value <= 3600)
+HEARTBEAT = FieldType(
+    "from 0 to 3600 s", lambda value: SECONDS.accepts(value) and 0 <= value <= 3600
+)
 """Bounded, because the status waits for it."""
 REQUEST: Fields = {
     "scheduler": TEXT,

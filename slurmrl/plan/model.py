@@ -18,11 +18,11 @@ from slurmrl.graph.call import Method
 from slurmrl.graph.roles import Head
 
 
-class _Part(BaseModel):
+class _PlanPart(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class GroupPlan(_Part):
+class GroupPlan(_PlanPart):
     """Workers of one kind and shape. Global rank = host * workers_per_host + index on the host."""
 
     name: str = "trainer"
@@ -40,7 +40,7 @@ class GroupPlan(_Part):
         return self.hosts * self.workers_per_host
 
 
-class ModelPlan(_Part):
+class ModelPlan(_PlanPart):
     """One role's place. ``ranks[i]`` is the rank, in its group of workers, of the model's i-th
     rank, in row-major order of the axes in ``sizes``: tensor-parallel ranks are neighbours."""
 
@@ -59,7 +59,7 @@ class ModelPlan(_Part):
     sequence_parallel: bool = False
 
 
-class CallPlan(_Part):
+class CallPlan(_PlanPart):
     """One call of the graph and the ranks that execute it. Data-parallel ranks share the batch
     equally; those that differ along other axes alone work on the same part."""
 
@@ -77,7 +77,7 @@ class CallPlan(_Part):
     post_hooks: tuple[str, ...] = ()
 
 
-class Plan(_Part):
+class Plan(_PlanPart):
     """Calls stand in the order in which every rank executes them."""
 
     version: Literal[1] = 1

@@ -36,7 +36,7 @@ PR_SET_PDEATHSIG = 1
 _log = log.get(__name__)
 
 
-class Chain:
+class LocalChain:
     """The links of one group of one submission."""
 
     def __init__(self, run: RunPaths, number: int, group: str, links: int) -> None:
@@ -166,7 +166,7 @@ def main(arguments: list[str]) -> None:
     os.chdir(run)
     ownership.make_umask_private()
     log.configure(f"{group} chain")
-    Chain(RunPaths(Path(run)), int(number), group, int(links)).run()
+    LocalChain(RunPaths(Path(run)), int(number), group, int(links)).run()
 
 
 if __name__ == "__main__":

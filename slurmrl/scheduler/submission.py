@@ -9,12 +9,12 @@ from collections.abc import Mapping
 
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.failures import corrupt
-from slurmrl.fsio.shapes import FILE_NAME, TEXT, Kind
+from slurmrl.fsio.shapes import FILE_NAME, TEXT, FieldType
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.base import JobIds
 
 _JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}", re.ASCII)
-JOB = Kind("a job id", lambda value: isinstance(value, str) and bool(_JOB.fullmatch(value)))
+JOB = FieldType("a job id", lambda value: isinstance(value, str) and bool(_JOB.fullmatch(value)))
 
 
 def write_scripts(run: RunPaths, number: int, scripts: Mapping[str, str]) -> None:

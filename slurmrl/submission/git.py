@@ -19,7 +19,7 @@ MOST_DIFF_BYTES = 4 * 2**20
 
 
 @dataclass
-class Answer:
+class GitAnswer:
     """The output of one command, truncated."""
 
     text: bytes
@@ -87,11 +87,11 @@ def untracked(repository: Repository, paths: Iterable[Path]) -> list[Path]:
     return [path for path in inside if str(path.relative_to(repository.root)) not in names]
 
 
-def _text(answer: Answer) -> str:
+def _text(answer: GitAnswer) -> str:
     return answer.text.decode(errors="replace").strip()
 
 
-def _ask(folder: Path, *words: str, most: int = 2**20) -> Answer:
+def _ask(folder: Path, *words: str, most: int = 2**20) -> GitAnswer:
     """Run one command; truncate its output to ``most`` bytes, with a note."""
     command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", *words]
     with tempfile.TemporaryFile() as output:
@@ -106,13 +106,13 @@ def _ask(folder: Path, *words: str, most: int = 2**20) -> Answer:
                 check=False,
             )
         except FileNotFoundError:
-            return Answer(b"", "git is not installed", failed=True)
+            return GitAnswer(b"", "git is not installed", failed=True)
         except subprocess.TimeoutExpired:
-            return Answer(b"", f"git {words[0]} took more than {TIMEOUT_S:.0f} s", failed=True)
+            return GitAnswer(b"", f"git {words[0]} took more than {TIMEOUT_S:.0f} s", failed=True)
         if done.returncode != 0:
             said = done.stderr.decode(errors="replace").strip().splitlines()
-            return Answer(b"", f"git {words[0]}: {said[0] if said else 'failed'}", failed=True)
+            return GitAnswer(b"", f"git {words[0]}: {said[0] if said else 'failed'}", failed=True)
         size = output.tell() or output.seek(0, os.SEEK_END)
         output.seek(0)
         note = f"git {words[0]}: truncated to {most} of {size} bytes" if size > most else ""
-        return Answer(output.read(most), note)
+        return GitAnswer(output.read(most), note)

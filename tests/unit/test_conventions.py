@@ -296,6 +296,16 @@ def test_errors_are_defined_in_one_place() -> None:
                 assert not bases & (known | builtin), f"slurmrl.{module}.{node.name}"
 
 
+def test_no_two_classes_share_a_name() -> None:
+    """A name means one thing wherever it is read."""
+    owners: dict[str, list[str]] = {}
+    for module in modules():
+        for node in tree(module).body:
+            if isinstance(node, ast.ClassDef):
+                owners.setdefault(node.name, []).append(module)
+    assert {name: found for name, found in owners.items() if len(found) > 1} == {}
+
+
 def test_no_folder_for_everything_and_nothing() -> None:
     for module in modules():
         assert not set(module.split(".")) & FORBIDDEN_NAMES, module

@@ -21,7 +21,7 @@ from slurmrl.engines.optimizers.base import ShardOptimizer
 
 
 @dataclass(frozen=True)
-class Shard:
+class OptimizerShard:
     """This rank's elements ``first`` to ``last`` of a parameter, and their moments."""
 
     parameter: nn.Parameter
@@ -112,13 +112,13 @@ class ShardedOptimizer:
         self._all.step_with_ready_grads()
         return {**stats, "skipped": 0.0}
 
-    def shards(self) -> Iterator[Shard]:
+    def shards(self) -> Iterator[OptimizerShard]:
         """All shards of this rank, in a fixed order."""
         for optimizer, inner in zip(self._all.chained_optimizers, self._inner, strict=True):
             for name, whole in inner.wholes.items():
                 found = optimizer._get_model_param_range_map(whole)["param"]
                 weight = inner.shards[name].detach()
-                yield Shard(whole, found.start, found.end, weight, inner.moments(name))
+                yield OptimizerShard(whole, found.start, found.end, weight, inner.moments(name))
 
     def continue_from(self, steps: int) -> None:
         """Set the step count to that of the loaded moments."""

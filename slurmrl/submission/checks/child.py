@@ -38,7 +38,7 @@ SETTINGS: Final = ("prompt_template", "answer_template", "prompt_key", "answer_k
 Look = Callable[[], Iterator[Finding]]
 
 
-class Child:
+class CheckProcess:
     """Runs the checks and writes each finding at once."""
 
     def __init__(self, folder: Path) -> None:
@@ -233,7 +233,7 @@ def main(arguments: list[str]) -> None:
     folder, parent = Path(arguments[0]), int(arguments[1])
     process.die_with(parent)
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY, MOST_MEMORY))
-    with closing(Child(folder)) as child:
+    with closing(CheckProcess(folder)) as child:
         child.run()
 
 

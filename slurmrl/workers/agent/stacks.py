@@ -38,7 +38,7 @@ FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$
 
 
 @dataclass(frozen=True)
-class Answer:
+class StacksAnswer:
     rank: int | None
     """None for the master."""
     name: str
@@ -49,7 +49,7 @@ class Answer:
 
 def collect(
     children: Children, ranks: Sequence[int | None], pause: Callable[[float], None]
-) -> list[Answer]:
+) -> list[StacksAnswer]:
     """Return the stacks of these processes, within `ANSWER_S` plus the time of py-spy. ``pause``
     waits."""
     for rank in ranks:
@@ -69,7 +69,7 @@ def collect(
     return list(_answers(children, ranks))
 
 
-def _answers(children: Children, ranks: Sequence[int | None]) -> Iterator[Answer]:
+def _answers(children: Children, ranks: Sequence[int | None]) -> Iterator[StacksAnswer]:
     py_spy_left = MOST_PY_SPY
     for rank in ranks:
         name = children.name(rank)
@@ -78,13 +78,13 @@ def _answers(children: Children, ranks: Sequence[int | None]) -> Iterator[Answer
         if text and not complete:
             text += "(no Python code ran: something holds the interpreter lock)\n"
         if text:
-            yield Answer(rank, name, text, True)
+            yield StacksAnswer(rank, name, text, True)
             continue
         pid = children.find_pid(rank)
         why = f"{name} did not answer" + (f": {_state(pid)}" if pid is not None else "")
         py_spy_left -= 1
         seen = _py_spy(pid) if pid is not None and py_spy_left >= 0 else ""
-        yield Answer(rank, name, f"({why})\n{seen}", False)
+        yield StacksAnswer(rank, name, f"({why})\n{seen}", False)
 
 
 def _state(pid: int) -> str:

@@ -14,7 +14,7 @@ from slurmrl.monitor import hang
 from slurmrl.workers import messages
 from slurmrl.workers.agent import stacks
 from slurmrl.workers.agent.host import Host
-from slurmrl.workers.agent.stacks import Answer
+from slurmrl.workers.agent.stacks import StacksAnswer
 from slurmrl.workers.messages import Message
 
 logger = log.get(__name__)
@@ -62,7 +62,7 @@ class Witness:
             "ranks": rows,
         }
 
-    def _rows(self, answers: Sequence[Answer]) -> list[Message]:
+    def _rows(self, answers: Sequence[StacksAnswer]) -> list[Message]:
         """Return what the ranks are doing, with the code position of those that answered."""
         frames = {answer.rank: stacks.top_frame(answer.text) for answer in answers}
         return [
@@ -70,7 +70,7 @@ class Witness:
         ]
 
     def _text(
-        self, incarnation: int, why: str, answers: Sequence[Answer], rows: Sequence[Message]
+        self, incarnation: int, why: str, answers: Sequence[StacksAnswer], rows: Sequence[Message]
     ) -> bytes:
         identity = self._host.identity
         when = time.strftime("%Y-%m-%d %H:%M:%S")

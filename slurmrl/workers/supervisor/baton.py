@@ -18,7 +18,7 @@ from enum import StrEnum
 from slurmrl import keys, log
 from slurmrl.errors import CorruptFileError, NameExistsError, NameNotFoundError, SchedulerError
 from slurmrl.fsio import documents
-from slurmrl.fsio.shapes import TEXT, Kind, one_of
+from slurmrl.fsio.shapes import TEXT, FieldType, one_of
 from slurmrl.lease import GAPS_PER_TTL, LeaseObserver
 from slurmrl.monitor import events
 from slurmrl.name_resolve.base import NameStore
@@ -29,11 +29,11 @@ from slurmrl.scheduler.succession import Link
 logger = log.get(__name__)
 
 
-_START = Kind(
+_START = FieldType(
     "JOBID.RESTARTCOUNT",
     lambda value: isinstance(value, str) and re.fullmatch(r"\d{1,12}\.\d{1,9}", value) is not None,
 )
-_ELEMENT = Kind(
+_ELEMENT = FieldType(
     "JOBID_INDEX",
     lambda value: isinstance(value, str) and re.fullmatch(r"\d{1,12}_\d{1,9}", value) is not None,
 )

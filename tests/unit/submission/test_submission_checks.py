@@ -172,7 +172,7 @@ def test_of_a_large_file_the_top_is_checked(
     rows = [{"id": str(n), "prompt": "1+2=", "answer": "3"} for n in range(100)]
     write_rows(Path(settings.config.dataset.path), *rows)
     (tmp_path / CONFIG).write_text(dump(settings.config))
-    with closing(child.Child(tmp_path)) as looker:
+    with closing(child.CheckProcess(tmp_path)) as looker:
         looker.run()
     lines = (tmp_path / FINDINGS).read_text().splitlines()
     (found,) = [json.loads(line) for line in lines if "begins" not in line]
