@@ -89,7 +89,7 @@ def test_release_that_megatron_does_not_take_is_passed_over(te_ranks: RankPool) 
     (found,) = te_ranks(1, f"{HERE}:chosen", "2.12.0", "bfloat16")
     message = (
         "TransformerEngine 2.12.0 is not used: megatron-core supports 2.9.0a0 to below 2.12; set "
-        "transformer_engine: true to use it all the same"
+        "transformer_engine: true to use it anyway"
     )
     assert found == (False, [message])
 
