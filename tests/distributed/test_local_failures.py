@@ -185,7 +185,7 @@ def test_submitting_a_finished_trial_again(make_site: Callable[[str], Site]) -> 
     config = site.write("config.yaml", sft_config(total_steps=2))
     submit = ("submit", str(config), "--scheduler", "local", "--wait")
     site.slurmrl(*submit)
-    assert "complete already" in site.slurmrl(*submit).stdout
+    assert "already complete" in site.slurmrl(*submit).stdout
 
     refused = site.slurmrl(*submit, "actor.optimizer.lr=0.5", "total_steps=4", code=2)
     assert "actor.optimizer.lr: 0.001 in the trial, 0.5 now" in refused.stderr
