@@ -2,8 +2,8 @@
 
 ``backends`` is the table of engines and the dimensions that each takes (a new engine is one line
 there), ``parser`` reads a string, ``allocation`` is what it means, ``components`` are several
-joined by ``+`` (apart) and ``|`` (on the same ranks). ``older`` reads the spellings of earlier
-systems and ``mesh`` their lists of hosts.
+joined by ``+`` (apart) and ``|`` (on the same ranks). ``legacy_spellings`` reads the strings of
+earlier systems and ``mesh`` their lists of hosts.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Master:
             self._while_waiting,
             longest_poll_s=intervals.poll_s,
         )
-        self.roster = AgentRegistry(
+        self.agents = AgentRegistry(
             names,
             plan,
             self.channel.mailbox.agents,
@@ -89,7 +89,7 @@ class Master:
         self.status = StatusPublisher(
             names,
             paths,
-            self.roster,
+            self.agents,
             incarnation=writer.incarnation,
             total_steps=config.total_steps,
             lease_ttl_s=config.cluster.lease_ttl_s,
@@ -139,9 +139,9 @@ class Master:
         self.recorder.close()
 
     def _while_waiting(self) -> None:
-        self.roster.look()
+        self.agents.look()
         self.status.tick(self.channel.waiting)
-        self.roster.report_lost(self.status.dead())
+        self.agents.report_lost(self.status.dead())
         self.requests.look()
         self._tell(self.committer.poll())
 

@@ -31,7 +31,7 @@ class Bed:
         self.now = 0.0
         self.names = Names()
         self.heard: dict[str, dict[str, Any]] = {}
-        self.roster = AgentRegistry(
+        self.registry = AgentRegistry(
             self.names,
             plan,
             self.heard,
@@ -48,8 +48,8 @@ class Bed:
 
     def look(self, seconds: float = 15.0) -> list[str]:
         self.now += seconds
-        self.roster.look()
-        return sorted(self.roster)
+        self.registry.look()
+        return sorted(self.registry)
 
 
 @pytest.fixture
@@ -59,9 +59,9 @@ def bed(plans: Callable[..., Plan]) -> Bed:
 
 def test_those_that_were_heard_are_known_at_once(bed: Bed) -> None:
     bed.heard["trainer/3"] = {"host": "n3"}
-    assert sorted(bed.roster) == ["trainer/3"]
-    assert len(bed.roster) == 1
-    assert bed.roster["trainer/3"] == {"host": "n3"}
+    assert sorted(bed.registry) == ["trainer/3"]
+    assert len(bed.registry) == 1
+    assert bed.registry["trainer/3"] == {"host": "n3"}
 
 
 def test_claims_of_the_others_are_looked_for_after_a_while(bed: Bed) -> None:
@@ -70,8 +70,8 @@ def test_claims_of_the_others_are_looked_for_after_a_while(bed: Bed) -> None:
     bed.heard["trainer/1"] = {"host": "heard"}
     assert bed.look(14.0) == ["trainer/1"]
     assert bed.look(1.0) == ["trainer/1", "trainer/11"]
-    assert bed.roster["trainer/1"]["host"] == "heard"
-    assert bed.roster["trainer/11"]["attempt"] == 0
+    assert bed.registry["trainer/1"]["host"] == "heard"
+    assert bed.registry["trainer/11"]["attempt"] == 0
     bed.claim(2, 0)
     assert bed.look() == ["trainer/1", "trainer/11", "trainer/2"]
 
@@ -81,7 +81,7 @@ def test_only_the_newest_claim_of_this_job_counts(bed: Bed) -> None:
         bed.claim(1, attempt, job="40.0.0" if attempt < 10 else JOB)
     bed.claim(2, 0, job="41.0.0x")
     assert bed.look() == ["trainer/1"]
-    assert bed.roster["trainer/1"]["attempt"] == 10
+    assert bed.registry["trainer/1"]["attempt"] == 10
 
 
 def test_a_directory_that_does_not_answer(bed: Bed) -> None:
@@ -96,7 +96,7 @@ def test_a_lost_host_ends_the_incarnation_and_is_named(bed: Bed) -> None:
     bed.claim(1, 0)
     bed.look()
     with pytest.raises(RunFailedError, match="host n1 is lost") as caught:
-        bed.roster.report_lost(["trainer/0", "trainer/1"])
+        bed.registry.report_lost(["trainer/0", "trainer/1"])
     assert caught.value.failure["cause"] == "lost_host"
     assert caught.value.failure["host"] == "n1"
     assert json.loads(bed.names.get(keys.lost("n1"))) == {"incarnation": 5, "job": JOB}
@@ -109,7 +109,7 @@ def test_an_agent_that_hangs_beside_us(bed: Bed) -> None:
     bed.claim(0, 0)
     bed.look()
     with pytest.raises(RunFailedError, match="agent trainer/0 hangs: it no longer") as caught:
-        bed.roster.report_lost(["trainer/0"])
+        bed.registry.report_lost(["trainer/0"])
     assert (caught.value.failure["cause"], caught.value.failure[HUNG_AGENT]) == (
         "hung",
         "trainer/0",
@@ -119,7 +119,7 @@ def test_an_agent_that_hangs_beside_us(bed: Bed) -> None:
 
 
 def test_nobody_is_lost(bed: Bed) -> None:
-    bed.roster.report_lost([])
+    bed.registry.report_lost([])
 
 
 def test_a_host_that_is_lost_again(bed: Bed) -> None:
@@ -127,5 +127,5 @@ def test_a_host_that_is_lost_again(bed: Bed) -> None:
     bed.claim(1, 0)
     bed.look()
     with pytest.raises(RunFailedError):
-        bed.roster.report_lost(["trainer/1"])
+        bed.registry.report_lost(["trainer/1"])
     assert json.loads(bed.names.get(keys.lost("n1")))["job"] == JOB
