@@ -2,7 +2,7 @@
 """Compare the training speed of SFT on one CPU thread: slurmrl, a plain loop around transformers,
 and TRL.
 
-scripts/bench/train.py [--trl-python PYTHON] [--steps 12] [--batch 32] [--spread 0.4]
+scripts/bench/train.py [--trl-python PYTHON] [--steps 12] [--batch 32] [--spread 0.4] [--shares]
 (TRL is not a dependency: python -m venv /tmp/trl; /tmp/trl/bin/pip install trl, then
 --trl-python /tmp/trl/bin/python; without the option its line is left out)
 
@@ -14,7 +14,8 @@ first two, in brackets by how much slurmrl is faster, and how far the losses of 
 slurmrl's, relatively.
 
 slurmrl trains through its fsdp engine in a process set up as its workers are. transformers and TRL
-pad each batch to its longest sequence.
+pad each batch to its longest sequence. ``--shares`` runs slurmrl alone under torch's profiler and
+prints how its CPU time divides among kinds of operators, for each step.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import json
 import math
 import os
 import random
+import re
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -50,6 +53,11 @@ LEARNING_RATE, BETAS, EPS, CLIP = 1e-3, (0.9, 0.999), 1e-8, 1.0
 WARM_UP = 2
 SHORTEST, MEDIAN, LONGEST = 8, 96, 1024
 """Of the sequences, in tokens."""
+KINDS = {
+    "attention": r"scaled_dot_product|flash_attention",
+    "matrix products": r"^aten::(mm|addmm|bmm|matmul|linear)$",
+}
+"""Kinds of operators, by patterns of their names."""
 Sequences = list[list[int]]
 Step = Callable[[Sequences], float]
 """One optimizer step on a batch; its loss per token."""
@@ -319,6 +327,34 @@ def line(one: Contestant, ours: Contestant, tokens: int) -> str:
     )
 
 
+def shares(spread: float, steps: int, batch: int) -> None:
+    """Print which part of slurmrl's CPU time each kind of operator takes, over all steps."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.set_num_threads(1)
+    each: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "other")}
+    with tempfile.TemporaryDirectory(prefix="slurmrl-bench-") as made:
+        sequences = prepare(Path(made), spread, (steps + WARM_UP) * batch)
+        step = slurmrl_steps(Path(made))
+        for at in range(0, len(sequences), batch):
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                step(sequences[at : at + batch])
+            if at < WARM_UP * batch:
+                continue
+            spent = dict.fromkeys(each, 0.0)
+            for event in profiler.key_averages():
+                kinds = (kind for kind, names in KINDS.items() if re.search(names, event.key))
+                spent[next(kinds, "other")] += event.self_cpu_time_total
+            for kind, time_us in spent.items():
+                each[kind].append(100 * time_us / sum(spent.values()))
+    for kind, percent in each.items():
+        print(
+            f"{kind:18s} {statistics.median(percent):5.1f} %"
+            f"  ({min(percent):.1f} to {max(percent):.1f})"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--trl-python", help="python of an environment that has TRL")
@@ -330,11 +366,17 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--batch", type=int, default=32, help="sequences of a step")
+    parser.add_argument(
+        "--shares", action="store_true", help="profile slurmrl alone: CPU time by kind of operator"
+    )
     parser.add_argument("--contest", choices=(*STEPS, "trl"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.contest:
         contest(options.contest, options.folder, options.batch)
+        return
+    if options.shares:
+        shares(options.spread, options.steps, options.batch)
         return
     pythons = dict.fromkeys(STEPS, sys.executable)
     if options.trl_python:
