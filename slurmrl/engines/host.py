@@ -1,32 +1,91 @@
-"""Copies of tensors in host memory, in reused buffers."""
+"""Copies of a model's tensors in host memory."""
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
+ALIGNMENT = 64
+"""Bytes: the first byte of each copy is at a multiple of it, as in torch's own allocations."""
+PORTABLE = 1
+"""cudaHostRegisterPortable: all CUDA contexts treat the memory as page-locked."""
+
+
+class HostBuffer:
+    """``size`` bytes of host memory, page-locked if ``locked``, until this object is gone. Tensors
+    that view ``bytes`` stay valid after that.
+
+    torch's allocator of page-locked memory rounds each allocation up to a power of two, which
+    nearly doubles the memory of large models.
+    """
+
+    def __init__(self, size: int, *, locked: bool) -> None:
+        try:
+            memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"cannot allocate {size} bytes of host memory: {error}") from error
+        self.bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        if locked:
+            address = self.bytes.data_ptr()
+            _lock(address, len(memory))
+            # The memory is an argument: it must be unlocked before it is unmapped.
+            weakref.finalize(self, _unlock, address, memory).atexit = False
+
+
+def _lock(address: int, size: int) -> None:
+    code = _cudart().cudaHostRegister(address, size, PORTABLE)
+    if int(code):
+        raise MemoryError(
+            f"cannot page-lock {size / 2**30:.1f} GiB of host memory for copies of weights and "
+            f"optimizer state (CUDA error {int(code)}): raise cluster.mem_per_worker, or set "
+            "checkpoint.asynchronous to false, which needs no copies"
+        )
+
+
+def _unlock(address: int, memory: mmap.mmap) -> None:
+    _cudart().cudaHostUnregister(address)
+    del memory
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
 
 class HostCopies:
-    """Buffers by name, pinned for tensors of a GPU, which makes copying fast."""
+    """Copies of tensors in one reused buffer, page-locked for tensors of a GPU, which makes
+    copying fast."""
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Tensor] = {}
+        self._buffer: HostBuffer | None = None
+        self._copies: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Copy the tensors. The next call overwrites the result."""
-        copies = {name: self._buffer(name, tensor) for name, tensor in tensors.items()}
+        if _specs(self._copies) != _specs(tensors):
+            self._allocate(tensors)
         for name, tensor in tensors.items():
-            copies[name].copy_(tensor, non_blocking=tensor.is_cuda)
+            self._copies[name].copy_(tensor, non_blocking=tensor.is_cuda)
         if any(tensor.is_cuda for tensor in tensors.values()):
             torch.cuda.current_stream().synchronize()
-        return copies
+        return dict(self._copies)
 
-    def _buffer(self, name: str, like: Tensor) -> Tensor:
-        found = self._buffers.get(name)
-        if found is None or (found.shape, found.dtype) != (like.shape, like.dtype):
-            found = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
-            self._buffers[name] = found
-        return found
+    def _allocate(self, tensors: Mapping[str, Tensor]) -> None:
+        self._copies, self._buffer = {}, None  # before the next one is allocated
+        sizes = [-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values()]
+        locked = any(tensor.is_cuda for tensor in tensors.values())
+        self._buffer = HostBuffer(sum(sizes), locked=locked)
+        offset = 0
+        for (name, tensor), size in zip(tensors.items(), sizes, strict=True):
+            copy = self._buffer.bytes[offset : offset + tensor.nbytes]
+            self._copies[name] = copy.view(tensor.dtype).view(tensor.shape)
+            offset += size
+
+
+def _specs(tensors: Mapping[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from slurmrl.engines.host import HostCopies
 from slurmrl.errors import UsageError
 
 
@@ -16,7 +17,10 @@ class Offload:
     def __init__(self, role: str) -> None:
         self._role = role
         self._taken = False
-        self._kept: list[tuple[torch.UntypedStorage, int, Tensor | None]] = []
+        self._host = HostCopies()
+        self._kept: list[tuple[torch.UntypedStorage, int]] = []
+        self._copies: dict[str, Tensor] = {}
+        """By position in ``_kept``."""
 
     def check(self) -> None:
         """Raises UsageError between ``take`` and ``give``."""
@@ -32,6 +36,7 @@ class Offload:
             return
         self._taken = True
         seen: set[int] = set()
+        contents: dict[str, Tensor] = {}
         for tensors, copied in ((kept, True), (scratch, False)):
             for tensor in tensors:
                 storage = tensor.untyped_storage()
@@ -39,23 +44,26 @@ class Offload:
                 if storage.data_ptr() in seen or not storage.nbytes() or not storage.resizable():
                     continue
                 seen.add(storage.data_ptr())
-                host = _bytes(tensor).to("cpu", copy=True) if copied else None
-                self._kept.append((storage, storage.nbytes(), host))
-        for storage, _, _ in self._kept:
+                if copied:
+                    contents[str(len(self._kept))] = _bytes(tensor)
+                self._kept.append((storage, storage.nbytes()))
+        self._copies = self._host.copy(contents)
+        for storage, _ in self._kept:
             storage.resize_(0)
-        if any(storage.device.type == "cuda" for storage, _, _ in self._kept):
+        if any(storage.device.type == "cuda" for storage, _ in self._kept):
             torch.cuda.empty_cache()  # for the other processes on the card
 
     def give(self) -> None:
         """Undo ``take``."""
-        for storage, size, host in self._kept:
+        for number, (storage, size) in enumerate(self._kept):
             storage.resize_(size)
             whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            if host is None:
+            if (copy := self._copies.get(str(number))) is None:
                 whole.zero_()
             else:
-                whole.copy_(host)
+                whole.copy_(copy)
         self._kept.clear()
+        self._copies.clear()
         self._taken = False
 
 
