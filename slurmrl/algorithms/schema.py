@@ -6,8 +6,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from slurmrl.config.schema import Config, PositiveInt, Section
-from slurmrl.graph.call import Call, Method
-from slurmrl.graph.roles import RoleUse
+from slurmrl.graph.call import Call, Method, RoleUse
 
 ROLLOUT = "slurmrl.algorithms.rollout.interface:RolloutInterface"
 RULE_REWARD = "slurmrl.algorithms.reward.interface:RuleRewardInterface"

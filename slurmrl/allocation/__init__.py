@@ -1,9 +1,9 @@
-"""Engine strings such as ``fsdp:d2``: which engine, and how its model lies on ranks.
+"""Engine strings such as ``fsdp:d2``: an engine, and the layout of its model over ranks.
 
-``backends`` is the table of engines and the dimensions that each takes (a new engine is one line
-there), ``parser`` reads a string, ``allocation`` is what it means, ``components`` are several
-joined by ``+`` (apart) and ``|`` (on the same ranks). ``legacy_spellings`` reads the strings of
-earlier systems and ``mesh`` their lists of hosts.
+``allocation`` has the table of engines with their dimensions (a new engine is one line there) and
+the meaning of a string; ``parser`` reads strings. ``components`` are several allocations joined by
+``+`` (on separate ranks) or ``|`` (on the same ranks). ``legacy_spellings`` reads the strings of
+earlier systems, and ``mesh`` their lists of hosts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an allocation string means."""
+"""The engines that an allocation string may name, and what a string means."""
 
 from __future__ import annotations
 
@@ -6,17 +6,44 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from slurmrl.allocation.backends import AXIS_OF
 from slurmrl.errors import AllocationError
 
+AXIS_OF: Final = {"d": "dp", "t": "tp", "p": "pp", "c": "cp", "e": "ep"}
+"""The axis of each letter, in the order in which strings are written."""
 AXES: Final = tuple(AXIS_OF.values())
 ATTENTION_LETTERS: Final = "dtpc"
 EXPERT_LETTERS: Final = "dtpe"
 
 
 @dataclass(frozen=True)
+class Backend:
+    name: str
+    dimensions: str
+    """The letters that it supports."""
+    trains: bool = True
+    """Whether it can train; if not, it only generates."""
+    halves: bool = False
+    """Whether attention and experts may have different layouts: ``(attn:…|ffn:…)``."""
+    serves: bool = False
+    """Whether it runs as servers, whose copies are tasks of an elastic group."""
+
+
+BACKENDS: Final = {
+    backend.name: backend
+    for backend in (
+        Backend("fsdp", "dtc", halves=True),
+        Backend("archon", "dtpce", halves=True),
+        Backend("megatron", "dtpce", halves=True),
+        Backend("native", "dt", trains=False),
+        Backend("sglang", "dtp", trains=False, serves=True),
+        Backend("vllm", "dtp", trains=False, serves=True),
+    )
+}
+
+
+@dataclass(frozen=True)
 class ExpertSizes:
-    """How experts lie on the ranks of a pipeline stage: ``dp`` copies of ``ep`` parts of all
+    """The experts' layout over the ranks of a pipeline stage: ``dp`` copies of ``ep`` parts of all
     experts, each expert split over ``tp`` ranks. (edp, ep and etp of the whole model.)"""
 
     dp: int
@@ -26,11 +53,11 @@ class ExpertSizes:
 
 @dataclass(frozen=True)
 class Allocation:
-    """A backend and the size of every axis (1 where the string does not say). ``experts`` is None
-    for a model whose expert half, if it has one, lies as the rest does.
+    """A backend and the size of every axis (1 unless the string sets it). ``experts`` is None if
+    the model's experts, if any, have the layout of the rest.
 
-    ``str`` gives a string that parses back to an equal allocation. Raises AllocationError where
-    the two halves do not lie on the same ranks.
+    ``str`` gives a string that parses back to an equal allocation. Raises AllocationError if the
+    two halves need different numbers of ranks.
     """
 
     backend: str
@@ -46,7 +73,7 @@ class Allocation:
 
     @property
     def world_size(self) -> int:
-        """Ranks that it takes. Experts are spread over the ranks of the other axes."""
+        """Number of ranks. Experts are spread over the ranks of the other axes."""
         return self.sizes["dp"] * self.sizes["tp"] * self.sizes["pp"] * self.sizes["cp"]
 
     @property
@@ -70,7 +97,7 @@ class Allocation:
         return self.experts.dp if self.experts else self.sizes["dp"]
 
     def explain(self) -> dict[str, Any]:
-        """The sizes as plain values; both halves where experts lie in their own way."""
+        """The sizes as plain values, with both halves if experts have their own layout."""
         shown: dict[str, Any] = {
             "backend": self.backend,
             "name": self.name or None,
@@ -102,7 +129,7 @@ class Allocation:
 
     @property
     def _has_halves(self) -> bool:
-        """Whether the short form would mean something else."""
+        """Whether the short form would have another meaning."""
         if self.experts is None:
             return False
         return self.sizes["ep"] == 1 or self.experts != self._spread_experts()
@@ -121,8 +148,8 @@ class Allocation:
         product = experts.dp * experts.tp * experts.ep
         if product != self.stage_size or experts.ep != self.sizes["ep"]:
             raise AllocationError(
-                f"attention takes {self.world_size} ranks (d*t*p*c), experts "
-                f"{product * self.sizes['pp']} (d*t*p*e): they must be the same number"
+                f"attention needs {self.world_size} ranks (d*t*p*c), experts "
+                f"{product * self.sizes['pp']} (d*t*p*e): must be the same number"
             )
 
 
@@ -131,6 +158,6 @@ def _written(sizes: Mapping[str, int]) -> str:
 
 
 def _divisors(number: int) -> str:
-    """The divisors, the first dozen of them."""
-    found = [str(size) for size in range(1, min(number, 4096) + 1) if number % size == 0]
-    return ", ".join(found[:12]) + (", …" if len(found) > 12 else "")
+    """At most a dozen divisors, from the smallest."""
+    divisors = [str(size) for size in range(1, min(number, 4096) + 1) if number % size == 0]
+    return ", ".join(divisors[:12]) + (", …" if len(divisors) > 12 else "")

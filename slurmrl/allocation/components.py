@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from slurmrl.allocation.allocation import Allocation
@@ -13,14 +14,14 @@ from slurmrl.registry import near
 
 @dataclass(frozen=True)
 class Components:
-    """``places[i]`` are the allocations that share the i-th set of ranks; sets lie apart, one
-    after the other. ``str`` gives a string that parses back to equal components."""
+    """``places[i]`` are the allocations that share the i-th set of ranks. The sets are disjoint and
+    consecutive. ``str`` gives a string that parses back to equal components."""
 
     places: tuple[tuple[Allocation, ...], ...]
 
     @property
     def world_size(self) -> int:
-        """Ranks that all of them take together."""
+        """Number of ranks of all places together."""
         return sum(place[0].world_size for place in self.places)
 
     def __iter__(self) -> Iterator[Allocation]:
@@ -39,13 +40,11 @@ class Components:
 
     def starts(self) -> list[int]:
         """The first rank of each place."""
-        found = [0]
-        for place in self.places:
-            found.append(found[-1] + place[0].world_size)
-        return found[:-1]
+        sizes = [place[0].world_size for place in self.places]
+        return list(accumulate(sizes[:-1], initial=0))
 
     def explain(self) -> dict[str, Any]:
-        """A single allocation's sizes as plain values; those of several with their first ranks."""
+        """The sizes as plain values; if there are several allocations, with their first ranks."""
         if len(self) == 1:
             return next(iter(self)).explain()
         parts = [
@@ -56,4 +55,4 @@ class Components:
         return {"string": str(self), "world_size": self.world_size, "components": parts}
 
     def __str__(self) -> str:
-        return "+".join("|".join(str(one) for one in place) for place in self.places)
+        return "+".join("|".join(map(str, place)) for place in self.places)

@@ -15,26 +15,26 @@ def parse_gpus(text: str) -> tuple[int, ...]:
     """The numbers in a list of numbers and ranges, in order. Raises AllocationError that points at
     the character."""
     scanner = Scanner(text)
-    found: list[int] = []
+    numbers: list[int] = []
     while True:
         scanner.skip_blanks()
         start = scanner.position
         first = _number(scanner)
         last = _number(scanner) if scanner.take_if("-") else first
         if last < first:
-            scanner.fail(f"the range {first}-{last} runs backwards", start)
-        if found and first <= found[-1]:
-            scanner.fail(f"{first} comes after {found[-1]}: numbers rise, each once", start)
-        found += range(first, last + 1)
+            scanner.fail(f"the range {first}-{last} is descending", start)
+        if numbers and first <= numbers[-1]:
+            scanner.fail(f"{first} comes after {numbers[-1]}: numbers must ascend", start)
+        numbers += range(first, last + 1)
         if not scanner.take_if(","):
             break
     if scanner.character:
         scanner.fail("expected ',' or the end, for example 0-3,6")
-    return tuple(found)
+    return tuple(numbers)
 
 
 def format_gpus(numbers: Sequence[int]) -> str:
-    """The shortest list that parses back to these rising numbers."""
+    """The shortest list that parses back to these ascending numbers."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:

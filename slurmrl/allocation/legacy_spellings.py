@@ -1,4 +1,4 @@
-"""Spellings of earlier systems, and what they are called now. They are read only for the field
+"""Layout strings of earlier systems and their current spelling. They are read only for the field
 ``allocation_mode``.
 
     ReaL 2024     d2m2p2   actor_gen:d4m2p1,*:d2m2p2   pipe_model   pipe_data   heuristic
@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from slurmrl.allocation.allocation import Allocation
-from slurmrl.allocation.backends import AXIS_OF
+from slurmrl.allocation.allocation import AXIS_OF, Allocation
 from slurmrl.allocation.gpus import format_gpus
 from slurmrl.allocation.mesh import Mesh, mesh
 from slurmrl.allocation.parser import single
@@ -33,7 +32,7 @@ _DIMENSIONS_ONLY: Final = re.compile(r"([dmtpce]\s*[0-9]+\s*)+(?![\w\[])")
 
 @dataclass(frozen=True)
 class Placed:
-    """One role as it is written now: its ``backend`` and its ``gpus`` (empty: not said)."""
+    """One role in the current spelling: its ``backend`` and its ``gpus`` (empty: the default)."""
 
     backend: str
     gpus: str = ""
@@ -41,15 +40,15 @@ class Placed:
 
 @dataclass(frozen=True)
 class HostShape:
-    """Hosts and GPUs of a host that the words ``pipe_model`` and the like spread over."""
+    """Hosts, and GPUs per host, that words such as ``pipe_model`` spread a model over."""
 
     hosts: int
     gpus_per_host: int
 
 
 def parse_legacy(text: str, shape: HostShape) -> dict[str, Placed]:
-    """The roles that an older spelling says something about. The actor is always among them;
-    critic and reference are not where they lie as the actor does.
+    """The roles in a legacy string. The actor is always among them; critic and reference are left
+    out if they have the actor's layout.
 
     Raises AllocationError that points at the character.
     """
@@ -70,11 +69,11 @@ def _word(word: str, text: str, shape: HostShape) -> dict[str, Placed]:
     }
     if word == "manual":
         Scanner(text).fail(
-            "say where each role lies: <role>:<mesh>:<dimensions>, for example "
+            "write the layout of each role: <role>:<mesh>:<dimensions>, for example "
             "actor:node[01-02]:d4m2p2,ref:node01:0,1:d1m2p1"
         )
     if word == "search":
-        Scanner(text).fail(f"there is no search; allowed: {', '.join(spread)}")
+        Scanner(text).fail(f"searching for a layout is not supported; allowed: {', '.join(spread)}")
     return {"actor": Placed(str(_trained(spread[word])))}
 
 
@@ -104,18 +103,18 @@ class _Reader:
 
     def placed(self) -> dict[str, Placed]:
         meshes = [part.mesh for part in self._parts.values() if part.mesh]
-        hosts = sorted({host for one in meshes for host in one.hosts})
-        found = {role: self._placed(part, hosts) for role, part in self._parts.items()}
+        hosts = sorted({host for each in meshes for host in each.hosts})
+        roles = {role: self._placed(part, hosts) for role, part in self._parts.items()}
         if self._generates_on_actor:
             size = self._parts["rollout"].allocation.world_size
-            found["rollout"] = Placed(found["rollout"].backend, format_gpus(range(size)))
-        others = found.pop(OTHERS, None)
+            roles["rollout"] = Placed(roles["rollout"].backend, format_gpus(range(size)))
+        others = roles.pop(OTHERS, None)
         if others is not None:
-            named = ("critic", "ref") if "actor" in found else ("actor",)
-            found = {**dict.fromkeys(named, others), **found}
-        if "rollout" in found and _same_layout(found["rollout"], found["actor"]):
-            del found["rollout"]
-        return found
+            named = ("critic", "ref") if "actor" in roles else ("actor",)
+            roles = {**dict.fromkeys(named, others), **roles}
+        if "rollout" in roles and _same_layout(roles["rollout"], roles["actor"]):
+            del roles["rollout"]
+        return roles
 
     def _placed(self, part: _Part, hosts: list[str]) -> Placed:
         gpus = ""
@@ -126,11 +125,11 @@ class _Reader:
     def _check(self) -> None:
         scanner, parts = self._scanner, self._parts
         if "actor" not in parts and OTHERS not in parts:
-            scanner.fail("no part of it trains: add dimensions such as +d2t2")
+            scanner.fail("nothing in it trains the actor: add dimensions such as +d2t2")
         if self._generates_on_actor:
             first, second = (parts[role].allocation.world_size for role in ("rollout", "actor"))
             if first != second:
-                scanner.fail(f"parts joined by '|' take {first} and {second} ranks", 0)
+                scanner.fail(f"parts joined by '|' need {first} and {second} ranks", 0)
         for part in parts.values():
             self._check_mesh(part)
 
@@ -140,7 +139,7 @@ class _Reader:
         size = len(part.mesh.gpus) or len(part.mesh.hosts) * self._shape.gpus_per_host
         if size != part.allocation.world_size:
             self._scanner.fail(
-                f"the mesh has {size} GPUs, the dimensions take {part.allocation.world_size}",
+                f"the mesh has {size} GPUs, the dimensions need {part.allocation.world_size}",
                 part.start,
             )
 
@@ -149,7 +148,7 @@ class _Reader:
         scanner.skip_blanks()
         start = scanner.position
         if scanner.take_if("eval"):
-            return  # evaluations need no part of their own here
+            return  # evaluations have no layout of their own here
         if _SERVER.match(scanner.text, start):
             self._server(start)
         elif scanner.comes("attn") or scanner.comes("(") or self._only_dimensions():
@@ -170,11 +169,11 @@ class _Reader:
         self._add("rollout", _Part(start, allocation), start)
 
     def _as(self, backend: str) -> Allocation:
-        """Dimensions at the position, as those of a backend."""
+        """Read dimensions as those of a backend."""
         return _shifted(self._scanner, f"{backend}:")
 
     def _dimensions(self) -> Allocation:
-        """Dimensions without a backend: fsdp where it can, megatron where there is a p or an e."""
+        """Read dimensions without a backend: megatron's if there is a p or an e, else fsdp's."""
         start = self._scanner.position
         if self._scanner.comes("attn") or self._scanner.comes("("):
             return self._as("megatron")
@@ -222,14 +221,14 @@ class _Reader:
         known = self._parts.setdefault(role, part)
         if (known.allocation, known.mesh) != (part.allocation, part.mesh):
             self._scanner.fail(
-                f"{'the others' if role == OTHERS else role} cannot lie as '{known.allocation}' "
-                f"and as '{part.allocation}': one layout for each",
+                f"{'*' if role == OTHERS else role} has two layouts, '{known.allocation}' and "
+                f"'{part.allocation}'; only one is allowed",
                 start,
             )
 
 
 def _shifted(scanner: Scanner, prefix: str) -> Allocation:
-    """Read dimensions as if ``prefix`` stood before them; errors point into the text itself."""
+    """Read dimensions as if ``prefix`` preceded them; errors point into the text itself."""
     start = scanner.position
     end = _end_of_dimensions(scanner.text, start)
     inner = Scanner(prefix + _renamed(scanner.text[start:end]))
@@ -248,7 +247,7 @@ def _renamed(text: str) -> str:
 
 
 def _end_of_dimensions(text: str, start: int) -> int:
-    """Where the dimensions that begin here end; the ``|`` between two halves does not end them."""
+    """The end of the dimensions at ``start``; the ``|`` between two halves does not end them."""
     halves = "attn" in text[start:].replace("(", "").lstrip()[:4]
     position = start
     while position < len(text):
@@ -269,22 +268,22 @@ def _trained(sizes: Mapping[str, int]) -> Allocation:
 
 
 def _generating(allocation: Allocation) -> Allocation:
-    """The engine that generates under a layout of its own."""
+    """The layout with the engine that generates in it."""
     if allocation.sizes["pp"] == allocation.sizes["cp"] == allocation.sizes["ep"] == 1:
         return Allocation("native", sizes=allocation.sizes)
     return allocation
 
 
 def _same_layout(rollout: Placed, actor: Placed) -> bool:
-    """Whether the actor generates just as it lies."""
+    """Whether generation has the actor's training layout."""
     if rollout.gpus != actor.gpus or rollout.backend.startswith(("sglang", "vllm")):
         return False
     return rollout.backend.partition(":")[2] == actor.backend.partition(":")[2]
 
 
 def spelled(placed: Mapping[str, Placed]) -> Iterator[str]:
-    """How each role is written now: ``actor.backend: fsdp:d2``."""
-    for role, one in placed.items():
-        yield f"{role}.backend: {one.backend}"
-        if one.gpus:
-            yield f"{role}.gpus: {one.gpus}"
+    """The current spelling of each role: ``actor.backend: fsdp:d2``."""
+    for role, place in placed.items():
+        yield f"{role}.backend: {place.backend}"
+        if place.gpus:
+            yield f"{role}.gpus: {place.gpus}"

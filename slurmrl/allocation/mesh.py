@@ -16,7 +16,7 @@ _GPUS: Final = re.compile(r"[0-9]+(\s*,\s*[0-9]+)*")
 
 @dataclass(frozen=True)
 class Mesh:
-    """``gpus`` of the one host, or all of all hosts where it is empty."""
+    """``gpus`` of a single host, or every GPU of all hosts if empty."""
 
     hosts: tuple[str, ...]
     gpus: tuple[int, ...] = ()
@@ -29,14 +29,14 @@ class Mesh:
 
 
 def mesh(scanner: Scanner, gpus_per_host: int) -> Mesh:
-    """A mesh at the scanner's position. GPUs of a host are 1, 2, 4, … neighbours."""
+    """Read a mesh. GPUs of a host are 1, 2, 4, … adjacent ones."""
     scanner.skip_blanks()
     start = scanner.position
     hosts = _hosts(scanner)
     while scanner.take_if(","):
         hosts += _hosts(scanner)
     if len(set(hosts)) < len(hosts):
-        scanner.fail("a host is there twice", start)
+        scanner.fail("a host is listed twice", start)
     gpus: tuple[int, ...] = ()
     if scanner.character == ":" and _digit_follows(scanner):
         gpus = _gpus(scanner, hosts, gpus_per_host)
@@ -54,11 +54,11 @@ def _hosts(scanner: Scanner) -> list[str]:
         scanner.fail("expected a host such as node01 or node[01-04,07]")
     if not scanner.take_if("["):
         return [f"{prefix}{_digits(scanner)}"]
-    found = _range(scanner, prefix)
+    hosts = _range(scanner, prefix)
     while scanner.take_if(","):
-        found += _range(scanner, prefix)
+        hosts += _range(scanner, prefix)
     scanner.expect("]", "',' or ']' after the numbers of hosts")
-    return found
+    return hosts
 
 
 def _range(scanner: Scanner, prefix: str) -> list[str]:
@@ -67,7 +67,7 @@ def _range(scanner: Scanner, prefix: str) -> list[str]:
     first = _digits(scanner)
     last = _digits(scanner) if scanner.take_if("-") else first
     if int(last) < int(first) or len(last) != len(first):
-        scanner.fail(f"the range {first}-{last} must rise, with equally many digits", start)
+        scanner.fail(f"the range {first}-{last} must ascend, with equally many digits", start)
     return [f"{prefix}{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
 
 
@@ -82,12 +82,12 @@ def _gpus(scanner: Scanner, hosts: list[str], gpus_per_host: int) -> tuple[int, 
     scanner.take_if(":")
     scanner.skip_blanks()
     start = scanner.position
-    numbers = tuple(int(one) for one in scanner.take(_GPUS).split(","))
+    numbers = tuple(map(int, scanner.take(_GPUS).split(",")))
     if len(hosts) > 1:
-        scanner.fail("GPUs are listed for one host only; of several hosts all are taken", start)
+        scanner.fail("GPUs can only be listed for one host; several hosts use all of theirs", start)
     neighbours = tuple(range(numbers[0], numbers[0] + len(numbers)))
     if numbers != neighbours or len(numbers) & (len(numbers) - 1):
-        scanner.fail("GPUs must be 1, 2, 4, … rising neighbours", start)
+        scanner.fail("GPUs must be 1, 2, 4, … consecutive numbers", start)
     if numbers[-1] >= gpus_per_host:
         scanner.fail(f"a host has GPUs 0 to {gpus_per_host - 1}", start)
     return numbers

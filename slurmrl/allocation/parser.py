@@ -1,5 +1,6 @@
-"""Reads the strings. Blanks are ignored, letters are lower case, sizes are whole numbers from 1
-without leading zeros, and each dimension stands at most once. Errors point at the character.
+"""The parser of allocation strings. Blanks are ignored, letters are lower case, sizes are whole
+numbers from 1 without leading zeros, and each dimension occurs at most once. Errors point at the
+character.
 
     components := place ("+" place)*
     place      := single ("|" single)*
@@ -16,33 +17,35 @@ from typing import NoReturn
 from slurmrl.allocation.allocation import (
     ATTENTION_LETTERS,
     AXES,
+    AXIS_OF,
+    BACKENDS,
     EXPERT_LETTERS,
     Allocation,
+    Backend,
     ExpertSizes,
 )
-from slurmrl.allocation.backends import AXIS_OF, BACKENDS, Backend
 from slurmrl.allocation.components import Components
 from slurmrl.allocation.scanner import WORD, Scanner
 from slurmrl.errors import AllocationError
 from slurmrl.registry import near
 
 ENDS = frozenset({"", "+", "|"})
-"""What may follow a single allocation."""
+"""Characters that may follow a single allocation."""
 
 
 def parse(text: str) -> Allocation:
-    """One allocation. Raises AllocationError that points at the character and says what is
+    """Parse one allocation. Raises AllocationError that points at the character and says what is
     allowed there."""
     scanner = Scanner(text)
     allocation = single(scanner)
     if scanner.character in ("+", "|"):
-        scanner.fail("expected one allocation: components joined by '+' or '|' stand elsewhere")
+        scanner.fail("expected a single allocation, without '+' or '|'")
     return allocation
 
 
 def parse_components(text: str) -> Components:
-    """One or more allocations. Three or more all have a name, and so has each that shares the
-    ranks of another before it; those take equally many ranks."""
+    """Parse one or more allocations. Three or more must all have names, and so must each that
+    shares the ranks of a previous one, which needs as many ranks."""
     scanner = Scanner(text)
     places: list[list[Allocation]] = [[]]
     starts: list[int] = []
@@ -51,7 +54,7 @@ def parse_components(text: str) -> Components:
         starts.append(scanner.position)
         allocation = single(scanner)
         _check_place(scanner, places[-1], allocation, starts[-1])
-        _check_name(scanner, [one for place in places for one in place], allocation, starts[-1])
+        _check_name(scanner, [part for place in places for part in place], allocation, starts[-1])
         places[-1].append(allocation)
         if scanner.take_if("+"):
             places.append([])
@@ -59,9 +62,9 @@ def parse_components(text: str) -> Components:
             break
     components = Components(tuple(tuple(place) for place in places))
     if len(components) > 2:
-        for one, start in zip(components, starts, strict=True):
-            if not one.name:
-                scanner.fail("of three or more components each needs a [name]", start)
+        for component, start in zip(components, starts, strict=True):
+            if not component.name:
+                scanner.fail("three or more components each need a [name]", start)
     return components
 
 
@@ -71,10 +74,10 @@ def _check_place(
     if not place:
         return
     if not allocation.name:
-        scanner.fail("a component on the ranks of another needs a [name]", start)
+        scanner.fail("a component that shares another's ranks needs a [name]", start)
     if allocation.world_size != place[0].world_size:
         scanner.fail(
-            f"takes {allocation.world_size} ranks, but '{place[0]}', on whose ranks it is, takes "
+            f"needs {allocation.world_size} ranks, but '{place[0]}', whose ranks it shares, has "
             f"{place[0].world_size}",
             start,
         )
@@ -83,12 +86,12 @@ def _check_place(
 def _check_name(
     scanner: Scanner, earlier: list[Allocation], allocation: Allocation, start: int
 ) -> None:
-    if allocation.name and allocation.name in {one.name for one in earlier}:
+    if allocation.name and allocation.name in {component.name for component in earlier}:
         scanner.fail(f"two components are named '{allocation.name}'", start)
 
 
 def single(scanner: Scanner) -> Allocation:
-    """One allocation, up to a ``+``, a ``|`` or the end."""
+    """Read one allocation, up to a ``+``, a ``|`` or the end."""
     backend = _backend(scanner)
     name = _name(scanner)
     scanner.expect(":", f"':' and dimensions, for example {backend.name}:d2")
@@ -104,7 +107,7 @@ def single(scanner: Scanner) -> Allocation:
 
 @dataclass
 class Dimensions:
-    """Sizes by letter, and where each stands."""
+    """Sizes by letter, and the position of each."""
 
     sizes: dict[str, int] = field(default_factory=dict)
     starts: dict[str, int] = field(default_factory=dict)
@@ -141,23 +144,23 @@ def _name(scanner: Scanner) -> str:
 
 def _dimensions(scanner: Scanner, owner: str, allowed: str, *, strict: bool = False) -> Dimensions:
     """``strict`` refuses letters that are not allowed even with size 1."""
-    found = Dimensions()
+    dimensions = Dimensions()
     listed = ", ".join(allowed)
     while scanner.character not in ENDS and scanner.character != ")":
         letter, start = scanner.character, scanner.position
         if letter not in AXIS_OF:
             scanner.fail(f"expected a dimension of {owner}: {listed}")
-        if letter in found.sizes:
-            scanner.fail(f"dimension '{letter}' is there twice")
+        if letter in dimensions.sizes:
+            scanner.fail(f"dimension '{letter}' is repeated")
         scanner.position += 1
         size = scanner.size(letter)
         if letter not in allowed and (size > 1 or strict):
             scanner.fail(f"{owner} has no dimension '{letter}'; allowed: {listed}", start)
-        found.sizes[letter] = size
-        found.starts[letter] = start
-    if not found.sizes:
+        dimensions.sizes[letter] = size
+        dimensions.starts[letter] = start
+    if not dimensions.sizes:
         scanner.fail(f"expected a dimension of {owner}: {listed}")
-    return found
+    return dimensions
 
 
 def _plain(scanner: Scanner, backend: Backend, name: str, dimensions: Dimensions) -> Allocation:
@@ -169,8 +172,8 @@ def _plain(scanner: Scanner, backend: Backend, name: str, dimensions: Dimensions
 
 def _halves(scanner: Scanner, backend: Backend, name: str) -> Allocation:
     if not backend.halves:
-        able = ", ".join(one.name for one in BACKENDS.values() if one.halves)
-        scanner.fail(f"{backend.name} takes no (attn:…|ffn:…); allowed with: {able}")
+        able = ", ".join(other.name for other in BACKENDS.values() if other.halves)
+        scanner.fail(f"{backend.name} does not support (attn:…|ffn:…); allowed with: {able}")
     wrapped = scanner.take_if("(")
     attention = _half(scanner, backend, "attn", ATTENTION_LETTERS)
     scanner.expect("|", "'|' and 'ffn:' after the dimensions of attention")
@@ -179,7 +182,7 @@ def _halves(scanner: Scanner, backend: Backend, name: str) -> Allocation:
     if wrapped:
         scanner.expect(")", "')' after the dimensions of the experts")
     elif scanner.character == ")":
-        scanner.fail("this ')' has no '(' before it")
+        scanner.fail("this ')' has no matching '('")
     sizes = attention.axes() | {"ep": ffn.sizes.get("e", 1)}
     try:
         return Allocation(backend.name, name, sizes, _experts(scanner, sizes, ffn, start))
@@ -194,19 +197,19 @@ def _half(scanner: Scanner, backend: Backend, word: str, letters: str) -> Dimens
         scanner.fail(f"expected '{word}:' and its dimensions")
     scanner.expect(":", f"':' after {word}")
     allowed = "".join(letter for letter in letters if letter in backend.dimensions)
-    found = _dimensions(scanner, f"{word} of {backend.name}", letters, strict=True)
-    for letter, size in found.sizes.items():
+    dimensions = _dimensions(scanner, f"{word} of {backend.name}", letters, strict=True)
+    for letter, size in dimensions.sizes.items():
         if letter not in allowed and size > 1:
             message = f"{backend.name} has no dimension '{letter}'; allowed: {', '.join(allowed)}"
-            scanner.fail(message, found.starts[letter])
-    return found
+            scanner.fail(message, dimensions.starts[letter])
+    return dimensions
 
 
 def _experts(scanner: Scanner, sizes: dict[str, int], ffn: Dimensions, start: int) -> ExpertSizes:
-    """The experts' sizes; ``d`` follows from the others where it is left out."""
+    """The experts' sizes; a missing ``d`` follows from the others."""
     pp, tp, ep = sizes["pp"], ffn.sizes.get("t", 1), ffn.sizes.get("e", 1)
     if ffn.sizes.get("p", pp) != pp:
-        scanner.fail(f"attention has p{pp}: both halves have the same p", ffn.starts["p"])
+        scanner.fail(f"attention has p{pp}: both halves must have the same p", ffn.starts["p"])
     stage = sizes["dp"] * sizes["tp"] * sizes["cp"]
     if "d" not in ffn.sizes and stage % (tp * ep):
         scanner.fail(

@@ -1,4 +1,4 @@
-"""A position in a text, and errors that point there."""
+"""Reading a text from left to right, with errors that point at a character."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Scanner:
         return self.text[self.position : self.position + 1]
 
     def take(self, pattern: re.Pattern[str]) -> str:
-        """The text at the position that matches, which may be empty."""
+        """Consume and return the text that matches at the position; it may be empty."""
         self.skip_blanks()
         match = pattern.match(self.text, self.position)
         if match is None:
@@ -37,7 +37,7 @@ class Scanner:
         return match[0]
 
     def take_if(self, text: str) -> bool:
-        """Step over a text if it comes next, with blanks between its characters or not."""
+        """Consume a text if it comes next; blanks may separate its characters."""
         start = self.position
         for character in text:
             if self.character != character:
@@ -47,18 +47,18 @@ class Scanner:
         return True
 
     def comes(self, text: str) -> bool:
-        """Whether a text comes next; stays where it is."""
+        """Whether a text comes next. Consumes nothing."""
         start = self.position
-        found = self.take_if(text)
+        comes = self.take_if(text)
         self.position = start
-        return found
+        return comes
 
     def expect(self, character: str, wanted: str) -> None:
         if not self.take_if(character):
             self.fail(f"expected {wanted}")
 
     def size(self, letter: str) -> int:
-        """A size in decimal digits."""
+        """Read a size in decimal digits."""
         self.skip_blanks()
         start = self.position
         digits = self.take(_DIGITS)
@@ -69,8 +69,8 @@ class Scanner:
 
     def fail(self, message: str, at: int | None = None) -> NoReturn:
         position = self.position if at is None else at
-        found = self.text[position : position + 1]
-        shown = f"'{found}'" if found else "the end"
+        character = self.text[position : position + 1]
+        shown = f"'{character}'" if character else "the end"
         raise AllocationError(
             f"{self.text!r}: at character {position + 1} ({shown}): {message}\n"
             f"    {self.text}\n    {' ' * position}^"

@@ -14,7 +14,7 @@ def cancel(trial: str, root: str | None) -> int:
     """Cancel a trial and its jobs. Its checkpoints stay."""
     from slurmrl.history.record import Kind
     from slurmrl.submission import trials
-    from slurmrl.submission.cancel import cancel as cancel_trial
+    from slurmrl.submission.live import cancel as cancel_trial
 
     folder = trials.root_folder(root)
     kind = cancel_trial(trials.find(folder, trial))

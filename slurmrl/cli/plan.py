@@ -101,7 +101,7 @@ def _report(
 
 def _warnings(settings: Settings, planned: Plan, kind: str) -> list[str]:
     """Return what the cluster lacks and which keys of the dataflow nothing reads."""
-    from slurmrl.graph.warnings import unread
+    from slurmrl.graph.graph import unread
     from slurmrl.plan.checks import inventory
 
     found = [f"key {line}" for line in unread(planned.calls, settings.config.dataset.type)]

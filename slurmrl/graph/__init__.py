@@ -1,1 +1,1 @@
-"""The dataflow graph: which calls an algorithm makes on which models, and what they pass on."""
+"""The dataflow graph: the calls of an algorithm, their models, and the keys that they exchange."""

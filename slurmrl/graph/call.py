@@ -1,9 +1,17 @@
-"""One model function call: a node of the graph."""
+"""The nodes of the dataflow graph, the models they use, and the keys that the dataset provides."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final, Literal, TypeAlias
+
+Head: TypeAlias = Literal["lm", "value"]
+DATASET_KEYS: Final[dict[str, tuple[str, ...]]] = {
+    "prompt": ("prompt_ids",),
+    "prompt_answer": ("input_ids", "prompt_mask"),
+}
+"""The keys that each type of dataset feeds into the graph."""
 
 
 class Method(StrEnum):
@@ -16,8 +24,8 @@ class Method(StrEnum):
 
 @dataclass(frozen=True)
 class Call:
-    """``interface`` is the ``module:Class`` that offers ``method``. A call without a role (a rule
-    reward) needs no model."""
+    """One model function call. ``interface`` is the ``module:Class`` that implements ``method``. A
+    call without a role (a rule reward) needs no model."""
 
     name: str
     role: str | None
@@ -26,4 +34,14 @@ class Call:
     inputs: tuple[str, ...]
     outputs: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
-    """Names of the metrics that it gives; a reward of the user's own may add to them."""
+    """Names of the metrics that it reports; a user's own reward may add more."""
+
+
+@dataclass(frozen=True)
+class RoleUse:
+    """How an algorithm uses a model role. ``head`` is the layer on top of the decoder: a language
+    model's or a scalar value's."""
+
+    role: str
+    trained: bool
+    head: Head = "lm"

@@ -1,17 +1,29 @@
-"""The graph's edges follow from the keys that calls produce and consume."""
+"""The checked dataflow graph, whose edges follow from the keys that calls produce and consume."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from slurmrl.errors import UsageError
-from slurmrl.graph.call import Call
+from slurmrl.graph.call import DATASET_KEYS, Call
 from slurmrl.registry import near
 
 
+class CallNode(Protocol):
+    """A call, in a graph or in a plan."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def inputs(self) -> tuple[str, ...]: ...
+    @property
+    def outputs(self) -> tuple[str, ...]: ...
+
+
 class Graph:
-    """A checked graph. Raises UsageError that lists everything wrong with it: names and producers
-    that are there twice, inputs that nobody produces, cycles."""
+    """A checked graph. Raises UsageError with all its errors: duplicate names and producers, inputs
+    without a producer, cycles."""
 
     def __init__(self, calls: Sequence[Call], dataset_keys: Sequence[str]) -> None:
         self.calls = tuple(calls)
@@ -23,15 +35,15 @@ class Graph:
         if problems:
             raise UsageError("\n".join(problems))
         self.order: tuple[Call, ...] = self._sort()
-        """All calls, each after those it needs; otherwise as they were given."""
+        """All calls in a topological order that otherwise preserves theirs."""
 
     def parents(self, call: Call) -> tuple[Call, ...]:
-        """The calls that make this call's inputs, as they were given."""
+        """The calls that make this call's inputs, in the order of ``calls``."""
         needed = {self.producers[key].name for key in call.inputs if key in self.producers}
         return tuple(other for other in self.calls if other.name in needed)
 
     def children(self, call: Call) -> tuple[Call, ...]:
-        """The calls that read this call's outputs, as they were given."""
+        """The calls that read this call's outputs, in the order of ``calls``."""
         made = set(call.outputs)
         return tuple(other for other in self.calls if made.intersection(other.inputs))
 
@@ -54,14 +66,14 @@ class Graph:
     def _missing(self) -> list[str]:
         known = sorted({*self.dataset_keys, *self.producers})
         return [
-            f"call '{call.name}' reads key '{key}', which nobody produces; {near(key, known)}"
+            f"call '{call.name}' reads key '{key}', which nothing produces; {near(key, known)}"
             for call in self.calls
             for key in call.inputs
             if key not in known
         ]
 
     def _sort(self) -> tuple[Call, ...]:
-        """Kahn's algorithm, taking the first call that is ready each time."""
+        """Kahn's algorithm; of several ready calls the first comes first."""
         waiting = {call.name: {parent.name for parent in self.parents(call)} for call in self.calls}
         order: list[Call] = []
         while len(order) < len(self.calls):
@@ -76,7 +88,7 @@ class Graph:
 
     @staticmethod
     def _cycle(waiting: dict[str, set[str]]) -> str:
-        """One cycle among calls that all wait: follow what each needs until a name comes back."""
+        """One cycle among calls that all wait: follow their needs until a name repeats."""
         path = [next(iter(waiting))]
         while True:
             needed = min(waiting[path[-1]])
@@ -84,3 +96,23 @@ class Graph:
                 cycle = [*path[path.index(needed) :], needed]
                 return " -> ".join(reversed(cycle))
             path.append(needed)
+
+
+def unread(calls: Sequence[CallNode], dataset_type: str, *, evaluation: bool = False) -> list[str]:
+    """Warnings about keys that no call reads. In an evaluation, the last calls' outputs are its
+    results and give no warning."""
+    read = {key for call in calls for key in call.inputs}
+    warnings = [
+        f"'{key}' of the dataset is never read"
+        for key in DATASET_KEYS[dataset_type]
+        if key not in read
+    ]
+    for call in calls:
+        if evaluation and not read.intersection(call.outputs):
+            continue
+        warnings += [
+            f"'{key}' of call '{call.name}' is never read"
+            for key in call.outputs
+            if key not in read
+        ]
+    return warnings

@@ -1,7 +1,7 @@
 """The algorithms. A new one is a package under ``slurmrl/algorithms`` and one line here.
 
-An algorithm's schema is a config section (torch-free, apart from its implementation) that also
-says which models it uses and which calls it makes.
+An algorithm's schema is a config section that also declares which models it uses and which calls
+it makes. Schemas are torch-free; implementations are separate modules.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import ClassVar, Protocol
 
 from slurmrl.config.schema import Config
-from slurmrl.graph.call import Call
-from slurmrl.graph.roles import RoleUse
+from slurmrl.graph.call import Call, RoleUse
 from slurmrl.registry import Registry
 
 ALGORITHMS = Registry(
@@ -23,10 +22,10 @@ ALGORITHMS = Registry(
 
 
 class Algorithm(Protocol):
-    """What the plan and the master ask of an algorithm's schema."""
+    """What the plan and the master need from an algorithm's schema."""
 
     dataset_types: ClassVar[tuple[str, ...]]
-    """Types of training dataset that it takes."""
+    """Types of training dataset that it accepts."""
     evaluation_types: ClassVar[tuple[str, ...]]
     """Types of held-out dataset that it can evaluate."""
 

@@ -8,10 +8,8 @@ from typing import Final
 
 from slurmrl.allocation import Allocation
 from slurmrl.config.schema import Config
-from slurmrl.graph.call import Call
-from slurmrl.graph.dataset import DATASET_KEYS
+from slurmrl.graph.call import DATASET_KEYS, Call, RoleUse
 from slurmrl.graph.graph import Graph
-from slurmrl.graph.roles import RoleUse
 from slurmrl.plan import placement
 from slurmrl.plan.estimates.memory import uses_sequence_parallel
 from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Plan
@@ -19,8 +17,8 @@ from slurmrl.plan.placement import ROLLOUTS, TRAINERS, Placement, layout_of, mod
 from slurmrl.plan.settings import Settings
 
 AXIS_ORDER: Final = ("pp", "dp", "cp", "tp")
-"""From the outermost to the innermost: tensor-parallel ranks talk most and lie closest, stages
-talk least. The order is Megatron's (Narayanan et al. 2021)."""
+"""From the outermost to the innermost: tensor-parallel ranks communicate most and are adjacent,
+pipeline stages communicate least. The order is Megatron's (Narayanan et al. 2021)."""
 FIRST_GPU: Final = Path("/dev/nvidia0")
 
 
@@ -30,8 +28,8 @@ def make_plan(settings: Settings, *, scheduler: str) -> Plan:
     uses = {use.role: use for use in algorithm.roles()}
     placed = placement.placements(config, uses)
     models = {
-        name: _model(config, uses.get(name) or RoleUse(name, trained=False), one)
-        for name, one in placed.items()
+        name: _model(config, uses.get(name) or RoleUse(name, trained=False), place)
+        for name, place in placed.items()
     }
     calls = Graph(algorithm.calls(config), DATASET_KEYS[config.dataset.type]).order
     evaluation_calls: Sequence[Call] = ()
@@ -50,8 +48,8 @@ def make_plan(settings: Settings, *, scheduler: str) -> Plan:
 
 def _model(config: Config, use: RoleUse, placed: Placement) -> ModelPlan:
     allocation = placed.allocation
-    trains = model_of(config, use.role)
-    said = trains.model if use.role != ROLLOUTS else None
+    section = model_of(config, use.role)
+    sizes = section.model if use.role != ROLLOUTS else None
     return ModelPlan(
         role=use.role,
         backend=str(allocation),
@@ -62,13 +60,13 @@ def _model(config: Config, use: RoleUse, placed: Placement) -> ModelPlan:
         head=use.head,
         group=placed.group,
         expert_sizes=expert_sizes(allocation),
-        virtual_pipeline=(said.virtual_pipeline_model_parallel_size if said else None) or 1,
-        sequence_parallel=use.role != ROLLOUTS and uses_sequence_parallel(trains, allocation),
+        virtual_pipeline=(sizes.virtual_pipeline_model_parallel_size if sizes else None) or 1,
+        sequence_parallel=use.role != ROLLOUTS and uses_sequence_parallel(section, allocation),
     )
 
 
 def expert_sizes(allocation: Allocation) -> dict[str, int]:
-    """The experts' own grid, in Megatron's order too; empty where there is none."""
+    """The experts' own grid, also in Megatron's order; empty where there is none."""
     experts = allocation.experts
     if experts is None:
         return {}
@@ -95,7 +93,7 @@ def _hosts(
     """Hosts, and the equal number of workers on each."""
     if scheduler == "local":
         return 1, workers
-    tp = [one.allocation.sizes["tp"] for one in placed.values() if one.group == TRAINERS]
+    tp = [place.allocation.sizes["tp"] for place in placed.values() if place.group == TRAINERS]
     per_host = config.cluster.workers_per_host or placement.workers_per_host(workers, tp)
     return -(-workers // per_host), per_host
 
@@ -110,7 +108,7 @@ def _group(
     elastic: bool = False,
 ) -> GroupPlan:
     cluster = config.cluster
-    # What Slurm puts back into the queue needs no other job behind it.
+    # A job that Slurm requeues needs no successor in the queue.
     links = cluster.slurm.links if cluster.slurm.continue_ == "chain" else 1
     return GroupPlan(
         name=name,

@@ -1,7 +1,7 @@
-"""Which engines the plan takes. A new engine is a file under ``slurmrl/engines`` and one line here.
+"""The engines and their rules. A new engine is a file under ``slurmrl/engines`` and one line here.
 
-The allocation grammar knows more backends than there are engines: what is not in this table parses
-and is then refused.
+The allocation grammar knows more backends than there are engines. A backend that is not in this
+table parses, and is then refused.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from slurmrl.allocation import Allocation
-from slurmrl.allocation.backends import AXIS_OF
+from slurmrl.allocation.allocation import AXIS_OF
 from slurmrl.errors import AllocationError
 
 
 @dataclass(frozen=True)
 class EngineRules:
-    """What an engine takes: the dimensions of its layout, and ``module:Class`` of the torch-free
-    class whose ``from_hf`` refuses architectures that it cannot run."""
+    """What an engine supports: the dimensions of its layouts, and ``module:Class`` of the
+    torch-free class whose ``from_hf`` refuses architectures that it cannot run."""
 
     dimensions: str
     architectures: str
@@ -25,14 +25,14 @@ class EngineRules:
     """The same for ``implementation: hf``; None where the engine does not have it."""
     generates: bool = True
     copies_heads: bool = True
-    """Whether more tensor-parallel ranks than key and value heads get copies of these."""
+    """Whether key and value heads are replicated when there are more tensor-parallel ranks."""
     own_experts: bool = True
-    """Whether experts may lie otherwise than the rest of the model."""
+    """Whether experts may have a layout of their own."""
     cpu_offload: bool = False
     transformer_engine: bool = False
-    """Whether it can make its layers of TransformerEngine's modules."""
+    """Whether it can build its layers from TransformerEngine's modules."""
     context_heads: bool = False
-    """Whether context-parallel ranks share the attention heads, so that these must divide."""
+    """Whether context-parallel ranks share the attention heads, which must then divide evenly."""
     experts_of_whole_sequences: bool = True
     """Whether it trains experts on several tensor ranks without sequence parallelism."""
 
@@ -72,7 +72,7 @@ def rules_of(allocation: Allocation) -> EngineRules:
         )
     for letter, axis in AXIS_OF.items():
         if allocation.sizes[axis] > 1 and letter not in rules.dimensions:
-            able = [name for name, one in ENGINES.items() if letter in one.dimensions]
+            able = [name for name, other in ENGINES.items() if letter in other.dimensions]
             hint = f" ({', '.join(able)} does)" if able else ""
             raise AllocationError(
                 f"'{allocation}': the {allocation.backend} engine of this version does not split "
@@ -80,7 +80,7 @@ def rules_of(allocation: Allocation) -> EngineRules:
             )
     if allocation.experts is not None and not rules.own_experts:
         raise AllocationError(
-            f"'{allocation}': with {allocation.backend}, experts lie as the rest of the model; "
-            "leave out the halves attn and ffn"
+            f"'{allocation}': with {allocation.backend}, experts have the layout of the rest of "
+            "the model; write one layout instead of (attn:…|ffn:…)"
         )
     return rules

@@ -1,4 +1,4 @@
-"""The plan: which workers there are, which ranks hold which model, which calls run on which ranks.
+"""The plan: the workers, the ranks that hold each model, and the ranks that run each call.
 
 It is written once, as JSON, when a trial is submitted; every process of the run reads it.
 """
@@ -14,8 +14,7 @@ from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import MOST_COUNT
-from slurmrl.graph.call import Method
-from slurmrl.graph.roles import Head
+from slurmrl.graph.call import Head, Method
 
 
 class _PlanPart(BaseModel):
@@ -41,8 +40,9 @@ class GroupPlan(_PlanPart):
 
 
 class ModelPlan(_PlanPart):
-    """One role's place. ``ranks[i]`` is the rank, in its group of workers, of the model's i-th
-    rank, in row-major order of the axes in ``sizes``: tensor-parallel ranks are neighbours."""
+    """One role's placement. ``ranks[i]`` is the rank within its group of workers that holds the
+    model's i-th rank, in row-major order of the axes in ``sizes``: tensor-parallel ranks are
+    adjacent."""
 
     role: str
     backend: str
@@ -54,14 +54,14 @@ class ModelPlan(_PlanPart):
     group: str = "trainer"
     """The group of workers that holds it."""
     expert_sizes: dict[str, int] = {}
-    """The experts' own grid over the same ranks, row-major as well; empty where there is none."""
+    """The experts' own grid over the same ranks, also row-major; empty where there is none."""
     virtual_pipeline: int = 1
     sequence_parallel: bool = False
 
 
 class CallPlan(_PlanPart):
-    """One call of the graph and the ranks that execute it. Data-parallel ranks share the batch
-    equally; those that differ along other axes alone work on the same part."""
+    """One call of the graph and the ranks that execute it. Data-parallel ranks get equal parts of
+    the batch; ranks that differ only along other axes work on the same part."""
 
     name: str
     role: str | None
@@ -71,14 +71,14 @@ class CallPlan(_PlanPart):
     outputs: tuple[str, ...]
     ranks: tuple[int, ...]
     layout: str | None = None
-    """The model of the plan that it runs on, where that is not the role's own."""
+    """The model of the plan whose layout it runs on, if that is not the role's own."""
     pre_hooks: tuple[str, ...] = ()
     """What happens before it: ``reallocate actor -> rollout``."""
     post_hooks: tuple[str, ...] = ()
 
 
 class Plan(_PlanPart):
-    """Calls stand in the order in which every rank executes them."""
+    """Calls are in the order in which every rank executes them."""
 
     version: Literal[1] = 1
     experiment: str

@@ -1,4 +1,4 @@
-"""What the JSON files of a role's model folder say, and the tokens that end a completion."""
+"""The JSON files of a role's model folder, and the tokens that end a completion."""
 
 from __future__ import annotations
 
@@ -59,21 +59,22 @@ def stop_tokens(config: Config, tokenizer_eos: int | None) -> tuple[int, ...]:
         *config.rollout.stop_token_ids,
     ]
     size = vocabulary(values)
-    return tuple(dict.fromkeys(one for one in found if one >= 0 and (not size or one < size)))
+    valid = (token for token in found if token >= 0 and (not size or token < size))
+    return tuple(dict.fromkeys(valid))
 
 
 def vocabulary(values: Mapping[str, Any]) -> int | None:
-    """Rows of the embedding of a ``config.json`` object; None where it does not say."""
-    for one in (values, text_config(values)):
-        size = one.get("vocab_size")
+    """Rows of the embedding of a ``config.json`` object; None where it is not stated."""
+    for section in (values, text_config(values)):
+        size = section.get("vocab_size")
         if isinstance(size, int) and not isinstance(size, bool):
             return size
     return None
 
 
 def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part about the language model in the ``config.json`` of a model of several kinds of
-    input; the object itself for all others."""
+    """The language model's part in the ``config.json`` of a multimodal model; the whole object for
+    all others."""
     text = values.get("text_config")
     return text if isinstance(text, Mapping) else values
 
@@ -81,7 +82,7 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
 def _eos(values: Mapping[str, Any], file: str) -> list[int]:
     stated = values.get(EOS)
     listed = stated if isinstance(stated, list) else [] if stated is None else [stated]
-    if any(isinstance(one, bool) or not isinstance(one, int) for one in listed):
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in listed):
         raise UsageError(f"{file}: {EOS} is {stated!r}, must be a token id or a list of them")
     return listed
 

@@ -1,4 +1,4 @@
-"""Which GPUs of the trial hold which model."""
+"""The placement of models on the trial's GPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from slurmrl.allocation import Allocation, parse
-from slurmrl.allocation.backends import BACKENDS
+from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.allocation.gpus import parse_gpus
 from slurmrl.config.schema import Config, Model
 from slurmrl.errors import AllocationError
@@ -16,12 +16,12 @@ from slurmrl.graph.call import Call, Method
 TRAINERS: Final = "trainer"
 ROLLOUTS: Final = "rollout"
 LARGEST_HOST: Final = 8
-"""Workers that are put on one host where the user does not say."""
+"""Workers on one host, unless the user sets their number."""
 
 
 @dataclass(frozen=True)
 class Placement:
-    """``ranks[i]`` is the place, in its group of workers, of the layout's i-th rank."""
+    """``ranks[i]`` is the rank within its group of workers that holds the layout's i-th rank."""
 
     allocation: Allocation
     ranks: tuple[int, ...]
@@ -29,8 +29,8 @@ class Placement:
 
 
 def place(backend: str, gpus: str) -> Placement:
-    """A layout on the GPUs that the list names, or on the first ones. Servers without a list are
-    tasks of a group of their own. Raises AllocationError."""
+    """Place a layout on the listed GPUs, or on the first ones. Servers without a list are tasks of
+    a group of their own. Raises AllocationError."""
     allocation = parse(backend)
     size, serves = allocation.world_size, BACKENDS[allocation.backend].serves
     order = _by_copies(allocation) if serves else tuple(range(size))
@@ -39,14 +39,14 @@ def place(backend: str, gpus: str) -> Placement:
     numbers = parse_gpus(gpus)
     if len(numbers) != size:
         raise AllocationError(
-            f"'{gpus}' is not allowed: it has {len(numbers)} GPUs, '{allocation}' takes {size}"
+            f"'{gpus}' is not allowed: it lists {len(numbers)} GPUs, '{allocation}' needs {size}"
         )
     return Placement(allocation, tuple(numbers[index] for index in order))
 
 
 def _by_copies(allocation: Allocation) -> tuple[int, ...]:
-    """Places of the ranks (stages outermost, copies, tensor ranks) such that each copy of a served
-    model lies on neighbours."""
+    """The ranks (stages outermost, then copies, then tensor ranks) that put each copy of a served
+    model on adjacent GPUs."""
     copies, stages, tp = (allocation.sizes[axis] for axis in ("dp", "pp", "tp"))
     return tuple(
         copy * stages * tp + stage * tp + rank
@@ -57,8 +57,8 @@ def _by_copies(allocation: Allocation) -> tuple[int, ...]:
 
 
 def placements(config: Config, roles: Iterable[str]) -> dict[str, Placement]:
-    """The models of the roles and, under ``rollout``, the engine that generates if it is another
-    one. Those with a wrong string are left out."""
+    """The placements of the roles' models and, under ``rollout``, of a separate generation engine.
+    Invalid ones are left out."""
     found = {}
     sections = {role: getattr(config, role) for role in roles}
     if config.rollout.backend:
@@ -86,12 +86,12 @@ def layout_of(call: Call, names: Sequence[str]) -> str | None:
 
 def trainers(placed: Iterable[Placement]) -> int:
     """Workers of the trainers' job."""
-    return max((max(one.ranks) + 1 for one in placed if one.group == TRAINERS), default=0)
+    return max((max(place.ranks) + 1 for place in placed if place.group == TRAINERS), default=0)
 
 
 def workers_per_host(workers: int, tp_sizes: Iterable[int], largest: int = LARGEST_HOST) -> int:
-    """Workers on each of equal hosts, at most ``largest``: as many as keep tensor-parallel groups
-    within a host, else as many as divide them."""
+    """Workers on each of equally filled hosts, at most ``largest``: as many as keep each
+    tensor-parallel group within a host, otherwise the most that divide the groups."""
     choices = [size for size in range(min(workers, largest), 0, -1) if workers % size == 0]
     sizes = list(tp_sizes)
     for size in choices:

@@ -35,9 +35,9 @@ class Settings:
     algorithm: Algorithm
     source: Source
     notes: tuple[str, ...] = ()
-    """Deprecated spellings, and how they are written now."""
+    """Deprecated spellings with their replacements."""
     missing: tuple[Problem, ...] = ()
-    """Only of settings for planning: what keeps them from being submitted."""
+    """When planning: the problems that would prevent a submission."""
 
 
 def load_settings(
@@ -47,11 +47,11 @@ def load_settings(
     root: Path | None = None,
     planning: bool = False,
 ) -> Settings:
-    """Read, resolve and check a configuration. ``root`` comes before the config's own. For
-    ``planning``, files and engines that are not there are no problems but ``missing``.
+    """Read, resolve and check a configuration. ``root`` overrides the configuration's own. When
+    ``planning``, absent files and engines are listed in ``missing`` instead of refused.
 
-    Raises ConfigError with every problem there is: in the text, in the values, in the algorithm's
-    settings, and between them and the files that they name.
+    Raises ConfigError with every problem: in the text, in the values, in the algorithm's settings,
+    and between them and the files that they name.
     """
     source = load(path, overrides)
     config, problems = validate(Config, source)
@@ -101,7 +101,7 @@ def _algorithm(source: Source) -> tuple[Algorithm | None, list[Problem]]:
     """The algorithm's own schema over its section."""
     values = source.values.get("algorithm")
     if not isinstance(values, dict):
-        return None, []  # the schema of the whole says that the section is required
+        return None, []  # the schema of the whole file reports that the section is required
     name, known = values.get("name"), sorted(ALGORITHMS)
     where = ("algorithm", "name")
     if name is None:
@@ -123,10 +123,10 @@ def _with_algorithm(config: Config, algorithm: Algorithm) -> Config:
     return config.model_copy(update={"algorithm": values})
 
 
-def _new(told: Sequence[Problem], found: Sequence[Problem]) -> list[Problem]:
-    """The found problems that do not lie at or below a key that was told already: what stands
-    there now is only a default in place of the wrong value."""
-    keys = {problem.key for problem in told if problem.key}
+def _new(reported: Sequence[Problem], found: Sequence[Problem]) -> list[Problem]:
+    """The found problems, except those at or below a key that was already reported: its value is
+    only a default that replaced the invalid one."""
+    keys = {problem.key for problem in reported if problem.key}
     return [
         problem
         for problem in found

@@ -1,4 +1,4 @@
-"""The jobs of a trial's newest submission, and their removal."""
+"""The jobs of a trial's newest submission, and how they are cancelled."""
 
 from __future__ import annotations
 
@@ -6,9 +6,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from slurmrl.errors import WaitTimeoutError
+from slurmrl.errors import TrialEndedError, WaitTimeoutError
+from slurmrl.history.log import History
+from slurmrl.history.record import Kind
+from slurmrl.history.state import fold
+from slurmrl.history.writer import end
 from slurmrl.monitor.snapshot import newest_submission
-from slurmrl.paths import RunPaths
+from slurmrl.paths import RunPaths, user_name
 from slurmrl.scheduler import make
 from slurmrl.scheduler.base import JobIds, Scheduler, TaskState
 
@@ -56,3 +60,21 @@ def clear_away(jobs: Jobs, sleep: Callable[[float], None] = time.sleep) -> None:
             )
         sleep(0.1)
         left = jobs.active()
+
+
+def cancel(paths: RunPaths) -> Kind:
+    """Write the end into the history, then end the jobs. Return how the trial ended: CANCELLED
+    unless another end came first.
+
+    The history comes first, so that a link that starts in the meantime exits by itself.
+    """
+    try:
+        end(History(paths.history), Kind.CANCELLED, {"reason": f"cancelled by {user_name()}"})
+        kind = Kind.CANCELLED
+    except TrialEndedError:
+        before = fold(History(paths.history).read()).end
+        kind = before.kind if before else Kind.CANCELLED
+    jobs = newest_jobs(paths)
+    if jobs is not None:
+        jobs.scheduler.cancel(jobs.ids)
+    return kind

@@ -8,8 +8,7 @@ from pydantic import Field
 
 from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_call
 from slurmrl.config.schema import Config, PositiveFloat, PositiveInt, Section
-from slurmrl.graph.call import Call, Method
-from slurmrl.graph.roles import RoleUse
+from slurmrl.graph.call import Call, Method, RoleUse
 
 ACTOR_METRICS = (
     "actor_loss",

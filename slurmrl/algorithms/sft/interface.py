@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
-from slurmrl.algorithms.sft.loss import cross_entropy
 from slurmrl.data.sample import SequenceSample
 
 if TYPE_CHECKING:
@@ -40,3 +39,8 @@ class SFTInterface(Interface):
 def sft_loss(outputs: dict[str, Tensor], batch: SequenceSample) -> tuple[Tensor, dict[str, Tensor]]:
     """The engine's loss function: outputs {logp, entropy} [T]."""
     return cross_entropy(outputs["logp"], ~batch.tensor("prompt_mask")), {}
+
+
+def cross_entropy(logp: Tensor, mask: Tensor) -> Tensor:
+    """Sum of -log p over the tokens that ``mask`` selects; both are [T] and aligned."""
+    return -logp[mask].sum()

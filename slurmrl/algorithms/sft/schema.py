@@ -6,8 +6,7 @@ from typing import ClassVar, Literal
 
 from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_call
 from slurmrl.config.schema import Config
-from slurmrl.graph.call import Call, Method
-from slurmrl.graph.roles import RoleUse
+from slurmrl.graph.call import Call, Method, RoleUse
 
 INTERFACE = "slurmrl.algorithms.sft.interface:SFTInterface"
 

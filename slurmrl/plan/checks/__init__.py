@@ -1,4 +1,4 @@
-"""Checks that no schema can make alone: across sections, files and the algorithm's needs.
+"""Checks that no single schema can make: across sections, files and the algorithm's needs.
 
 Each check yields problems and never raises, so that one run reports all of them. To add a check,
 write a function that takes a ``Draft`` and add it to CHECKS or SUBMISSION.
@@ -35,7 +35,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     stop_when,
     graphs,
 )
-"""What must hold of every plan."""
+"""What every plan must satisfy."""
 SUBMISSION: Final[tuple[Check, ...]] = (
     *SUBMISSION_CHECKS,
     weights,
@@ -44,14 +44,14 @@ SUBMISSION: Final[tuple[Check, ...]] = (
     stop_tokens,
     dataset_files,
 )
-"""What must hold besides, before a trial can be submitted: files and engines that are there."""
+"""What a submission must satisfy as well: existing files and engines."""
 
 
 def check(draft: Draft) -> list[Problem]:
-    """What keeps a configuration from being planned."""
-    return [problem for one in CHECKS for problem in one(draft)]
+    """The problems that prevent planning."""
+    return [problem for find_problems in CHECKS for problem in find_problems(draft)]
 
 
 def check_submission(draft: Draft) -> list[Problem]:
-    """What keeps a planned configuration from being submitted."""
-    return [problem for one in SUBMISSION for problem in one(draft)]
+    """The problems that prevent the submission of a valid plan."""
+    return [problem for find_problems in SUBMISSION for problem in find_problems(draft)]

@@ -1,4 +1,4 @@
-"""A configuration whose shape is right, on its way to being accepted."""
+"""A configuration that its schemas accept, before the checks across them."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Draft:
             yield use.role, getattr(self.config, use.role)
 
     def placements(self) -> dict[str, Placement]:
-        """Where the models lie, those with a right string."""
+        """The placements of the models; invalid ones are left out."""
         return placements(self.config, [use.role for use in self.algorithm.roles()])
 
     def allocations(self) -> dict[str, Allocation]:
-        return {name: one.allocation for name, one in self.placements().items()}
+        return {name: place.allocation for name, place in self.placements().items()}
 
     def writes(self, *key_path: str) -> bool:
-        """Whether the user wrote something at this key, right or wrong."""
+        """Whether the user wrote something at this key, valid or not."""
         value = self.source.values
         for part in key_path:
             if not isinstance(value, dict) or value.get(part) in (None, ""):

@@ -1,7 +1,7 @@
-"""Whether an architecture fits a layout: every rule that can be told before anything runs.
+"""Whether an architecture fits a layout: every rule that can be checked before anything runs.
 
-Each rule is a function that yields pairs of an axis and a message. To add one, write it and name it
-in RULES.
+Each rule is a function that yields pairs of an axis and a message. To add one, write the function
+and list it in RULES.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ Rule: TypeAlias = Callable[[Fit], Found]
 
 
 def check(fit: Fit) -> Found:
-    """Axis (``tp``, ``pp``, ``cp``, ``ep``, ``etp``, ``dp``, or a field of ``model``), message. An
-    axis is told once: what else does not fit it may be right with another size."""
-    told = set()
+    """Pairs of an axis (``tp``, ``pp``, ``cp``, ``ep``, ``etp``, ``dp``, or a field of ``model``)
+    and a message. Only the first problem of an axis is reported: another size may solve all."""
+    reported = set()
     for rule in RULES:
         for axis, message in rule(fit):
-            if PART_OF.get(axis, axis) not in told:
+            if PART_OF.get(axis, axis) not in reported:
                 yield axis, message
-            told.add(PART_OF.get(axis, axis))
+            reported.add(PART_OF.get(axis, axis))
 
 
 def divisors(number: int) -> str:
@@ -79,12 +79,12 @@ def _widths(fit: Fit) -> Found:
         yield (
             "tp",
             f"t{tp} neither divides num_key_value_heads {shape.kv_heads} nor is a multiple of it "
-            "(heads are split, or copied as a whole)",
+            "(heads are divided, or replicated as a whole)",
         )
 
 
 def padded_vocabulary(fit: Fit) -> int | None:
-    """Rows of the embedding with those that make it divisible."""
+    """Rows of the embedding, including the padding that makes it divisible."""
     if fit.shape is None:
         return None
     tp = fit.allocation.sizes["tp"]
@@ -94,7 +94,7 @@ def padded_vocabulary(fit: Fit) -> int | None:
 
 
 def _vocabulary(fit: Fit) -> Found:
-    """Padding makes every size divisible; no rank may hold nothing but padding."""
+    """Padding makes every size divisible, but each rank must hold at least one real token."""
     padded, tp = padded_vocabulary(fit), fit.allocation.sizes["tp"]
     if padded is None or fit.shape is None or tp == 1:
         return
@@ -146,7 +146,7 @@ def _whole_sequences(fit: Fit) -> Found:
 
 
 def _context_heads(fit: Fit) -> Found:
-    """Context-parallel ranks exchange tokens for heads in attention."""
+    """In attention, context-parallel ranks exchange tokens for heads."""
     tp, cp, shape = fit.allocation.sizes["tp"], fit.allocation.sizes["cp"], fit.shape
     rules = ENGINES.get(fit.allocation.backend)
     if cp == 1 or shape is None or rules is None or not rules.context_heads or shape.heads % tp:
@@ -158,7 +158,7 @@ def _context_heads(fit: Fit) -> Found:
         yield (
             "cp",
             f"c{cp} neither divides the {kv_heads} key and value heads of a rank nor is a multiple "
-            "of them (heads are split, or copied as a whole)",
+            "of them (heads are divided, or replicated as a whole)",
         )
 
 
@@ -179,8 +179,8 @@ def _experts(fit: Fit) -> Found:
     if shape is None or (ep == 1 and etp == 1):
         return
     if not shape.experts:
-        axis, said = ("ep", f"e{ep}") if ep > 1 else ("etp", f"t{etp} of ffn")
-        yield axis, f"{said} is not allowed: the model has no experts"
+        axis, size = ("ep", f"e{ep}") if ep > 1 else ("etp", f"t{etp} of ffn")
+        yield axis, f"{size} is not allowed: the model has no experts"
     elif shape.experts % ep:
         yield "ep", _indivisible("e", ep, "the number of experts", shape.experts)
     elif shape.expert_inner % etp:
@@ -188,7 +188,7 @@ def _experts(fit: Fit) -> Found:
 
 
 def _microbatches(fit: Fit) -> Found:
-    """A pipeline is busy only if each optimizer step has a micro-batch for each of its stages."""
+    """Each optimizer step needs at least one micro-batch for each pipeline stage."""
     pp = fit.allocation.sizes["pp"]
     if fit.lengths is None or not fit.minibatches:
         return
@@ -218,7 +218,7 @@ PART_OF: Final = {
     "make_vocab_size_divisible_by": "tp",
     "virtual_pipeline_model_parallel_size": "pp",
 }
-"""Fields that are right or wrong together with an axis."""
+"""Fields that are valid or invalid together with an axis."""
 RULES: Final[tuple[Rule, ...]] = (
     _widths,
     _vocabulary,

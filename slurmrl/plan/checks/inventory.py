@@ -1,4 +1,4 @@
-"""The cluster's hosts against those that a plan needs."""
+"""Whether the cluster has the hosts that a plan needs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TIMEOUT_S = 10.0
 
 
 def ask(config: Config) -> list[HostRow] | None:
-    """The hosts that Slurm has in the configuration's partitions; None where it does not say."""
+    """The hosts that Slurm has in the configuration's partitions; None if it does not answer."""
     try:
         return SlurmClient(timeout_s=TIMEOUT_S).hosts(config.cluster.slurm.partition)
     except SchedulerError:
@@ -22,7 +22,7 @@ def ask(config: Config) -> list[HostRow] | None:
 
 
 def lacking(plan: Plan, config: Config, hosts: Sequence[HostRow] | None) -> list[str]:
-    """What the cluster could not give even if all its hosts were idle."""
+    """What the cluster could not provide even if all its hosts were idle."""
     if hosts is None:
         return []
     asks_gpus = config.cluster.slurm.gpu_directive != "none"
@@ -36,7 +36,7 @@ def lacking(plan: Plan, config: Config, hosts: Sequence[HostRow] | None) -> list
             kind = f"hosts with {gpus} GPUs" if gpus else "hosts"
             most = max((host.gpus for host in hosts), default=0)
             found.append(
-                f"the {group.name} group takes {needed} {kind}, {where or 'the cluster'} has {fit} "
+                f"the {group.name} group needs {needed} {kind}, {where or 'the cluster'} has {fit} "
                 f"(of {len(hosts)} hosts, with up to {most} GPUs): change the layout or "
                 "cluster.workers_per_host"
             )

@@ -1,7 +1,7 @@
 """Checks of the layouts: strings, GPUs, hosts, batches, architectures, memory.
 
-Each check yields problems and never raises. ``runnable`` are those that only a submission needs:
-what no engine runs in this version can still be planned.
+Each check yields problems and never raises. SUBMISSION_CHECKS apply only to submissions: a layout
+that no engine runs in this version can still be planned.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from slurmrl.allocation import parse
-from slurmrl.allocation.backends import BACKENDS
+from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.allocation.gpus import format_gpus
 from slurmrl.config.schema import Model
 from slurmrl.config.source import KeyPath
@@ -30,7 +30,7 @@ from slurmrl.plan.resolve import sizes
 
 
 def backends(draft: Draft) -> Iterator[Problem]:
-    """A wrong string is told once, at the role that wrote it."""
+    """Invalid strings. One that others inherit is reported once, at the role that wrote it."""
     for role, text in _written(draft):
         try:
             allocation = parse(text)
@@ -38,7 +38,7 @@ def backends(draft: Draft) -> Iterator[Problem]:
             yield draft.problem((role, "backend"), str(error))
             continue
         if role != ROLLOUTS and not BACKENDS[allocation.backend].trains:
-            able = ", ".join(one.name for one in BACKENDS.values() if one.trains)
+            able = ", ".join(backend.name for backend in BACKENDS.values() if backend.trains)
             rule = f"{allocation.backend} only generates; allowed: {able}"
             message = f"'{text}' is not allowed: {rule}"
             yield draft.problem((role, "backend"), message)
@@ -53,7 +53,7 @@ def _written(draft: Draft) -> Iterator[tuple[str, str]]:
 
 
 def runnable(draft: Draft) -> Iterator[Problem]:
-    """What the engines of this version cannot do yet."""
+    """Layouts that the engines of this version cannot run yet."""
     for role, text in _written(draft):
         if role == ROLLOUTS:
             message = (
@@ -65,7 +65,7 @@ def runnable(draft: Draft) -> Iterator[Problem]:
         try:
             allocation = parse(text)
         except AllocationError:
-            continue  # told already
+            continue  # already reported
         try:
             rules_of(allocation)
         except AllocationError as error:
@@ -73,7 +73,7 @@ def runnable(draft: Draft) -> Iterator[Problem]:
 
 
 def generation(draft: Draft) -> Iterator[Problem]:
-    """The actor's own engine generates."""
+    """The actor's own engine must be able to generate."""
     allocation = draft.allocations().get("actor")
     config, algorithm = draft.config, draft.algorithm
     if allocation is None or config.rollout.backend:
@@ -94,31 +94,31 @@ def generation(draft: Draft) -> Iterator[Problem]:
 
 
 def same_ranks(draft: Draft) -> Iterator[Problem]:
-    """In this version all models share the actor's ranks, and those are all there are."""
-    found = draft.placements()
-    actor = found.get("actor")
+    """In this version all models share the actor's ranks, which are all ranks of the trial."""
+    placed = draft.placements()
+    actor = placed.get("actor")
     if actor is None:
         return
     if actor.ranks != tuple(range(actor.allocation.world_size)):
         written = draft.config.actor.gpus
-        message = f"'{written}' is not allowed: in this version the actor takes all from 0"
+        message = f"'{written}' is not allowed: in this version the actor uses all GPUs from 0"
         yield draft.problem(("actor", "gpus"), message)
-    for role, one in found.items():
+    for role, place in placed.items():
         if role in ("actor", ROLLOUTS):
             continue
-        if one.allocation.sizes != actor.allocation.sizes:
+        if place.allocation.sizes != actor.allocation.sizes:
             message = (
-                f"'{one.allocation}' is not allowed: in this version all models lie like the "
-                f"actor, '{actor.allocation}'"
+                f"'{place.allocation}' is not allowed: in this version all models have the actor's "
+                f"layout, '{actor.allocation}'"
             )
             yield draft.problem((role, "backend"), message)
-        elif one.ranks != actor.ranks:
+        elif place.ranks != actor.ranks:
             message = "is not allowed: in this version all models share the actor's GPUs"
             yield draft.problem((role, "gpus"), message)
 
 
 def gpus(draft: Draft) -> Iterator[Problem]:
-    """Lists of GPUs are right, and every GPU of the trainers' job holds something."""
+    """Lists of GPUs are valid, and every GPU of the trainers' job holds a model."""
     sections = dict(draft.models()) | {ROLLOUTS: draft.config.rollout}
     for role, section in sections.items():
         if not draft.writes(role, "gpus") or not section.backend:
@@ -133,24 +133,24 @@ def gpus(draft: Draft) -> Iterator[Problem]:
             yield draft.problem((role, "gpus"), str(error))
     if draft.writes(ROLLOUTS, "gpus") and not draft.config.rollout.backend:
         yield draft.problem((ROLLOUTS, "gpus"), "is not allowed without rollout.backend")
-    placed = [one for one in draft.placements().values() if one.group == TRAINERS]
-    used = {rank for one in placed for rank in one.ranks}
+    placed = [place for place in draft.placements().values() if place.group == TRAINERS]
+    used = {rank for place in placed for rank in place.ranks}
     empty = sorted(set(range(placement.trainers(placed))) - used)
     if empty:
         spans = format_gpus(empty)
-        message = f"no model lies on GPUs {spans} of the trial; number them from 0 without gaps"
+        message = f"GPUs {spans} of the trial hold no model; number GPUs from 0 without gaps"
         yield draft.problem(("actor", "gpus"), message)
 
 
 def batches(draft: Draft) -> Iterator[Problem]:
     """Every data-parallel rank gets the same number of items, and at least one."""
-    told = set()
+    reported = set()
     for role, placed in draft.placements().items():
         size = placed.allocation.sizes["dp"]
         group = int(getattr(draft.algorithm, "group_size", 1))
-        if size in told or BACKENDS[placed.allocation.backend].serves:
-            continue  # servers take requests one by one
-        told.add(size)
+        if size in reported or BACKENDS[placed.allocation.backend].serves:
+            continue  # servers handle requests one by one
+        reported.add(size)
         if draft.algorithm.batch_size * (1 if role == "actor" else group) % size:
             message = (
                 f"{draft.algorithm.batch_size} is not allowed: must be a multiple of {size}, the "
@@ -168,8 +168,8 @@ def batches(draft: Draft) -> Iterator[Problem]:
 
 
 def hosts(draft: Draft) -> Iterator[Problem]:
-    """Workers fill their hosts, and there are enough. (The local scheduler has one host and ignores
-    these settings.)"""
+    """Workers fill their hosts, and there are enough hosts. (The local scheduler ignores
+    these settings: it has one host.)"""
     cluster = draft.config.cluster
     placed = draft.placements()
     workers = placement.trainers(placed.values())
@@ -187,36 +187,39 @@ def hosts(draft: Draft) -> Iterator[Problem]:
     needed = -(-workers // per_host)
     if cluster.hosts is not None and needed > cluster.hosts:
         message = (
-            f"{cluster.hosts} is not allowed: {workers} workers of {actor} and its companions take "
-            f"{needed} hosts of {per_host}"
+            f"{cluster.hosts} is not allowed: the {workers} workers of {actor} and the other "
+            f"models need {needed} hosts with {per_host} each"
         )
         yield draft.problem(("cluster", "hosts"), message)
 
 
 def tensor_sizes(placed: dict[str, Placement]) -> list[int]:
-    return [one.allocation.sizes["tp"] for one in placed.values() if one.group == TRAINERS]
+    return [place.allocation.sizes["tp"] for place in placed.values() if place.group == TRAINERS]
 
 
 def rollout_instances(draft: Draft) -> Iterator[Problem]:
-    """One copy of a serving engine lies within a host."""
-    one = draft.placements().get(ROLLOUTS)
+    """One copy of a serving engine fits on a host."""
+    servers = draft.placements().get(ROLLOUTS)
+    if servers is None or servers.group != ROLLOUTS:
+        return
     largest = draft.config.cluster.workers_per_host or LARGEST_HOST
-    if one is not None and one.group == ROLLOUTS and one.allocation.instance_size > largest:
+    needed = servers.allocation.instance_size
+    if needed > largest:
         message = (
-            f"'{one.allocation}' is not allowed: one copy takes {one.allocation.instance_size} "
-            f"GPUs (t*p), a host has {largest}"
+            f"'{servers.allocation}' is not allowed: one copy needs {needed} GPUs (t*p), a host "
+            f"has {largest}"
         )
         yield draft.problem((ROLLOUTS, "backend"), message)
 
 
 def architectures(draft: Draft) -> Iterator[Problem]:
-    """Sizes against the architecture; a role that took layout and weights from the actor has the
-    actor's problems, which are told once."""
+    """Sizes that do not fit the architecture. A role that inherits layout and weights has the
+    actor's problems, which are reported once."""
     placed = draft.placements()
     trained = {use.role for use in draft.algorithm.roles() if use.trained}
     minibatches = int(getattr(draft.algorithm, "n_minibatches", 1))
     actor = draft.config.actor
-    for role, one in placed.items():
+    for role, place in placed.items():
         model = _model_on(draft, role)
         source = "actor" if role == ROLLOUTS else role
         same = (model.path, model.architecture) == (actor.path, actor.architecture)
@@ -225,10 +228,10 @@ def architectures(draft: Draft) -> Iterator[Problem]:
         shape = shape_of(model)
         lengths = lengths_of(draft.config, draft.algorithm, shape)
         steps = minibatches if role in trained else 0
-        for axis, message in fit.check(fit.Fit(model, one.allocation, shape, lengths, steps)):
+        for axis, message in fit.check(fit.Fit(model, place.allocation, shape, lengths, steps)):
             if role == ROLLOUTS and axis not in sizes.FIELDS:
                 continue
-            yield draft.problem(_key(draft, role, axis), _with_backend(axis, one, message))
+            yield draft.problem(_key(draft, role, axis), _with_backend(axis, place, message))
 
 
 def _model_on(draft: Draft, role: str) -> Model:
@@ -250,7 +253,7 @@ def _with_backend(axis: str, placed: Placement, message: str) -> str:
 
 
 def _key(draft: Draft, role: str, axis: str) -> KeyPath:
-    """Where the user wrote the size that does not fit."""
+    """The key where the user wrote the size that does not fit."""
     if axis == "length":
         prompts = draft.config.dataset.type == "prompt"
         return ("rollout", "max_new_tokens") if prompts else ("dataset", "max_tokens")
@@ -263,16 +266,16 @@ def _key(draft: Draft, role: str, axis: str) -> KeyPath:
 
 
 def memory(draft: Draft) -> Iterator[Problem]:
-    """What is estimated to be on the fullest GPU fits into it."""
+    """The estimate for the fullest GPU fits its memory."""
     limit = hardware.memory_bytes(draft.config.cluster)
     if limit is None or draft.config.cluster.gpus_per_worker == 0:
         return
     rank, roles, needed = standing_by_gpu(draft)
     if needed > limit:
         message = (
-            f"GPU {rank} is estimated to need {needed / GIB:.1f} GiB for {', '.join(roles)}, it "
-            f"has {limit / GIB:.1f}: split the models further, or set max_tokens_per_microbatch "
-            "lower (slurmrl plan shows what takes it)"
+            f"GPU {rank} is estimated to need {needed / GIB:.1f} GiB for {', '.join(roles)}, but "
+            f"has {limit / GIB:.1f}: split the models further, or lower max_tokens_per_microbatch "
+            "(slurmrl plan shows the parts of the estimate)"
         )
         where = ("cluster", "gpu_memory")
         yield draft.problem(where if draft.writes(*where) else ("actor", "backend"), message)
@@ -280,10 +283,10 @@ def memory(draft: Draft) -> Iterator[Problem]:
     if rollout is not None and rollout.group == ROLLOUTS:
         estimate = memories(draft).get(ROLLOUTS)
         weights = estimate.weights if estimate else 0
-        if weights >= limit:  # what is left is for keys and values; with less, requests wait
+        if weights >= limit:  # the rest holds keys and values; with less, requests wait
             message = (
-                f"'{rollout.allocation}' is not allowed: a GPU holds {weights / GIB:.1f} GiB of "
-                f"weights, it has {limit / GIB:.1f}; split them further with t"
+                f"'{rollout.allocation}' is not allowed: each GPU would hold {weights / GIB:.1f} "
+                f"GiB of weights but has {limit / GIB:.1f}; split them further with t"
             )
             yield draft.problem((ROLLOUTS, "backend"), message)
 

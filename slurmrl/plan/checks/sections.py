@@ -12,8 +12,7 @@ from slurmrl.config.schema import Config, Dataset
 from slurmrl.config.schema.optimizer import USERS
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import Problem, UsageError
-from slurmrl.graph.call import Call
-from slurmrl.graph.dataset import DATASET_KEYS
+from slurmrl.graph.call import DATASET_KEYS, Call
 from slurmrl.graph.graph import Graph
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.checks.draft import Draft
@@ -23,13 +22,13 @@ from slurmrl.registry import near, resolve
 STEP_METRICS: Final = ("tokens", "tokens_per_s")
 
 REWARDS: Final = "slurmrl.rewards:REWARDS"
-"""The table of rewards. It stands above the plan and is looked at by name, as schemas are."""
+"""The table of rewards. It is in a layer above the plan, so it is resolved by name."""
 OWN_REWARD: Final = re.compile(r"[\w.]+:\w+")
-"""A user's own class, imported where the run is: its module may need torch."""
+"""A user's own reward. It is not imported here: its module may need torch."""
 
 
 def _datasets(draft: Draft) -> Iterator[tuple[KeyPath, Dataset, Sequence[str]]]:
-    """The datasets of a trial, where they stand, and the types that they may have."""
+    """The datasets of a trial with their keys and the types that they may have."""
     config, algorithm = draft.config, draft.algorithm
     yield ("dataset",), config.dataset, algorithm.dataset_types
     if config.evaluation is not None:
@@ -39,7 +38,7 @@ def _datasets(draft: Draft) -> Iterator[tuple[KeyPath, Dataset, Sequence[str]]]:
 def dataset_types(draft: Draft) -> Iterator[Problem]:
     for where, dataset, types in _datasets(draft):
         if dataset.type not in types:
-            task = "learns from" if where == ("dataset",) else "evaluates"
+            task = "trains on" if where == ("dataset",) else "evaluates on"
             rule = f"{draft.algorithm.name} {task} {' or '.join(types)}"
             yield draft.problem((*where, "type"), f"'{dataset.type}' is not allowed: {rule}")
 
@@ -53,7 +52,7 @@ def dataset_files(draft: Draft) -> Iterator[Problem]:
 
 
 def reward(draft: Draft) -> Iterator[Problem]:
-    """Whoever makes completions has a known rule that judges them."""
+    """Completions need a reward that judges them, and its name must be known."""
     config = draft.config
     users = {draft.algorithm.name: draft.algorithm.calls(config)}
     if config.evaluation is not None:
@@ -74,7 +73,7 @@ def _makes_rewards(calls: Sequence[Call]) -> bool:
 
 
 def engine_options(draft: Draft) -> Iterator[Problem]:
-    """Settings that not every engine has."""
+    """Settings that not every engine supports."""
     for role, model in draft.models():
         allocation = draft.allocations().get(role)
         rules = ENGINES.get(allocation.backend) if allocation else None
@@ -83,13 +82,13 @@ def engine_options(draft: Draft) -> Iterator[Problem]:
         for field in ("cpu_offload", "transformer_engine"):
             inherited = not draft.writes(role, field)
             if getattr(model, field) and not getattr(rules, field) and not inherited:
-                able = ", ".join(one for one, other in ENGINES.items() if getattr(other, field))
+                able = ", ".join(name for name, other in ENGINES.items() if getattr(other, field))
                 message = f"true is not allowed with {allocation.backend}; allowed backends: {able}"
                 yield draft.problem((role, field), message)
 
 
 def optimizers(draft: Draft) -> Iterator[Problem]:
-    """Settings that the kind of optimizer does not use."""
+    """Settings that the chosen optimizer does not use."""
     trained = {use.role for use in draft.algorithm.roles() if use.trained}
     for role, model in draft.models():
         if role not in trained:
@@ -98,7 +97,8 @@ def optimizers(draft: Draft) -> Iterator[Problem]:
         for field in options.unused:
             able = ", ".join(USERS[field])
             message = (
-                f"'{options.name}' is not allowed with {field}, which it does not use: {able} do"
+                f"'{options.name}' is not allowed with {field}, which it does not use; "
+                f"allowed: {able}"
             )
             yield draft.problem((role, "optimizer", "name"), message)
 
@@ -114,18 +114,18 @@ def stop_when(draft: Draft) -> Iterator[Problem]:
     known = known_metrics(draft.config, draft.algorithm)
     own = reward is not None and ":" in reward.name
     if metric not in known and not own and not never:
-        message = f"'{text}' is not allowed: no step has '{metric}'; {near(metric, known)}"
+        message = f"'{text}' is not allowed: no step records '{metric}'; {near(metric, known)}"
         yield draft.problem(("stop_when",), message)
 
 
 def known_metrics(config: Config, algorithm: Algorithm) -> list[str]:
-    """What the lines of ``metrics.jsonl`` can hold; a reward of the user's own may add to it."""
+    """The metrics that lines of ``metrics.jsonl`` can have; a user's own reward may add more."""
     calls = algorithm.calls(config)
     found = {"step", "epoch", *STEP_METRICS, "rows_left_out", "time/total", "time/checkpoint_stall"}
     found |= {f"time/{call.name}" for call in calls} | {"time/step"}
     found |= {name for call in calls for name in call.metrics}
     if config.evaluation is not None:
-        judged = {name for one in algorithm.evaluation_calls(config) for name in one.metrics}
+        judged = {name for call in algorithm.evaluation_calls(config) for name in call.metrics}
         found |= {f"eval/{name}" for name in judged | set(STEP_METRICS)} | {"time/evaluation"}
     return sorted(found)
 
@@ -138,12 +138,12 @@ def _stops_by_evaluation(draft: Draft, text: str) -> Iterator[Problem]:
     elif evaluation is not None and not (
         evaluation.every_steps or evaluation.every_seconds or evaluation.every_epochs
     ):
-        message = f"'{text}' is not allowed: set evaluation.every_steps, or it is never looked at"
+        message = f"'{text}' is not allowed: no evaluation ever runs; set evaluation.every_steps"
         yield draft.problem(("stop_when",), message)
 
 
 def graphs(draft: Draft) -> Iterator[Problem]:
-    """The calls fit together; those of a new algorithm may not."""
+    """The calls fit together. (A new algorithm's may not.)"""
     config, algorithm = draft.config, draft.algorithm
     if config.dataset.type in algorithm.dataset_types:
         yield from _graph(draft, algorithm.calls(config), config.dataset, "algorithm")

@@ -1,4 +1,4 @@
-"""Checks of what the models start from: folders, architectures, tokenizers."""
+"""Checks of the models' sources: folders, architectures, tokenizers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.allocation import Allocation
-from slurmrl.allocation.backends import AXIS_OF
+from slurmrl.allocation.allocation import AXIS_OF
 from slurmrl.config.schema import Dataset, Model
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import Problem, UsageError
@@ -19,7 +19,7 @@ from slurmrl.plan.estimates.lengths import longest
 from slurmrl.registry import resolve
 
 LENGTH_LIMIT = "slurmrl.models.length_limit:length_limit"
-"""It is in a layer above the plan, so it is resolved by name, as schemas are."""
+"""Its layer is above the plan's, so it is resolved by name, as schemas are."""
 
 
 def weights(draft: Draft) -> Iterator[Problem]:
@@ -68,7 +68,7 @@ def _refusal(
         return None
     reader = rules.architectures if model.implementation == "builtin" else rules.hf_architectures
     if reader is None:
-        return None  # told by the check of implementations
+        return None  # reported by the check of implementations
     try:
         resolve(reader).from_hf(values, strict=strict)
     except (ValueError, TypeError) as error:
@@ -77,7 +77,7 @@ def _refusal(
 
 
 def implementations(draft: Draft) -> Iterator[Problem]:
-    """transformers' models run whole on each rank."""
+    """Models of transformers are not split: each rank runs a whole one."""
     for role, model in draft.models():
         allocation = draft.allocations().get(role)
         if model.implementation != "hf" or allocation is None:
@@ -92,17 +92,18 @@ def implementations(draft: Draft) -> Iterator[Problem]:
 def _hf_problems(model: Model, allocation: Allocation) -> Iterator[str]:
     rules = ENGINES.get(allocation.backend)
     if rules is None or rules.hf_architectures is None:
-        able = ", ".join(name for name, one in ENGINES.items() if one.hf_architectures)
+        able = ", ".join(name for name, other in ENGINES.items() if other.hf_architectures)
         yield f"{allocation.backend} runs its own models only; allowed backends: {able}"
     split = [n for n, axis in AXIS_OF.items() if n != "d" and allocation.sizes[axis] > 1]
     if split:
-        yield f"'{allocation}' splits {', '.join(split)}, and a model of transformers only d"
+        yield f"'{allocation}' uses {', '.join(split)}; models of transformers can only use d"
     if model.recompute == "selective":
-        yield "its gradient_checkpointing is off or full, not selective"
+        yield "with it, gradient_checkpointing must be off or full"
 
 
 def lengths(draft: Draft) -> Iterator[Problem]:
-    """Sequences are no longer than every model computes, and computes alike in every batch."""
+    """Sequences are not longer than any model supports, nor so long that its results would depend
+    on the rest of the batch."""
     limits = [limit for _, model in draft.models() if (limit := _length_limit(model))]
     if not limits:
         return
@@ -115,12 +116,12 @@ def lengths(draft: Draft) -> Iterator[Problem]:
         parts.append((("evaluation", "dataset"), config.evaluation.dataset, own))
     for where, dataset, new_tokens in parts:
         key = (*where, "max_prompt_tokens" if dataset.type == "prompt" else "max_tokens")
-        found = longest(dataset, new_tokens)
-        if found is None and silent:
+        tokens = longest(dataset, new_tokens)
+        if tokens is None and silent:
             yield draft.problem(key, f"is required: {min(silent).reason}")
-        elif found is not None and found > lowest.tokens:
-            reason = lowest.reason
-            yield draft.problem(key, f"sequences of up to {found} tokens are not allowed: {reason}")
+        elif tokens is not None and tokens > lowest.tokens:
+            message = f"sequences of up to {tokens} tokens are not allowed: {lowest.reason}"
+            yield draft.problem(key, message)
 
 
 def _length_limit(model: Model) -> Any | None:
@@ -128,36 +129,36 @@ def _length_limit(model: Model) -> Any | None:
     try:
         values = model_files.config_values(model)
     except UsageError:
-        return None  # told by the check of weights
+        return None  # reported by the check of weights
     limit = resolve(LENGTH_LIMIT)(values)
     builtin = model.implementation == "builtin"
     return None if limit is None or (builtin and limit.silent) else limit
 
 
 def stop_tokens(draft: Draft) -> Iterator[Problem]:
-    """Tokens that end completions can be read and are in the actor's vocabulary."""
+    """The tokens that end completions are readable and in the actor's vocabulary."""
     actor = draft.config.actor
     try:
         size = model_files.vocabulary(model_files.config_values(actor))
     except UsageError:
-        return  # told by the check of weights
+        return  # reported by the check of weights
     try:
         model_files.stop_tokens(draft.config, None)
     except UsageError as error:
         where = "path" if actor.architecture is None else "architecture"
         yield draft.problem(("actor", where), str(error))
-    for one in draft.config.rollout.stop_token_ids:
-        if size is not None and one >= size:
-            message = f"{one} is not allowed: the actor's vocabulary has the ids 0 to {size - 1}"
+    for token in draft.config.rollout.stop_token_ids:
+        if size is not None and token >= size:
+            message = f"{token} is not allowed: the actor's vocabulary has the ids 0 to {size - 1}"
             yield draft.problem(("rollout", "stop_token_ids"), message)
 
 
 def tokenizer(draft: Draft) -> Iterator[Problem]:
-    """All models read the same tokens: the actor's tokenizer is the run's."""
+    """The actor needs a tokenizer, which all models of the run share."""
     folder = draft.config.actor.tokenizer
     if folder is None:
         if not draft.writes("actor", "tokenizer") and not draft.writes("actor", "path"):
-            message = "is required: a new architecture brings no tokenizer with it"
+            message = "is required: an architecture without a path has no tokenizer"
             yield draft.problem(("actor", "tokenizer"), message)
     elif not Path(folder).is_dir() and draft.writes("actor", "tokenizer"):
         message = f"'{folder}' is not allowed: there is no such folder"

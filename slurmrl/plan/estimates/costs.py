@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from slurmrl.config.schema import Config, Model
-from slurmrl.graph.call import Call, Method
-from slurmrl.graph.roles import RoleUse
+from slurmrl.graph.call import Call, Method, RoleUse
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.estimates import hardware
 from slurmrl.plan.estimates.flops import call_flops, compute_seconds, decode_seconds

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from slurmrl.graph.call import Method
-from slurmrl.graph.roles import Head
+from slurmrl.graph.call import Head, Method
 from slurmrl.plan.estimates.hardware import Gpu
 from slurmrl.plan.estimates.lengths import Lengths
 from slurmrl.plan.estimates.shape import ModelShape

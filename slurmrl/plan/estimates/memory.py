@@ -8,7 +8,7 @@ from typing import Final
 
 from slurmrl.allocation import Allocation
 from slurmrl.config.schema import Model
-from slurmrl.graph.roles import Head
+from slurmrl.graph.call import Head
 from slurmrl.plan.estimates.lengths import Lengths
 from slurmrl.plan.estimates.shape import ModelShape
 

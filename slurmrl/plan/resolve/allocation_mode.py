@@ -1,4 +1,4 @@
-"""The deprecated ``allocation_mode``: all roles' layouts in one string, put into their fields."""
+"""The deprecated ``allocation_mode``: all roles' layouts in one string, moved to their fields."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Final
 
 from slurmrl.allocation import Components, parse_components
-from slurmrl.allocation.backends import BACKENDS
+from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.allocation.gpus import format_gpus
 from slurmrl.allocation.legacy_spellings import ROLES, HostShape, Placed, parse_legacy, spelled
 from slurmrl.config.schema import Config, Model
@@ -19,8 +19,8 @@ USUAL_GPUS_PER_HOST: Final = 8
 
 
 def apply(config: Config, source: Source) -> tuple[Config, list[Problem], list[str]]:
-    """The configuration with the roles' own fields in place of ``allocation_mode``, what is wrong
-    with it, and a note that says how to write it now."""
+    """Replace ``allocation_mode`` by the roles' own fields. Returns the configuration, the problems
+    found, and a note with the current spelling."""
     text = config.allocation_mode
     if not text.strip():
         return config, [], []
@@ -44,39 +44,40 @@ def shape_of(config: Config) -> HostShape:
 
 
 def read(text: str, shape: HostShape) -> dict[str, Placed]:
-    """The roles in a string of either kind. Raises the AllocationError of the kind that made sense
-    of more of it."""
+    """The roles in a string of either grammar. Raises the AllocationError of the grammar that read
+    further."""
     try:
         components = parse_components(text)
     except AllocationError as current:
         try:
             return parse_legacy(text, shape)
-        except AllocationError as older:
-            raise max(older, current, key=_position) from None
+        except AllocationError as legacy:
+            raise max(legacy, current, key=_position) from None
     return of_components(components)
 
 
 def of_components(components: Components) -> dict[str, Placed]:
-    """Components are named after roles; one without a name is the rollout if it cannot train, else
-    the actor. Raises AllocationError for two of a role and for no actor."""
-    found: dict[str, Placed] = {}
+    """Components are named after roles; an unnamed one is the rollout if it cannot train, else the
+    actor. Raises AllocationError for two components of one role, and if there is no actor."""
+    roles: dict[str, Placed] = {}
     start = 0
     for place in components.places:
-        apart = all(BACKENDS[one.backend].serves for one in place)
-        for one in place:
-            role = one.name or ("actor" if BACKENDS[one.backend].trains else "rollout")
+        apart = all(BACKENDS[allocation.backend].serves for allocation in place)
+        for allocation in place:
+            backend = BACKENDS[allocation.backend]
+            role = allocation.name or ("actor" if backend.trains else "rollout")
             if role not in ROLES:
                 known = ", ".join(ROLES)
-                raise AllocationError(f"'{one}': '{role}' is not a role; allowed: {known}")
-            if role in found:
-                raise AllocationError(f"'{components}': there are two layouts of the {role}")
-            said = not apart and (start > 0 or BACKENDS[one.backend].serves)
-            gpus = format_gpus(range(start, start + one.world_size)) if said else ""
-            found[role] = Placed(str(_unnamed(str(one))), gpus)
+                raise AllocationError(f"'{allocation}': '{role}' is not a role; allowed: {known}")
+            if role in roles:
+                raise AllocationError(f"'{components}' has two layouts for the {role}")
+            pinned = not apart and (start > 0 or backend.serves)
+            gpus = format_gpus(range(start, start + allocation.world_size)) if pinned else ""
+            roles[role] = Placed(_unnamed(str(allocation)), gpus)
         start += 0 if apart else place[0].world_size
-    if "actor" not in found:
-        raise AllocationError(f"'{components}': no part of it trains the actor")
-    return found
+    if "actor" not in roles:
+        raise AllocationError(f"'{components}': no component trains the actor")
+    return roles
 
 
 def _unnamed(text: str) -> str:
@@ -84,8 +85,8 @@ def _unnamed(text: str) -> str:
 
 
 def _position(error: AllocationError) -> int:
-    found = re.search(r"at character (\d+)", str(error))
-    return int(found[1]) if found else 0
+    match = re.search(r"at character (\d+)", str(error))
+    return int(match[1]) if match else 0
 
 
 def _written_twice(config: Config) -> Iterator[str]:
@@ -100,7 +101,7 @@ def _written_twice(config: Config) -> Iterator[str]:
 
 def _placed(config: Config, placed: Mapping[str, Placed]) -> Config:
     update = {}
-    for role, one in placed.items():
+    for role, layout in placed.items():
         section = getattr(config, role) or Model()
-        update[role] = section.model_copy(update={"backend": one.backend, "gpus": one.gpus})
+        update[role] = section.model_copy(update={"backend": layout.backend, "gpus": layout.gpus})
     return config.model_copy(update=update)

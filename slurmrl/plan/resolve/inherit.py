@@ -1,5 +1,5 @@
-"""What the critic and the reference take from the actor where they do not say it themselves, and
-each role's layout in one spelling."""
+"""Settings that the critic and the reference inherit from the actor, and each role's layout in one
+spelling."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ INHERITED: Final = (
 
 
 def complete(config: Config, algorithm: Algorithm, source: Source) -> tuple[Config, list[Problem]]:
-    """The configuration with a whole section for every role that the algorithm uses, and with
-    layouts written as strings; and what the two spellings of a layout disagree about."""
+    """The configuration with a complete section for every role that the algorithm uses and every
+    layout as a string, and the problems where the two spellings of a layout disagree."""
     problems: list[Problem] = []
     actor = config.actor.model_copy(
         update={
@@ -37,12 +37,17 @@ def complete(config: Config, algorithm: Algorithm, source: Source) -> tuple[Conf
     roles["actor"] = actor
     for role, model in roles.items():
         inherits = role != "actor" and model.model is actor.model
-        merged, found = _merged(config, model)
+        merged, conflicts = _merged(config, model)
         roles[role] = merged
         if not inherits:
-            problems += [source.problem((role, "model", one.field), one.message) for one in found]
-    rollout, found = _rollout(config)
-    problems += [source.problem(("rollout", one.field), one.message) for one in found]
+            problems += [
+                source.problem((role, "model", conflict.field), conflict.message)
+                for conflict in conflicts
+            ]
+    rollout, conflicts = _rollout(config)
+    problems += [
+        source.problem(("rollout", conflict.field), conflict.message) for conflict in conflicts
+    ]
     return config.model_copy(update={**roles, "rollout": rollout}), problems
 
 
@@ -63,7 +68,7 @@ def _from_actor(model: Model | None, actor: Model) -> Model:
 
 
 def _layout_from_actor(model: Model, actor: Model) -> dict[str, Any]:
-    """The whole layout, or only the engine for sizes that the role says itself."""
+    """The whole layout, or only the engine if the role has sizes of its own."""
     if model.backend:
         return {}
     if sizes.given(model):
@@ -79,17 +84,17 @@ def _merged(config: Config, model: Model) -> tuple[Model, list[sizes.Disagreemen
     shape = shape_of(config)
     gpus = shape.hosts * shape.gpus_per_host if config.cluster.hosts else None
     backend, found = sizes.merge(model.backend, sizes.given(model), gpus)
-    told = [sizes.Disagreement(sizes.FIELDS[axis], message) for axis, message in found]
-    return model.model_copy(update={"backend": backend}), told
+    conflicts = [sizes.Disagreement(sizes.FIELDS[axis], message) for axis, message in found]
+    return model.model_copy(update={"backend": backend}), conflicts
 
 
 def _rollout(config: Config) -> tuple[Any, list[sizes.Disagreement]]:
     rollout = config.rollout
-    said = sizes.given_rollout(rollout)
-    if said and not rollout.backend:
-        field = sizes.ROLLOUT_FIELDS[next(iter(said))]
-        message = "is not allowed without rollout.backend, the engine that it is for"
-        return rollout, [sizes.Disagreement(field, f"{next(iter(said.values()))} {message}")]
-    backend, found = sizes.merge(rollout.backend, said, None)
-    told = [sizes.Disagreement(sizes.ROLLOUT_FIELDS[axis], message) for axis, message in found]
-    return rollout.model_copy(update={"backend": backend}), told
+    given = sizes.given_rollout(rollout)
+    if given and not rollout.backend:
+        axis, size = next(iter(given.items()))
+        message = f"{size} is not allowed without rollout.backend, the engine that it applies to"
+        return rollout, [sizes.Disagreement(sizes.ROLLOUT_FIELDS[axis], message)]
+    backend, found = sizes.merge(rollout.backend, given, None)
+    conflicts = [sizes.Disagreement(sizes.ROLLOUT_FIELDS[axis], message) for axis, message in found]
+    return rollout.model_copy(update={"backend": backend}), conflicts

@@ -1,4 +1,4 @@
-"""Layouts in the words of Megatron and RLinf, brought together with the backend's string."""
+"""Layouts in the terms of Megatron and RLinf, merged with the backend's string."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Final, NamedTuple
 
 from slurmrl.allocation import AXES, Allocation, ExpertSizes, parse
-from slurmrl.allocation.backends import BACKENDS
+from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Model, ParallelSizes, Rollout
 from slurmrl.errors import AllocationError
 
@@ -21,14 +21,14 @@ ROLLOUT_FIELDS: Final = {"tp": "tensor_parallel_size", "pp": "pipeline_parallel_
 
 
 class Disagreement(NamedTuple):
-    """Something wrong with one field, told with its name."""
+    """A problem with one field."""
 
     field: str
     message: str
 
 
 def given(model: Model) -> dict[str, int]:
-    """Sizes by axis that the section ``model`` of a role says."""
+    """Sizes by axis that the section ``model`` of a role sets."""
     sizes = model.model or ParallelSizes()
     return _given(sizes, FIELDS)
 
@@ -38,8 +38,8 @@ def given_rollout(rollout: Rollout) -> dict[str, int]:
 
 
 def _given(section: ParallelSizes | Rollout, fields: dict[str, str]) -> dict[str, int]:
-    found = {axis: getattr(section, field) for axis, field in fields.items()}
-    return {axis: size for axis, size in found.items() if size is not None}
+    values = {axis: getattr(section, field) for axis, field in fields.items()}
+    return {axis: size for axis, size in values.items() if size is not None}
 
 
 def is_engine_only(backend: str) -> bool:
@@ -49,10 +49,11 @@ def is_engine_only(backend: str) -> bool:
 def merge(
     backend: str, sizes: dict[str, int], gpus: int | None
 ) -> tuple[str, list[tuple[str, str]]]:
-    """The whole string of a backend and the sizes beside it, and what does not agree as pairs of
+    """The complete string for a backend and separate sizes, and their disagreements as pairs of
     axis and message.
 
-    An engine's name alone takes the sizes, and data parallelism takes what is left of ``gpus``.
+    If ``backend`` is only an engine's name, the layout comes from ``sizes``, and data parallelism
+    fills the rest of ``gpus``.
     """
     if not sizes:
         return backend, []
@@ -60,12 +61,12 @@ def merge(
         try:
             return str(_allocation(backend.strip(), sizes, gpus)), []
         except AllocationError as error:
-            axis = next((one for one in ("etp", "ep", "cp", "pp", "tp") if one in sizes), "tp")
+            axis = next((name for name in ("etp", "ep", "cp", "pp", "tp") if name in sizes), "tp")
             return f"{backend.strip()}:d1", [(axis, str(error))]
     try:
         allocation = parse(backend)
     except AllocationError:
-        return backend, []  # told where strings are checked
+        return backend, []  # reported where strings are checked
     return backend, list(_differences(allocation, sizes))
 
 
@@ -75,7 +76,7 @@ def _allocation(backend: str, sizes: dict[str, int], gpus: int | None) -> Alloca
     if gpus is not None:
         if gpus % copy:
             raise AllocationError(
-                f"one copy of the model takes {copy} GPUs (tensor * pipeline * context), which "
+                f"one copy of the model needs {copy} GPUs (tensor * pipeline * context), which "
                 f"does not divide the {gpus} GPUs of cluster.hosts * cluster.workers_per_host"
             )
         full["dp"] = gpus // copy
@@ -85,7 +86,7 @@ def _allocation(backend: str, sizes: dict[str, int], gpus: int | None) -> Alloca
         tp = sizes.get("etp", full["tp"])
         if stage % (tp * full["ep"]):
             raise AllocationError(
-                f"experts take {tp * full['ep']} ranks (expert tensor * expert), which does not "
+                f"experts need {tp * full['ep']} ranks (expert tensor * expert), which does not "
                 f"divide the {stage} ranks of a pipeline stage"
             )
         experts = ExpertSizes(stage // (tp * full["ep"]), tp, full["ep"])
@@ -93,12 +94,12 @@ def _allocation(backend: str, sizes: dict[str, int], gpus: int | None) -> Alloca
 
 
 def _differences(allocation: Allocation, sizes: dict[str, int]) -> Iterator[tuple[str, str]]:
-    meant = {**allocation.sizes, "etp": allocation.etp}
+    stated = {**allocation.sizes, "etp": allocation.etp}
     letters = {"tp": "t", "pp": "p", "cp": "c", "ep": "e", "etp": "t of ffn"}
     for axis, size in sizes.items():
-        if meant[axis] != size:
+        if stated[axis] != size:
             yield (
                 axis,
                 f"{size} is not allowed: backend '{allocation}' says {letters[axis]} = "
-                f"{meant[axis]}; both must agree",
+                f"{stated[axis]}; both must agree",
             )

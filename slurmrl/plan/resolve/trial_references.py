@@ -21,8 +21,8 @@ _EXPORT: Final = re.compile(r"step-(\d+)")
 def resolve(
     config: Config, root: Path, source: Source, *, planning: bool = False
 ) -> tuple[Config, list[Problem]]:
-    """Put the folders of exports in place of all references; those without one are problems and
-    become null. For ``planning``, the architecture that such a trial will export stands in."""
+    """Replace all references by the folders of exports. A reference without an export is a problem
+    and becomes null; when ``planning``, the architecture that its trial will export replaces it."""
     problems: list[Problem] = []
     update = {}
     for role in ROLES:
@@ -46,8 +46,8 @@ def resolve(
 
 
 def newest_export(text: str, root: Path, configs: Path) -> Path:
-    """The folder behind ``trial:EXPERIMENT/TRIAL``. Raises UsageError that says which
-    configuration to submit first; ``configs`` is where to look for it."""
+    """The folder of the newest export of ``trial:EXPERIMENT/TRIAL``. Raises UsageError with the
+    configuration to submit first, which is searched for in ``configs``."""
     experiment, _, trial = text.removeprefix(TRIAL_PREFIX).partition("/")
     if not all(NAME_PATTERN.fullmatch(name) and ".." not in name for name in (experiment, trial)):
         raise UsageError(f"'{text}' is not allowed: expected {TRIAL_PREFIX}EXPERIMENT/TRIAL")
@@ -65,8 +65,8 @@ def newest_export(text: str, root: Path, configs: Path) -> Path:
 
 
 def promised(text: str, root: Path, configs: Path) -> dict[str, Any] | None:
-    """The architecture behind a reference whose trial has no export yet: that of its run directory
-    or of the configuration next to this one; None where neither says it."""
+    """The architecture of a referenced trial that has no export yet, from its run directory or from
+    the configuration next to this one; None if neither states it."""
     experiment, _, trial = text.removeprefix(TRIAL_PREFIX).partition("/")
     files = [_find(experiment, configs)]
     if NAME_PATTERN.fullmatch(experiment) and NAME_PATTERN.fullmatch(trial):
@@ -81,7 +81,7 @@ def promised(text: str, root: Path, configs: Path) -> dict[str, Any] | None:
 
 
 def _config_of(experiment: str, folder: Path) -> str:
-    """The file next to this one that names the experiment, for the hint."""
+    """The configuration file of the experiment, for the hint."""
     path = _find(experiment, folder)
     return f"<the configuration of experiment {experiment}>" if path is None else str(path)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from slurmrl.allocation import parse
-from slurmrl.graph.roles import Head
+from slurmrl.graph.call import Head
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.estimates.memory import parameters
 from slurmrl.plan.estimates.shape import shape_of

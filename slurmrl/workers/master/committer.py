@@ -16,8 +16,8 @@ from typing import Any
 
 from slurmrl import log
 from slurmrl.backoff import retry
+from slurmrl.checkpoint.inventory import kept_by
 from slurmrl.checkpoint.manifest import write_manifest
-from slurmrl.checkpoint.retention import kept_by
 from slurmrl.config.schema.frequency import Checkpoint
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.atomic import make_private_directory

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from slurmrl.algorithms.ppo.loss import policy_loss, value_loss
-from slurmrl.algorithms.sft.loss import cross_entropy
+from slurmrl.algorithms.sft.interface import cross_entropy
 
 MASK = torch.tensor([False, True, True, True, True, False])
 

@@ -30,10 +30,10 @@ def test_bars_bind_tighter_than_pluses(
 @pytest.mark.parametrize(
     ("text", "position", "rule"),
     [
-        ("sglang:d4+fsdp:d4+fsdp[x]:d1", 1, "each needs a [name]"),
+        ("sglang:d4+fsdp:d4+fsdp[x]:d1", 1, "components each need a [name]"),
         ("sglang[r]:d4+fsdp[r]:d4", 14, "two components are named 'r'"),
         ("sglang:d4|fsdp:d4", 11, "needs a [name]"),
-        ("sglang:d4|fsdp[a]:d2", 11, "takes 2 ranks"),
+        ("sglang:d4|fsdp[a]:d2", 11, "needs 2 ranks"),
         ("fsdp:d2+", 9, "expected a backend"),
         ("fsdp:d2||fsdp:d2", 9, "expected a backend"),
         ("+fsdp:d2", 1, "expected a backend"),
@@ -68,7 +68,7 @@ def test_lists_of_gpus(text: str, numbers: tuple[int, ...]) -> None:
     ("text", "position", "rule"),
     [
         ("", 1, "expected the number"),
-        ("3-1", 1, "runs backwards"),
+        ("3-1", 1, "is descending"),
         ("0-3,3", 5, "comes after 3"),
         ("0,", 3, "expected the number"),
         ("0;1", 2, "expected ','"),

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from slurmrl.allocation import Allocation, ExpertSizes, parse
-from slurmrl.allocation.backends import AXIS_OF, BACKENDS
+from slurmrl.allocation.allocation import AXIS_OF, BACKENDS
 from slurmrl.errors import AllocationError
 from slurmrl.plan.build import AXIS_ORDER, expert_sizes
 from slurmrl.plan.model import ModelPlan
@@ -59,14 +59,14 @@ def test_a_string_means_an_engine_and_its_axes(
         ("fsdp:d-1", 7, "needs a whole number from 1"),
         ("fsdp:d1.5", 8, "expected a dimension"),
         ("fsdp:d99999999", 7, "needs a whole number from 1 to 1000000"),
-        ("fsdp:d4d2", 8, "dimension 'd' is there twice"),
+        ("fsdp:d4d2", 8, "dimension 'd' is repeated"),
         ("fsdp:D4", 6, "expected a dimension"),
         ("fsdp:d2x4", 8, "expected a dimension"),
         ("fsdp:d2p2", 8, "fsdp has no dimension 'p'; allowed: d, t, c"),
         ("sglang:d4c2", 10, "sglang has no dimension 'c'"),
         ("vllm: d4 e2", 10, "vllm has no dimension 'e'"),
-        ("fsdp:d2+fsdp:d2", 8, "expected one allocation"),
-        ("fsdp:d2|fsdp:d2", 8, "expected one allocation"),
+        ("fsdp:d2+fsdp:d2", 8, "expected a single allocation"),
+        ("fsdp:d2|fsdp:d2", 8, "expected a single allocation"),
         ("fsdp[]:d2", 6, "expected a name"),
         ("fsdp[a-b]:d2", 7, "expected ']'"),
         ("fsdp[a:d2", 7, "expected ']'"),

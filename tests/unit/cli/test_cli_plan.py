@@ -175,7 +175,7 @@ def test_the_graph_of_an_evaluation_needs_one(
     code, out, err = run(capsys, "graph", config, "--evaluation", data, "reward.name=exact_match")
     assert code == 0
     assert "reward_inf" in out
-    assert "warning: key 'logprobs' of call 'actor_gen' is read by nobody" in err
+    assert "warning: key 'logprobs' of call 'actor_gen' is never read" in err
     assert "rewards" not in err
 
 
@@ -188,7 +188,7 @@ def test_what_the_cluster_cannot_give_is_refused_before_it_is_submitted(
     assert run(capsys, *arguments)[0] == 0
     code, _, err = run(capsys, *arguments, "actor.backend=fsdp:d2")
     assert code == 2
-    assert "the trainer group takes 1 hosts with 2 GPUs, the cluster has 0" in err
+    assert "the trainer group needs 1 hosts with 2 GPUs, the cluster has 0" in err
     code, out, _ = run(capsys, "plan", *arguments[1:2], "actor.backend=fsdp:d2", *arguments[3:])
     assert code == 0
     assert "takes 1 hosts with 2 GPUs" in out

@@ -7,7 +7,7 @@ import pytest
 
 from slurmrl.errors import UsageError
 from slurmrl.graph.call import Call, Method
-from slurmrl.graph.graph import Graph
+from slurmrl.graph.graph import Graph, unread
 
 
 def call(name: str, inputs: str = "", outputs: str = "") -> Call:
@@ -27,7 +27,7 @@ PPO = (
 
 
 def names(calls: tuple[Call, ...]) -> list[str]:
-    return [one.name for one in calls]
+    return [call.name for call in calls]
 
 
 def test_edges_follow_from_keys() -> None:
@@ -76,7 +76,7 @@ def test_random_graphs_sort_after_their_parents() -> None:
         ([call("a", "", "data")], ["key 'data' has 2 producers: the dataset, call 'a'"]),
         (
             [call("a", "dta", "x")],
-            ["call 'a' reads key 'dta', which nobody produces; did you mean 'data'?"],
+            ["call 'a' reads key 'dta', which nothing produces; did you mean 'data'?"],
         ),
         ([call("a", "x", "x")], ["the calls form a cycle: a -> a"]),
         (
@@ -98,3 +98,23 @@ def test_what_does_not_fit_is_told_with_names_all_at_once(
     assert len(lines) == len(messages)
     for line, message in zip(lines, messages, strict=True):
         assert message in line
+
+
+GENERATE = Call("gen", "actor", Method.GENERATE, "m:C", ("prompt_ids",), ("ids", "extra"))
+JUDGE = Call("judge", None, Method.INFERENCE, "m:C", ("ids",), ("rewards",))
+TRAIN = Call("train", "actor", Method.TRAIN_STEP, "m:C", ("ids", "rewards"))
+
+
+def test_unread_keys_are_reported_with_their_makers() -> None:
+    assert unread((GENERATE, JUDGE, TRAIN), "prompt") == ["'extra' of call 'gen' is never read"]
+    assert unread((GENERATE, JUDGE), "prompt") == [
+        "'extra' of call 'gen' is never read",
+        "'rewards' of call 'judge' is never read",
+    ]
+    assert unread((TRAIN,), "prompt") == ["'prompt_ids' of the dataset is never read"]
+
+
+def test_results_of_an_evaluation_need_not_be_read() -> None:
+    assert unread((GENERATE, JUDGE), "prompt", evaluation=True) == [
+        "'extra' of call 'gen' is never read"
+    ]

@@ -38,7 +38,7 @@ def test_the_native_engine_splits_d_t_and_c(backend: str, layout: str) -> None:
     [
         ("archon:d2p2", r"does not split 'p' \(megatron does\); allowed: d, t, c"),
         ("archon:d2e2", r"does not split 'e' \(megatron does\); allowed: d, t, c"),
-        ("fsdp:(attn:d2|ffn:t2)", "experts lie as the rest of the model"),
+        ("fsdp:(attn:d2|ffn:t2)", "experts have the layout of the rest"),
     ],
 )
 def test_what_it_does_not_split_is_refused(text: str, message: str) -> None:

@@ -164,7 +164,7 @@ def test_sinfo_is_read() -> None:
     ("overrides", "lacking"),
     [
         (("actor.backend=fsdp:d16",), []),
-        (("actor.backend=fsdp:d32", "algorithm.n_minibatches=1"), ["takes 4 hosts with 8 GPUs"]),
+        (("actor.backend=fsdp:d32", "algorithm.n_minibatches=1"), ["needs 4 hosts with 8 GPUs"]),
         (("actor.backend=fsdp:d32", "algorithm.n_minibatches=1",
           "cluster.gpus_per_worker=0"), []),
         (("rollout.backend=sglang:d99t8",), []),

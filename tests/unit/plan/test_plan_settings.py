@@ -11,8 +11,7 @@ import pytest
 from slurmrl.config.load import dump
 from slurmrl.config.schema import Config, Section
 from slurmrl.errors import ConfigError, Problem
-from slurmrl.graph.call import Call, Method
-from slurmrl.graph.roles import RoleUse
+from slurmrl.graph.call import Call, Method, RoleUse
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.algorithms import ALGORITHMS
 from slurmrl.plan.settings import Settings, load_run_settings
@@ -101,7 +100,7 @@ def test_a_run_directory_gives_the_same_settings(load_ppo: Load, folder: Path) -
         (["actor.backend=fsdp:x2"], "actor.backend", "at character 6"),
         (["actor.backend=megatron:d2"], "actor.backend", "generates, which megatron does not"),
         (["actor.optimizer.name=sgdm"], "actor.optimizer.name", "sgdm"),
-        (["critic.backend=fsdp:d4"], "critic.backend", "all models lie like the actor"),
+        (["critic.backend=fsdp:d4"], "critic.backend", "all models have the actor's layout"),
         (["rollout.backend=sglang:d2"], "rollout.backend", "leave it empty"),
         (["cluster.workers_per_host=3"], "cluster.workers_per_host", "must divide 2"),
         (["actor.path=/no/where"], "actor.path", "there is no such folder"),
@@ -114,17 +113,21 @@ def test_a_run_directory_gives_the_same_settings(load_ppo: Load, folder: Path) -
         (["dataset.path=/no/where"], "dataset.path", "there is no such file"),
         (["dataset.path=/"], "dataset.path", "it is a folder"),
         (["evaluation.dataset.path=/no"], "evaluation.dataset.path", "there is no such file"),
-        (["dataset.type=prompt_answer"], "dataset.type", "ppo learns from prompt"),
+        (["dataset.type=prompt_answer"], "dataset.type", "ppo trains on prompt"),
         (
             ["evaluation.dataset.type=prompt_answer"],
             "evaluation.dataset.type",
-            "ppo evaluates prompt",
+            "ppo evaluates on prompt",
         ),
         (["evaluation.samples=1"], "evaluation.samples", "must be at least 2"),
         (["reward="], "reward", "it judges the completions of ppo and evaluation"),
         (["reward.name=exactmatch"], "reward.name", "did you mean 'exact_match'?"),
-        (["stop_when=rewrad >= 1"], "stop_when", "no step has 'rewrad'; did you mean 'reward'?"),
-        (["stop_when=eval/kl >= 1"], "stop_when", "no step has 'eval/kl'"),
+        (
+            ["stop_when=rewrad >= 1"],
+            "stop_when",
+            "no step records 'rewrad'; did you mean 'reward'?",
+        ),
+        (["stop_when=eval/kl >= 1"], "stop_when", "no step records 'eval/kl'"),
         (["evaluation=", "stop_when=eval/reward >= 1"], "stop_when", "needs an evaluation"),
         (
             ["evaluation.every_steps=", "stop_when=eval/reward >= 1"],
@@ -238,7 +241,7 @@ def test_a_graph_that_does_not_fit_is_a_problem_of_the_algorithm(
     monkeypatch.setitem(sys.modules, __name__, sys.modules[Broken.__module__])
     [problem] = problems(load_ppo, "algorithm={name: broken}")
     assert problem.key == "algorithm"
-    assert "reads key 'rewords', which nobody produces" in problem.message
+    assert "reads key 'rewords', which nothing produces" in problem.message
 
 
 def test_loading_settings_imports_no_torch(folder: Path) -> None:

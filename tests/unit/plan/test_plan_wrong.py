@@ -34,13 +34,13 @@ BACKEND = "actor.backend"
 KINDS = {
     "no such backend": wrong(BACKEND, "did you mean 'megatron'", "actor.backend=megatrom:d2"),
     "no backend": wrong(BACKEND, "unknown backend 'd4t2'", "actor.backend=d4t2"),
-    "repeated dimension": wrong(BACKEND, "'d' is there twice", "actor.backend=fsdp:d2d4"),
+    "repeated dimension": wrong(BACKEND, "'d' is repeated", "actor.backend=fsdp:d2d4"),
     "dimension of another": wrong(BACKEND, "fsdp has no dimension 'p'", "actor.backend=fsdp:d2p2"),
     "open parenthesis": wrong(BACKEND, "expected ')'", f"{MEGATRON}(attn:d4|ffn:d4"),
     "halves of two sizes": wrong(BACKEND, "the same number", f"{MEGATRON}(attn:d4|ffn:d2)"),
     "e does not divide": wrong(BACKEND, "e3 does not divide", f"{MEGATRON}d4e3"),
     "engine alone": wrong(BACKEND, "expected ':'", "actor.backend=megatron"),
-    "components": wrong(BACKEND, "expected one allocation", "actor.backend=fsdp:d2+fsdp:d2"),
+    "components": wrong(BACKEND, "expected a single allocation", "actor.backend=fsdp:d2+fsdp:d2"),
     "older spelling": wrong(BACKEND, "unknown backend 'd2m2p2'", "actor.backend=d2m2p2"),
     "actor cannot train": wrong(BACKEND, "sglang only generates", "actor.backend=sglang:d2"),
     "critic's string": wrong("critic.backend", "at character 6", "critic.backend=fsdp:x2"),
@@ -135,13 +135,13 @@ KINDS = {
     ),
     "setting of another optimizer": wrong(
         "actor.optimizer.name",
-        "'sgd' is not allowed with betas, which it does not use: adamw, adam, adamax, nadam, radam",
+        "'sgd' is not allowed with betas, which it does not use; allowed: adamw, adam, adamax",
         "actor.optimizer.name=sgd",
         "actor.optimizer.betas=[0.8,0.9]",
     ),
     "setting of no default optimizer": wrong(
         "actor.optimizer.name",
-        "'adamw' is not allowed with momentum, which it does not use: rmsprop, sgd do",
+        "'adamw' is not allowed with momentum, which it does not use; allowed: rmsprop, sgd",
         "actor.optimizer.momentum=0.9",
     ),
     "warning at the start": wrong(
@@ -219,17 +219,18 @@ KINDS = {
         "did you mean actor.model.tensor_model_parallel_size",
         "actor.tensor_model_parallel_size=2",
     ),
-    "list of GPUs": wrong("actor.gpus", "runs backwards", "actor.gpus=3-1"),
-    "too few GPUs": wrong("critic.gpus", "it has 4 GPUs, 'fsdp:d2' takes 2", "critic.gpus=0-3"),
+    "list of GPUs": wrong("actor.gpus", "is descending", "actor.gpus=3-1"),
+    "too few GPUs": wrong("critic.gpus", "it lists 4 GPUs, 'fsdp:d2' needs 2", "critic.gpus=0-3"),
     "gap between GPUs": wrong(
-        "actor.gpus", "no model lies on GPUs 2-3", "critic.gpus=4-5", "critic.backend=fsdp:d2"
+        "actor.gpus", "GPUs 2-3 of the trial hold no model",
+        "critic.gpus=4-5", "critic.backend=fsdp:d2",
     ),
     "GPUs without an engine": wrong("rollout.gpus", "without rollout.backend", "rollout.gpus=0-1"),
     "hosts that are not full": wrong(
         "cluster.workers_per_host", "must divide 2", "cluster.workers_per_host=3"
     ),
     "too few hosts": wrong(
-        "cluster.hosts", "take 2 hosts of 8", "cluster.hosts=1", "actor.backend=fsdp:d16"
+        "cluster.hosts", "need 2 hosts with 8 each", "cluster.hosts=1", "actor.backend=fsdp:d16"
     ),
     "memory": wrong(
         "cluster.gpu_memory",
@@ -251,7 +252,7 @@ KINDS = {
         architecture={**LARGE, "hidden_size": 8192, "intermediate_size": 32768},
     ),
     "transformers' model split": wrong(
-        "actor.implementation", "'fsdp:t2' splits t", "actor.implementation=hf",
+        "actor.implementation", "'fsdp:t2' uses t", "actor.implementation=hf",
         "actor.backend=fsdp:t2",
     ),
     "transformers' model on another engine": wrong(
@@ -274,17 +275,19 @@ KINDS = {
         "actor.dtype=float16",
     ),
     "half of a layer of transformers": wrong(
-        "actor.implementation", "off or full, not selective",
+        "actor.implementation", "must be off or full",
         "actor.implementation=hf", "actor.gradient_checkpointing=selective",
     ),
     "older mode beside a backend": wrong(
         "allocation_mode", "is not allowed beside actor.backend", "allocation_mode=d2m1p1"
     ),
     "older mode": wrong(
-        "allocation_mode", "there is no search", 'actor.backend=""', "allocation_mode=search"
+        "allocation_mode", "searching for a layout is not supported",
+        'actor.backend=""', "allocation_mode=search"
     ),
     "older mode without an actor": wrong(
-        "allocation_mode", "no part of it trains", 'actor.backend=""', "allocation_mode=sglang.d2"
+        "allocation_mode", "nothing in it trains the actor",
+        'actor.backend=""', "allocation_mode=sglang.d2"
     ),
     "component of no role": wrong(
         "allocation_mode",
@@ -293,7 +296,7 @@ KINDS = {
         "allocation_mode=fsdp[actor]:d2|fsdp[teacher]:d2",
     ),
     "two actors": wrong(
-        "allocation_mode", "two layouts of the actor", 'actor.backend=""',
+        "allocation_mode", "two layouts for the actor", 'actor.backend=""',
         "allocation_mode=fsdp:d2+fsdp:d2",
     ),
 }  # fmt: skip

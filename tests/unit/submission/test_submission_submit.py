@@ -25,7 +25,7 @@ from slurmrl.plan.model import Plan
 from slurmrl.scheduler.base import JobState
 from slurmrl.scheduler.processes import ProcessId
 from slurmrl.submission import claims, live
-from slurmrl.submission.cancel import cancel
+from slurmrl.submission.live import cancel
 from slurmrl.submission.submit import Submitted, propose, propose_resume, submit
 from tests.fake_runs import FakeScheduler, task, write_config
 

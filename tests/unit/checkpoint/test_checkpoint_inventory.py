@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from slurmrl.checkpoint.retention import kept_by
+from slurmrl.checkpoint.inventory import kept_by
 from slurmrl.history.state import Commit
 
 
