@@ -156,12 +156,17 @@ class CheckpointError(SlurmrlError, RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """A committed checkpoint was changed after it was written. ``args``: the message and the name
-    of its directory in ``checkpoints/``."""
+    """A committed checkpoint was changed after it was written. ``args``: the message, the name of
+    its directory in ``checkpoints/``, and `may_pass`."""
 
     @property
     def directory(self) -> str:
         return str(self.args[1]) if len(self.args) > 1 else ""
+
+    @property
+    def may_pass(self) -> bool:
+        """Whether a stale cache or a server that answers with I/O errors could look the same."""
+        return bool(self.args[2]) if len(self.args) > 2 else False
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""

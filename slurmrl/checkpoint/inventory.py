@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from slurmrl.checkpoint.manifest import read_manifest, verify
 from slurmrl.config.load import load_resolved
-from slurmrl.errors import CheckpointError
+from slurmrl.errors import CheckpointError, EnvironmentFailure
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind, Record
 from slurmrl.history.state import Commit, fold
@@ -32,13 +32,15 @@ class StoredCommit:
     exported: bool
     """The run has exported its model."""
     problem: str | None
-    """Damage of its files, if any."""
+    """Damage of its files, or why they cannot be read."""
     set_aside: bool = False
+    unreadable: bool = False
+    """The directory does not answer, so that it is unknown whether it is damaged."""
 
 
 def inventory(paths: RunPaths, *, checksums: bool) -> list[StoredCommit]:
-    """All checkpoints by step; sizes are always checked. One that the run deletes meanwhile is
-    omitted. Raises EnvironmentFailure."""
+    """Return all checkpoints by step; sizes are always checked. One that the run deletes meanwhile
+    is omitted. Raises EnvironmentFailure if the history cannot be read."""
     records = History(paths.history).read()
     state = fold(records)
     times = {r.data["directory"]: r.time for r in records if r.kind is Kind.COMMIT}
@@ -61,12 +63,12 @@ def _look(
     checksums: bool,
 ) -> StoredCommit:
     directory = paths.checkpoints / commit.directory
-    problem, sizes = None, []
+    problem, unreadable, sizes = None, False, []
     try:
         sizes = [file.size for file in read_manifest(directory).files]
         verify(directory, checksums=checksums)
-    except CheckpointError as error:
-        problem = str(error)
+    except (CheckpointError, EnvironmentFailure) as error:
+        problem, unreadable = str(error), isinstance(error, EnvironmentFailure)
     return StoredCommit(
         commit.step,
         commit.incarnation,
@@ -77,6 +79,7 @@ def _look(
         reasons[commit.directory],
         commit.step in exported,
         problem,
+        unreadable=unreadable,
     )
 
 

@@ -9,11 +9,14 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+from slurmrl import log
+from slurmrl.backoff import HIDDEN_PAUSES_S, attempts
 from slurmrl.checkpoint.shards import RoleCheckpoint, file_name
 from slurmrl.checkpoint.tensors import SavedFile, checksum
 from slurmrl.errors import (
@@ -23,6 +26,7 @@ from slurmrl.errors import (
     EnvironmentFailure,
 )
 from slurmrl.fsio import atomic, documents
+from slurmrl.fsio.atomic import is_absent, known_names
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import NO_FILE, cause, explain
 from slurmrl.fsio.shapes import FILE_NAME, INTEGER, SIZE, TEXT, Fields, list_of, table, wrong
@@ -30,10 +34,17 @@ from slurmrl.fsio.shapes import FILE_NAME, INTEGER, SIZE, TEXT, Fields, list_of,
 MANIFEST = "manifest.json"
 STATE = "state.json"
 VERSION = 1
-UNREADABLE = (errno.EIO, *NO_FILE)
-"""Errors of a file itself. Others (ESTALE, EACCES, …) tell nothing about what was written."""
+logger = log.get(__name__)
+T = TypeVar("T")
+
 _FILE: Fields = {"name": FILE_NAME, "size": SIZE, "checksum": TEXT}
 _FIELDS: Fields = {"version": INTEGER, "step": INTEGER, "files": list_of(table(_FILE, _FILE))}
+
+
+class _Problem(NamedTuple):
+    text: str
+    may_pass: bool = False
+    """A stale cache or a server that answers with I/O errors can look the same."""
 
 
 @dataclass(frozen=True)
@@ -67,8 +78,8 @@ def write_manifest(
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Raises DamagedCheckpointError where it is missing or not whole, CheckpointError where another
-    version of this program wrote it."""
+    """Raises DamagedCheckpointError if it is missing or incomplete, CheckpointError if another
+    version of slurmrl wrote it, EnvironmentFailure if it cannot be read."""
     path = directory / MANIFEST
     values = _read(path, {"version": INTEGER})
     if values["version"] != VERSION:
@@ -82,14 +93,18 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def read_state(directory: Path) -> dict[str, Any]:
-    """The state that ``write_manifest`` was given. Raises DamagedCheckpointError."""
+    """Return the state that ``write_manifest`` was given. Raises DamagedCheckpointError,
+    EnvironmentFailure."""
     return _read(directory / STATE, {})
 
 
 def verify(directory: Path, *, checksums: bool = True) -> Manifest:
-    """Check every file's size and, unless told not to, its checksum (that of the state always).
+    """Check the sizes of all files and, unless ``checksums`` is false, their checksums (that of the
+    state always).
 
-    Raises DamagedCheckpointError with everything that is wrong.
+    Raises DamagedCheckpointError with everything that is wrong, EnvironmentFailure for files that
+    cannot be read: only what is readable and wrong, or missing from a directory that can be listed,
+    is damage.
     """
     manifest = read_manifest(directory)
     _check(directory, manifest.files, checksums)
@@ -97,11 +112,25 @@ def verify(directory: Path, *, checksums: bool = True) -> Manifest:
 
 
 def verify_share(directory: Path, rank: int, ranks: int) -> None:
-    """Check one of ``ranks`` equal shares of the files: together the ranks read each file once.
-
-    Raises DamagedCheckpointError.
-    """
+    """`verify` one of ``ranks`` equal shares of the files: together the ranks read each file
+    once."""
     _check(directory, read_manifest(directory).files[rank::ranks], True)
+
+
+def until_certain(check: Callable[[], T], sleep: Callable[[float], None] = time.sleep) -> T:
+    """Run a check of a checkpoint. Repeat it for about a minute while it finds damage that may
+    pass: a good checkpoint must not be given up.
+
+    Raises as ``check``.
+    """
+    for last in attempts(HIDDEN_PAUSES_S, sleep):
+        try:
+            return check()
+        except DamagedCheckpointError as error:
+            if last or not error.may_pass:
+                raise
+            logger.warning("%s; will look again", error)
+    raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 def open_verified(directory: Path, role: str) -> RoleCheckpoint:
@@ -123,30 +152,42 @@ def open_verified(directory: Path, role: str) -> RoleCheckpoint:
 
 def _check(directory: Path, files: Iterable[SavedFile], checksums: bool) -> None:
     found = (_problem(directory, file, checksums or file.name == STATE) for file in files)
-    problems = [problem for problem in found if problem]
+    problems = [problem for problem in found if problem is not None]
     if problems:
-        raise DamagedCheckpointError(
-            f"checkpoint {directory}: " + "; ".join(problems), directory.name
-        )
+        text = "; ".join(problem.text for problem in problems)
+        may_pass = all(problem.may_pass for problem in problems)
+        raise DamagedCheckpointError(f"checkpoint {directory}: {text}", directory.name, may_pass)
 
 
-def _problem(directory: Path, file: SavedFile, checksums: bool) -> str:
-    """Opened before it is judged: NFS looks at a file's size anew then."""
+def _problem(directory: Path, file: SavedFile, checksums: bool) -> _Problem | None:
+    """The file is opened before it is judged, because NFS updates its size then."""
     path = directory / file.name
     try:
         with os.fdopen(REAL.open(path, os.O_RDONLY), "rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             if size != file.size:
-                return f"{file.name} has {size} bytes instead of {file.size}"
+                text = f"{file.name} has {size} bytes instead of {file.size}"
+                return _Problem(text, REAL.caches(directory))
             if checksums and checksum(opened) != file.checksum:
-                return f"{file.name} has another checksum"
-    except FileNotFoundError:
-        return f"{file.name} is missing"
+                return _Problem(f"{file.name} has another checksum")
     except OSError as error:
-        if error.errno not in UNREADABLE:
+        problem = _damage_of(path, error.errno or 0)
+        if problem is None:
             raise explain(error, "read", path) from error
-        return f"{file.name} cannot be read: {error.strerror}"
-    return ""
+        return problem
+    return None
+
+
+def _damage_of(path: Path, number: int) -> _Problem | None:
+    """Return what is wrong with a file that could not be read; None if the file itself need not be
+    the reason, because a mount is missing or does not answer."""
+    if number in NO_FILE:
+        return _Problem(f"{path.name} cannot be read: it is {NO_FILE[number]}")
+    if number == errno.ENOENT and any(map(is_absent, (path, path.parent))):
+        return _Problem(f"{path.name} is missing", REAL.caches(path.parent.parent))
+    if number == errno.EIO and known_names(path.parent) is not None:
+        return _Problem(f"{path.name} cannot be read: {os.strerror(number)}", True)
+    return None
 
 
 def _json(values: Mapping[str, Any]) -> bytes:
@@ -154,13 +195,21 @@ def _json(values: Mapping[str, Any]) -> bytes:
 
 
 def _read(path: Path, fields: Fields) -> dict[str, Any]:
+    """Raises DamagedCheckpointError, EnvironmentFailure."""
     try:
         return documents.read(path, fields, fields)
-    except FileNotFoundError as error:
-        raise DamagedCheckpointError(f"{path} does not exist", path.parent.name) from error
     except CorruptFileError as error:
         raise DamagedCheckpointError(str(error), path.parent.name) from error
+    except FileNotFoundError as error:
+        failure = explain(error, "read", path)
+        raise _damaged(path, errno.ENOENT) or failure from error
     except EnvironmentFailure as error:
-        if cause(error) not in UNREADABLE:
-            raise
-        raise DamagedCheckpointError(str(error), path.parent.name) from error
+        raise _damaged(path, cause(error)) or error from error.__cause__
+
+
+def _damaged(path: Path, number: int) -> DamagedCheckpointError | None:
+    problem = _damage_of(path, number)
+    if problem is None:
+        return None
+    text = f"checkpoint {path.parent}: {problem.text}"
+    return DamagedCheckpointError(text, path.parent.name, problem.may_pass)

@@ -22,6 +22,7 @@ import numpy as np
 
 from slurmrl.errors import CheckpointError, CorruptFileError
 from slurmrl.fsio import documents
+from slurmrl.fsio.atomic import is_absent
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import explain, unreadable
 from slurmrl.fsio.primitives import opened
@@ -105,7 +106,8 @@ def checksum(file: BufferedIOBase) -> str:
 class TensorFile:
     """A safetensors file, mapped into memory: elements are read when they are accessed.
 
-    Raises CheckpointError if it is missing and CorruptFileError if it is incomplete.
+    Raises CheckpointError if it is missing, CorruptFileError if it is incomplete,
+    EnvironmentFailure if it cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -114,6 +116,8 @@ class TensorFile:
             with os.fdopen(REAL.open(path, os.O_RDONLY), "rb") as file:
                 self._bytes = np.memmap(file, dtype=np.uint8, mode="r")
         except FileNotFoundError as error:
+            if not any(map(is_absent, (path, path.parent))):
+                raise explain(error, "read", path) from error
             raise CheckpointError(f"{path} does not exist") from error
         except ValueError as error:
             raise CorruptFileError(f"{path} is empty") from error

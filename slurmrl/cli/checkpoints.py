@@ -29,7 +29,7 @@ HEADINGS = ("STEP", "INCARNATION", "AGE", "SIZE", "FILES", "KEPT BY", "STATE")
 @common
 def checkpoints(trial: str, verify: bool, as_json: bool, root: str | None) -> int:
     """List and verify a trial's checkpoints. The exit code is 1 if one that the trial could resume
-    from is damaged."""
+    from is damaged or cannot be read."""
     from dataclasses import asdict
 
     from slurmrl.checkpoint.inventory import inventory
@@ -65,7 +65,7 @@ def _state(one: StoredCommit, verified: bool) -> str:
     if one.set_aside:
         return "damaged, set aside"
     if one.problem:
-        return "damaged"
+        return "unreadable" if one.unreadable else "damaged"
     state = "verified" if verified else "sizes match"
     return f"{state}, exported" if one.exported else state
 

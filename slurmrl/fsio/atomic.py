@@ -170,6 +170,21 @@ def list_names(directory: Path, *, calls: SystemCalls = REAL) -> list[str]:
     return sorted(name for name in _listing(directory, calls) if not is_temporary(name))
 
 
+def known_names(directory: Path, *, calls: SystemCalls = REAL) -> list[str] | None:
+    """Return the names in a directory; None if they are unknown: it cannot be listed, or it is
+    empty, like a mount point whose file system is not mounted."""
+    try:
+        return list(calls.listdir(directory)) or None
+    except OSError:
+        return None
+
+
+def is_absent(path: Path, *, calls: SystemCalls = REAL) -> bool:
+    """Return whether a path certainly does not exist: its directory's `known_names` lack it."""
+    names = known_names(path.parent, calls=calls)
+    return names is not None and path.name not in names
+
+
 def sync_file(path: Path, *, calls: SystemCalls = REAL) -> None:
     """Wait until a file's content is on disk. Raises EnvironmentFailure."""
     try:

@@ -142,7 +142,8 @@ def flip(path: Path) -> None:
 
 def test_damaged_checkpoints_are_passed_over(site: Site, undisturbed: dict[str, Any]) -> None:
     """A wrong size shows before anything starts, a wrong checksum when the ranks load, which costs
-    a start: so the newest is tried, and then the third."""
+    a start: so the newest is tried, and then the third. A directory that is hidden for a while is
+    waited for: nothing on it counts as damaged."""
     site.wait_for_step(TRIAL, 9)
     os.kill(processes(site.paths(TRIAL).run)["chain"][0], signal.SIGUSR2)
     assert site.wait_for_end(TRIAL)["state"] == "INTERRUPTED"
@@ -153,8 +154,14 @@ def test_damaged_checkpoints_are_passed_over(site: Site, undisturbed: dict[str, 
     assert f"step {truncated}: checkpoint" in listed
     assert f"step {flipped}: checkpoint" in listed
 
-    site.slurmrl("resume", TRIAL, "--wait")
-    status = site.status(TRIAL)
+    checkpoints = site.paths(TRIAL).checkpoints
+    away = checkpoints.rename(site.folder / "away")
+    checkpoints.mkdir(mode=0o700)
+    site.slurmrl("resume", TRIAL, "--detach")
+    wait_until("a master that waits for the checkpoints", lambda: waits_for(checkpoints, site))
+    checkpoints.rmdir()
+    away.rename(checkpoints)
+    status = site.wait_for_end(TRIAL)
     assert (status["state"], status["incarnation"]) == ("COMPLETED", 3)
     deleted = [
         record.data
@@ -167,6 +174,11 @@ def test_damaged_checkpoints_are_passed_over(site: Site, undisturbed: dict[str, 
     begun = [event["base"] for event in happened(site, "begin")]
     assert begun == [None, f"step-{flipped:08d}.1", f"step-{good:08d}.1"]
     assert site.outcome(TRIAL) == undisturbed
+
+
+def waits_for(checkpoints: Path, site: Site) -> bool:
+    said = f"cannot check the checkpoints, will retry: cannot read {checkpoints}"
+    return any(said in path.read_text() for path in site.paths(TRIAL).logs.rglob("*.log"))
 
 
 class Quota:

@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl import log
-from slurmrl.backoff import HIDDEN_PAUSES_S, attempts, retry
-from slurmrl.checkpoint.manifest import verify
+from slurmrl.backoff import retry
+from slurmrl.checkpoint.manifest import until_certain, verify
 from slurmrl.errors import DamagedCheckpointError
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.fsio.local import is_local
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind, Record
 from slurmrl.history.state import Commit, TrialState
@@ -107,17 +106,12 @@ def set_aside(
 
 
 def _damage(directory: Path, sleep: Callable[[float], None]) -> str | None:
-    """Describe the damage; None if there is none. On shared file systems the check is repeated
-    until caches have expired: a good checkpoint must not be given up."""
-    reason = None
-    for _ in attempts(() if is_local(directory.parent) else HIDDEN_PAUSES_S, sleep):
-        try:
-            verify(directory, checksums=False)
-        except DamagedCheckpointError as error:
-            reason = str(error)
-        else:
-            return None
-    return reason
+    """Describe the damage; None if there is none. Raises EnvironmentFailure."""
+    try:
+        until_certain(partial(verify, directory, checksums=False), sleep)
+    except DamagedCheckpointError as error:
+        return str(error)
+    return None
 
 
 def _reported_damage(names: NameStore, state: TrialState) -> dict[str, str]:

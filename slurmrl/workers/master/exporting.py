@@ -18,7 +18,13 @@ from slurmrl.checkpoint.tensors import DTYPES
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config, Model
 from slurmrl.config.schema.frequency import ExportDtype
-from slurmrl.errors import CheckpointError, CorruptFileError, DamagedCheckpointError, UsageError
+from slurmrl.errors import (
+    CheckpointError,
+    CorruptFileError,
+    DamagedCheckpointError,
+    EnvironmentFailure,
+    UsageError,
+)
 from slurmrl.fsio import inputs
 from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.primitives import is_temporary
@@ -112,7 +118,7 @@ def export_step(
         commit = _choose(paths, step)
         try:
             return exporter.write(commit, target or paths.export(commit.step, role))
-        except (CheckpointError, CorruptFileError) as error:
+        except (CheckpointError, CorruptFileError, EnvironmentFailure) as error:
             left = fold(History(paths.history).read()).commits
             if commit not in left:
                 continue

@@ -5,16 +5,17 @@ from __future__ import annotations
 import shutil
 import socket
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from slurmrl import env, log
 from slurmrl.backoff import READ_S, retry
-from slurmrl.checkpoint.manifest import read_state
+from slurmrl.checkpoint.manifest import read_state, until_certain
 from slurmrl.config.load import load_resolved
 from slurmrl.errors import RunFailedError, StaleIncarnationError, TrialEndedError, UsageError
 from slurmrl.fsio import ownership
-from slurmrl.fsio.atomic import remove
+from slurmrl.fsio.atomic import known_names, remove
 from slurmrl.history.log import History
 from slurmrl.history.record import Record
 from slurmrl.history.state import TrialState, fold
@@ -112,7 +113,12 @@ def restore(paths: RunPaths, state: TrialState) -> dict[str, Any] | None:
     """Return the committed state to resume from; None if there is no commit."""
     if state.last_commit is None:
         return None
-    return read_state(paths.checkpoints / state.last_commit.directory)
+    directory = paths.checkpoints / state.last_commit.directory
+    return retry(
+        "read the checkpoint",
+        partial(until_certain, partial(read_state, directory)),
+        timeout_s=READ_S,
+    )
 
 
 def _clean(paths: RunPaths, state: TrialState) -> None:
@@ -125,12 +131,12 @@ def _clean(paths: RunPaths, state: TrialState) -> None:
     """
     named = {commit.directory for commit in state.commits}
     committed = max((commit.incarnation for commit in state.commits), default=0)
-    for directory in paths.checkpoints.iterdir():
-        writer = directory.name.rpartition(".")[2]
-        damaged = directory.name.startswith(DAMAGED_PREFIX)
+    for name in known_names(paths.checkpoints) or ():
+        writer = name.rpartition(".")[2]
+        damaged = name.startswith(DAMAGED_PREFIX)
         old = writer.isdecimal() and int(writer) < (committed if damaged else state.incarnation)
-        if old and directory.name not in named:
-            shutil.rmtree(directory, ignore_errors=True)
+        if old and name not in named:
+            shutil.rmtree(paths.checkpoints / name, ignore_errors=True)
     for log_file in paths.control.iterdir():
         number = log_file.name.partition(".")[0]
         if number.isdecimal() and int(number) < state.incarnation:  # not NFS's own .nfs files

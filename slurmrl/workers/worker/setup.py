@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from slurmrl.backoff import READ_S, retry
-from slurmrl.checkpoint.manifest import verify_share
+from slurmrl.checkpoint.manifest import until_certain, verify_share
 from slurmrl.config.schema import Model
 from slurmrl.data import dataset
 from slurmrl.data.tokenizer import end_id, load_tokenizer
@@ -64,12 +64,21 @@ def build(
     engines = _engines(settings, plan, contexts)
     if start["base"] is not None:
         activity.phase("loading the checkpoint")
-        verify_share(paths.checkpoints / start["base"], rank, plan.world_size)
-        dist.barrier()  # a rank that finds damage reports it before any rank loads
-        for engine in engines.values():
-            engine.load(paths.checkpoints / start["base"])
+        load(paths.checkpoints / start["base"], rank, plan.world_size, engines.values())
     activity.phase("opening the dataset")
     return _executor(paths, settings, plan, rank, engines)
+
+
+def load(checkpoint: Path, rank: int, ranks: int, engines: Iterable[Engine]) -> None:
+    """Load a checkpoint after the ranks have verified it, a share each.
+
+    Raises DamagedCheckpointError, and EnvironmentFailure if it cannot be read for `READ_S`.
+    """
+    share = partial(verify_share, checkpoint, rank, ranks)
+    _read("the checkpoint", lambda: until_certain(share))
+    dist.barrier()  # a rank that finds damage reports it before any rank loads
+    for engine in engines:
+        _read("the checkpoint", partial(engine.load, checkpoint))
 
 
 def require_inputs(settings: Settings) -> None:

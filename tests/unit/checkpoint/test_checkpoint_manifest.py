@@ -5,13 +5,16 @@ from __future__ import annotations
 import errno
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from slurmrl.checkpoint.manifest import (
+    MANIFEST,
     read_manifest,
     read_state,
+    until_certain,
     verify,
     verify_share,
     write_manifest,
@@ -42,8 +45,8 @@ class Recorder(SystemCalls):
 
 @pytest.fixture
 def checkpoint(tmp_path: Path) -> Path:
-    directory = tmp_path / "step"
-    directory.mkdir()
+    directory = tmp_path / "run" / "checkpoints" / "step"
+    directory.mkdir(parents=True)
     files = []
     for name in ("actor.0.safetensors", "actor.1.safetensors"):
         (directory / name).write_bytes(name.encode() * 3)
@@ -114,30 +117,96 @@ def test_shares_of_all_ranks_are_the_whole(checkpoint: Path) -> None:
         assert "actor.1.safetensors has another checksum" in str(found[0])
 
 
-def test_a_file_that_cannot_be_read_is_damage(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_directory_in_place_of_a_file_is_damage(checkpoint: Path) -> None:
     path = checkpoint / "actor.0.safetensors"
     path.unlink()
     path.mkdir()
-    with pytest.raises(DamagedCheckpointError, match=r"actor\.0\.safetensors cannot be read"):
+    with pytest.raises(DamagedCheckpointError, match=r"actor\.0\..* cannot be read: .* dir"):
         verify(checkpoint)
 
 
-@pytest.mark.parametrize("number", [errno.ESTALE, errno.ETIMEDOUT, errno.EACCES])
-def test_a_directory_that_does_not_answer_is_no_damage(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, number: int
+def fail_reads(
+    patched: pytest.MonkeyPatch, number: int, names: tuple[str, ...] = ("", MANIFEST)
 ) -> None:
+    """Opening fails for all files but the manifest; where it is in ``names``, for that one too."""
     real = SystemCalls.open
 
     def broken(self: SystemCalls, path: Path, flags: int, mode: int = 0) -> int:
-        if path.name == "manifest.json":
+        if path.name == MANIFEST and MANIFEST not in names:
             return real(self, path, flags, mode)
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(SystemCalls, "open", broken)
-    with pytest.raises(EnvironmentFailure):
-        verify(checkpoint)
+    patched.setattr(SystemCalls, "open", broken)
+
+
+NO_ANSWER = [errno.ESTALE, errno.ETIMEDOUT, errno.EACCES]
+
+
+@pytest.mark.parametrize("number", NO_ANSWER)
+@pytest.mark.parametrize("names", [("",), ("", MANIFEST)])
+def test_a_file_that_does_not_answer_is_no_damage(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, number: int, names: tuple[str, ...]
+) -> None:
+    fail_reads(monkeypatch, number, names)
+    for check in (verify, lambda directory: verify_share(directory, 0, 1), read_state):
+        with pytest.raises(EnvironmentFailure):
+            check(checkpoint)
+
+
+@pytest.mark.parametrize("level", ["step", "checkpoints", "run"])
+@pytest.mark.parametrize("empty", [False, True], ids=["gone", "unmounted"])
+def test_a_checkpoint_whose_mount_is_missing_is_not_damaged(
+    checkpoint: Path, level: str, empty: bool
+) -> None:
+    """Neither a missing mount point nor an empty one says anything about the files on it."""
+    hidden = next(path for path in (checkpoint, *checkpoint.parents) if path.name == level)
+    away = hidden.rename(checkpoint.parents[2] / "away")
+    if empty:
+        hidden.mkdir()
+    for check in (verify, lambda directory: verify_share(directory, 0, 1), read_state):
+        with pytest.raises(EnvironmentFailure):
+            check(checkpoint)
+    if empty:
+        hidden.rmdir()
+    away.rename(hidden)
+    assert verify(checkpoint).step == 7
+
+
+def test_a_checkpoint_missing_beside_others_is_damaged(checkpoint: Path) -> None:
+    """A directory that can be listed, and holds others, says for certain that this one is gone."""
+    (checkpoint.parent / "another").mkdir()
+    checkpoint.rename(checkpoint.parent.parent / "elsewhere")
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is missing"):
+        verify_share(checkpoint, 0, 1)
+
+
+def test_io_errors_are_damage_only_after_a_minute(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that restarts answers with EIO for a while, a broken sector always."""
+    pauses: list[float] = []
+    share = partial(verify_share, checkpoint, 0, 1)
+    with monkeypatch.context() as patched:
+        fail_reads(patched, errno.EIO, ("",))
+
+        def recover(seconds: float) -> None:
+            pauses.append(seconds)
+            if len(pauses) == 3:
+                patched.undo()
+
+        until_certain(share, recover)
+    assert len(pauses) == 3
+    fail_reads(monkeypatch, errno.EIO, ("",))
+    with pytest.raises(DamagedCheckpointError, match="Input/output error"):
+        until_certain(share, pauses.append)
+    assert sum(pauses[3:]) >= 60
+
+
+def test_a_wrong_checksum_is_certain_at_once(checkpoint: Path) -> None:
+    path = checkpoint / "actor.0.safetensors"
+    path.write_bytes(path.read_bytes()[::-1])
+    with pytest.raises(DamagedCheckpointError):
+        until_certain(partial(verify, checkpoint), pytest.fail)
 
 
 def test_a_manifest_that_is_not_ours_is_refused(checkpoint: Path) -> None:
@@ -154,5 +223,5 @@ def test_a_manifest_that_is_not_ours_is_refused(checkpoint: Path) -> None:
     with pytest.raises(CheckpointError, match="is not JSON"):
         read_manifest(checkpoint)
     path.unlink()
-    with pytest.raises(CheckpointError, match="does not exist"):
+    with pytest.raises(DamagedCheckpointError, match=r"manifest\.json is missing"):
         read_manifest(checkpoint)

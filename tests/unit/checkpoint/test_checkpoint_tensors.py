@@ -74,8 +74,13 @@ def test_a_cut_file_is_refused(tmp_path: Path, keep: int) -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(EnvironmentFailure, match=r"cannot read .*nothing: No such file"):
+        TensorFile(folder / "nothing")  # a mount may be missing
+    (folder / "something").touch()
     with pytest.raises(CheckpointError, match="nothing does not exist"):
-        TensorFile(tmp_path / "nothing")
+        TensorFile(folder / "nothing")
 
 
 class FullDisk(SystemCalls):

@@ -136,6 +136,24 @@ def test_damage_is_told_and_exits_with_1(trial: Trial, capsys: pytest.CaptureFix
     assert "actor.0.safetensors is missing" in capsys.readouterr().out
 
 
+def test_a_checkpoint_that_cannot_be_read_is_not_called_damaged(
+    trial: Trial, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (2, 4):
+        trial.commit(step)
+    directory = trial.paths.checkpoint(4, 1)
+    directory.rename(trial.paths.run / "away")
+    directory.mkdir()
+    assert trial.run("checkpoints") == 1
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert [line.split()[-1] for line in lines[:2]] == ["verified", "unreadable"]
+    assert "cannot read" in lines[2]
+    assert trial.run("export") == 3
+    assert "cannot read" in capsys.readouterr().err
+    trial.delete(4)
+    assert trial.run("export") == 0
+
+
 def test_what_was_set_aside_is_shown_and_does_not_count(
     trial: Trial, capsys: pytest.CaptureFixture[str]
 ) -> None:

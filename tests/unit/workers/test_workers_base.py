@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from slurmrl import keys
-from slurmrl.backoff import HIDDEN_PAUSES_S
+from slurmrl.backoff import HIDDEN_PAUSES_S, retry
 from slurmrl.checkpoint.manifest import write_manifest
 from slurmrl.checkpoint.tensors import checksum
 from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure, StaleIncarnationError
@@ -170,7 +171,7 @@ def test_where_caches_can_lie_it_is_looked_at_again(
     past: Past, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A good checkpoint must not be given up for an old size in a cache."""
-    monkeypatch.setattr(base_module, "is_local", lambda directory: False)
+    monkeypatch.setattr(SystemCalls, "caches", lambda self, directory: True)
     path = past.directory(6) / "actor.0.safetensors"
     past.truncate(6)
     slept = [0.0]
@@ -198,3 +199,31 @@ def test_a_directory_that_does_not_answer_damages_nothing(
     monkeypatch.setattr(SystemCalls, "open", stale)
     with pytest.raises(EnvironmentFailure):
         choose(past.paths, past.names, state, lambda seconds: None)
+
+
+@pytest.mark.parametrize("empty", [False, True], ids=["gone", "unmounted"])
+def test_checkpoints_whose_mount_is_hidden_for_a_while_survive(
+    past: Past, monkeypatch: pytest.MonkeyPatch, empty: bool
+) -> None:
+    """A master that starts meanwhile waits, and resumes from the newest commit."""
+    checkpoints = past.paths.checkpoints
+    away = checkpoints.rename(checkpoints.with_name("away"))
+    if empty:
+        checkpoints.mkdir()
+    before = past.history.count()
+    pauses: list[float] = []
+
+    def pause(seconds: float) -> None:
+        assert past.history.count() == before, "nothing begins without its base"
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            if empty:
+                checkpoints.rmdir()
+            away.rename(checkpoints)
+
+    monkeypatch.setattr(base_module, "retry", partial(retry, pause=pause))
+    _, damages = past.begin()
+    assert damages == []
+    assert past.state.base == past.directory(6).name
+    assert len(past.state.commits) == 3
+    assert past.on_disk == [past.directory(step).name for step in (2, 4, 6)]

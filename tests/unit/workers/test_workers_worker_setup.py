@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
+from slurmrl.backoff import retry
+from slurmrl.checkpoint.manifest import read_state, write_manifest
+from slurmrl.engines.base import Engine
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.plan.settings import Settings
+from slurmrl.workers.worker import setup
 from slurmrl.workers.worker.setup import require_inputs
 
 
@@ -30,3 +35,29 @@ def test_what_is_missing_on_a_host_is_the_hosts_failure(tmp_path: Path, missing:
     (tmp_path / missing).unlink()
     with pytest.raises(EnvironmentFailure, match=f"{missing} is not on .*mounted there"):
         require_inputs(settings)
+
+
+def test_a_rank_loads_its_checkpoint_once_the_mount_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount that is hidden while shares are verified, or while engines load, costs only time."""
+    checkpoint = tmp_path / "checkpoints" / "step"
+    checkpoint.mkdir(parents=True)
+    write_manifest(checkpoint, step=1, files=[], state={})
+    loaded: list[str] = []
+
+    def hide(*_: object) -> None:
+        checkpoint.parent.rename(tmp_path / "away")
+
+    def show(_: float) -> None:
+        (tmp_path / "away").rename(checkpoint.parent)
+
+    def read(directory: Path) -> None:
+        loaded.append(str(read_state(directory)))
+
+    monkeypatch.setattr(setup, "retry", partial(retry, pause=show))
+    monkeypatch.setattr(setup.dist, "barrier", hide)
+    hide()
+    engine = cast(Engine, SimpleNamespace(load=read))
+    setup.load(checkpoint, 0, 1, [engine])
+    assert loaded == ["{}"]
