@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -84,7 +86,11 @@ def _flash_attn(
 ) -> Tensor:
     kernel = importlib.import_module("flash_attn").flash_attn_varlen_func
     out: Tensor = kernel(
-        q, k, v, cu, cu, longest, longest, softmax_scale=scale, causal=True, window_size=seen
+        *(q, k, v, cu, cu, longest, longest),
+        softmax_scale=scale,
+        causal=True,
+        window_size=seen,
+        deterministic=torch.are_deterministic_algorithms_enabled(),
     )
     return out
 
@@ -98,11 +104,15 @@ def _torch(
     scale: float,
     seen: tuple[int, int],
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    shared = q.shape[1] != k.shape[1]
-    out = varlen_attn(
-        q, k, v, cu, cu, longest, longest, scale=scale, window_size=seen, enable_gqa=shared
+    varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
+    # Shared key heads need no word in torch 2.11, whose function has no such argument.
+    options = {"enable_gqa": q.shape[1] != k.shape[1]} if _has_enable_gqa(varlen_attn) else {}
+    out: Tensor = varlen_attn(
+        q, k, v, cu, cu, longest, longest, scale=scale, window_size=seen, **options
     )
-    assert isinstance(out, Tensor)  # a tuple only where auxiliary outputs are asked for
     return out
+
+
+@cache
+def _has_enable_gqa(function: Callable[..., Tensor]) -> bool:
+    return "enable_gqa" in inspect.signature(function).parameters

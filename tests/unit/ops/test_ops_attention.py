@@ -129,7 +129,9 @@ class FlashAttn(ModuleType):
         softmax_scale: float,
         causal: bool,
         window_size: tuple[int, int],
+        deterministic: bool,
     ) -> Tensor:
+        assert deterministic == torch.are_deterministic_algorithms_enabled()
         assert causal
         assert softmax_scale == SCALE
         assert torch.equal(cu_seqlens_q, cu_seqlens_k)
@@ -140,10 +142,13 @@ class FlashAttn(ModuleType):
         return reference(q, k, v, lengths, None if left == -1 else left + 1)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("window", [None, 3])
 def test_an_installed_flash_attn_is_asked_first(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
+    window: int | None, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It has to be asked for gradients that do not depend on the order of additions."""
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: deterministic)
     module = FlashAttn("flash_attn")
     module.__spec__ = ModuleSpec("flash_attn", None)
     monkeypatch.setitem(sys.modules, "flash_attn", module)
@@ -156,6 +161,37 @@ def test_an_installed_flash_attn_is_asked_first(
     finally:
         flash._has_flash_attn.cache_clear()
     assert torch.equal(out, reference(q, k, v, lengths, window))
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("release", ["2.11", "2.13"])
+def test_varlen_attn_of_every_release_of_torch(
+    release: str, kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch 2.11 takes shared key heads without `enable_gqa`, which 2.13 requires."""
+
+    def of_211(
+        *args: Any, return_aux: Any = None, scale: float, window_size: tuple[int, int]
+    ) -> Tensor:
+        q, k, v, cu, cu_k, longest, longest_k = args
+        assert torch.equal(cu, cu_k)
+        assert longest == longest_k == 9
+        assert window_size == (-1, 0)
+        assert scale == SCALE
+        return reference(q, k, v, tuple(cu.diff().tolist()), None)
+
+    def of_213(*args: Any, enable_gqa: bool = False, **options: Any) -> Tensor:
+        assert enable_gqa == (args[0].shape[1] != args[1].shape[1])
+        return of_211(*args, **options)
+
+    kernel = {"2.11": of_211, "2.13": of_213}[release]
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    monkeypatch.setattr(flash, "fits", lambda q: True)
+    monkeypatch.setattr(flash, "_has_flash_attn", lambda: False)
+    lengths = (5, 1, 9)
+    q, k, v = random_heads(15, 4, 0), random_heads(15, kv_heads, 1), random_heads(15, kv_heads, 2)
+    out = packed_attention(q, k, v, Packing(cu_of(lengths), 9), SCALE)
+    assert torch.equal(out, reference(q, k, v, lengths, None))
 
 
 def test_kernels_take_what_they_can() -> None:
