@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from dataclasses import dataclass
 
 import torch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt(3)."""
+CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+"""Without it cuBLAS may add in another order in each run, and torch refuses matrix products."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +36,13 @@ def choose() -> Accelerator:
 def set_up(accelerator: Accelerator, *, threads: int, deterministic: bool) -> None:
     """Fix this process's thread count, device and kernel choice before the first computation.
 
-    With ``deterministic`` torch refuses operations whose results vary between runs; on GPUs that
-    costs speed, and cuBLAS also needs CUBLAS_WORKSPACE_CONFIG=:4096:8 set before Python starts.
+    With ``deterministic`` torch refuses operations whose results vary between runs, which costs
+    speed on GPUs.
     """
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
+    if deterministic:
+        os.environ.setdefault(*CUBLAS_WORKSPACE)
     if accelerator.device.type == "cuda":
         torch.cuda.set_device(accelerator.device)
     else:
