@@ -92,10 +92,9 @@ class SequenceSample(SampleMeta):
         return value
 
     def cu_seqlens(self, key: str) -> Tensor:
-        """Cumulative lengths of the sequences under ``key``: int32 [S+1] beside its data."""
-        value = self.data[key]
+        """Cumulative lengths of the sequences under ``key``: int32 [S+1], in host memory."""
         cuts = [0, *accumulate(chain.from_iterable(self.lengths[key]))]
-        return torch.tensor(cuts, dtype=torch.int32, device=None if value is None else value.device)
+        return torch.tensor(cuts, dtype=torch.int32)
 
     def slice(self, start: int, stop: int) -> SequenceSample:
         """Items start..stop-1; the tensors are views."""

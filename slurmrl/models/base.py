@@ -59,8 +59,8 @@ class PackedModel(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, input_ids: Tensor, cu_seqlens: Tensor, max_len: int) -> Tensor:
-        """input_ids [T], cu_seqlens [S+1] int32, longest sequence -> features [T, h] that
-        ``logprobs`` and ``values`` read."""
+        """input_ids [T], cu_seqlens [S+1] int32 in host memory, longest sequence -> features
+        [T, h] that ``logprobs`` and ``values`` read."""
 
     @abstractmethod
     def logprobs(

@@ -44,7 +44,7 @@ class CachedSession:
         tokens = input_ids.shape[0]
         order, cu_sorted = length_order(cu_seqlens, tokens)
         positions = packed_positions(cu_sorted, tokens)
-        packing = Packing(cu_sorted, int(self.lengths.max()))
+        packing = Packing(cu_sorted.cpu(), int(self.lengths.max()))
         rows = packed_rows(cu_seqlens, tokens)[order]
         core = PrefillCore(self._cache, packing, rows, positions)
         hidden = self._decoder.run_unhooked(input_ids[order], positions, core)

@@ -23,7 +23,7 @@ from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.mlp import GatedMLP
 from slurmrl.models.moe import SparseMLP
 from slurmrl.models.norm import RMSNorm
-from slurmrl.models.packed import length_order, packed_positions
+from slurmrl.models.packed import inverse, length_order, packed_positions
 from slurmrl.models.parallel.core import split_core
 from slurmrl.models.parallel.heads import split_logprobs, split_values
 from slurmrl.models.parallel.linear import VocabEmbedding, vocabulary_rows
@@ -34,6 +34,7 @@ from slurmrl.models.rotary import RotaryTable, Rotation
 from slurmrl.ops.attention import Packing
 from slurmrl.ops.checks import wide
 from slurmrl.ops.logprobs import packed_logprobs_and_entropy
+from slurmrl.ops.upload import upload
 
 
 class DecoderLayer(nn.Module):
@@ -117,10 +118,12 @@ class Decoder(PackedModel):
         # Equal lengths side by side let attention run in few batched calls.
         order, cu_sorted = length_order(cu_seqlens, input_ids.shape[0])
         positions = packed_positions(cu_sorted, input_ids.shape[0])
+        indices = (order, inverse(order), positions)
+        order, back, positions = upload(indices, input_ids.device)
         core = PackedCore(Packing(cu_sorted, max_len))
         call = layer_call(self.recompute)
         hidden = self._run(input_ids[order], positions, core, call, self.split)
-        return hidden.index_select(0, order.argsort()) if self.split.whole else hidden
+        return hidden.index_select(0, back) if self.split.whole else hidden
 
     def run_unhooked(self, input_ids: Tensor, positions: Tensor, core: AttentionCore) -> Tensor:
         """Hidden states [T, h] of tokens [T] at positions [T], by plain calls of the layers'

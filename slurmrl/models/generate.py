@@ -75,6 +75,7 @@ def generate(
     on (seed, step, the row's key, the token's position in its sequence) and on the logits only.
     Parameters must be plain tensors: a sharded engine gathers them first.
     """
+    cu_seqlens = cu_seqlens.to(input_ids.device)
     lengths = cu_seqlens.diff().long()
     batch = _Batch(lengths, keys, options)
     if not lengths.numel():

@@ -33,6 +33,7 @@ from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.models.recompute import Recompute
 from slurmrl.ops.checks import wide
 from slurmrl.ops.logprobs import packed_logprobs_and_entropy, packed_logprobs_of_logits
+from slurmrl.ops.upload import upload
 
 POSITIONS = re.compile(r"posit|\bwpe\b")
 OTHER = re.compile(r"vision|image|audio|relative")
@@ -104,11 +105,12 @@ class HFModel(PackedModel):
             return self.inner(**step)
         self._made.check_length(max_len)
         tokens = input_ids.shape[0]
-        rows, places = packed_rows(cu_seqlens, tokens), packed_positions(cu_seqlens, tokens)
+        indices = (packed_rows(cu_seqlens, tokens), packed_positions(cu_seqlens, tokens))
+        rows, places, lengths = upload((*indices, cu_seqlens.diff().long()), input_ids.device)
         shape = (cu_seqlens.shape[0] - 1, max_len)
         ids = input_ids.new_zeros(shape).index_put((rows, places), input_ids)
         columns = torch.arange(max_len, device=ids.device)
-        mask = (columns < cu_seqlens.diff()[:, None]).long()
+        mask = (columns < lengths[:, None]).long()
         whole = self.head == "lm" and not self._multiplies
         inner = self.inner if whole else self.inner.base_model
         found = inner(input_ids=ids, attention_mask=mask, use_cache=False)

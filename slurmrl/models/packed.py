@@ -1,4 +1,7 @@
-"""Where tokens stand among packed sequences. T packed tokens, S sequences."""
+"""Indices of packed tokens, made in host memory from ``cu_seqlens`` in host memory.
+
+T packed tokens, S sequences.
+"""
 
 from __future__ import annotations
 
@@ -31,3 +34,9 @@ def length_order(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     first = cu_seqlens[:-1].long()[by_length] - cu_sorted[:-1].long()
     offsets = torch.repeat_interleave(first, sorted_lengths, output_size=tokens)
     return torch.arange(tokens, device=cu_seqlens.device) + offsets, cu_sorted
+
+
+def inverse(order: Tensor) -> Tensor:
+    """The permutation [T] that undoes ``order``."""
+    places = torch.arange(order.shape[0], device=order.device)
+    return torch.empty_like(order).scatter_(0, order, places)

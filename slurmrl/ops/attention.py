@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from slurmrl.errors import UsageError
 from slurmrl.ops import flash
+from slurmrl.ops.upload import upload
 
 BLOCK = 256
 """Queries of a sliding window that are computed at a time."""
@@ -32,13 +33,21 @@ class Packing:
     """Where sequences lie among packed tokens."""
 
     def __init__(self, cu_seqlens: Tensor, max_len: int) -> None:
-        """cu_seqlens [S+1] int32, on the tokens' device."""
+        """cu_seqlens [S+1] int32, in host memory."""
         self.cu_seqlens = cu_seqlens
         self.max_len = max_len
+        self._copies: dict[torch.device, Tensor] = {}
+
+    def cu_seqlens_on(self, device: torch.device) -> Tensor:
+        """``cu_seqlens`` on the tokens' device, copied once."""
+        if device not in self._copies:
+            (copy,) = upload([self.cu_seqlens.long()], device)
+            self._copies[device] = copy.to(torch.int32)
+        return self._copies[device]
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """Sequences of equal length that lie side by side (reads cu_seqlens on the host)."""
+        """Sequences of equal length that lie side by side."""
         lengths = self.cu_seqlens.diff().tolist()
         groups = ((length, len(list(group))) for length, group in groupby(lengths) if length)
         return tuple(Run(count, length) for length, count in groups)
@@ -61,7 +70,8 @@ def packed_attention(
     ordered by length (at most sqrt(2T) lengths differ).
     """
     if flash.fits(q):
-        return flash.varlen_attention(q, k, v, packing.cu_seqlens, packing.max_len, scale, window)
+        cu_seqlens = packing.cu_seqlens_on(q.device)
+        return flash.varlen_attention(q, k, v, cu_seqlens, packing.max_len, scale, window)
     sizes = [run.count * run.length for run in packing.runs]
     if sum(sizes) != q.shape[0]:
         raise UsageError(f"{q.shape[0]} packed tokens, but cu_seqlens ends at {sum(sizes)}")

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from slurmrl.ops.checks import wide
+from slurmrl.ops.upload import upload
 
 CHUNK_ELEMENTS = 2**22
 """Logits computed at a time where the vocabulary is small (16 MiB in float32)."""
@@ -50,9 +51,9 @@ def packed_logprobs_and_entropy(
     """The same, aligned with packed sequences: entry t is log p(x_t | x_<t) and the entropy of
     the distribution that x_t was drawn from; both are 0 at the first token of a sequence.
 
-    hidden [T, h], input_ids [T], cu_seqlens [S+1]. Returns two [T].
+    hidden [T, h], input_ids [T], cu_seqlens [S+1] in host memory. Returns two [T].
     """
-    rest = following_tokens(cu_seqlens, input_ids.shape[0])
+    (rest,) = upload([following_tokens(cu_seqlens)], hidden.device)
     logp, entropy = logprobs_and_entropy(
         hidden.index_select(0, rest - 1), weight, input_ids[rest], temperature, chunk
     )
@@ -64,7 +65,7 @@ def packed_logprobs_of_logits(
     logits: Tensor, input_ids: Tensor, cu_seqlens: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """The same from logits [T, V] of a model that only gives them whole."""
-    rest = following_tokens(cu_seqlens, input_ids.shape[0])
+    (rest,) = upload([following_tokens(cu_seqlens)], logits.device)
     logq = (logits.index_select(0, rest - 1).to(wide(logits.dtype)) / temperature).log_softmax(-1)
     logp = logq.gather(-1, input_ids[rest, None]).squeeze(-1)
     entropy = -(logq.exp() * logq).sum(-1)
@@ -72,12 +73,13 @@ def packed_logprobs_of_logits(
     return zeros.index_copy(0, rest, logp), zeros.index_copy(0, rest, entropy)
 
 
-def following_tokens(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Indices of all tokens that are not the first of their sequence [T - S]."""
-    first = torch.zeros(tokens, dtype=torch.bool, device=cu_seqlens.device)
-    starts = cu_seqlens[:-1].long()
-    first[starts[cu_seqlens.diff() > 0]] = True
-    return (~first).nonzero().squeeze(-1)
+def following_tokens(cu_seqlens: Tensor) -> Tensor:
+    """Indices of all tokens that are not the first of their sequence [T - S]. They are made in
+    host memory, as ``cu_seqlens`` is."""
+    counts = (cu_seqlens.diff().long() - 1).clamp(min=0)
+    before = counts.cumsum(0) - counts
+    following = torch.repeat_interleave(cu_seqlens[:-1] + 1 - before, counts)
+    return following + torch.arange(following.shape[0], device=cu_seqlens.device)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):

@@ -37,10 +37,12 @@ def set_up(accelerator: Accelerator, *, threads: int, deterministic: bool) -> No
     """Fix this process's thread count, device and kernel choice before the first computation.
 
     With ``deterministic`` torch refuses operations whose results vary between runs, which costs
-    speed on GPUs.
+    speed on GPUs. cuDNN attention is off: on Hopper torch prefers it for decoding, and it compiles a
+    plan for each new length of the cache.
     """
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cuda.enable_cudnn_sdp(False)
     if deterministic:
         os.environ.setdefault(*CUBLAS_WORKSPACE)
     if accelerator.device.type == "cuda":

@@ -60,7 +60,7 @@ def test_forward_and_backward_equal_float64(
         torch.randn(sum(lengths), n, size, generator=generator, device="cuda").to(dtype)
         for n in heads
     )
-    cu = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     assert flash.fits(q) == (dtype == torch.bfloat16)
     results = []
     for exact in (False, True):
@@ -80,6 +80,6 @@ def test_forward_and_backward_equal_float64(
 
 def test_nothing_at_all() -> None:
     q = torch.zeros(0, 2, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
-    cu = torch.zeros(1, dtype=torch.int32, device="cuda")
+    cu = torch.zeros(1, dtype=torch.int32)
     packed_attention(q, q, q, Packing(cu, 0), SCALE).sum().backward()
     assert q.grad is not None

@@ -31,7 +31,7 @@ class Responses:
 def find_responses(prompt_mask: Tensor, cu_seqlens: Tensor) -> Responses:
     """``prompt_mask`` bool [T], True on prompts; ``cu_seqlens`` [S+1] over the T tokens."""
     tokens = (~prompt_mask).nonzero().squeeze(1)
-    ends = cu_seqlens[1:].long()
+    ends = cu_seqlens[1:].long().to(prompt_mask.device)
     sequence = torch.bucketize(tokens, ends, right=True)
     counts = torch.bincount(sequence, minlength=len(ends))
     cu_responses = torch.cat([counts.new_zeros(1), counts.cumsum(0)])

@@ -238,7 +238,7 @@ class FSDPEngine(Engine):
         if sample is not None:
             return sample.tensor(TOKENS), sample.cu_seqlens(TOKENS), longest(sample)
         ids = torch.zeros(2, dtype=torch.int64, device=self.context.device)
-        return ids, torch.tensor([0, 2], dtype=torch.int32, device=self.context.device), 2
+        return ids, torch.tensor([0, 2], dtype=torch.int32), 2
 
     def _run(self, ids: Tensor, cu_seqlens: Tensor, longest: int, temperature: float) -> Outputs:
         decoder = self._shards.decoder

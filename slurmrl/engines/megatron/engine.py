@@ -306,7 +306,7 @@ class MegatronEngine(Engine):
         device = self.context.device
         if sample is None:
             ids = torch.zeros(2, dtype=torch.int64, device=device)
-            cu_seqlens, most = torch.tensor([0, 2], dtype=torch.int32, device=device), 2
+            cu_seqlens, most = torch.tensor([0, 2], dtype=torch.int32), 2
         else:
             ids, cu_seqlens = sample.tensor(TOKENS), sample.cu_seqlens(TOKENS)
             most = longest(sample)

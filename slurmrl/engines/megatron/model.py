@@ -32,6 +32,7 @@ from slurmrl.ops.collectives import (
     whole_to_partial,
 )
 from slurmrl.ops.logprobs import following_tokens, logprobs_and_entropy
+from slurmrl.ops.upload import upload
 from slurmrl.ops.vocab_parallel import Rows, vocab_parallel_logprobs_and_entropy
 
 SPLIT = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
@@ -124,10 +125,10 @@ class Chunk(GPTModel):  # type: ignore[misc]
         """The rank that has the hidden state before a token computes the token's outputs."""
         tp, cp = self.pg_collection.tp, self.pg_collection.cp
         first = hidden.shape[0] * cp.rank()
-        rest = following_tokens(micro.cu_seqlens, micro.ids.shape[0])
-        before = rest - 1 - first
-        here = (before >= 0) & (before < hidden.shape[0])
-        rest, states = rest[here], hidden.index_select(0, before[here])
+        rest = following_tokens(micro.cu_seqlens)
+        rest = rest[(rest > first) & (rest <= first + hidden.shape[0])]
+        before, rest = upload((rest - 1 - first, rest), hidden.device)
+        states = hidden.index_select(0, before)
         weight = self._head_weight()[: self.kept_rows]
         targets = micro.ids[rest]
         if tp.size() > 1:

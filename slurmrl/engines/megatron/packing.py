@@ -12,9 +12,10 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from slurmrl.models.packed import length_order, packed_positions
+from slurmrl.models.packed import inverse, length_order, packed_positions
 from slurmrl.models.rotary import RotaryTable, Rotation
 from slurmrl.ops.attention import Packing
+from slurmrl.ops.upload import upload
 
 
 @dataclass
@@ -32,9 +33,9 @@ class Micro:
     ids: Tensor
     """[T + padding]"""
     cu_seqlens: Tensor
-    """The padding is a sequence of its own."""
+    """In host memory; the padding is a sequence of its own."""
     back: Tensor
-    """[T] where each token of the sample's order lies."""
+    """[T] index of each token of the sample's order."""
     params: Packed
     real: Tensor | None = None
     """[T + padding] whether a token is one of the batch; None where nobody asks."""
@@ -53,17 +54,19 @@ def micro_batch(
     rotary: RotaryTable,
     dtype: torch.dtype,
 ) -> Micro:
-    """ids [T], cu_seqlens [S+1] int32; the padded length is a multiple of ``multiple``."""
+    """ids [T], cu_seqlens [S+1] int32 in host memory; the padded length is a multiple of
+    ``multiple``."""
     tokens = ids.shape[0]
     order, cu_sorted = length_order(cu_seqlens, tokens)
     padding = -tokens % multiple
-    padded = torch.cat((ids[order], ids.new_zeros(padding)))
     if padding:
         cu_sorted = torch.cat((cu_sorted, cu_sorted[-1:] + padding))
-    positions = packed_positions(cu_sorted, tokens + padding)
+    indices = (order, inverse(order), packed_positions(cu_sorted, tokens + padding))
+    order, back, positions = upload(indices, ids.device)
+    padded = torch.cat((ids[order], ids.new_zeros(padding)))
     params = Packed(
         qkv_format="thd",
         packing=Packing(cu_sorted, max(longest, padding)),
         rotation=rotary.rotation(positions, dtype),
     )
-    return Micro(padded, cu_sorted, order.argsort(), params)
+    return Micro(padded, cu_sorted, back, params)

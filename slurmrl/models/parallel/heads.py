@@ -1,4 +1,4 @@
-"""Per-token outputs of whole sequences from the hidden states that the ranks hold parts of.
+"""Per-token outputs of whole sequences from hidden states that are spread over ranks.
 
 T packed tokens, N tokens between the blocks of a rank, h hidden size, V vocabulary.
 """
@@ -11,6 +11,7 @@ from torch import Tensor
 from slurmrl.models.packed import length_order
 from slurmrl.models.parallel.split import Split
 from slurmrl.ops.logprobs import following_tokens, logprobs_and_entropy
+from slurmrl.ops.upload import upload
 from slurmrl.ops.vocab_parallel import Rows, vocab_parallel_logprobs_and_entropy
 
 
@@ -25,35 +26,37 @@ def split_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """log p(x_t | x_<t) and entropies, both [T], 0 at the first token of a sequence.
 
-    features [N, h] stand in ``length_order``; weight is this rank's part of [V, h]. A context
-    rank computes what its own tokens predict.
+    features [N, h] are in ``length_order``; weight is this rank's part of [V, h]; cu_seqlens
+    [S+1] is in host memory. A context rank computes what its own tokens predict.
     """
     tokens = input_ids.shape[0]
     order, cu_sorted = length_order(cu_seqlens, tokens)
     first, last = split.own_range(tokens)
-    rest = following_tokens(cu_sorted, tokens)
+    rest = following_tokens(cu_sorted)
     rest = rest[(rest > first) & (rest <= last)]
-    hidden = split.enter(features).index_select(0, rest - 1 - first)
-    places = order[rest]
+    before, places = upload((rest - 1 - first, order[rest]), input_ids.device)
+    hidden = split.enter(features).index_select(0, before)
     targets = input_ids[places]
     if split.tensor.size > 1:
         rows = rows_of(split, vocabulary)
-        found = vocab_parallel_logprobs_and_entropy(hidden, weight, targets, rows, temperature)
+        parts = vocab_parallel_logprobs_and_entropy(hidden, weight, targets, rows, temperature)
     else:
-        found = logprobs_and_entropy(hidden, weight, targets, temperature)
-    both = torch.stack(found)
+        parts = logprobs_and_entropy(hidden, weight, targets, temperature)
+    both = torch.stack(parts)
     whole = both.new_zeros((2, tokens)).index_copy(1, places, both)
     logp, entropy = split.over_context(whole).unbind()
     return logp, entropy
 
 
 def split_values(split: Split, values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Values [T] of whole sequences, in their order, from those of a rank's tokens [N]."""
+    """Values [T] of whole sequences, in their order, from those of a rank's tokens [N];
+    cu_seqlens [S+1] is in host memory."""
     tokens = int(cu_seqlens[-1])
     order, _ = length_order(cu_seqlens, tokens)
     first, last = split.own_range(tokens)
     own = split.together(values)[: last - first]
-    return split.over_context(own.new_zeros(tokens).index_copy(0, order[first:last], own))
+    (places,) = upload([order[first:last]], own.device)
+    return split.over_context(own.new_zeros(tokens).index_copy(0, places, own))
 
 
 def rows_of(split: Split, vocabulary: int) -> Rows:

@@ -102,4 +102,4 @@ def test_packed_results_are_aligned_with_tokens() -> None:
 
 def test_following_tokens_skip_empty_sequences() -> None:
     cu = torch.tensor([0, 0, 2, 2, 3, 6, 6], dtype=torch.int32)
-    assert following_tokens(cu, 6).tolist() == [1, 4, 5]
+    assert following_tokens(cu).tolist() == [1, 4, 5]
