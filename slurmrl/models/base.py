@@ -7,7 +7,7 @@ T packed tokens, S sequences, h hidden size, V vocabulary. A decoder may be buil
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -26,13 +26,14 @@ class DecodeSession(Protocol):
         """[S] tokens read so far of each row."""
         ...
 
-    def prompts(self, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Read packed prompts [T]. Return the logits [S, V] after each prompt."""
+    def prompts(self, input_ids: Tensor) -> Tensor:
+        """Read the packed prompts [T]. Return the logits [S, V] after each prompt."""
         ...
 
-    def next(self, tokens: Tensor, alive: Tensor) -> Tensor:
-        """Read one more token [S] of each row. Return the logits [S, V] after it. Rows that are not
-        ``alive`` [S] do not advance, and their logits are meaningless."""
+    def next(self, tokens: Tensor, alive: Tensor, longest: int) -> Tensor:
+        """Read one more token [S] of each row, after which no row has more than ``longest``. Return
+        the logits [S, V] after it. Rows that are not ``alive`` [S] do not advance, and their logits
+        are meaningless."""
         ...
 
     def keep(self, rows: Tensor) -> None:
@@ -75,8 +76,11 @@ class PackedModel(nn.Module, ABC):
         ``cu_seqlens`` [S+1]."""
 
     @abstractmethod
-    def session(self, lengths: Tensor, new_tokens: int) -> DecodeSession:
-        """A session for prompts of ``lengths`` [S] and up to ``new_tokens`` more tokens of each."""
+    def session(
+        self, lengths: Sequence[int], new_tokens: int, prefill_tokens: int
+    ) -> DecodeSession:
+        """A session for prompts of ``lengths`` and up to ``new_tokens`` more tokens of each. Whole
+        prompts of together ``prefill_tokens`` are read at a time; a longer one by itself."""
 
     def constants(self) -> dict[str, Tensor]:
         """Tensors by name that no optimizer step changes but that checkpoints and exports include.

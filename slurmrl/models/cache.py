@@ -5,29 +5,34 @@ S rows, Hkv key and value heads, M capacity in tokens, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from slurmrl.models.attention import AttentionSpec
 from slurmrl.models.config import ModelConfig
-from slurmrl.ops.attention import Packing, cached_attention, packed_attention
+from slurmrl.ops.attention import Packing, cache_bias, cached_attention, packed_attention
+from slurmrl.ops.upload import upload
 
 FIRST_ROOM_TOKENS = 32
 """Initial room for new tokens: most rows end long before their limit."""
 GROWTH = 1.5
 """Factor on the capacity when a row outgrows it."""
+MULTIPLE = 16
+"""Attention reads a multiple of this many keys: its kernels copy biases of other lengths."""
 
 
 class KVCache:
     """Rows of different lengths. ``lengths`` [S] is how many tokens of each row are stored."""
 
     def __init__(
-        self, config: ModelConfig, lengths: Tensor, new_tokens: int, *, like: Tensor
+        self, config: ModelConfig, lengths: Sequence[int], new_tokens: int, *, like: Tensor
     ) -> None:
-        """For prompts of ``lengths`` [S] and up to ``new_tokens`` more; dtype of ``like``."""
-        self.lengths = lengths
-        self.capacity = int(lengths.max()) + min(new_tokens, FIRST_ROOM_TOKENS)
-        shape = (lengths.shape[0], config.num_kv_heads, self.capacity, config.head_dim)
+        """For prompts of ``lengths`` and up to ``new_tokens`` more, in the dtype of ``like``."""
+        (self.lengths,) = upload([torch.tensor(lengths, dtype=torch.int64)], like.device)
+        self.capacity = _multiple(max(lengths) + min(new_tokens, FIRST_ROOM_TOKENS))
+        shape = (len(lengths), config.num_kv_heads, self.capacity, config.head_dim)
         layers = range(config.num_layers)
         self.slabs = [(like.new_zeros(shape), like.new_zeros(shape)) for _ in layers]
 
@@ -35,7 +40,7 @@ class KVCache:
         """Make room for rows of this many tokens."""
         if tokens <= self.capacity:
             return
-        self.capacity = max(tokens, int(self.capacity * GROWTH))
+        self.capacity = _multiple(max(tokens, int(self.capacity * GROWTH)))
         for layer, (keys, values) in enumerate(self.slabs):
             self.slabs[layer] = (self._grown(keys), self._grown(values))
 
@@ -56,7 +61,7 @@ class PrefillCore:
     """Attention over packed prompts; stores their keys and values."""
 
     def __init__(self, cache: KVCache, packing: Packing, rows: Tensor, positions: Tensor) -> None:
-        """rows and positions [T]: where each packed token belongs in the cache."""
+        """rows and positions [T]: the place of each packed token in the cache."""
         self._cache, self._packing = cache, packing
         self._rows, self._positions = rows, positions
 
@@ -70,22 +75,28 @@ class PrefillCore:
 class DecodeCore:
     """Attention of one new token per row; its key and value are stored first."""
 
-    def __init__(self, cache: KVCache) -> None:
-        self._cache = cache
-        self._longest = int(cache.lengths.max()) + 1
+    def __init__(self, cache: KVCache, longest: int) -> None:
+        """No row has more than ``longest`` tokens, the new one included."""
+        cache.reserve(longest)
+        self._cache, self._keys = cache, _multiple(longest)
         self._rows = torch.arange(cache.lengths.shape[0], device=cache.lengths.device)
-        cache.reserve(self._longest)
+        self._biases: dict[int | None, Tensor] = {}
 
     def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keys, values = self._cache.slabs[spec.layer]
         keys[self._rows, :, self._cache.lengths] = k
         values[self._rows, :, self._cache.lengths] = v
-        seen = slice(0, self._longest)
-        return cached_attention(
-            q,
-            keys[:, :, seen],
-            values[:, :, seen],
-            self._cache.lengths + 1,
-            spec.scale,
-            spec.window,
-        )
+        seen = slice(0, self._keys)
+        bias = self._bias(spec.window, q.dtype)
+        return cached_attention(q, keys[:, :, seen], values[:, :, seen], bias, spec.scale)
+
+    def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """The same for all layers with the same window."""
+        if window not in self._biases:
+            lengths = self._cache.lengths + 1
+            self._biases[window] = cache_bias(lengths, self._keys, window, dtype)
+        return self._biases[window]
+
+
+def _multiple(tokens: int) -> int:
+    return -(-tokens // MULTIPLE) * MULTIPLE

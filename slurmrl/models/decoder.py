@@ -8,7 +8,7 @@ T packed tokens, S sequences, h hidden size, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Protocol, cast
 
@@ -20,6 +20,7 @@ from slurmrl.models.attention import Attention, AttentionCore, PackedCore
 from slurmrl.models.balance import Balance
 from slurmrl.models.base import DecodeSession, PackedModel
 from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.decode_session import decode_session
 from slurmrl.models.mlp import GatedMLP
 from slurmrl.models.moe import SparseMLP
 from slurmrl.models.norm import RMSNorm
@@ -27,7 +28,6 @@ from slurmrl.models.packed import inverse, length_order, packed_positions
 from slurmrl.models.parallel.core import split_core
 from slurmrl.models.parallel.heads import split_logprobs, split_values
 from slurmrl.models.parallel.linear import VocabEmbedding, vocabulary_rows
-from slurmrl.models.parallel.session import split_session
 from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.models.recompute import LayerCall, Recompute, layer_call, unhooked
 from slurmrl.models.rotary import RotaryTable, Rotation
@@ -192,9 +192,19 @@ class Decoder(PackedModel):
         assert cu_seqlens is not None, "a split model must know where sequences begin"
         return split_values(self.split, values, cu_seqlens)
 
-    def session(self, lengths: Tensor, new_tokens: int) -> DecodeSession:
-        self.config.check_length(int(lengths.max()) + new_tokens)
-        return split_session(self, self.config, lengths, new_tokens, self.head_weight(), self.split)
+    def session(
+        self, lengths: Sequence[int], new_tokens: int, prefill_tokens: int
+    ) -> DecodeSession:
+        self.config.check_length(max(lengths) + new_tokens)
+        return decode_session(
+            self,
+            self.config,
+            lengths,
+            new_tokens,
+            prefill_tokens,
+            self.head_weight(),
+            self.split,
+        )
 
     def _balance(self) -> Balance | None:
         """The load-balancing loss. Tensor ranks have the same tokens and sum their gradients of the

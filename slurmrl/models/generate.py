@@ -10,9 +10,13 @@ from torch import Tensor
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.base import DecodeSession, PackedModel
 from slurmrl.ops.sampling import keyed_uniform, sample
+from slurmrl.ops.upload import upload
 
 KEEP_FRACTION = 0.75
 """Finished rows leave the batch once no more than this part of it is unfinished."""
+CHECK_TOKENS = {"cpu": 1, "cuda": 8}
+"""Tokens, by type of device, between two checks of which rows have ended. Each makes the host wait
+for a GPU. Rows that end in between draw on; what they draw is cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +52,14 @@ class GenerationOutput:
     tokens: Tensor
     """[T] packed: each prompt followed by its new tokens, a stop token included."""
     lengths: Tensor
-    """[S] int64, prompt and new tokens."""
+    """[S] int64, prompt and new tokens; in host memory."""
     prompt_lengths: Tensor
-    """[S] int64."""
+    """[S] int64; in host memory."""
     logprobs: Tensor
     """[T] log p(x_t | x_<t) at the sampling temperature; 0 on prompt tokens;
     float64 where the model is, else float32."""
     finished: Tensor
-    """[S] bool: ended with a stop token rather than at the limit."""
+    """[S] bool: ended with a stop token rather than at the limit; in host memory."""
 
 
 @torch.no_grad()
@@ -68,54 +72,84 @@ def generate(
     seed: int,
     step: int,
     keys: Tensor,
+    prefill_tokens: int | None = None,
 ) -> GenerationOutput:
     """Continue every prompt until a stop token or ``max_new_tokens``.
 
-    input_ids [T] packed prompts, cu_seqlens [S+1], keys [S] int64. The draw for a token depends
-    on (seed, step, the row's key, the token's position in its sequence) and on the logits only.
-    Parameters must be plain tensors: a sharded engine gathers them first.
+    input_ids [T] packed prompts, cu_seqlens [S+1] in host memory, keys [S] int64. Prompts are read
+    ``prefill_tokens`` at a time (default: all at once). The draw for a token depends on (seed,
+    step, the row's key, the token's position in its sequence) and on the logits only. Parameters
+    must be plain tensors: a sharded engine gathers them first.
     """
-    cu_seqlens = cu_seqlens.to(input_ids.device)
-    lengths = cu_seqlens.diff().long()
+    lengths: list[int] = cu_seqlens.diff().tolist()
     batch = _Batch(lengths, keys, options)
-    if not lengths.numel():
+    if not lengths:
         return batch.output(input_ids)
-    if int(lengths.min()) < 1:
+    if min(lengths) < 1:
         raise UsageError("an empty prompt cannot be continued")
-    session = decoder.session(lengths, options.max_new_tokens)
-    logits = session.prompts(input_ids, cu_seqlens)
+    tokens = sum(lengths) if prefill_tokens is None else prefill_tokens
+    session = decoder.session(lengths, options.max_new_tokens, tokens)
+    logits = session.prompts(input_ids)
     while True:
         batch.draw(logits, seed, step, session.lengths)
-        if not batch.alive.any():
+        if batch.ended(session):
             return batch.output(input_ids)
-        batch.compact(session)
-        logits = session.next(batch.last, batch.alive)
+        logits = session.next(batch.last, batch.alive, batch.longest)
+
+
+@dataclass(frozen=True)
+class _Drawn:
+    """What the rows of the batch drew between two checks."""
+
+    rows: list[int]
+    first: int
+    """Tokens that each row had drawn before."""
+    tokens: Tensor
+    """[N, rows]; a row's tokens after its last one do not count."""
+    logprobs: Tensor
 
 
 class _Batch:
     """Which rows still generate, and what all rows have drawn so far.
 
-    Every unfinished row has drawn the same number of tokens.
+    Every unfinished row has drawn the same number of tokens. The host learns every CHECK_TOKENS
+    tokens which rows have ended.
     """
 
-    def __init__(self, prompt_lengths: Tensor, keys: Tensor, options: GenerationOptions) -> None:
-        self._prompt_lengths, self._keys, self._options = prompt_lengths, keys, options
-        self._rows = torch.arange(prompt_lengths.shape[0], device=prompt_lengths.device)
-        self._stops = torch.tensor(options.stop_token_ids, device=keys.device, dtype=torch.int64)
-        self._finished = torch.zeros_like(prompt_lengths, dtype=torch.bool)
-        self._drawn: list[tuple[Tensor, Tensor, Tensor]] = []
-        self.alive = torch.ones_like(self._finished)
-        """Of the rows in the batch: still generating."""
-        self.last = self._rows
+    def __init__(self, prompts: list[int], keys: Tensor, options: GenerationOptions) -> None:
+        self._prompts, self._keys, self._options = prompts, keys, options
+        self._rows = list(range(len(prompts)))
+        """The rows in the batch."""
+        self._new = [0] * len(prompts)
+        self._finished = [False] * len(prompts)
+        """Of all rows, as of the last check, as ``_new`` is."""
+        stops = torch.tensor(options.stop_token_ids, dtype=torch.int64)
+        (self._stops,) = upload([stops], keys.device)
+        self._count = 0
+        """Tokens that each unfinished row has drawn."""
+        self._drawn: list[_Drawn] = []
+        self._tokens: list[Tensor] = []
+        self._logprobs: list[Tensor] = []
+        """Drawn since the last check."""
+        self._finite = torch.ones((), dtype=torch.bool, device=keys.device)
+        self._counts = torch.zeros(len(prompts), dtype=torch.int64, device=keys.device)
+        """Tokens that each row in the batch has drawn, up to its stop token."""
+        self.alive = torch.ones_like(self._counts, dtype=torch.bool)
+        """Of the rows in the batch: no stop token drawn yet."""
+        self.last = self._counts
         """The token that each row in the batch drew last."""
+        self._longest_open, self._longest_ended = max(prompts, default=0), 0
+        """Tokens of the longest prompt of rows that were alive at the last check; of the longest
+        row in the batch that was not."""
+
+    @property
+    def longest(self) -> int:
+        """No row in the batch has more tokens, those drawn last included."""
+        return max(self._longest_open + self._count, self._longest_ended)
 
     def draw(self, logits: Tensor, seed: int, step: int, positions: Tensor) -> None:
-        """One more token for every row in the batch, from logits [S, V].
-
-        Raises RunFailedError where logits are not finite.
-        """
-        options, alive = self._options, self.alive
-        count = len(self._drawn)
+        """One more token for every row in the batch, from logits [S, V]."""
+        options = self._options
         tokens, logprobs = sample(
             logits,
             keyed_uniform(seed, step, self._keys, positions),
@@ -123,42 +157,88 @@ class _Batch:
             top_k=options.top_k,
             top_p=options.top_p,
             greedy=options.greedy,
-            banned=options.stop_token_ids if count < options.min_new_tokens else (),
+            banned=self._stops if self._count < options.min_new_tokens else None,
         )
-        if not torch.isfinite(logprobs).all():
-            raise RunFailedError("the model's logits are not finite: its weights have diverged")
-        self._drawn.append((self._rows[alive], tokens[alive], logprobs[alive]))
-        stopped = torch.isin(tokens, self._stops) & alive
-        self._finished[self._rows[stopped]] = True
-        limit = count + 1 == options.max_new_tokens
-        self.alive = torch.zeros_like(alive) if limit else alive & ~stopped
+        self._count += 1
+        self._tokens.append(tokens)
+        self._logprobs.append(logprobs)
+        self._finite = self._finite & torch.isfinite(logprobs).all()
+        self._counts = self._counts + self.alive
+        self.alive = self.alive & ~torch.isin(tokens, self._stops)
         self.last = tokens
 
-    def compact(self, session: DecodeSession) -> None:
-        """Take ended rows out of the batch once there are enough of them to pay for the copy."""
-        left = self.alive.nonzero().squeeze(-1)
-        if left.shape[0] > KEEP_FRACTION * self.alive.shape[0]:
-            return
-        session.keep(left)
-        self._rows, self._keys, self.last = self._rows[left], self._keys[left], self.last[left]
-        self.alive = self.alive[left]
+    def ended(self, session: DecodeSession) -> bool:
+        """Whether no row generates any more, as far as the host knows. Ended rows leave the batch
+        once there are enough of them to pay for the copy.
+
+        Raises RunFailedError if logits were not finite.
+        """
+        limit = self._count == self._options.max_new_tokens
+        if not limit and self._count % CHECK_TOKENS[self._keys.device.type]:
+            return False
+        left = self._check()
+        if limit or not left:
+            return True
+        if len(left) <= KEEP_FRACTION * len(self._rows):
+            self._keep(left, session)
+        return False
+
+    def _check(self) -> list[int]:
+        """Read which rows of the batch are alive; return their places in it."""
+        state = (self.alive.long(), self._counts, self._finite.long()[None])
+        *values, finite = torch.cat(state).tolist()
+        if not finite:
+            raise RunFailedError("the model's logits are not finite: its weights have diverged")
+        alive, counts = values[: len(self._rows)], values[len(self._rows) :]
+        for row, unfinished, count in zip(self._rows, alive, counts, strict=True):
+            self._new[row], self._finished[row] = count, not unfinished
+        first = self._count - len(self._tokens)
+        tokens, logprobs = torch.stack(self._tokens), torch.stack(self._logprobs)
+        self._drawn.append(_Drawn(self._rows, first, tokens, logprobs))
+        self._tokens, self._logprobs = [], []
+        self._find_longest()
+        return [place for place, unfinished in enumerate(alive) if unfinished]
+
+    def _find_longest(self) -> None:
+        prompts, ended = self._prompts, self._finished
+        self._longest_open = max((prompts[row] for row in self._rows if not ended[row]), default=0)
+        lengths = (prompts[row] + self._new[row] for row in self._rows if ended[row])
+        self._longest_ended = max(lengths, default=0)
+
+    def _keep(self, left: list[int], session: DecodeSession) -> None:
+        """Leave only these places of the batch."""
+        self._rows = [self._rows[place] for place in left]
+        self._find_longest()
+        (index,) = upload([torch.tensor(left)], self._keys.device)
+        session.keep(index)
+        self._keys, self.last = self._keys[index], self.last[index]
+        self.alive, self._counts = self.alive[index], self._counts[index]
 
     def output(self, input_ids: Tensor) -> GenerationOutput:
         """Prompts [T] and what was drawn, packed."""
-        prompts = self._prompt_lengths
-        lengths = prompts.clone()
-        for rows, _, _ in self._drawn:
-            lengths[rows] += 1
-        total = int(lengths.sum())
+        prompts, new = (torch.tensor(x, dtype=torch.int64) for x in (self._prompts, self._new))
+        lengths = prompts + new
+        (source,) = upload([self._sources(prompts, new)], input_ids.device)
+        drawn = self._drawn
+        tokens = torch.cat([input_ids, *(part.tokens.flatten() for part in drawn)])
+        dtype = drawn[0].logprobs.dtype if drawn else torch.float32
+        none = torch.zeros(input_ids.shape[0], dtype=dtype, device=input_ids.device)
+        logprobs = torch.cat([none, *(part.logprobs.flatten() for part in drawn)])
+        finished = torch.tensor(self._finished, dtype=torch.bool)
+        return GenerationOutput(tokens[source], lengths, prompts, logprobs[source], finished)
+
+    def _sources(self, prompts: Tensor, new: Tensor) -> Tensor:
+        """Where each token of the output is among the prompts' tokens and all drawn ones."""
+        lengths, total = prompts + new, int(prompts.sum())
         starts = lengths.cumsum(0) - lengths
-        tokens = input_ids.new_empty(total)
-        dtype = self._drawn[0][2].dtype if self._drawn else torch.float32
-        logprobs = torch.zeros(total, dtype=dtype, device=input_ids.device)
-        shift = starts - (prompts.cumsum(0) - prompts)
-        spread = torch.repeat_interleave(shift, prompts, output_size=input_ids.shape[0])
-        tokens[spread + torch.arange(input_ids.shape[0], device=input_ids.device)] = input_ids
-        for count, (rows, new_tokens, new_logprobs) in enumerate(self._drawn):
-            places = starts[rows] + prompts[rows] + count
-            tokens[places] = new_tokens
-            logprobs[places] = new_logprobs
-        return GenerationOutput(tokens, lengths, prompts, logprobs, self._finished)
+        before = starts - (prompts.cumsum(0) - prompts)
+        places = [torch.arange(total) + torch.repeat_interleave(before, prompts)]
+        real = [torch.ones(total, dtype=torch.bool)]
+        for part in self._drawn:
+            number = torch.arange(len(part.tokens))[:, None] + part.first
+            places.append((starts + prompts)[part.rows] + number)
+            real.append(number < new[part.rows])
+        counted = torch.cat([part.flatten() for part in real])
+        places_of_counted = torch.cat([part.flatten() for part in places])[counted]
+        sources = torch.arange(counted.shape[0])[counted]
+        return torch.empty_like(sources).scatter_(0, places_of_counted, sources)

@@ -8,7 +8,7 @@ T packed tokens, S sequences, L the longest of them, V vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
@@ -129,8 +129,8 @@ class HFModel(PackedModel):
         values: Tensor = score(features)
         return values.squeeze(-1).to(wide(values.dtype))
 
-    def session(self, lengths: Tensor, new_tokens: int) -> HFSession:
-        self._made.check_length(int(lengths.max()) + new_tokens)
+    def session(self, lengths: Sequence[int], new_tokens: int, prefill_tokens: int) -> HFSession:
+        self._made.check_length(max(lengths) + new_tokens)
         return HFSession(self, self.inner.config, lengths)
 
 

@@ -6,6 +6,7 @@ S sequences, L the longest prompt, V vocabulary.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from transformers import DynamicCache
 
 from slurmrl.errors import UsageError
 from slurmrl.models.packed import packed_positions, packed_rows
+from slurmrl.ops.upload import upload
 
 if TYPE_CHECKING:
     from slurmrl.models.hf_model import HFModel
@@ -22,24 +24,28 @@ if TYPE_CHECKING:
 class HFSession:
     """The ``DecodeSession`` of transformers' models. Prompts are padded on the left."""
 
-    def __init__(self, model: HFModel, settings: Any, lengths: Tensor) -> None:
-        self.lengths = lengths
+    def __init__(self, model: HFModel, settings: Any, lengths: Sequence[int]) -> None:
+        self._prompts = torch.tensor(lengths, dtype=torch.int64)
+        device = next(model.inner.parameters()).device
+        (self.lengths,) = upload([self._prompts], device)
         self._model = model
         self._parameters = frozenset(inspect.signature(model.inner.forward).parameters)
         self._cache = DynamicCache(config=settings)
-        self._mask = lengths.new_zeros((lengths.shape[0], 0))
+        self._mask = self.lengths.new_zeros((len(lengths), 0))
 
-    def prompts(self, input_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-        tokens, longest = input_ids.shape[0], int(self.lengths.max())
-        rows = packed_rows(cu_seqlens, tokens)
-        columns = packed_positions(cu_seqlens, tokens) + (longest - self.lengths)[rows]
+    def prompts(self, input_ids: Tensor) -> Tensor:
+        tokens, longest = input_ids.shape[0], int(self._prompts.max())
+        cu_seqlens = torch.cat([self._prompts.new_zeros(1), self._prompts.cumsum(0)])
+        places = packed_rows(cu_seqlens, tokens)
+        columns = packed_positions(cu_seqlens, tokens) + (longest - self._prompts)[places]
+        rows, columns = upload((places, columns), input_ids.device)
         ids = input_ids.new_zeros((self.lengths.shape[0], longest))
         ids[rows, columns] = input_ids
         mask = torch.zeros_like(ids)
         mask[rows, columns] = 1
         return self._read(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0))
 
-    def next(self, tokens: Tensor, alive: Tensor) -> Tensor:
+    def next(self, tokens: Tensor, alive: Tensor, longest: int) -> Tensor:
         logits = self._read(
             tokens[:, None], self._mask.new_ones((len(tokens), 1)), self.lengths[:, None]
         )

@@ -126,26 +126,25 @@ def _blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tens
     return torch.cat(outputs, dim=2)
 
 
-def cached_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    scale: float,
-    window: int | None = None,
-) -> Tensor:
-    """Attention of one new token per row over that row's cached keys, or the last ``window``.
+def cached_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> Tensor:
+    """Attention of one new token per row over that row's cached keys.
 
-    q [S, Hq, D]; k, v [S, Hkv, M, D]; lengths [S]: keys of a row that count, its own token
-    included. Returns [S, Hq, D]. Query heads that share a key head are rows of one product, so
-    keys are never repeated.
+    q [S, Hq, D]; k, v [S, Hkv, M, D]; bias [S, M] from ``cache_bias``. Returns [S, Hq, D]. Query
+    heads that share a key head are rows of one product, so keys are never repeated.
     """
-    rows, kv_heads, longest, size = k.shape
-    places = torch.arange(longest, device=k.device)
-    mask = places < lengths[:, None]
-    if window is not None and window < longest:
-        mask &= places >= lengths[:, None] - window
+    rows, kv_heads, _, size = k.shape
     out = F.scaled_dot_product_attention(
-        q.reshape(rows, kv_heads, -1, size), k, v, attn_mask=mask[:, None, None, :], scale=scale
+        q.reshape(rows, kv_heads, -1, size), k, v, attn_mask=bias[:, None, None, :], scale=scale
     )
     return out.reshape(rows, -1, size)
+
+
+def cache_bias(lengths: Tensor, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """What is added to the scores of each row's cached ``keys`` [S, M]: 0 for the first
+    ``lengths`` [S] of them, or the last ``window`` of these, and minus infinity for the others."""
+    places = torch.arange(keys, device=lengths.device)
+    unseen = places >= lengths[:, None]
+    if window is not None and window < keys:
+        unseen |= places < lengths[:, None] - window
+    zeros = torch.zeros(unseen.shape, dtype=dtype, device=lengths.device)
+    return zeros.masked_fill_(unseen, float("-inf"))

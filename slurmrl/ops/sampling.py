@@ -39,11 +39,12 @@ def sample(
     top_k: int | None = None,
     top_p: float = 1.0,
     greedy: bool = False,
-    banned: tuple[int, ...] = (),
+    banned: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One token per row, by the inverse of the cumulative distribution at ``uniforms`` [S].
 
-    logits [S, V]. ``top_k`` and ``top_p`` restrict the draw, ``banned`` tokens are never drawn.
+    logits [S, V]. ``top_k`` and ``top_p`` restrict the draw, tokens in ``banned`` are never
+    drawn.
     Returns tokens [S] int64 and their log-probabilities [S] under the full distribution
     softmax(logits / temperature): what training computes, whatever the restrictions (float64 for
     float64 logits, else float32).
@@ -55,10 +56,8 @@ def sample(
     return tokens, chosen - scaled.logsumexp(-1)
 
 
-def _ban(scaled: Tensor, banned: tuple[int, ...]) -> Tensor:
-    if not banned:
-        return scaled
-    return scaled.index_fill(-1, torch.tensor(banned, device=scaled.device), float("-inf"))
+def _ban(scaled: Tensor, banned: Tensor | None) -> Tensor:
+    return scaled if banned is None else scaled.index_fill(-1, banned, float("-inf"))
 
 
 def _restrict(scaled: Tensor, top_k: int | None, top_p: float) -> Tensor:

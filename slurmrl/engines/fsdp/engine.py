@@ -273,6 +273,7 @@ class FSDPEngine(Engine):
                 seed=seed,
                 step=step,
                 keys=keys.to(self.context.device),
+                prefill_tokens=self._max_tokens,
             )
 
     def snapshot(self, *, copy: bool = True) -> RoleSnapshot | None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models import cache as cache_module
 from slurmrl.models import generate as generate_module
+from slurmrl.models.attention import AttentionCore
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
 from slurmrl.ops.logprobs import packed_logprobs_and_entropy
@@ -140,6 +141,55 @@ def test_compaction_changes_nothing(
     assert len(set(usual.lengths.tolist())) > 5
 
 
+@pytest.mark.parametrize("interval", [2, 8, 100])
+def test_checking_for_ended_rows_every_few_tokens_changes_nothing(
+    interval: int, small_decoder: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that ended between two checks are cut where they would have ended with one for each
+    token, and a batch that the host believes alive at its limit is complete."""
+    decoder, sequences = small_decoder("qwen2-windows"), prompts(30)
+    options = GenerationOptions(max_new_tokens=25, min_new_tokens=1, stop_token_ids=(STOP, 4, 5))
+    usual = run(decoder, sequences, options)
+    monkeypatch.setitem(generate_module.CHECK_TOKENS, "cpu", interval)
+    other = run(decoder, sequences, options)
+    assert torch.equal(usual.tokens, other.tokens)
+    assert torch.equal(usual.lengths, other.lengths)
+    assert torch.equal(usual.finished, other.finished)
+    assert (usual.logprobs - other.logprobs).abs().max() < 1e-5
+    ended = (usual.lengths - usual.prompt_lengths)[usual.finished]
+    assert len(set(ended.tolist())) > 5
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-windows", "mixtral", "gpt2"])
+@pytest.mark.parametrize("tokens", [1, 12, 40])
+def test_prompts_may_be_read_in_parts(
+    tokens: int,
+    name: str,
+    small_decoder: Callable[..., Decoder],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Reading whole prompts of a few tokens at a time gives the same completions, and no layer sees
+    more tokens at once (or one longer prompt)."""
+    decoder, sequences = small_decoder(name), prompts(30)
+    options = GenerationOptions(max_new_tokens=6, stop_token_ids=(STOP,))
+    usual = run(decoder, sequences, options)
+    reads: list[int] = []
+    read = decoder.run_unhooked
+
+    def recorded(ids: Tensor, positions: Tensor, core: AttentionCore) -> Tensor:
+        if isinstance(core, cache_module.PrefillCore):
+            reads.append(len(ids))
+        return read(ids, positions, core)
+
+    monkeypatch.setattr(decoder, "run_unhooked", recorded)
+    other = run(decoder, sequences, options, prefill_tokens=tokens)
+    assert torch.equal(usual.tokens, other.tokens)
+    assert (usual.logprobs - other.logprobs).abs().max() < 1e-5
+    assert sum(reads) == sum(map(len, sequences))
+    assert max(reads) <= max(tokens, *map(len, sequences))
+    assert len(reads) > 3
+
+
 def test_a_growing_cache_changes_nothing(
     small_decoder: Callable[..., Decoder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -192,8 +242,9 @@ def test_a_diverged_model_is_named(small_decoder: Callable[..., Decoder]) -> Non
     decoder = small_decoder()
     with torch.no_grad():
         decoder.head_weight().fill_(float("nan"))
-    with pytest.raises(RunFailedError, match="not finite"):
-        run(decoder, prompts(3), GenerationOptions(max_new_tokens=3))
+    for tokens in (1, 3, 20):
+        with pytest.raises(RunFailedError, match="not finite"):
+            run(decoder, prompts(3), GenerationOptions(max_new_tokens=tokens))
 
 
 def test_sequences_longer_than_the_positions_are_refused(

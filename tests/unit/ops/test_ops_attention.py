@@ -12,7 +12,7 @@ from torch import Tensor
 from slurmrl.errors import UsageError
 from slurmrl.ops import attention as attention_module
 from slurmrl.ops import flash
-from slurmrl.ops.attention import Packing, Run, cached_attention, packed_attention
+from slurmrl.ops.attention import Packing, Run, cache_bias, cached_attention, packed_attention
 
 SCALE = 0.3
 
@@ -210,5 +210,6 @@ def test_one_cached_token_equals_the_last_of_a_sequence(kv_heads: int, window: i
     for row, (keys, values) in enumerate(zip(k.split(lengths), v.split(lengths), strict=True)):
         cache[0, row, :, : lengths[row]] = keys.transpose(0, 1)
         cache[1, row, :, : lengths[row]] = values.transpose(0, 1)
-    out = cached_attention(q[last], cache[0], cache[1], torch.tensor(lengths), SCALE, window)
+    bias = cache_bias(torch.tensor(lengths), 16, window, q.dtype)
+    out = cached_attention(q[last], cache[0], cache[1], bias, SCALE)
     assert (out - expected[last]).abs().max() < 1e-5

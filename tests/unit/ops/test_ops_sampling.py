@@ -104,12 +104,12 @@ def test_top_p_counts_what_top_k_left() -> None:
 def test_greedy_takes_the_most_likely_allowed_token() -> None:
     tokens, _ = sample(LOGITS[None], uniforms(1), greedy=True)
     assert tokens.tolist() == [2]
-    tokens, _ = sample(LOGITS[None], uniforms(1), greedy=True, banned=(2, 0))
+    tokens, _ = sample(LOGITS[None], uniforms(1), greedy=True, banned=torch.tensor([2, 0]))
     assert tokens.tolist() == [4]
 
 
 def test_banned_tokens_are_never_drawn() -> None:
-    seen = frequencies(LOGITS, banned=(2, 4))
+    seen = frequencies(LOGITS, banned=torch.tensor([2, 4]))
     assert seen[[2, 4]].sum() == 0
     allowed = LOGITS.softmax(-1) * torch.tensor([1, 1, 0, 1, 0, 1, 1])
     assert (seen - allowed / allowed.sum()).abs().max() < 0.01
@@ -117,7 +117,7 @@ def test_banned_tokens_are_never_drawn() -> None:
 
 def test_logprobs_are_of_the_full_distribution() -> None:
     logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
-    options = {"temperature": 0.7, "top_k": 3, "top_p": 0.8, "banned": (1,)}
+    options = {"temperature": 0.7, "top_k": 3, "top_p": 0.8, "banned": torch.tensor([1])}
     tokens, logp = sample(logits, uniforms(50), **options)
     expected = (logits.double() / 0.7).log_softmax(-1).gather(-1, tokens[:, None]).squeeze(-1)
     assert (logp - expected).abs().max() < 1e-6
