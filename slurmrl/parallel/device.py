@@ -37,8 +37,8 @@ def set_up(accelerator: Accelerator, *, threads: int, deterministic: bool) -> No
     """Fix this process's thread count, device and kernel choice before the first computation.
 
     With ``deterministic`` torch refuses operations whose results vary between runs, which costs
-    speed on GPUs. cuDNN attention is off: on Hopper torch prefers it for decoding, and it compiles a
-    plan for each new length of the cache.
+    speed on GPUs. cuDNN attention is off: on Hopper torch prefers it for decoding, and it compiles
+    a plan for each new length of the cache.
     """
     torch.set_num_threads(threads)
     torch.use_deterministic_algorithms(deterministic)
