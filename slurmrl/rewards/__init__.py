@@ -39,7 +39,7 @@ def make(name: str, options: Mapping[str, Any], *, cores: int | None = None) -> 
 def _own(reference: str) -> Any:
     """The user's function or class. Exceptions raised inside the module propagate."""
     module_name, _, name = reference.partition(":")
-    importlib.invalidate_caches()  # they may be of a time when the folder could not be listed
+    importlib.invalidate_caches()  # a listing may have been cached while the folder was unreadable
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
@@ -54,7 +54,7 @@ def _own(reference: str) -> Any:
     except SyntaxError as error:
         raise UsageError(f"reward '{reference}': {error}") from error
     if not hasattr(module, name):
-        public = sorted(one for one in vars(module) if not one.startswith("_"))
+        public = sorted(attribute for attribute in vars(module) if not attribute.startswith("_"))
         hint = near(name, public)
         raise UsageError(f"reward '{reference}': {module_name} has no '{name}'; {hint}")
     return getattr(module, name)

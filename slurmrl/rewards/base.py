@@ -8,7 +8,7 @@ from typing import Any
 
 
 class RewardFunction(ABC):
-    """Constructed with the configuration's ``reward.options`` as keywords."""
+    """A reward. It is constructed with the configuration's ``reward.options`` as keywords."""
 
     cores: int = 1
     """CPU cores of the rank; set before the first call."""
@@ -20,16 +20,16 @@ class RewardFunction(ABC):
         completions: Sequence[str],
         rows: Sequence[Mapping[str, Any]],
     ) -> list[float]:
-        """One score per completion. A row is the dataset's line, with the text of its answer
-        under ``answer``."""
+        """Return one score per completion. A row is a line of the dataset, with the text of its
+        answer under ``answer``."""
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Why each row cannot be judged, "" where it can be. Called at submission, so torch must
-        not be imported."""
+        """Return the reason why each row cannot be judged, "" if it can. Called at submission, so
+        torch must not be imported."""
         return [""] * len(rows)
 
     def stats(self) -> dict[str, tuple[float, float]]:
-        """Further metrics of the latest call: name to (sum, count)."""
+        """Additional metrics of the latest call: name to (sum, count)."""
         return {}
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close

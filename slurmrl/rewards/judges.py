@@ -1,4 +1,4 @@
-"""A pool of judge processes that may hang or die without harm to the caller."""
+"""A pool of judge processes, whose hangs and crashes do not affect the caller."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from slurmrl.errors import UsageError, WorkerDiedError
 
 PROGRAM = Path(__file__).with_name("math_judge.py")
 Verdict = dict[str, Any]
-"""What a judge replies."""
+"""A judge's reply."""
 
 START_LIMIT_S = 120.0
 ATTEMPTS = 2
-"""Times that a request is tried when its judge dies; what hangs is not tried again."""
+"""Attempts for a request whose judge dies. A request that hangs is not retried."""
 
 
 class Judge:
-    """One process, which answers one request at a time."""
+    """One process, which handles one request at a time."""
 
     def __init__(self, program: Path) -> None:
         self._process = subprocess.Popen(
@@ -53,15 +53,15 @@ class Judge:
         return self._replies.fileno()
 
     def ask(self, index: int, request: Mapping[str, Any], timeout_s: float) -> None:
-        """Raises BrokenPipeError when the process is dead."""
+        """Send a request. Raises BrokenPipeError if the process is dead."""
         self.request = index
         self.deadline = time.monotonic() + timeout_s
         self._requests.write(json.dumps(request).encode() + b"\n")
         self._requests.flush()
 
     def receive(self) -> dict[str, Any] | None:
-        """Read a message once the pipe is readable; None while its line is incomplete. Raises
-        EOFError if the process is dead."""
+        """Read from the readable pipe. Return the message, or None while its line is incomplete.
+        Raises EOFError if the process is dead."""
         data = os.read(self.fileno(), 65536)
         if not data:
             raise EOFError
@@ -87,7 +87,7 @@ class JudgePool:
     """Judges that are started on first use and replaced when they hang or die.
 
     :param timeout_s: for one request.
-    :param processes: how many there are; None leaves that to each call.
+    :param processes: number of judges; None leaves it to each call.
     """
 
     def __init__(
@@ -104,16 +104,16 @@ class JudgePool:
         self._judges: list[Judge] = []
         self._failed_starts = 0
         self._end = inf
-        """When the requests of the present call are given up."""
+        """Deadline for all requests of the current call."""
 
     def judge(
         self, requests: Sequence[Mapping[str, Any]], *, most: int = 1, within_s: float = inf
     ) -> list[Verdict | None]:
-        """A verdict for each request; None where the judge took too long or kept dying, and for
-        those that are left ``within_s`` after the first one was handed out. ``most``: how many
-        judges there are, where that was left open.
+        """Return a verdict for each request; None where the judge took too long or kept dying, or
+        the request was not done ``within_s`` after the first was sent. ``most`` is the number of
+        judges if the constructor left it open.
 
-        :raises WorkerDiedError: judges do not even start.
+        :raises WorkerDiedError: judges do not start.
         """
         verdicts: list[Verdict | None] = [None] * len(requests)
         waiting = deque(range(len(requests)))
@@ -162,15 +162,15 @@ class JudgePool:
                 self._lost(judge, waiting, attempts)
 
     def _readable(self) -> list[Judge]:
-        """Judges with something to read, or none when the first deadline has come."""
+        """Wait for judges with something to read; none when the first deadline passes."""
         busy = [judge for judge in self._judges if not judge.idle]
         if not busy:
             return []
         with selectors.DefaultSelector() as selector:
             for judge in busy:
                 selector.register(judge, selectors.EVENT_READ)
-            patience = min(judge.deadline for judge in busy) - time.monotonic()
-            return [key.fileobj for key, _ in selector.select(max(patience, 0.0))]  # type: ignore[misc]
+            left_s = min(judge.deadline for judge in busy) - time.monotonic()
+            return [key.fileobj for key, _ in selector.select(max(left_s, 0.0))]  # type: ignore[misc]
 
     def _receive(
         self,
@@ -195,7 +195,7 @@ class JudgePool:
             judge.request = None
 
     def _lost(self, judge: Judge, waiting: deque[int], attempts: list[int]) -> None:
-        """A judge died: its request is tried again, unless it died of it before."""
+        """Replace a judge that died, and retry its request unless that was its last attempt."""
         if judge.request is not None:
             attempts[judge.request] += 1
             if attempts[judge.request] < ATTEMPTS:
@@ -209,6 +209,6 @@ class JudgePool:
             self._failed_starts += 1
             if self._failed_starts >= 3:
                 raise WorkerDiedError(
-                    f"{self._program.name} did not start three times in a row; is math-verify "
+                    f"{self._program.name} failed to start three times in a row; is math-verify "
                     "installed? Its messages are in the worker's log"
                 )

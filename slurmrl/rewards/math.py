@@ -15,23 +15,22 @@ from slurmrl.rewards.judges import JudgePool, Verdict
 logger = log.get(__name__)
 
 MOST_JUDGES = 8
-"""Largest default number of judges; each takes about 100 MB."""
+"""Largest default number of judges; each needs about 100 MB."""
 PLAIN_NUMBER = re.compile(r"-?\$?\d+(,\d{3})*(\.\d+)?%?")
-"""A plain number: a valid reference without asking a judge."""
+"""A plain number, which is a valid reference. No judge needs to check it."""
 
 
 class MathReward(RewardFunction):
-    """Judged by math-verify, in processes of its own.
+    """Judged by math-verify in separate processes.
 
     :param timeout_s: seconds after which a completion scores 0 and counts as
         ``reward_unjudged``, as does one that crashes its judge twice.
-    :param batch_timeout_s: seconds after which all completions of one call that are not judged
-        yet score 0 and count as ``reward_unjudged``.
-    :param processes: judges that work side by side. Default: one per CPU core of the rank, at
-        most 8.
-    :param marker: the final answer is the rest of the line behind its last occurrence (GSM8K's
+    :param batch_timeout_s: seconds after which all remaining completions of a call score 0 and
+        count as ``reward_unjudged``.
+    :param processes: parallel judges. Default: one per CPU core of the rank, at most 8.
+    :param marker: the final answer is the rest of the line after its last occurrence (GSM8K's
         ``#### 72``); a text without it is searched as a whole.
-    :param tail_characters: how much of a longer text is searched, from its end.
+    :param tail_characters: length of the end of a longer text that is searched.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class MathReward(RewardFunction):
         rows: Sequence[Mapping[str, Any]],
     ) -> list[float]:
         """
-        :raises UnusableRowError: a row whose reference holds nothing to compare with.
+        :raises UnusableRowError: a reference has nothing to compare with.
         """
         verdicts = self._judge(
             [
@@ -86,12 +85,12 @@ class MathReward(RewardFunction):
         return [float(verdict is not None and verdict["correct"]) for verdict in verdicts]
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """References that hold nothing to compare with, or that take too long to read."""
+        """References that have nothing to compare with, or that take too long to read."""
         references = [self._final(row["answer"]) for row in rows]
-        asked = [i for i, text in enumerate(references) if not PLAIN_NUMBER.fullmatch(text)]
-        verdicts = self._judge([{"reference": references[index]} for index in asked], inf)
+        unclear = [i for i, text in enumerate(references) if not PLAIN_NUMBER.fullmatch(text)]
+        verdicts = self._judge([{"reference": references[index]} for index in unclear], inf)
         problems = [""] * len(rows)
-        for index, verdict in zip(asked, verdicts, strict=True):
+        for index, verdict in zip(unclear, verdicts, strict=True):
             why = "math-verify takes too long to read it" if verdict is None else verdict["refused"]
             problems[index] = _refused(rows[index], why) if why else ""
         return problems
@@ -110,13 +109,13 @@ class MathReward(RewardFunction):
 
 
 def final_answer(text: str, marker: str) -> str:
-    """The rest of the line behind the last marker; the whole text where there is none."""
-    _, found, rest = text.rpartition(marker)
-    return rest.split("\n", 1)[0].strip() if found else text
+    """The rest of the line after the last marker; the whole text if there is none."""
+    _, separator, rest = text.rpartition(marker)
+    return rest.split("\n", 1)[0].strip() if separator else text
 
 
 def tail(text: str, characters: int) -> str:
-    """The end of a long text, from the begin of a line where its first half has one: then no
+    """The end of a long text. It begins with a line if one begins in its first half, so that no
     formula is cut."""
     end = text[-characters:]
     return end if end == text else end[end.find("\n", 0, characters // 2) + 1 :]

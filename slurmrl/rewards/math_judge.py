@@ -1,12 +1,11 @@
 """The process that runs math-verify: one JSON request a line in, one JSON reply a line out.
 
-It is started by path, so it imports nothing of slurmrl. Time limits are its parent's business
-(who kills it): math-verify's own ones work through SIGALRM and do not interrupt long operations
-on big numbers.
+It is started by path, so it imports nothing of slurmrl. Its parent enforces time limits by killing
+it: math-verify's own limits use SIGALRM, which does not interrupt long operations on big numbers.
 
-math-verify reads an answer as mathematics only inside a LaTeX environment, and takes single
-numbers out of anything else: the 2 out of ``2\\sqrt{3}``. So an answer without an environment gets
-one here.
+math-verify reads an answer as mathematics only inside a LaTeX environment, and takes single numbers
+out of anything else: the 2 out of ``2\\sqrt{3}``. So `prepare` puts answers in environments. It
+also rewrites notation that math-verify drops or does not know: bases, residues, repeating decimals.
 """
 
 from __future__ import annotations
@@ -18,20 +17,21 @@ import os
 import re
 import signal
 import sys
+from fractions import Fraction
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
 
 FORMULA = re.compile(
     r"\$\$(.+?)\$\$|\\\[(.+?)\\\]|\\\((.+?)\\\)|\A\$([^$\n]+)\$\Z"
-    # a dollar before a digit may be money: as in Pandoc, mathematics has no spaces inside its
-    # dollars and no digit behind the last one
+    # A dollar before a digit may be money. As in Pandoc, mathematics has no spaces just inside its
+    # dollars and no digit after the last one.
     r"|(?<![\\\d$])\$(?=\S)([^$\n]*?)(?<=[^\s\\])\$(?!\d)",
     re.DOTALL,
 )
 LONGEST_FORMULA = 300
-"""Characters without an environment that are still read as one formula: math-verify's parser takes
-very long to find out that text is none."""
+"""Longest text without an environment that is read as one formula: math-verify's parser needs very
+long to reject longer text."""
 BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 QUOTED = r"\\(?:text\w*|mbox|mathrm|mathbf|operatorname|begin|end)\s*\{[^{}]*\}"
 COMMAND = re.compile(r"\\[A-Za-z]+")
@@ -41,7 +41,7 @@ PROSE = re.compile(
     r"|sigma|omega|phi)\b)[A-Za-z]{3,}\b"
     r"|(?<!\S)(?:is|of|so|we|to|it|be|an|as|if|at|by)(?!\S)"
 )
-"""A word that is no name of mathematics."""
+"""A word that is not a mathematical name."""
 ARTICLE = re.compile(r"a|A|I")
 ONE_WORD = re.compile(r"[A-Za-z]{3,}|no|No|NO")
 TOKEN = re.compile(rf"(?:{QUOTED}|\S)+")
@@ -58,13 +58,26 @@ SYMBOLS = str.maketrans(
     {
         "∞": r"\infty ",
         "°": r"^\circ ",
+        "≡": r"\equiv ",
         "½": r"\frac{1}{2}",
         "¼": r"\frac{1}{4}",
         "¾": r"\frac{3}{4}",
     }
 )
 ROOT = re.compile(r"√\s*(\d+|[a-z])")
-"""With SYMBOLS: what math-verify does not know."""
+"""With SYMBOLS: characters that math-verify does not know."""
+REPEATING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\(?:overline|bar)\s*(?:\{\s*(\d+)\s*\}|(\d))")
+DIGITS = r"(?:\d[\dA-F]*|\d[\da-f]*\d|[A-F][\dA-F]+)(?:\.[\dA-F]+)?"
+GROUP = r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}"
+BASED = re.compile(
+    rf"(?<![\w\\.^])(?:\(\s*({DIGITS})\s*\)|({DIGITS}))\s*_\s*(\d|(?:\\text\s*)?{GROUP})"
+)
+NUMERALS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
+RESIDUE = re.compile(
+    r"(?:[A-Za-z]\s*\\equiv\s*)?(?<![\w.])(-?\d+)\s*"
+    r"(?:\\pmod\s*(?:\{\s*(\d+)\s*\}|(\d+))|\(\s*(?:\\[bp]?mod|\\text\s*\{\s*mod\s*\}|mod)\s*(\d+)\s*\))"
+)
+"""``x \\equiv 2 \\pmod 5`` or ``2 (mod 5)``."""
 
 
 def main() -> None:
@@ -72,54 +85,72 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     replies = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
-    from math_verify import verify
+    import math_verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    logging.getLogger(math_verify.__name__).setLevel(logging.ERROR)
     replies.write('{"ready": true}\n')
     for line in sys.stdin:
         request = json.loads(line)
         reference = read(request["reference"])
         reply: dict[str, Any] = {"refused": refusal(request["reference"], reference)}
         if "completion" in request and not reply["refused"]:
-            completion = read(request["completion"])
-            reply["correct"] = bool(verify(reference, completion, timeout_seconds=None))
+            reply["correct"] = correct(request, reference)
         replies.write(json.dumps(reply) + "\n")
 
 
+def correct(request: dict[str, str], reference: list[Any]) -> bool:
+    """Whether the completion equals the reference. A residue also equals the same number without
+    the modulus."""
+    from math_verify import verify
+
+    readings, completion = [reference], request["completion"]
+    if RESIDUE.search(request["reference"]):
+        readings.append(read(RESIDUE.sub(r"\1", request["reference"])))
+    else:
+        completion = RESIDUE.sub(r"\1", completion)
+    answer = read(completion)
+    # A set equals a relation: (2, oo) and x > 2.
+    options: dict[str, Any] = {"timeout_seconds": None, "allow_set_relation_comp": True}
+    return any(verify(reading, answer, **options) for reading in readings)
+
+
 def read(text: str) -> list[Any]:
-    """What math-verify makes of an answer: expressions, and the text that they were read from."""
+    """math-verify's reading of an answer: expressions, and the text that they were read from."""
     from math_verify import parse
 
     prepared = prepare(text)
-    mode = "first_match" if BOX.search(prepared) else "any_match"  # a box is the answer, or none is
-    found: list[Any] = parse(prepared, extraction_mode=mode, parsing_timeout=None)
-    return found
+    mode = "first_match" if BOX.search(prepared) else "any_match"  # nothing outside a box counts
+    reading: list[Any] = parse(prepared, extraction_mode=mode, parsing_timeout=None)
+    return reading
 
 
 def refusal(text: str, reference: list[Any]) -> str:
-    """Why no completion can be compared with a reference; "" where one can be. What math-verify
-    cannot calculate with is compared as text."""
+    """Why no completion can be compared with a reference; "" if one can. What math-verify cannot
+    calculate with is compared as text."""
     if not FORMULA.search(text) and not BOX.search(text) and too_long(text):
         return f"its formula has more than {LONGEST_FORMULA} characters; put it in \\boxed{{}}"
     if not reference:
-        return "it holds no number, no formula and no one-word answer"
+        return "it has no number, no formula and no one-word answer"
     read_from = str(reference[-1])
-    if all(isinstance(one, str) for one in reference) and (
+    if all(isinstance(part, str) for part in reference) and (
         read_from.count("{") != read_from.count("}") or not re.search(r"\w", read_from)
     ):
         return f"math-verify cannot read {read_from!r}"
     single = "\n" not in text and "=" not in text and "answer" not in text.lower()
     if single and not BOX.search(text) and only_formula(text) is None:
-        numbers = [found.group() for found in NUMBER.finditer(text)]
+        numbers = [match.group() for match in NUMBER.finditer(text)]
         if len(numbers) > 1 and not FORMULA.search(mark_formulas(text)):
-            return f"it holds several numbers: {', '.join(numbers)}; put the answer in \\boxed{{}}"
+            return f"it has several numbers: {', '.join(numbers)}; put the answer in \\boxed{{}}"
     return ""
 
 
 def prepare(text: str) -> str:
-    """An answer as math-verify reads it right: with its mathematics in LaTeX environments."""
+    """An answer in notation that math-verify reads correctly, with its mathematics in LaTeX
+    environments."""
     text = ROOT.sub(r"\\sqrt{\1}", text.strip().translate(SYMBOLS))
     text = THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
+    text = RESIDUE.sub(residue_symbol, REPEATING.sub(fraction, text))
+    text = BASED.sub(based_symbol, text)
     if BOX.search(text):
         return replace_boxes(text)
     if FORMULA.search(text):
@@ -129,8 +160,8 @@ def prepare(text: str) -> str:
 
 
 def only_formula(text: str) -> str | None:
-    """The one formula, number or word that an answer consists of, perhaps with prose around it;
-    "" for nothing, None where it holds several."""
+    """The only formula, number or word of an answer, perhaps with prose around it; "" for nothing,
+    None if there are several."""
     if FORMULA.search(text):
         return the_only(["".join(groups) for groups in FORMULA.findall(text)])
     text = CURRENCIES.sub("", text).strip().strip("*").rstrip(".,;:").strip()
@@ -145,7 +176,35 @@ def only_formula(text: str) -> str | None:
     if not several_lines and not PROSE.search(bare(text)):
         return NAMED.sub(r"\\\1", text) if len(text) <= LONGEST_FORMULA else None
     formulas = ["".join(groups) for groups in FORMULA.findall(mark_formulas(text))]
-    return the_only(formulas or [found.group() for found in NUMBER.finditer(text)])
+    return the_only(formulas or [match.group() for match in NUMBER.finditer(text)])
+
+
+def fraction(repeating: re.Match[str]) -> str:
+    r"""``0.1\overline{6}`` as an exact fraction."""
+    whole, fixed, cycle = repeating[1], repeating[2], repeating[3] or repeating[4]
+    numerator = int(whole + fixed + cycle) - int(f"0{whole}{fixed}")
+    value = Fraction(numerator, 10 ** len(fixed) * (10 ** len(cycle) - 1))
+    return rf"\frac{{{value.numerator}}}{{{value.denominator}}}"
+
+
+def residue_symbol(residue: re.Match[str]) -> str:
+    """A symbol that only congruent numbers with the same modulus share."""
+    modulus = int(residue[2] or residue[3] or residue[4])
+    return rf"\Upsilon_{{{int(residue[1]) % modulus if modulus else residue[1]}mod{modulus}}}"
+
+
+def based_symbol(number: re.Match[str]) -> str:
+    """A symbol that only the same digits in the same base share; digits alone in base ten.
+    math-verify itself drops the base."""
+    digits = number[1] or number[2]
+    base = re.sub(r"\\text|base|[^0-9a-z]", "", number[3].lower())
+    base = str(NUMERALS.index(base)) if base in NUMERALS else base
+    if any(
+        not base.isdigit() or int(digit, 16) >= int(base)
+        for digit in re.findall("[A-Fa-f]", digits)
+    ):
+        return number[0]  # a product with an indexed letter: 5C_2
+    return digits if base == "10" else rf"\Upsilon_{{{digits}base{base}}}"
 
 
 def too_long(text: str) -> bool:
@@ -158,13 +217,13 @@ def the_only(found: list[str]) -> str | None:
 
 
 def bare(text: str) -> str:
-    """A text without the words that LaTeX quotes, and without its commands."""
+    """A text without LaTeX's quoted words and commands."""
     return COMMAND.sub(" ", re.sub(QUOTED, " ", text))
 
 
 def mark_formulas(text: str) -> str:
-    """Prose with dollars around each run of tokens that holds a LaTeX command; without those that
-    are too long."""
+    """Prose with dollars around each run of tokens that has a LaTeX command. Runs that are too long
+    are left out."""
     result: list[str] = []
     run: list[re.Match[str]] = []
     end = 0
@@ -184,8 +243,8 @@ def mark_formulas(text: str) -> str:
 
 
 def replace_boxes(text: str) -> str:
-    """Around each outermost box's one formula goes a box of its own; a box that holds several, or
-    that has no end, stays as it is."""
+    """Reduce each outermost box to its only formula. A box that has several, or no end, stays as it
+    is."""
     result, at = [], 0
     while (box := BOX.search(text, at)) is not None:
         depth, end = 1, box.end()

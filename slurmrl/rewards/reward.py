@@ -19,8 +19,8 @@ Stats = dict[str, tuple[float, float]]
 
 
 class CheckedReward:
-    """Wraps a function, or an instance of a class with the methods of `RewardFunction`. Functions
-    and methods may be ``async``; all of them run in one event loop.
+    """A function, or an instance of a class with the methods of `RewardFunction`. Functions and
+    methods may be ``async``; all run in one event loop.
 
     :param name: its name in the configuration, for messages.
     """
@@ -58,12 +58,12 @@ class CheckedReward:
         return as_scores(self.name, returned, completions, places)
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Why each row cannot be judged, "" where it can be (see `RewardFunction`)."""
+        """The reason why each row cannot be judged, "" if it can (see `RewardFunction`)."""
         problems = self._optional("check_rows", rows)
         return [""] * len(rows) if problems is None else list(problems)
 
     def stats(self) -> Stats:
-        """Further metrics of the latest call: name to (sum, count)."""
+        """Additional metrics of the latest call: name to (sum, count)."""
         stats = self._optional("stats") or {}
         try:
             return {str(name): (float(total), float(n)) for name, (total, n) in stats.items()}
@@ -80,8 +80,8 @@ class CheckedReward:
             self._loop = None
 
     def _optional(self, method: str, *arguments: Any) -> Any:
-        found = getattr(self._object, method, None)
-        return self._result(found, *arguments) if callable(found) else None
+        function = getattr(self._object, method, None)
+        return self._result(function, *arguments) if callable(function) else None
 
     def _result(self, function: Callable[..., Any], *arguments: Any) -> Any:
         returned = function(*arguments)
@@ -110,17 +110,17 @@ def _check_call(name: str, function: Callable[..., Any], keywords: Mapping[str, 
         signature = inspect.signature(function)
     except ValueError:  # a built-in function without a signature
         return
-    bare = [one.replace(annotation=one.empty) for one in signature.parameters.values()]
-    takes = signature.replace(parameters=bare, return_annotation=signature.empty)
-    given = ", ".join([*ARGUMENTS, *(f"{key}=…" for key in keywords)])
-    told = f"reward '{name}' takes {takes}, but is called with ({given})"
+    bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+    accepted = signature.replace(parameters=bare, return_annotation=signature.empty)
+    passed = ", ".join([*ARGUMENTS, *(f"{key}=…" for key in keywords)])
+    mismatch = f"reward '{name}' accepts {accepted}, but is called with ({passed})"
     try:
         signature.bind([], [], [], **keywords)
     except TypeError as error:
-        raise UsageError(f"{told}: {error}") from error
+        raise UsageError(f"{mismatch}: {error}") from error
     for taken, argument in zip(signature.parameters, ARGUMENTS, strict=False):
         if taken != argument and taken in ARGUMENTS:
-            raise UsageError(f"{told}: '{taken}' would get the {argument}")
+            raise UsageError(f"{mismatch}: '{taken}' would get the {argument}")
 
 
 def _what(kind: Any) -> str:

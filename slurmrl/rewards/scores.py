@@ -17,8 +17,8 @@ SHOWN_CHARACTERS = 200
 def as_scores(
     reward: str, returned: Any, completions: Sequence[str], places: Sequence[str]
 ) -> list[float]:
-    """One finite number for each completion, from a list, tuple, tensor, array or other iterable
-    of numbers. ``places`` are the source lines of their rows.
+    """Convert a list, tuple, tensor, array or other iterable of numbers to one finite number for
+    each completion. ``places`` are the source lines of their rows.
 
     :raises RewardError: anything else was returned.
     """
@@ -62,7 +62,7 @@ def _number(value: Any) -> float | None:
     if not isinstance(value, Real) and hasattr(value, "item"):
         try:
             value = value.item()
-        except (ValueError, RuntimeError):  # an array or a tensor of several
+        except (ValueError, RuntimeError):  # an array or tensor with several elements
             return None
     if not isinstance(value, Real):
         return None

@@ -1,7 +1,7 @@
 """Child process of ``slurmrl try-reward``: JSON request on stdin, JSON result on stdout.
 
-Run as ``python -m slurmrl.rewards.trial`` by `slurmrl.submission.try_reward`. What the reward
-prints goes to stderr.
+Run as ``python -m slurmrl.rewards.trial`` by `slurmrl.submission.try_reward`. The reward's own
+output goes to stderr.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def _try(request: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
     reward = make(request["name"], request["options"])
     made = time.monotonic()
-    given = (request[key] for key in ("prompts", "completions", "rows", "places"))
+    arguments = (request[key] for key in ("prompts", "completions", "rows", "places"))
     try:
-        scores = reward.score(*given)
+        scores = reward.score(*arguments)
         scored = time.monotonic()
         return {
             "scores": scores,

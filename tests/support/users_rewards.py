@@ -58,7 +58,7 @@ def in_another_order(completions: Sequence[str], prompts: Sequence[str], rows: R
     return [float(len(completion)) for completion in completions]
 
 
-def of_one(completion: str) -> float:
+def single_argument(completion: str) -> float:
     return 1.0
 
 

@@ -90,7 +90,7 @@ def test_a_judge_that_was_killed_while_idle_changes_no_verdict(make: Make) -> No
 
 
 def test_a_program_that_never_starts_is_an_error(make: Make) -> None:
-    with pytest.raises(WorkerDiedError, match="did not start three times"):
+    with pytest.raises(WorkerDiedError, match="failed to start three times"):
         make(text="raise SystemExit(1)").judge([{"x": 1}])
 
 

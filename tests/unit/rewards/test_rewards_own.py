@@ -83,7 +83,7 @@ def test_completions_are_shortened_in_messages() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "message"),
     [
-        (f"{MODULE}:of_one", {}, r"takes \(completion\), but is called with \(prompts,"),
+        (f"{MODULE}:single_argument", {}, r"accepts \(completion\), but is called with \(prompts,"),
         (f"{MODULE}:in_another_order", {}, "'completions' would get the prompts"),
         (f"{MODULE}:returning", {"whta": 1}, "unexpected keyword argument 'whta'"),
         (f"{MODULE}:Looks", {"scael": 1}, "unexpected keyword argument 'scael'"),

@@ -67,6 +67,21 @@ CASES = [
     ("90°", "90", 1.0),
     ("2½", "2.5", 1.0),
     ("[0,∞)", r"\boxed{[0,\infty)}", 1.0),
+    (r"0.\overline{3}", r"\boxed{\frac13}", 1.0),
+    (r"-\frac76", r"\boxed{-1.1\bar6}", 1.0),
+    (r"33.\overline{3}\%", r"\boxed{\frac{100}{3}\%}", 1.0),
+    ("2", r"since $x \equiv 17 \pmod 5$, \boxed{2 \pmod 5}", 1.0),
+    (r"x \equiv 2 \pmod{5}", r"$17 \equiv 2 \pmod 5$, so \boxed{2}", 1.0),
+    ("7 (mod 5)", r"\boxed{x ≡ 2 \pmod{5}}", 1.0),
+    (r"(2,\infty)", r"\boxed{x>2}", 1.0),
+    ("x < 2", r"\boxed{(-\infty,2)}", 1.0),
+    ("[2,5)", r"\boxed{2 \le x < 5}", 1.0),
+    ("2516_8", r"\boxed{2516_{8}}", 1.0),
+    (r"2516_{\text{eight}}", "#### (2516)_8", 1.0),
+    ("The answer is 2516_8.", "The answer is $2516_8$.", 1.0),
+    ("1A3_{16}", r"\boxed{1a3_{16}}", 1.0),
+    ("15", r"\boxed{15_{10}}", 1.0),
+    ("3a_{16}", r"\boxed{3 a_{16}}", 1.0),
 ]
 
 
@@ -116,7 +131,7 @@ REFERENCES = [
     "The answer is 42.",
     r"\boxed{7}",
 ]
-"""As they stand in MATH, GSM8K and the like."""
+"""References as in MATH, GSM8K and the like."""
 
 
 def test_each_reference_agrees_with_its_own_box(judged: MathReward) -> None:
@@ -142,6 +157,19 @@ WRONG = [
     ("1,2,3", r"\boxed{1.2}"),
     ("2 1/2", r"\boxed{1}"),
     (r"0.\overline{3}", r"\boxed{0}"),
+    (r"0.\overline{3}", r"\boxed{0.3}"),
+    ("2516_8", r"\boxed{2516}"),
+    ("2516", "#### 2516_8"),
+    ("2516_8", "The answer is 2516."),
+    ("2516_8", r"\boxed{2516_7}"),
+    ("2516_8", r"\boxed{-2516_8}"),
+    ("1A3_{16}", r"\boxed{1A3}"),
+    ("FF_{16}", r"\boxed{FF}"),
+    (r"$4.5_6$", r"\boxed{4.5}"),
+    (r"2 \pmod 5", r"\boxed{2 \pmod 7}"),
+    (r"2 \pmod 5", r"\boxed{7}"),
+    ("5", r"\boxed{2 \pmod 5}"),
+    (r"(2,\infty)", r"\boxed{x \ge 2}"),
     ("5", r"2 + 3 = 5, so \boxed{\frac{}}"),
     ("3", r"\boxed{2} or \boxed{3}"),
 ]
