@@ -1,6 +1,7 @@
 """Typed readers of what processes publish in the name store.
 
-A key that was not published reads as an empty object.
+A key that was not published reads as an empty object. A damaged failure, warning, hang, status or
+lost host reads as an object with nothing but `DAMAGE`: a trial continues without them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from slurmrl import keys
-from slurmrl.errors import NameNotFoundError
+from slurmrl.errors import CorruptFileError, NameNotFoundError
 from slurmrl.fsio import documents
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import (
@@ -89,6 +90,8 @@ STATUS: Fields = {
     "tasks": each(table({"host": TEXT, "attempt": COUNT, "lease_age_s": SECONDS}, ("host",))),
 }
 LOST: Fields = {"incarnation": COUNT, "job": TEXT}
+DAMAGE = "damage"
+"""Field of a damaged entry: which one it is."""
 
 
 def failure(names: NameStore, incarnation: int) -> Said:
@@ -119,7 +122,10 @@ def lost(names: NameStore, host: str) -> Said:
 def attempt(names: NameStore, group: str, task: int, number: int) -> Said:
     """Return the claim of one attempt of a task."""
     key = keys.attempt(group, task, number)
-    said = _said(names, key, ATTEMPT)
+    try:
+        said = documents.parse(names.get(key), f"the name {key}", ATTEMPT)
+    except NameNotFoundError:
+        return {}
     if said and said.get("attempt") != number:
         raise corrupt(key, f"does not hold the claim of attempt {number}")
     return said
@@ -137,3 +143,5 @@ def _said(names: NameStore, key: str, fields: Fields) -> Said:
         return documents.parse(names.get(key), f"the name {key}", fields)
     except NameNotFoundError:
         return {}
+    except CorruptFileError:
+        return {DAMAGE: f"the name {key} is damaged; the trial continues without it"}

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from slurmrl.history.record import Kind
 from slurmrl.monitor.events import Event
+from slurmrl.monitor.published import DAMAGE
 from slurmrl.monitor.snapshot import Traces, TrialSnapshot
 from slurmrl.monitor.words import first_line, plain
 from slurmrl.scheduler.base import JobState, TaskState
@@ -102,7 +103,7 @@ def _row(
         "to_step": _to_step(traces, commit, snapshot.said.get("step") if running else None),
         "commit": commit,
         "cause": end.cause,
-        "how": end.how,
+        "how": end.how + _damages(traces),
         "seconds": max(until - begun.time, 0.0),
     }
 
@@ -158,7 +159,7 @@ def hosts(snapshot: TrialSnapshot, traces: Traces) -> list[str]:
 
 def ending(traces: Traces, tasks: Sequence[TaskState]) -> End:
     """Return how an incarnation that no longer runs ended."""
-    own = traces.failure.get("cause") or _infer(traces.failure) if traces.failure else ""
+    own = traces.failure.get("cause") or _infer(traces.failure)
     if traces.begun.end is not None and traces.begun.end.kind is Kind.FINISHED:
         return End("finished", "finished")
     if own in OWN_FAULTS:
@@ -189,8 +190,14 @@ def failure_words(cause: str, failure: Mapping[str, Any]) -> str:
         return f"host {failure.get('host') or '(unknown)'} lost"
     if cause == "exception" and "rank" in failure:
         return f"{worker}: {reason}{_where(failure)}"
-    words = {"deadline": "too slow: ", "environment": f"cannot go on{host}: "}.get(cause, "")
+    words = {"deadline": "too slow: ", "environment": f"cannot continue{host}: "}.get(cause, "")
     return f"{words}{reason}" or cause
+
+
+def _damages(traces: Traces) -> str:
+    """Return which reports of an incarnation are damaged."""
+    reports = (traces.failure, traces.warned, traces.hang)
+    return "".join(f"; {report[DAMAGE]}" for report in reports if DAMAGE in report)
 
 
 def _explained(traces: Traces) -> str:
@@ -211,10 +218,12 @@ def _where(failure: Mapping[str, Any]) -> str:
 
 
 def _infer(failure: Mapping[str, Any]) -> str:
-    """Return the cause of a failure that does not name it."""
+    """Return the cause of a failure that does not name it; empty if nothing was reported."""
     reason = str(failure.get("reason") or "")
     if failure.get("exception"):
         return "exception"
+    if not failure or DAMAGE in failure:
+        return ""
     if reason.startswith("master: "):
         return "master"
     return "died" if _CHILD_ENDED.search(reason) else "environment"

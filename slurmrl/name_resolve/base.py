@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -9,15 +10,41 @@ from types import TracebackType
 from typing import NamedTuple
 
 from slurmrl.errors import NameExistsError, NameNotFoundError
+from slurmrl.fsio import documents
+from slurmrl.fsio.shapes import TEXT, Fields, FieldType
 from slurmrl.name_resolve.names import below, checked_value, normalise, normalise_root
+
+NONCE = FieldType("letters and digits", lambda value: isinstance(value, str) and value.isalnum())
+OWNER = FieldType(
+    "the name of a lease, or empty",
+    lambda value: (
+        isinstance(value, str)
+        and value.isprintable()
+        and "/" not in value
+        and not value.startswith(".")
+    ),
+)
+FIELDS: Fields = {"value": TEXT, "nonce": NONCE, "owner": OWNER}
 
 
 class NameEntry(NamedTuple):
+    """One value, encoded as a JSON object with these fields."""
+
     value: str
     nonce: str
     """Distinguishes this entry from others with the same value."""
     owner: str = ""
     """File name of the lease that the key depends on; empty for a permanent key."""
+
+    def to_json(self) -> bytes:
+        return json.dumps(self._asdict()).encode()
+
+    @staticmethod
+    def from_json(data: bytes, where: object) -> NameEntry:
+        """Raises CorruptFileError that names ``where``."""
+        subject = f"{where} is not an entry of a name store: it"
+        content = documents.parse(data, subject, FIELDS, ("value", "nonce"))
+        return NameEntry(content["value"], content["nonce"], content.get("owner") or "")
 
 
 def nobody_dies(owner: str) -> bool:

@@ -1,7 +1,7 @@
 """Name store in a shared directory: one file per key, named by the encoded key.
 
 The directory is flat, so that adding and deleting never race over subdirectories. The content is
-an entry (see `entries`) whose nonce identifies its writer (see `fsio.atomic.exclusive_create`).
+a `NameEntry` whose nonce identifies its writer (see `fsio.atomic.exclusive_create`).
 
 A dead owner's key goes to the process that wins the exclusive create of ``.heir.<nonce>`` (the
 nonce of the dead entry) and then replaces the dead entry. The key never disappears, so no exclusive
@@ -18,7 +18,6 @@ from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import explain
 from slurmrl.name_resolve.base import NameEntry, NameStore, nobody_dies
-from slurmrl.name_resolve.entries import pack, unpack
 from slurmrl.name_resolve.names import decode, encode
 
 HEIR_PREFIX = ".heir."
@@ -49,7 +48,7 @@ class FileNameStore(NameStore):
         return path
 
     def _add(self, key: str, entry: NameEntry, replace: bool) -> bool:
-        path, data = self._path(key), pack(entry)
+        path, data = self._path(key), entry.to_json()
         if replace:
             atomic.replace(path, data, calls=self._calls)
             return True
@@ -70,7 +69,7 @@ class FileNameStore(NameStore):
             data = atomic.read(path, calls=self._calls)
         except FileNotFoundError:
             return None
-        return unpack(data, path)
+        return NameEntry.from_json(data, path)
 
     def _keys(self, root: str) -> list[str]:
         try:
@@ -86,8 +85,8 @@ class FileNameStore(NameStore):
         dead: NameEntry | None = old
         while dead is not None and not self._lives(dead):
             heir = _heir(path, dead)
-            if atomic.exclusive_create(heir, pack(new), calls=self._calls):
-                atomic.replace(path, pack(new), calls=self._calls)
+            if atomic.exclusive_create(heir, new.to_json(), calls=self._calls):
+                atomic.replace(path, new.to_json(), calls=self._calls)
                 return True
             dead = self._read(heir)
         return False
@@ -96,7 +95,7 @@ class FileNameStore(NameStore):
         return atomic.remove(self._path(key), calls=self._calls)
 
     def _delete_entry(self, key: str, entry: NameEntry) -> None:
-        atomic.remove_exactly(self._path(key), pack(entry), calls=self._calls)
+        atomic.remove_exactly(self._path(key), entry.to_json(), calls=self._calls)
 
     def refresh(self) -> None:
         """List the directory: an NFS client may believe for a minute that a new file is missing

@@ -1,6 +1,6 @@
 """Name store in a Redis server, an optional alternative to files.
 
-A key is ``<prefix>:<key>``, its value an entry (see `entries`). Redis executes commands one by one,
+A key is ``<prefix>:<key>``, its value a `NameEntry`. Redis executes commands one by one,
 so SET with NX is the exclusive add, and scripts compare before they change. A server without
 persistence loses all names when it restarts; the trial's history does not depend on them.
 """
@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from slurmrl.backoff import UNCLEAR_PAUSES_S, attempts
 from slurmrl.errors import EnvironmentFailure, MissingDependencyError
 from slurmrl.name_resolve.base import NameEntry, NameStore, nobody_dies
-from slurmrl.name_resolve.entries import pack, unpack
 
 T = TypeVar("T")
 
@@ -61,14 +60,14 @@ class RedisNameStore(NameStore):
         )
 
     def _add(self, key: str, entry: NameEntry, replace: bool) -> bool:
-        data = pack(entry)
+        data = entry.to_json()
         added = self._ask(lambda: self._client.set(self._prefix + key, data, nx=not replace))
         # After a lost reply the entry there tells whether it was ours.
         return bool(added) or self._ask(lambda: self._client.get(self._prefix + key)) == data
 
     def _get(self, key: str) -> NameEntry | None:
         data = self._ask(lambda: self._client.get(self._prefix + key))
-        return None if data is None else unpack(data, key)
+        return None if data is None else NameEntry.from_json(data, key)
 
     def _keys(self, root: str) -> list[str]:
         pattern = (self._prefix + root).translate(_GLOB) + "*"
@@ -76,14 +75,14 @@ class RedisNameStore(NameStore):
         return [name.decode().removeprefix(self._prefix) for name in found]
 
     def _swap(self, key: str, old: NameEntry, new: NameEntry) -> bool:
-        arguments = (self._prefix + key, pack(old), pack(new))
+        arguments = (self._prefix + key, old.to_json(), new.to_json())
         return bool(self._ask(lambda: self._client.eval(_SWAP_IF, 1, *arguments)))
 
     def _delete(self, key: str) -> bool:
         return bool(self._ask(lambda: self._client.delete(self._prefix + key)))
 
     def _delete_entry(self, key: str, entry: NameEntry) -> None:
-        self._ask(lambda: self._client.eval(_DELETE_IF, 1, self._prefix + key, pack(entry)))
+        self._ask(lambda: self._client.eval(_DELETE_IF, 1, self._prefix + key, entry.to_json()))
 
     def refresh(self) -> None:
         """Check that the server answers; nothing is cached."""

@@ -105,5 +105,6 @@ def publish(
 
 
 def first(names: NameStore, incarnation: int) -> Failure | None:
-    """Return the failure that was published. Raises EnvironmentFailure."""
+    """Return the failure that was published, without a cause if it is damaged. Raises
+    EnvironmentFailure."""
     return dict(published.failure(names, incarnation)) or None

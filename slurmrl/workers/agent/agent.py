@@ -126,7 +126,7 @@ class Agent:
         if self.host.warnings.received:
             logger.info("this job will end soon: no further incarnation is formed")
             return FAILED
-        if self._without or (first is not None and first["cause"] == Cause.LOST_HOST):
+        if self._without or (first is not None and first.get("cause") == Cause.LOST_HOST):
             return AGAIN
         if failed is not None and failed["cause"] == Cause.ENVIRONMENT:
             return FAILED

@@ -146,7 +146,8 @@ def read_ending(
     warned = published.warned(names, incarnation).get("cause") or ""
     job = str(begin.data.get("job", ""))
     requeued = _requeued(job, next_job) or _start(job) in taken
-    what = said.get("exception") or said.get("reason") or ("unknown" if said else "")
+    what = said.get("exception") or said.get("reason") or said.get(published.DAMAGE) or ""
+    what = what or ("unknown" if said else "")
     rank = ""
     if "rank" in said:
         rank, what = f"rank {said['rank']}, ", f"{said.get('call')}: {what}"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from slurmrl.history.record import Kind
 from slurmrl.monitor.snapshot import STORY, read
 from slurmrl.monitor.status import assemble
 from slurmrl.monitor.story import failure_words
+from slurmrl.name_resolve.names import encode
 from slurmrl.scheduler.base import JobState, TaskState
 from tests.fake_runs import FakeRun, task
 
@@ -69,7 +71,7 @@ def start(run: FakeRun, job: str = "7.0.0", number: int = 0, job_id: str = "41_0
         ({"cause": "master", "reason": "master: KeyError: 1"}, "master: KeyError: 1"),
         (
             {"cause": "environment", "reason": "no space", "host": "n1"},
-            "cannot go on on n1: no space",
+            "cannot continue on n1: no space",
         ),
         ({"cause": "something new", "reason": "", "host": "n1"}, "something new"),
     ],
@@ -171,6 +173,18 @@ def test_where_nobody_said_anything_the_scheduler_may_know(
     known = state not in (JobState.PENDING, JobState.UNKNOWN)
     silent = "ended without a report: its batch process or host was killed"
     assert row["how"] == ("job 41_0: what the scheduler says" if known else silent)
+
+
+@pytest.mark.parametrize("key", [keys.failure, keys.warned, keys.hang])
+def test_a_damaged_report_is_named_on_the_line_of_its_incarnation(
+    run: FakeRun, key: Callable[[int], str]
+) -> None:
+    start(run)
+    (run.paths.names / encode(key(1))).write_bytes(b"\0")
+    start(run, job="7.1.0", number=1)
+    first, second = rows(run)
+    assert first["how"].endswith(f"; the name {key(1)} is damaged; the trial continues without it")
+    assert "damaged" not in second["how"]
 
 
 def test_ends_that_the_history_knows(run: FakeRun) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,17 +18,19 @@ from slurmrl.checkpoint.tensors import checksum
 from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure, StaleIncarnationError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.history.log import History
-from slurmrl.history.record import Kind
+from slurmrl.history.record import Kind, Record
 from slurmrl.history.state import TrialState, fold
 from slurmrl.history.writer import IncarnationWriter, begin
 from slurmrl.monitor import events
 from slurmrl.monitor.events import EventWriter
 from slurmrl.name_resolve import make
+from slurmrl.name_resolve.names import encode
 from slurmrl.paths import RunPaths
-from slurmrl.workers.failure import describe, publish
+from slurmrl.workers.failure import describe, first, publish
 from slurmrl.workers.master import base as base_module
 from slurmrl.workers.master import serve
 from slurmrl.workers.master.base import Damage, begin_on_base, choose, set_aside
+from slurmrl.workers.master.judgement import judge
 
 
 class Past:
@@ -227,3 +231,26 @@ def test_checkpoints_whose_mount_is_hidden_for_a_while_survive(
     assert past.state.base == past.directory(6).name
     assert len(past.state.commits) == 3
     assert past.on_disk == [past.directory(step).name for step in (2, 4, 6)]
+
+
+@pytest.mark.parametrize("key", [keys.failure, keys.hang, keys.warned])
+@pytest.mark.parametrize("content", [b"", b"\0", b"[]", b'{"value": "{", "nonce": "1"}', b"FIFO"])
+def test_a_damaged_report_of_a_past_incarnation_costs_nothing(
+    past: Past, key: Callable[[int], str], content: bytes
+) -> None:
+    """The next incarnation begins, on the newest commit."""
+    if key is keys.hang:  # it is read after hangs only
+        publish(past.names, 1, {"cause": "hung", "reason": "rank 1 is silent"})
+    path = past.paths.names / encode(key(1))
+    if content == b"FIFO":
+        os.mkfifo(path)
+    else:
+        path.write_bytes(content)
+
+    def verdict(records: list[Record]) -> dict[str, Any] | None:
+        found = judge(records, past.names, "2.0.0", 3)
+        return found.data if found is not None else None
+
+    begin_on_base(past.paths, past.names, past.history, {"job": "2.0.0"}, verdict)
+    assert (past.state.incarnation, past.state.base) == (2, past.directory(6).name)
+    assert first(past.names, 1) is not None or key is keys.warned
