@@ -73,10 +73,10 @@ def prepare(folder: Path, spread: float, count: int) -> Sequences:
     """Write the model and the sequences."""
     import torch
 
-    from slurmrl.models.build import build
+    from slurmrl.engines.initial_weights import init_tensor
     from slurmrl.models.config import ModelConfig
+    from slurmrl.models.decoder import build
     from slurmrl.models.hf import to_hf
-    from slurmrl.models.init import init_tensor
 
     config = ModelConfig.from_hf(ARCHITECTURE)
     model = build(config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -17,7 +18,6 @@ from slurmrl.layout.box import Box
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.hf import TensorSource, Weights, read_values
 from slurmrl.models.hf_config import HFConfig
-from slurmrl.models.init import init_tensor
 from slurmrl.models.shapes import VALUE_HEAD, parameter_shapes
 
 
@@ -61,3 +61,18 @@ def initial_weights(
         return torch.zeros(box.size) if name == VALUE_HEAD else drawn(name)[box.slices]
 
     yield random
+
+
+def init_tensor(name: str, shape: tuple[int, ...], config: ModelConfig, seed: int) -> Tensor:
+    """The initial float32 value of a parameter: the same for a (seed, name) on every rank.
+
+    As in transformers, norms are the identity, biases zero, and all others normal with standard
+    deviation ``initializer_range``.
+    """
+    if name.endswith("norm.weight"):
+        return torch.zeros(shape) if config.family.norm_offset else torch.ones(shape)
+    if name.endswith(".bias"):
+        return torch.zeros(shape)
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") & (2**63 - 1))
+    return torch.empty(shape).normal_(0.0, config.initializer_range, generator=generator)

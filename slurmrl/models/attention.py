@@ -1,6 +1,5 @@
-"""The attention block: projections, optional q/k norms, rotation.
-
-An ``AttentionCore`` decides where keys and values come from."""
+"""The attention block: projections, optional q/k norms, rotation. An ``AttentionCore`` computes the
+attention itself."""
 
 from __future__ import annotations
 
@@ -20,17 +19,17 @@ from slurmrl.ops.rotary import rotate
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The settings of one layer that a core needs."""
+    """The settings of a layer that a core needs."""
 
     layer: int
     scale: float
-    """Factor on the scores."""
+    """Factor of the scores."""
     window: int | None
     """Number of tokens that a token attends to, itself included; None for all."""
 
 
 class AttentionCore(Protocol):
-    """Mixes tokens: over packed sequences, or over a cache."""
+    """Attention over packed sequences, or over cached keys and values."""
 
     def __call__(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] of one layer -> [T, Hq, D]."""
@@ -38,7 +37,7 @@ class AttentionCore(Protocol):
 
 
 class PackedCore:
-    """Every token attends to itself and earlier tokens of its own sequence."""
+    """Causal attention within each packed sequence."""
 
     def __init__(self, packing: Packing) -> None:
         self._packing = packing
@@ -77,7 +76,7 @@ class Attention(nn.Module):
             self.q_norm = self.k_norm = nn.Identity()
 
     def forward(self, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
-        """x [T, h] -> [T, h], for the T tokens that a rank has between the blocks."""
+        """x [T, h] -> [T, h], for the tokens that this rank has between the blocks."""
         x = self.split.enter(x)
         heads = (-1, self.head_dim)
         q = self.q_norm(self.q_proj(x).unflatten(-1, heads))

@@ -22,12 +22,12 @@ Pass = Literal["other", "count", "train"]
 
 
 class Balance:
-    """The losses of a model's blocks on this rank, each times ``weight``."""
+    """The loss of all blocks of a model on this rank, each block's scaled by ``weight``."""
 
     def __init__(self, experts: int, per_token: int, weight: float) -> None:
         self.weight = weight
         self.now: Pass = "other"
-        """The purpose of the next passes; ``other`` if their tokens do not belong to the batch."""
+        """The purpose of the next passes; ``other`` if their tokens are not part of the batch."""
         self._experts, self._per_token = experts, per_token
         self._blocks = 0
         self._counts = torch.zeros(0, device="cpu")
@@ -43,7 +43,7 @@ class Balance:
         shape = (self._blocks, self._experts)
         self._counts = torch.zeros(shape, dtype=torch.int64, device=device)
 
-    def add_up(self, groups: Iterable[dist.ProcessGroup]) -> None:
+    def sum_counts(self, groups: Iterable[dist.ProcessGroup]) -> None:
         """Sum the counts over all ranks after the counting passes. Collective over the ``groups``
         along which tokens are spread."""
         for group in groups if self._blocks else ():

@@ -52,7 +52,7 @@ class PackedModel(nn.Module, ABC):
     @property
     @abstractmethod
     def layers(self) -> Iterable[nn.Module]:
-        """The modules to wrap one by one (sharding, checkpointing)."""
+        """The units of sharding and checkpointing."""
 
     @abstractmethod
     def use(self, recompute: Recompute) -> None:
@@ -68,12 +68,12 @@ class PackedModel(nn.Module, ABC):
         self, features: Tensor, input_ids: Tensor, cu_seqlens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         """log p(x_t | x_<t) and the entropy of the distribution that x_t was drawn from, both
-        [T] and 0 at the first token of a sequence; float64 where the model is, else float32."""
+        [T] and 0 at the first token of a sequence; float64 if the model is, else float32."""
 
     @abstractmethod
     def values(self, features: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Values [T], of the dtype of ``logprobs``; a model that is split over ranks needs
-        ``cu_seqlens`` [S+1]."""
+        """Values [T] in the dtype of ``logprobs``. A model split over ranks needs ``cu_seqlens``
+        [S+1]."""
 
     @abstractmethod
     def session(

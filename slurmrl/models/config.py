@@ -68,7 +68,7 @@ class MoE:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The architecture of one decoder."""
+    """The architecture of a decoder."""
 
     model_type: str
     vocab_size: int
@@ -112,7 +112,7 @@ class ModelConfig:
         if limit is not None and tokens > limit:
             raise UsageError(
                 f"a sequence of {tokens} tokens is too long for this {self.model_type} model: it "
-                f"has positions for {limit} tokens (max_position_embeddings) and none beyond"
+                f"has positions for {limit} tokens only (max_position_embeddings)"
             )
 
     @staticmethod

@@ -35,10 +35,11 @@ from slurmrl.ops.attention import Packing
 from slurmrl.ops.checks import wide
 from slurmrl.ops.logprobs import packed_logprobs_and_entropy
 from slurmrl.ops.upload import upload
+from slurmrl.registry import resolve
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the stream."""
+    """Attention and feed-forward, each after a norm and with a residual connection."""
 
     def __init__(self, config: ModelConfig, layer: int, split: Split = WHOLE) -> None:
         super().__init__()
@@ -77,8 +78,8 @@ class Body(Protocol):
 class Decoder(PackedModel):
     """A decoder with rotary positions. Families that differ are subclasses.
 
-    With a ``split`` its parameters are this rank's parts of the named ones, and all ranks of the
-    split call each method together with the same arguments.
+    With a ``split`` its parameters are this rank's parts, and all ranks of the split call each
+    method together with the same arguments.
     """
 
     config: ModelConfig
@@ -115,7 +116,7 @@ class Decoder(PackedModel):
         """Hidden states [T, h] after the final norm. With a split, this rank's part of them in an
         internal order, which ``logprobs`` and ``values`` expect."""
         self.config.check_length(max_len)
-        # Equal lengths side by side let attention run in few batched calls.
+        # Adjacent sequences of equal length need fewer attention calls.
         order, cu_sorted = length_order(cu_seqlens, input_ids.shape[0])
         positions = packed_positions(cu_sorted, input_ids.shape[0])
         indices = (order, inverse(order), positions)
@@ -140,7 +141,7 @@ class Decoder(PackedModel):
         call: LayerCall,
         split: Split,
     ) -> Tensor:
-        """Hidden states of the tokens that a rank of the split has between the blocks."""
+        """Hidden states of the tokens that this rank has between the blocks."""
         core = split_core(core, split, input_ids.shape[0])
         first, last = split.own_range(input_ids.shape[0])
         for block in self._sparse_blocks:
@@ -158,11 +159,11 @@ class Decoder(PackedModel):
         x: Tensor = self._body.embed_tokens(input_ids)
         if self._scale is None:
             return x
-        # Rounded to the type of the model, as transformers does it.
+        # The scale is rounded to the model's dtype, as in transformers.
         return x * torch.tensor(self._scale, dtype=x.dtype, device="cpu").item()
 
     def head_weight(self) -> Tensor:
-        """The vocabulary projection [V, h]; the embedding itself where they are tied."""
+        """The vocabulary projection [V, h]; the embedding if they are tied."""
         assert self.head == "lm", "a value model has no vocabulary projection"
         tied = self.config.tie_embeddings
         return self._body.embed_tokens.weight if tied else self.lm_head.weight
@@ -189,7 +190,7 @@ class Decoder(PackedModel):
         values = values.to(wide(values.dtype))
         if self.split.whole:
             return values
-        assert cu_seqlens is not None, "a split model must know where sequences begin"
+        assert cu_seqlens is not None, "a split model needs cu_seqlens"
         return split_values(self.split, values, cu_seqlens)
 
     def session(
@@ -221,6 +222,13 @@ class Decoder(PackedModel):
     @cached_property
     def _sparse_blocks(self) -> list[SparseMLP]:
         return [module for module in self.modules() if isinstance(module, SparseMLP)]
+
+
+def build(config: ModelConfig, head: Head = "lm", split: Split = WHOLE) -> Decoder:
+    """Build the decoder of the config's family, or this rank's part of it. May be called under
+    ``torch.device("meta")``."""
+    decoder: Decoder = resolve(config.family.decoder)(config, head, split)
+    return decoder
 
 
 def _norm(config: ModelConfig) -> RMSNorm:

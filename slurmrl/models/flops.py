@@ -14,7 +14,7 @@ from slurmrl.models.config import Head, ModelConfig
 
 
 def forward_flops_per_token(config: ModelConfig, head: Head = "lm") -> int:
-    """Matrix products with the parameters that a token passes; the embedding look-up is free."""
+    """Matrix products with the parameters that a token uses; the embedding lookup is free."""
     hidden, moe = config.hidden_size, config.moe
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = hidden * (q + 2 * kv) + q * hidden
@@ -33,14 +33,14 @@ def attention_flops(config: ModelConfig, length: int) -> int:
 
 
 def _pairs(length: int, window: int | None) -> int:
-    """Pairs of a token and one that it sees."""
+    """Number of (query, key) pairs."""
     seen = min(length, window or length)
     return seen * (seen + 1) // 2 + (length - seen) * seen
 
 
 def forward_flops(config: ModelConfig, lengths: Iterable[int], head: Head = "lm") -> int:
-    """One forward pass over sequences of these lengths. Reading prompts and decoding token by
-    token with a cache costs the same, save that nothing is computed behind the last token."""
+    """One forward pass over sequences of these lengths. Prefill and decoding with a cache cost the
+    same, except that the last token is not processed."""
     per_token = forward_flops_per_token(config, head)
     return sum(length * per_token + attention_flops(config, length) for length in lengths)
 

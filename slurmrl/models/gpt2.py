@@ -1,7 +1,7 @@
 """GPT-2: learned positions, LayerNorm, a feed-forward part without a gate.
 
-Its files hold fused and transposed weights; here they are as in all other families, and
-``storage.py`` says how they are read and written.
+Its files hold fused and transposed weights, which ``storage.py`` maps to the same parameters as in
+other families.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from slurmrl.models.rotary import Rotation
 
 
 class GPT2Layer(nn.Module):
-    """Attention and feed-forward, each behind a LayerNorm and added to the stream."""
+    """Attention and feed-forward, each after a LayerNorm and with a residual connection."""
 
     def __init__(self, config: ModelConfig, layer: int, split: Split = WHOLE) -> None:
         super().__init__()

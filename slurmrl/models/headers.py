@@ -1,5 +1,4 @@
-"""What the headers of a model folder's safetensors files say, without reading any weights.
-Torch-free."""
+"""The headers of a model folder's safetensors files, read without the weights. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,10 +19,10 @@ from slurmrl.models.storage import storage_of
 SINGLE_FILE: Final = "model.safetensors"
 INDEX_FILE: Final = "model.safetensors.index.json"
 FLOATS: Final = ("F64", "F32", "BF16", "F16")
-"""Elements that weights are read from. Others are quantised, which no engine trains."""
+"""The dtypes from which weights are read. Others are quantised, which no engine trains."""
 HARMLESS: Final = (LM_HEAD, VALUE_HEAD, "rotary_emb.inv_freq", ".attn.bias", ".masked_bias")
-"""Ends of names of tensors that files may hold besides: heads that the role does not use, and
-constants that families compute anew."""
+"""Name suffixes of tensors that may be ignored: heads that the role does not use, and constants
+that the families compute themselves."""
 SHOWN: Final = 5
 
 
@@ -33,7 +32,7 @@ class Header:
 
     shape: tuple[int, ...]
     dtype: str
-    """As safetensors has it: ``BF16``."""
+    """In safetensors' spelling: ``BF16``."""
 
 
 def read_headers(folder: Path) -> tuple[dict[str, Header], list[str]]:
@@ -44,8 +43,8 @@ def read_headers(folder: Path) -> tuple[dict[str, Header], list[str]]:
         return {}, [f"{folder / INDEX_FILE} cannot be read: {error}"]
     if not files:
         return {}, [
-            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; weights in another form are not "
-            "read: load the model with transformers and save it with save_pretrained"
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; other formats are not "
+            "supported: load the model with transformers and save it with save_pretrained"
         ]
     found: dict[str, Header] = {}
     problems = []
@@ -56,17 +55,16 @@ def read_headers(folder: Path) -> tuple[dict[str, Header], list[str]]:
             problems.append(f"{folder / file} is missing, but {INDEX_FILE} names it")
             continue
         except (OSError, SafetensorError) as error:
-            problems.append(f"{folder / file} is damaged or not whole: {error}")
+            problems.append(f"{folder / file} is damaged or truncated: {error}")
             continue
         if absent := sorted(names - held.keys()):
-            told = _some(absent)
-            problems.append(f"{folder / file} lacks {told}, which {INDEX_FILE} says it holds")
+            problems.append(f"{folder / file} lacks {_some(absent)}, which {INDEX_FILE} lists")
         found |= held
     return found, problems
 
 
 def mismatches(headers: Mapping[str, Header], config: ModelConfig, head: Head) -> list[str]:
-    """Why the weights are not those of an architecture that the built-in decoder runs."""
+    """How the weights differ from those of the architecture, as messages."""
     missing, other, quantised = [], [], []
     for name, shape in implied_shapes(config, head).items():
         stored = stored_name(name, headers)
@@ -81,19 +79,21 @@ def mismatches(headers: Mapping[str, Header], config: ModelConfig, head: Head) -
     if missing:
         found.append(f"the files lack {_some(missing)}, which config.json implies")
     if other:
-        found.append(f"shapes are not those that config.json implies: {_some(other)}")
+        found.append(f"shapes differ from those that config.json implies: {_some(other)}")
     if quantised:
-        found.append(f"{_some(quantised)}: only {', '.join(FLOATS)} are read, no quantised weights")
+        found.append(
+            f"{_some(quantised)}: quantised weights are not supported, only {', '.join(FLOATS)}"
+        )
     return found
 
 
 def stored_name(name: str, names: Container[str]) -> str | None:
-    """The name that files give a tensor: models saved without a head lack its first part."""
+    """A tensor's name in the files: models that were saved without a head lack the first part."""
     return next((n for n in (name, name.partition(".")[2]) if n in names), None)
 
 
 def unused(headers: Mapping[str, Header], config: ModelConfig, head: Head) -> list[str]:
-    """Tensors of the files that the architecture has no place for."""
+    """Tensors of the files that the architecture does not use."""
     shapes = implied_shapes(config, head)
     known = {*shapes, *(name.partition(".")[2] for name in shapes)}
     return sorted(name for name in headers if name not in known and not name.endswith(HARMLESS))
@@ -110,7 +110,7 @@ def implied_shapes(config: ModelConfig, head: Head) -> dict[str, tuple[int, ...]
 
 
 def _files(folder: Path) -> dict[str, set[str]]:
-    """The files, and the tensors that the index says they hold. Raises OSError, ValueError."""
+    """The files, and the tensors that the index lists for each. Raises OSError, ValueError."""
     if (folder / INDEX_FILE).is_file():
         mapping = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8")).get("weight_map")
         if not isinstance(mapping, dict) or not mapping:
@@ -123,10 +123,10 @@ def _files(folder: Path) -> dict[str, set[str]]:
 
 
 def _held(path: Path) -> dict[str, Header]:
-    """Raises FileNotFoundError, OSError, SafetensorError (also for a file that is cut off)."""
+    """Raises FileNotFoundError, OSError, SafetensorError (also for a truncated file)."""
     found = {}
     with safe_open(path, framework="np") as file:
-        for name in file.keys():  # noqa: SIM118 - it is no mapping
+        for name in file.keys():  # noqa: SIM118 - not a mapping
             view = file.get_slice(name)
             found[name] = Header(tuple(view.get_shape()), str(view.get_dtype()))
     return found

@@ -1,6 +1,6 @@
 """Hugging Face model folders: weights are read box by box and written tensor by tensor.
 
-Whole files are never loaded: safetensors maps them, and only the bytes of a box are read.
+Files are memory-mapped by safetensors, and only the bytes of a box are read.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from slurmrl.fsio import inputs
 from slurmrl.layout.box import Box
 from slurmrl.layout.copy import Array
 from slurmrl.layout.layout import TensorSpec
-from slurmrl.models.build import build
 from slurmrl.models.config import Head, ModelConfig
-from slurmrl.models.decoder import Decoder
+from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.headers import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -38,12 +37,13 @@ CONFIG_FILE = "config.json"
 
 
 def read_config(folder: Path) -> ModelConfig:
-    """The architecture of a model folder; UsageError where it is not one or not one of ours."""
+    """The architecture of a model folder. Raises UsageError if the folder is not a model or its
+    family is not supported."""
     return ModelConfig.from_hf(read_values(folder))
 
 
 def read_values(folder: Path) -> dict[str, Any]:
-    """The ``config.json`` object of a model folder; UsageError where there is none."""
+    """The ``config.json`` object of a model folder. Raises UsageError if there is none."""
     if CONFIG_FILE not in inputs.list_names(folder):
         raise UnreadableInputError(
             f"{folder} is not a Hugging Face model folder: it has no {CONFIG_FILE}"
@@ -66,7 +66,7 @@ class TensorSource:
         self.close()
 
     def close(self) -> None:
-        """Let go of the files; later reads open them again."""
+        """Close the files; later reads open them again."""
         self._open.clear()
 
     def names(self) -> list[str]:
@@ -83,15 +83,15 @@ class TensorSource:
     def read(
         self, name: str, start: tuple[int, ...] | None = None, size: tuple[int, ...] | None = None
     ) -> Tensor:
-        """The box of ``size`` at ``start`` (both or neither: the whole), in the file's dtype.
+        """The box of ``size`` at ``start`` (default: the whole tensor), in the file's dtype.
 
-        Raises UsageError for a name that is not there or a box that sticks out.
+        Raises UsageError for an unknown name or a box that exceeds the tensor.
         """
         view, shape = self._slice(name), self.header(name).shape
         first = start if start is not None else (0,) * len(shape)
         extent = size if size is not None else shape
         if not _fits(first, extent, shape):
-            raise UsageError(f"{name} has shape {shape}: no box of {extent} at {first}")
+            raise UsageError(f"{name} has shape {shape}; a box of {extent} at {first} exceeds it")
         box: Tensor = view[tuple(slice(s, s + n) for s, n in zip(first, extent, strict=True))]
         return box
 
@@ -102,7 +102,7 @@ class TensorSource:
             if file not in self._open:
                 self._open[file] = _opened(self.folder / file)
             return self._open[file].get_slice(name)
-        except SafetensorError as error:  # what the index says of the file is wrong
+        except SafetensorError as error:  # the index does not match the file
             raise CorruptFileError(f"{self.folder / file}: {error}") from error
 
     def _stored_name(self, name: str) -> str:
@@ -116,8 +116,8 @@ class Weights:
     """The parameters of a model folder, by the decoder's names."""
 
     def __init__(self, files: TensorSource, config: ModelConfig, head: Head) -> None:
-        """Raises UsageError for files that do not hold the config's tensors (``mismatches``); a
-        value head may be missing."""
+        """Raises UsageError if the files do not match the config (``mismatches``). The value head
+        may be missing."""
         self._files = files
         self._shapes = parameter_shapes(config, head)
         self._storage = storage_of(config)
@@ -126,8 +126,8 @@ class Weights:
             raise UsageError(f"{files.folder}: {'; '.join(problems)}")
 
     def read(self, name: str, box: Box) -> Tensor:
-        """A box of a parameter, in the files' dtype. A value head that is not there is zero, so
-        that a new critic's values start at zero."""
+        """A box of a parameter, in the files' dtype. A missing value head is zero, so that a new
+        critic's values start at zero."""
         parts = self._storage(name, self._shapes[name])
         if name == VALUE_HEAD and name not in self._files:
             return torch.zeros(box.size)
@@ -147,7 +147,7 @@ class Weights:
 
 
 def from_hf(folder: Path, head: Head = "lm", *, dtype: torch.dtype = torch.float32) -> Decoder:
-    """The decoder of a model folder, on the CPU. Beside it one tensor is in memory at a time."""
+    """The decoder of a model folder, on the CPU. One tensor at a time is copied."""
     config = read_config(folder)
     with torch.device("meta"):
         decoder = build(config, head).to(dtype)
@@ -160,8 +160,8 @@ def from_hf(folder: Path, head: Head = "lm", *, dtype: torch.dtype = torch.float
 
 
 def to_hf(decoder: Decoder, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> None:
-    """Write a decoder's config and weights into an existing folder, the weights byte by byte as
-    transformers' ``save_pretrained`` does. One tensor is copied at a time."""
+    """Write a decoder's config and weights into an existing folder. The weight files equal those of
+    transformers' ``save_pretrained`` byte for byte. One tensor at a time is copied."""
     parameters = dict(decoder.named_parameters())
     specs = [
         (name, TensorSpec(tuple(p.shape), str(p.dtype).removeprefix("torch.")))
@@ -179,7 +179,7 @@ def to_hf(decoder: Decoder, folder: Path, *, shard_bytes: int = SHARD_BYTES) -> 
 
 
 def as_array(tensor: Tensor) -> Array:
-    """A tensor's elements on the host; bfloat16 as its bits."""
+    """A tensor as an array on the host; bfloat16 as its bits in uint16."""
     host = tensor.detach().cpu().contiguous()
     if host.dtype == torch.bfloat16:
         bits: Array = host.view(torch.int16).numpy().view(np.uint16)
@@ -195,7 +195,7 @@ def _fits(start: tuple[int, ...], size: tuple[int, ...], shape: tuple[int, ...])
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """File of each tensor."""
+    """The file of each tensor."""
     names = inputs.list_names(folder)
     if INDEX_FILE in names:
         mapping = _read_json(folder / INDEX_FILE).get("weight_map")
@@ -206,8 +206,8 @@ def _index(folder: Path) -> dict[str, str]:
         with _opened(folder / SINGLE_FILE) as file:
             return dict.fromkeys(file.keys(), SINGLE_FILE)
     raise UnreadableInputError(
-        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; weights in another form are not "
-        "read: load the model with transformers and save it with save_pretrained"
+        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; other formats are not supported: "
+        "load the model with transformers and save it with save_pretrained"
     )
 
 

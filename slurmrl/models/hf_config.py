@@ -13,26 +13,28 @@ from slurmrl.models.config import Head
 from slurmrl.models.length_limit import TABLE, LengthLimit, length_limit
 
 MODULE = "inner."
-"""What parameters' names begin with that are transformers' own behind it."""
+"""The prefix of parameter names; the rest is transformers' name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HFConfig:
-    """What ``implementation: hf`` needs to know of a model. Whether transformers has the family
-    shows when it is made."""
+    """The config of a model for ``implementation: hf``. Whether transformers supports the family is
+    known only when the model is built."""
 
     model_type: str
     values: Mapping[str, Any]
     positions: int | None = None
-    """Tokens that the loaded model's table of positions has room for, if it has one."""
+    """Size of the loaded model's position table, if it has one."""
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], *, strict: bool = False) -> HFConfig:
-        """Read a ``config.json`` object. Raises UsageError where it names no family or requests a
-        loss that is not computed."""
+        """Read a ``config.json`` object. Raises UsageError if it lacks the model type or requests
+        an unsupported loss."""
         model_type = values.get("model_type")
         if not isinstance(model_type, str):
-            raise UsageError(f"'model_type' is {model_type!r}, must name a family of transformers")
+            raise UsageError(
+                f"'model_type' is {model_type!r}, must be a model type of transformers"
+            )
         if values.get("output_router_logits") and values.get("router_aux_loss_coef") != 0:
             raise UsageError(
                 "implementation hf does not compute the load-balancing loss of "
@@ -41,8 +43,8 @@ class HFConfig:
         return HFConfig(model_type=model_type, values=dict(values))
 
     def check_length(self, tokens: int) -> None:
-        """Raises UsageError for a sequence of more tokens than the model computes, or computes
-        alike in every batch."""
+        """Raises UsageError for a sequence that is longer than the model supports, or whose results
+        would depend on the rest of its batch."""
         limits = [length_limit(self.values), self.positions and LengthLimit(self.positions, TABLE)]
         limit = min((limit for limit in limits if limit), default=None)
         if limit is not None and tokens > limit.tokens:
@@ -61,5 +63,5 @@ class HFConfig:
 
 
 def stored(name: str, shape: Index) -> tuple[TensorSlice, ...]:
-    """Where a parameter lies in an export: under the name it has in transformers' model."""
+    """A parameter's tensor in an export: the one of transformers' name."""
     return (TensorSlice(name.removeprefix(MODULE)),)

@@ -1,7 +1,7 @@
 """Any causal model of transformers behind the contract of the built-in decoders.
 
-Sequences go through it as one padded batch with a mask: every model takes that. Logits [T, V] are
-kept whole where only the model itself knows how it makes them: where it does more than multiply.
+Sequences are one padded batch with a mask, which every model supports. Logits [T, V] are
+materialised only if the model does more than multiply hidden states by its head.
 T packed tokens, S sequences, L the longest of them, V vocabulary.
 """
 
@@ -37,12 +37,12 @@ from slurmrl.ops.upload import upload
 
 POSITIONS = re.compile(r"posit|\bwpe\b")
 OTHER = re.compile(r"vision|image|audio|relative")
-"""Names of embeddings of positions, but of these, which do not bound the text."""
+"""Names of position embeddings, and of those among them that do not limit the length of text."""
 TASKS = {"lm": AutoModelForCausalLM, "value": AutoModelForSequenceClassification}
 
 
 class HFModel(PackedModel):
-    """Holds its weights from the start: read from a folder, or drawn as transformers does it."""
+    """A model with its weights, read from a folder or initialised by transformers."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class HFModel(PackedModel):
         seed: int,
         dtype: torch.dtype,
     ) -> None:
-        """``source`` is the model's folder; without one the weights follow from ``seed``."""
+        """``source`` is the model's folder; without it weights are random, from ``seed``."""
         super().__init__()
         self.config = config
         self.head = head
@@ -64,11 +64,11 @@ class HFModel(PackedModel):
             values=self.inner.config.to_dict(),
             positions=_positions(self.inner),
         )
-        """With the defaults that transformers has put in."""
+        """The config with transformers' defaults."""
         self._multiplies = head == "lm" and only_multiplies(self.inner)
         if head == "value" and not isinstance(getattr(self.inner, "score", None), nn.Linear):
             raise UsageError(
-                f"{type(self.inner).__name__} has no linear layer 'score' that could give values"
+                f"{type(self.inner).__name__} has no linear layer 'score' to compute values with"
             )
 
     @property
@@ -81,13 +81,13 @@ class HFModel(PackedModel):
         return {name: values for name, values in self.named_buffers() if name in persistent}
 
     def use(self, recompute: Recompute) -> None:
-        """Say what is recomputed in backward passes: ``off`` or ``full``."""
+        """Set what is recomputed in backward passes: ``off`` or ``full``."""
         if recompute == "selective":
-            raise UsageError("a model of transformers recomputes all of a layer or nothing")
+            raise UsageError("implementation hf supports activation checkpointing off or full only")
         if recompute == "full":
             enable: Callable[[], None] = self.inner.activation_checkpointing_enable
             enable()
-            self.inner.train()  # it recomputes in no other mode; dropout is off in the config
+            self.inner.train()  # it recomputes only in training mode; the config has no dropout
 
     def forward(
         self,
@@ -96,11 +96,11 @@ class HFModel(PackedModel):
         max_len: int,
         step: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Logits [T, V], or hidden states [T, h] where they suffice. A ``step`` of generation is
-        a call of the model itself: it comes through here, too, because a sharded engine has its
-        hooks on this module first.
+        """Logits [T, V], or hidden states [T, h] if they suffice. A generation ``step`` is a call
+        of the model itself; it goes through this method because a sharded engine's hooks are on
+        this module.
 
-        Raises UsageError for a ``max_len`` that the model does not compute alike in every batch."""
+        Raises UsageError for a ``max_len`` at which results would depend on the batch."""
         if step is not None:
             return self.inner(**step)
         self._made.check_length(max_len)
@@ -151,24 +151,24 @@ def _model(
             values = {k: deepcopy(v) for k, v in config.values.items() if k != "model_type"}
             settings = _without_dropout(AutoConfig.for_model(config.model_type, **values, **more))
             with torch.random.fork_rng(devices=[]):
-                torch.default_generator.manual_seed(seed)  # a GPU's stays as it is
+                torch.default_generator.manual_seed(seed)  # GPU generators are unchanged
                 model = task.from_config(settings, dtype=dtype)
             fresh = True
     except UsageError:
         raise
     except (ValueError, KeyError, OSError) as error:
         raise UsageError(
-            f"transformers cannot make a {config.model_type} model: {error}"
+            f"transformers cannot build a {config.model_type} model: {error}"
         ) from error
     if head == "value" and fresh and hasattr(model, "score"):
-        nn.init.zeros_(model.score.weight)  # values of a new critic start at zero
+        nn.init.zeros_(model.score.weight)  # a new critic's values start at zero
     made: PreTrainedModel = model
     return made
 
 
 def _positions(model: nn.Module) -> int | None:
-    """Tokens that the smallest embedding of positions has room for: some families leave rows free
-    in front (an ``offset``, or those up to the padding token's). None where there is none."""
+    """The size of the smallest position embedding, without the rows that some families reserve at
+    the start (an ``offset``, or up to the padding token's). None if there is none."""
     tables = [
         table.num_embeddings - int(getattr(table, "offset", 0)) - _padding_rows(table)
         for name, table in model.named_modules()
@@ -182,7 +182,7 @@ def _padding_rows(table: nn.Embedding) -> int:
 
 
 def _without_dropout(settings: Any) -> Any:
-    """Old and new policies must see the same model."""
+    """Disable all dropout: old and new policies must be evaluated on the same model."""
     for name, value in settings.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(settings, name, 0.0)

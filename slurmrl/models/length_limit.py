@@ -1,9 +1,9 @@
 """The longest sequence that a model of transformers can compute, from its ``config.json`` object.
 Torch-free.
 
-``longrope`` changes its factors for a whole batch once one of its sequences is longer than the
-original length, and ``dynamic`` its base beyond ``max_position_embeddings``: log-probabilities
-would then depend on what shares a batch. Learned and tabulated positions end with their table.
+``longrope`` changes its factors for a whole batch if one sequence exceeds the original length, and
+``dynamic`` its base beyond ``max_position_embeddings``, so log-probabilities would depend on the
+rest of the batch. Learned and tabulated positions end with their table.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any, Final, NamedTuple
 
 TABLE: Final = "table"
-"""The kind of a limit that a table of positions sets."""
+"""The kind of limit of a position table."""
 TABLE_FIELDS: Final = ("max_position_embeddings", "n_positions", "max_seq_len")
 WITH_TABLE: Final = frozenset(
     (
@@ -28,12 +28,12 @@ WITH_TABLE: Final = frozenset(
         "opt",
     )
 )
-"""Families of language models whose positions, or masks, come from a table. (Of other families the
-loaded model shows whether it has one.)"""
+"""Families of language models whose positions or masks come from a table. (For other families this
+is known once the model is loaded.)"""
 
 
 class LengthLimit(NamedTuple):
-    """No sequence may have more than ``tokens``."""
+    """The longest sequence, in tokens."""
 
     tokens: int
     kind: str
@@ -46,9 +46,9 @@ class LengthLimit(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Why, as the end of a message."""
+        """The reason, as the end of a message."""
         if self.kind == TABLE:
-            return f"the model has positions for {self.tokens} tokens and none beyond"
+            return f"the model has positions for {self.tokens} tokens only"
         return (
             f"with rope_type '{self.kind}' log-probabilities depend on what else is in the batch "
             f"once a sequence, prompt and completion, has more than {self.tokens} tokens"
@@ -70,7 +70,7 @@ def length_limit(values: Mapping[str, Any]) -> LengthLimit | None:
 
 
 def _text_configs(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The configs of text models within that of a model of several kinds of input."""
+    """The configs of the text models within a multimodal config."""
     return [
         part
         for name, part in values.items()
@@ -87,7 +87,7 @@ def _tables(values: Mapping[str, Any]) -> list[LengthLimit]:
 
 
 def _ropes(values: Mapping[str, Any]) -> list[LengthLimit]:
-    """Limits of the rotations: one for all layers, or one for each type of layer."""
+    """Limits of the rotations: one for all layers, or one for each layer type."""
     stated = [values.get("rope_parameters"), values.get("rope_scaling")]
     common = [rope for rope in stated if isinstance(rope, Mapping)]
     by_layer = [rope for ropes in common for rope in ropes.values() if isinstance(rope, Mapping)]
@@ -103,7 +103,7 @@ def _kind(rope: Mapping[str, Any]) -> str | None:
     kind = str(rope.get("rope_type") or rope.get("type") or "")
     if "dynamic" in kind:
         return "dynamic"
-    # Phi's older files call it su, and even yarn
+    # older Phi files call it su, or even yarn
     return "longrope" if kind in ("longrope", "su") or "long_factor" in rope else None
 
 

@@ -1,4 +1,4 @@
-"""The feed-forward blocks. Each tensor rank has some of the inner units."""
+"""The feed-forward blocks. Each tensor rank has a share of the inner units."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The mixture-of-experts block: each token passes the few experts that its router prefers.
+"""The mixture-of-experts block: each token is processed by the top K experts of its router.
 
-T tokens, K experts of a token, E experts, h hidden size, i inner size of an expert.
+T tokens, K experts per token, E experts, h hidden size, i inner size of an expert.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from slurmrl.ops.experts import grouped_linear
 
 
 class ExpertLayer(nn.Module):
-    """The gated feed-forward blocks of all experts, their matrices stacked."""
+    """The gated feed-forward blocks of all experts, with stacked matrices."""
 
     def __init__(self, experts: int, hidden: int, inner: int, activation: str) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class ExpertLayer(nn.Module):
         self.activation = ACTIVATIONS[activation]
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x [M, h] sorted by expert, counts [E] tokens of each -> [M, h]."""
+        """x [M, h] sorted by expert, counts [E] tokens per expert -> [M, h]."""
         gate = self.activation(grouped_linear(x, self.gate_proj, counts))
         return grouped_linear(
             gate * grouped_linear(x, self.up_proj, counts), self.down_proj, counts
@@ -35,8 +35,8 @@ class ExpertLayer(nn.Module):
 
 
 class SparseMLP(nn.Module):
-    """A router and its experts. Each tensor rank has some of every expert's inner units; the
-    router is on all of them."""
+    """A router and its experts. Each tensor rank has a share of every expert's inner units, and the
+    whole router."""
 
     def __init__(self, config: ModelConfig, split: Split = WHOLE) -> None:
         super().__init__()
@@ -51,9 +51,9 @@ class SparseMLP(nn.Module):
         self.balance: Balance | None = None
         """The model's load-balancing loss, if it has one."""
         self.number = 0
-        """Of this block among those with experts."""
+        """This block's index among those with experts."""
         self.tokens: int | None = None
-        """How many of the coming call's tokens are real, where some only fill up its part."""
+        """The number of tokens of the next call that are not padding; None for all."""
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, h] -> [T, h]."""
@@ -69,7 +69,7 @@ class SparseMLP(nn.Module):
             loads = tokens_of_experts(chosen[: self.tokens], real.shape[1])
             weights = self.balance.follow(self.number, weights, real, loads)
         order = chosen.flatten().argsort(stable=True)
-        passed = self.experts(x.index_select(0, order // self.per_token), counts)
-        parts: Tensor = passed.index_select(0, order.argsort())
+        outputs = self.experts(x.index_select(0, order // self.per_token), counts)
+        parts: Tensor = outputs.index_select(0, order.argsort())
         parts = parts.view(x.shape[0], self.per_token, -1)
         return self.split.leave((parts * weights.to(x.dtype).unsqueeze(-1)).sum(1))

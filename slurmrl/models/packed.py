@@ -17,15 +17,14 @@ def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
 
 
 def packed_rows(cu_seqlens: Tensor, tokens: int) -> Tensor:
-    """Which sequence each packed token belongs to [T] int64."""
+    """The sequence of each packed token [T] int64."""
     lengths = cu_seqlens.diff().long()
     rows = torch.arange(lengths.shape[0], device=cu_seqlens.device)
     return torch.repeat_interleave(rows, lengths, output_size=tokens)
 
 
 def length_order(cu_seqlens: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Token order [T] that puts sequences of equal length side by side, and the cu_seqlens of
-    that order."""
+    """The token order [T] in which sequences are sorted by length, and its cu_seqlens."""
     lengths = cu_seqlens.diff().long()
     by_length = lengths.argsort(stable=True)
     sorted_lengths = lengths[by_length]

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what of a layer is kept for the backward pass."""
+"""Activation checkpointing: which activations of a layer are kept for the backward pass."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from slurmrl.models.rotary import Rotation
 from slurmrl.ops import flash
 
 Recompute = Literal["off", "selective", "full"]
-"""``full`` keeps a layer's input alone; ``selective`` the results of matrix products and
-attention as well, so that only cheap operations are done again."""
+"""``full`` keeps only a layer's input; ``selective`` also the results of matrix products and
+attention, so that only cheap operations are repeated."""
 LayerCall = Callable[[nn.Module, Tensor, Rotation | None, AttentionCore], Tensor]
 
 KEPT = (
@@ -33,7 +33,7 @@ KEPT = (
 
 
 def layer_call(mode: Recompute) -> LayerCall:
-    """How to call a layer; without gradients nothing is kept anyway."""
+    """How to call a layer. Without gradients nothing is kept in any mode."""
     if mode == "off" or not torch.is_grad_enabled():
         return plain
     return _full if mode == "full" else selective
@@ -46,7 +46,7 @@ def plain(layer: nn.Module, x: Tensor, rotation: Rotation | None, core: Attentio
 
 def unhooked(layer: nn.Module, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
     """For generation: a sharded engine gathers all parameters once, and its hooks on a layer
-    would give them back after each step."""
+    would reshard them after each step."""
     out: Tensor = layer.forward(x, rotation, core)
     return out
 
@@ -57,19 +57,19 @@ def _full(layer: nn.Module, x: Tensor, rotation: Rotation | None, core: Attentio
 
 
 def selective(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What ``call`` returns; its backward pass computes all again but ``KEPT``."""
+    """Call with checkpointing; the backward pass recomputes everything except ``KEPT``."""
     contexts = partial(create_selective_checkpoint_contexts, _kept_operators())
     return checkpoint(call, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 @cache
 def _kept_operators() -> list[torch._ops.OpOverload]:
-    """Those of KEPT that this installation has."""
+    """The operators of KEPT that are installed."""
     flash.register()
-    found = []
+    operators = []
     for name in KEPT:
         namespace, _, operator = name.partition("::")
         packet = getattr(getattr(torch.ops, namespace), operator, None)
         if packet is not None:
-            found += [getattr(packet, overload) for overload in packet.overloads()]
-    return found
+            operators += [getattr(packet, overload) for overload in packet.overloads()]
+    return operators

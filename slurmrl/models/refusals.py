@@ -1,6 +1,6 @@
-"""What is wrong with a ``config.json``, each problem as a sentence. Torch-free.
+"""Checks of a ``config.json``; each problem is one message. Torch-free.
 
-Field names are ours; a family that calls a field otherwise has been translated before.
+Field names are ours: families with other names have been translated before.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIZES = (
 )
 NUMBERS = ("rms_norm_eps", "initializer_range", "rope_theta", "router_aux_loss_coef")
 MUST_BE_OFF = ("add_cross_attention", "use_bidirectional_attention", "quantization_config")
-"""Fields that ask for a computation which the decoder does not do."""
+"""Fields that request a computation that the decoder does not support."""
 
 
 def unknown_fields(values: Mapping[str, Any], known: Collection[str]) -> list[str]:
@@ -37,7 +37,7 @@ def unknown_fields(values: Mapping[str, Any], known: Collection[str]) -> list[st
 
 
 def malformed(family: Family, values: Mapping[str, Any]) -> list[str]:
-    """Fields that hold something else than the number they must hold (null: the default)."""
+    """Fields that must be numbers and are not (null means the default)."""
     problems = []
     experts = (family.experts.count, family.experts.inner) if family.experts else ()
     counts = {*SIZES, *experts}
@@ -50,7 +50,7 @@ def malformed(family: Family, values: Mapping[str, Any]) -> list[str]:
 
 
 def unsupported(family: Family, full: Mapping[str, Any]) -> list[str]:
-    """Fields that ask for a computation which the decoder does not do."""
+    """Fields that request a computation that the decoder does not support."""
     problems = [f"{name} is not supported" for name in MUST_BE_OFF if full.get(name)]
     if full["hidden_act"] not in ACTIVATIONS:
         problems.append(f"hidden_act '{full['hidden_act']}' is not one of {', '.join(ACTIVATIONS)}")
@@ -71,7 +71,7 @@ def _layer_types(family: Family, full: Mapping[str, Any]) -> list[str]:
 
 
 def bad_sizes(sizes: Mapping[str, int], *, rotary: bool) -> list[str]:
-    """Sizes by field name that cannot be, each by itself or together."""
+    """Sizes, by field name, that are impossible alone or together."""
     problems = [f"{name} is {size}, must be at least 1" for name, size in sizes.items() if size < 1]
     heads, kv_heads = sizes["num_attention_heads"], sizes["num_key_value_heads"]
     if heads % max(kv_heads, 1):

@@ -1,5 +1,5 @@
-"""Rotary position settings as a ``config.json`` states them (both the ``rope_parameters`` form
-of transformers 5 and the older ``rope_theta`` plus ``rope_scaling``). Torch-free."""
+"""The rotary position settings of a ``config.json``, in the ``rope_parameters`` form of
+transformers 5 or the older form with ``rope_theta`` and ``rope_scaling``. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ WHOLE_HEADS = (None, 1)
 """Values of that field with which all dims of a head are rotated."""
 WITH_ORIGINAL_LENGTH = ("llama3", "yarn")
 REFUSED: Mapping[str, str] = {
-    "longrope": "its angles depend on how long a sequence gets, so keys that are cached already "
-    "would have to be turned again while it grows",
+    "longrope": "its angles depend on the length of a sequence, so cached keys would have to be "
+    "rotated again while it grows",
 }
 
 
@@ -32,21 +32,21 @@ REFUSED: Mapping[str, str] = {
 class Rope:
     """One kind of rotary scaling and its numbers.
 
-    ``dynamic`` is the unscaled rotation up to the model's ``max_position_embeddings``; beyond,
-    transformers' angles depend on the longest sequence of a batch, and we refuse.
+    ``dynamic`` is the unscaled rotation up to ``max_position_embeddings``. Longer sequences are
+    refused, because transformers' angles would depend on the longest sequence of a batch.
     """
 
     kind: str = "default"
     theta: float = 10000.0
     factor: float = 1.0
     original_length: int = 0
-    """Positions the model was first trained on (llama3, yarn)."""
+    """Context length before the extension (llama3, yarn)."""
     options: Mapping[str, Any]
-    """The remaining fields of the kind, as the file states them."""
+    """The kind's remaining fields, as in the file."""
 
     @staticmethod
     def from_hf(values: Mapping[str, Any], max_positions: int) -> tuple[Rope, list[str]]:
-        """Read the rotary fields of a ``config.json``; the list holds what is wrong with them."""
+        """Read the rotary fields of a ``config.json``; the list has the problems."""
         stated = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
         kind = stated.pop("rope_type", None) or stated.pop("type", None) or "default"
         stated.pop("type", None)

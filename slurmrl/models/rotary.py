@@ -15,16 +15,16 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class RotaryTable:
-    """Angles of every position. Holds no parameters, so it does not depend on the device or
-    sharding of the model that owns it."""
+    """The angles of all positions. It has no parameters, so it does not depend on the device or
+    sharding of its model."""
 
     def __init__(self, rope: Rope, head_dim: int) -> None:
         self._rope, self._head_dim = rope, head_dim
         self._frequencies, self._scale = frequencies(rope, head_dim)
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation:
-        """cos and sin for positions [T]; computed in float32, or in float64 where ``dtype`` is,
-        and returned as ``dtype``."""
+        """cos and sin for positions [T]; computed in float32, or in float64 if ``dtype`` is, and
+        returned as ``dtype``."""
         if self._frequencies.dtype != wide(dtype):
             self._frequencies, _ = frequencies(self._rope, self._head_dim, wide(dtype))
         self._frequencies = self._frequencies.to(positions.device)  # copied once
@@ -36,7 +36,7 @@ class RotaryTable:
 def frequencies(
     rope: Rope, head_dim: int, dtype: torch.dtype = torch.float32
 ) -> tuple[Tensor, float]:
-    """Angle per position of each pair [D/2] (on the CPU), and the factor on cos and sin."""
+    """Angle per position of each pair [D/2] (on the CPU), and the factor of cos and sin."""
     exponents = torch.arange(0, head_dim, 2, dtype=dtype, device="cpu") / head_dim
     base = rope.theta**exponents
     if rope.kind == "linear":
@@ -49,8 +49,8 @@ def frequencies(
 
 
 def _llama3(freqs: Tensor, rope: Rope) -> Tensor:
-    """Long wavelengths are divided by the factor, short ones kept, those between interpolated
-    (the reference code of Llama 3.1)."""
+    """Low frequencies are divided by the factor, high ones kept, those between interpolated (the
+    reference code of Llama 3.1)."""
     low, high = float(rope.options["low_freq_factor"]), float(rope.options["high_freq_factor"])
     wavelengths = 2 * math.pi / freqs
     smooth = (rope.original_length / wavelengths - low) / (high - low)
@@ -63,7 +63,7 @@ def _yarn(base: Tensor, rope: Rope, head_dim: int) -> Tensor:
     """NTK-by-parts interpolation (Peng et al. 2023, YaRN, section 3.2)."""
 
     def turning_pair(turns: float) -> float:
-        """The pair that makes this many turns within the original length."""
+        """The pair that makes this many rotations within the original length."""
         return (
             head_dim
             * math.log(rope.original_length / (turns * 2 * math.pi))
@@ -76,7 +76,7 @@ def _yarn(base: Tensor, rope: Rope, head_dim: int) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
-        high += 0.001  # the ramp below must have a width
+        high += 0.001  # avoids a division by zero
     pairs = torch.arange(head_dim // 2, dtype=base.dtype, device="cpu")
     keep = 1 - ((pairs - low) / (high - low)).clamp(0, 1)
     return (1 - keep) / (rope.factor * base) + keep / base

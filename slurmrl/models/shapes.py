@@ -1,5 +1,5 @@
-"""Names and shapes of a decoder's parameters. They are those of its safetensors files but where
-``storage.py`` says otherwise. Torch-free."""
+"""Names and shapes of a decoder's parameters. They equal those of the safetensors files unless
+``storage.py`` maps them. Torch-free."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Shapes = dict[str, tuple[int, ...]]
 def parameter_shapes(config: ModelConfig, head: Head) -> Shapes:
     """Shape of every parameter by name, in the decoder's order.
 
-    A tied language-model head has no entry: it is the embedding.
+    A tied language-model head has no entry, because it is the embedding.
     """
     hidden = config.hidden_size
     shapes: Shapes = {EMBEDDING: (config.vocab_size, hidden)}

@@ -24,8 +24,8 @@ def storage_of(config: ModelConfig) -> Storage:
 def file_form(
     values: Mapping[str, Any], implementation: Literal["builtin", "hf"], head: Head
 ) -> tuple[dict[str, Any], Storage]:
-    """The config.json to write for a model that was made from ``values``, and how its files hold
-    the parameters."""
+    """The ``config.json`` to write for a model that was built from ``values``, and the mapping of
+    its parameters to tensors of the files."""
     if implementation == "hf":
         return HFConfig.from_hf(values).to_hf(head=head), stored
     config = ModelConfig.from_hf(values)
@@ -33,12 +33,12 @@ def file_form(
 
 
 def by_name(config: ModelConfig, name: str, shape: Index) -> tuple[TensorSlice, ...]:
-    """Every parameter is a tensor of its own name."""
+    """Each parameter is the tensor of the same name."""
     return (TensorSlice(name),)
 
 
 def experts(config: ModelConfig, name: str, shape: Index) -> tuple[TensorSlice, ...]:
-    """Files have a tensor for each expert, and call the block as the family does."""
+    """Files have one tensor per expert, with the family's names."""
     names = config.family.experts
     assert names is not None
     prefix, found, matrix = name.partition(".mlp.experts.")
@@ -71,7 +71,7 @@ GPT2_FUSED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 
 
 def gpt2(config: ModelConfig, name: str, shape: Index) -> tuple[TensorSlice, ...]:
-    """Matrices are transposed; queries, keys and values stand side by side in one."""
+    """Matrices are transposed; queries, keys and values are concatenated."""
     if not name.startswith(LAYERS):
         return (TensorSlice(GPT2_NAMES.get(name, name)),)
     layer, _, rest = name.removeprefix(LAYERS).partition(".")

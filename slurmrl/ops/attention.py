@@ -18,7 +18,7 @@ from slurmrl.ops import flash
 from slurmrl.ops.upload import upload
 
 BLOCK = 256
-"""Queries of a sliding window that are computed at a time."""
+"""Queries of a sliding window that are computed in one call."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Run:
 
 
 class Packing:
-    """Where sequences lie among packed tokens."""
+    """The boundaries of packed sequences."""
 
     def __init__(self, cu_seqlens: Tensor, max_len: int) -> None:
         """cu_seqlens [S+1] int32, in host memory."""
@@ -47,7 +47,7 @@ class Packing:
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
-        """Sequences of equal length that lie side by side."""
+        """Adjacent sequences of equal length."""
         lengths = self.cu_seqlens.diff().tolist()
         groups = ((length, len(list(group))) for length, group in groupby(lengths) if length)
         return tuple(Run(count, length) for length, count in groups)
@@ -61,13 +61,13 @@ def packed_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """Softmax attention of each token over itself and the earlier tokens of its sequence, or the
-    last ``window`` of these.
+    """Causal softmax attention within each sequence; with a ``window``, over the last ``window``
+    tokens, the query's own included.
 
     q [T, Hq, D]; k, v [T, Hkv, D], where Hkv divides Hq. Returns [T, Hq, D].
-    Scores are multiplied by ``scale``. In half precision on a GPU a flash kernel takes the packed
-    tokens; otherwise each run of equal lengths is one batched call, so sequences are best
-    ordered by length (at most sqrt(2T) lengths differ).
+    Scores are multiplied by ``scale``. In half precision on a GPU this is one flash-attention call.
+    Otherwise each run of equal lengths is one batched call, so order sequences by length (there are
+    at most sqrt(2T) different lengths).
     """
     if flash.fits(q):
         cu_seqlens = packing.cu_seqlens_on(q.device)
@@ -88,8 +88,8 @@ def _batched(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float, window: in
         return x.view(run.count, run.length, *x.shape[1:]).transpose(1, 2)
 
     if q.is_cuda and q.shape[1] != k.shape[1]:
-        # In float32 only the memory-efficient kernel has no scores of all pairs, and it takes no
-        # shared key heads.
+        # In float32 only the memory-efficient kernel avoids the matrix of scores, and it does not
+        # support grouped key heads.
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     shared = q.shape[1] != k.shape[1]
     if window is not None and window < run.length:
@@ -102,8 +102,8 @@ def _batched(q: Tensor, k: Tensor, v: Tensor, run: Run, scale: float, window: in
 
 
 def _blocked(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> Tensor:
-    """A window over one run's q [S, Hq, L, D] and k, v [S, Hkv, L, D], a block of queries at a
-    time with just the keys that any of them sees."""
+    """Sliding-window attention over one run's q [S, Hq, L, D] and k, v [S, Hkv, L, D]: one block of
+    queries at a time, with only the keys in their windows."""
     outputs, shared, length = [], q.shape[1] != k.shape[1], q.shape[2]
     starts = range(0, length, BLOCK)
     sizes = [min(BLOCK, length - start) for start in starts]

@@ -1,8 +1,8 @@
-"""Collectives that gradients pass through: what one does forward, its partner does backward.
+"""Differentiable collectives: the backward pass of each is its counterpart.
 
-Ranks of a group hold one model together. "Whole" is what all of them hold alike, "partial" what
-has to be added up, "own" a rank's equal share of dim 0. A loss is whole: every rank computes the
-same one.
+The ranks of a group share one model. A "whole" tensor is the same on all ranks, "partial" tensors
+must be summed over them, and an "own" tensor is a rank's equal share of dim 0. The loss is whole:
+every rank computes the same one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Group = dist.ProcessGroup
 
 
 def whole_to_partial(x: Tensor, group: Group) -> Tensor:
-    """The same tensor, whose gradients are partial."""
+    """The tensor unchanged; its gradients are partial."""
     return _call(_WholeToPartial, x, group)
 
 
 def partial_to_whole(x: Tensor, group: Group) -> Tensor:
-    """The sum over the ranks."""
+    """The sum over all ranks."""
     return _call(_PartialToWhole, x, group)
 
 
@@ -42,13 +42,13 @@ def partial_to_own(x: Tensor, group: Group) -> Tensor:
 
 
 def exchange(x: Tensor, group: Group) -> Tensor:
-    """Part i of dim 0, of as many parts as ranks, goes to rank i; the parts that arrive stand in
-    the order of their senders."""
+    """All-to-all: dim 0 has one part for each rank; received parts are in the order of their
+    senders."""
     return _call(_Exchange, x, group)
 
 
 def gathered(x: Tensor, group: Group) -> Tensor:
-    """All ranks' tensors of one shape, one behind the other in dim 0; no gradients."""
+    """All ranks' tensors, which have one shape, concatenated in dim 0; without gradients."""
     x = x.contiguous()
     out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
     dist.all_gather_single(out, x, group=group)

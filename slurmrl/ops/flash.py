@@ -1,5 +1,5 @@
-"""The kernels that take packed sequences as they are: flash-attn where it is installed, else
-torch's own. Both run on GPUs in half precision.
+"""Flash attention on packed sequences: flash-attn's kernel if it is installed, else torch's own.
+Both need a GPU and half precision.
 
 T packed tokens, S sequences, Hq query heads, Hkv key and value heads, D head size.
 """
@@ -26,7 +26,7 @@ MIN_CAPABILITY = (8, 0)
 
 
 def fits(q: Tensor) -> bool:
-    """Whether a kernel takes these queries [T, Hq, D]."""
+    """Whether a kernel supports these queries [T, Hq, D]."""
     tokens, _, size = q.shape
     return (
         tokens > 0
@@ -47,8 +47,7 @@ def varlen_attention(
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """Causal attention within each sequence, each token over itself and at most ``window`` - 1
-    tokens before it.
+    """Causal attention within each sequence, over the last ``window`` tokens if it is set.
 
     q [T, Hq, D]; k, v [T, Hkv, D]; cu_seqlens [S+1] int32. Returns [T, Hq, D].
     """
@@ -58,20 +57,23 @@ def varlen_attention(
 
 
 def register() -> None:
-    """Make the kernels' operators known to torch, which importing them does."""
+    """Register the kernels' operators with torch, by importing them."""
     _has_flash_attn()
     importlib.import_module("torch.nn.attention.varlen")
 
 
 @cache
 def _has_flash_attn() -> bool:
-    """Other releases have a package of this name without the function."""
+    """Whether flash-attn is installed; some releases lack the function."""
     if importlib.util.find_spec("flash_attn") is None:
         return False
     try:
         return hasattr(importlib.import_module("flash_attn"), "flash_attn_varlen_func")
     except ImportError as error:
-        logger.warning("flash-attn is of another torch or CUDA, torch's kernel is used: %s", error)
+        logger.warning(
+            "flash-attn was built for another torch or CUDA release; using torch's kernel: %s",
+            error,
+        )
         return False
 
 
@@ -105,7 +107,7 @@ def _torch(
     seen: tuple[int, int],
 ) -> Tensor:
     varlen_attn = importlib.import_module("torch.nn.attention.varlen").varlen_attn
-    # Shared key heads need no word in torch 2.11, whose function has no such argument.
+    # torch 2.11 supports grouped key heads without this argument.
     options = {"enable_gqa": q.shape[1] != k.shape[1]} if _has_enable_gqa(varlen_attn) else {}
     out: Tensor = varlen_attn(
         q, k, v, cu, cu, longest, longest, scale=scale, window_size=seen, **options

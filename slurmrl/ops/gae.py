@@ -28,22 +28,20 @@ def packed_gae(
     delta_t = r_t + gamma V_{t+1} - V_t, and returns A_t + V_t (Schulman et al. 2016,
     "High-dimensional continuous control using generalized advantage estimation", eq. 16).
 
-    Differentiable in rewards and values. On a CPU the compiled and the torch form give the same
-    bits.
+    Differentiable in rewards and values. On CPUs the compiled form and the torch form agree bit for
+    bit.
 
-    :param rewards: [T], the S sequences' steps one after the other, in float32, float64, bfloat16
-        or float16.
-    :param values: of rewards' dtype; [T+S], one more per sequence: the value of the state before
-        each step, then of the state behind the last one. With ``bootstrap_values`` [T], without
-        those behind the last one.
-    :param cu_seqlens: int32 or int64 [S+1], cumulative numbers of steps; a sequence may have none.
-    :param truncated: bool [S]; where it is False the sequence ended, and the last state's value
+    :param rewards: [T], the concatenated steps of S sequences; float32, float64, bfloat16 or
+        float16.
+    :param values: of rewards' dtype. [T+S]: for each sequence the value of the state before each
+        step, then of its final state. With ``bootstrap_values`` [T]: without the final states.
+    :param cu_seqlens: int32 or int64 [S+1], cumulative numbers of steps; sequences may be empty.
+    :param truncated: bool [S]; if False the sequence terminated, and the value of its final state
         counts as 0.
     :param gamma: discount, between 0 and 1.
     :param lam: lambda, between 0 and 1.
-    :param bootstrap_values: [S] of rewards' dtype, the values of the states behind the last steps.
-    :return: advantages and returns, [T] each, in float64 for float64 and in float32 for the other
-        dtypes.
+    :param bootstrap_values: [S] of rewards' dtype, the values of the final states.
+    :return: advantages and returns, [T] each; float64 for float64 inputs, else float32.
     """
     both: tuple[Tensor, Tensor] = _gae(
         rewards, values, cu_seqlens, truncated, bootstrap_values, gamma, lam
@@ -107,8 +105,8 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, grad_advantages: Tensor, grad_returns: Tensor) -> tuple[Tensor | None, ...]:
-    """dr_t = sum_i (gamma lam)^i (dA + dR)_{t-i}, and each V gets -dr and dR as the value before a
-    step, gamma dr as the value behind one."""
+    """dr_t = sum_i (gamma lam)^i (dA + dR)_{t-i}. The value before step t gets dR_t - dr_t, the
+    value after it gamma dr_t."""
     cu_seqlens, truncated = ctx.saved_tensors
     index = SequenceIndex(cu_seqlens, len(grad_returns))
     grad_rewards = forward_sums(grad_advantages + grad_returns, cu_seqlens, ctx.gamma * ctx.lam)
@@ -143,7 +141,7 @@ def reference(
     lam: float,
     bootstrap_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same in pure torch."""
+    """``packed_gae`` in pure torch."""
     index = SequenceIndex(cu_seqlens, len(rewards))
     dtype = wide(rewards.dtype)
     if bootstrap_values is None:

@@ -1,4 +1,4 @@
-"""Copies between a packed buffer and intervals of a flat one: gather, scatter, moving average.
+"""Copies between a packed buffer and intervals of a flat buffer: gather, scatter, moving average.
 
 N intervals, E elements of a flat buffer, P elements in all intervals together.
 """
@@ -19,27 +19,27 @@ from slurmrl.ops.native.load import operators
 
 @dataclass(frozen=True)
 class Intervals:
-    """Elements of a flat buffer, ready on a device; made once and used for many copies."""
+    """Intervals of a flat buffer, as tensors on a device; made once and used for many copies."""
 
     starts: Tensor
     """int64 [N], first element of each interval."""
     offsets: Tensor
-    """int64 [N+1], where each interval begins in the packed buffer, then P."""
+    """int64 [N+1], the start of each interval in the packed buffer, then P."""
     total: int
-    """P, number of elements of all intervals."""
+    """P, the total number of elements."""
     stop: int
-    """One more than the last element that an interval holds; 0 without intervals."""
+    """The largest end of an interval; 0 without intervals."""
     disjoint: bool
-    """Whether no element is in two intervals."""
+    """Whether no two intervals overlap."""
 
     @staticmethod
     def of(
         pairs: Tensor | Iterable[tuple[int, int]], device: torch.device | str = "cpu"
     ) -> Intervals:
-        """Half-open intervals (first element, one more than the last), packed in the order given.
+        """Half-open intervals (start, stop), packed in the given order.
 
-        An interval that begins where the one before it ends is made one with it; empty ones are
-        left out. Raises UsageError for a pair that is no interval. Reads ``pairs`` on the host.
+        Adjacent intervals are merged and empty ones dropped. Raises UsageError for invalid pairs.
+        Reads ``pairs`` on the host.
         """
         begin, end = _columns(pairs)
         keep = end > begin
@@ -59,7 +59,7 @@ class Intervals:
         )
 
     def check(self, name: str, flat: Tensor) -> None:
-        """Raise UsageError unless ``flat`` is contiguous, holds every element, and is here."""
+        """Raise UsageError unless ``flat`` is contiguous, long enough and on the same device."""
         if flat.dim() != 1 or not flat.is_contiguous():
             raise UsageError(
                 f"{name} must be 1-D and contiguous, not of shape {list(flat.shape)} with strides "
@@ -67,16 +67,16 @@ class Intervals:
             )
         if flat.shape[0] < self.stop:
             raise UsageError(
-                f"intervals go up to element {self.stop}, but {name} has {flat.shape[0]} elements"
+                f"intervals end at element {self.stop}, but {name} has {flat.shape[0]} elements"
             )
         if flat.device != self.starts.device:
             raise UsageError(f"intervals are on {self.starts.device}, but {name} on {flat.device}")
 
 
 def gather(source: Tensor, intervals: Intervals, dtype: torch.dtype | None = None) -> Tensor:
-    """The intervals' elements one after the other, [P], converted to ``dtype`` where it is given.
+    """The concatenated elements of the intervals [P], converted to ``dtype`` if it is set.
 
-    Differentiable in source [E]; all dtypes without conversion, floating-point ones with it.
+    Differentiable in source [E]. Any dtype can be gathered, only floating-point ones converted.
     """
     intervals.check("source", source)
     target = source.dtype if dtype is None else dtype
@@ -86,10 +86,10 @@ def gather(source: Tensor, intervals: Intervals, dtype: torch.dtype | None = Non
 
 
 def scatter(target: Tensor, intervals: Intervals, packed: Tensor, eta: float = 1.0) -> None:
-    """Write packed elements [P] to the intervals' places in ``target`` [E], in place.
+    """Write packed elements [P] to the intervals of ``target`` [E], in place.
 
     With eta < 1 the target becomes the moving average ``eta packed + (1 - eta) target``, computed
-    in float32, or in float64 where either is float64. Floating-point dtypes are converted. Not
+    in float64 if either is float64, else in float32. Floating-point dtypes are converted. Not
     differentiable. The intervals must not overlap.
     """
     intervals.check("target", target)
@@ -99,7 +99,7 @@ def scatter(target: Tensor, intervals: Intervals, packed: Tensor, eta: float = 1
     if eta != 1.0 and target.dtype not in FLOATS:
         raise UsageError(f"eta must be 1 for a target of {target.dtype}, not {eta}")
     if not intervals.disjoint:
-        raise UsageError("intervals must not overlap where they are written to")
+        raise UsageError("intervals must not overlap if they are written to")
     if torch.is_grad_enabled() and (target.requires_grad or packed.requires_grad):
         raise UsageError("scatter has no gradient: detach target and packed, or use torch.no_grad")
     _scatter(target, packed, intervals.starts, intervals.offsets, eta)
@@ -125,7 +125,7 @@ def _(source: Tensor, starts: Tensor, offsets: Tensor, total: int, dtype: torch.
 @torch.library.custom_op("slurmrl::scatter_intervals", mutates_args={"target"})
 def _scatter(target: Tensor, packed: Tensor, starts: Tensor, offsets: Tensor, eta: float) -> None:
     if _share_memory(target, packed):
-        raise UsageError("packed must not lie in target's memory")
+        raise UsageError("packed must not share memory with target")
     native = operators(target.device, len(packed))
     if native is None:
         scatter_reference(target, packed, starts, offsets, eta)
@@ -145,7 +145,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Each element of the source gets the sum over the places it was copied to."""
+    """The gradient of a source element is the sum over all its copies."""
     starts, offsets = ctx.saved_tensors
     places = _elements(starts, offsets, ctx.total)
     grad_source = grad.new_zeros(ctx.elements).index_add(0, places, grad).to(ctx.dtype)
@@ -158,14 +158,14 @@ _gather.register_autograd(_backward, setup_context=_keep)
 def gather_reference(
     source: Tensor, starts: Tensor, offsets: Tensor, total: int, dtype: torch.dtype
 ) -> Tensor:
-    """The same in pure torch."""
+    """``gather`` in pure torch."""
     return source[_elements(starts, offsets, total)].to(dtype)
 
 
 def scatter_reference(
     target: Tensor, packed: Tensor, starts: Tensor, offsets: Tensor, eta: float
 ) -> None:
-    """The same in pure torch."""
+    """``scatter`` in pure torch."""
     places = _elements(starts, offsets, len(packed))
     if eta != 1.0:
         wide = torch.float64 if torch.float64 in (target.dtype, packed.dtype) else torch.float32
@@ -174,7 +174,7 @@ def scatter_reference(
 
 
 def _elements(starts: Tensor, offsets: Tensor, total: int) -> Tensor:
-    """Elements of the flat buffer in packed order, int64 [P]."""
+    """Indices into the flat buffer in packed order, int64 [P]."""
     shift = (starts - offsets[:-1]).repeat_interleave(offsets.diff(), output_size=total)
     return shift + torch.arange(total, device=starts.device)
 
@@ -195,7 +195,8 @@ def _columns(pairs: Tensor | Iterable[tuple[int, int]]) -> tuple[Tensor, Tensor]
     if len(wrong):
         row = int(wrong[0])
         raise UsageError(
-            f"intervals: pair {row} is ({int(begin[row])}, {int(end[row])}); 0 <= first <= last + 1"
+            f"intervals: pair {row} is ({int(begin[row])}, {int(end[row])}), but must be (start, "
+            "stop) with 0 <= start <= stop"
         )
     return begin, end
 

@@ -1,7 +1,7 @@
-"""Estimates made with the scan of ``scan.py``: returns, V-trace, and advantages of padded rows.
+"""Estimators built on the scan of ``scan.py``: returns, V-trace, and advantages of padded rows.
 
 T packed steps, S sequences; B rows of L steps in padded batches. As in ``packed_gae``, inputs are
-float32, float64, bfloat16 or float16, and results float64 for float64 and float32 for the others.
+float32, float64, bfloat16 or float16; results are float64 for float64 inputs, else float32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from slurmrl.ops.scan import SequenceIndex, discounted_sums
 def discounted_returns(
     rewards: Tensor, cu_seqlens: Tensor, gamma: float, bootstrap_values: Tensor | None = None
 ) -> Tensor:
-    """R_t = r_t + gamma R_{t+1} [T]; behind a sequence's end R is ``bootstrap_values`` [S] or 0."""
+    """R_t = r_t + gamma R_{t+1} [T]; beyond a sequence's end R is ``bootstrap_values`` [S] or 0."""
     check_first("rewards", rewards, FLOATS)
     check_offsets("cu_seqlens", cu_seqlens, len(rewards), rewards.device)
     check_share("gamma", gamma)
@@ -48,7 +48,7 @@ def lambda_returns(
 ) -> Tensor:
     """G_t = r_t + gamma ((1 - lam) V_{t+1} + lam G_{t+1}) [T] (Sutton and Barto 2018, eq. 12.20).
 
-    Arguments as in ``packed_gae``: these are its returns.
+    Arguments as for ``packed_gae``, whose returns these are.
     """
     return packed_gae(rewards, values, cu_seqlens, truncated, gamma, lam, bootstrap_values)[1]
 
@@ -72,7 +72,7 @@ def vtrace(
 
     :param log_ratios: [T] log(new probability / old probability) of each action.
     :param rewards, values: [T].
-    :param bootstrap_values: [S], value of the state behind each end; 0 where the sequence ended.
+    :param bootstrap_values: [S], values of the final states; 0 where a sequence terminated.
     """
     check_first("log_ratios", log_ratios, FLOATS)
     steps, device = len(log_ratios), log_ratios.device
@@ -95,48 +95,49 @@ def vtrace(
 def padded_gae_overlapping(
     rewards: Tensor, values: Tensor, dones: Tensor, truncated: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of rows in which an episode's last state is the next one's first.
+    """Advantages and returns of rows in which the first state of the next episode replaces the
+    final state of an episode.
 
-    ``dones[:, t+1]``: the episode ended with step t, and no value comes from behind it.
-    ``truncated[:, t+1]``: it was cut there; the value of the state in which it was cut is not in
-    the row, so step t has advantage 0.
+    ``dones[:, t+1]``: the episode terminated with step t, so the next value does not count.
+    ``truncated[:, t+1]``: the episode was truncated after step t. The row lacks the value of the
+    truncated state, so step t has advantage 0.
 
     :param rewards: [B, L]. :param values: [B, L+1]. :param dones, truncated: bool [B, L+1].
     """
     _check_rows(rewards, values, {"dones": dones, "truncated": truncated}, gamma, lam)
     rewards, values = _wide(rewards, values)
-    goes_on = ~dones[:, 1:]
+    continues = ~dones[:, 1:]
     counts = ~truncated[:, 1:]
-    delta = _deltas(rewards, values, goes_on, gamma)
+    delta = _deltas(rewards, values, continues, gamma)
     delta = torch.where(counts, delta, torch.zeros_like(delta))
-    return _of_rows(delta, values, goes_on & counts, gamma * lam)
+    return _of_rows(delta, values, continues & counts, gamma * lam)
 
 
 def padded_gae(
     rewards: Tensor, values: Tensor, on_reset: Tensor, truncated: Tensor, gamma: float, lam: float
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns of rows in which an episode's last state has a step of its own.
+    """Advantages and returns of rows in which the final state of an episode has a step of its own.
 
-    ``on_reset[:, t]``: step t is the first of an episode. ``truncated[:, t]``: step t stands for
-    the state in which an episode was cut; the step before it takes that state's value and no more.
+    ``on_reset[:, t]``: step t is the first of an episode. ``truncated[:, t]``: step t is the state
+    in which an episode was truncated; the step before it bootstraps from its value.
 
     :param rewards: [B, L]. :param values: [B, L+1]. :param on_reset, truncated: bool [B, L+1].
     """
     _check_rows(rewards, values, {"on_reset": on_reset, "truncated": truncated}, gamma, lam)
     rewards, values = _wide(rewards, values)
-    goes_on = ~on_reset[:, 1:]
-    delta = _deltas(rewards, values, goes_on, gamma)
-    return _of_rows(delta, values, goes_on & ~truncated[:, 1:], gamma * lam)
+    continues = ~on_reset[:, 1:]
+    delta = _deltas(rewards, values, continues, gamma)
+    return _of_rows(delta, values, continues & ~truncated[:, 1:], gamma * lam)
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:
-    """All in one dtype: float64 if one of them is, else float32."""
-    one_is_double = any(tensor.dtype == torch.float64 for tensor in tensors)
-    return [tensor.to(torch.float64 if one_is_double else torch.float32) for tensor in tensors]
+    """The tensors in one dtype: float64 if any of them is, else float32."""
+    any_double = any(tensor.dtype == torch.float64 for tensor in tensors)
+    return [tensor.to(torch.float64 if any_double else torch.float32) for tensor in tensors]
 
 
 def _following(x: Tensor, ends: Tensor, index: SequenceIndex) -> Tensor:
-    """x_{t+1} [T], and ``ends`` at each sequence's last step."""
+    """x_{t+1} [T], with ``ends`` at each sequence's last step."""
     return torch.where(index.left > 1, torch.cat([x[1:], x[:1]]), ends)
 
 
@@ -154,9 +155,9 @@ def _check_rows(
     check_share("lam", lam)
 
 
-def _deltas(rewards: Tensor, values: Tensor, goes_on: Tensor, gamma: float) -> Tensor:
-    behind = torch.where(goes_on, values[:, 1:], torch.zeros_like(values[:, 1:]))
-    return rewards + gamma * behind - values[:, :-1]
+def _deltas(rewards: Tensor, values: Tensor, continues: Tensor, gamma: float) -> Tensor:
+    following = torch.where(continues, values[:, 1:], torch.zeros_like(values[:, 1:]))
+    return rewards + gamma * following - values[:, :-1]
 
 
 def _of_rows(delta: Tensor, values: Tensor, decay: Tensor, factor: float) -> tuple[Tensor, Tensor]:

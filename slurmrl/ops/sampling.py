@@ -1,4 +1,4 @@
-"""Drawing tokens: counter-based uniforms, and one token per row of logits.
+"""Sampling: counter-based uniform numbers, and one token per row of logits.
 
 S rows, V vocabulary.
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 from slurmrl.ops.checks import wide
 
 RESOLUTION = 2**40
-"""Probabilities are drawn from in steps of one over this."""
+"""Probabilities are rounded to multiples of one over this."""
 _MASK = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MIX_1 = 0xBF58476D1CE4E5B9
@@ -21,9 +21,9 @@ _MIX_2 = 0x94D049BB133111EB
 def keyed_uniform(seed: int, step: int, keys: Tensor, position: Tensor | int) -> Tensor:
     """Uniform numbers in [0, 1) [S] float64, each a pure function of (seed, step, key, position).
 
-    keys [S] int64; position: one number or [S]. A row's number does not depend on which other
-    rows are in the batch, on their order, or on the device. The hash is a chain of SplitMix64
-    finalizers (Steele, Lea and Flood 2014).
+    keys [S] int64; position: one number or [S]. A row's number does not depend on the other rows of
+    the batch, on their order, or on the device. The hash is a chain of SplitMix64 finalizers
+    (Steele, Lea and Flood 2014).
     """
     start = _mix_int(_mix_int(seed & _MASK) ^ (step & _MASK))
     state = _mix(keys.to(torch.int64) ^ _signed(start))
@@ -46,8 +46,8 @@ def sample(
     logits [S, V]. ``top_k`` and ``top_p`` restrict the draw, tokens in ``banned`` are never
     drawn.
     Returns tokens [S] int64 and their log-probabilities [S] under the full distribution
-    softmax(logits / temperature): what training computes, whatever the restrictions (float64 for
-    float64 logits, else float32).
+    softmax(logits / temperature), as training computes them, whatever the restrictions (float64
+    for float64 logits, else float32).
     """
     scaled = logits.to(wide(logits.dtype)) / temperature
     allowed = _ban(scaled, banned)
@@ -61,7 +61,7 @@ def _ban(scaled: Tensor, banned: Tensor | None) -> Tensor:
 
 
 def _restrict(scaled: Tensor, top_k: int | None, top_p: float) -> Tensor:
-    """Minus infinity outside the k most likely tokens and the smallest set that holds p."""
+    """Set logits to minus infinity outside the top k tokens and the smallest set of mass p."""
     if top_k is not None and top_k < scaled.shape[-1]:
         least = scaled.topk(top_k, dim=-1).values[:, -1:]
         scaled = scaled.masked_fill(scaled < least, float("-inf"))
@@ -79,11 +79,11 @@ def _draw(scaled: Tensor, uniforms: Tensor) -> Tensor:
     cumulative = _weights(scaled).cumsum(-1)
     target = (uniforms[:, None] * cumulative[:, -1:]).floor().long()
     tokens: Tensor = torch.searchsorted(cumulative, target, right=True).squeeze(-1)
-    return tokens.clamp_(max=scaled.shape[-1] - 1)  # logits of NaN have no sum to stay below
+    return tokens.clamp_(max=scaled.shape[-1] - 1)  # NaN logits give an index out of range
 
 
 def _weights(scaled: Tensor) -> Tensor:
-    """Probabilities in units of 1 / RESOLUTION, int64: their sums are exact on every device."""
+    """Probabilities in units of 1 / RESOLUTION, int64, so that sums are exact on every device."""
     return scaled.double().softmax(-1).mul_(RESOLUTION).round_().long()
 
 

@@ -21,17 +21,17 @@ def discounted_sums(
     decay: Tensor | None = None,
     tail: Tensor | None = None,
 ) -> Tensor:
-    """y_t = x_t + factor decay_t y_{t+1} inside each sequence, where y behind the end is ``tail``.
+    """y_t = x_t + factor decay_t y_{t+1} within each sequence; beyond its end, y is ``tail``.
 
     Differentiable in x, decay and tail.
 
     :param x: [T] float32, float64, bfloat16 or float16.
-    :param cu_seqlens: int32 or int64 [S+1], cumulative lengths; a length may be 0.
+    :param cu_seqlens: int32 or int64 [S+1], cumulative lengths; sequences may be empty.
     :param factor: between 0 and 1.
-    :param decay: [T] of x's dtype, 1 everywhere if None. Where an entry is 0, nothing from behind
-        is seen, be it infinite or not a number.
-    :param tail: [S] of x's dtype, 0 everywhere if None.
-    :return: [T], float64 for float64 and float32 for the other dtypes.
+    :param decay: [T] of x's dtype; None means ones. An entry of 0 cuts off everything after it,
+        also infinities and NaN.
+    :param tail: [S] of x's dtype; None means zeros.
+    :return: [T], float64 for float64 inputs, else float32.
     """
     sums: Tensor = _scan(x, cu_seqlens, decay, tail, factor)
     return sums
@@ -104,14 +104,14 @@ def forward_sums(
 ) -> Tensor:
     """y_t = x_t + factor decay_{t-1} y_{t-1} inside each sequence: the transposed recurrence."""
     turned = len(x) - cu_seqlens.flip(0)
-    # decay_{t-1} stands at t-1; read backwards, it must stand at t.
+    # Reversed, decay_{t-1} must be at the index of t.
     turned_decay = None if decay is None else decay.roll(1).flip(0)
     return discounted_sums(x.flip(0), turned, factor, turned_decay).flip(0)
 
 
 class SequenceIndex:
-    """Which sequence each packed token belongs to [T], and how many of its tokens are left
-    from it on, itself included [T]."""
+    """The sequence of each packed token [T], and the number of tokens from it to the end of the
+    sequence, itself included [T]."""
 
     def __init__(self, cu_seqlens: Tensor, tokens: int) -> None:
         ends = cu_seqlens[1:].long()
@@ -122,7 +122,7 @@ class SequenceIndex:
         self.left = ends[self.sequence] - self.step
 
     def longest_bound(self) -> int:
-        """An upper bound of the longest sequence; on a GPU all tokens, to wait for nothing."""
+        """An upper bound of the longest sequence. On a GPU all tokens, to avoid a wait."""
         if self.left.device.type != "cpu":
             return len(self.left)
         return int(self.left.max()) if len(self.left) else 0
@@ -135,10 +135,10 @@ def reference(
     decay: Tensor | None = None,
     tail: Tensor | None = None,
 ) -> Tensor:
-    """The same in pure torch, to the same bits as the compiled form on a CPU."""
+    """``discounted_sums`` in pure torch; bit-identical to the compiled form on a CPU."""
     index = SequenceIndex(cu_seqlens, len(x))
     dtype = wide(x.dtype)
-    sums = x.to(dtype, copy=True)  # an operator may not return its argument
+    sums = x.to(dtype, copy=True)  # an operator must not return its argument
     coefficient = torch.full_like(sums, factor) if decay is None else factor * decay.to(dtype)
     if tail is not None:
         behind = tail.to(dtype)[index.sequence]
@@ -150,8 +150,8 @@ def reference(
 
 
 def doubled(sums: Tensor, index: SequenceIndex, factor: float) -> Tensor:
-    """sum_i factor^i x[t+i] up to the end of t's sequence, by doubling the number of terms:
-    log2(longest) passes over all tokens."""
+    """sum_i factor^i x[t+i] to the end of t's sequence. Each pass doubles the number of terms, so
+    there are log2(longest) passes over all tokens."""
     span, longest = 1, index.longest_bound()
     while span < longest and factor**span > 0.0:
         further = torch.where(index.left[:-span] > span, sums[span:], torch.zeros_like(sums[span:]))
@@ -161,7 +161,7 @@ def doubled(sums: Tensor, index: SequenceIndex, factor: float) -> Tensor:
 
 
 def _doubled_with_decay(sums: Tensor, factors: Tensor, index: SequenceIndex) -> Tensor:
-    """The same with a factor per token; ``factors[t]`` is the product over the terms so far."""
+    """``doubled`` with a factor per token; ``factors[t]`` is the product over the summed terms."""
     span, longest = 1, index.longest_bound()
     while span < longest:
         inside = (index.left[:-span] > span) & (factors[:-span] != 0.0)

@@ -179,7 +179,7 @@ class FSDPEngine(Engine):
                 part = schedule.part(index)
                 balance.now = "count" if part is not None else "other"
                 self._shards.decoder(*self._tokens(None if part is None else sample.take(part)))
-        balance.add_up([self.context.group("shard")] if self._spread else [])
+        balance.sum_counts([self.context.group("shard")] if self._spread else [])
 
     @property
     def _spread(self) -> bool:

@@ -13,8 +13,8 @@ from slurmrl.errors import UsageError
 from slurmrl.layout.box import Box, Index
 from slurmrl.layout.layout import TensorSpec
 from slurmrl.models.base import PackedModel
-from slurmrl.models.build import build
 from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.decoder import build
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.parallel.split import Split
 from slurmrl.models.shapes import parameter_shapes

@@ -241,7 +241,7 @@ class MegatronEngine(Engine):
         balance.begin(self.context.device)
         balance.now = "count"
         self._run(sample, schedule, lambda _, hidden, *__: hidden.new_zeros(()), backward=False)
-        balance.add_up([self._groups.tp_dp_cp])
+        balance.sum_counts([self._groups.tp_dp_cp])
         balance.now = "train"
 
     @torch.no_grad()

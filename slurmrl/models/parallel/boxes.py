@@ -1,5 +1,4 @@
-"""Which part of each parameter a tensor rank has, and which gradients have to be added up.
-Torch-free.
+"""Each tensor rank's part of every parameter, and the gradients that must be summed. Torch-free.
 
 t tensor ranks, c context ranks.
 """
@@ -30,11 +29,10 @@ SPLIT_DIMS = {
     "mlp.experts.up_proj": 1,
     "mlp.experts.down_proj": 2,
 }
-"""Of a layer's parameters, the dim that tensor ranks share; all others are on each of them."""
+"""The dim along which a layer's parameters are split; all other parameters are replicated."""
 KEYS_AND_VALUES = ("self_attn.k_proj.", "self_attn.v_proj.")
 OF_PARTS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight", "mlp.gate.weight")
-"""Parameters that are on every tensor rank, whose gradients come from the rank's own heads or
-inner units alone."""
+"""Replicated parameters whose gradients come only from the rank's own heads or inner units."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +42,10 @@ class TensorSplit:
     config: ModelConfig
     ranks: int
     sequence: bool = False
-    """Whether tokens between the blocks are split, too."""
+    """Whether the tokens between the blocks are split too."""
 
     def box(self, name: str, shape: Index, rank: int) -> Box:
-        """What a rank has of a parameter of ``shape``."""
+        """A rank's part of a parameter of ``shape``."""
         dim = self._dim(name)
         if dim is None:
             return Box.whole(shape)
@@ -56,25 +54,25 @@ class TensorSplit:
         return Box(start, (*shape[:dim], size, *shape[dim + 1 :]))
 
     def copies(self, name: str) -> int:
-        """On how many ranks each element is."""
+        """The number of ranks that have each element."""
         if self._dim(name) is None:
             return self.ranks
         return self.head_copies if self._is_heads(name) else 1
 
     def sums(self, name: str) -> bool:
-        """Whether the gradients of the copies are parts that have to be added up; else they are
-        all alike."""
+        """Whether the gradients of the copies are partial and must be summed; otherwise they are
+        equal."""
         if self.ranks == 1 or self.copies(name) == 1:
             return False
         return self.sequence or self._is_heads(name) or _in_layer(name) in OF_PARTS
 
     @property
     def head_copies(self) -> int:
-        """On how many ranks each key and value head is."""
+        """The number of ranks that have each key and value head."""
         return max(1, self.ranks // self.config.num_kv_heads)
 
     def head_of(self, rank: int) -> int:
-        """The key and value head of a rank that has one of several copies."""
+        """The key and value head of a rank, if heads are replicated."""
         return rank // self.head_copies
 
     def _dim(self, name: str) -> int | None:
@@ -86,7 +84,7 @@ class TensorSplit:
         return _in_layer(name).startswith(KEYS_AND_VALUES)
 
     def _range(self, name: str, length: int, rank: int) -> tuple[int, int]:
-        """First index and number of a rank's elements along the shared dim."""
+        """First index and number of a rank's elements along the split dim."""
         if self._is_heads(name) and self.head_copies > 1:
             size = self.config.head_dim
             return self.head_of(rank) * size, size
@@ -96,7 +94,7 @@ class TensorSplit:
 
 
 def refusals(config: ModelConfig, tensor_ranks: int, context_ranks: int) -> Iterator[str]:
-    """Why a model cannot be split like that."""
+    """The reasons why a model cannot be split like this."""
     t, c = tensor_ranks, context_ranks
     heads, kv = config.num_heads, config.num_kv_heads
     if t > 1:
@@ -124,6 +122,6 @@ def refusals(config: ModelConfig, tensor_ranks: int, context_ranks: int) -> Iter
 
 
 def _in_layer(name: str) -> str:
-    """The name behind ``model.layers.<n>.``."""
+    """The name without ``model.layers.<n>.``."""
     parts = name.split(".", 3)
     return parts[3] if parts[:2] == ["model", "layers"] else name

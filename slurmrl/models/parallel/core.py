@@ -1,5 +1,6 @@
-"""Attention over all packed tokens, called with one rank's part of them (Ulysses: Jacobs et al.
-2023): an exchange gives each context rank all tokens of some heads, another one gives them back.
+"""Attention over all packed tokens, called with one rank's part of them (Jacobs et al. 2023,
+DeepSpeed Ulysses): one all-to-all gives each context rank all tokens of some heads, another one
+reverses it.
 
 T packed tokens, N tokens of a context rank, c context ranks, Hq and Hkv heads of a tensor rank, D
 head size.
@@ -17,8 +18,8 @@ from slurmrl.ops.collectives import exchange
 
 
 class SplitCore:
-    """An ``AttentionCore`` around the one of all ``tokens``: what fills up the last ranks' parts
-    never reaches it."""
+    """An ``AttentionCore`` around the core for all ``tokens``. It removes the padding of the last
+    ranks' parts first."""
 
     def __init__(self, core: AttentionCore, context: Axis, tokens: int) -> None:
         self._core, self._context, self._tokens = core, context, tokens
@@ -33,8 +34,8 @@ class SplitCore:
         return self._by_tokens(out) if self._context.size > 1 else out
 
     def _by_heads(self, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-        """All tokens of q [·, Hq/c, D], k and v [·, Hkv/c, D]: neighbouring query heads, and the
-        key heads that belong to them, which are copied where they are fewer than the ranks."""
+        """All tokens of q [·, Hq/c, D], k and v [·, Hkv/c, D]: adjacent query heads and their key
+        heads, which are replicated if there are fewer than ranks."""
         size, copies = self._context.size, max(1, self._context.size // k.shape[1])
         parts = [q, k.repeat_interleave(copies, 1), v.repeat_interleave(copies, 1)]
         parts = [x.view(x.shape[0], size, -1, x.shape[2]).transpose(0, 1) for x in parts]
@@ -49,7 +50,7 @@ class SplitCore:
 
 
 def split_core(core: AttentionCore, split: Split, tokens: int) -> AttentionCore:
-    """``core`` itself where a rank has all ``tokens`` and nothing else."""
+    """``core`` itself if the rank has all ``tokens`` without padding."""
     if split.context.size == 1 and split.part_tokens(tokens) == tokens:
         return core
     return SplitCore(core, split.context, tokens)

@@ -1,6 +1,6 @@
-"""Modules of which each tensor rank holds a part under the name of the whole.
+"""Modules that hold a tensor rank's part of their parameters, under the names of the whole ones.
 
-A matrix of which a rank has some rows is a plain ``nn.Linear`` behind ``Split.enter``.
+A matrix that is split by rows is a plain ``nn.Linear`` after ``Split.enter``.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from slurmrl.models.parallel.split import Split
 
 
 class RowLinear(nn.Linear):
-    """A matrix of which each tensor rank has some of the inputs' columns: the products are added
-    up, then the bias once."""
+    """A linear layer split by input columns: the products of the ranks are summed, and then the
+    bias is added once."""
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool, split: Split) -> None:
-        """``inputs`` are this rank's."""
+        """``inputs`` is the number of this rank's columns."""
         super().__init__(inputs, outputs, bias=bias)
         self.split = split
 
@@ -28,7 +28,7 @@ class RowLinear(nn.Linear):
 
 
 class VocabEmbedding(nn.Embedding):
-    """An embedding of which each tensor rank has the rows of some tokens, in ceil-chunks."""
+    """An embedding split by rows, in ceil-chunks."""
 
     def __init__(self, vocabulary: int, hidden: int, split: Split) -> None:
         first, last = vocabulary_rows(vocabulary, split)
@@ -36,7 +36,7 @@ class VocabEmbedding(nn.Embedding):
         self.first, self.split = first, split
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """[T] -> [T, h], or with sequence parallelism this rank's tokens of it."""
+        """[T] -> [T, h]; with sequence parallelism, this rank's tokens of it."""
         if self.split.tensor.size == 1:
             return super().forward(input_ids)
         row = input_ids - self.first
@@ -45,7 +45,7 @@ class VocabEmbedding(nn.Embedding):
 
 
 def vocabulary_rows(vocabulary: int, split: Split) -> tuple[int, int]:
-    """First and last + 1 of the rows that this tensor rank has."""
+    """This tensor rank's range of rows."""
     each = -(-vocabulary // split.tensor.size)
     first = min(split.tensor.rank * each, vocabulary)
     return first, min(first + each, vocabulary)

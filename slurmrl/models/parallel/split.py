@@ -1,4 +1,4 @@
-"""How a model's computation is split over ranks, as one of them sees it.
+"""One rank's view of how a model's computation is split over ranks.
 
 T packed tokens, c context ranks, t tensor ranks.
 """
@@ -22,7 +22,7 @@ from slurmrl.ops.collectives import (
 
 @dataclass(frozen=True)
 class Axis:
-    """A rank's place among the peers along one axis."""
+    """A rank's position and group along one axis."""
 
     rank: int = 0
     size: int = 1
@@ -37,7 +37,7 @@ class Axis:
 @dataclass(frozen=True)
 class Split:
     """Tensor ranks hold parts of matrices; context ranks hold parts of the packed tokens. With
-    ``sequence`` tensor ranks hold parts of the tokens, too, outside of matrix products."""
+    ``sequence``, tensor ranks hold parts of the tokens too, outside of matrix products."""
 
     tensor: Axis = Axis()
     context: Axis = Axis()
@@ -58,46 +58,47 @@ class Split:
     # -- tokens ----------------------------------------------------------------------------------
 
     def part_tokens(self, tokens: int) -> int:
-        """Tokens of one context rank, with those that fill up the last ones' parts."""
+        """The number of tokens of one context rank, padding of the last ranks included."""
         pieces = self.context.size * (self.tensor.size if self.by_sequence else 1)
         return -(-tokens // pieces) * pieces // self.context.size
 
     def own_range(self, tokens: int) -> tuple[int, int]:
-        """First and last + 1 of the packed tokens that this context rank has."""
+        """This context rank's range of packed tokens, without padding."""
         part = self.part_tokens(tokens)
         first = self.context.rank * part
         return min(first, tokens), min(first + part, tokens)
 
     def own_tokens(self, x: Tensor) -> Tensor:
-        """This context rank's part of x [T], zeros where it is filled up."""
+        """This context rank's part of x [T], padded with zeros."""
         first, last = self.own_range(x.shape[0])
         missing = self.part_tokens(x.shape[0]) - (last - first)
         return F.pad(x[first:last], (0, missing)) if missing else x[first:last]
 
     def between(self, x: Tensor) -> Tensor:
-        """Of a context rank's tokens [T/c] those that a tensor rank has between the blocks."""
+        """This tensor rank's part, between the blocks, of the context rank's tokens [T/c]."""
         return x.chunk(self.tensor.size)[self.tensor.rank] if self.by_sequence else x
 
     # -- tensors ---------------------------------------------------------------------------------
 
     def enter(self, x: Tensor) -> Tensor:
-        """Into matrices of which each tensor rank has some rows: all of the context rank's tokens
-        [T/c, h], with gradients that are added up."""
+        """The input of matrices that are split by rows: all of the context rank's tokens [T/c, h];
+        their gradients are summed."""
         if self.tensor.size == 1:
             return x
         group = self.tensor.group
         return own_to_partial(x, group) if self.sequence else whole_to_partial(x, group)
 
     def leave(self, x: Tensor) -> Tensor:
-        """Out of matrices of which each tensor rank has some columns: their sum [T/c, h], or with
-        ``sequence`` this rank's tokens of it."""
+        """The output of matrices that are split by columns: the sum [T/c, h], or with ``sequence``
+        this rank's tokens of it."""
         if self.tensor.size == 1:
             return x
         group = self.tensor.group
         return partial_to_own(x, group) if self.sequence else partial_to_whole(x, group)
 
     def together(self, x: Tensor) -> Tensor:
-        """All of the context rank's tokens from those between the blocks, with whole gradients."""
+        """All of the context rank's tokens, from their parts between the blocks, with whole
+        gradients."""
         return own_to_whole(x, self.tensor.group) if self.by_sequence else x
 
     def over_context(self, x: Tensor) -> Tensor:

@@ -1,5 +1,5 @@
-"""Compiled operators: built from ``cuda/`` on first use, once per host, and kept in a cache.
+"""Compiled operators: built from ``cuda/`` on first use, once per host, and cached.
 
-The CPU half needs a C++ compiler and the CUDA half nvcc as well; where one cannot be had, callers
-take their pure torch form.
+The CPU half needs a C++ compiler, the CUDA half nvcc as well; without them callers use their pure
+torch form.
 """

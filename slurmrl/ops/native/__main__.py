@@ -20,7 +20,7 @@ def main() -> int:
         nargs="*",
         type=Half,
         metavar="{cpu,cuda}",
-        help="cpu needs a C++ compiler, cuda nvcc as well; both if none is named",
+        help="cpu needs a C++ compiler, cuda nvcc as well (default: both)",
     )
     found = toolchain.find()
     status = 0

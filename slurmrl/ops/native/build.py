@@ -1,8 +1,8 @@
 """Build a library once and publish it in the cache.
 
-The cache may be shared by hosts. On one host, a file lock on its own disk lets one process build
-while the others wait; the kernel frees it when its holder dies. Hosts do not wait for each other:
-whoever has built first publishes, by exclusive creation of a whole file, and the others take that.
+The cache may be shared by hosts. On each host, a file lock on local disk lets one process build
+while the others wait; the kernel releases it when its holder dies. Hosts do not wait for each
+other: the first to finish publishes, by exclusive creation of a whole file, and the others use it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from slurmrl.ops.native.recipe import Half, Recipe, stem
 BUILD_TIMEOUT_S = 3600.0
 """Compiling takes a minute and a half on an idle machine, and many times that on a busy one."""
 LOCK_TIMEOUT_S = 2 * BUILD_TIMEOUT_S
-"""As long as two builders in a row may take."""
+"""The longest that two builds in a row may take."""
 PROGRAM = Path(__file__).with_name("compile.py")
 LOG_LINES = 30
 
@@ -38,7 +38,7 @@ Compile = Callable[[Recipe, Path], Path]
 
 
 def cache_folder() -> Path:
-    """SLURMRL_OPS_CACHE, or ``slurmrl/ops`` in the user's folder for caches."""
+    """SLURMRL_OPS_CACHE, or ``slurmrl/ops`` in the user's cache folder."""
     chosen = env.OPS_CACHE.get()
     if chosen:
         return Path(chosen).absolute()
@@ -47,15 +47,15 @@ def cache_folder() -> Path:
 
 
 def host_folder() -> Path:
-    """A folder of ours on this host's own disk, for locks and for builds that are under way."""
+    """A private folder on this host's local disk, for locks and unfinished builds."""
     return Path(tempfile.gettempdir()) / f"slurmrl-ops-{os.getuid()}"
 
 
 def library(recipe: Recipe, cache: Path, host: Path, *, run: Compile | None = None) -> Path:
-    """The library of a recipe, built and published if the cache does not hold it.
+    """The library of a recipe, built and published if the cache lacks it.
 
-    Raises EnvironmentFailure (OwnershipError where others could put files into the cache) if it
-    cannot be had.
+    Raises EnvironmentFailure if it cannot be built, OwnershipError if others can write to the
+    cache.
     """
     _make_ours(cache)
     path = cache / f"{recipe.key}.so"
@@ -77,7 +77,7 @@ def library(recipe: Recipe, cache: Path, host: Path, *, run: Compile | None = No
 
 
 def ready_made(half: Half, cache: Path) -> list[Path]:
-    """Libraries of our sources in the cache by any compilers, newest first: for hosts without."""
+    """Cached libraries of these sources from any compiler, newest first, for hosts without one."""
     if not cache.is_dir():
         return []
     ownership.check(cache)
@@ -86,9 +86,9 @@ def ready_made(half: Half, cache: Path) -> list[Path]:
 
 
 def run_compiler(recipe: Recipe, folder: Path) -> Path:
-    """Compile in a process of its own, which also tries to load the result."""
+    """Compile in a separate process, which also tries to load the result."""
     search = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    environ = {**os.environ, "PATH": search, "CXX": recipe.cxx}  # ninja lies beside python
+    environ = {**os.environ, "PATH": search, "CXX": recipe.cxx}  # ninja is installed beside python
     process = subprocess.Popen(
         [sys.executable, "-P", str(PROGRAM), str(folder)],
         stdin=subprocess.PIPE,
@@ -100,7 +100,7 @@ def run_compiler(recipe: Recipe, folder: Path) -> Path:
     )
     with process:
         try:
-            said, _ = process.communicate(json.dumps(_spec(recipe)), timeout=BUILD_TIMEOUT_S)
+            output, _ = process.communicate(json.dumps(_spec(recipe)), timeout=BUILD_TIMEOUT_S)
         except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
@@ -108,7 +108,7 @@ def run_compiler(recipe: Recipe, folder: Path) -> Path:
                 raise EnvironmentFailure(reason) from error
             raise
     if process.returncode != 0:
-        end = "\n".join(said.splitlines()[-LOG_LINES:])
+        end = "\n".join(output.splitlines()[-LOG_LINES:])
         raise EnvironmentFailure(f"building {recipe.name} failed:\n{end}")
     return folder / f"{recipe.name}.so"
 
@@ -118,14 +118,14 @@ def _spec(recipe: Recipe) -> dict[str, object]:
 
 
 def _build(recipe: Recipe, path: Path, host: Path, run: Compile) -> None:
-    """Under the lock: nobody else of this host builds this library."""
-    for leftover in host.glob(f"{recipe.key}.build.*"):  # of a builder that was killed
+    """Build and publish, under the lock: no other process of this host builds this library."""
+    for leftover in host.glob(f"{recipe.key}.build.*"):  # from a killed builder
         shutil.rmtree(leftover, ignore_errors=True)
     atomic.sweep_temporaries(path.parent)
     folder = Path(tempfile.mkdtemp(prefix=f"{recipe.key}.build.", dir=host))
     try:
         built = run(recipe, folder).read_bytes()
-        # False is as good: another host was faster, with a library of the same recipe.
+        # If another host was faster, its library of the same recipe stays.
         atomic.exclusive_create(path, built)
     except EnvironmentFailure as error:
         _failure(recipe, host).write_text(str(error))
@@ -135,17 +135,17 @@ def _build(recipe: Recipe, path: Path, host: Path, run: Compile) -> None:
 
 
 def _failure(recipe: Recipe, host: Path) -> Path:
-    """Why the last build on this host failed."""
+    """The file with the error of this host's last failed build."""
     return host / f"{recipe.key}.failure"
 
 
 def _raise_if_failed(failure: Path, began: float) -> None:
-    """A build that failed while we waited for it would fail again, once for each who waits."""
+    """Raise the error of a build that failed while we waited: another attempt would fail too."""
     if failure.exists() and failure.stat().st_mtime >= began:
         raise EnvironmentFailure(failure.read_text())
 
 
 def _make_ours(folder: Path) -> None:
-    """What is loaded from a folder runs as us, so nobody else may write there."""
+    """Libraries run with the user's rights, so only the user may write to the folder."""
     atomic.make_private_directory(folder)
     ownership.check(folder)

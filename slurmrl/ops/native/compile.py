@@ -1,11 +1,11 @@
-"""A program: compile one half with ``torch.utils.cpp_extension`` and load it once.
+"""A program that compiles one half with ``torch.utils.cpp_extension`` and loads it once.
 
-It runs in a process of its own, so that a library that does not load harms nobody, and as a file,
-so that it needs nothing but torch. It reads a recipe as JSON from standard input and leaves
-``<name>.so`` in the folder that is its argument.
+It is a separate process, so that a library that does not load cannot harm its user, and a script
+that needs only torch. It reads a recipe as JSON from standard input and writes ``<name>.so`` into
+the folder given as its argument.
 
-nvcc compiles the ``.cu`` files directly: they are free of torch, and torch's own way would link
-against a CUDA torch of nvcc's version.
+nvcc compiles the ``.cu`` files directly: they do not use torch, and torch's own build would require
+a CUDA torch of nvcc's version.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def link_flags(recipe: dict[str, Any], objects: list[str]) -> list[str]:
 def main(folder: Path) -> None:
     recipe = json.load(sys.stdin)
     objects = compile_cuda(recipe, folder)
-    from torch.utils import cpp_extension  # after the part that does not need it
+    from torch.utils import cpp_extension  # slow, and not needed above
 
     cpp_extension.load(
         name=recipe["name"],

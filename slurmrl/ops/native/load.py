@@ -1,4 +1,4 @@
-"""The compiled operators of a device, or none."""
+"""Loading of the compiled operators for a device."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from slurmrl.ops.native import build, recipe, toolchain
 from slurmrl.ops.native.recipe import Half
 
 SMALL_ELEMENTS = 2**18
-"""On a CPU, torch does fewer than these in 10 ms and to the same bits: not worth a build."""
+"""Below this size torch takes under 10 ms on a CPU, with the same bits: not worth a build."""
 
 HALVES = {"cpu": Half.CPU, "cuda": Half.CUDA}
-"""By type of device."""
+"""The half for each device type."""
 
 
 class Choice(StrEnum):
     """Values of SLURMRL_OPS."""
 
     AUTO = "auto"
-    """Compiled where it helps and can be had, else torch."""
+    """Compiled where it is faster and available, else torch."""
     TORCH = "torch"
     """Never compiled."""
     NATIVE = "native"
-    """Compiled, or an error that says why not."""
+    """Compiled, or an error with the reason."""
 
 
 def operators(device: torch.device, elements: int) -> Any | None:
-    """The namespace with ``gae``, ``scan`` and ``copy`` for tensors on ``device``; None where
-    torch is to do it.
+    """The namespace with ``gae``, ``scan`` and ``copy`` for tensors on ``device``; None to use
+    torch instead.
 
     The first call that needs a half builds it, which can take a minute. Raises
-    EnvironmentFailure only under SLURMRL_OPS=native.
+    EnvironmentFailure only with SLURMRL_OPS=native.
     """
     choice = _choice()
     if device.type not in HALVES or choice is Choice.TORCH:
@@ -50,10 +50,10 @@ def operators(device: torch.device, elements: int) -> Any | None:
 
 @cache
 def load(half: Half) -> Any:
-    """Load a half into this process, built where the cache does not hold it.
+    """Load a half into this process; build it first if the cache lacks it.
 
-    A host whose compilers are missing or fail takes a library that others made from the same
-    sources. Raises EnvironmentFailure where there is none.
+    A host whose compilers are missing or fail uses a cached library that another host built from
+    the same sources. Raises EnvironmentFailure if there is none.
     """
     folder = build.cache_folder()
     try:
@@ -76,7 +76,7 @@ def load(half: Half) -> Any:
 
 @cache
 def _ready(device: torch.device) -> Any:
-    """The operators of a device that can run them. Raises EnvironmentFailure."""
+    """The operators, once they have run on the device. Raises EnvironmentFailure."""
     found = load(HALVES[device.type])
     if device.type == "cuda":
         try:
@@ -93,9 +93,9 @@ def _ready_or_warn(device: torch.device) -> Any | None:
         return _ready(device)
     except EnvironmentFailure as error:
         log.get(__name__).warning(
-            "The operators of slurmrl run in pure torch on %s of this host, which is slower (to "
-            "build the fast ones, here or on another host that shares the cache: "
-            "python -m slurmrl.ops.native): %s",
+            "The operators of slurmrl run in pure torch on %s of this host, which is slower. To "
+            "build the compiled ones, run python -m slurmrl.ops.native here or on another host "
+            "that shares the cache. Reason: %s",
             device,
             error,
         )

@@ -1,4 +1,4 @@
-"""What a half of the operators is made from, with what, and the key that follows from it."""
+"""The sources, compilers and flags of a half of the operators, and the cache key they give."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SOURCES = Path(slurmrl.__file__).parent / "cuda"
 """A link to the repository's ``cuda/``; a folder of the wheel."""
 
 ABI_TARGET = "0x020b000000000000"
-"""The oldest torch (2.11) whose stable ABI has what the bindings call."""
+"""The oldest torch (2.11) whose stable ABI has the functions that the bindings call."""
 
 CXX_FLAGS = ("-O3", "-ffp-contract=off", "-fvisibility=hidden", "-Wall", "-Wextra")
-"""Fused multiply-adds would round otherwise than torch does."""
+"""No fused multiply-adds: they round differently from torch."""
 NVCC_FLAGS = (
     "-O3",
     "--threads=0",
@@ -36,7 +36,7 @@ _NONE: tuple[str, ...] = ()
 
 
 class Half(StrEnum):
-    """Which devices a library serves."""
+    """The devices that a library is for."""
 
     CPU = "cpu"
     CUDA = "cuda"
@@ -46,12 +46,12 @@ FILES: dict[Half, tuple[str, ...]] = {
     Half.CPU: ("cpu/binding.cpp", "cpu/scan.cpp", "cpu/intervals.cpp"),
     Half.CUDA: ("gpu/binding.cpp", "gpu/scan.cu", "gpu/intervals.cu"),
 }
-"""The files that are compiled; headers lie beside them."""
+"""The compiled files; headers are in the same folders."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that the bytes of a library depend on, apart from the files' contents."""
+    """Everything that determines a library, apart from the files' contents."""
 
     half: Half
     sources: tuple[str, ...]
@@ -61,7 +61,7 @@ class Recipe:
     nvcc_flags: tuple[str, ...]
     cuda_home: str
     versions: tuple[str, ...]
-    """What the compilers say they are, the C library and the processor's family."""
+    """Versions of the compilers and the C library, and the processor's architecture."""
 
     @property
     def name(self) -> str:
@@ -69,17 +69,17 @@ class Recipe:
 
     @property
     def key(self) -> str:
-        """Differs wherever the library would; the same in every folder and under every torch."""
+        """The cache key: independent of the folder and of the torch release."""
         text = asdict(self) | {"sources": None, "nvcc": None, "cuda_home": None}
         digest = hashlib.sha256(json.dumps(text, sort_keys=True).encode())
         return f"{stem(self.half)}-{digest.hexdigest()[:16]}"
 
 
 def stem(half: Half) -> str:
-    """What the keys of a half begin with: all that does not depend on the compilers, which are
-    sources, flags, ABI target and the processor's family.
+    """The prefix of a half's keys, from all that does not depend on the compilers: sources, flags,
+    ABI target and the processor's architecture.
 
-    Raises EnvironmentFailure where the sources are missing.
+    Raises EnvironmentFailure if the sources are missing.
     """
     flags = (CXX_FLAGS, NVCC_FLAGS, ABI_TARGET, platform.machine())
     digest = hashlib.sha256(json.dumps(flags).encode())
@@ -90,7 +90,7 @@ def stem(half: Half) -> str:
 
 
 def make(half: Half, toolchain: Toolchain) -> Recipe:
-    """The recipe of a half on this machine. Raises EnvironmentFailure without its compilers."""
+    """The recipe of a half on this machine. Raises EnvironmentFailure if a compiler is missing."""
     cxx_version = toolchain.cxx_version()
     versions = [cxx_version, " ".join(platform.libc_ver()), platform.machine()]
     nvcc, nvcc_flags, home = "", _NONE, ""

@@ -12,56 +12,58 @@ from slurmrl import env
 from slurmrl.errors import EnvironmentFailure
 
 ARCHITECTURES = ("80", "90", "100")
-"""A100, H100 and B200; others of the same generation run their code, newer ones the PTX."""
+"""A100, H100 and B200. Other GPUs of these generations run the same code, newer ones the PTX."""
 ASK_TIMEOUT_S = 60.0
 
-NO_CXX = "install one (Debian, Ubuntu: apt-get install g++) or name it in CXX"
+NO_CXX = "install one (Debian, Ubuntu: apt-get install g++) or set CXX to its path"
 NO_NVCC = (
     "install the CUDA toolkit, or into this environment: pip install nvidia-cuda-nvcc "
-    "nvidia-cuda-runtime nvidia-cuda-crt nvidia-nvvm nvidia-cuda-cccl; or name its folder in "
-    "CUDA_HOME"
+    "nvidia-cuda-runtime nvidia-cuda-crt nvidia-nvvm nvidia-cuda-cccl; or set CUDA_HOME to its "
+    "folder"
 )
 
 
 @dataclass(frozen=True)
 class Toolchain:
-    """Programs; an empty name is a compiler that is not there."""
+    """Paths of the compilers; empty if missing."""
 
     cxx: str
     nvcc: str
 
     def cxx_version(self) -> str:
-        """What the C++ compiler says it is. Raises EnvironmentFailure where there is none."""
+        """The C++ compiler's version. Raises EnvironmentFailure if there is none."""
         if not self.cxx:
             raise EnvironmentFailure(f"there is no C++ compiler here: {NO_CXX}")
         return _ask(self.cxx, "--version").partition("\n")[0]
 
     def nvcc_version(self) -> str:
-        """What nvcc says it is. Raises EnvironmentFailure where there is none."""
+        """nvcc's version. Raises EnvironmentFailure if there is none."""
         if not self.nvcc:
             raise EnvironmentFailure(f"there is no nvcc here: {NO_NVCC}")
         return " ".join(_ask(self.nvcc, "--version").split())
 
     def architecture_flags(self) -> tuple[str, ...]:
-        """Machine code for those of ``ARCHITECTURES`` that nvcc knows, and PTX of the newest."""
+        """Machine code for the ``ARCHITECTURES`` that nvcc supports, and PTX for the newest."""
         known = _ask(self.nvcc, "--list-gpu-code").split()
         chosen = [number for number in ARCHITECTURES if f"sm_{number}" in known]
         if not chosen:
             wanted = ", ".join(f"sm_{number}" for number in ARCHITECTURES)
-            raise EnvironmentFailure(f"{self.nvcc} knows none of {wanted}, only {' '.join(known)}")
+            raise EnvironmentFailure(
+                f"{self.nvcc} supports none of {wanted}, only {' '.join(known)}"
+            )
         code = [f"-gencode=arch=compute_{number},code=sm_{number}" for number in chosen]
         return (*code, f"-gencode=arch=compute_{chosen[-1]},code=compute_{chosen[-1]}")
 
     def cuda_home(self) -> Path:
-        """The toolkit's folder as nvcc itself sees it; what lies on PATH may be a script."""
+        """The toolkit's folder as nvcc reports it; the nvcc on PATH may be a wrapper script."""
         plan = _ask(self.nvcc, "--dryrun", "-x", "cu", "/dev/null", "-o", "/dev/null", stderr=True)
         top = next(line.partition("TOP=")[2] for line in plan.splitlines() if "TOP=" in line)
         return Path(top.strip()).resolve()
 
 
 def find() -> Toolchain:
-    """The compilers that CXX and CUDA_HOME name, else those on PATH, in the toolkit's usual folder
-    or among this environment's packages."""
+    """The compilers set by CXX and CUDA_HOME; else those on PATH, in the toolkit's usual folder or
+    in this environment's packages."""
     return Toolchain(shutil.which(env.CXX.get()) or "", _find_nvcc())
 
 

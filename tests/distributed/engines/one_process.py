@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from slurmrl.checkpoint.shards import RoleCheckpoint
-from slurmrl.models.build import build
+from slurmrl.engines.initial_weights import init_tensor
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.decoder import Decoder
+from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.hf import to_hf
-from slurmrl.models.init import init_tensor
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import LENGTHS, Setup, batch
 from tests.distributed.engines.test_engines_megatron import MARGIN, margins, outputs_of

@@ -13,8 +13,8 @@ from torch import Tensor
 from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Outputs
+from slurmrl.engines.initial_weights import init_tensor
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.init import init_tensor
 from tests.distributed.engines.cases import ARCHITECTURE, LENGTHS, Setup, make, model
 from tests.pool import RankPool
 

@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from slurmrl.checkpoint.export import export
 from slurmrl.checkpoint.manifest import read_manifest, verify, write_manifest
 from slurmrl.checkpoint.shards import RoleCheckpoint
+from slurmrl.engines.initial_weights import init_tensor
 from slurmrl.errors import CheckpointError
-from slurmrl.models.build import build
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.init import init_tensor
+from slurmrl.models.decoder import build
 from slurmrl.models.shapes import parameter_shapes
 from tests.distributed.engines.cases import ARCHITECTURE, Setup, model
 from tests.pool import RankError, RankPool

@@ -12,11 +12,10 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from slurmrl.models.build import build
+from slurmrl.engines.initial_weights import init_tensor
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.decoder import Decoder
+from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.hf import from_hf
-from slurmrl.models.init import init_tensor
 
 BASE = {
     "vocab_size": 37,
@@ -153,11 +152,11 @@ ODD: dict[str, dict[str, Any]] = {
         "scale_attn_by_inverse_layer_idx": True,
     },
 }
-"""Configs that differ from the plain case in one respect each."""
+"""Configs that each differ from the default in one respect."""
 
 
 def hf_model(values: dict[str, Any], seed: int) -> Any:
-    """transformers' model of a config, every parameter random (biases and norms too)."""
+    """transformers' model of a config with all parameters random, also biases and norms."""
     config = AutoConfig.for_model(**(values if "vocab_size" in values else {**BASE, **values}))
     # (Its grouped products of experts refuse sizes that are not a multiple of 16 bytes.)
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").eval()

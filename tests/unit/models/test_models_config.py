@@ -8,9 +8,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from slurmrl.errors import UnknownNameError, UsageError
-from slurmrl.models.build import build
 from slurmrl.models.config import Head, ModelConfig
-from slurmrl.models.decoder import Decoder
+from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.families import COMMON_DEFAULTS, FAMILIES, Family
 from slurmrl.models.hf import to_hf
 
@@ -81,7 +80,7 @@ def test_exports_name_classes_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("factor", [1, 1.0, None])
 def test_heads_that_are_rotated_whole_may_say_so(factor: float | None) -> None:
-    """As transformers and people write it."""
+    """The spellings of transformers and of users."""
     theta = {"rope_type": "default", "rope_theta": 500.0}
     plain = ModelConfig.from_hf({**LLAMA, "rope_parameters": theta}, strict=True)
     for changes in (
@@ -115,7 +114,7 @@ def test_missing_fields_are_all_named() -> None:
     [
         (
             {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}},
-            "keys that are cached already",
+            "cached keys would have to be rotated again",
         ),
         ({"rope_scaling": {"rope_type": "wavy", "factor": 2.0}}, "rope_type 'wavy' is not"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "needs the field 'factor'"),

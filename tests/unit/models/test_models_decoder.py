@@ -11,10 +11,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from slurmrl.models.build import build
+from slurmrl.engines.initial_weights import init_tensor
 from slurmrl.models.config import Head
-from slurmrl.models.decoder import Decoder
-from slurmrl.models.init import init_tensor
+from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.recompute import Recompute
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.ops.logprobs import packed_logprobs_and_entropy
@@ -80,7 +79,7 @@ def test_gradients_equal_transformers(
 def test_a_float64_decoder_is_a_reference(
     name: str, head: Head, small_decoder: Callable[..., Decoder]
 ) -> None:
-    """Neither outputs nor gradients depend on how a batch is cut, but for float64's rounding."""
+    """Outputs and gradients do not depend on micro-batches, except for float64's rounding."""
     config = small_decoder(name).config
     decoder = build(config, head).double()
     for parameter_name, parameter in decoder.named_parameters():
@@ -137,7 +136,7 @@ def test_checkpointing_keeps_less(small_decoder: Callable[..., Decoder]) -> None
 
 
 class ActivationBytes(TorchDispatchMode):
-    """Bytes of all results that are still held when the block ends."""
+    """Bytes of all results that are still alive at the end of the block."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Headers of safetensors files against an architecture."""
+"""Headers of safetensors files are checked against the architecture."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ def test_names_and_shapes_that_the_config_implies_are_missed(
 def test_quantised_weights_and_unused_tensors_are_named(tmp_path: Path) -> None:
     save(tmp_path, config(), **{KEY: np.zeros((8, 8), np.int8)})
     headers, _ = read_headers(tmp_path)
-    assert f"{KEY} (I8): only F64" in mismatches(headers, config(), "lm")[0]
+    assert (
+        f"{KEY} (I8): quantised weights are not supported, only F64"
+        in mismatches(headers, config(), "lm")[0]
+    )
     assert unused(headers, config(num_hidden_layers=1), "lm")[0].startswith("model.layers.1.")
 
 
@@ -79,7 +82,7 @@ def test_files_that_are_missing_cut_off_or_hold_less_are_named(tmp_path: Path) -
     save(tmp_path, config())
     whole = (tmp_path / SINGLE_FILE).read_bytes()
     (tmp_path / SINGLE_FILE).write_bytes(whole[:-1])
-    assert "damaged or not whole" in read_headers(tmp_path)[1][0]
+    assert "damaged or truncated" in read_headers(tmp_path)[1][0]
     (tmp_path / SINGLE_FILE).write_bytes(whole)
     index = {"weight_map": {"a": "absent.safetensors", "b": SINGLE_FILE}}
     (tmp_path / INDEX_FILE).write_text(json.dumps(index))

@@ -1,4 +1,4 @@
-"""What transformers' models make of a sequence does not depend on what shares its batch."""
+"""Results of transformers' models for a sequence do not depend on the rest of the batch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from slurmrl.models.hf_model import HFModel
 from slurmrl.models.length_limit import TABLE, length_limit
 
 ORIGINAL = 16
-"""Tokens that the models were trained on at first."""
+"""The original context length of the models."""
 SMALL = {
     "model_type": "llama",
     "vocab_size": 37,
@@ -111,7 +111,7 @@ def sequence(length: int) -> Tensor:
 
 @torch.no_grad()
 def logprobs(model: HFModel, *lengths: int) -> Tensor:
-    """Of the first of sequences that are read together."""
+    """Log-probabilities of the first of several sequences of one batch."""
     ids = torch.cat([sequence(length) for length in lengths])
     cu = torch.nn.functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
     return model.logprobs(model(ids, cu, max(lengths)), ids, cu, 1.0)[0][: lengths[0]]
@@ -143,7 +143,7 @@ def test_a_sequence_is_computed_alike_alone_and_among_others(name: str) -> None:
     [("gpt2", True), ("opt", True), ("codegen", True), ("mpt", True), ("roberta", False)],
 )
 def test_a_sequence_beyond_the_table_of_positions_is_refused(model_type: str, known: bool) -> None:
-    """By one message, for tables of each form: rows free in front, buffers, masks."""
+    """One message for every form of table: reserved rows, buffers, masks."""
     sizes = dict.fromkeys(("num_layers", "n_layer", "n_layers", "num_hidden_layers"), 1)
     sizes |= dict.fromkeys(("num_heads", "n_head", "n_heads", "num_attention_heads"), 4)
     sizes |= dict.fromkeys(
@@ -166,7 +166,7 @@ def test_a_sequence_beyond_the_table_of_positions_is_refused(model_type: str, kn
 
 
 def write(model: HFModel, prompt: int, new: int) -> None:
-    """Completions of one prompt, and of one beside it."""
+    """Completions of a prompt and of another one in the same batch."""
     ids = torch.cat([sequence(prompt), sequence(3)])
     cu = torch.tensor([0, prompt, prompt + 3], dtype=torch.int32)
     options = GenerationOptions(max_new_tokens=new)
@@ -180,7 +180,7 @@ def write(model: HFModel, prompt: int, new: int) -> None:
 
 
 def test_the_defaults_of_transformers_count_too() -> None:
-    """A config that leaves out its lengths is known when the model is made."""
+    """Limits that a config omits are read from the loaded model."""
     values = {k: v for k, v in SMALL.items() if k != "max_position_embeddings"}
     values |= {"model_type": "phi3", "rope_parameters": LONG}
     assert length_limit(values) is None

@@ -70,7 +70,7 @@ FALCON_H1 = {
     "mamba_d_state": 8,
     "mamba_chunk_size": 8,
 }
-"""Attention and mamba side by side in each layer."""
+"""Attention and Mamba in parallel in each layer."""
 LENGTHS = (5, 1, 9, 12)
 
 
@@ -214,7 +214,7 @@ def test_recomputation_changes_no_gradient() -> None:
         gradients.append([p.grad for p in model.parameters()])
     for plain, recomputed in zip(*gradients, strict=True):
         assert torch.equal(plain, recomputed)
-    with pytest.raises(UsageError, match="all of a layer or nothing"):
+    with pytest.raises(UsageError, match="checkpointing off or full only"):
         model.use("selective")
 
 
@@ -226,9 +226,9 @@ def test_layers_are_found_for_sharding() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"hidden_size": 3}, "'model_type' is None, must name a family"),
-        ({**GEMMA2, "model_type": "gemmatwo"}, "transformers cannot make a gemmatwo model"),
-        ({**GEMMA2, "model_type": "t5"}, "transformers cannot make a t5 model"),
+        ({"hidden_size": 3}, "'model_type' is None, must be a model type"),
+        ({**GEMMA2, "model_type": "gemmatwo"}, "transformers cannot build a gemmatwo model"),
+        ({**GEMMA2, "model_type": "t5"}, "transformers cannot build a t5 model"),
         ({**MIXTRAL, "output_router_logits": True}, "does not compute the load-balancing loss"),
     ],
 )

@@ -1,4 +1,5 @@
-"""The load-balancing loss of experts: transformers', and that of a whole batch in float64."""
+"""The load-balancing loss of experts equals transformers' and, over micro-batches, the formula in
+float64."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ def blocks() -> tuple[list[SparseMLP], Balance]:
 
 
 def balanced(parts: Sequence[slice]) -> list[Tensor]:
-    """Gradients of the loss alone, worked through in these micro-batches: of what the blocks read
-    and of their routers."""
+    """Gradients of the loss alone, computed in these micro-batches: of the blocks' inputs and of
+    their routers."""
     made, balance = blocks()
     inputs = tokens()
     balance.begin(torch.device("cpu"))
@@ -69,7 +70,7 @@ def balanced(parts: Sequence[slice]) -> list[Tensor]:
             for block, x in zip(made, inputs, strict=True):
                 (block(x[part]) * 0.0).sum().backward()
         if purpose == "count":
-            balance.add_up([])
+            balance.sum_counts([])
             for one in (*inputs, *(block.gate.weight for block in made)):
                 one.grad = None
     return [*(x.grad for x in inputs), *(block.gate.weight.grad for block in made)]
@@ -83,7 +84,7 @@ def tokens() -> list[Tensor]:
 
 
 def in_one_piece() -> list[Tensor]:
-    """The same from all router logits at once, by the formula."""
+    """The same gradients from all router logits at once, by the formula."""
     made, _ = blocks()
     inputs, losses = tokens(), []
     for block, x in zip(made, inputs, strict=True):

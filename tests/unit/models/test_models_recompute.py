@@ -1,4 +1,4 @@
-"""What selective checkpointing keeps."""
+"""The operators whose results selective checkpointing keeps."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ print(*(str(operator) for operator in _kept_operators()), sep="\\n")
 
 
 def test_the_packed_kernels_are_known_before_the_first_attention() -> None:
-    """They are made known to torch by an import that attention does when it is first used."""
+    """The packed attention kernels are kept even before the first attention call, whose import
+    registers them."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )

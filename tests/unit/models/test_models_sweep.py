@@ -15,7 +15,7 @@ from slurmrl.models.generate import GenerationOptions, generate
 from slurmrl.models.hf import from_hf, to_hf
 
 CONFIGS = 6
-"""Of each family."""
+"""Configs per family."""
 ROPES: list[dict[str, Any]] = [
     {"rope_type": "default"},
     {"rope_type": "linear", "factor": 2.5},

@@ -25,7 +25,7 @@ def cu_of(lengths: tuple[int, ...]) -> Tensor:
 def reference(
     q: Tensor, k: Tensor, v: Tensor, lengths: tuple[int, ...], window: int | None = None
 ) -> Tensor:
-    """Each sequence by itself with a written-out softmax, in float64."""
+    """Explicit softmax attention of each sequence alone, in float64."""
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     outputs = []
@@ -114,7 +114,7 @@ def test_a_window_never_makes_a_mask_of_all_pairs(monkeypatch: pytest.MonkeyPatc
 
 
 class FlashAttn(ModuleType):
-    """What we know of the package's function, computed by the reference."""
+    """A stand-in with the signature of flash-attn's function, computed by the reference."""
 
     def flash_attn_varlen_func(
         self,

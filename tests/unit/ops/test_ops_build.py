@@ -34,7 +34,7 @@ BUILDERS = 32
 WAIT_S = 120.0
 ROOT = Path(__file__).parents[3]
 CACHE = build.cache_folder()
-"""The user's own, so that what has been built once is not built for each test."""
+"""The user's own cache, so that the tests share one build."""
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def made() -> Recipe:
 
 @pytest.fixture
 def forget() -> Iterator[None]:
-    """No library is loaded yet, and no warning given."""
+    """Start without loaded libraries and without earlier warnings."""
     for function in (load.load, load._ready, load._ready_or_warn):
         function.cache_clear()
     yield
@@ -64,7 +64,7 @@ def forget() -> Iterator[None]:
 
 @pytest.mark.parametrize("half", list(Half))
 def test_both_halves_compile_and_load(half: Half) -> None:
-    """Not skipped without compilers: scripts/test sees to them."""
+    """The toolchain is required, not optional: scripts/test provides it."""
     operators = load.load(half)
     names = {"gae", "scan", "copy"}
     assert all(hasattr(operators, name) for name in names)
@@ -136,8 +136,8 @@ def lines(log: Path) -> list[str]:
 def test_many_builders_of_one_host_and_one_is_killed(
     made: Recipe, cache: Path, host: Path, tmp_path: Path
 ) -> None:
-    """32 processes want the library at once. The one that builds is killed in the middle; exactly
-    one other builds it, and all the rest get it whole."""
+    """32 processes request the library at once. The one that builds it is killed; exactly one other
+    builds it, and all get the complete library."""
     began, done, go = tmp_path / "began", tmp_path / "done", tmp_path / "go"
     content = os.urandom(1 << 20)
 
@@ -172,7 +172,7 @@ def test_many_builders_of_one_host_and_one_is_killed(
 def test_hosts_that_share_a_cache_agree_on_the_first_library(
     made: Recipe, cache: Path, tmp_path: Path
 ) -> None:
-    """Each host has a lock of its own, so both build; whoever publishes first has won."""
+    """Each host has its own lock, so both build; the first to publish wins."""
     both_build = threading.Barrier(2)
     results: list[bytes] = []
 
@@ -311,7 +311,7 @@ print(discounted_sums(torch.ones(3), torch.tensor([0, 3]), 1.0).tolist())
 def test_a_host_without_compilers_takes_what_another_one_made(
     bare_host: Path, made: Recipe, tmp_path: Path
 ) -> None:
-    """In a process of its own: a library can be loaded only once."""
+    """In a separate process, because a library can be loaded only once."""
     bare_host.mkdir(mode=0o700)
     whole = build.library(made, CACHE, build.host_folder())
     shutil.copy(whole, bare_host / f"{recipe.stem(Half.CPU)}-0000.so")
@@ -334,7 +334,7 @@ def test_a_host_without_compilers_takes_what_another_one_made(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_a_library_is_probed_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver too old or a card without code in the library shows at once, not in a trial."""
+    """An old driver or an unsupported GPU is reported at loading, not in a trial."""
     monkeypatch.setenv("SLURMRL_OPS", "auto")
     with pytest.raises(RuntimeError, match="this device does not run the kernels: "):
         load.load(Half.CUDA).probe()
@@ -367,8 +367,8 @@ SANITIZE = ("-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
 
 def run_program(folder: Path, sources: list[str], flags: list[str], made: Recipe) -> str:
-    """What a C++ program prints that must succeed, made of sources in ``folder`` with sanitizers
-    and kept for as long as they, the flags and the compiler stay as they are."""
+    """The output of a C++ program, which must succeed. It is built from sources in ``folder`` with
+    sanitizers, and cached until the sources, flags or compiler change."""
     common = ["-std=c++20", "-Wall", "-Wextra", "-Werror", *SANITIZE]
     command = [toolchain.find().cxx, *common, *flags, *sources, "-o", "{}/program"]
     versions = " ".join(made.versions)
@@ -388,7 +388,8 @@ def run_program(folder: Path, sources: list[str], flags: list[str], made: Recipe
 
 @pytest.mark.timeout(2 * PROGRAM_TIMEOUT_S)
 def test_the_loops_under_sanitizers(made: Recipe) -> None:
-    """Address and undefined-behaviour sanitizers, in a program without torch."""
+    """The CPU kernels pass the address and undefined-behaviour sanitizers, in a program without
+    torch."""
     sources = ["tests/cpu_loops.cpp", "cpu/scan.cpp", "cpu/intervals.cpp"]
     flags = ["-O1", "-ffp-contract=off", "-pthread"]
     said = run_program(recipe.SOURCES, sources, flags, made)
@@ -396,7 +397,8 @@ def test_the_loops_under_sanitizers(made: Recipe) -> None:
 
 
 def without_launch_syntax(source: Path) -> str:
-    """Make a C++ file of a .cu file, which ``kernel<<<grid>>>(arguments)`` is not. Its name."""
+    """Translate the launches ``kernel<<<grid>>>(arguments)`` of a .cu file into C++; return the new
+    file's name."""
     text, launches = re.subn(
         r"(\w+)<<<(.*?)>>>\(",
         r"emulated::Grid(\2).run([](auto... given) { \1(given...); }, ",
@@ -411,7 +413,8 @@ def without_launch_syntax(source: Path) -> str:
 @pytest.mark.long
 @pytest.mark.timeout(2 * PROGRAM_TIMEOUT_S)
 def test_the_cuda_kernels_on_a_cpu_under_sanitizers(made: Recipe, tmp_path: Path) -> None:
-    """Every thread of the kernels runs, in fibers: numbers, borders, waiting between blocks."""
+    """The GPU kernels, run thread by thread in fibers, give right numbers, stay within their
+    tensors and wait correctly between blocks."""
     tree = tmp_path / "cuda"
     shutil.copytree(recipe.SOURCES, tree)
     kernels = [without_launch_syntax(tree / "gpu" / name) for name in ("scan.cu", "intervals.cu")]
@@ -422,7 +425,7 @@ def test_the_cuda_kernels_on_a_cpu_under_sanitizers(made: Recipe, tmp_path: Path
 
 
 def test_the_operators_build_from_the_wheel(tmp_path: Path) -> None:
-    """The wheel carries the sources: it builds the very library that this tree builds."""
+    """The wheel has the sources: its library has the same key as this tree's."""
     tree, installed = tmp_path / "tree", tmp_path / "installed"
     tree.mkdir()
     for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE", "slurmrl", "cuda"):

@@ -1,4 +1,4 @@
-"""Packed GAE, compiled and in torch, against a float64 loop written from the definition."""
+"""Packed GAE, compiled and in torch, against a float64 loop of the definition."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from slurmrl.ops.checks import check_vector
 from slurmrl.ops.gae import packed_gae, reference
 
 Sequences = list[tuple[list[float], list[float], bool]]
-"""(rewards, values with one more for the state behind the end, truncated) of each sequence."""
+"""(rewards, values including the final state's, truncated) of each sequence."""
 
 DTYPES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 1e-4, torch.float16: 1e-4}
-"""Each input dtype, and how far the results may be from float64's on the same inputs."""
+"""The tolerance of each input dtype against float64 on the same inputs."""
 
 
 @pytest.fixture(autouse=True, params=["torch", "native"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The pure torch form and the compiled one."""
+    """The pure torch form and the compiled form."""
     monkeypatch.setenv("SLURMRL_OPS", request.param)
     return str(request.param)
 
@@ -56,7 +56,7 @@ def pack(
 
 
 def rounded(sequences: Sequences, dtype: torch.dtype) -> Sequences:
-    """The numbers that tensors of that dtype hold."""
+    """The numbers rounded to the dtype."""
 
     def through(numbers: list[float]) -> list[float]:
         return torch.tensor(numbers, dtype=dtype).double().tolist()
@@ -269,15 +269,15 @@ GOOD = {
         ("values", torch.zeros(4), r"values must have shape \[5\], not \[4\]"),
         ("values", torch.zeros(5).double(), "values must be float32, not float64"),
         ("cu_seqlens", torch.tensor([0.0, 3.0]), "cu_seqlens must be int32 or int64, not float32"),
-        ("cu_seqlens", torch.tensor([0, 1, 2]), "cu_seqlens must go from 0 to 3, not from 0 to 2"),
+        ("cu_seqlens", torch.tensor([0, 1, 2]), "cu_seqlens must run from 0 to 3, not from 0 to 2"),
         ("cu_seqlens", torch.tensor([0, 4, 3]), "must not decrease: entry 1 is 4, entry 2 is 3"),
         ("cu_seqlens", torch.tensor([], dtype=torch.int32), r"cu_seqlens must have shape"),
-        ("cu_seqlens", torch.tensor([0]), "cu_seqlens names no sequence for 3 elements"),
+        ("cu_seqlens", torch.tensor([0]), "cu_seqlens has no sequence, but there are 3 elements"),
         ("truncated", torch.zeros(3, dtype=torch.bool), r"truncated must have shape \[2\]"),
         ("truncated", torch.zeros(2), "truncated must be bool, not float32"),
         ("bootstrap_values", torch.zeros(2), r"values must have shape \[3\], not \[5\]"),
-        ("gamma", 1.5, "gamma must lie between 0 and 1, not 1.5"),
-        ("lam", float("nan"), "lam must lie between 0 and 1, not nan"),
+        ("gamma", 1.5, "gamma must be between 0 and 1, not 1.5"),
+        ("lam", float("nan"), "lam must be between 0 and 1, not nan"),
     ],
 )
 def test_an_error_names_the_argument(name: str, value: Any, message: str) -> None:
@@ -286,7 +286,7 @@ def test_an_error_names_the_argument(name: str, value: Any, message: str) -> Non
 
 
 def test_a_tensor_of_another_device_is_named() -> None:
-    with pytest.raises(UsageError, match="values must be on cpu as the first argument, not meta"):
+    with pytest.raises(UsageError, match="values must be on cpu like the first argument, not meta"):
         check_vector(
             "values", torch.zeros(5, device="meta"), 5, (torch.float32,), torch.device("cpu")
         )

@@ -25,7 +25,7 @@ from slurmrl.ops.scan import discounted_sums, forward_sums, reference
 
 @pytest.fixture(autouse=True, params=["torch", "native"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The pure torch form and the compiled one."""
+    """The pure torch form and the compiled form."""
     monkeypatch.setenv("SLURMRL_OPS", request.param)
     return str(request.param)
 
@@ -37,7 +37,7 @@ def offsets(lengths: list[int]) -> Tensor:
 def loop(
     x: Tensor, lengths: list[int], factor: float, decay: Tensor | None, tail: Tensor | None
 ) -> Tensor:
-    """y_t = x_t + factor decay_t y_{t+1}, one after the other."""
+    """y_t = x_t + factor decay_t y_{t+1}, step by step."""
     y = x.double().clone()
     begin = 0
     for s, length in enumerate(lengths):
@@ -127,7 +127,7 @@ def test_opcheck_of_sums() -> None:
         ({"decay": torch.zeros(2)}, r"decay must have shape \[3\], not \[2\]"),
         ({"tail": torch.zeros(2)}, r"tail must have shape \[1\], not \[2\]"),
         ({"tail": torch.zeros(1).double()}, "tail must be float32, not float64"),
-        ({"factor": -0.1}, "factor must lie between 0 and 1, not -0.1"),
+        ({"factor": -0.1}, "factor must be between 0 and 1, not -0.1"),
     ],
 )
 def test_an_error_names_the_argument(arguments: dict[str, Any], message: str) -> None:
@@ -247,7 +247,7 @@ ROWS = {
         ("truncated", torch.zeros(2, 3).bool(), r"truncated must have shape \[2, 4\]"),
         ("truncated", torch.zeros(2, 4), "truncated must be bool, not float32"),
         ("flags", torch.zeros(1, 4).bool(), r"must have shape \[2, 4\], not \[1, 4\]"),
-        ("lam", 1.5, "lam must lie between 0 and 1"),
+        ("lam", 1.5, "lam must be between 0 and 1"),
     ],
 )
 def test_padded_rows_that_do_not_fit(
@@ -277,9 +277,9 @@ VTRACE = {
         ("log_ratios", torch.zeros(3).long(), "log_ratios must be float32 or"),
         ("rewards", torch.zeros(1), r"rewards must have shape \[3\], not \[1\]"),
         ("values", torch.zeros(4), r"values must have shape \[3\], not \[4\]"),
-        ("cu_seqlens", offsets([2]), "cu_seqlens must go from 0 to 3, not from 0 to 2"),
+        ("cu_seqlens", offsets([2]), "cu_seqlens must run from 0 to 3, not from 0 to 2"),
         ("bootstrap_values", torch.zeros(2), r"bootstrap_values must have shape \[1\]"),
-        ("gamma", -1.0, "gamma must lie between 0 and 1"),
+        ("gamma", -1.0, "gamma must be between 0 and 1"),
     ],
 )
 def test_an_error_of_vtrace_names_the_argument(name: str, value: Any, message: str) -> None:
@@ -291,7 +291,7 @@ def test_an_error_of_vtrace_names_the_argument(name: str, value: Any, message: s
     ("arguments", "message"),
     [
         ((torch.zeros(3).int(), offsets([3]), 0.9), "rewards must be float32 or"),
-        ((STEPS, offsets([3]), 1.9), "gamma must lie between 0 and 1"),
+        ((STEPS, offsets([3]), 1.9), "gamma must be between 0 and 1"),
         ((STEPS, offsets([3]), 0.9, torch.zeros(2)), r"bootstrap_values must have shape \[1\]"),
     ],
 )
@@ -301,7 +301,8 @@ def test_an_error_of_returns_names_the_argument(arguments: Any, message: str) ->
 
 
 def test_inputs_of_16_bits_are_summed_in_32() -> None:
-    """Every step is 1 + 2^-7, which bfloat16 holds; sums of 300 of them it does not."""
+    """bfloat16 inputs are summed in float32: each step, 1 + 2^-7, is exact in bfloat16, but the sum
+    of 300 of them is not."""
     steps = 300
     one = torch.full((1, steps), 1 + 2**-7, dtype=torch.bfloat16)
     wanted = one.float().flatten().flip(0).cumsum(0).flip(0)

@@ -19,14 +19,14 @@ ALL = [*FLOATS, torch.int8, torch.uint8, torch.bool, torch.int64, torch.complex6
 
 @pytest.fixture(autouse=True, params=["torch", "native"])
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The pure torch form and the compiled one."""
+    """The pure torch form and the compiled form."""
     monkeypatch.setenv("SLURMRL_OPS", request.param)
     return str(request.param)
 
 
 @st.composite
 def separate(draw: st.DrawFn) -> list[tuple[int, int]]:
-    """Intervals that do not overlap, in any order; touching and empty ones as well."""
+    """Disjoint intervals in random order, some adjacent or empty."""
     pairs, begin = [], 0
     for gap, length in draw(
         st.lists(st.tuples(st.integers(0, 5), st.integers(0, 40)), max_size=12)
@@ -91,7 +91,7 @@ def test_moving_average_with_conversion(
 @pytest.mark.parametrize("target", FLOATS)
 @pytest.mark.parametrize("source", FLOATS)
 def test_conversions_round_as_torch_does(source: torch.dtype, target: torch.dtype) -> None:
-    """All 16-bit patterns and the borders between them: ties, subnormals, infinities."""
+    """All 16-bit patterns and the midpoints between them: ties, subnormals, infinities."""
     bits = torch.arange(-(2**15), 2**15).to(torch.int16)
     every = torch.cat([bits.view(torch.float16).float(), bits.view(torch.bfloat16).float()])
     between = torch.cat([every.nextafter(torch.tensor(x)) for x in (float("inf"), -float("inf"))])
@@ -174,7 +174,7 @@ INTERVALS = Intervals.of([(1, 3)])
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"target": torch.zeros(2)}, "intervals go up to element 3, but target has 2 elements"),
+        ({"target": torch.zeros(2)}, "intervals end at element 3, but target has 2 elements"),
         ({"target": torch.zeros(4, 2)[:, 0]}, "target must be 1-D and contiguous"),
         ({"target": torch.zeros(4, device="meta")}, "intervals are on cpu, but target on meta"),
         ({"packed": torch.zeros(3)}, r"packed must have shape \[2\], not \[3\]"),
@@ -182,7 +182,7 @@ INTERVALS = Intervals.of([(1, 3)])
             {"packed": torch.zeros(2, dtype=torch.int32)},
             "packed is torch.int32 and target torch.fl",
         ),
-        ({"eta": 1.1}, "eta must lie between 0 and 1, not 1.1"),
+        ({"eta": 1.1}, "eta must be between 0 and 1, not 1.1"),
         (
             {"target": torch.zeros(4).int(), "packed": torch.zeros(2).int(), "eta": 0.5},
             "eta must be 1 for a target of torch.int32",
@@ -199,7 +199,7 @@ def test_an_error_names_the_argument(changes: dict[str, Any], message: str) -> N
 
 def test_packed_may_not_lie_in_the_target() -> None:
     target = torch.zeros(8)
-    with pytest.raises(UsageError, match="packed must not lie in target's memory"):
+    with pytest.raises(UsageError, match="packed must not share memory with target"):
         scatter(target, INTERVALS, target[4:6])
 
 
