@@ -1,0 +1,119 @@
+"""``scripts/setup``: which build of torch it installs, with a pip that records instead of it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
+HERE = "cuda" if any(map(os.path.exists, DRIVERS)) else "cpu"
+"""The build that a set-up on this machine chooses by itself."""
+BUILDS = {"cpu": "cpu", "cuda": "13.0", "cu129": "12.9"}
+PYTHON = """#!/bin/sh
+cd "{folder}"
+case "$*" in
+"-c import pip") ;;
+*uninstall*) rm -f torch ;;
+*torch==={version}) cp pypi torch ;;
+*torch=={version}+cpu) [ ! -e no-cpu ] && echo "{version} cpu" >torch ;;
+*torch=={version}+cu129) echo "{version} 12.9" >torch ;;
+*torch=={version}) cp pypi torch ;;
+"-") cat torch 2>/dev/null ;;
+*constraints.txt*) [ ! -e killed ] || exit 9 ;;
+esac
+"""
+
+
+class SetUp:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "scripts").mkdir()
+        for name in ("scripts/setup", "constraints.txt", "setup.cfg", "pyproject.toml"):
+            shutil.copy(ROOT / name, folder / name)
+        lines = (folder / "constraints.txt").read_text().splitlines()
+        self.version = next(line for line in lines if line.startswith("torch==")).split("==")[1]
+        (folder / "pypi").write_text(f"{self.version} 13.0\n")
+        python = folder / ".venv" / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(PYTHON.format(folder=folder, version=self.version))
+        python.chmod(0o700)
+
+    def run(self, *arguments: str, code: int = 0, variable: str = "") -> str:
+        done = subprocess.run(
+            ["bash", str(self.folder / "scripts" / "setup"), *arguments],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "SLURMRL_TORCH": variable},
+        )
+        assert done.returncode == code, done.stderr
+        return done.stderr
+
+    @property
+    def torch(self) -> str:
+        version, build = (self.folder / "torch").read_text().split()
+        assert version == self.version
+        return build
+
+
+@pytest.fixture
+def set_up(tmp_path: Path) -> SetUp:
+    return SetUp(tmp_path)
+
+
+def test_a_choice_is_kept_by_set_ups_that_make_none(set_up: SetUp) -> None:
+    """A user chooses CUDA on a login node; scripts/run there calls scripts/setup without a flag."""
+    set_up.run("--torch", "cuda")
+    assert set_up.torch == BUILDS["cuda"]
+    assert set_up.run() == ""  # complete already
+    (set_up.folder / "setup.cfg").write_text("# another version\n")
+    assert "installing" in set_up.run()
+    assert set_up.torch == BUILDS["cuda"]
+
+
+@pytest.mark.parametrize(("before", "build"), [("cpu", "cuda"), ("cuda", "cpu"), ("cuda", "cu129")])
+def test_the_build_that_was_chosen_replaces_another(set_up: SetUp, before: str, build: str) -> None:
+    """pip alone counts 2.13.0+cpu as 2.13.0 and would keep it."""
+    set_up.run("--torch", before)
+    set_up.run(variable=build)
+    assert set_up.torch == BUILDS[build]
+    assert set_up.run() == ""
+
+
+def test_a_set_up_that_was_killed_forgets_no_choice(set_up: SetUp) -> None:
+    (set_up.folder / "killed").touch()
+    set_up.run("--torch=cuda", code=9)
+    (set_up.folder / "killed").unlink()
+    assert "installing" in set_up.run()
+    assert set_up.torch == BUILDS["cuda"]
+
+
+def test_without_a_choice_the_driver_decides_and_the_cpu_build_is_announced(set_up: SetUp) -> None:
+    said = set_up.run()
+    assert set_up.torch == BUILDS[HERE]
+    assert ("scripts/setup --torch cuda" in said) == (HERE == "cpu")
+
+
+def test_a_cuda_build_that_is_there_stays(set_up: SetUp) -> None:
+    """Installed by hand, or by a set-up from before builds could be chosen."""
+    (set_up.folder / "torch").write_text(f"{set_up.version} 12.9\n")
+    set_up.run()
+    assert set_up.torch == "12.9"
+
+
+def test_a_cuda_build_that_cannot_be_had_is_an_error(set_up: SetUp) -> None:
+    """An index that has only CPU builds must not pass for CUDA."""
+    (set_up.folder / "pypi").write_text(f"{set_up.version} cpu\n")
+    assert "pip installed" in set_up.run("--torch", "cuda", code=3)
+    assert "installing" in set_up.run("--torch", "cpu")
+
+
+@pytest.mark.parametrize("wrong", [("--torch", "rocm"), ("--torch",), ("cuda",)])
+def test_what_is_not_known_is_refused(set_up: SetUp, wrong: tuple[str, ...]) -> None:
+    assert "torch" in set_up.run(*wrong, code=3)
+    assert not (set_up.folder / "torch").exists()
