@@ -128,7 +128,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--checkpointing", default="off", help="off, selective or full, of slurmrl")
     options = parser.parse_args()
-    accelerator = device.choose()
+    accelerator = device.choose(int(torch.cuda.is_available()))
     device.set_up(accelerator, threads=1, deterministic=False)
     where, gpu = accelerator.device, accelerator.device.type == "cuda"
     dist.init_process_group(accelerator.backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -46,12 +46,12 @@ def examine(what: Examination, say: Say) -> list[Check]:
     found: list[Check] = []
     if what.config is not None:
         settings, found = login.configuration(what.config, what.overrides, what.root)
-        found += _trial(settings, what.check_timeout_s)
     config = settings.config if settings else None
     cluster = config.cluster if config else Cluster()
     asked = what.scheduler or cluster.scheduler
     kind = choose(asked)
     plan = make_plan(settings, scheduler=kind) if settings else None
+    found += _trial(settings, plan, what.check_timeout_s)
     found += [*login.scheduler(asked, kind, settings, plan), *login.machine()]
     root = Path(config.root) if config else what.root or what.fallback
 
@@ -70,10 +70,10 @@ def examine(what: Examination, say: Say) -> list[Check]:
     return _here([*found, *more, *software.same_everywhere(found, more)])
 
 
-def _trial(settings: Settings | None, timeout_s: float | None) -> list[Check]:
-    if settings is None or settings.missing or timeout_s is None:
+def _trial(settings: Settings | None, plan: Plan | None, timeout_s: float | None) -> list[Check]:
+    if settings is None or plan is None or settings.missing or timeout_s is None:
         return []
-    return guarded("trial", "", lambda: login.trial(settings, timeout_s))
+    return guarded("trial", "", lambda: login.trial(settings, plan, timeout_s))
 
 
 def _here(checks: list[Check]) -> list[Check]:

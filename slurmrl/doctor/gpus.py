@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 
 from slurmrl.doctor.check import Check, failed, ok, warning
+from slurmrl.parallel import driver
 from slurmrl.parallel.gpu import Device, DeviceKind, parse_visible
 
-TIMEOUT_S = 30.0
 _LINE = re.compile(r"GPU (\d+): .*\(UUID: (GPU-[0-9A-Fa-f-]+)\)")
 ASK = (
     "look at 'scontrol show node' for the site's name of GPUs and set cluster.slurm.gpu_directive "
@@ -54,12 +53,6 @@ def listed(text: str) -> list[str]:
 
 def seen() -> list[str] | None:
     """UUIDs of the GPUs here, whatever CUDA_VISIBLE_DEVICES says; None without nvidia-smi."""
-    if shutil.which("nvidia-smi") is None:
+    if shutil.which(driver.SMI) is None:
         return None
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return listed(done.stdout) if done.returncode == 0 else []
+    return listed(driver.nvidia_smi("-L") or "")

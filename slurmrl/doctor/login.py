@@ -33,11 +33,11 @@ def configuration(
     return settings, problems or [ok("configuration", f"{path} can be submitted")]
 
 
-def trial(settings: Settings, timeout_s: float) -> list[Check]:
+def trial(settings: Settings, plan: Plan, timeout_s: float) -> list[Check]:
     """What ``submit`` looks at before it queues the trial of a configuration."""
     folders = [settings.source.path.parent.absolute(), Path.cwd()]
     code = own_code.find(settings.config, settings.source, folders)
-    found = check(settings, Code(paths=code.paths), timeout_s=timeout_s)
+    found = check(settings, plan, Code(paths=code.paths), timeout_s=timeout_s)
     checks = [_check_of(one) for one in found]
     fine = ok("trial", "data, weights, tokenizer, reward and room are as its run needs them")
     return checks if any(one.state != State.OK for one in checks) else [*checks, fine]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 from slurmrl.doctor.check import Check, failed, ok, warning
 from slurmrl.errors import SchedulerError
+from slurmrl.parallel.driver import LEAST_DRIVER, driver_version, newest_cuda
 from slurmrl.scheduler.client import SlurmClient
-from slurmrl.submission.versions import interpreter, version_of
+from slurmrl.submission.versions import interpreter, torch_build, version_of
 
 LEAST_PYTHON = (3, 11)
 NEEDED = ("torch", "transformers", "safetensors", "numpy")
@@ -21,7 +18,8 @@ OPTIONAL = {
     "vllm": "rollout by vllm",
     "flash-attn": "faster attention",
 }
-DRIVER = Path("/proc/driver/nvidia/version")
+BUILDS = {12: "cu129", 13: "cu130"}
+"""For each release of CUDA, a build of torch that scripts/setup can install."""
 TIMEOUT_S = 20.0
 
 
@@ -40,11 +38,31 @@ def packages(gpus: bool) -> list[Check]:
     measured = ", ".join(f"{name} {version or 'missing'}" for name, version in versions.items())
     if missing:
         return [failed("packages", measured, f"pip install {' '.join(missing)}")]
-    found = [ok("packages", measured)]
-    if gpus and (versions["torch"] or "").endswith("+cpu"):
-        advice = "install torch built for CUDA (pytorch.org/get-started), or gpus_per_worker: 0"
-        found.append(failed("torch on gpus", f"torch {versions['torch']}, for CPUs only", advice))
-    return found
+    return [ok("packages", measured), *([torch_on_gpus()] if gpus else [])]
+
+
+def torch_on_gpus() -> Check:
+    """Whether the installed torch can use the GPUs of this host, as far as versions say."""
+    name, build, driver = "torch on gpus", torch_build(), driver_version()
+    if build is None:
+        return failed(name, "torch cannot be found", "pip install torch")
+    newest = newest_cuda(driver) if driver is not None else None
+    fitting = BUILDS.get(newest or 0, "cuda")
+    if not build.gpus:
+        advice = f"install a CUDA build (scripts/setup --torch {fitting}), or gpus_per_worker: 0"
+        return failed(name, f"torch {build.version}, for CPUs only", advice)
+    if build.cuda is None:
+        return ok(name, f"torch {build.version}")
+    measured = f"torch {build.version} is built for CUDA {build.cuda}"
+    release = int(build.cuda.partition(".")[0])
+    if driver is None or newest is None:
+        return ok(name, measured)  # the check of the driver reports that
+    if release > newest:
+        advice = f"scripts/setup --torch {fitting}"
+        if least := LEAST_DRIVER.get(release):
+            advice += f", or a driver of branch {least} or newer on these hosts"
+        return failed(name, f"{measured}; driver {driver} serves CUDA {newest}", advice)
+    return ok(name, f"{measured}, which driver {driver} serves")
 
 
 def optional_packages() -> Check:
@@ -63,17 +81,15 @@ def slurm() -> Check:
 
 def driver(gpus: bool) -> Check:
     """The NVIDIA driver and the newest CUDA that it can serve."""
-    try:
-        text = DRIVER.read_text()
-    except OSError:
-        if gpus:
-            advice = "the job needs hosts with GPUs: set cluster.slurm.partition or gpu_type"
-            return failed("gpu driver", "no NVIDIA driver is loaded here", advice)
+    version = driver_version()
+    if version is None and gpus:
+        advice = "the job needs hosts with GPUs: set cluster.slurm.partition or gpu_type"
+        return failed("gpu driver", "no NVIDIA driver is loaded here", advice)
+    if version is None:
         return ok("gpu driver", "none is loaded here")
-    version = re.search(r"Kernel Module\D*([\d.]+)", text)
-    cuda = re.search(r"CUDA Version:\s*([\d.]+)", _nvidia_smi())
-    name = f"NVIDIA {version[1] if version else 'driver of unknown version'}"
-    return ok("gpu driver", f"{name}, CUDA up to {cuda[1]}" if cuda else name)
+    newest = newest_cuda(version)
+    serves = f", serves builds for CUDA {newest} and older" if newest else ""
+    return ok("gpu driver", f"NVIDIA {version}{serves}")
 
 
 def same_everywhere(login: list[Check], hosts: list[Check]) -> list[Check]:
@@ -85,18 +101,6 @@ def same_everywhere(login: list[Check], hosts: list[Check]) -> list[Check]:
     measured = "; ".join(f"{one.where}: {one.name} {one.measured}" for one in others)
     advice = "the batch script must find the same environment: see cluster.slurm.setup"
     return [warning("same software", measured, advice)]
-
-
-def _nvidia_smi() -> str:
-    if shutil.which("nvidia-smi") is None:
-        return ""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi"], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout
 
 
 def controller() -> Check:

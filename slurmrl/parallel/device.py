@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 from dataclasses import dataclass
 
 import torch
+
+from slurmrl import env
+from slurmrl.errors import EnvironmentFailure, UsageError
+from slurmrl.parallel.driver import driver_version
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt(3)."""
@@ -23,14 +28,47 @@ class Accelerator:
     """Backend of torch.distributed: nccl or gloo."""
 
 
-def choose() -> Accelerator:
-    """The first visible GPU with NCCL, else the CPU with gloo.
+CPU = Accelerator(torch.device("cpu"), "gloo")
+GPU = Accelerator(torch.device("cuda", 0), "nccl")
+"""A worker sees the devices of its attempt only, so its own GPU is always the first."""
 
-    A worker sees the devices of its attempt only, so its own GPU is always the first.
+
+def choose(gpus: int) -> Accelerator:
+    """Return the device of a worker that the plan gives ``gpus`` GPUs: the CPU for 0, even on a
+    machine with GPUs, and never for more.
+
+    Raises UsageError for a CPU build of torch: all hosts run the environment that submitted, so no
+    other start would do better. Whatever else is missing (driver, device) may be missing on this
+    host only: EnvironmentFailure, with torch's own reason.
     """
-    if torch.cuda.is_available():
-        return Accelerator(torch.device("cuda", 0), "nccl")
-    return Accelerator(torch.device("cpu"), "gloo")
+    if gpus == 0:
+        return CPU
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        raise UsageError(cpu_build(torch.__version__))
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        raise unusable(error) from error
+    return GPU
+
+
+def cpu_build(version: str) -> str:
+    """Return the message about a CPU build of torch where the workers need GPUs."""
+    return (
+        f"torch {version} is built for CPUs only, and the workers need GPUs: install a CUDA build "
+        "('scripts/setup --torch cuda', or see pytorch.org/get-started), or set "
+        "cluster.gpus_per_worker: 0"
+    )
+
+
+def unusable(error: BaseException) -> EnvironmentFailure:
+    """Return the error about a GPU that torch cannot use here, with torch's reason."""
+    reason = " ".join(str(error).split())
+    return EnvironmentFailure(
+        f"no usable GPU on {socket.gethostname()}: {reason} (torch {torch.__version__} for CUDA "
+        f"{torch.version.cuda}, driver {driver_version() or 'not loaded'}, "
+        f"CUDA_VISIBLE_DEVICES={env.VISIBLE_DEVICES.get()!r})"
+    )
 
 
 def set_up(accelerator: Accelerator, *, threads: int, deterministic: bool) -> None:

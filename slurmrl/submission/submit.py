@@ -106,7 +106,7 @@ class Proposal:
         code = Code(paths=self.recorder.code.paths)
         if is_prepared(self.paths) and not self.update_code:
             code = Code(self.paths.snapshot(snapshot.current(self.paths)))
-        return check(self.settings, code, timeout_s=timeout_s)
+        return check(self.settings, self.plan, code, timeout_s=timeout_s)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import platform
 import sys
 from importlib import metadata
-from typing import Any
+from importlib.util import find_spec
+from pathlib import Path
+from runpy import run_path
+from typing import Any, NamedTuple
 
 
 def packages() -> dict[str, str]:
@@ -24,6 +27,30 @@ def version_of(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+class TorchBuild(NamedTuple):
+    version: str
+    """``2.13.0+cu129``; PyPI's builds have no suffix in their metadata, but here."""
+    cuda: str | None
+    """Version of CUDA, ``12.9``; None for a build without CUDA."""
+    gpus: bool
+    """Whether it is built for GPUs, of whatever maker."""
+
+
+def torch_build() -> TorchBuild | None:
+    """Return how the installed torch was built, from its ``version.py``; None if there is no
+    torch."""
+    spec = find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    file = Path(spec.submodule_search_locations[0], "version.py")
+    try:
+        known = run_path(str(file))
+    except OSError:
+        return None
+    cuda = known.get("cuda")
+    return TorchBuild(str(known["__version__"]), cuda, bool(cuda or known.get("hip")))
 
 
 def interpreter() -> dict[str, Any]:

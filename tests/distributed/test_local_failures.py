@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.trials import Site, ppo_config, processes, sft_config, wait_until
 
@@ -114,6 +115,21 @@ def test_reward_that_is_not_finite_fails_the_trial_at_its_first_start(
     assert "reward_inf: reward nan_reward:judge returned nan for" in status["reason"]
     assert "train.jsonl:" in status["reason"]
     assert status["traceback"] is None
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch may find a GPU")
+def test_workers_with_gpus_never_compute_on_the_cpu(make_site: Callable[[str], Site]) -> None:
+    """A torch for CPUs: refused before anything is queued, and by the workers themselves."""
+    site = make_site("site")
+    config = str(site.write("config.yaml", sft_config(cluster={"gpus_per_worker": 1})))
+    start = ("submit", config, "--scheduler", "local", "--wait")
+    refused = site.slurmrl(*start, code=2)
+    assert "cluster.gpus_per_worker: each worker gets a GPU, but torch" in refused.stderr
+    assert not site.root.exists()
+    site.slurmrl(*start, "--no-check", code=1)
+    status = site.status("sft/1")
+    assert (status["state"], status["incarnation"], status["step"]) == ("FAILED", 1, 0)
+    assert "is built for CPUs only, and the workers need GPUs" in status["reason"]
 
 
 def test_command_of_workers_that_does_not_exist_fails_the_trial(

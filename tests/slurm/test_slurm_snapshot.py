@@ -20,7 +20,7 @@ def site(tmp_path: Path, slurm_bed: Any) -> Site:
 def test_a_pending_job_runs_the_code_that_was_submitted(site: Site) -> None:
     write_reward(site.folder, 1.0)
     slurm = {"partition": "main", "time": "30", "extra_lines": ["--hold"]}
-    cluster = {"workers_per_host": 1, "gpus_per_worker": 1, "interface": "lo", "slurm": slurm}
+    cluster = {"workers_per_host": 1, "gpus_per_worker": 0, "interface": "lo", "slurm": slurm}
     config = ppo_config(total_steps=2, evaluation=None, reward={"name": NAME}, cluster=cluster)
     site.slurmrl("submit", str(site.write("ppo.yaml", config)), "--scheduler", "slurm")
     assert site.status("ppo/1")["state"] == "PENDING"

@@ -37,7 +37,7 @@ def submit(site: Site, **slurm: Any) -> None:
     """Two hosts, one worker on each, for longer than any test takes."""
     cluster = {
         "workers_per_host": 1,
-        "gpus_per_worker": 1,
+        "gpus_per_worker": 0,
         "interface": "lo",
         "slurm": {"partition": "main", "time": "30", "links": 4, **slurm},
     }

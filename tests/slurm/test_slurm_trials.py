@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import pytest
 
 from tests.support.trials import REPOSITORY, Site, processes, sft_config, wait_until
 
+FAKE_GPUS = REPOSITORY / "tests" / "support" / "fake_gpus"
+USE_FAKE_GPUS = f"export PYTHONPATH={FAKE_GPUS}"
+"""A set-up line for jobs whose workers get GPUs; see `with_fake_gpus` for the command line."""
 TWO_NODES: dict[str, Any] = {
     "workers_per_host": 1,
-    "gpus_per_worker": 1,
+    "gpus_per_worker": 0,
     "interface": "lo",
     "slurm": {"partition": "main", "time": "30"},
 }
@@ -24,6 +28,10 @@ TWO_NODES: dict[str, Any] = {
 @pytest.fixture
 def site(tmp_path: Path, slurm_bed: Any) -> Site:
     return Site(tmp_path, {"SLURM_CONF": str(slurm_bed.conf)})
+
+
+def with_fake_gpus(site: Site) -> Site:
+    return replace(site, environment={**site.environment, "PYTHONPATH": str(FAKE_GPUS)})
 
 
 def on_slurm(config: dict[str, Any], **cluster: Any) -> dict[str, Any]:
@@ -92,14 +100,18 @@ def batch_pid(trial_run: Path) -> int:
 
 
 def submit_example(site: Site, name: str, *overrides: str) -> None:
-    """An example of this repository on two nodes with one GPU and one worker each."""
-    cluster = ("workers_per_host=1", "gpus_per_worker=1", "interface=lo", "slurm.partition=main")
+    """An example of this repository on two nodes with one fake GPU and one worker each."""
+    cluster = (
+        *("workers_per_host=1", "gpus_per_worker=1", "interface=lo", "slurm.partition=main"),
+        f"slurm.setup=['{USE_FAKE_GPUS}']",
+    )
     where = [f"cluster.{setting}" for setting in cluster]
     path = str(REPOSITORY / "examples" / f"{name}.yaml")
     site.slurmrl("submit", path, *overrides, *where, "--scheduler", "slurm")
 
 
 def test_ppo_example_on_two_nodes_with_status_and_logs(site: Site) -> None:
+    site = with_fake_gpus(site)
     submit_example(site, "sft", "total_steps=2", "evaluation.samples=16")
     assert site.wait_for_end("addition-sft/1")["state"] == "COMPLETED"
     submit_example(site, "ppo", "total_steps=8", "evaluation.every_steps=4")
@@ -148,8 +160,9 @@ def test_cancel_leaves_nothing_in_the_queue(site: Site) -> None:
 @pytest.mark.long
 def test_two_trials_share_nodes(site: Site) -> None:
     """Both run on the same two nodes at once, on different devices, and neither sees the other."""
-    nodes = {"partition": "main", "time": "30", "nodelist": "n[0-1]"}
-    config = on_slurm(sft_config(total_steps=200), slurm=nodes)
+    site = with_fake_gpus(site)
+    nodes = {"partition": "main", "time": "30", "nodelist": "n[0-1]", "setup": [USE_FAKE_GPUS]}
+    config = on_slurm(sft_config(total_steps=200), gpus_per_worker=1, slurm=nodes)
     submit(site, {**config, "trial": "a"})
     submit(site, {**config, "trial": "b", "seed": 2})
     for trial in ("sft/a", "sft/b"):

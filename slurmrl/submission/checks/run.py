@@ -20,10 +20,12 @@ from slurmrl.config.load import dump
 from slurmrl.errors import ConfigError, SlurmrlError
 from slurmrl.fsio import variables
 from slurmrl.monitor import sinks
+from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings
 from slurmrl.scheduler.environment import of_local_job
 from slurmrl.submission.checks import room
 from slurmrl.submission.checks.finding import CONFIG, FINDINGS, Finding, Weight
+from slurmrl.submission.versions import torch_build
 
 TIMEOUT_S: Final = 120.0
 CHILD: Final = "slurmrl.submission.checks.child"
@@ -40,12 +42,15 @@ class Code:
     paths: Sequence[Path] = ()
 
 
-def check(settings: Settings, code: Code, *, timeout_s: float = TIMEOUT_S) -> list[Finding]:
+def check(
+    settings: Settings, plan: Plan, code: Code, *, timeout_s: float = TIMEOUT_S
+) -> list[Finding]:
     """Check everything that needs no GPU; return the findings, worst first. Change nothing.
 
     Raises EnvironmentFailure, OSError where nothing can be checked.
     """
-    found = [*_places(settings), *room.check(settings), *_in_child(settings, code, timeout_s)]
+    found = [*_places(settings), *_torch(settings, plan), *room.check(settings)]
+    found += _in_child(settings, code, timeout_s)
     order = list(Weight)
     placed = [_placed(one, settings) for one in found]
     return sorted(placed, key=lambda one: order.index(one.weight))
@@ -72,6 +77,20 @@ def _places(settings: Settings) -> list[Finding]:
     except SlurmrlError as error:
         found.append(Finding("variables", Weight.FAILED, str(error), "cluster.variables_file"))
     return found
+
+
+def _torch(settings: Settings, plan: Plan) -> list[Finding]:
+    """Check that torch is built for GPUs if workers get some. A container has its own torch."""
+    build = torch_build()
+    gpus = any(group.gpus_per_worker for group in plan.groups)
+    if not gpus or build is None or build.gpus or settings.config.cluster.slurm.container:
+        return []
+    message = (
+        f"each worker gets a GPU, but torch {build.version} in {sys.prefix} is built for CPUs "
+        "only: install a CUDA build ('scripts/setup --torch cuda', or see "
+        "pytorch.org/get-started), or set gpus_per_worker: 0 to compute on CPUs"
+    )
+    return [Finding("torch", Weight.FAILED, message, "cluster.gpus_per_worker")]
 
 
 def _placed(finding: Finding, settings: Settings) -> Finding:

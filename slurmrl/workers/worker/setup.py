@@ -42,7 +42,7 @@ def build(
     settings = _read("the configuration", lambda: load_run_settings(paths))
     _read("the models and data", lambda: require_inputs(settings))
     plan = _read("the plan", lambda: Plan.read(paths.plan))
-    accelerator = device.choose()
+    accelerator = device.choose(plan.groups[0].gpus_per_worker)
     deterministic = settings.config.deterministic
     device.set_up(
         accelerator,

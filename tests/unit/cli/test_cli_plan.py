@@ -10,6 +10,7 @@ import pytest
 from slurmrl.cli.main import main
 from slurmrl.plan.checks import inventory
 from slurmrl.scheduler.parse import HostRow
+from slurmrl.submission.checks import run as checks
 from tests.fake_runs import write_config
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -183,6 +184,7 @@ def test_what_the_cluster_cannot_give_is_refused_before_it_is_submitted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inventory, "ask", lambda config: [HostRow("n1", "idle", 1)])
+    monkeypatch.setattr(checks, "torch_build", lambda: None)  # else one for CPUs is refused
     config = str(write_config(tmp_path))
     arguments = ("submit", config, "--dry-run", "--scheduler", "slurm")
     assert run(capsys, *arguments)[0] == 0

@@ -15,7 +15,9 @@ from slurmrl.doctor.check import Check, State, failed, guarded, ok
 from slurmrl.errors import EnvironmentFailure, SchedulerError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import SystemCalls
+from slurmrl.parallel import driver
 from slurmrl.scheduler.client import SlurmClient
+from slurmrl.submission.versions import TorchBuild
 
 
 def states(checks: list[Check]) -> dict[str, State]:
@@ -180,16 +182,65 @@ def test_the_list_of_nvidia_smi() -> None:
     assert gpus.listed(text) == UUIDS
 
 
-def test_torch_for_cpus_does_not_serve_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str | None:
-        return "2.9.0+cpu"
+def install(monkeypatch: pytest.MonkeyPatch, build: TorchBuild, driver: str | None) -> None:
+    monkeypatch.setattr(software, "torch_build", lambda: build)
+    monkeypatch.setattr(software, "driver_version", lambda: driver)
 
-    monkeypatch.setattr(software, "version_of", version)
+
+CPU_BUILD = TorchBuild("2.13.0+cpu", None, gpus=False)
+
+
+def test_torch_for_cpus_does_not_serve_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, CPU_BUILD, "580.65.06")
     assert states(software.packages(gpus=True))["torch on gpus"] is State.FAILED
     assert states(software.packages(gpus=False)) == {"packages": State.OK}
     monkeypatch.setattr(software, "version_of", lambda name: None)
     (found,) = software.packages(gpus=False)
     assert (found.state, found.advice.startswith("pip install torch")) == (State.FAILED, True)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "driver", "state", "advice"),
+    [
+        ("13.0", "580.65.06", State.OK, ""),
+        ("12.9", "580.65.06", State.OK, ""),
+        ("12.9", "535.54.03", State.OK, ""),
+        ("13.0", "575.57.08", State.FAILED, "--torch cu129, or a driver of branch 580 or newer"),
+        ("12.9", "470.82.01", State.FAILED, "a driver of branch 525 or newer"),
+        ("13.0", None, State.OK, ""),
+        ("14.1", "580.65.06", State.FAILED, "--torch cu130"),
+    ],
+)
+def test_torch_is_compared_with_the_driver_and_a_fitting_build_is_named(
+    monkeypatch: pytest.MonkeyPatch, cuda: str, driver: str | None, state: State, advice: str
+) -> None:
+    install(monkeypatch, TorchBuild("2.13.0", cuda, gpus=True), driver)
+    found = software.torch_on_gpus()
+    assert (found.state, advice in found.advice) == (state, True), found
+    assert cuda in found.measured
+
+
+def test_the_build_advised_for_a_torch_for_cpus_fits_the_driver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(monkeypatch, CPU_BUILD, "535.54.03")
+    assert "--torch cu129" in software.torch_on_gpus().advice
+
+
+def test_the_driver_is_read_from_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(driver, "VERSION", tmp_path / "version")
+    assert software.driver(gpus=False).state is State.OK
+    assert software.driver(gpus=True).state is State.FAILED
+    for text in (
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.54.03  Tue Jun  6\n",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  535.54.03  Release Build\n",
+    ):
+        (tmp_path / "version").write_text(text)
+        found = software.driver(gpus=True)
+        assert found.state is State.OK
+        assert found.measured == "NVIDIA 535.54.03, serves builds for CUDA 12 and older"
 
 
 def test_hosts_with_other_software_are_named() -> None:

@@ -1,4 +1,4 @@
-"""How a process is set up before its first computation."""
+"""The device of a worker: the one of its plan, or an error with torch's own reason; its set-up."""
 
 from __future__ import annotations
 
@@ -7,7 +7,84 @@ import ctypes
 import pytest
 import torch
 
-from slurmrl.parallel import device
+from slurmrl.errors import EnvironmentFailure, UsageError
+from slurmrl.parallel import device, driver
+
+TOO_OLD = (
+    "The NVIDIA driver on your system is too old (found version 12020). Please update your GPU "
+    "driver by downloading and installing a new version."
+)
+
+
+def refuse(reason: Exception) -> None:
+    raise reason
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A CUDA build of torch, on a machine with a driver."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(device, "driver_version", lambda: "535.54.03")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1234")
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    "reason",
+    [
+        RuntimeError(TOO_OLD),
+        RuntimeError("No CUDA GPUs are available"),
+        torch.AcceleratorError("CUDA error: system not yet initialized"),
+        AssertionError("libcudart functions unavailable. It looks like you have a broken build?"),
+    ],
+)
+def test_a_gpu_that_torch_cannot_use_is_the_hosts_failure_with_torchs_reason(
+    cuda: pytest.MonkeyPatch, reason: Exception
+) -> None:
+    """Another host may have a newer driver; this one is named."""
+    cuda.setattr(torch.cuda, "init", lambda: refuse(reason))
+    cuda.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(EnvironmentFailure) as caught:
+        device.choose(1)
+    said = str(caught.value)
+    assert " ".join(str(reason).split()) in said
+    for words in ("for CUDA 13.0", "driver 535.54.03", "CUDA_VISIBLE_DEVICES='GPU-1234'"):
+        assert words in said
+
+
+def test_a_cpu_build_of_torch_is_a_user_error_where_workers_need_gpus(
+    cuda: pytest.MonkeyPatch,
+) -> None:
+    """Every host runs the environment that submitted: no other start would do better."""
+    cuda.setattr(torch.backends.cuda, "is_built", lambda: False)
+    with pytest.raises(UsageError, match=r"for CPUs only.*--torch cuda"):
+        device.choose(1)
+
+
+def test_workers_without_gpus_compute_on_the_cpu_and_touch_no_gpu(
+    cuda: pytest.MonkeyPatch,
+) -> None:
+    cuda.setattr(torch.cuda, "is_available", lambda: True)
+    for name in ("init", "set_device"):
+        cuda.setattr(torch.cuda, name, lambda *_: refuse(AssertionError("a GPU was touched")))
+    chosen = device.choose(0)
+    device.set_up(chosen, threads=torch.get_num_threads(), deterministic=False)
+    assert (chosen.device.type, chosen.backend) == ("cpu", "gloo")
+
+
+def test_a_worker_with_a_gpu_computes_there(cuda: pytest.MonkeyPatch) -> None:
+    chosen = device.choose(1)
+    assert (str(chosen.device), chosen.backend) == ("cuda:0", "nccl")
+
+
+@pytest.mark.parametrize(
+    ("version", "newest"),
+    [("450.80.02", 11), ("525.60.13", 12), ("570.86", 12), ("580.65.06", 13), ("390.1", None)],
+)
+def test_the_newest_cuda_of_a_driver(version: str, newest: int | None) -> None:
+    assert driver.newest_cuda(version) == newest
 
 
 @pytest.mark.parametrize(

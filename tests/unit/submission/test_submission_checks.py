@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from contextlib import closing
 from pathlib import Path
@@ -13,11 +15,13 @@ import pytest
 from slurmrl.cli.main import main
 from slurmrl.config.load import dump
 from slurmrl.errors import ConfigError
+from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.submission import own_code
-from slurmrl.submission.checks import child, room
+from slurmrl.submission.checks import child, room, run
 from slurmrl.submission.checks.finding import CONFIG, FINDINGS, Finding, Weight
 from slurmrl.submission.checks.run import Code, check, refuse
+from slurmrl.submission.versions import TorchBuild
 from tests.fake_runs import write_config
 
 REWARD = """
@@ -34,7 +38,8 @@ def settings_of(folder: Path, *overrides: str) -> Settings:
 
 def look(folder: Path, settings: Settings, timeout_s: float = 300.0) -> list[Finding]:
     code = own_code.find(settings.config, settings.source, [folder])
-    return check(settings, Code(paths=code.paths), timeout_s=timeout_s)
+    plan = make_plan(settings, scheduler="local")
+    return check(settings, plan, Code(paths=code.paths), timeout_s=timeout_s)
 
 
 def told(findings: list[Finding]) -> list[tuple[str, str]]:
@@ -73,6 +78,43 @@ def test_all_that_is_wrong_is_told_at_once_each_where_it_stands(tmp_path: Path) 
     with pytest.raises(ConfigError) as caught:
         refuse(found)
     assert len(caught.value.problems) == 5
+
+
+def test_a_torch_for_cpus_is_refused_where_workers_get_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Set in the configuration or by default; a container has its own torch."""
+
+    def problems(build: TorchBuild, *overrides: str, scheduler: str = "slurm") -> list[Finding]:
+        monkeypatch.setattr(run, "torch_build", lambda: build)
+        settings = settings_of(tmp_path, *overrides)
+        plan = make_plan(settings, scheduler=scheduler)
+        found = check(settings, plan, Code(), timeout_s=0.01)
+        return [one for one in found if one.subject == "torch"]
+
+    cpu = TorchBuild("2.13.0+cpu", None, gpus=False)
+    for overrides in ((), ("cluster.gpus_per_worker=1",)):
+        (problem,) = problems(cpu, *overrides)
+        assert problem.weight is Weight.FAILED
+        for words in ("2.13.0+cpu", "--torch cuda", "gpus_per_worker: 0"):
+            assert words in problem.message
+        with pytest.raises(ConfigError, match="gpus_per_worker"):
+            refuse([problem])
+        assert problems(TorchBuild("2.13.0", "13.0", gpus=True), *overrides) == []
+    assert problems(cpu, "cluster.gpus_per_worker=0") == []
+    assert problems(cpu, "cluster.slurm.container=apptainer exec image.sif") == []
+
+
+def test_the_build_of_torch_is_read_without_importing_it() -> None:
+    code = (
+        "import sys; from slurmrl.submission.versions import torch_build; "
+        "print(*torch_build()); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    import torch
+
+    expected = f"{torch.__version__} {torch.version.cuda} {torch.backends.cuda.is_built()}"
+    assert (done.stdout.strip(), done.stderr) == (expected, "")
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ from slurmrl.parallel import device
 from slurmrl.workers.worker import fork_server
 
 def compute():
-    device.set_up(device.choose(), threads=2, deterministic=True)
+    device.set_up(device.choose(0), threads=2, deterministic=True)
     assert not torch.backends.cuda.cudnn_sdp_enabled()  # it would plan anew for each decode length
     torch.manual_seed(7)
     model = torch.nn.Sequential(torch.nn.Linear(300, 500), torch.nn.GELU(), torch.nn.Linear(500, 3))
