@@ -1,0 +1,104 @@
+"""Models, engines and batches of the tests on the null GPU, and of the table of figures."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slurmrl.config.schema.model import Model
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines import ENGINES
+from slurmrl.engines.base import Engine
+from slurmrl.models.config import Head
+from slurmrl.parallel import device
+from slurmrl.parallel.groups import build
+from tests.distributed.engines.cases import Placed
+
+QWEN_1_5B = {
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+QWEN_7B = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+}
+
+
+@contextmanager
+def first_of(ranks: int) -> Iterator[None]:
+    """This process as rank 0 of a job of that many ranks, which the null GPU's NCCL plays."""
+    accelerator = device.choose()
+    device.set_up(accelerator, threads=1, deterministic=False)
+    dist.init_process_group(accelerator.backend, store=dist.HashStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def engine(
+    architecture: dict[str, Any],
+    *,
+    name: str = "fsdp",
+    head: Head = "lm",
+    trained: bool = True,
+    **settings: Any,
+) -> Engine:
+    """An engine over all ranks of the job as data-parallel ones, in bfloat16."""
+    ranks = tuple(range(dist.get_world_size()))
+    placed = Placed("actor", ranks, {"dp": len(ranks)}, name)
+    found: Engine = ENGINES.load(name)(
+        "actor",
+        Model.model_validate(
+            {"architecture": architecture, "dtype": "bfloat16", "optimizer": {"lr": 1e-5}}
+            | settings
+        ),
+        head=head,
+        trained=trained,
+        context=build([placed], rank=0, device=torch.device("cuda", 0))["actor"],
+        seed=1,
+        total_steps=10,
+        source=None,
+    )
+    return found
+
+
+def batch(lengths: Sequence[int]) -> SequenceSample:
+    """What PPO's training reads, for sequences of which the first half is the prompt."""
+    tokens = sum(lengths)
+    prompt = torch.cat([torch.arange(length) < length // 2 for length in lengths])
+    return SequenceSample.from_default(
+        lengths,
+        [f"item{index}" for index in range(len(lengths))],
+        {
+            "input_ids": torch.arange(tokens) % 100,
+            "logprobs": torch.zeros(tokens),
+            "ref_logprobs": torch.zeros(tokens),
+            "values": torch.zeros(tokens),
+            "advantages": torch.ones(tokens),
+            "returns": torch.ones(tokens),
+            "prompt_mask": prompt,
+            "response_mask": ~prompt,
+            "state_mask": ~prompt,
+            "rewards": torch.ones(len(lengths)),
+            "finished": torch.ones(len(lengths), dtype=torch.bool),
+        },
+    )

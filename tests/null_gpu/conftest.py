@@ -1,0 +1,13 @@
+"""Without the null GPU there is nothing to test here."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.null_gpu import device
+
+
+@pytest.fixture(autouse=True)
+def _null_gpu() -> None:
+    if not device.present():
+        pytest.skip("no null GPU in this process: scripts/test-null-gpu runs these tests on one")

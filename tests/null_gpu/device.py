@@ -1,0 +1,71 @@
+"""What the null GPU counted (tests/null_gpu/library): launches, copies, host waits and where these
+come from."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+LIBRARY = "libcuda.so.1"
+OWN = re.compile(r"(?:^|.*/)((?:slurmrl|megatron|transformers)/)")
+"""Whose lines are call sites of host waits."""
+SITE_DEPTH = 2
+
+
+def present() -> bool:
+    """Whether this process was started with the null GPU."""
+    return hasattr(ctypes.CDLL(None), "null_gpu_counter")
+
+
+def counts() -> Counter[str]:
+    """What was counted so far, by the names in library/device.h."""
+    library = _library()
+    names = library.null_gpu_counter_names().decode().split()
+    return Counter({name: library.null_gpu_counter(index) for index, name in enumerate(names)})
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count what happens inside; the counter is filled at the end."""
+    before, found = counts(), Counter[str]()
+    try:
+        yield found
+    finally:
+        after = counts()
+        found.update({name: after[name] - before[name] for name in after})
+
+
+@contextmanager
+def waits() -> Iterator[Counter[str]]:
+    """Host waits inside, by the lines that waited: ``file:line < caller's file:line``."""
+    sites = Counter[str]()
+    hook = ctypes.CFUNCTYPE(None)(lambda: sites.update([_site()]))
+    _library().null_gpu_at_waits(hook)
+    try:
+        yield sites
+    finally:
+        _library().null_gpu_at_waits(None)
+
+
+def _site() -> str:
+    """The innermost lines of these packages on the stack of the thread that waits."""
+    lines: list[str] = []
+    frame = sys._getframe(2)
+    while frame is not None and len(lines) < SITE_DEPTH:
+        path = frame.f_code.co_filename.rpartition("/site-packages/")[2]
+        package = OWN.search(path)
+        if package:
+            lines.append(f"{path[package.start(1) :]}:{frame.f_lineno}")
+        frame = frame.f_back
+    return " < ".join(lines) or "elsewhere"
+
+
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(LIBRARY)
+    library.null_gpu_counter.restype = ctypes.c_long
+    library.null_gpu_counter_names.restype = ctypes.c_char_p
+    return library

@@ -1,0 +1,141 @@
+"""Values on the null GPU, where kernels compute nothing: `SmallValues` computes small tensors on
+the host, in the memory that their kernels would have written. Lengths, masks and indices are
+therefore real, and so are shapes that depend on them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+SMALL_ELEMENTS = 2**17
+"""Tensors of up to this many elements have values if they depend on such tensors only; if they
+depend on larger ones they are zeros. Larger tensors are undefined."""
+INTEGER_ELEMENTS = 2**22
+"""The same limit for tensors of integers and booleans."""
+RANDOM = ("bernoulli", "exponential", "multinomial", "normal", "rand", "uniform")
+"""Beginnings of the names of operations whose results are zeros here."""
+
+aten = torch.ops.aten
+
+
+class SmallValues(TorchDispatchMode):
+    """Every operation runs on the null GPU, with its allocations, launches and waits. What is small
+    is then computed on the host."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # it takes the call apart first
+        if any(kind not in (Tensor, torch.nn.Parameter) for kind in types):
+            return func(*args, **kwargs)
+        if func is aten.normal_.default and not args[0].is_cuda and not _is_small(args[0]):
+            return args[0]  # initial weights, whose values nobody reads
+        if func is aten.repeat_interleave.Tensor and args[0].is_cuda:
+            kwargs = _with_output_size(args[0], kwargs)
+        if func in (aten.index.Tensor, aten.index_put.default, aten.index_put_.default):
+            indices = self._integers(args[1])
+            args = (args[0], indices, *args[2:])
+        result = func(*args, **kwargs)
+        tensors = [x for x in tree_leaves((args, kwargs, result)) if isinstance(x, Tensor)]
+        if any(isinstance(x, FakeTensor) for x in tensors) or not any(x.is_cuda for x in tensors):
+            return result
+        return _with_values(func, args, kwargs, result)
+
+    def _integers(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Masks as the indices that the operation makes of them itself, from zeros."""
+        found: list[Tensor | None] = []
+        for index in indices:
+            if index is None or index.dtype not in (torch.bool, torch.uint8):
+                found.append(index)
+            else:
+                with self:
+                    found += torch.nonzero(index).unbind(1)
+        return found
+
+
+def _with_output_size(repeats: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Without a size the operation reads two numbers, and refuses the zeros that it would find."""
+    if kwargs.get("output_size") is not None:
+        return kwargs
+    for _ in range(2):
+        torch.cuda.current_stream().synchronize()
+    return {**kwargs, "output_size": int(_host(repeats).sum())}
+
+
+def _with_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
+    """The result of a call on the null GPU, with its values where it is small."""
+    given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor)]
+    mutable = func._schema.is_mutable
+    if not mutable and _is_view(given, outputs):
+        return result
+    if not all(map(_is_small, given + outputs)) or func.__name__.startswith(("empty", "new_empty")):
+        values = None
+    else:
+        values = _on_host(func, args, kwargs)
+    if values is None:
+        if not mutable:
+            for output in outputs:
+                if _is_small(output) and output.is_cuda:
+                    _host(output).zero_()
+        return result
+    return result if mutable else _placed(result, values)
+
+
+def _is_view(given: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    storages = {x.untyped_storage().data_ptr() for x in given if x.numel()}
+    return any(x.untyped_storage().data_ptr() in storages for x in outputs if x.numel())
+
+
+def _is_small(tensor: Tensor) -> bool:
+    whole = not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor.numel() <= (INTEGER_ELEMENTS if whole else SMALL_ELEMENTS)
+
+
+def _on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The operation on the host; None if there is none. One that writes to its arguments writes to
+    device memory, which the host can reach here."""
+    if func.namespace != "aten" or func.__name__.lstrip("_").startswith(RANDOM):
+        return None
+    try:
+        return func(*tree_map(_host, args), **tree_map(_host, kwargs))
+    except NotImplementedError:  # a kernel that only GPUs have
+        return None
+
+
+def _host(value: Any) -> Any:
+    """A tensor of the CPU over the same memory; devices become the CPU."""
+    if isinstance(value, torch.device):
+        return torch.device("cpu")
+    if not isinstance(value, Tensor) or not value.is_cuda:
+        return value
+    if value.numel() == 0:
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype)
+    sizes = zip(value.shape, value.stride(), strict=True)
+    span = 1 + sum((size - 1) * stride for size, stride in sizes)
+    memory = (ctypes.c_char * (span * value.element_size())).from_address(value.data_ptr())
+    return torch.frombuffer(memory, dtype=value.dtype).as_strided(value.shape, value.stride())
+
+
+def _placed(result: Any, values: Any) -> Any:
+    """``values`` in the memory of ``result``, or in new memory if the shape depends on values."""
+    if isinstance(result, tuple | list):
+        return type(result)(map(_placed, result, values))
+    if not isinstance(result, Tensor):
+        return values
+    if not result.is_cuda:
+        return values if isinstance(values, Tensor) else result
+    if result.shape != values.shape:
+        result = result.new_empty(values.shape, dtype=values.dtype)
+    _host(result).copy_(values)
+    return result
