@@ -89,6 +89,10 @@ class AllocationError(UsageError):
     """An allocation string is not valid."""
 
 
+class MoveError(SlurmrlError, RuntimeError):
+    """After a move the ranks do not hold the same elements; the message names tensor and box."""
+
+
 class EnvironmentFailure(SlurmrlError, OSError):  # noqa: N818 - it is also an OSError by nature
     """The machine, the cluster or the shared directory failed or lacks something."""
 

@@ -142,6 +142,10 @@ class Engine(ABC):
         """The placement of the weights on the model's ranks."""
 
     @abstractmethod
+    def storages(self) -> Mapping[str, Tensor]:
+        """This rank's tensors by the storage names of ``layout``, contiguous and without copies."""
+
+    @abstractmethod
     def offload(self) -> None:
         """Move weights and optimizer state to host memory. Until ``onload``, methods that need
         them raise UsageError."""

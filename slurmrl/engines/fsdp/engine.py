@@ -3,6 +3,7 @@ ranks, and one of our optimizers."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
@@ -320,6 +321,10 @@ class FSDPEngine(Engine):
 
     def layout(self) -> Layout:
         return self._placing.layout()
+
+    def storages(self) -> Mapping[str, Tensor]:
+        self._offload.check()
+        return self._shards.local() | self._shards.decoder.constants()
 
     def offload(self) -> None:
         if not self._shards.plan.offload:  # with cpu_offload they are in host memory already

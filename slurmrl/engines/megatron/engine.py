@@ -3,7 +3,7 @@ optimizer, under any product of its axes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -371,6 +371,10 @@ class MegatronEngine(Engine):
             {name: TensorSpec(shape, self._dtype) for name, shape in shapes.items()},
             tuple(tuple(p for shards in own.values() for p in shards) for own in ranks),
         )
+
+    def storages(self) -> Mapping[str, Tensor]:
+        self._offload.check()
+        return {name: tensor for name, (tensor, _) in self._weights().items()}
 
     def offload(self) -> None:
         buffers = [

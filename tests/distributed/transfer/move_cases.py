@@ -1,0 +1,197 @@
+"""What ranks do in the tests of moves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from itertools import permutations
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slurmrl.config.schema.model import Model
+from slurmrl.engines import ENGINES
+from slurmrl.engines.base import Engine
+from slurmrl.errors import MoveError
+from slurmrl.parallel.groups import build
+from slurmrl.transfer.execute import Holdings, Mover
+from slurmrl.transfer.plan import Segment, plan_move
+from slurmrl.transfer.regions import PlacedLayout
+from slurmrl.transfer.verify import verify_move
+from tests.support import megatron_cpu
+
+BUDGET = 4096
+"""So small that most tensors travel in several segments."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """A model to place; the fields of a plan's model."""
+
+    sizes: dict[str, int]
+    engine: str = "fsdp"
+    ranks: tuple[int, ...] = ()
+    """Global ranks; the first ones of the job where empty."""
+    dtype: str = "float32"
+    trained: bool = False
+    expert_sizes: dict[str, int] = field(default_factory=dict)
+    virtual_pipeline: int = 1
+    sequence_parallel: bool = False
+    role: str = "actor"
+
+
+def engines(sides: list[Side], architecture: dict[str, Any]) -> list[Engine | None]:
+    """The engines that this rank holds a part of, all with the same weights."""
+    megatron_cpu.install()
+    placed = []
+    for number, side in enumerate(sides):
+        count = 1
+        for size in side.sizes.values():
+            count *= size
+        ranks = side.ranks or tuple(range(count))
+        placed.append(replace(side, ranks=ranks, role=f"model{number}"))
+    contexts = build(placed, rank=dist.get_rank(), device=torch.device("cpu"))
+    settings = {"architecture": architecture, "model": {"make_vocab_size_divisible_by": 1}}
+    return [
+        ENGINES.load(side.engine)(
+            side.role,
+            Model(**settings, dtype=side.dtype),
+            head="lm",
+            trained=side.trained,
+            context=contexts[side.role],
+            seed=7,
+            total_steps=10,
+            source=None,
+        )
+        if side.role in contexts
+        else None
+        for side in placed
+    ]
+
+
+def placed_layouts(sides: list[Side], made: list[Engine | None]) -> list[PlacedLayout]:
+    """The layouts, which every rank needs; the first rank of each model knows its own."""
+    found = []
+    for engine in made:
+        own = None if engine is None else PlacedLayout(engine.layout(), engine.context.ranks)
+        every: list[PlacedLayout | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(every, own)
+        found.append(next(layout for layout in every if layout is not None))
+    return found
+
+
+def all_pairs(sides: list[Side], architecture: dict[str, Any]) -> dict[tuple[int, int], int]:
+    """Move every side's weights to every other side, whose own are overwritten before. All bits are
+    compared with those that the target had at first. Returns the bytes that this rank received."""
+    made = engines(sides, architecture)
+    layouts = placed_layouts(sides, made)
+    rank = dist.get_rank()
+    first = [{} if e is None else {n: t.clone() for n, t in e.storages().items()} for e in made]
+    received = {}
+    for source, target in permutations(range(len(sides)), 2):
+        if sides[target].trained:
+            continue
+        storages = [{} if e is None else e.storages() for e in (made[source], made[target])]
+        for tensor in storages[1].values():
+            tensor.detach().fill_(float("nan"))
+        held, taken = (
+            Holdings(layouts[side], rank, tensors)
+            for side, tensors in zip((source, target), storages, strict=True)
+        )
+        hosts = {member: member // 2 for member in range(dist.get_world_size())}
+        plan = plan_move(layouts[source], layouts[target], hosts=hosts, budget=BUDGET)
+        assert max(plan.staging().values(), default=0) <= BUDGET
+        device = torch.device("cpu")
+        Mover(plan, rank, held, taken, group=None, device=device).run()
+        verify_move(layouts[source], layouts[target], rank, held, taken, group=None, device=device)
+        _compare(first[target], storages[1], layouts[target], rank, sides[source].dtype)
+        received[source, target] = plan.received().get(rank, 0)
+        for name, tensor in storages[1].items():
+            tensor.detach().copy_(first[target][name])
+    return received
+
+
+def _compare(
+    first: dict[str, Tensor],
+    now: Any,
+    layout: PlacedLayout,
+    rank: int,
+    dtype: str,
+) -> None:
+    """Elements that a tensor of the model occupies are as they were, through ``dtype``."""
+    if rank not in layout.ranks:
+        return
+    used = {name: torch.zeros(tensor.numel(), dtype=torch.bool) for name, tensor in first.items()}
+    for shard in layout.layout.shards[layout.ranks.index(rank)]:
+        used[shard.storage].as_strided(shard.box.size, shard.strides, shard.offset).fill_(True)
+    assert any(mask.any() for mask in used.values())
+    for name, mask in used.items():
+        expected = first[name].view(-1)[mask].to(getattr(torch, dtype)).to(first[name].dtype)
+        assert torch.equal(now[name].reshape(-1)[mask], expected), name
+
+
+def moving_average(sides: list[Side], architecture: dict[str, Any], eta: float) -> None:
+    """Three moves with ``eta`` into other weights equal the average computed in float64."""
+    made = engines(sides, architecture)
+    layouts, rank = placed_layouts(sides, made), dist.get_rank()
+    source, target = ({} if e is None else e.storages() for e in made)
+    fresh = {name: tensor.clone().double() for name, tensor in target.items()}
+    for tensor in target.values():
+        tensor.detach().mul_(-0.5)
+    expected = {name: tensor.clone().double() for name, tensor in target.items()}
+    plan = plan_move(*layouts, hosts=dict.fromkeys(range(8), 0), budget=BUDGET)
+    mover = Mover(
+        plan,
+        rank,
+        Holdings(layouts[0], rank, source),
+        Holdings(layouts[1], rank, target),
+        group=None,
+        device=torch.device("cpu"),
+        eta=eta,
+    )
+    for _ in range(3):
+        mover.start().result(timeout=60)
+        for name, values in expected.items():
+            values.lerp_(fresh[name], eta)
+    for name, values in expected.items():
+        torch.testing.assert_close(target[name].double(), values, rtol=1e-6, atol=1e-7)
+
+
+def planted(sides: list[Side], architecture: dict[str, Any], fault: str) -> str:
+    """What `verify_move` reports on this rank after a move with a fault."""
+    made = engines(sides, architecture)
+    layouts, rank = placed_layouts(sides, made), dist.get_rank()
+    source, target = ({} if e is None else e.storages() for e in made)
+    for tensor in target.values():
+        tensor.detach().fill_(0)
+    held = Holdings(layouts[0], rank, source)
+    taken = Holdings(layouts[1], rank, target)
+    plan = plan_move(*layouts, hosts=dict.fromkeys(range(8), 0), budget=BUDGET)
+    last = dist.get_world_size() - 1
+    if fault == "stale replica" and rank == last:  # one copy of a norm missed an update
+        next(t for n, t in source.items() if n.endswith("norm.weight")).detach().view(-1)[0] += 1
+    if fault == "wrong box":  # the plan takes the rows above those that it should
+        plan = replace(plan, segments=tuple(_shifted(segment, held) for segment in plan.segments))
+    device = torch.device("cpu")
+    Mover(plan, rank, held, taken, group=None, device=device).run()
+    if fault == "skipped tie" and rank == last:  # the last stage's copy of the embedding
+        target["0.output_layer.weight"].detach().zero_()
+    try:
+        verify_move(*layouts, rank, held, taken, group=None, device=device)
+    except MoveError as error:
+        return str(error)
+    return ""
+
+
+def _shifted(segment: Segment, held: Holdings) -> Segment:
+    """The segment, of which the sender takes boxes one row further up, where it has them."""
+    if dist.get_rank() != segment.chain[0]:
+        return segment
+    cargo = []
+    for item in segment.cargo:
+        first, *rest = item.box.start or (0,)
+        box = replace(item.box, start=(first - 1, *rest))
+        shifted = bool(item.box.start) and held.views(item.name, box)
+        cargo.append(replace(item, box=box) if shifted else item)
+    return replace(segment, cargo=tuple(cargo))
