@@ -68,9 +68,11 @@ class Engine(ABC):
         differs between ranks that work on the same samples. Collective."""
         if veto is None:
             return False
-        skip = torch.tensor(int(veto(stats)), device=self.context.device)
-        if "data" in self.context.groups:
-            dist.all_reduce(skip, dist.ReduceOp.MAX, group=self.context.group("data"))
+        own = veto(stats)
+        if "data" not in self.context.groups:
+            return own
+        skip = torch.tensor(int(own), device=self.context.device)
+        dist.all_reduce(skip, dist.ReduceOp.MAX, group=self.context.group("data"))
         return bool(skip)
 
     @abstractmethod

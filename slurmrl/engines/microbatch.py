@@ -105,6 +105,7 @@ class Sums:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._sums: dict[str, Tensor] = {}
+        self._tokens = 0
 
     def add(self, values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
@@ -125,12 +126,15 @@ class Sums:
                 f"{role}: the loss function returns statistics named {names}, which the engine "
                 "reports itself; give them other names"
             )
-        tokens = torch.tensor(float(sample.tensor(TOKENS).shape[0]))
-        self.add({**stats, "loss": loss, "tokens": tokens})
+        self.add({**stats, "loss": loss})
+        self._tokens += sample.tensor(TOKENS).shape[0]
         return loss
 
     def over_ranks(self, context: ParallelContext, *, some_empty: bool) -> dict[str, float]:
         """Return the totals. The names are those of the ranks that had a micro-batch."""
+        if self._tokens:
+            tokens = torch.full((), self._tokens, dtype=torch.float64, device=self._device)
+            self._sums["tokens"] = tokens
         names = sorted(self._sums)
         if some_empty and context.dp_size > 1:
             names = _names_of_any(names, context)

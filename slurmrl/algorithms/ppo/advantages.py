@@ -75,8 +75,9 @@ def moments(x: Tensor, all_reduce_sum: SumOverRanks) -> tuple[float, float]:
     """Mean and population standard deviation of x over all ranks, in float64; 0 and 0 if empty."""
     wide = x.double()
     total = all_reduce_sum(torch.stack([wide.sum(), wide.new_tensor(float(len(x)))]))
-    count = max(float(total[1]), 1.0)
-    mean = float(total[0]) / count
+    summed, counted = total.tolist()
+    count = max(counted, 1.0)
+    mean = summed / count
     squares = all_reduce_sum((wide - mean).square().sum().reshape(1))
     return mean, float((squares / count).sqrt())
 

@@ -1,7 +1,8 @@
 """PPO's losses as pure tensor functions: sums over tokens, with sums of statistics.
 
-All inputs are [T] and aligned with each other; ``mask`` picks the tokens that count. Whoever
-calls divides by the number of those tokens over the whole batch.
+All inputs are [T] and aligned with each other; ``mask`` marks the tokens that count. The caller
+divides by the number of those tokens over the whole batch. Other tokens contribute zeros, for
+selecting by a mask would make the host wait for a GPU.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ def policy_loss(
     ``importance_ratio``, ``entropy``, and two estimates of KL(old || new): ``approx_kl_k1`` is
     log(old/new), ``approx_kl`` the always positive k3, ratio - 1 - log(ratio).
     """
-    log_ratio = logp[mask] - old_logp[mask]
+    log_ratio = torch.where(mask, logp - old_logp, 0.0)
     ratio = log_ratio.exp()
-    gain = advantages[mask]
+    gain = torch.where(mask, advantages, 0.0)
     plain = -gain * ratio
     clipped = -gain * ratio.clamp(1.0 - clip_ratio, 1.0 + clip_ratio)
     surrogate = torch.maximum(plain, clipped).sum()
-    entropies = entropy[mask].sum()
+    entropies = torch.where(mask, entropy, 0.0).sum()
     with torch.no_grad():
         stats = {
             "actor_loss": surrogate.detach(),
             "clip_fraction": (clipped > plain).sum(),
-            "importance_ratio": ratio.sum(),
+            "importance_ratio": torch.where(mask, ratio, 0.0).sum(),
             "approx_kl_k1": -log_ratio.sum(),
             "approx_kl": (ratio - 1.0 - log_ratio).sum(),
             "entropy": entropies.detach(),
@@ -59,7 +60,7 @@ def value_loss(
 
     Statistics: ``value_loss`` and ``value_clip_fraction``.
     """
-    new, old, target = values[mask], old_values[mask], returns[mask]
+    new, old, target = (torch.where(mask, x, 0.0) for x in (values, old_values, returns))
     losses = (new - target).square()
     held = torch.zeros_like(losses, dtype=torch.bool)
     if value_clip is not None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from slurmrl.ops.upload import upload
+
 
 @dataclass(frozen=True)
 class Responses:
@@ -25,20 +27,22 @@ class Responses:
     last: Tensor
     """[S'] positions among the R of the last response tokens of sequences that have any."""
     answered: Tensor
-    """bool [S]: the sequence has a response token."""
+    """[S'] numbers of these sequences."""
 
 
 def find_responses(prompt_mask: Tensor, cu_seqlens: Tensor) -> Responses:
-    """``prompt_mask`` bool [T], True on prompts; ``cu_seqlens`` [S+1] over the T tokens."""
-    tokens = (~prompt_mask).nonzero().squeeze(1)
-    ends = cu_seqlens[1:].long().to(prompt_mask.device)
+    """``prompt_mask`` bool [T], True on prompts; ``cu_seqlens`` [S+1] over the T tokens, in host
+    memory. The indices are made there, and the host waits once for the mask."""
+    tokens = (~prompt_mask.cpu()).nonzero().squeeze(1)
+    ends = cu_seqlens[1:].long()
     sequence = torch.bucketize(tokens, ends, right=True)
     counts = torch.bincount(sequence, minlength=len(ends))
     cu_responses = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     states = tokens.new_empty(len(tokens) + len(ends))
-    order = torch.arange(len(tokens), device=tokens.device)
+    order = torch.arange(len(tokens))
     states[order + sequence] = tokens - 1
-    behind = cu_responses[1:] + torch.arange(len(ends), device=tokens.device)
+    behind = cu_responses[1:] + torch.arange(len(ends))
     states[behind] = ends - 1
-    answered = counts > 0
-    return Responses(tokens, states, cu_responses, cu_responses[1:][answered] - 1, answered)
+    answered = counts.nonzero().squeeze(1)
+    indices = (tokens, states, cu_responses, cu_responses[1:][answered] - 1, answered)
+    return Responses(*upload(indices, prompt_mask.device))

@@ -46,10 +46,10 @@ def run_updates(
         ``skipped``; with ``stop``, 1 as ``early_stop`` where it stopped.
     """
     parts = minibatches(sample, batch, ppo.n_minibatches)
-    counts = [float(part.tensor(mask_key).sum()) for part in parts]
-    device = sample.tensor(mask_key).device
-    total = engine.all_reduce_sum(torch.tensor(counts, dtype=torch.float64, device=device))
-    schedule = [index for index, size in enumerate(total.tolist()) if size > 0]
+    own = torch.stack([part.tensor(mask_key).sum() for part in parts]).double()
+    total = engine.all_reduce_sum(own.clone())
+    counts, totals = torch.stack([own, total]).tolist()
+    schedule = [index for index, size in enumerate(totals) if size > 0]
     if not schedule:
         raise UsageError("no token of this batch counts, so it would train on nothing")
     veto = None if stop is None else lambda result: stop(_means([result]))

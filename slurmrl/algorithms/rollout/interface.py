@@ -72,10 +72,10 @@ def _hash64(text: str) -> int:
 def _as_sample(ids: tuple[str, ...], output: GenerationOutput) -> SequenceSample:
     lengths, prompt_lengths = output.lengths, output.prompt_lengths
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-    position = torch.arange(len(output.tokens), device=output.tokens.device) - starts
+    prompt = torch.arange(len(output.tokens)) - starts < prompt_lengths.repeat_interleave(lengths)
     data: dict[str, Tensor | None] = {
         "input_ids": output.tokens,
-        "prompt_mask": position < prompt_lengths.repeat_interleave(lengths),
+        "prompt_mask": prompt.to(output.tokens.device),
         "logprobs": output.logprobs,
         "finished": output.finished,
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import isfinite
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
@@ -43,4 +44,4 @@ def sft_loss(outputs: dict[str, Tensor], batch: SequenceSample) -> tuple[Tensor,
 
 def cross_entropy(logp: Tensor, mask: Tensor) -> Tensor:
     """Sum of -log p over the tokens that ``mask`` selects; both are [T] and aligned."""
-    return -logp[mask].sum()
+    return -torch.where(mask, logp, 0.0).sum()

@@ -25,8 +25,10 @@ def global_norm(
     ``device`` (None: the device of the gradients)."""
     norms = torch._foreach_norm(list(gradients.values()))
     squares = torch.stack(norms).double().square()
-    times = torch.tensor([copies(name) for name in gradients], dtype=torch.float64)
-    total = (squares / times.to(squares.device)).sum().to(device)
+    times = [copies(name) for name in gradients]
+    if any(count > 1 for count in times):
+        squares = squares / torch.tensor(times, dtype=torch.float64, device=squares.device)
+    total = squares.sum().to(device)
     for group in groups:
         dist.all_reduce(total, group=group)
     return float(total.sqrt())

@@ -82,7 +82,7 @@ def test_states_stand_before_their_tokens() -> None:
     assert found.states.tolist() == [1, 2, 3, 4, 5, 6, 9]
     assert found.cu_seqlens.tolist() == [0, 3, 4, 4]
     assert found.last.tolist() == [2, 3]
-    assert found.answered.tolist() == [True, True, False]
+    assert found.answered.tolist() == [0, 1]
 
 
 def test_an_empty_batch_has_no_estimates() -> None:

@@ -14,8 +14,12 @@ from slurmrl.algorithms.ppo.critic import critic_loss
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Engine
 from slurmrl.ops.gae import packed_gae
+from tests.support.host_waits import host_waits
 
 MakeWorld = Callable[..., Any]
+STEP_WAITS, UPDATE_WAITS = 6, 2
+"""How often the host may wait for a GPU: in a step for the positions of responses, the numbers of
+tokens, moments and the KL; in each of its updates for the statistics and the gradient's norm."""
 
 
 def check_first_update_is_on_policy(world: Any) -> None:
@@ -200,3 +204,22 @@ def test_more_minibatches_than_completions_leave_out_the_empty_ones(make_world: 
     world = make_world(n_minibatches=5)
     stats = world.train_actor(world.rollout(step=1, prompts=3), 1, kl_coef=0.0)
     assert stats["actor_updates"] == 3.0
+
+
+@pytest.mark.parametrize("train", ["train_actor", "train_critic"])
+@pytest.mark.parametrize("budget", [10_000, 40])
+def test_a_step_waits_as_often_whatever_the_number_of_micro_batches(
+    make_world: MakeWorld, train: str, budget: int
+) -> None:
+    """Losses, masks and indices of a micro-batch make the host wait for nothing on a GPU."""
+    world = make_world(n_minibatches=2)
+    sample = world.rollout(step=1)
+    for engine in (world.actor, world.critic):
+        engine._max_tokens = budget
+    on_device = [
+        tensor for engine in (world.actor, world.critic) for tensor in engine._state().values()
+    ]
+    on_device += [tensor for tensor in sample.data.values() if tensor is not None]
+    with host_waits(on_device) as waits:
+        getattr(world, train)(sample, 1, kl_coef=0.1)
+    assert 0 < len(waits) <= STEP_WAITS + 2 * UPDATE_WAITS, waits

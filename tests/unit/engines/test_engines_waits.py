@@ -1,0 +1,90 @@
+"""How often the host would wait for a GPU: a few times for each training step and every few tokens
+of generation, but never for a micro-batch, a layer or a token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from slurmrl.config.schema import Model
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.fsdp.engine import FSDPEngine
+from slurmrl.models import generate as generate_module
+from slurmrl.models.generate import GenerationOptions
+from slurmrl.parallel.groups import ParallelContext
+from slurmrl.parallel.topology import ProcessTopology
+from tests.support.host_waits import host_waits
+
+ARCHITECTURE = {
+    "model_type": "qwen3",
+    "vocab_size": 50,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+LENGTHS = [5, 9, 3, 9, 12, 7]
+MOST_OF_A_STEP = 2
+"""Waits for one optimizer step: for its statistics, and for the norm of its gradients."""
+
+
+def engine(head: Any = "lm", **settings: Any) -> FSDPEngine:
+    topology = ProcessTopology(("dp",), (1,))
+    return FSDPEngine(
+        "actor",
+        Model(architecture=ARCHITECTURE, optimizer={"lr": 1e-3}, **settings),
+        head=head,
+        trained=True,
+        context=ParallelContext("actor", torch.device("cpu"), 0, (0,), topology, {}),
+        seed=3,
+        total_steps=10,
+        source=None,
+    )
+
+
+def sample(key: str = "input_ids") -> SequenceSample:
+    ids = torch.randint(4, 50, (sum(LENGTHS),), generator=torch.Generator().manual_seed(1))
+    return SequenceSample.from_default(LENGTHS, list(map(str, range(len(LENGTHS)))), {key: ids})
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("mode", ["off", "full"])
+@pytest.mark.parametrize("budget", [100, 12])
+def test_micro_batches_and_layers_wait_for_nothing(head: str, mode: str, budget: int) -> None:
+    model, batch = (
+        engine(head, gradient_checkpointing=mode, max_tokens_per_microbatch=budget),
+        sample(),
+    )
+
+    def loss(outputs: dict[str, torch.Tensor], _: SequenceSample) -> Any:
+        total = torch.stack([values.sum() for values in outputs.values()]).sum()
+        return total, {"total": total.detach()}
+
+    held = [*model._state().values(), batch.tensor("input_ids")]
+    with host_waits(held) as waits:
+        model.train_batch(batch, loss, 10.0)
+    assert len(waits) <= MOST_OF_A_STEP, waits
+    with host_waits(held) as waits:
+        model.forward(batch)
+    assert not waits
+
+
+@pytest.mark.parametrize("stops", [(), tuple(range(10, 30))])
+def test_generation_reads_what_has_ended_every_few_tokens(
+    stops: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(generate_module.CHECK_TOKENS, "cpu", 8)
+    model, batch = engine(), sample("prompt_ids")
+    options = GenerationOptions(
+        max_new_tokens=36, min_new_tokens=20, top_k=20, top_p=0.9, stop_token_ids=stops
+    )
+    keys = torch.arange(len(LENGTHS))
+    with host_waits([*model._state().values(), batch.tensor("prompt_ids"), keys]) as waits:
+        output = model.generate(batch, options, seed=1, step=1, keys=keys)
+    tokens = int((output.lengths - output.prompt_lengths).max())
+    assert bool(output.finished.any()) == bool(stops)
+    assert 1 <= len(waits) <= -(-tokens // 8), waits
