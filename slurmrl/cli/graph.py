@@ -38,7 +38,9 @@ def graph(
     from slurmrl.plan.settings import load_settings
     from slurmrl.submission.trials import chosen_root
 
-    settings = load_settings(config, overrides, root=chosen_root(root), planning=True)
+    settings = load_settings(
+        config, overrides, root=chosen_root(root), scheduler="local", planning=True
+    )
     plan = make_plan(settings, scheduler="local")
     dataset = settings.config.dataset
     calls = plan.calls

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from slurmrl.cli.options import common
-
-if TYPE_CHECKING:
-    from slurmrl.plan.model import Plan
-    from slurmrl.plan.settings import Settings
 
 
 @click.command(
@@ -87,24 +83,21 @@ def _explain(target: str, as_json: bool) -> None:
 def _report(
     path: Path, overrides: tuple[str, ...], scheduler: str | None, root: str | None
 ) -> dict[str, Any]:
+    from slurmrl.graph.graph import unread
     from slurmrl.plan.build import make_plan
+    from slurmrl.plan.checks import inventory
     from slurmrl.plan.report.values import report
     from slurmrl.plan.settings import load_settings
     from slurmrl.scheduler import choose
     from slurmrl.submission.trials import chosen_root
 
-    settings = load_settings(path, overrides, root=chosen_root(root), planning=True)
+    settings = load_settings(
+        path, overrides, root=chosen_root(root), scheduler=scheduler, planning=True
+    )
     kind = choose(scheduler or settings.config.cluster.scheduler)
-    planned = make_plan(settings, scheduler=kind)
-    return report(settings, planned, _warnings(settings, planned, kind))
-
-
-def _warnings(settings: Settings, planned: Plan, kind: str) -> list[str]:
-    """Return what the cluster lacks and which keys of the dataflow nothing reads."""
-    from slurmrl.graph.graph import unread
-    from slurmrl.plan.checks import inventory
-
-    found = [f"key {line}" for line in unread(planned.calls, settings.config.dataset.type)]
-    if kind == "slurm":
-        found += inventory.lacking(planned, settings.config, inventory.ask(settings.config))
-    return found
+    hosts = inventory.ask(settings.config) if kind == "slurm" else None
+    planned = make_plan(settings, scheduler=kind, hosts=hosts)
+    unread_keys = unread(planned.calls, settings.config.dataset.type)
+    warnings = [f"key {line}" for line in unread_keys]
+    warnings += inventory.lacking(planned, settings.config, hosts)
+    return report(settings, planned, [*warnings, *inventory.scarce(planned, settings, hosts)])

@@ -78,7 +78,9 @@ def try_reward(
 
     if file is not None and completions:
         raise click.UsageError("--completion and --completions exclude each other")
-    settings = load_settings(config, overrides, root=chosen_root(root), planning=True)
+    settings = load_settings(
+        config, overrides, root=chosen_root(root), scheduler="local", planning=True
+    )
     code = own_code.find(settings.config, settings.source, [config.parent.absolute(), Path.cwd()])
     data = trying.RewardData(settings)
     items = _items(data, rows, completions, file)

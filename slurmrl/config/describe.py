@@ -78,6 +78,8 @@ def _row(name: str, field: FieldInfo) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
+    if isinstance(field.json_schema_extra, dict) and "default" in field.json_schema_extra:
+        return str(field.json_schema_extra["default"])
     default = field.get_default(call_default_factory=True)
     if isinstance(default, BaseModel):
         return "its defaults"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurmrl.config.schema import Cluster
@@ -12,6 +12,7 @@ from slurmrl.doctor.check import Check, failed, guarded
 from slurmrl.doctor.job import JobShape, ProbeJob, Say, scratch
 from slurmrl.errors import SchedulerError
 from slurmrl.plan.build import make_plan
+from slurmrl.plan.checks import inventory
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings
 from slurmrl.scheduler import choose
@@ -45,14 +46,17 @@ def examine(what: Examination, say: Say) -> list[Check]:
     settings: Settings | None = None
     found: list[Check] = []
     if what.config is not None:
-        settings, found = login.configuration(what.config, what.overrides, what.root)
+        settings, found = login.configuration(
+            what.config, what.overrides, what.root, what.scheduler
+        )
     config = settings.config if settings else None
     cluster = config.cluster if config else Cluster()
     asked = what.scheduler or cluster.scheduler
     kind = choose(asked)
-    plan = make_plan(settings, scheduler=kind) if settings else None
+    hosts = inventory.ask(settings.config) if settings and kind == "slurm" else None
+    plan = make_plan(settings, scheduler=kind, hosts=hosts) if settings else None
     found += _trial(settings, plan, what.check_timeout_s)
-    found += [*login.scheduler(asked, kind, settings, plan), *login.machine()]
+    found += [*login.scheduler(asked, kind, settings, plan, hosts), *login.machine()]
     root = Path(config.root) if config else what.root or what.fallback
 
     def look_at_root() -> list[Check]:
@@ -86,7 +90,11 @@ def _shape(kind: str, cluster: Cluster, plan: Plan | None) -> JobShape:
     shape = JobShape(hosts=1)
     if group is not None:
         shape = JobShape(
-            group.hosts, group.workers_per_host, group.gpus_per_worker, group.cpus_per_worker
+            group.hosts,
+            group.workers_per_host,
+            group.gpus_per_worker,
+            group.cpus_per_worker,
+            group.mem_per_worker,
         )
     if kind == "local" or shape.hosts >= HOSTS:
         return shape
@@ -96,4 +104,4 @@ def _shape(kind: str, cluster: Cluster, plan: Plan | None) -> JobShape:
         return shape
     fit = [row for row in rows if row.gpus >= shape.gpus and row.state.strip("*~#$@+-") in USABLE]
     hosts = max(shape.hosts, min(HOSTS, len(fit)))
-    return JobShape(hosts, shape.workers_per_host, shape.gpus_per_worker, shape.cpus_per_worker)
+    return replace(shape, hosts=hosts)

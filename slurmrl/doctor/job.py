@@ -50,6 +50,7 @@ class JobShape:
     workers_per_host: int = 1
     gpus_per_worker: int = 0
     cpus_per_worker: int = 1
+    mem_per_worker: str | None = None
 
     @property
     def gpus(self) -> int:
@@ -137,6 +138,7 @@ class ProbeJob:
                     workers_per_host=self.shape.workers_per_host,
                     gpus_per_worker=self.shape.gpus_per_worker,
                     cpus_per_worker=self.shape.cpus_per_worker,
+                    mem_per_worker=self.shape.mem_per_worker,
                     links=1,
                     command=run if self.kind == "local" else (*SRUN, *run),
                 ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 from slurmrl.doctor import directory, disk, limits, software
@@ -12,6 +13,7 @@ from slurmrl.plan.checks import inventory
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.scheduler import AUTO
+from slurmrl.scheduler.parse import HostRow
 from slurmrl.submission import own_code
 from slurmrl.submission.checks.finding import Finding, Weight
 from slurmrl.submission.checks.run import Code, check
@@ -20,11 +22,11 @@ ROOT_ADVICE = "choose a folder of yours on a directory that all hosts share: --r
 
 
 def configuration(
-    path: Path, overrides: tuple[str, ...], root: Path | None
+    path: Path, overrides: tuple[str, ...], root: Path | None, scheduler: str | None = None
 ) -> tuple[Settings | None, list[Check]]:
     """The settings of a configuration (None if invalid) and the checks of them."""
     try:
-        settings = load_settings(path, overrides, root=root, planning=True)
+        settings = load_settings(path, overrides, root=root, scheduler=scheduler, planning=True)
     except ConfigError as error:
         return None, [failed("configuration", str(one), "") for one in error.problems]
     except UnreadableInputError as error:
@@ -49,9 +51,15 @@ def _check_of(finding: Finding) -> Check:
     return make(finding.subject, text, "") if make else ok(finding.subject, text)
 
 
-def scheduler(asked: str, kind: str, settings: Settings | None, plan: Plan | None) -> list[Check]:
-    """Whether Slurm answers, and has what the configuration takes; ``kind`` is what was made of
-    the scheduler that was ``asked`` for."""
+def scheduler(
+    asked: str,
+    kind: str,
+    settings: Settings | None,
+    plan: Plan | None,
+    hosts: Sequence[HostRow] | None,
+) -> list[Check]:
+    """Whether Slurm answers and has what the configuration needs. ``kind`` is the scheduler that
+    ``asked`` stands for; ``hosts`` are the cluster's."""
     advice = "see whether Slurm's commands work in your shell (module load slurm, SLURM_CONF)"
     if kind == "local" and asked == AUTO and shutil.which("sbatch"):
         return [warning("scheduler", "local: sbatch is here, but no controller answers", advice)]
@@ -63,8 +71,8 @@ def scheduler(asked: str, kind: str, settings: Settings | None, plan: Plan | Non
     ]
     if settings is None or plan is None:
         return found
-    lacking = inventory.lacking(plan, settings.config, inventory.ask(settings.config))
-    found += [failed("hosts", one, "see 'sinfo -N -o \"%N %t %G\"'") for one in lacking]
+    lacking = inventory.lacking(plan, settings.config, hosts)
+    found += [failed("hosts", one, "see 'sinfo -N -o \"%N %t %G %c %m\"'") for one in lacking]
     return found if lacking else [*found, ok("hosts", "the cluster has what the layout takes")]
 
 

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Final
 
 from slurmrl.allocation import Allocation
 from slurmrl.config.schema import Config
 from slurmrl.graph.call import DATASET_KEYS, Call, RoleUse
 from slurmrl.graph.graph import Graph
-from slurmrl.plan import placement
+from slurmrl.plan import placement, resources
+from slurmrl.plan.estimates.host import worker_bytes
 from slurmrl.plan.estimates.memory import uses_sequence_parallel
 from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Plan
 from slurmrl.plan.placement import ROLLOUTS, TRAINERS, Placement, layout_of, model_of
+from slurmrl.plan.resolve.hardware_defaults import gpus_per_worker
 from slurmrl.plan.settings import Settings
+from slurmrl.scheduler.parse import HostRow
 
 AXIS_ORDER: Final = ("pp", "dp", "cp", "tp")
 """From the outermost to the innermost: tensor-parallel ranks communicate most and are adjacent,
 pipeline stages communicate least. The order is Megatron's (Narayanan et al. 2021)."""
-FIRST_GPU: Final = Path("/dev/nvidia0")
 
 
-def make_plan(settings: Settings, *, scheduler: str) -> Plan:
-    """The plan for ``scheduler``, ``"local"`` or ``"slurm"``."""
+def make_plan(
+    settings: Settings, *, scheduler: str, hosts: Sequence[HostRow] | None = None
+) -> Plan:
+    """The plan for ``scheduler``, ``"local"`` or ``"slurm"``, and for the cluster's ``hosts`` if
+    they are known."""
     config, algorithm = settings.config, settings.algorithm
     uses = {use.role: use for use in algorithm.roles()}
     placed = placement.placements(config, uses)
@@ -39,7 +43,10 @@ def make_plan(settings: Settings, *, scheduler: str) -> Plan:
     return Plan(
         experiment=config.experiment,
         trial=config.trial,
-        groups=tuple(_groups(config, placed, scheduler)),
+        groups=tuple(
+            _with_resources(settings, group, scheduler, hosts or ())
+            for group in _groups(config, placed, scheduler)
+        ),
         models=models,
         calls=tuple(_call(call, models) for call in calls),
         evaluation_calls=tuple(_call(call, models) for call in evaluation_calls),
@@ -76,9 +83,7 @@ def expert_sizes(allocation: Allocation) -> dict[str, int]:
 def _groups(config: Config, placed: Mapping[str, Placement], scheduler: str) -> Iterable[GroupPlan]:
     """The trainers' job, and the servers' array with one task for each copy of the model."""
     workers = placement.trainers(placed.values())
-    gpus = config.cluster.gpus_per_worker
-    if gpus is None:
-        gpus = 1 if scheduler != "local" or FIRST_GPU.exists() else 0
+    gpus = gpus_per_worker(config.cluster, scheduler)
     yield _group(config, gpus, TRAINERS, *_hosts(config, placed, workers, scheduler))
     rollout = placed.get(ROLLOUTS)
     if rollout is not None and rollout.group == ROLLOUTS:
@@ -117,8 +122,28 @@ def _group(
         gpus_per_worker=gpus,
         threads_per_worker=cluster.threads_per_worker,
         cpus_per_worker=cluster.cpus_per_worker or cluster.threads_per_worker,
+        mem_per_worker=cluster.mem_per_worker,
         links=cluster.slurm.links * hosts if elastic else links,
         elastic=elastic,
+    )
+
+
+def _with_resources(
+    settings: Settings, group: GroupPlan, scheduler: str, hosts: Sequence[HostRow]
+) -> GroupPlan:
+    """Add the default requests of a group with GPUs. (The local scheduler requests nothing.)"""
+    if scheduler == "local" or group.gpus_per_worker == 0:
+        return group
+    cluster, shape = settings.config.cluster, (group.workers_per_host, group.hosts_of_job)
+    gpus = group.gpus_per_worker * group.workers_per_host
+    given = cluster.slurm.gpu_directive == "none"
+    fit = [host for host in hosts if given or host.gpus >= gpus]
+    estimate = None if group.elastic else worker_bytes(settings)
+    return group.model_copy(
+        update={
+            "cpus_per_worker": resources.cpus(cluster, *shape, fit),
+            "mem_per_worker": resources.memory(cluster, estimate, *shape, fit),
+        }
     )
 
 

@@ -15,6 +15,7 @@ from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import MOST_COUNT
 from slurmrl.graph.call import Head, Method
+from slurmrl.plan.estimates.hardware import memory_of
 
 
 class _PlanPart(BaseModel):
@@ -30,6 +31,8 @@ class GroupPlan(_PlanPart):
     gpus_per_worker: int
     threads_per_worker: int
     cpus_per_worker: int
+    mem_per_worker: str | None = None
+    """Host memory in Slurm's notation; None leaves it to the cluster."""
     links: int = Field(ge=0, le=MOST_COUNT)
     """Elements of its job array."""
     elastic: bool = False
@@ -37,6 +40,16 @@ class GroupPlan(_PlanPart):
     @property
     def world_size(self) -> int:
         return self.hosts * self.workers_per_host
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Host memory that is requested for a worker."""
+        return memory_of(self.mem_per_worker) if self.mem_per_worker else None
+
+    @property
+    def hosts_of_job(self) -> int:
+        """Hosts that one job needs: each task of an elastic group is a job on one host."""
+        return 1 if self.elastic else self.hosts
 
 
 class ModelPlan(_PlanPart):

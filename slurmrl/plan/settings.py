@@ -19,9 +19,10 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.algorithms import ALGORITHMS, Algorithm
 from slurmrl.plan.checks import check, check_submission
 from slurmrl.plan.checks.draft import Draft
-from slurmrl.plan.resolve import allocation_mode, trial_references
+from slurmrl.plan.resolve import allocation_mode, hardware_defaults, trial_references
 from slurmrl.plan.resolve.inherit import complete
 from slurmrl.registry import near
+from slurmrl.scheduler import choose
 
 logger = log.get(__name__)
 
@@ -45,10 +46,12 @@ def load_settings(
     overrides: Sequence[str] = (),
     *,
     root: Path | None = None,
+    scheduler: str | None = None,
     planning: bool = False,
 ) -> Settings:
-    """Read, resolve and check a configuration. ``root`` overrides the configuration's own. When
-    ``planning``, absent files and engines are listed in ``missing`` instead of refused.
+    """Read, resolve and check a configuration. ``root`` and ``scheduler`` override the
+    configuration's own. When ``planning``, absent files and engines are listed in ``missing``
+    instead of refused.
 
     Raises ConfigError with every problem: in the text, in the values, in the algorithm's settings,
     and between them and the files that they name.
@@ -67,6 +70,8 @@ def load_settings(
             config, Path(config.root), source, planning=planning
         )
         if algorithm is not None:
+            kind = choose(scheduler or config.cluster.scheduler)
+            config = hardware_defaults.with_precision(config, kind)
             config, more = complete(config, algorithm, source)
             problems += more
             config = _with_algorithm(config, algorithm)

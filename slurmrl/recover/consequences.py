@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from slurmrl.config.schema import Config, Model, Optimizer
+from slurmrl.config.source import Source
 from slurmrl.recover.differences import FOLLOWERS, LAYOUT, changes
 
 WHERE: Final = ("backend", "gpus", "model")
@@ -25,6 +26,19 @@ def follow_actor(config: Config, overrides: Sequence[str]) -> list[str]:
         if all(getattr(model, name) == getattr(config.actor, name) for name in WHERE):
             added += [f'{role}.backend=""', f'{role}.gpus=""', f"{role}.model=null"]
     return [*added, *overrides]
+
+
+def keep_precision(old: Config, new: Config, source: Source) -> list[str]:
+    """Return overrides that keep the data types of a trial that began with ``old`` where the
+    configuration sets none: the default depends on the hosts and on slurmrl's version."""
+    found = []
+    for role in ("actor", *FOLLOWERS):
+        before, now = getattr(old, role), getattr(new, role)
+        section = source.values.get(role)
+        written = isinstance(section, dict) and section.get("dtype") is not None
+        if before is not None and now is not None and before.dtype != now.dtype and not written:
+            found.append(f"{role}.dtype={before.dtype}")
+    return found
 
 
 def _moves(role: str, overrides: Sequence[str]) -> bool:

@@ -84,6 +84,8 @@ class GroupRequest:
     workers_per_host: int = 1
     gpus_per_worker: int = 0
     cpus_per_worker: int = 1
+    mem_per_worker: str | None = None
+    """Memory in Slurm's notation; None leaves it to the cluster."""
     links: int = 8
     """Array elements: successive links of a fixed group, tasks of an elastic one."""
     elastic: bool = False

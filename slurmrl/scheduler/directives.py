@@ -63,7 +63,7 @@ def table(request: SubmissionRequest, group: GroupRequest) -> dict[str, str | bo
         "signal": f"B:USR2@{slurm.get('signal_lead_s', 120)}",
     }
     result |= {"no-kill": True} if spares else {}
-    result |= _gpus(group, slurm) | _memory(group, request.options)
+    result |= _gpus(group, slurm) | _memory(group)
     result |= {key: str(slurm[key]) for key in PASSED if slurm.get(key) is not None}
     for key, value in result.items():
         check_value(key, str(value))
@@ -107,14 +107,14 @@ def _gpus(group: GroupRequest, slurm: Mapping[str, Any]) -> dict[str, str | bool
     return {"gres": f"gpu:{kind}{count}"} if how == "gres" else {how: f"{kind}{count}"}
 
 
-def _memory(group: GroupRequest, options: Mapping[str, Any]) -> dict[str, str | bool]:
-    per_worker = options.get("mem_per_worker")
-    if per_worker is None:
+def _memory(group: GroupRequest) -> dict[str, str | bool]:
+    if group.mem_per_worker is None:
         return {}
-    found = re.fullmatch(r"(\d+)([KMGT]?)B?", str(per_worker), re.IGNORECASE)
+    found = re.fullmatch(r"(\d+)([KMGT]?)B?", group.mem_per_worker, re.IGNORECASE)
     if not found:
         raise UsageError(
-            f"cluster.mem_per_worker={per_worker!r}: write a whole number and a unit, such as 16G"
+            f"cluster.mem_per_worker={group.mem_per_worker!r}: write a whole number and a unit, "
+            "such as 16G"
         )
     return {"mem": f"{int(found[1]) * group.workers_per_host}{found[2].upper()}"}
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from slurmrl.errors import SchedulerError
 
-HOSTS_FORMAT = "%N|%T|%G"
-"""sinfo's fields, one line for each host and partition: host, state, generic resources."""
+HOSTS_FORMAT = "%N|%T|%G|%c|%m"
+"""sinfo's fields, one line for each host and partition: host, state, generic resources, CPUs,
+megabytes of memory."""
 MOST_DIGITS = 7
 """Digits of an element or of a host's number: Slurm has at most 4,000,001 elements."""
 _GPUS = re.compile(r"\bgpu(?::[^:,()]+)*?:(\d+)")
@@ -22,6 +23,10 @@ class HostRow:
     name: str
     state: str
     gpus: int
+    cpus: int = 0
+    """As Slurm counts them: cores or hardware threads; 0 where unknown."""
+    memory_mib: int = 0
+    """0 where unknown. (1 is what Slurm prints for a host without configured memory.)"""
 
 
 def cluster_hosts(text: str) -> list[HostRow]:
@@ -32,8 +37,16 @@ def cluster_hosts(text: str) -> list[HostRow]:
         if len(parts) < 3:
             raise SchedulerError(f"unexpected line from sinfo: {line!r}")
         gpus = sum(int(number) for number in _GPUS.findall(parts[2]))
-        found[parts[0]] = HostRow(parts[0], parts[1], gpus)
+        cpus, memory_mib = (_whole(text) for text in [*parts[3:5], "", ""][:2])
+        known_mib = memory_mib if memory_mib > 1 else 0
+        found[parts[0]] = HostRow(parts[0], parts[1], gpus, cpus, known_mib)
     return list(found.values())
+
+
+def _whole(text: str) -> int:
+    """Return a number that sinfo may end with a plus sign; 0 for anything else."""
+    digits = text.strip().removesuffix("+")
+    return int(digits) if digits.isdecimal() else 0
 
 
 def job_id(text: str) -> str:

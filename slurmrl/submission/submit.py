@@ -35,6 +35,7 @@ from slurmrl.recover import (
     consequences,
     differences,
     follow_actor,
+    keep_precision,
     may_change,
     moved_schedules,
 )
@@ -85,6 +86,7 @@ class Proposal:
                     workers_per_host=group.workers_per_host,
                     gpus_per_worker=group.gpus_per_worker,
                     cpus_per_worker=group.cpus_per_worker,
+                    mem_per_worker=group.mem_per_worker,
                     links=group.links,
                     elastic=group.elastic,
                     spares=self.settings.config.cluster.slurm.spares,
@@ -164,10 +166,11 @@ def propose(
     Raises ConfigError with all problems.
     """
     chosen = trials.chosen_root(root)
-    settings = load_settings(config, overrides, root=chosen)
-    if new:
-        name = _free_name(settings)
-        settings = load_settings(config, [*overrides, f"trial={json.dumps(name)}"], root=chosen)
+    settings = load_settings(config, overrides, root=chosen, scheduler=scheduler)
+    added = [f"trial={json.dumps(_free_name(settings))}"] if new else _kept(settings)
+    if added:
+        changed = [*overrides, *added]
+        settings = load_settings(config, changed, root=chosen, scheduler=scheduler)
     code = _own_code(settings, [config.parent.absolute(), Path.cwd()])
     return _planned(
         settings, scheduler, code, update_code=_needs_other_code(_paths(settings), settings.config)
@@ -190,7 +193,8 @@ def propose_resume(
         )
     before = load_resolved(paths.config)
     overrides = follow_actor(before, overrides)
-    settings = load_settings(paths.config, overrides, root=paths.run.parents[2])
+    root = paths.run.parents[2]
+    settings = load_settings(paths.config, overrides, root=root, scheduler=scheduler)
     found = _paths(settings)
     if found != paths:
         raise UsageError("resume cannot rename a trial: submit the configuration with --new")
@@ -297,6 +301,15 @@ def _needs_other_code(paths: RunPaths, config: Config) -> bool:
     return (config.code, _reward(config)) != (before.code, _reward(before))
 
 
+def _kept(settings: Settings) -> list[str]:
+    """Return overrides that keep what the configuration leaves to a default that may have been
+    another one when the trial began."""
+    paths = _paths(settings)
+    if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is None:
+        return []
+    return keep_precision(load_resolved(paths.config), settings.config, settings.source)
+
+
 def _own_code(settings: Settings, folders: Sequence[Path]) -> own_code.OwnCode:
     code = own_code.find(settings.config, settings.source, folders)
     for note in code.notes:
@@ -317,12 +330,11 @@ def _planned(
     cluster = config.cluster.model_copy(update={"scheduler": kind})
     config = config.model_copy(update={"cluster": cluster})
     settings = dataclasses.replace(settings, config=config)
-    plan = make_plan(settings, scheduler=kind)
-    if kind == "slurm":
-        lacking = inventory.lacking(plan, settings.config, inventory.ask(settings.config))
-        if lacking:
-            where = str(settings.source.path)
-            raise ConfigError(tuple(Problem(where, "cluster", text) for text in lacking))
+    hosts = inventory.ask(config) if kind == "slurm" else None
+    plan = make_plan(settings, scheduler=kind, hosts=hosts)
+    if lacking := inventory.lacking(plan, config, hosts):
+        where = str(settings.source.path)
+        raise ConfigError(tuple(Problem(where, "cluster", text) for text in lacking))
     recorder = ProvenanceWriter(config, settings.source.path, code, kind)
     return Proposal(settings, plan, _paths(settings), kind, recorder, update_code)
 

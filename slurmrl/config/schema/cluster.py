@@ -140,14 +140,18 @@ class Cluster(Section):
     gpus_per_worker: Annotated[int, Field(ge=0, le=1)] | None = None
     """GPUs per worker, 0 or 1. Default: 1 under Slurm or on a machine with an NVIDIA GPU."""
     gpu_memory: Memory | None = None
-    """Memory of one GPU: `80G`. A layout that is estimated to need more is refused. Default: the
-    memory of a known `slurm.gpu_type`; if that is unknown, nothing is refused."""
+    """Memory of one GPU: `80G`. A layout that is estimated to need more, with a margin of 3 GiB and
+    10 %, is refused. Default: the memory of a known `slurm.gpu_type`; if that is unknown, workers
+    compare the estimate with their GPU's memory when they start."""
     threads_per_worker: PositiveInt = 1
     """CPU threads that one worker computes with. Results on CPUs depend on it."""
     cpus_per_worker: PositiveInt | None = None
-    """CPU cores requested for each worker. Default: `threads_per_worker`."""
+    """CPU cores requested for each worker. Default with GPUs under Slurm: 8, or fewer where the
+    hosts have fewer for each of their GPUs; otherwise `threads_per_worker`."""
     mem_per_worker: Memory | None = None
-    """Memory requested for each worker in Slurm's notation: `16G`, or whole megabytes."""
+    """Host memory requested for each worker in Slurm's notation: `16G`, or whole megabytes. Default
+    with GPUs under Slurm: the estimate that `slurmrl plan` shows, or what the hosts have if that is
+    less; otherwise the cluster's default."""
     interface: Word | None = None
     """Network interface for communication between workers. Default: loopback for a job on one host,
     otherwise the interface of the default route."""

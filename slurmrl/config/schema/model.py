@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from slurmrl.config.schema.base import Line, PathText, PositiveInt, Section
 from slurmrl.config.schema.optimizer import Optimizer
@@ -59,8 +59,11 @@ class Model(Section):
     Default: as many as the layout needs, from 0."""
     model: ParallelSizes | None = None
     """The layout in the terms of Megatron and RLinf, instead of or in addition to `backend`."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of the computation. A trained role keeps its weights in float32."""
+    dtype: Annotated[
+        Literal["float32", "bfloat16"], Field(json_schema_extra={"default": "by device"})
+    ] = "float32"
+    """Data type of the computation. A trained role keeps its weights in float32. Default: bfloat16
+    on GPUs, float32 on CPUs."""
     gradient_checkpointing: bool | Literal["off", "selective", "full"] = False
     """Recompute activations in the backward pass: less memory, more time. `full` (or true) keeps
     only each layer's input and takes about a third more time. `selective` also keeps the outputs of

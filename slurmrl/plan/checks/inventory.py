@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from slurmrl.config.schema import Config
+from slurmrl.config.schema import Cluster, Config
 from slurmrl.errors import SchedulerError
-from slurmrl.plan.model import Plan
+from slurmrl.plan import resources
+from slurmrl.plan.estimates.hardware import GIB
+from slurmrl.plan.estimates.host import worker_bytes
+from slurmrl.plan.model import GroupPlan, Plan
+from slurmrl.plan.settings import Settings
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
 
@@ -25,19 +29,54 @@ def lacking(plan: Plan, config: Config, hosts: Sequence[HostRow] | None) -> list
     """What the cluster could not provide even if all its hosts were idle."""
     if hosts is None:
         return []
-    asks_gpus = config.cluster.slurm.gpu_directive != "none"
-    where = f"partition {config.cluster.slurm.partition}" if config.cluster.slurm.partition else ""
-    found = []
-    for group in plan.groups:
-        gpus = group.gpus_per_worker * group.workers_per_host if asks_gpus else 0
-        fit = sum(host.gpus >= gpus for host in hosts)
-        needed = 1 if group.elastic else group.hosts
-        if fit < needed:
-            kind = f"hosts with {gpus} GPUs" if gpus else "hosts"
-            most = max((host.gpus for host in hosts), default=0)
-            found.append(
-                f"the {group.name} group needs {needed} {kind}, {where or 'the cluster'} has {fit} "
-                f"(of {len(hosts)} hosts, with up to {most} GPUs): change the layout or "
+    partition = config.cluster.slurm.partition
+    where = f"partition {partition}" if partition else "the cluster"
+    return [line for group in plan.groups for line in _lacking(group, config.cluster, hosts, where)]
+
+
+def _lacking(
+    group: GroupPlan, cluster: Cluster, hosts: Sequence[HostRow], where: str
+) -> Iterator[str]:
+    needed, workers = group.hosts_of_job, group.workers_per_host
+    gpus = group.gpus_per_worker * workers if cluster.slurm.gpu_directive != "none" else 0
+    fit = [host for host in hosts if host.gpus >= gpus]
+    if len(fit) < needed:
+        kind = f"hosts with {gpus} GPUs" if gpus else "hosts"
+        most = max((host.gpus for host in hosts), default=0)
+        yield (
+            f"the {group.name} group needs {needed} {kind}, {where} has {len(fit)} (of "
+            f"{len(hosts)} hosts, with up to {most} GPUs): change the layout or "
+            "cluster.workers_per_host"
+        )
+        return
+    cpus, mib = group.cpus_per_worker * workers, (group.memory_bytes or 0) * workers >> 20
+    requests = [
+        ("cores", cpus, "cpus_per_worker", [host.cpus for host in fit]),
+        ("MiB of memory", mib, "mem_per_worker", [host.memory_mib for host in fit]),
+    ]
+    for what, requested, key, there in requests:
+        if sum(not size or size >= requested for size in there) < needed:
+            yield (
+                f"the {group.name} group requests {requested} {what} on each of {needed} hosts, "
+                f"{where} has hosts with up to {max(there)}: lower cluster.{key} or "
                 "cluster.workers_per_host"
+            )
+
+
+def scarce(plan: Plan, settings: Settings, hosts: Sequence[HostRow] | None) -> list[str]:
+    """Default requests that were lowered to what the hosts have."""
+    cluster, found = settings.config.cluster, []
+    estimate = worker_bytes(settings)
+    for group in plan.groups if hosts else ():
+        cores, memory = group.cpus_per_worker, group.memory_bytes
+        if group.gpus_per_worker and cores < resources.CPUS and cluster.cpus_per_worker is None:
+            found.append(
+                f"the {group.name} group requests {cores} cores for each GPU, the hosts' share; "
+                f"{resources.CPUS} are usual, and fewer may slow down rewards and data"
+            )
+        if memory and estimate and memory < estimate and cluster.mem_per_worker is None:
+            found.append(
+                f"the {group.name} group requests {memory / GIB:.1f} GiB of host memory for each "
+                f"worker, because the hosts have no more; the estimate is {estimate / GIB:.1f} GiB"
             )
     return found

@@ -19,10 +19,8 @@ from slurmrl.graph.call import Method
 from slurmrl.plan import placement
 from slurmrl.plan.checks import fit
 from slurmrl.plan.checks.draft import Draft
+from slurmrl.plan.checks.memory import memory
 from slurmrl.plan.engines import ENGINES, rules_of
-from slurmrl.plan.estimates import hardware
-from slurmrl.plan.estimates.costs import memories, standing_by_gpu
-from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.lengths import lengths_of
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.placement import LARGEST_HOST, ROLLOUTS, TRAINERS, Placement
@@ -263,32 +261,6 @@ def _key(draft: Draft, role: str, axis: str) -> KeyPath:
     if role != ROLLOUTS and axis not in (*sizes.FIELDS, "dp"):
         return (role, "model", field)
     return (role, "backend")
-
-
-def memory(draft: Draft) -> Iterator[Problem]:
-    """The estimate for the fullest GPU fits its memory."""
-    limit = hardware.memory_bytes(draft.config.cluster)
-    if limit is None or draft.config.cluster.gpus_per_worker == 0:
-        return
-    rank, roles, needed = standing_by_gpu(draft)
-    if needed > limit:
-        message = (
-            f"GPU {rank} is estimated to need {needed / GIB:.1f} GiB for {', '.join(roles)}, but "
-            f"has {limit / GIB:.1f}: split the models further, or lower max_tokens_per_microbatch "
-            "(slurmrl plan shows the parts of the estimate)"
-        )
-        where = ("cluster", "gpu_memory")
-        yield draft.problem(where if draft.writes(*where) else ("actor", "backend"), message)
-    rollout = draft.placements().get(ROLLOUTS)
-    if rollout is not None and rollout.group == ROLLOUTS:
-        estimate = memories(draft).get(ROLLOUTS)
-        weights = estimate.weights if estimate else 0
-        if weights >= limit:  # the rest holds keys and values; with less, requests wait
-            message = (
-                f"'{rollout.allocation}' is not allowed: each GPU would hold {weights / GIB:.1f} "
-                f"GiB of weights but has {limit / GIB:.1f}; split them further with t"
-            )
-            yield draft.problem((ROLLOUTS, "backend"), message)
 
 
 LAYOUT_CHECKS: Final = (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from slurmrl.config.schema import Config, Model
@@ -11,7 +12,14 @@ from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.estimates import hardware
 from slurmrl.plan.estimates.flops import call_flops, compute_seconds, decode_seconds
 from slurmrl.plan.estimates.lengths import Lengths, lengths_of
-from slurmrl.plan.estimates.memory import Memory, MemoryDemand, estimate, kv_bytes_per_token
+from slurmrl.plan.estimates.memory import (
+    PASSING,
+    STANDING,
+    Memory,
+    MemoryDemand,
+    estimate,
+    kv_bytes_per_token,
+)
 from slurmrl.plan.estimates.shape import ModelShape, shape_of
 from slurmrl.plan.placement import TRAINERS, Placement, layout_of, model_of, placements
 
@@ -25,12 +33,21 @@ class Checked(Protocol):
     def algorithm(self) -> Algorithm: ...
 
 
-class Fullest(NamedTuple):
-    """The GPU of the trainers' job with the highest estimate, and the models on it."""
+@dataclass(frozen=True)
+class Fullest:
+    """The GPU of the trainers' job with the highest estimate."""
 
-    rank: int
-    models: tuple[str, ...]
-    size: int
+    rank: int = 0
+    models: tuple[str, ...] = ()
+    """The models on it."""
+    parts: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of what is on it at that time: weights, gradients, optimizer and, of one model at a
+    time, activations or kv_cache."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
 
 
 class CallCost(NamedTuple):
@@ -40,8 +57,9 @@ class CallCost(NamedTuple):
     seconds: float | None
 
 
-def memories(checked: Checked) -> dict[str, Memory]:
-    """By model; those whose architecture is not known are left out."""
+def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
+    """The memory of each model whose architecture is known. ``certain`` counts only what does not
+    depend on an assumed length of sequences."""
     config, algorithm = checked.config, checked.algorithm
     uses = {use.role: use for use in algorithm.roles()}
     placed = placements(config, uses)
@@ -55,6 +73,8 @@ def memories(checked: Checked) -> dict[str, Memory]:
         methods = {call.method for call, layout in on if layout == name}
         use = uses.get(name) or RoleUse(name, trained=False)
         lengths = lengths_of(config, algorithm, shape)
+        if certain and lengths is not None and lengths.assumed:
+            lengths = None
         job = MemoryDemand(
             model=model,
             shape=shape,
@@ -70,31 +90,35 @@ def memories(checked: Checked) -> dict[str, Memory]:
 
 
 def fullest(placed: dict[str, Placement], sizes: dict[str, Memory]) -> Fullest:
-    """Models on one GPU keep what stands there; calls run one after the other, so the largest of
-    their passing needs counts once."""
+    """The GPU with the highest estimate. Calls run one after the other, so of the models' transient
+    memory only the largest counts."""
     on: dict[int, list[str]] = {}
     for name, one in placed.items():
         if one.group == TRAINERS and name in sizes:
             for rank in one.ranks:
                 on.setdefault(rank, []).append(name)
-    best = Fullest(0, (), 0)
-    for names in {tuple(names): rank for rank, names in sorted(on.items(), reverse=True)}.items():
-        together, rank = names
-        size = together_bytes([sizes[name] for name in together])
-        if size > best.size:
-            best = Fullest(rank, together, size)
+    best = Fullest()
+    first_ranks = {tuple(names): rank for rank, names in sorted(on.items(), reverse=True)}
+    for names, rank in first_ranks.items():
+        found = Fullest(rank, names, _parts({name: sizes[name] for name in names}))
+        if found.size > best.size:
+            best = found
     return best
 
 
-def together_bytes(models: Sequence[Memory]) -> int:
-    passing = (max(one.activations, one.kv_cache) for one in models)
-    return sum(one.standing for one in models) + max(passing, default=0)
+def _parts(models: Mapping[str, Memory]) -> dict[str, int]:
+    found = {part: sum(getattr(one, part) for one in models.values()) for part in STANDING}
+    transient = {
+        f"{part} of {name}": getattr(one, part) for name, one in models.items() for part in PASSING
+    }
+    largest = max(transient, key=transient.__getitem__)
+    return {**found, largest: transient[largest]}
 
 
-def standing_by_gpu(checked: Checked) -> Fullest:
-    """The fullest GPU, of the trainers or of the servers."""
+def fullest_gpu(checked: Checked, *, certain: bool = False) -> Fullest:
+    """The trainers' GPU with the highest estimate; ``certain`` as in `memories`."""
     placed = placements(checked.config, [use.role for use in checked.algorithm.roles()])
-    return fullest(placed, memories(checked))
+    return fullest(placed, memories(checked, certain=certain))
 
 
 def cost(

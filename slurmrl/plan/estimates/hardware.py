@@ -53,6 +53,12 @@ def memory_bytes(cluster: Cluster) -> int | None:
     return int(size[1]) * GIB if size else gpu.memory_bytes
 
 
+def margin(needed: int) -> int:
+    """Bytes to spare beside an estimate: the CUDA context and NCCL's buffers take about 3 GiB, and
+    fragmentation a tenth."""
+    return 3 * GIB + needed // 10
+
+
 def memory_of(text: str) -> int:
     """Bytes of a memory as Slurm writes it; a bare number counts megabytes."""
     unit = text[-1] if text[-1] in _UNITS else "M"

@@ -22,9 +22,13 @@ LOGIT_TOKENS: Final = 512
 """Logits are computed this many at a time, or these tokens' where the vocabulary is large."""
 
 
+STANDING: Final = ("weights", "gradients", "optimizer")
+PASSING: Final = ("activations", "kv_cache")
+
+
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU. The first three are there all the time, of the others one at a time."""
+    """Bytes on one GPU: of `STANDING` all the time, of `PASSING` one at a time."""
 
     weights: int
     gradients: int
@@ -37,7 +41,7 @@ class Memory:
 
     @property
     def standing(self) -> int:
-        return self.weights + self.gradients + self.optimizer
+        return sum(getattr(self, part) for part in STANDING)
 
     def explain(self) -> dict[str, int]:
         return {f"{name}_bytes": size for name, size in asdict(self).items()}
@@ -121,11 +125,15 @@ def _copies(allocation: Allocation) -> tuple[int, int]:
     return dense, allocation.experts.dp if allocation.experts else dense
 
 
-def _per_rank(job: MemoryDemand) -> float:
-    """Parameters of one rank, each shard counted once."""
-    own = parameters(job.shape, job.allocation, job.head)
-    dense, experts = _copies(job.allocation)
+def shard_parameters(shape: ModelShape, allocation: Allocation, head: Head) -> float:
+    """Elements of one rank's shard, with parameters sharded over the ranks that have copies."""
+    own = parameters(shape, allocation, head)
+    dense, experts = _copies(allocation)
     return own.dense / dense + own.experts / experts
+
+
+def _per_rank(job: MemoryDemand) -> float:
+    return shard_parameters(job.shape, job.allocation, job.head)
 
 
 def _weight_bytes(job: MemoryDemand) -> int:

@@ -8,20 +8,19 @@ from typing import Any, Final
 
 from slurmrl.display.document import Block, Document, Grid, GridRow, Legend, Lines, Table
 from slurmrl.plan.estimates.hardware import GIB
+from slurmrl.plan.estimates.memory import PASSING, STANDING
 
 AXIS_LETTERS: Final = {"pp": "p", "dp": "d", "cp": "c", "tp": "t"}
-STANDING: Final = ("weights", "gradients", "optimizer")
-PASSING: Final = ("activations", "kv_cache")
 MEMORY: Final = (*STANDING, *PASSING)
 
 
 def document(report: Mapping[str, Any]) -> Document:
     """The document of a report's values."""
-    groups = ("GROUP", "HOSTS", "WORKERS", "GPUS/HOST", "CPUS/HOST", "ARRAY")
+    groups = ("GROUP", "HOSTS", "WORKERS", "GPUS/HOST", "CPUS/HOST", "MEM/HOST", "ARRAY")
     memory = ("MODEL", *(name.upper() for name in MEMORY), "TOGETHER")
     calls = ("CALL", "MODEL", "METHOD", "RANKS", "TFLOP", "SECONDS", "HOOKS")
     blocks: list[Block] = [
-        Table(groups, list(_groups(report))),
+        Table(groups, list(_groups(report)), note=_host_memory(report)),
         Legend({name: _model(model) for name, model in report["models"].items()}),
         *(_grid(report, group) for group in report["groups"]),
         Table(memory, list(_memory(report)), note=_fullest(report["memory"])),
@@ -59,11 +58,19 @@ def _groups(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
         hosts = f"{group['hosts']} tasks" if group["elastic"] else str(group["hosts"])
         workers = str(group["hosts"] * group["workers_per_host"])
         gpus, cpus = str(group["gpus_per_host"]), str(group["cpus_per_host"])
-        yield group["name"], hosts, workers, gpus, cpus, f"--array={group['array']}"
+        memory = group["mem_per_host_bytes"]
+        shown = "-" if memory is None else _size(memory)
+        yield group["name"], hosts, workers, gpus, cpus, shown, f"--array={group['array']}"
+
+
+def _host_memory(report: Mapping[str, Any]) -> str:
+    size = report["worker_host_bytes"]
+    return "" if size is None else f"host memory: {_size(size)} estimated for each worker"
 
 
 def _model(model: Mapping[str, Any]) -> str:
     facts = [model["backend"], "trained" if model["trained"] else "not trained"]
+    facts.append(f"{model['dtype']} ({model['dtype_from']})")
     if model["virtual_pipeline"] > 1:
         facts.append(f"virtual pipeline {model['virtual_pipeline']}")
     if model["sequence_parallel"]:
@@ -115,9 +122,10 @@ def _memory(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
 def _fullest(memory: Mapping[str, Any]) -> str:
     if memory["bytes"] is None:
         return "memory of a GPU: not estimated"
-    limit = f" of {_size(memory['gpu_bytes'])}" if memory["gpu_bytes"] else ""
+    limit = f", of {_size(memory['gpu_bytes'])}" if memory["gpu_bytes"] else ""
+    needed = f"{_size(memory['bytes'])} and a margin of {_size(memory['margin_bytes'])}{limit}"
     models = ", ".join(memory["models"])
-    return f"fullest GPU: {memory['fullest_gpu']} with {models}: {_size(memory['bytes'])}{limit}"
+    return f"fullest GPU: {memory['fullest_gpu']} with {models}: {needed}"
 
 
 def _size(number: int) -> str:

@@ -12,6 +12,7 @@ from slurmrl.allocation import parse
 from slurmrl.graph.call import Call
 from slurmrl.plan.checks.fit import Fit, padded_vocabulary
 from slurmrl.plan.estimates import costs, hardware
+from slurmrl.plan.estimates.host import worker_bytes
 from slurmrl.plan.estimates.memory import Memory
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
@@ -31,6 +32,7 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
         "world_size": plan.world_size,
         "gpus": sum(group.world_size * group.gpus_per_worker for group in plan.groups),
         "groups": [_group(group) for group in plan.groups],
+        "worker_host_bytes": worker_bytes(settings) if _uses_gpus(plan) else None,
         "models": {
             name: _model(settings, plan, model, memories.get(name))
             for name, model in plan.models.items()
@@ -48,6 +50,7 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
 def _group(group: GroupPlan) -> dict[str, Any]:
     """A fixed group is one job of all its hosts, and its array's elements are successive links; in
     an elastic one they are tasks on one host each, of which as many run as there are hosts."""
+    memory = group.memory_bytes
     array = f"0-{group.links - 1}%{group.hosts if group.elastic else 1}"
     return {
         "name": group.name,
@@ -57,6 +60,7 @@ def _group(group: GroupPlan) -> dict[str, Any]:
         "gpus_per_worker": group.gpus_per_worker,
         "gpus_per_host": group.gpus_per_worker * group.workers_per_host,
         "cpus_per_host": group.cpus_per_worker * group.workers_per_host,
+        "mem_per_host_bytes": None if memory is None else memory * group.workers_per_host,
         "array": array,
     }
 
@@ -71,6 +75,8 @@ def _model(
     return {
         **model.model_dump(mode="json", exclude={"ranks"}),
         "world_size": len(model.ranks),
+        "dtype": section.dtype,
+        "dtype_from": _dtype_from(settings, model.role, plan),
         "padded_vocabulary": padded_vocabulary(Fit(own, allocation, shape, None)),
         "memory": None if memory is None else memory.explain(),
         "ranks": [
@@ -85,6 +91,19 @@ def _model(
             for row in tables.rows(plan, model)
         ],
     }
+
+
+def _dtype_from(settings: Settings, role: str, plan: Plan) -> str:
+    """Where the precision of a role comes from: a key of the configuration, or a default."""
+    for name in (role, "actor"):
+        section = settings.source.values.get(name)
+        if isinstance(section, dict) and section.get("dtype") is not None:
+            return f"{name}.dtype"
+    return f"default on {'GPUs' if _uses_gpus(plan) else 'CPUs'}"
+
+
+def _uses_gpus(plan: Plan) -> bool:
+    return any(group.gpus_per_worker for group in plan.groups)
 
 
 def _calls(
@@ -119,11 +138,12 @@ def _calls(
 def _fullest(
     settings: Settings, placed: dict[str, Placement], memories: dict[str, Memory]
 ) -> dict[str, Any]:
-    rank, models, size = costs.fullest(placed, memories)
+    found = costs.fullest(placed, memories)
     return {
-        "fullest_gpu": rank,
-        "models": list(models),
-        "bytes": size if models else None,
+        "fullest_gpu": found.rank,
+        "models": list(found.models),
+        "bytes": found.size if found.models else None,
+        "margin_bytes": hardware.margin(found.size) if found.models else None,
         "gpu_bytes": hardware.memory_bytes(settings.config.cluster),
     }
 

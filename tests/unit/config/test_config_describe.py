@@ -44,7 +44,7 @@ def test_every_key_is_in_the_reference_with_type_and_default() -> None:
             assert f"| `{path[-1]}` |" in text, path
     assert "| `lr` | number ≥ 0 | `1e-05` | Learning rate after warm-up. |" in text
     assert "| `betas` | list of 2: number ≥ 0, < 1 | `[0.9, 0.95]` |" in text
-    assert '| `dtype` | `float32`, `bfloat16` | `"float32"` |' in text
+    assert "| `dtype` | `float32`, `bfloat16` | by device |" in text
     assert "## `dataset`, `evaluation.dataset`" in text
     assert "## `algorithm` with `name: ppo`" in text
 

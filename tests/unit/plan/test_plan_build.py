@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.plan import build
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model import Plan
+from slurmrl.plan.resolve import hardware_defaults
 from slurmrl.plan.settings import Settings
 
 Load = Callable[..., Settings]
@@ -95,7 +95,7 @@ def test_gpus_are_planned_where_they_are_to_be_expected(
     path = tmp_path / "nvidia0"
     if device:
         path.touch()
-    monkeypatch.setattr(build, "FIRST_GPU", path)
+    monkeypatch.setattr(hardware_defaults, "FIRST_GPU", path)
     plan = make_plan(load_ppo(override), scheduler=scheduler)
     assert plan.groups[0].gpus_per_worker == gpus
 

@@ -221,7 +221,7 @@ def test_memory_of_a_gpu(kind: str | None, memory: str | None, size: int | None)
 def test_models_on_one_gpu_add_up_and_their_calls_take_turns(plan_ppo: Load) -> None:
     settings = plan_ppo()
     found = costs.memories(settings)
-    fullest = costs.standing_by_gpu(settings)
+    fullest = costs.fullest_gpu(settings)
     passing = max(max(one.activations, one.kv_cache) for one in found.values())
     assert fullest.size == sum(one.standing for one in found.values()) + passing
     assert fullest.models == ("actor", "critic", "ref")

@@ -1,0 +1,119 @@
+"""Whether the models of the fullest GPU fit into its memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from slurmrl.config.schema import Config, Model
+from slurmrl.errors import Problem
+from slurmrl.plan.algorithms import Algorithm
+from slurmrl.plan.checks.draft import Draft
+from slurmrl.plan.estimates import hardware
+from slurmrl.plan.estimates.costs import Checked, Fullest, fullest_gpu, memories
+from slurmrl.plan.estimates.hardware import GIB, margin
+from slurmrl.plan.estimates.lengths import lengths_of
+from slurmrl.plan.estimates.shape import shape_of
+from slurmrl.plan.placement import ROLLOUTS
+
+STRONGER: Final = {"off": ("selective", "full"), "selective": ("full",), "full": ()}
+"""Modes of activation checkpointing that keep less than another one."""
+
+
+@dataclass(frozen=True)
+class _Variant:
+    """A checked configuration with other settings."""
+
+    config: Config
+    algorithm: Algorithm
+
+
+def memory(draft: Draft) -> Iterator[Problem]:
+    """The estimate for the fullest GPU, with a margin, fits into its memory."""
+    limit = hardware.memory_bytes(draft.config.cluster)
+    if limit is None or draft.config.cluster.gpus_per_worker == 0:
+        return
+    found = fullest_gpu(draft)
+    if found.size + margin(found.size) > limit:
+        spare = f" and a margin of {_gib(margin(found.size))}"
+        message = f"GPU {found.rank} {_needs(found, spare)}; it has {_gib(limit)}"
+        where = ("cluster", "gpu_memory")
+        yield draft.problem(
+            where if draft.writes(*where) else ("actor", "backend"),
+            f"{message}: {advice(draft, limit)}",
+        )
+    yield from _servers(draft, limit)
+
+
+def _servers(draft: Draft, limit: int) -> Iterator[Problem]:
+    rollout = draft.placements().get(ROLLOUTS)
+    if rollout is None or rollout.group != ROLLOUTS:
+        return
+    estimate = memories(draft).get(ROLLOUTS)
+    weights = estimate.weights if estimate else 0
+    if weights >= limit:  # the rest is for keys and values; with less of it, requests wait
+        message = (
+            f"'{rollout.allocation}' is not allowed: each GPU would hold {_gib(weights)} of weights "
+            f"but has {_gib(limit)}; split them further with t"
+        )
+        yield draft.problem((ROLLOUTS, "backend"), message)
+
+
+def refusal(checked: Checked, name: str, total_bytes: int) -> str | None:
+    """Why models cannot fit into a real GPU, whatever the data; None if they can. Where
+    ``cluster.gpu_memory`` is set, it was compared at submission."""
+    if checked.config.cluster.gpu_memory is not None:
+        return None
+    found = fullest_gpu(checked, certain=True)
+    if found.size <= total_bytes:
+        return None
+    return (
+        f"a GPU {_needs(found)}; the {name} has {_gib(total_bytes)}: "
+        f"{advice(checked, total_bytes)}; cluster.gpu_memory takes precedence over this check"
+    )
+
+
+def _needs(found: Fullest, spare: str = "") -> str:
+    parts = ", ".join(f"{part} {_gib(size)}" for part, size in found.parts.items() if size)
+    models = ", ".join(found.models)
+    return f"is estimated to need {_gib(found.size)} for {models} ({parts}){spare}"
+
+
+def advice(checked: Checked, limit: int) -> str:
+    """What to change so that the models fit, the cheapest first."""
+    found = [*_checkpointing(checked, limit), "lower max_tokens_per_microbatch"]
+    lengths = lengths_of(checked.config, checked.algorithm, shape_of(checked.config.actor))
+    if lengths is not None and lengths.assumed:
+        key = "max_prompt_tokens" if checked.config.dataset.type == "prompt" else "max_tokens"
+        found.append(f"set dataset.{key} (without it, {lengths.longest} tokens are assumed)")
+    return f"{', '.join(found)}, or split the models over more GPUs (see slurmrl plan)"
+
+
+def _checkpointing(checked: Checked, limit: int) -> Iterator[str]:
+    """The weakest activation checkpointing with which the models fit, if one does."""
+    trained = [use.role for use in checked.algorithm.roles() if use.trained]
+    for mode in ("selective", "full"):
+        stronger: dict[str, Model] = {}
+        for role in trained:
+            model: Model = getattr(checked.config, role)
+            if mode in STRONGER[model.recompute] and _allowed(model, mode):
+                update = {"gradient_checkpointing": mode}
+                stronger[role] = model.model_copy(update=update)
+        if not stronger:
+            continue
+        config = checked.config.model_copy(update=stronger)
+        size = fullest_gpu(_Variant(config, checked.algorithm)).size
+        if size + margin(size) <= limit:
+            keys = " and ".join(f"{role}.gradient_checkpointing" for role in stronger)
+            yield f"set {keys} to {mode} (then {_gib(size)})"
+            return
+
+
+def _allowed(model: Model, mode: str) -> bool:
+    """transformers' models have no selective checkpointing."""
+    return model.implementation != "hf" or mode == "full"
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"

@@ -1,0 +1,66 @@
+"""Estimate of the host memory of a worker."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from slurmrl.config.schema import Config
+from slurmrl.graph.call import RoleUse
+from slurmrl.plan.estimates.costs import Checked
+from slurmrl.plan.estimates.hardware import GIB
+from slurmrl.plan.estimates.memory import BYTES, SHARDED, parameters, shard_parameters
+from slurmrl.plan.estimates.shape import shape_of
+from slurmrl.plan.placement import TRAINERS, Placement, model_of, placements
+
+WORKER: Final = 8 * GIB
+"""Of a worker with a GPU, without its models: Python, torch and its libraries, the CUDA context,
+NCCL's buffers, a tokenized dataset, and its part of the host's agent and master."""
+ROUNDED: Final = 2
+"""Factor on page-locked weights of ``cpu_offload``: torch rounds each up to a power of two."""
+
+
+def worker_bytes(checked: Checked) -> int | None:
+    """Host memory of a trainers' worker with a GPU; None where a model's architecture is
+    unknown."""
+    uses = {use.role: use for use in checked.algorithm.roles()}
+    placed = placements(checked.config, uses)
+    on_rank: dict[int, int] = {}
+    loading = 0
+    for name, one in placed.items():
+        if one.group != TRAINERS or name not in uses:
+            continue
+        found = _model_bytes(checked.config, uses[name], one)
+        if found is None:
+            return None
+        for rank in one.ranks:
+            on_rank[rank] = on_rank.get(rank, 0) + found
+        loading = max(loading, _loading_bytes(checked.config, uses[name]))
+    return WORKER + max(max(on_rank.values(), default=0), loading)
+
+
+def _model_bytes(config: Config, use: RoleUse, placed: Placement) -> int | None:
+    """The copy of a trained model for checkpoints, and what ``cpu_offload`` keeps in host
+    memory: weights, and of a trained model gradients and moments."""
+    model = model_of(config, use.role)
+    shape = shape_of(model)
+    if shape is None:
+        return None
+    own = shard_parameters(shape, placed.allocation, use.head)
+    moments, found = len(model.optimizer.moments), 0.0
+    if use.trained and config.checkpoint.asynchronous:
+        found += 4 * own * (1 + moments)
+    if model.cpu_offload and placed.allocation.backend in SHARDED:
+        width = 4 if use.trained else BYTES[model.dtype]
+        found += ROUNDED * width * own + (4 * own * (1 + moments) if use.trained else 0)
+    return round(found)
+
+
+def _loading_bytes(config: Config, use: RoleUse) -> int:
+    """A model of transformers is built whole on the CPU before it is sharded."""
+    model = model_of(config, use.role)
+    shape = shape_of(model)
+    if model.implementation != "hf" or shape is None:
+        return 0
+    placed = placements(config, [use.role])[use.role]
+    width = 4 if use.trained else BYTES[model.dtype]
+    return round(parameters(shape, placed.allocation, use.head).total * width)
