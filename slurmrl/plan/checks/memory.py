@@ -54,8 +54,8 @@ def _servers(draft: Draft, limit: int) -> Iterator[Problem]:
     weights = estimate.weights if estimate else 0
     if weights >= limit:  # the rest is for keys and values; with less of it, requests wait
         message = (
-            f"'{rollout.allocation}' is not allowed: each GPU would hold {_gib(weights)} of weights "
-            f"but has {_gib(limit)}; split them further with t"
+            f"'{rollout.allocation}' is not allowed: each GPU would hold {_gib(weights)} of "
+            f"weights but has {_gib(limit)}; split them further with t"
         )
         yield draft.problem((ROLLOUTS, "backend"), message)
 

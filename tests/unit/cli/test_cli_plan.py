@@ -90,7 +90,10 @@ def test_a_configuration_is_planned_as_tables(
     overrides = ("actor.backend=megatron:t2", vocabulary)
     code, out, _ = run(capsys, "plan", config, *overrides, "--scheduler", "slurm")
     assert code == 0
-    assert "actor  megatron:t2, trained, sequence parallel, in trainer" in out
+    assert (
+        "actor  megatron:t2, trained, bfloat16 (default on GPUs), sequence parallel, in trainer"
+        in out
+    )
     assert "0     actor  t0     t1" in out
     assert "process groups: global 1, model actor 1, actor tp 1" in out
 
@@ -193,4 +196,4 @@ def test_what_the_cluster_cannot_give_is_refused_before_it_is_submitted(
     assert "the trainer group needs 1 hosts with 2 GPUs, the cluster has 0" in err
     code, out, _ = run(capsys, "plan", *arguments[1:2], "actor.backend=fsdp:d2", *arguments[3:])
     assert code == 0
-    assert "takes 1 hosts with 2 GPUs" in out
+    assert "needs 1 hosts with 2 GPUs" in out

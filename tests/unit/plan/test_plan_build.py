@@ -101,9 +101,13 @@ def test_gpus_are_planned_where_they_are_to_be_expected(
 
 
 def test_processors_follow_the_threads_unless_asked_for(load_ppo: Load) -> None:
-    group = make_plan(load_ppo("cluster.threads_per_worker=3"), scheduler="slurm").groups[0]
+    """Without GPUs a worker gets as many cores as it has threads, and no memory is requested."""
+    on_cpus = "cluster.gpus_per_worker=0"
+    settings = load_ppo(on_cpus, "cluster.threads_per_worker=3")
+    group = make_plan(settings, scheduler="slurm").groups[0]
     assert (group.threads_per_worker, group.cpus_per_worker) == (3, 3)
-    group = make_plan(load_ppo("cluster.cpus_per_worker=5"), scheduler="slurm").groups[0]
+    assert group.mem_per_worker is None
+    group = make_plan(load_ppo(on_cpus, "cluster.cpus_per_worker=5"), scheduler="slurm").groups[0]
     assert (group.threads_per_worker, group.cpus_per_worker) == (1, 5)
 
 

@@ -143,20 +143,20 @@ def test_copies_of_a_server_lie_on_neighbours() -> None:
 
 
 SINFO = """\
-n1|idle|gpu:a100:8(S:0-1)
-n2|down*|gpu:8
-n2|down*|gpu:8
+n1|idle|gpu:a100:8(S:0-1)|128|1031000
+n2|down*|gpu:8|64+|1
+n2|down*|gpu:8|64+|1
 n3|mixed|gpu:h100:4,gpu:a100:2,shard:16
-n4|idle|(null)
+n4|idle|(null)|16|64000
 """
 
 
 def test_sinfo_is_read() -> None:
     assert cluster_hosts(SINFO) == [
-        HostRow("n1", "idle", 8),
-        HostRow("n2", "down*", 8),
-        HostRow("n3", "mixed", 6),
-        HostRow("n4", "idle", 0),
+        HostRow("n1", "idle", 8, 128, 1_031_000),
+        HostRow("n2", "down*", 8, 64, 0),
+        HostRow("n3", "mixed", 6, 0, 0),
+        HostRow("n4", "idle", 0, 16, 64_000),
     ]
 
 

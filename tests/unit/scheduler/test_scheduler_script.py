@@ -20,7 +20,6 @@ from slurmrl.scheduler.slurm import SlurmScheduler
 from tests.support.trials import wait_until
 
 OPTIONS: dict[str, Any] = {
-    "mem_per_worker": "16G",
     "slurm": {
         "account": "a b",
         "partition": None,
@@ -33,7 +32,13 @@ OPTIONS: dict[str, Any] = {
     },
 }
 GROUP = GroupRequest(
-    name="trainer", hosts=2, workers_per_host=2, gpus_per_worker=1, cpus_per_worker=4, links=8
+    name="trainer",
+    hosts=2,
+    workers_per_host=2,
+    gpus_per_worker=1,
+    cpus_per_worker=4,
+    mem_per_worker="16G",
+    links=8,
 )
 
 
@@ -208,12 +213,15 @@ def test_extra_lines_are_directives(line: str) -> None:
 
 
 def test_memory_needs_a_unit_that_slurm_knows() -> None:
+    group = dataclasses.replace(GROUP, mem_per_worker="16 apples")
     with pytest.raises(UsageError, match="16 apples"):
-        render.script(request({"mem_per_worker": "16 apples"}), GROUP, "srun")
+        render.script(request(), group, "srun")
 
 
-def test_memory_is_asked_for_all_workers_of_a_host() -> None:
-    assert directives.table(request({"mem_per_worker": "500MB"}), GROUP)["mem"] == "1000M"
+def test_memory_is_requested_for_all_workers_of_a_host() -> None:
+    group = dataclasses.replace(GROUP, mem_per_worker="500MB")
+    assert directives.table(request(), group)["mem"] == "1000M"
+    assert "mem" not in directives.table(request(), dataclasses.replace(group, mem_per_worker=None))
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["unknown", "known"])

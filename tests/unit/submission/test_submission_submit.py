@@ -102,6 +102,34 @@ def _no_answer(self: FakeScheduler, jobs: object) -> None:
     raise EnvironmentFailure("squeue did not answer")
 
 
+def test_a_trial_keeps_its_precision_where_the_default_is_another_one(
+    again: Submit, scheduler: FakeScheduler
+) -> None:
+    """A configuration without a precision continues a trial in the one it began with; one that
+    sets another precision is refused. Before the first commit the default applies."""
+    paths = again("actor.dtype=bfloat16").paths
+    scheduler.tasks = [task(0, JobState.FAILED)]
+    again()
+    assert load_resolved(paths.config).actor.dtype == "float32"
+    again("actor.dtype=bfloat16")
+    train(paths, 4)
+    scheduler.tasks = [task(0, JobState.FAILED)]
+    again("total_steps=9")
+    assert load_resolved(paths.config).actor.dtype == "bfloat16"
+    with pytest.raises(UsageError, match=r"actor\.dtype: 'bfloat16' in the trial, 'float32' now"):
+        again("total_steps=9", "actor.dtype=float32")
+
+
+def test_cores_and_memory_reach_the_batch_script(config: Path) -> None:
+    """What the plan gives the workers of a host is what Slurm is asked for."""
+    overrides = ("cluster.gpus_per_worker=1", "actor.backend=fsdp:d2")
+    proposal = propose(config, overrides, root=str(config.parent / "runs"), scheduler="slurm")
+    group, script = proposal.plan.groups[0], proposal.scripts()["trainer"]
+    assert "#SBATCH --cpus-per-task=16\n" in script
+    assert group.mem_per_worker is not None
+    assert f"#SBATCH --mem={2 * int(group.mem_per_worker[:-1])}G\n" in script
+
+
 def test_an_interrupted_trial_goes_on(again: Submit, scheduler: FakeScheduler) -> None:
     paths = again().paths
     train(paths, 4)

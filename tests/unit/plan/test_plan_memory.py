@@ -1,0 +1,91 @@
+"""Layouts that do not fit into a GPU's memory, and what is said about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from slurmrl.errors import ConfigError
+from slurmrl.plan.checks.memory import refusal
+from slurmrl.plan.estimates.costs import fullest_gpu
+from slurmrl.plan.estimates.hardware import GIB, margin
+from slurmrl.plan.settings import Settings
+from tests.unit.plan.test_plan_resources import SEVEN_BILLION
+
+Load = Callable[..., Settings]
+LAYOUT = ("cluster.gpus_per_worker=1", "actor.backend=fsdp:d16", "dataset.max_prompt_tokens=3840")
+
+
+def message_of(plan_ppo: Load, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        plan_ppo(*LAYOUT, *overrides, architecture=SEVEN_BILLION)
+    (problem,) = caught.value.problems
+    return problem.message
+
+
+def test_the_margin_counts(plan_ppo: Load) -> None:
+    """3 GiB and a tenth of the estimate are left for CUDA, NCCL and fragmentation."""
+    needed = fullest_gpu(plan_ppo(*LAYOUT, architecture=SEVEN_BILLION)).size
+    assert margin(needed) == 3 * GIB + needed // 10
+    enough = -(-(needed + margin(needed)) // 2**20)
+    plan_ppo(*LAYOUT, f"cluster.gpu_memory={enough}M", architecture=SEVEN_BILLION)
+    assert "and a margin of" in message_of(plan_ppo, f"cluster.gpu_memory={enough - 1}M")
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_the_weakest_checkpointing_that_fits_is_suggested(plan_ppo: Load, mode: str) -> None:
+    """A layout with the suggestion is accepted; the next weaker mode is not."""
+    key = f"[actor,critic].gradient_checkpointing={mode}"
+    modes = [f"{role}.gradient_checkpointing={mode}" for role in ("actor", "critic")]
+    needed = fullest_gpu(plan_ppo(*LAYOUT, *modes, architecture=SEVEN_BILLION)).size
+    limit = f"cluster.gpu_memory={(needed + margin(needed)) // 2**20 + 1}M"
+    said = message_of(plan_ppo, limit)
+    assert (
+        f"set actor.gradient_checkpointing and critic.gradient_checkpointing to {mode}" in said
+    ), key
+    assert "weights" in said
+    assert "activations of" in said
+    plan_ppo(*LAYOUT, *modes, limit, architecture=SEVEN_BILLION)
+
+
+def test_no_checkpointing_is_suggested_where_none_fits(plan_ppo: Load) -> None:
+    said = message_of(plan_ppo, "cluster.gpu_memory=4G")
+    assert "gradient_checkpointing" not in said
+    assert "lower max_tokens_per_microbatch, or split the models over more GPUs" in said
+
+
+def test_an_assumed_length_is_named_as_the_reason(plan_ppo: Load) -> None:
+    """Without a limit on prompts the model's positions count, and the message says so."""
+    architecture = {**SEVEN_BILLION, "max_position_embeddings": 131072}
+    with pytest.raises(ConfigError, match=r"set dataset.max_prompt_tokens .*131072 tokens"):
+        plan_ppo(
+            "cluster.gpus_per_worker=1",
+            "cluster.gpu_memory=80G",
+            "dataset.max_prompt_tokens=",
+            architecture=architecture,
+        )
+
+
+def test_a_worker_refuses_what_cannot_fit_into_its_gpu(plan_ppo: Load) -> None:
+    """The refusal names models, parts, the GPU and what to change. It counts neither a margin nor
+    assumed lengths, and ``cluster.gpu_memory`` takes precedence."""
+    settings = plan_ppo(*LAYOUT, architecture=SEVEN_BILLION)
+    needed = fullest_gpu(settings).size
+    assert refusal(settings, "NVIDIA H100", needed) is None
+    said = refusal(settings, "NVIDIA H100", needed - 1)
+    assert said is not None
+    for part in (
+        "actor, critic, ref",
+        "weights",
+        "activations of",
+        "the NVIDIA H100 has",
+        "set actor",
+    ):
+        assert part in said
+    given = plan_ppo(*LAYOUT, "cluster.gpu_memory=800G", architecture=SEVEN_BILLION)
+    assert refusal(given, "NVIDIA H100", needed - 1) is None
+    positions = {**SEVEN_BILLION, "max_position_embeddings": 1_000_000}
+    unbounded = plan_ppo(*LAYOUT, "dataset.max_prompt_tokens=", architecture=positions)
+    assert fullest_gpu(unbounded).size > 2 * needed
+    assert refusal(unbounded, "NVIDIA H100", 2 * needed) is None

@@ -1,0 +1,175 @@
+"""Precision, cores and host memory where the configuration does not set them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from slurmrl.plan.build import make_plan
+from slurmrl.plan.checks import inventory
+from slurmrl.plan.estimates.host import WORKER, worker_bytes
+from slurmrl.plan.model import GroupPlan
+from slurmrl.plan.report.values import report
+from slurmrl.plan.resolve import hardware_defaults
+from slurmrl.plan.settings import Settings
+from slurmrl.scheduler.parse import HostRow
+
+Load = Callable[..., Settings]
+GIB = 2**30
+LARGE_HOST = HostRow("large", "idle", 8, 128, 2_000_000)
+SMALL_HOST = HostRow("small", "idle", 4, 8, 16_000)
+UNKNOWN_HOST = HostRow("unknown", "idle", 8)
+SEVEN_BILLION = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+}
+"""7.6 billion parameters: 10.6 GiB of weights and moments a rank on eight ranks."""
+
+
+def group_of(settings: Settings, hosts: Sequence[HostRow] | None = None) -> GroupPlan:
+    return make_plan(settings, scheduler="slurm", hosts=hosts).groups[0]
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "device", "override", "dtype"),
+    [
+        ("slurm", False, "seed=1", "bfloat16"),
+        ("slurm", False, "cluster.gpus_per_worker=0", "float32"),
+        ("slurm", False, "actor.dtype=float32", "float32"),
+        ("local", False, "seed=1", "float32"),
+        ("local", False, "cluster.gpus_per_worker=1", "bfloat16"),
+        ("local", True, "seed=1", "bfloat16"),
+        ("local", True, "cluster.gpus_per_worker=0", "float32"),
+        ("local", False, "actor.dtype=bfloat16", "bfloat16"),
+    ],
+)
+def test_the_default_precision_is_bfloat16_on_gpus_and_float32_on_cpus(
+    plan_ppo: Load,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    scheduler: str,
+    device: bool,
+    override: str,
+    dtype: str,
+) -> None:
+    """All roles have it, and what the configuration says takes precedence."""
+    path = tmp_path / "nvidia0"
+    if device:
+        path.touch()
+    monkeypatch.setattr(hardware_defaults, "FIRST_GPU", path)
+    config = plan_ppo(override, f"cluster.scheduler={scheduler}").config
+    assert config.critic is not None
+    assert config.ref is not None
+    assert {config.actor.dtype, config.critic.dtype, config.ref.dtype} == {dtype}
+
+
+def test_the_plan_says_which_precision_is_used_and_why(plan_ppo: Load) -> None:
+    """Each role's precision comes with the key that sets it, or as a default."""
+    on_slurm = "cluster.scheduler=slurm"
+    for overrides, expected in [
+        ((), ["default on GPUs"] * 3),
+        (("cluster.gpus_per_worker=0",), ["default on CPUs"] * 3),
+        (("actor.dtype=bfloat16",), ["actor.dtype"] * 3),
+        (("critic.dtype=float32",), ["default on GPUs", "critic.dtype", "default on GPUs"]),
+    ]:
+        settings = plan_ppo(on_slurm, *overrides)
+        shown = report(settings, make_plan(settings, scheduler="slurm"))
+        assert [
+            shown["models"][role]["dtype_from"] for role in ("actor", "critic", "ref")
+        ] == expected
+
+
+@pytest.mark.parametrize(
+    ("hosts", "overrides", "cpus"),
+    [
+        (None, (), 8),
+        ([LARGE_HOST], (), 8),
+        ([UNKNOWN_HOST], (), 8),
+        ([SMALL_HOST], (), 2),
+        ([SMALL_HOST, LARGE_HOST], (), 8),
+        ([SMALL_HOST], ("cluster.threads_per_worker=3",), 3),
+        ([SMALL_HOST], ("cluster.cpus_per_worker=4",), 4),
+        (None, ("cluster.cpus_per_worker=1",), 1),
+    ],
+)
+def test_a_gpu_gets_eight_cores_or_its_share_of_a_small_host(
+    plan_ppo: Load, hosts: list[HostRow] | None, overrides: tuple[str, ...], cpus: int
+) -> None:
+    settings = plan_ppo("cluster.gpus_per_worker=1", *overrides)
+    assert group_of(settings, hosts).cpus_per_worker == cpus
+
+
+@pytest.mark.parametrize(
+    ("hosts", "overrides", "memory"),
+    [
+        (None, (), "9G"),
+        ([LARGE_HOST], (), "9G"),
+        ([UNKNOWN_HOST], (), None),
+        ([SMALL_HOST], (), "7200M"),
+        ([SMALL_HOST], ("cluster.mem_per_worker=1G",), "1G"),
+        (None, ("cluster.slurm.extra_lines=['--mem=0']",), None),
+        (None, ("cluster.slurm.extra_lines=['#SBATCH --mem-per-gpu 4G']",), None),
+        (None, ("cluster.slurm.extra_lines=['--exclusive']",), "9G"),
+    ],
+)
+def test_the_estimated_host_memory_is_requested_as_far_as_hosts_have_it(
+    plan_ppo: Load, hosts: list[HostRow] | None, overrides: tuple[str, ...], memory: str | None
+) -> None:
+    """Nothing is requested where Slurm does not know its hosts' memory, which it would refuse, or
+    where the user's own lines request it."""
+    settings = plan_ppo("cluster.gpus_per_worker=1", *overrides)
+    assert group_of(settings, hosts).mem_per_worker == memory
+
+
+def test_host_memory_is_that_of_the_copies_for_checkpoints(plan_ppo: Load) -> None:
+    """Weights and both moments of the trained roles in float32 (10.6 GiB for one of 7.6 billion
+    parameters on eight ranks), if checkpoints are asynchronous; more with offloading."""
+    shape = ("cluster.gpus_per_worker=1", "actor.backend=fsdp:d8")
+    settings = plan_ppo(*shape, architecture=SEVEN_BILLION)
+    found = worker_bytes(settings)
+    assert found is not None
+    assert (found - WORKER) / GIB == pytest.approx(10.64 + 9.88, rel=0.01)  # the critic has no head
+    assert group_of(settings).mem_per_worker == "29G"
+    blocking = "checkpoint.asynchronous=false"
+    assert worker_bytes(plan_ppo(*shape, blocking, architecture=SEVEN_BILLION)) == WORKER
+    offloaded = plan_ppo(*shape, blocking, "actor.cpu_offload=true", architecture=SEVEN_BILLION)
+    kept = worker_bytes(offloaded)
+    assert kept is not None
+    assert (kept - WORKER) / GIB == pytest.approx(10.64 / 3 * (2 + 1 + 2), rel=0.01)
+
+
+def test_requests_that_no_host_can_give_are_refused(plan_ppo: Load) -> None:
+    """The message has the number, what hosts have, and the key to change."""
+    for key, value, expected in [
+        (
+            "cpus_per_worker",
+            "9",
+            "requests 18 cores on each of 1 hosts, the cluster has hosts with",
+        ),
+        ("mem_per_worker", "8G", "requests 16384 MiB of memory on each of 1 hosts"),
+    ]:
+        settings = plan_ppo("cluster.gpus_per_worker=1", f"cluster.{key}={value}")
+        plan = make_plan(settings, scheduler="slurm", hosts=[SMALL_HOST])
+        (line,) = inventory.lacking(plan, settings.config, [SMALL_HOST])
+        assert expected in line
+        assert f"lower cluster.{key}" in line
+        assert inventory.lacking(plan, settings.config, [SMALL_HOST, LARGE_HOST]) == []
+        assert inventory.lacking(plan, settings.config, [UNKNOWN_HOST]) == []
+
+
+def test_lowered_defaults_are_told(plan_ppo: Load) -> None:
+    """The plan warns where hosts have fewer cores or less memory than a default would request."""
+    settings = plan_ppo("cluster.gpus_per_worker=1")
+    for hosts, words in [([SMALL_HOST], ["2 cores for each GPU", "7.0 GiB"]), ([LARGE_HOST], [])]:
+        plan = make_plan(settings, scheduler="slurm", hosts=hosts)
+        lines = inventory.scarce(plan, settings, hosts)
+        assert len(lines) == len(words)
+        for line, word in zip(lines, words, strict=True):
+            assert word in line
