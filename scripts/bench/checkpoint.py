@@ -2,9 +2,10 @@
 """How long training waits for a checkpoint: asynchronous against synchronous, in one run.
 
 scripts/bench/checkpoint.py [--directory DIR ...] [--rounds 5] [--steps 4] [--hidden 512]
-    [--layers 8]
+    [--layers 8] [--gpu]
 
-One rank trains a decoder on CPUs, by the worker's own engine and saver. A round is a few steps
+One rank trains a decoder on a CPU, or with --gpu on a GPU in bfloat16, by the worker's own engine
+and saver. A round is a few steps
 without a checkpoint, with one that is waited for, and with one that is written meanwhile; the modes
 take turns so that all see the same machine. The stall is the time in which the rank cannot train:
 copying, or copying and writing; "whole" is what a checkpoint costs in all: the steps' time beyond
@@ -33,6 +34,7 @@ from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine, Outputs
+from slurmrl.parallel.device import CPU, GPU, Accelerator, set_up
 from slurmrl.parallel.groups import build
 from slurmrl.plan.model import ModelPlan
 from slurmrl.workers.worker.saver import Saver
@@ -42,7 +44,7 @@ SEQUENCES, TOKENS = 4, 128
 VOCABULARY = 8192
 
 
-def make_engine(hidden: int, layers: int) -> Engine:
+def make_engine(hidden: int, layers: int, accelerator: Accelerator) -> Engine:
     architecture = {
         "model_type": "qwen2",
         "vocab_size": VOCABULARY,
@@ -54,10 +56,11 @@ def make_engine(hidden: int, layers: int) -> Engine:
     }
     placed: Any = argparse.Namespace(role="actor", ranks=(0,), sizes={"dp": 1})
     plan: ModelPlan = placed
-    context = build([plan], rank=0, device=torch.device("cpu"))["actor"]
+    context = build([plan], rank=0, device=accelerator.device)["actor"]
+    dtype = "bfloat16" if accelerator.device.type == "cuda" else "float32"
     engine: Engine = ENGINES.load("fsdp")(
         "actor",
-        Model(architecture=architecture),
+        Model(architecture=architecture, dtype=dtype),
         head="lm",
         trained=True,
         context=context,
@@ -133,14 +136,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--gpu", action="store_true", help="train on a GPU in bfloat16")
     options = parser.parse_args()
-    torch.set_num_threads(1)
+    accelerator = GPU if options.gpu else CPU
+    set_up(accelerator, threads=1, deterministic=False)
     torch.manual_seed(1)
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(f"{folder}/store", 1)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        engine = make_engine(options.hidden, options.layers)
-        print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, 1 training thread")
+        dist.init_process_group(accelerator.backend, store=store, rank=0, world_size=1)
+        engine = make_engine(options.hidden, options.layers, accelerator)
+        where = torch.cuda.get_device_name() if options.gpu else "1 training thread"
+        print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, {where}", flush=True)
         for directory in options.directory or [Path("/tmp"), Path("/dev/shm")]:
             run(engine, directory, options.rounds, options.steps)
         dist.destroy_process_group()

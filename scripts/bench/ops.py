@@ -1,6 +1,7 @@
 """Measure the operators: GAE in ns per token on a CPU, bandwidths on a GPU.
 
-scripts/bench/ops.py [--rounds 15]          with numba for the loop it is compared with
+scripts/bench/ops.py [--rounds 15] [--device cpu|cuda]
+                                            with numba for the loop it is compared with
 (numba is not a dependency: pip install numba into an environment of your own beside slurmrl's)
 
 CPU: 512 sequences of 1,000 to 8,000 tokens in float32, each form in turn, round by round; printed
@@ -262,12 +263,14 @@ def measure_intervals(size: int, bandwidth: float, rounds: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=15)
-    rounds = parser.parse_args().rounds
-    measure_cpu(rounds)
-    if torch.cuda.is_available():
-        measure_gpu(rounds)
-    else:
-        print("GPU: none here, nothing measured")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="only this (default: both)")
+    options = parser.parse_args()
+    if options.device != "cuda":
+        measure_cpu(options.rounds)
+    if options.device != "cpu" and torch.cuda.is_available():
+        measure_gpu(options.rounds)
+    elif options.device == "cuda":
+        sys.exit("ops: torch sees no GPU")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 and TRL.
 
 scripts/bench/train.py [--trl-python PYTHON] [--steps 12] [--batch 32] [--spread 0.4] [--shares]
+    [--gpu]
 (TRL is not a dependency: python -m venv /tmp/trl; /tmp/trl/bin/pip install trl, then
 --trl-python /tmp/trl/bin/python; without the option its line is left out)
 
@@ -12,6 +13,9 @@ of its own; they take turns step by step, so that all see the same machine. Prin
 ones, padding does not count) per second of process CPU time and of wall time over all steps but the
 first two, in brackets by how much slurmrl is faster, and how far the losses of the steps are from
 slurmrl's, relatively.
+
+With --gpu, slurmrl and transformers train a larger model on a GPU in bfloat16 instead; wall time is
+what counts then.
 
 slurmrl trains through its fsdp engine in a process set up as its workers are. transformers and TRL
 pad each batch to its longest sequence. ``--shares`` runs slurmrl alone under torch's profiler and
@@ -48,6 +52,14 @@ ARCHITECTURE = {
     "max_position_embeddings": 1024,
     "tie_word_embeddings": True,
 }
+GPU_SIZES = {
+    "vocab_size": 8192,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
 PAD = 0
 LEARNING_RATE, BETAS, EPS, CLIP = 1e-3, (0.9, 0.999), 1e-8, 1.0
 WARM_UP = 2
@@ -69,7 +81,11 @@ def lengths(spread: float, count: int) -> list[int]:
     return [min(max(round(length), SHORTEST), LONGEST) for length in drawn]
 
 
-def prepare(folder: Path, spread: float, count: int) -> Sequences:
+def architecture(gpu: bool) -> dict[str, Any]:
+    return {**ARCHITECTURE, **(GPU_SIZES if gpu else {})}
+
+
+def prepare(folder: Path, spread: float, count: int, gpu: bool) -> Sequences:
     """Write the model and the sequences."""
     import torch
 
@@ -78,7 +94,7 @@ def prepare(folder: Path, spread: float, count: int) -> Sequences:
     from slurmrl.models.decoder import build
     from slurmrl.models.hf import to_hf
 
-    config = ModelConfig.from_hf(ARCHITECTURE)
+    config = ModelConfig.from_hf(architecture(gpu))
     model = build(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -93,7 +109,7 @@ def prepare(folder: Path, spread: float, count: int) -> Sequences:
 # -- the contestants, each in a process of its own ----------------------------------------------
 
 
-def slurmrl_steps(folder: Path) -> Step:
+def slurmrl_steps(folder: Path, gpu: bool) -> Step:
     import torch
     from torch import Tensor
 
@@ -104,16 +120,21 @@ def slurmrl_steps(folder: Path) -> Step:
     from slurmrl.parallel import device
     from slurmrl.parallel.groups import build
 
-    accelerator = device.Accelerator(torch.device("cpu"), "gloo")
-    device.set_up(accelerator, threads=1, deterministic=True)
+    accelerator = device.GPU if gpu else device.CPU
+    device.set_up(accelerator, threads=1, deterministic=not gpu)
     torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        accelerator.backend, store=torch.distributed.HashStore(), rank=0, world_size=1
     )
     placed: Any = argparse.Namespace(role="actor", ranks=(0,), sizes={"dp": 1})
     optimizer = {"lr": LEARNING_RATE, "betas": BETAS, "eps": EPS, "gradient_clip": CLIP}
+    model = {
+        "architecture": architecture(gpu),
+        "optimizer": optimizer,
+        "dtype": "bfloat16" if gpu else "float32",
+    }
     engine = ENGINES.load("fsdp")(
         "actor",
-        Model.model_validate({"architecture": ARCHITECTURE, "optimizer": optimizer}),
+        Model.model_validate(model),
         head="lm",
         trained=True,
         context=build([placed], rank=0, device=accelerator.device)["actor"],
@@ -139,21 +160,24 @@ def slurmrl_steps(folder: Path) -> Step:
     return step
 
 
-def transformers_steps(folder: Path) -> Step:
+def transformers_steps(folder: Path, gpu: bool) -> Step:
     import torch
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
+    where = torch.device("cuda" if gpu else "cpu")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(where).train()
     optimizer = torch.optim.AdamW(
         model.parameters(), LEARNING_RATE, BETAS, EPS, weight_decay=0.0, fused=True
     )
 
     def step(batch: Sequences) -> float:
         longest = max(map(len, batch))
-        ids = torch.tensor([sequence + [PAD] * (longest - len(sequence)) for sequence in batch])
+        rows = [sequence + [PAD] * (longest - len(sequence)) for sequence in batch]
+        ids = torch.tensor(rows, device=where)
         mask = (ids != PAD).long()
         labels = ids.masked_fill(mask == 0, -100)
-        loss = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
+        with torch.autocast(where.type, torch.bfloat16, enabled=gpu):
+            loss = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
@@ -225,7 +249,7 @@ def run_trl(folder: Path, batches: Iterator[Sequences], report: Callable[[float]
 STEPS = {"slurmrl": slurmrl_steps, "transformers": transformers_steps}
 
 
-def contest(name: str, folder: Path, batch: int) -> None:
+def contest(name: str, folder: Path, batch: int, gpu: bool) -> None:
     """Make a step for each line on standard input; tell its loss and times on standard output."""
     told = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print
@@ -246,7 +270,7 @@ def contest(name: str, folder: Path, batch: int) -> None:
     if name == "trl":
         run_trl(folder, batches, turn)
         return
-    step = STEPS[name](folder)
+    step = STEPS[name](folder, gpu)
     for one in batches:
         turn(step(one))
 
@@ -257,12 +281,13 @@ def contest(name: str, folder: Path, batch: int) -> None:
 class Contestant:
     """One process; each ``turn`` is a step."""
 
-    def __init__(self, name: str, python: str, folder: Path, batch: int) -> None:
+    def __init__(self, name: str, python: str, folder: Path, batch: int, gpu: bool) -> None:
         self.name = name
         self.turns: list[tuple[float, float, float]] = []
         """Loss, CPU seconds and wall seconds."""
+        options = ["--folder", folder, "--batch", str(batch), *(["--gpu"] if gpu else [])]
         self._process = subprocess.Popen(
-            [python, __file__, "--contest", name, "--folder", folder, "--batch", str(batch)],
+            [python, __file__, "--contest", name, *options],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -290,15 +315,15 @@ class Contestant:
         return reply
 
 
-def compare(pythons: dict[str, str], spread: float, steps: int, batch: int) -> None:
+def compare(pythons: dict[str, str], spread: float, steps: int, batch: int, gpu: bool) -> None:
     count = (steps + WARM_UP) * batch
     with tempfile.TemporaryDirectory(prefix="slurmrl-bench-") as made:
         folder = Path(made)
-        sizes = [len(sequence) for sequence in prepare(folder, spread, count)]
+        sizes = [len(sequence) for sequence in prepare(folder, spread, count, gpu)]
         contestants = []
         try:
             for name, python in pythons.items():
-                contestants.append(Contestant(name, python, folder, batch))
+                contestants.append(Contestant(name, python, folder, batch, gpu))
             for _ in range(steps + WARM_UP):
                 for contestant in contestants:
                     contestant.turn()
@@ -308,8 +333,9 @@ def compare(pythons: dict[str, str], spread: float, steps: int, batch: int) -> N
     batches = [sizes[at : at + batch] for at in range(WARM_UP * batch, count, batch)]
     tokens = sum(map(sum, batches))
     padded = sum(max(part) * len(part) for part in batches)
+    where = "GPU, bfloat16" if gpu else "one thread"
     print(
-        f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, one thread; spread {spread}: "
+        f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, {where}; spread {spread}: "
         f"{tokens} tokens in {steps} batches of {batch}, {padded / tokens:.2f} x as many if padded"
     )
     for contestant in contestants:
@@ -335,8 +361,8 @@ def shares(spread: float, steps: int, batch: int) -> None:
     torch.set_num_threads(1)
     each: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "other")}
     with tempfile.TemporaryDirectory(prefix="slurmrl-bench-") as made:
-        sequences = prepare(Path(made), spread, (steps + WARM_UP) * batch)
-        step = slurmrl_steps(Path(made))
+        sequences = prepare(Path(made), spread, (steps + WARM_UP) * batch, gpu=False)
+        step = slurmrl_steps(Path(made), gpu=False)
         for at in range(0, len(sequences), batch):
             with profile(activities=[ProfilerActivity.CPU]) as profiler:
                 step(sequences[at : at + batch])
@@ -369,11 +395,14 @@ def main() -> None:
     parser.add_argument(
         "--shares", action="store_true", help="profile slurmrl alone: CPU time by kind of operator"
     )
+    parser.add_argument("--gpu", action="store_true", help="on a GPU, in bfloat16")
     parser.add_argument("--contest", choices=(*STEPS, "trl"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.gpu and (options.trl_python or options.shares):
+        parser.error("--gpu compares slurmrl with transformers; it takes no --trl-python, --shares")
     if options.contest:
-        contest(options.contest, options.folder, options.batch)
+        contest(options.contest, options.folder, options.batch, options.gpu)
         return
     if options.shares:
         shares(options.spread, options.steps, options.batch)
@@ -381,7 +410,7 @@ def main() -> None:
     pythons = dict.fromkeys(STEPS, sys.executable)
     if options.trl_python:
         pythons["trl"] = options.trl_python
-    compare(pythons, options.spread, options.steps, options.batch)
+    compare(pythons, options.spread, options.steps, options.batch, options.gpu)
 
 
 if __name__ == "__main__":

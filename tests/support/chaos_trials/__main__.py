@@ -54,6 +54,9 @@ def parse() -> argparse.Namespace:
         default=",".join(DEFAULT),
         help=f"separated by commas, of: {', '.join(CAUSES)} (default: %(default)s)",
     )
+    parser.add_argument(
+        "--gpu", action="store_true", help="a GPU for each rank, in bfloat16 (default: on CPUs)"
+    )
     parser.add_argument("--folder", type=Path, help="where to work, and leave the runs")
     options = parser.parse_args()
     options.causes = options.causes.split(",")
@@ -66,7 +69,9 @@ def parse() -> argparse.Namespace:
 
 def attack(options: argparse.Namespace, folder: Path) -> list[str]:
     hosts = 2 if options.scheduler == "slurm" and options.ranks > 1 else 1
-    setting = Setting(options.algorithm, options.ranks, options.kills, options.scheduler, hosts)
+    setting = Setting(
+        options.algorithm, options.ranks, options.kills, options.scheduler, hosts, options.gpu
+    )
     began = time.monotonic()
     calm = undisturbed(setting, folder / "undisturbed")
     print(

@@ -29,6 +29,8 @@ class Setting:
     kills: int
     scheduler: str = "local"
     hosts: int = 1
+    gpu: bool = False
+    """Each rank has a GPU and computes in bfloat16, instead of float32 on a CPU."""
 
     @property
     def steps(self) -> int:
@@ -42,7 +44,7 @@ class Setting:
             max_restarts_without_commit=self.kills + 3,
             step_timeout_s=60,
             cluster={
-                "gpus_per_worker": 0,
+                "gpus_per_worker": int(self.gpu),
                 "workers_per_host": self.ranks // self.hosts,
                 "interface": "lo",
                 "silence_s": 20,
@@ -50,6 +52,10 @@ class Setting:
             },
         )
         config["actor"]["backend"] = f"fsdp:d{self.ranks}"
+        if self.gpu:
+            config["deterministic"] = True  # not the default there
+            for role in {"actor", "critic", "ref"} & config.keys():
+                config[role]["dtype"] = "bfloat16"
         return config
 
     def submit(self, folder: Path) -> Watched:
