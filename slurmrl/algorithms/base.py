@@ -42,8 +42,8 @@ class CallContext:
 
 @dataclass(frozen=True)
 class CallResult:
-    """The result of a call. ``stats`` of generate and inference are this rank's (sum, count), to be
-    added up over the data-parallel ranks; those of train_step are global already, the same on
+    """The result of a call. ``stats`` of generate and inference are this rank's (sum, count), which
+    are added up over the data-parallel ranks. Those of train_step are global means, the same on
     every rank, as (mean, 1)."""
 
     sample: SequenceSample | None = None
@@ -53,11 +53,11 @@ class CallResult:
     """Readable completions for the samples table; at most ``logging.samples`` per rank."""
 
 
-class Interface(ABC):  # noqa: B024 - which of the methods it offers is up to each interface
-    """An algorithm's code behind one or more calls: constructed without arguments, once for each
-    call and process, and without any state that training would need to continue.
+class Interface(ABC):  # noqa: B024 - each interface implements some of the methods
+    """An algorithm's code for one or more calls. It is constructed without arguments, once for each
+    call and process, and has no state that a resumed training would need.
 
-    ``engine`` is None for a call without a role. With data-parallel ranks each gets its own items,
+    ``engine`` is None for a call without a role. Each data-parallel rank gets its own items,
     possibly none, and methods may contain collectives.
     """
 
@@ -69,7 +69,7 @@ class Interface(ABC):  # noqa: B024 - which of the methods it offers is up to ea
     def inference(
         self, engine: Engine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        raise NotImplementedError(f"{type(self).__name__} does no inference")
+        raise NotImplementedError(f"{type(self).__name__} does not run inference")
 
     def train_step(
         self, engine: Engine | None, sample: SequenceSample, context: CallContext

@@ -19,7 +19,7 @@ class AlgorithmSchema(Section, ABC):
     """Prompts (or prompt-answer pairs) of one step, over all ranks."""
 
     dataset_types: ClassVar[tuple[str, ...]]
-    """Types of training dataset that the algorithm takes."""
+    """Types of training dataset that the algorithm accepts."""
 
     evaluation_types: ClassVar[tuple[str, ...]] = ("prompt",)
     """Types of held-out dataset that the algorithm can evaluate."""

@@ -1,4 +1,4 @@
-"""Checkpoints as Hugging Face folders. Moves bytes by the layout planner; free of torch."""
+"""Export of checkpoints as Hugging Face folders. The layout planner moves the bytes. Torch-free."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 MORE_TEMPLATES = "additional_chat_templates"
-"""Folder beside the tokenizer's files with a chat template in each of its own."""
+"""Folder beside the tokenizer's files with additional chat templates, one in each file."""
 SHARD_BYTES = 50 * 10**9
-"""Size at which transformers starts a new file."""
+"""Maximum size of a weight file in transformers."""
 Shard = list[TensorEntry]
 
 
@@ -55,13 +55,13 @@ def export(
     shard_bytes: int = SHARD_BYTES,
     calls: SystemCalls = REAL,
 ) -> Path:
-    """Write a role of a checkpoint as a folder that transformers loads. (`open_verified` opens one
-    whose files are as they were written.)
+    """Write a role of a checkpoint as a folder that transformers loads. (`open_verified` opens a
+    checkpoint after verifying its files.)
 
-    ``config`` is the object for config.json, ``generation`` that for generation_config.json;
-    ``storage`` says how the files hold the parameters and ``precision`` in which types. The
-    folder is written under a temporary name and then renamed, so it is whole or not there; an
-    older one is replaced. One tensor is in memory at a time.
+    ``config`` is the object for config.json, ``generation`` that for generation_config.json.
+    ``storage`` maps parameters to tensors of the files, and ``precision`` gives their types. The
+    folder is written under a temporary name and then renamed, so it is complete or absent; an
+    existing one is replaced. One tensor is in memory at a time.
     """
     temporary = temporary_beside(target)
     try:
@@ -91,7 +91,7 @@ def write_weights(
     shard_bytes: int = SHARD_BYTES,
     calls: SystemCalls = REAL,
 ) -> None:
-    """The weight files of a model folder, as ``save_pretrained`` of transformers writes them."""
+    """Write the weight files of a model folder like ``save_pretrained`` of transformers."""
     shards = _shards(entries, shard_bytes)
     names = _shard_names(len(shards))
     for name, shard in zip(names, shards, strict=True):
@@ -104,7 +104,8 @@ def write_weights(
 
 
 def _shards(entries: Iterable[TensorEntry], limit_bytes: int) -> list[Shard]:
-    """Entries in order, in as few runs as the limit allows; a larger tensor stands alone."""
+    """Split entries, in order, into as few files as the limit allows. A larger tensor gets its own
+    file."""
     shards: list[Shard] = [[]]
     size = 0
     for entry in entries:
@@ -123,7 +124,7 @@ def _shard_names(count: int) -> list[str]:
 
 
 def _main_dtype(entries: Iterable[TensorEntry]) -> str:
-    """The floating-point type that most of the bytes have: what config.json calls the model's."""
+    """The floating-point type of most bytes, which config.json states as the model's."""
     sizes: Counter[str] = Counter()
     for entry in entries:
         if entry.spec.dtype in FLOATS:
@@ -135,7 +136,7 @@ def copy_tokenizer(source: Path, folder: Path, calls: SystemCalls) -> None:
     present = inputs.list_names(source)
     names = [name for name in TOKENIZER_FILES if name in present]
     if not names:
-        raise UnreadableInputError(f"{source} holds no tokenizer file")
+        raise UnreadableInputError(f"{source} has no tokenizer files")
     for name in names:
         write_new(folder / name, inputs.read(source / name), True, calls)
     more = inputs.list_names(source / MORE_TEMPLATES) if MORE_TEMPLATES in present else set()

@@ -17,7 +17,7 @@ from slurmrl.paths import RunPaths
 
 @dataclass(frozen=True)
 class StoredCommit:
-    """A commit, or one that was set aside as damaged and is not removed yet."""
+    """A commit, or a damaged one that was set aside and not removed yet."""
 
     step: int
     incarnation: int
@@ -26,9 +26,9 @@ class StoredCommit:
     """Seconds since the epoch when it was committed, by the master's clock."""
     files: int
     bytes: int
-    """Both 0 where the manifest cannot be read."""
+    """Both 0 if the manifest cannot be read."""
     kept_by: list[str]
-    """``last``, ``every`` (see `retention`)."""
+    """``last``, ``every`` (see `kept_by`)."""
     exported: bool
     """The run has exported its model."""
     problem: str | None
@@ -47,11 +47,11 @@ def inventory(paths: RunPaths, *, checksums: bool) -> list[StoredCommit]:
     settings = load_resolved(paths.config).checkpoint
     reasons = kept_by(state.commits, settings.keep_last, settings.keep_every_steps)
     exported = {export.step for export in state.exports}
-    found = [_look(paths, commit, times, reasons, exported, checksums) for commit in state.commits]
-    if any(one.problem for one in found):
+    stored = [_look(paths, commit, times, reasons, exported, checksums) for commit in state.commits]
+    if any(each.problem for each in stored):
         left = {commit.directory for commit in fold(History(paths.history).read()).commits}
-        found = [one for one in found if not one.problem or one.directory in left]
-    return sorted([*found, *_set_aside(paths, records, times)], key=lambda one: one.step)
+        stored = [each for each in stored if not each.problem or each.directory in left]
+    return sorted([*stored, *_set_aside(paths, records, times)], key=lambda each: each.step)
 
 
 def _look(
@@ -114,8 +114,8 @@ def _set_aside(
 def kept_by(
     commits: Sequence[Commit], keep_last: int, keep_every_steps: int | None
 ) -> dict[str, list[str]]:
-    """Why each directory stays: ``last`` (one of the newest), ``every`` (its step is a multiple);
-    nothing for one that may go. ``commits`` are in the order of their steps."""
+    """The reasons to keep each directory: ``last`` (one of the newest), ``every`` (its step is a
+    multiple); none if it may be removed. ``commits`` are in the order of their steps."""
     newest = {commit.directory for commit in commits[-keep_last:]}
     reasons: dict[str, list[str]] = {}
     for commit in commits:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint directory: which files belong to it, with sizes and checksums.
+"""The manifest of a checkpoint directory: its files with their sizes and checksums.
 
 A checkpoint exists once the history names it, which happens after its manifest is on disk.
 """
@@ -61,10 +61,10 @@ def write_manifest(
     state: Mapping[str, Any],
     calls: SystemCalls = REAL,
 ) -> Manifest:
-    """Write ``state.json`` and then ``manifest.json``, durably, the directory included.
+    """Write ``state.json`` and then ``manifest.json``, durably, including the directory entry.
 
-    ``files`` are the ranks' SavedFiles as objects of JSON; ``state`` is everything else that a
-    run needs to continue.
+    ``files`` are the ranks' SavedFiles as JSON objects; ``state`` is everything else that a run
+    needs to continue.
     """
     text = _json(state)
     atomic.replace(directory / STATE, text, calls=calls)
@@ -84,7 +84,7 @@ def read_manifest(directory: Path) -> Manifest:
     values = _read(path, {"version": INTEGER})
     if values["version"] != VERSION:
         raise CheckpointError(
-            f"{path} has version {values['version']}, this program reads {VERSION}"
+            f"{path} has version {values['version']}; this program reads version {VERSION}"
         )
     if problem := wrong(values, _FIELDS, _FIELDS):
         raise DamagedCheckpointError(f"{path} {problem}", directory.name)
@@ -134,9 +134,9 @@ def until_certain(check: Callable[[], T], sleep: Callable[[float], None] = time.
 
 
 def open_verified(directory: Path, role: str) -> RoleCheckpoint:
-    """A role, once the sizes and checksums of all its files (and of the state) are right.
+    """Open a role after verifying sizes and checksums of its files and of the state.
 
-    Raises DamagedCheckpointError, CheckpointError for a role that the checkpoint does not hold.
+    Raises DamagedCheckpointError, and CheckpointError if the checkpoint does not have the role.
     """
     files = {file.name: file for file in read_manifest(directory).files}
     names = [name for rank in range(len(files)) if (name := file_name(role, rank)) in files]
@@ -145,7 +145,7 @@ def open_verified(directory: Path, role: str) -> RoleCheckpoint:
     _check(directory, [files[name] for name in (STATE, *names) if name in files], True)
     weights = RoleCheckpoint(directory, role)
     if weights.ranks != len(names):
-        message = f"{directory / MANIFEST} names {len(names)} of {weights.ranks} files of '{role}'"
+        message = f"{directory / MANIFEST} lists {len(names)} of {weights.ranks} files of '{role}'"
         raise DamagedCheckpointError(message, directory.name)
     return weights
 

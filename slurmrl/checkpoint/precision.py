@@ -1,4 +1,4 @@
-"""Other floating-point types for the tensors of an export. Free of torch."""
+"""Conversion of an export's tensors to other floating-point types. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from slurmrl.layout.layout import TensorSpec
 
 FLOATS: Final = ("float32", "bfloat16", "float16")
 BLOCK: Final = 2**22
-"""Elements that are converted at a time, so that intermediate results stay small."""
+"""Elements converted at a time, which bounds the size of intermediate results."""
 BF16_NAN: Final = 0x7FC0
 
 
 @dataclass(frozen=True)
 class Precision:
-    """The floating-point type that each tensor of an export gets; others keep theirs."""
+    """The type of each floating-point tensor in an export; other tensors keep theirs."""
 
     default: str | None = None
     """For tensors that are not in ``tensors``; None keeps the checkpoint's type."""
     tensors: Mapping[str, str] = field(default_factory=dict)
 
     def apply(self, entry: TensorEntry) -> TensorEntry:
-        """The entry in its type. Its ``data`` raises CheckpointError for a value that is finite in
-        the checkpoint and not in that type."""
+        """Convert an entry to its type. Its ``data`` raises CheckpointError for a finite value that
+        overflows in that type."""
         stored = entry.spec.dtype
-        bare = entry.name.partition(".")[2]  # its name in files that were saved without a head
+        bare = entry.name.partition(".")[2]  # its name in files saved without a head
         wanted = self.tensors.get(entry.name) or self.tensors.get(bare) or self.default
         if wanted is None or wanted == stored or stored not in FLOATS:
             return entry
@@ -55,20 +55,21 @@ def _converted(entry: TensorEntry, wanted: str) -> Array:
         if lost.any():
             value = float(wide[lost][0])
             raise CheckpointError(
-                f"'{entry.name}' holds {value:g}, which {wanted} does not: choose another type"
+                f"'{entry.name}' has the value {value:g}, which overflows in {wanted}: choose "
+                "another type"
             )
     return target.reshape(values.shape)
 
 
 def _widened(values: Array, dtype: str) -> Array:
-    """As float32, exactly."""
+    """Convert to float32, without rounding."""
     if dtype == "bfloat16":
         return (values.astype("<u4") << 16).view("<f4")
     return values.astype("<f4", copy=False)
 
 
 def _narrowed(wide: Array, dtype: str) -> Array:
-    """Rounded to the nearest, ties to even, as torch does it."""
+    """Round to nearest, ties to even, like torch."""
     if dtype != "bfloat16":
         with np.errstate(over="ignore"):
             return np.asarray(wide, dtype=NUMPY_DTYPES[dtype])

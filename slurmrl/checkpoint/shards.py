@@ -1,9 +1,9 @@
 """The tensors of one role in a checkpoint, whatever world size wrote them.
 
-Rank r of n writes ``<role>.<r>.safetensors``: arrays, and in the file's metadata which box of
-which tensor each array holds. Weights go by their Hugging Face names; optimizer moments by the
-moment's name, a slash, and the weight's name. Arrays that are no part of the layout (the rank's
-random state) may stand beside them.
+Rank r of n writes ``<role>.<r>.safetensors``: arrays, and metadata with the box of a tensor that
+each array holds. Weights have their Hugging Face names; optimizer moments have the moment's name, a
+slash, and the weight's name. A file may also have arrays outside the layout (the rank's random
+state).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class ShardHeader:
     rank: int
     ranks: int
     step: int
-    """Optimizer steps made."""
+    """Optimizer steps so far."""
     tensors: Mapping[str, TensorSpec]
     shards: tuple[Shard, ...]
 
@@ -107,7 +107,7 @@ class RoleSnapshot:
 
 
 class RoleCheckpoint:
-    """Reader of one role. Raises CheckpointError where files are missing or do not fit."""
+    """Reader of one role. Raises CheckpointError if files are missing or inconsistent."""
 
     def __init__(self, directory: Path, role: str) -> None:
         self.directory = directory
@@ -125,9 +125,9 @@ class RoleCheckpoint:
         try:
             part = ShardHeader.from_json(file.metadata[KEY])
         except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{file.path} has no layout that we wrote: {error!r}") from error
+            raise CheckpointError(f"{file.path} has an invalid layout: {error!r}") from error
         if (part.role, part.rank) != (self.role, rank):
-            raise CheckpointError(f"{file.path} says it is {part.role} rank {part.rank}")
+            raise CheckpointError(f"{file.path} is labelled {part.role} rank {part.rank}")
         return file, part
 
     @property
@@ -136,7 +136,7 @@ class RoleCheckpoint:
         return len(self._files)
 
     def check(self, tensors: Mapping[str, TensorSpec]) -> None:
-        """Raises CheckpointError unless it holds just these: it is of another model."""
+        """Check that it has exactly these tensors. Raises CheckpointError for another model."""
         theirs = self.layout.tensors
         for name in (*tensors, *theirs):
             if theirs.get(name) != tensors.get(name):
@@ -156,9 +156,10 @@ class RoleCheckpoint:
             raise CheckpointError(f"{self._files[rank].path} has no array '{storage}'") from error
 
     def read(self, name: str, box: Box | None = None) -> Array:
-        """A tensor's box (default: all of it), contiguous; bfloat16 as its bits (uint16).
+        """Read a box of a tensor (default: all of it) as a contiguous array, bfloat16 as its bits
+        (uint16).
 
-        Raises CheckpointError for an unknown tensor or one that is not wholly there.
+        Raises CheckpointError for an unknown or incomplete tensor.
         """
         if name not in self.layout.tensors:
             raise CheckpointError(f"{self.directory}: role {self.role} has no tensor '{name}'")

@@ -1,7 +1,7 @@
-"""How parameters lie in the tensors of a model folder's files. Torch-free.
+"""The storage of parameters in the tensors of a model folder's files. Torch-free.
 
-Most parameters are a tensor of their own name. A mixture of experts has a tensor for each row of
-a parameter; others have several parameters side by side in one tensor, or transposed.
+Most parameters are stored as a tensor of the same name. A mixture of experts has a tensor for each
+row of a parameter; other models store several parameters in one tensor, or transposed.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ class TensorSlice:
 
     tensor: str
     row: int | None = None
-    """The row of the parameter that it is; None for the whole."""
+    """The row of the parameter; None for the whole parameter."""
     transposed: bool = False
     first: int = 0
-    """Where it begins in the last dim of the tensor."""
+    """Its start in the last dim of the tensor."""
 
     def box(self, parameter: Box) -> Box:
-        """Where the elements of a box of the parameter lie in the tensor."""
+        """The box of the tensor that stores a box of the parameter."""
         start, size = list(parameter.start), list(parameter.size)
         if self.row is not None:
             start, size = start[1:], size[1:]
@@ -41,24 +41,24 @@ class TensorSlice:
         return Box(tuple(start), tuple(size))
 
     def of(self, shape: Index) -> Box:
-        """The box of a parameter of ``shape`` that it holds."""
+        """The box of a parameter of ``shape`` that it stores."""
         if self.row is None:
             return Box.whole(shape)
         return Box((self.row, *(0 for _ in shape[1:])), (1, *shape[1:]))
 
 
 Storage = Callable[[str, Index], tuple[TensorSlice, ...]]
-"""Name and shape of a parameter -> where it is stored."""
+"""Name and shape of a parameter -> the slices that store it."""
 
 
 def by_name(name: str, shape: Index) -> tuple[TensorSlice, ...]:
-    """Every parameter is a tensor of its own name."""
+    """Every parameter is stored as a tensor of the same name."""
     return (TensorSlice(name),)
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file, and the parameters or rows that lie in it, side by side."""
+    """A tensor of a file, and the parameters or rows that it stores."""
 
     spec: TensorSpec
     shards: tuple[tuple[str, TensorSpec, TensorSlice], ...]
@@ -68,11 +68,11 @@ def file_tensors(
     parameters: Iterable[tuple[str, TensorSpec]], storage: Storage
 ) -> dict[str, FileTensor]:
     """The tensors that these parameters are stored in, by name, in the parameters' order."""
-    found: dict[str, list[tuple[str, TensorSpec, TensorSlice]]] = {}
+    slices: dict[str, list[tuple[str, TensorSpec, TensorSlice]]] = {}
     for name, spec in parameters:
         for stored in storage(name, spec.shape):
-            found.setdefault(stored.tensor, []).append((name, spec, stored))
-    return {tensor: _file_tensor(shards) for tensor, shards in found.items()}
+            slices.setdefault(stored.tensor, []).append((name, spec, stored))
+    return {tensor: _file_tensor(shards) for tensor, shards in slices.items()}
 
 
 def _file_tensor(shards: list[tuple[str, TensorSpec, TensorSlice]]) -> FileTensor:
@@ -87,8 +87,8 @@ def file_entries(
     read: Callable[[str, Box], Array],
     storage: Storage,
 ) -> list[TensorEntry]:
-    """The tensors to write for these parameters; ``read`` gives a box of one when its turn
-    comes."""
+    """The tensors to write for these parameters; ``read`` provides a box of a parameter on
+    demand."""
     return [
         TensorEntry(name, tensor.spec, partial(_assembled, read, tensor))
         for name, tensor in file_tensors(parameters, storage).items()
@@ -102,4 +102,4 @@ def _assembled(read: Callable[[str, Box], Array], tensor: FileTensor) -> Array:
         values = read(name, box).reshape(box.size if stored.row is None else box.size[1:])
         arrays.append(values.T if stored.transposed else values)
     whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays, -1)
-    return np.asarray(whole, order="C")  # (ascontiguousarray would give a scalar a dim)
+    return np.asarray(whole, order="C")  # (ascontiguousarray would add a dim to a scalar)

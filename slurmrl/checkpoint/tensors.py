@@ -1,8 +1,8 @@
 """Reading and writing safetensors files as raw bytes, tensor by tensor.
 
-The safetensors package writes a file from tensors that are all in memory, and its numpy side
-knows no bfloat16. Here a file streams through a checksum while each tensor is produced, and
-elements are only bytes of a size. Files are byte-identical to those of the package.
+The safetensors package needs all tensors of a file in memory, and its numpy interface does not
+support bfloat16. Here a file is written and its checksum computed while each tensor is produced,
+and elements are just bytes. Files are byte-identical to those of the package.
 Format: https://huggingface.co/docs/safetensors
 """
 
@@ -49,16 +49,16 @@ NUMPY_DTYPES: dict[str, str] = {
     "int32": "<i4",
     "uint8": "u1",
 }
-"""What holds the elements in numpy; bfloat16 as its bits."""
+"""The numpy type of the elements; for bfloat16, of its bits."""
 DTYPE_RANK = ("uint8", "float16", "bfloat16", "int32", "float32", "float64", "int64")
-"""The package stores large elements first, which keeps all aligned, and breaks ties like this."""
+"""The package's order: larger elements first, for alignment, and equal sizes in this order."""
 CHUNK_BYTES = 16 * 2**20
 MAX_HEADER_BYTES = 100 * 10**6
 
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file of a checkpoint: plain name, bytes, ``sha256:…``."""
+    """A file of a checkpoint: its plain name, size in bytes, and ``sha256:…``."""
 
     name: str
     size: int
@@ -67,7 +67,7 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor to write; ``data`` makes its elements, contiguous, when their turn comes."""
+    """A tensor to write; ``data`` produces its elements on demand, contiguous."""
 
     name: str
     spec: TensorSpec

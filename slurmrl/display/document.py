@@ -56,7 +56,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class NodeLine:
-    """A line of a node; ``mark`` says whether the node reads or makes what it names."""
+    """A line of a node; ``mark`` is whether the node reads or produces the item."""
 
     words: str
     mark: Literal["", "in", "out"] = ""
@@ -64,7 +64,7 @@ class NodeLine:
 
 @dataclass(frozen=True)
 class Node:
-    """``level`` is the distance from the sources of the graph, ``series`` decides the colour."""
+    """``level`` is the distance from the sources of the graph; ``series`` determines the colour."""
 
     name: str
     level: int

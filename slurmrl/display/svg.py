@@ -1,4 +1,4 @@
-"""Documents as SVG that can be read on light and on dark backgrounds: legends, grids and graphs."""
+"""Rendering of documents (legends, grids and graphs) as SVG for light and dark backgrounds."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Drawing:
         self._reach(x + LETTER * len(words), y)
 
     def box(self, box: Rectangle, series: str | None) -> None:
-        """A box tinted in the colour of a series; text on it keeps its contrast."""
+        """A box in a tint of the series' colour that keeps text readable."""
         colour = self._colours.get(series or "", NO_SERIES)
         tint = f'fill="{colour}" fill-opacity="0.22" stroke="{colour}"'
         self.elements.append(f'<rect {box.attributes} rx="4" class="ground"/>')
@@ -89,7 +89,7 @@ class Drawing:
 
 
 def render(document: Document) -> str:
-    """The whole picture. Tables and lines are left to the text."""
+    """The picture of a document. Tables and lines appear in text only."""
     drawing = Drawing(dict(zip(_series(document), cycle(COLOURS), strict=False)))
     drawing.text(MARGIN, 28, document.title, "head")
     for block in document.blocks:
@@ -165,7 +165,7 @@ def _cell(drawing: Drawing, box: Rectangle, column: int, cell: Mapping[str, str]
 
 
 def _flow(drawing: Drawing, flow: Flow) -> None:
-    """Arrows lie below the nodes, which stand in columns by their level."""
+    """Draw the arrows, then the nodes over them, in a column for each level."""
     places = dict(_places(flow, drawing.height + 2 * GAP))
     for start, end in flow.arrows:
         drawing.arrow(places[start], places[end])

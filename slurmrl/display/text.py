@@ -1,4 +1,4 @@
-"""Documents as text."""
+"""Rendering of documents as text."""
 
 from __future__ import annotations
 

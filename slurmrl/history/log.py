@@ -85,7 +85,7 @@ class History:
     def _looks(self, hidden: Callable[[], Path]) -> Iterator[int]:
         """Number the looks for a slot that must exist, with pauses between them.
 
-        Where a cache may hide the slot, the looks go on for about a minute, which is logged.
+        Where a cache may hide the slot, this lasts about a minute and is logged.
         """
         yield 0
         cached = self._calls.caches(self._directory)
@@ -94,7 +94,7 @@ class History:
             if pause_s == LONG_PAUSE_S:
                 logger.warning(
                     "%s was created but is not visible; a file system cache may hide it: "
-                    "looking for another %.0f s",
+                    "waiting another %.0f s for it",
                     hidden(),
                     sum(pauses_s[number:]),
                 )

@@ -64,7 +64,7 @@ def fold(records: Iterable[Record]) -> TrialState:
     for record in records:
         begins = record.kind is Kind.BEGIN
         if record.incarnation != incarnation + begins:
-            raise CorruptFileError(f"history slot {record.slot}: incarnation of {record} is wrong")
+            raise CorruptFileError(f"history slot {record.slot}: {record} has a wrong incarnation")
         incarnation = record.incarnation
         _apply(record, fields, commits)
     return TrialState(

@@ -38,7 +38,7 @@ class Box:
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common elements, or None where there are none."""
+        """The common elements; None if there are none."""
         start = tuple(map(max, self.start, other.start))
         size = tuple(min(a, b) - c for a, b, c in zip(self.stop, other.stop, start, strict=True))
         return Box(start, size) if all(length > 0 for length in size) else None
@@ -75,7 +75,7 @@ def chunk(shape: Index, parts: int, index: int) -> Box:
 def flat_range(shape: Index, first: int, last: int) -> Iterator[Box]:
     """Row-major elements ``first <= i < last`` of a tensor as boxes, in order.
 
-    That is how a flat range of a distributed optimizer becomes shards; at most
+    A flat range of a distributed optimizer becomes shards in this way; at most
     ``2 * dims - 1`` boxes.
     """
     if first >= last:

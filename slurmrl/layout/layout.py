@@ -47,10 +47,10 @@ class Layout:
 
     def by_name(self) -> dict[str, list[tuple[int, Shard]]]:
         """(rank, shard) pairs of each tensor, in rank order."""
-        found: dict[str, list[tuple[int, Shard]]] = {name: [] for name in self.tensors}
+        holders: dict[str, list[tuple[int, Shard]]] = {name: [] for name in self.tensors}
         for rank, shard in self.all_shards():
-            found[shard.name].append((rank, shard))
-        return found
+            holders[shard.name].append((rank, shard))
+        return holders
 
     def all_shards(self) -> Iterator[tuple[int, Shard]]:
         for rank, shards in enumerate(self.shards):

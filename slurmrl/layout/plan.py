@@ -32,7 +32,7 @@ class Copy:
 
 
 def plan(source: Layout, target: Layout, ranks: Iterable[int] | None = None) -> list[Copy]:
-    """Copies that fill every shard of ``target`` (of ``ranks`` only, if given), each element once.
+    """Copies that fill every shard of ``target`` (or only those of ``ranks``), each element once.
 
     A rank reads its own replica if it has one, otherwise the one on the next rank that has it,
     which spreads readers over the replicas. Raises LayoutError if a tensor is unknown, differs in

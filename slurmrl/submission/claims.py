@@ -30,15 +30,15 @@ longer than an sbatch may take."""
 def newest(paths: RunPaths) -> int:
     """Return the number of the newest submission, 0 before the first. Raises UsageError while
     another process is making it."""
-    found = newest_submission(paths)
-    if found is None:
+    submission = newest_submission(paths)
+    if submission is None:
         return 0
-    if not paths.submission_jobs(found.number).exists():
-        request = documents.read(paths.submission_request(found.number))
+    if not paths.submission_jobs(submission.number).exists():
+        request = documents.read(paths.submission_request(submission.number))
         if _in_progress(request):
             where = f"on {request.get('host')}, process {request.get('pid')}"
             raise UsageError(_lost(paths, f" ({where})"))
-    return found.number
+    return submission.number
 
 
 def claim(paths: RunPaths, before: int, request: Mapping[str, Any]) -> int:
@@ -64,9 +64,9 @@ def claim(paths: RunPaths, before: int, request: Mapping[str, Any]) -> int:
 
 def confirm(paths: RunPaths, jobs: Jobs) -> None:
     """Raise UsageError if there is a newer submission nevertheless (by an older slurmrl, or because
-    this process seemed to be gone). Cancel our jobs then, which would exit by themselves."""
-    found = newest_submission(paths)
-    if found is not None and found.number > jobs.number:
+    this process seemed dead). Our jobs are cancelled then; they would exit by themselves."""
+    newest = newest_submission(paths)
+    if newest is not None and newest.number > jobs.number:
         jobs.scheduler.cancel(jobs.ids)
         raise UsageError(_lost(paths, "; the jobs of this command were cancelled"))
 

@@ -110,8 +110,9 @@ def _ask(folder: Path, *words: str, most: int = 2**20) -> GitAnswer:
         except subprocess.TimeoutExpired:
             return GitAnswer(b"", f"git {words[0]} took more than {TIMEOUT_S:.0f} s", failed=True)
         if done.returncode != 0:
-            said = done.stderr.decode(errors="replace").strip().splitlines()
-            return GitAnswer(b"", f"git {words[0]}: {said[0] if said else 'failed'}", failed=True)
+            errors = done.stderr.decode(errors="replace").strip().splitlines()
+            reason = errors[0] if errors else "failed"
+            return GitAnswer(b"", f"git {words[0]}: {reason}", failed=True)
         size = output.tell() or output.seek(0, os.SEEK_END)
         output.seek(0)
         note = f"git {words[0]}: truncated to {most} of {size} bytes" if size > most else ""

@@ -40,7 +40,7 @@ def find(config: Config, source: Source, folders: Sequence[Path]) -> OwnCode:
     problems = [
         source.problem(("code", index), message)
         for index, path in enumerate(config.code)
-        for message in _wrong(Path(path), [Path(one) for one in config.code[:index]])
+        for message in _wrong(Path(path), [Path(before) for before in config.code[:index]])
     ]
     if problems:
         raise ConfigError(tuple(problems))
@@ -78,7 +78,7 @@ def _wrong(path: Path, before: Sequence[Path]) -> Iterator[str]:
         yield f"'{path}' is not allowed: it would hide slurmrl, which is always copied"
     if name in sys.stdlib_module_names:
         yield f"'{path}' is not allowed: it would hide the standard library's {name}"
-    if path.name in [one.name for one in before]:
+    if path.name in [other.name for other in before]:
         yield f"'{path}' is not allowed: another entry has the same name"
     try:
         copying.check_size(path)

@@ -80,17 +80,17 @@ class ProvenanceWriter:
         seen: dict[Path, str] = {}
         places = {"directory": Path.cwd(), "slurmrl": Path(slurmrl.__file__).parent}
         for name, place in places.items():
-            found = git.look(place)
-            if isinstance(found, str):
-                yield name, {"notes": [found]}
-            elif found.root in seen:
-                yield name, {"same_as": seen[found.root]}
+            repository = git.look(place)
+            if isinstance(repository, str):
+                yield name, {"notes": [repository]}
+            elif repository.root in seen:
+                yield name, {"same_as": seen[repository.root]}
             else:
-                seen[found.root] = name
-                if found.diff:
-                    _write(folder / f"{name}.diff", found.diff)
-                found.notes += self._copy_untracked(folder, found)
-                yield name, found.to_json()
+                seen[repository.root] = name
+                if repository.diff:
+                    _write(folder / f"{name}.diff", repository.diff)
+                repository.notes += self._copy_untracked(folder, repository)
+                yield name, repository.to_json()
 
     def _copy_untracked(self, folder: Path, repository: git.Repository) -> list[str]:
         """Copy small files that the configuration names and git does not track."""

@@ -195,8 +195,7 @@ def propose_resume(
     overrides = follow_actor(before, overrides)
     root = paths.run.parents[2]
     settings = load_settings(paths.config, overrides, root=root, scheduler=scheduler)
-    found = _paths(settings)
-    if found != paths:
+    if _paths(settings) != paths:
         raise UsageError("resume cannot rename a trial: submit the configuration with --new")
     if not update_code:
         if settings.config.code != before.code:
@@ -215,7 +214,7 @@ def submit(proposal: Proposal) -> Submitted:
     """Write the run directory and start the jobs.
 
     Raises UsageError for a live trial and for one whose configuration differs, EnvironmentFailure
-    where scheduler or directory do not work.
+    if the scheduler or the directory does not work.
     """
     scheduler = make(proposal.kind)
     scheduler.check()
@@ -352,7 +351,7 @@ def _free_name(settings: Settings) -> str:
 
 
 def _check_code(proposal: Proposal) -> None:
-    """The jobs read what we write with the trial's own code: it has to be ours."""
+    """The jobs read our files with the trial's own code, which must therefore equal ours."""
     code = proposal.paths.snapshot(snapshot.current(proposal.paths))
     if not proposal.update_code and not snapshot.is_this_code(code):
         name = proposal.trial

@@ -70,7 +70,7 @@ class RewardData:
             )
         self.reward: Reward = config.reward
         evaluation = [config.evaluation.dataset] if config.evaluation else []
-        prompts = [one for one in (config.dataset, *evaluation) if one.type == "prompt"]
+        prompts = [data for data in (config.dataset, *evaluation) if data.type == "prompt"]
         if not prompts:
             message = "has no prompts for a reward to judge: type 'prompt' is required"
             raise ConfigError((settings.source.problem(("dataset",), message),))

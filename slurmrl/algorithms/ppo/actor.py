@@ -105,5 +105,5 @@ def _kl_stats(estimates: Estimates, sequences: int, all_reduce_sum: SumOverRanks
 
 
 def _stop(limit: float | None) -> Callable[[MeanStats], bool] | None:
-    """Whether a minibatch's mean probability ratio ends the updates of this step."""
+    """The test of a minibatch's mean probability ratio that ends the updates of a step."""
     return None if limit is None else lambda means: means["importance_ratio"] > limit

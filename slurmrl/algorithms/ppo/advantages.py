@@ -85,8 +85,8 @@ def moments(x: Tensor, all_reduce_sum: SumOverRanks) -> tuple[float, float]:
 def whiten(x: Tensor, mean: float, std: float) -> Tensor:
     """x with mean 0 and standard deviation 1, given its moments over all ranks.
 
-    Advantages that hardly differ stay small: where no completion earned a reward they are only
-    rounding errors, which must not be scaled up.
+    Advantages that hardly differ stay small: if no completion earned a reward, they are rounding
+    errors, which must not be scaled up.
     """
     return (x - mean) / math.sqrt(std**2 + VARIANCE_FLOOR)
 

@@ -75,7 +75,7 @@ def explained_variance(returns_std: float, error_std: float) -> float:
 
 
 def _training_sample(sample: SequenceSample, estimates: Estimates) -> SequenceSample:
-    """Returns stand where the values do: at the state before their token."""
+    """The sample with returns aligned like values: at the state before their token."""
     ids = sample.tensor("input_ids")
     states = estimates.responses.tokens - 1
     returns = spread_over_tokens(estimates.returns, states, len(ids))

@@ -1,8 +1,8 @@
 """PPO's losses as pure tensor functions: sums over tokens, with sums of statistics.
 
 All inputs are [T] and aligned with each other; ``mask`` marks the tokens that count. The caller
-divides by the number of those tokens over the whole batch. Other tokens contribute zeros, for
-selecting by a mask would make the host wait for a GPU.
+divides by their number in the whole batch. Other tokens contribute zeros, because selecting by a
+mask would make the host wait for a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def policy_loss(
     """Clipped surrogate objective (Schulman et al. 2017, "Proximal policy optimization
     algorithms", eq. 7), negated, less ``entropy_coef`` times the entropy.
 
-    Statistics: ``actor_loss``, ``clip_fraction`` (tokens whose gradient the clip took away),
+    Statistics: ``actor_loss``, ``clip_fraction`` (tokens whose gradient the clip removed),
     ``importance_ratio``, ``entropy``, and two estimates of KL(old || new): ``approx_kl_k1`` is
     log(old/new), ``approx_kl`` the always positive k3, ratio - 1 - log(ratio).
     """
@@ -55,8 +55,8 @@ def value_loss(
     *,
     value_clip: float | None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Half the squared error, or the larger one of the new values and of the new values clipped
-    to ``value_clip`` around the old ones.
+    """Half the squared error of the new values. With ``value_clip``, the larger of this and of the
+    error of the new values clipped to that distance from the old ones.
 
     Statistics: ``value_loss`` and ``value_clip_fraction``.
     """
@@ -65,7 +65,7 @@ def value_loss(
     held = torch.zeros_like(losses, dtype=torch.bool)
     if value_clip is not None:
         clipped = (old + (new - old).clamp(-value_clip, value_clip) - target).square()
-        # Where the clamp does nothing the two losses still differ by rounding.
+        # Where the clamp has no effect, the two losses still differ by rounding.
         held = (clipped > losses) & ((new - old).abs() > value_clip)
         losses = torch.maximum(losses, clipped)
     loss = 0.5 * losses.sum()

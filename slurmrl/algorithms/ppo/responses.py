@@ -1,8 +1,8 @@
-"""Where the response tokens of packed sequences lie, and the states around them.
+"""Positions of the response tokens in packed sequences, and of the states around them.
 
 T packed tokens, S sequences, R response tokens. A sequence is a prompt of at least one token
-followed by its response. The state before token t is what was read up to t - 1, so its value
-stands at position t - 1 of the critic's aligned values.
+followed by its response. The state before token t consists of the tokens up to t - 1, so its value
+is at position t - 1 of the critic's aligned values.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Responses:
     """[R] positions of the response tokens among the T."""
     states: Tensor
     """[R+S] positions of the states: for each sequence those before its response tokens, then the
-    one behind its last token."""
+    one after its last token."""
     cu_seqlens: Tensor
     """[S+1] cumulative numbers of response tokens."""
     last: Tensor

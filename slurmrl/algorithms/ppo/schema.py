@@ -73,7 +73,7 @@ class PPO(AlgorithmSchema):
     gae_lambda: Fraction = 1.0
     """Weight of longer returns in the advantages (lambda)."""
     clip_ratio: PositiveFloat = 0.2
-    """The probability ratio of a token is clipped to 1 - this .. 1 + this."""
+    """The probability ratio of a token is clipped to the range from 1 - this to 1 + this."""
     value_clip: PositiveFloat | None = 0.2
     """New values are clipped to this distance from the old ones; null does not clip."""
     entropy_coef: NonNegativeFloat = 0.0
@@ -90,8 +90,8 @@ class PPO(AlgorithmSchema):
     mask_no_eos_with_zero: bool = False
     """Give completions without a stop token the reward 0 instead of the reward function's score."""
     early_stop_importance_ratio: PositiveFloat | None = 5.0
-    """Once the mean probability ratio of a minibatch's tokens exceeds this, leave out its update of
-    the actor and those that follow in the step; null never does."""
+    """If the mean probability ratio of a minibatch's tokens exceeds this, skip its update of the
+    actor and all later ones of the step; null disables this."""
 
     dataset_types: ClassVar[tuple[str, ...]] = ("prompt",)
 

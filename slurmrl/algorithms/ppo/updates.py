@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MeanStats = dict[str, float]
 ENGINE_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "vetoed")
-"""What the engine reports besides the sums of the loss function's statistics."""
+"""The engine's results besides the sums of the loss function's statistics."""
 
 
 def run_updates(
@@ -34,16 +34,16 @@ def run_updates(
     temperature: float = 1.0,
     stop: Callable[[MeanStats], bool] | None = None,
 ) -> MeanStats:
-    """Go ``n_epochs`` times through the minibatches of ``batch``, the ids of all ranks' items in
-    order, of which ``sample`` has this rank's. One optimizer step each.
+    """Make one optimizer step for each minibatch, in ``n_epochs`` passes. ``batch`` has the ids of
+    all ranks' items in order; ``sample`` has this rank's items.
 
-    The bool tensor under ``mask_key`` picks the tokens that count. Every rank makes the same
+    The bool tensor under ``mask_key`` selects the tokens that count. Every rank makes the same
     steps: a minibatch without such a token on any rank is skipped. If ``stop`` returns True for a
     minibatch's global means, its update and all later ones are skipped.
 
-    :return: global means over the tokens of all minibatches that were looked at; of ``grad_norm``,
-        over the updates; the last ``lr``; the number of ``updates``, how many the engine
-        ``skipped``; with ``stop``, 1 as ``early_stop`` where it stopped.
+    :return: global means over the tokens of all processed minibatches; the mean ``grad_norm`` of
+        the updates; the last ``lr``; the number of ``updates``, and of those that the engine
+        ``skipped``; with ``stop``, ``early_stop`` = 1 if it stopped.
     """
     parts = minibatches(sample, batch, ppo.n_minibatches)
     own = torch.stack([part.tensor(mask_key).sum() for part in parts]).double()
@@ -51,7 +51,7 @@ def run_updates(
     counts, totals = torch.stack([own, total]).tolist()
     schedule = [index for index, size in enumerate(totals) if size > 0]
     if not schedule:
-        raise UsageError("no token of this batch counts, so it would train on nothing")
+        raise UsageError("no token of this batch counts for the loss: there is nothing to train on")
     veto = None if stop is None else lambda result: stop(_means([result]))
     results: list[dict[str, float]] = []
     for index in schedule * ppo.n_epochs:
@@ -83,8 +83,8 @@ def minibatches(sample: SequenceSample, batch: tuple[str, ...], count: int) -> l
 
 
 def global_result(means: MeanStats, role: str) -> CallResult:
-    """Numbers that are the same on every rank, as a train_step's result; those that every trained
-    model has carry the role's name."""
+    """The result of a train_step from numbers that are the same on every rank. Metrics that every
+    trained model has get the role's name as a prefix."""
     shared = ("grad_norm", "lr", "updates", "skipped")
     named = {f"{role}_{key}" if key in shared else key: mean for key, mean in means.items()}
     return CallResult(stats={key: (mean, 1.0) for key, mean in named.items()})

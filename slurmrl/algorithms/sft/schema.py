@@ -14,8 +14,8 @@ INTERFACE = "slurmrl.algorithms.sft.interface:SFTInterface"
 class SFT(AlgorithmSchema):
     """Supervised fine-tuning: cross entropy of the answers' tokens, given the prompts.
 
-    Held-out prompts are completed and judged by the reward; held-out prompt-answer pairs give
-    the loss.
+    Evaluation on held-out prompts generates completions and judges them with the reward; on
+    held-out prompt-answer pairs, it computes the loss.
     """
 
     name: Literal["sft"] = "sft"

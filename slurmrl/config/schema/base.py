@@ -44,7 +44,7 @@ def _check_name(name: str) -> str:
     if not NAME_PATTERN.fullmatch(name) or ".." in name:
         raise ValueError(
             "a name has 1 to 64 letters, digits, '.', '_' or '-', starts with a letter or a digit, "
-            "and does not hold '..'"
+            "and has no '..'"
         )
     return name
 

@@ -162,7 +162,7 @@ def test_errors_name_what_is_wrong(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "float32", 2)
     with pytest.raises(CheckpointError, match=r"critic\.0\.safetensors does not exist"):
         exported(tmp_path, tmp_path / "out", role="critic")
-    with pytest.raises(UnreadableInputError, match="holds no tokenizer file"):
+    with pytest.raises(UnreadableInputError, match="has no tokenizer files"):
         exported(tmp_path, tmp_path / "out", tokenizer=tmp_path)
     with pytest.raises(EnvironmentFailure, match="nowhere"):
         exported(tmp_path, tmp_path / "nowhere" / "out")
@@ -188,5 +188,5 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, "float32", 2)
     first, second = (tmp_path / f"actor.{rank}.safetensors" for rank in range(2))
     second.write_bytes(first.read_bytes())
-    with pytest.raises(CheckpointError, match=r"actor\.1\.safetensors says it is actor rank 0"):
+    with pytest.raises(CheckpointError, match=r"actor\.1\.safetensors is labelled actor rank 0"):
         RoleCheckpoint(tmp_path, "actor")

@@ -51,7 +51,9 @@ def test_values_are_those_of_torch(
 @pytest.mark.parametrize(("wanted", "value"), [("float16", 65520.0), ("bfloat16", 3.4e38)])
 def test_a_value_that_would_become_infinite_is_an_error(wanted: str, value: float) -> None:
     made = Precision(wanted).apply(entry(torch.tensor([1.0, -value])))
-    with pytest.raises(CheckpointError, match=re.escape(f"-{value:g}, which {wanted} does not")):
+    with pytest.raises(
+        CheckpointError, match=re.escape(f"-{value:g}, which overflows in {wanted}")
+    ):
         made.data()
 
 

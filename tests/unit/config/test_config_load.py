@@ -90,7 +90,7 @@ def test_whole_numbers_are_taken_where_text_is_asked_for(tmp_path: Path) -> None
         ("cluster.slurm.partition=' '", "must not be empty"),
         ("experiment=a/b", "starts with a letter or a digit"),
         ("experiment=..", "starts with a letter or a digit"),
-        ("experiment=a..b", "does not hold '..'"),
+        ("experiment=a..b", "has no '..'"),
         ("experiment=-a", "starts with a letter or a digit"),
         (f"trial={'a' * 65}", "1 to 64"),
         ("stop_when=eval/reward > 0.4", "METRIC >= NUMBER"),
