@@ -5,6 +5,11 @@ same before it becomes an agent. The supervisor runs the same text when its agen
 It records the failure (`scheduler.hosts` reads the record), excludes the host from the queued jobs
 of the trial, waits longer the more starts in a row have failed, and requeues the job, so that no
 link is used up. After MOST failures in a row the job ends instead.
+
+A failing line of ``cluster.slurm.setup`` is handled in the same way at first. If it fails in the
+same way on SEVERAL hosts, or repeatedly on one without which no job could start, and has not worked
+for this submission, it is the user's: the trial ends as FAILED with the line in the reason, and the
+hosts are not excluded for it.
 """
 
 from __future__ import annotations
@@ -18,29 +23,42 @@ LONGEST_S = 300
 """Pauses, in seconds: after the first failed start, and the longest."""
 MOST = 20
 """Failed starts in a row, since the history last grew, after which jobs are not requeued."""
+SEVERAL = 3
+"""Hosts on which the same failure of the set-up lines is not the fault of the hosts."""
 TRY_S = 300
 """Seconds an interpreter may take to import a module."""
 
 EARLY = """\
+shopt -s execfail
 trap 'slurmrl_told=1; exit 143' TERM
 trap 'slurmrl_code=$?
-[ $slurmrl_code = 0 ] || slurmrl_leave "the set-up ended with $slurmrl_code"' EXIT"""
-"""From here on a script that ends early does not use up its link."""
+[ $slurmrl_code = 0 ] || slurmrl_ended $slurmrl_code "${BASH_COMMAND:-}"' EXIT
+slurmrl_setup=yes"""
+"""From here on a bash script that ends early does not use up its link; without execfail, a failing
+exec would skip the trap. The set-up lines follow."""
+LATE = "slurmrl_setup="
+"""The set-up lines have run."""
 
 
-def functions(run: Path, script: Path, job: str, exclude: str) -> str:
+def functions(
+    run: Path, script: Path, job: str, exclude: str, number: int = 0, fail: str = "false"
+) -> str:
     """Return the shell functions. ``job``: name of the group's first array; ``exclude``: hosts that
-    the user excludes, in Slurm's form."""
+    the user excludes, in Slurm's form. Where set-up lines follow: ``number`` of the submission,
+    ``fail``: command that ends the trial with its last argument as the reason."""
     values = {
         "run": str(run),
         "script": str(script),
+        "number": str(number),
         "job": job,
         "exclude": exclude,
         "first_s": str(FIRST_S),
         "longest_s": str(LONGEST_S),
         "most": str(MOST),
+        "several": str(SEVERAL),
     }
     lines = [f"slurmrl_{name}={shlex.quote(value)}" for name, value in values.items()]
+    lines.append(f'slurmrl_fail() {{ {fail} "$1"; }}')
     text = resources.files(__package__).joinpath("leave.sh").read_text()
     return "\n".join([*lines, text.rstrip()])
 

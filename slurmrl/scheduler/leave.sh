@@ -1,8 +1,9 @@
 # How a job leaves when no process of the trial can start in it, run by sh. scheduler/leave.py sets
-# slurmrl_run, _script, _job, _exclude, _first_s, _longest_s and _most above.
+# slurmrl_run, _script, _number, _job, _exclude, _first_s, _longest_s, _most and _several above.
 
 slurmrl_host=$(printf %s "${SLURMD_NODENAME:-$(uname -n)}" | tr -cd 'A-Za-z0-9._-')
 slurmrl_told=
+slurmrl_setup=
 
 slurmrl_create() {  # NAME TEXT: create a file in hosts/ atomically
     slurmrl_new=$slurmrl_run/hosts/.tmp.$slurmrl_host.$$
@@ -38,12 +39,14 @@ slurmrl_queued() {  # list the arrays of this group that have queued elements
 }
 
 slurmrl_avoid() {  # avoid this host, unless no job could start without it
+    slurmrl_needed=
     slurmrl_list=$(slurmrl_avoided "$slurmrl_host")
     if slurmrl_said=$(sbatch --test-only --exclude="$slurmrl_list" "$slurmrl_script" 2>&1); then
         slurmrl_create "avoid.$slurmrl_host.json" "$slurmrl_text"
         echo "slurmrl: jobs of this trial exclude $slurmrl_list from now on"
     else
         echo "slurmrl: $slurmrl_host is not excluded, because no job could start without it: $slurmrl_said"
+        slurmrl_needed=yes
         slurmrl_list=$(slurmrl_avoided)
     fi
 }
@@ -75,6 +78,36 @@ slurmrl_pause() {  # COUNT: wait longer the more starts in a row have failed
     wait $!
 }
 
+slurmrl_same() {  # PREFIX: list the records in hosts/ with the reason of this start
+    (cd "$slurmrl_run/hosts" && grep -lsF "\"why\": \"$slurmrl_why\"" "$1".*.json)
+}
+
+slurmrl_judge() {  # WHY: end the trial if no host is to blame for the failing set-up
+    # not if the set-up has worked: an incarnation of this submission has begun
+    grep -qsE "\"kind\": ?\"begin\".*\"submission\": ?$slurmrl_number[,}]" "$slurmrl_run"/history/* && return
+    slurmrl_starts=$(slurmrl_same "start.$slurmrl_slots")
+    slurmrl_hosts=$(printf '%s\n' "$slurmrl_starts" |
+        sed 's/^start\.[0-9]*\.[0-9]*\.[0-9]*\.//; s/\.json$//' | sort -u)
+    [ "$(printf '%s\n' "$slurmrl_hosts" | grep -c .)" -ge "$slurmrl_several" ] ||
+        { [ -n "$slurmrl_needed" ] && [ "$(printf '%s\n' "$slurmrl_starts" | grep -c .)" -gt 1 ]; } ||
+        return
+    slurmrl_hosts=$(printf '%s\n' "$slurmrl_hosts" | paste -sd, - | sed 's/,/, /g')
+    slurmrl_files=$(slurmrl_same avoid)  # out of sight before the trial ends
+    for slurmrl_file in $slurmrl_files; do
+        mv "$slurmrl_run/hosts/$slurmrl_file" "$slurmrl_run/hosts/.tmp.$slurmrl_file"
+    done
+    slurmrl_fail "$1; it failed in the same way on every host tried: $slurmrl_hosts" && exit 1
+    for slurmrl_file in $slurmrl_files; do
+        mv "$slurmrl_run/hosts/.tmp.$slurmrl_file" "$slurmrl_run/hosts/$slurmrl_file"
+    done
+}
+
+slurmrl_ended() {  # CODE COMMAND: the script ends early
+    slurmrl_what="the batch script"
+    [ -z "$slurmrl_setup" ] || slurmrl_what=cluster.slurm.setup
+    slurmrl_leave "$slurmrl_what ended with exit code $1${2:+ at: $2}"
+}
+
 slurmrl_leave() {  # WHY: nothing can start here. Record it, avoid this host, requeue the job
     slurmrl_give_back "$1" "$slurmrl_host"
 }
@@ -93,6 +126,7 @@ slurmrl_give_back() {  # WHY HOST: the same; an empty HOST means that no host is
     }
     slurmrl_list=$(slurmrl_avoided)
     [ -z "$2" ] || slurmrl_avoid
+    [ -z "$slurmrl_setup" ] || slurmrl_judge "$1"
     slurmrl_keep_off
     slurmrl_pause "$slurmrl_failed"
     slurmrl_requeue

@@ -68,6 +68,7 @@ def _setup(request: SubmissionRequest, group: GroupRequest, *, guarded: bool) ->
         "trap '' USR2" if group.command else WARNED_EARLY,
         *([_leaving(request, group), leave.EARLY] if guarded else []),
         *setup_lines(request),
+        *([leave.LATE] if guarded else []),
         f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}"',
         *([f'{_attempt(request)} || slurmrl_leave "$slurmrl_said"'] if guarded else []),
         *([] if group.command else [BLOCK]),
@@ -77,7 +78,10 @@ def _setup(request: SubmissionRequest, group: GroupRequest, *, guarded: bool) ->
 def _leaving(request: SubmissionRequest, group: GroupRequest) -> str:
     script = request.run.submission_script(request.number, group.name)
     exclude = str(directives.slurm_options(request).get("exclude") or "")
-    return leave.functions(request.run.run, script, request.job_name(group.name), exclude)
+    job = request.job_name(group.name)
+    supervisor = shlex.join((*request.command(group, "srun"), "--failed"))
+    fail = f"PYTHONPATH={shlex.quote(str(request.code))} {supervisor}"
+    return leave.functions(request.run.run, script, job, exclude, request.number, fail)
 
 
 def _attempt(request: SubmissionRequest) -> str:

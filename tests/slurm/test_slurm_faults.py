@@ -49,6 +49,20 @@ def test_a_host_on_which_nothing_can_start_is_avoided(tmp_path: Path, bed: Path)
     assert site.wait_for_end("sft/1")["step"] == 9
 
 
+def test_a_set_up_line_that_fails_on_every_host_ends_the_trial(tmp_path: Path, bed: Path) -> None:
+    """The line is to blame: no host stays excluded, and the trial resumes once it is fixed."""
+    site = Site(tmp_path)
+    submit_to_broken(site, dict.fromkeys(("n0", "n1", "n2", "n3"), "exit 9"))
+    ended = site.wait_for_end("sft/1")
+    assert (ended["state"], ended["incarnation"], ended["avoided"]) == ("FAILED", 0, [])
+    assert "cluster.slurm.setup ended with exit code 9 at: exit 9" in site.slurmrl(
+        "status", "sft/1"
+    ).stdout.replace("\n", " ")
+    site.slurmrl("resume", "sft/1", "cluster.slurm.setup=[]")
+    ended = site.wait_for_end("sft/1")
+    assert (ended["state"], ended["step"], ended["incarnation"]) == ("COMPLETED", 8, 1)
+
+
 def test_several_links_at_once(tmp_path: Path, bed: Path) -> None:
     """The first link goes on alone."""
     trial = start_throttled(tmp_path)

@@ -53,6 +53,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--submission", type=int, required=True)
     parser.add_argument("--group", required=True)
     parser.add_argument("--launcher", choices=("srun", "direct"), default="direct")
+    parser.add_argument("--failed", metavar="REASON", help="start nothing: end the trial as FAILED")
     return parser.parse_args(arguments)
 
 
@@ -68,6 +69,9 @@ def main() -> int:
         logger.info("nothing to do: %s", reason)
         if in_chain:
             end_chain(link)  # the process that ended the trial may not have done so
+        return 0
+    if options.failed is not None:
+        cannot_begin(link, UsageError(options.failed), in_chain=in_chain)
         return 0
     logger.info("link %d, job %s", link.index, env.JOB_ID.get())
     try:

@@ -17,10 +17,10 @@ from tests.support.trials import Site, sft_config, wait_until
 BREAKS = (
     "export PYTHONHOME=/nowhere",  # the interpreter cannot start
     "export PYTHONPATH=/nowhere PATH=/nowhere",  # nothing at all can
-    "exit 9",
-    "set -e; false",
+    "exit 1{number}",
+    "set -e; test {number} = good",
 )
-"""What a set-up line may do to a node."""
+"""What a set-up line may do to a node. On each in another way, or the line would be to blame."""
 
 
 def black_hole(folder: Path, chance: random.Random, rounds: int) -> None:
@@ -28,7 +28,7 @@ def black_hole(folder: Path, chance: random.Random, rounds: int) -> None:
     with private_bed():
         for number in range(rounds):
             nodes = chance.sample(["n0", "n1", "n2", "n3"], chance.randint(1, 3))
-            broken = {node: chance.choice(BREAKS) for node in nodes}
+            broken = {node: chance.choice(BREAKS).format(number=node[1:]) for node in nodes}
             print(f"round {number}: {broken}", flush=True)
             site = Site(folder / str(number))
             site.folder.mkdir()

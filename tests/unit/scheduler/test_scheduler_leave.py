@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.errors import CorruptFileError, SchedulerError, UsageError
+from slurmrl.history.record import Kind, Record, pack
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler import exclusion, hosts, leave
 from slurmrl.scheduler.slurm import SlurmScheduler
@@ -28,6 +29,7 @@ COMMAND = """\
 echo "$(basename "$0") $*" >> "$SAID"
 case "$(basename "$0") $*" in
     sbatch*"$IMPOSSIBLE"*) echo "node configuration is not available" >&2; exit 1;;
+    fail*) exit "$FAIL_CODE";;
     squeue*) printf '%s\\n' '41 job' '57 job.1' '9 job.x' '8 other';;
 esac
 """
@@ -49,21 +51,27 @@ def run_leave(paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(leave, "FIRST_S", 0)
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in ("sbatch", "scontrol", "squeue"):
+    for name in ("sbatch", "scontrol", "squeue", "fail"):
         (folder / name).write_text(COMMAND)
         (folder / name).chmod(0o700)
 
     def run(
-        text: str, *, host: str = "n1", restart: int = 0, impossible: str = "never"
+        text: str,
+        *,
+        host: str = "n1",
+        restart: int = 0,
+        impossible: str = "never",
+        fail_code: int = 0,
     ) -> list[str]:
         said = tmp_path / "said"
         said.write_text("")
-        script = f"{leave.functions(paths.run, Path('job.sh'), 'job', 'n8')}\n{text}"
+        script = f"{leave.functions(paths.run, Path('job.sh'), 'job', 'n8', 3, 'fail')}\n{text}"
         environ = {**os.environ, **JOB, "SAID": str(said), "IMPOSSIBLE": impossible}
+        environ["FAIL_CODE"] = str(fail_code)
         environ |= {"PATH": f"{folder}:{os.environ['PATH']}", "SLURMD_NODENAME": host}
         environ |= {"SLURM_RESTART_COUNT": str(restart)}
         done = subprocess.run(
-            ["sh", "-euc", script], env=environ, capture_output=True, text=True, check=False
+            ["bash", "-c", script], env=environ, capture_output=True, text=True, check=False
         )
         assert done.returncode == 1, done.stdout + done.stderr
         return said.read_text().splitlines()
@@ -124,6 +132,62 @@ def test_a_job_that_is_being_cancelled_does_not_go_back(paths: RunPaths, run_lea
 def test_set_up_lines_that_end_the_script(paths: RunPaths, run_leave: Leave, text: str) -> None:
     assert "scontrol requeue 41_2" in run_leave(f"{leave.EARLY}\n{text}")
     assert [one.host for one in hosts.avoided(paths)] == ["n1"]
+
+
+SETUP = f"{leave.EARLY}\nset -e\nexport A=1\ngrep 'no \"such\"' $A /nowhere\n{leave.LATE}"
+REASON = """cluster.slurm.setup ended with exit code 2 at: grep 'no "such"' $A /nowhere"""
+
+
+def test_a_set_up_line_that_fails_on_several_hosts_is_the_users(
+    paths: RunPaths, run_leave: Leave
+) -> None:
+    """The trial ends with the line in its reason, and no host stays excluded for it."""
+    hosts.avoid(paths, "n7", "another reason")
+    for restart, host in enumerate(("n1", "n2.x")):
+        assert "scontrol requeue 41_2" in run_leave(SETUP, host=host, restart=restart)
+    assert [one.host for one in hosts.avoided(paths)] == ["n1", "n2.x", "n7"]
+    said = run_leave(SETUP, host="n3", restart=2)
+    tried = "it failed in the same way on every host tried: n1, n2.x, n3"
+    assert [line for line in said if line.startswith("fail")] == [f"fail {REASON}; {tried}"]
+    assert not any("requeue" in line for line in said)
+    assert [one.host for one in hosts.avoided(paths)] == ["n7"]
+
+
+def test_a_set_up_line_that_fails_where_no_other_host_can_be_used_is_the_users(
+    paths: RunPaths, run_leave: Leave
+) -> None:
+    assert "scontrol requeue 41_2" in run_leave(SETUP, impossible="n1")
+    said = run_leave(SETUP, restart=1, impossible="n1")
+    assert any(line.startswith(f"fail {REASON}; ") and line.endswith(": n1") for line in said)
+
+
+@pytest.mark.parametrize("why", ["other failures", "it has worked", "not the set-up", "no Python"])
+def test_other_failures_stay_the_hosts(paths: RunPaths, run_leave: Leave, why: str) -> None:
+    """Hosts that fail in different ways, after the set-up lines, or after an incarnation of this
+    submission; and where the trial cannot be ended, the job is requeued."""
+    begun = pack(Record(0, Kind.BEGIN, 1, 0.0, {"job": "1", "submission": 3}), "nonce")
+    if why == "it has worked":
+        paths.history.joinpath("00000000").write_bytes(begun)
+    for restart, host in enumerate(("n1", "n2", "n3", "n4")):
+        text = SETUP
+        if why == "other failures" and restart % 2:
+            text = f"{leave.EARLY}\nexit {restart}"
+        elif why == "not the set-up":
+            text = f"{leave.EARLY}\n{leave.LATE}\nexit 3"
+        code = int(why == "no Python")
+        said = run_leave(text, host=host, restart=restart, fail_code=code)
+        assert "scontrol requeue 41_2" in said
+        assert [line for line in said if line.startswith("fail")] == [] or why == "no Python"
+    assert len(hosts.avoided(paths)) == 4
+
+
+def test_a_set_up_of_another_submission_says_nothing(paths: RunPaths, run_leave: Leave) -> None:
+    """A line may have been changed by ``resume``."""
+    begun = pack(Record(0, Kind.BEGIN, 1, 0.0, {"job": "1", "submission": 30}), "nonce")
+    paths.history.joinpath("00000000").write_bytes(begun)
+    for restart, host in enumerate(("n1", "n2", "n3")):
+        said = run_leave(SETUP, host=host, restart=restart)
+    assert any(line.startswith("fail") for line in said)
 
 
 def test_a_failure_that_is_no_hosts_is_counted_once(paths: RunPaths, run_leave: Leave) -> None:

@@ -23,18 +23,23 @@ trap '' USR1
 trap '(sleep 3; kill -USR2 $$) &' USR2
 slurmrl_run='/shared/it'"'"'s 100% mine'
 slurmrl_script='/shared/it'"'"'s 100% mine/submissions/3/trainer.sh'
+slurmrl_number=3
 slurmrl_job=slurmrl-01234567-3-trainer
 slurmrl_exclude=''
 slurmrl_first_s=5
 slurmrl_longest_s=300
 slurmrl_most=20
+slurmrl_several=3
+slurmrl_fail() { PYTHONPATH='/shared/it'"'"'s 100% mine/code' '/opt/my python' -m slurmrl.workers.supervisor --run '/shared/it'"'"'s 100% mine' --submission 3 --group trainer --launcher srun --failed "$1"; }
 # leave.sh
 trap 'slurmrl_told=1; exit 143' TERM
 trap 'slurmrl_code=$?
-[ $slurmrl_code = 0 ] || slurmrl_leave "the set-up ended with $slurmrl_code"' EXIT
+[ $slurmrl_code = 0 ] || slurmrl_ended $slurmrl_code "${BASH_COMMAND:-}"' EXIT
+slurmrl_setup=yes
 command -v module >/dev/null || [ ! -r /etc/profile ] || {
     slurmrl_path=$PATH; . /etc/profile; PATH=$slurmrl_path:$PATH; }
 module load cuda
+slurmrl_setup=
 export PYTHONPATH='/shared/it'"'"'s 100% mine/code'"${PYTHONPATH:+:$PYTHONPATH}"
 slurmrl_said=$(timeout 300 '/opt/my python' -P -c 'import slurmrl.workers.supervisor.__main__' 2>&1) || slurmrl_leave "$slurmrl_said"
 slurmrl_block=
