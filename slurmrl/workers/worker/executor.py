@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
@@ -67,6 +66,7 @@ class Executor:
         evaluation_dataset: TokenizedDataset | None,
         tokenizer: Any,
         stop_token_ids: tuple[int, ...],
+        cores: int,
     ) -> None:
         self.paths = paths
         self.settings = settings
@@ -78,7 +78,7 @@ class Executor:
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
         self.store = SampleStore()
-        self._cores = max(1, len(os.sched_getaffinity(0)) // plan.groups[0].workers_per_host)
+        self._cores = cores
         self._batch: tuple[str, ...] = ()
         self._interfaces: dict[str, Interface] = {}
         self._saver = Saver(rank)

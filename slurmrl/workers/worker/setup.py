@@ -19,12 +19,13 @@ from slurmrl.data import dataset
 from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine
-from slurmrl.errors import EnvironmentFailure
+from slurmrl.errors import EnvironmentFailure, UsageError
 from slurmrl.fsio import inputs
-from slurmrl.parallel import device, groups
+from slurmrl.parallel import device, groups, numa
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.groups import ParallelContext
 from slurmrl.paths import RunPaths
+from slurmrl.plan.checks import memory
 from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.settings import Settings, load_run_settings
@@ -42,11 +43,18 @@ def build(
     settings = _read("the configuration", lambda: load_run_settings(paths))
     _read("the models and data", lambda: require_inputs(settings))
     plan = _read("the plan", lambda: Plan.read(paths.plan))
-    accelerator = device.choose(plan.groups[0].gpus_per_worker)
+    group = plan.groups[0]
+    cores = max(1, len(os.sched_getaffinity(0)) // group.workers_per_host)
+    accelerator = device.choose(group.gpus_per_worker)
+    if accelerator.device.type == "cuda":
+        gpu = torch.cuda.get_device_properties(accelerator.device)
+        numa.bind_to(gpu, group.cpus_per_worker)
+        if start["base"] is None:  # with a checkpoint, they have fitted before
+            require_memory(settings, gpu.name, gpu.total_memory)
     deterministic = settings.config.deterministic
     device.set_up(
         accelerator,
-        threads=plan.groups[0].threads_per_worker,
+        threads=group.threads_per_worker,
         deterministic=accelerator.device.type == "cpu" if deterministic is None else deterministic,
     )
     torch.manual_seed(settings.config.seed * plan.world_size + rank)
@@ -66,7 +74,7 @@ def build(
         activity.phase("loading the checkpoint")
         load(paths.checkpoints / start["base"], rank, plan.world_size, engines.values())
     activity.phase("opening the dataset")
-    return _executor(paths, settings, plan, rank, engines)
+    return _executor(paths, settings, plan, rank, engines, cores)
 
 
 def load(checkpoint: Path, rank: int, ranks: int, engines: Iterable[Engine]) -> None:
@@ -79,6 +87,12 @@ def load(checkpoint: Path, rank: int, ranks: int, engines: Iterable[Engine]) -> 
     dist.barrier()  # a rank that finds damage reports it before any rank loads
     for engine in engines:
         _read("the checkpoint", partial(engine.load, checkpoint))
+
+
+def require_memory(settings: Settings, gpu: str, total_bytes: int) -> None:
+    """Raises UsageError for models that cannot fit into this rank's GPU."""
+    if reason := memory.refusal(settings, gpu, total_bytes):
+        raise UsageError(f"{socket.gethostname()}: {reason}")
 
 
 def require_inputs(settings: Settings) -> None:
@@ -121,7 +135,12 @@ def _engines(
 
 
 def _executor(
-    paths: RunPaths, settings: Settings, plan: Plan, rank: int, engines: Mapping[str, Engine]
+    paths: RunPaths,
+    settings: Settings,
+    plan: Plan,
+    rank: int,
+    engines: Mapping[str, Engine],
+    cores: int,
 ) -> Executor:
     config = settings.config
     assert config.actor.tokenizer is not None, "checked at submission"
@@ -140,6 +159,7 @@ def _executor(
         else None,
         tokenizer,
         _read("the stop tokens", lambda: stop_tokens(config, end_id(tokenizer))),
+        cores,
     )
 
 
