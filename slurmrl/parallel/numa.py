@@ -17,9 +17,11 @@ ADDRESS: Final = ("domain", "bus", "device")
 
 
 def bind_to(gpu: object, least: int, sysfs: Path = SYSFS) -> frozenset[int] | None:
-    """Bind all threads of this process, and those that they start, to the CPUs next to a GPU (torch's
-    properties of it), as far as this process may use them. Return these CPUs; None if nothing is changed: because the
-    CPUs are unknown, fewer than ``least`` may be used, or all of them are next to the GPU."""
+    """Bind all threads of this process, and those that they start, to the CPUs next to a GPU.
+
+    ``gpu`` is torch's properties of it. Returns the CPUs; None if nothing changes: the CPUs are
+    unknown, this process may use fewer than ``least`` of them, or it may use no others.
+    """
     allowed = os.sched_getaffinity(0)
     near = frozenset(allowed & _local_cpus(gpu, sysfs))
     if len(near) < least or near == allowed:

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
+import torch
 
 from slurmrl.backoff import retry
 from slurmrl.checkpoint.manifest import read_state, write_manifest
 from slurmrl.engines.base import Engine
-from slurmrl.errors import EnvironmentFailure
+from slurmrl.errors import EnvironmentFailure, UsageError
+from slurmrl.parallel.activity import Activity
+from slurmrl.paths import RunPaths
+from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings
 from slurmrl.workers.worker import setup
 from slurmrl.workers.worker.setup import require_inputs
@@ -35,6 +40,32 @@ def test_what_is_missing_on_a_host_is_the_hosts_failure(tmp_path: Path, missing:
     (tmp_path / missing).unlink()
     with pytest.raises(EnvironmentFailure, match=f"{missing} is not on .*mounted there"):
         require_inputs(settings)
+
+
+@pytest.mark.parametrize("base", [None, "step-00000004.1"])
+def test_models_that_cannot_fit_end_the_first_start_before_they_are_built(
+    make_settings: Callable[..., Settings],
+    plans: Callable[..., Plan],
+    paths: RunPaths,
+    monkeypatch: pytest.MonkeyPatch,
+    base: str | None,
+) -> None:
+    """A user error names host and GPU; a start from a checkpoint goes on, for its models fitted."""
+    settings = make_settings()
+    gpu = SimpleNamespace(name="tiny GPU", total_memory=2**10)
+    monkeypatch.setattr(setup, "load_run_settings", lambda _: settings)
+    monkeypatch.setattr(setup, "require_inputs", lambda _: None)
+    monkeypatch.setattr(setup.Plan, "read", lambda _: plans())
+    monkeypatch.setattr(setup.device, "choose", lambda gpus: setup.device.GPU)
+    monkeypatch.setattr(setup.device, "set_up", _reached)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    expected = KeyError if base else UsageError
+    with pytest.raises(expected, match="built" if base else "the tiny GPU has 0.0 GiB"):
+        setup.build(paths, 0, {"base": base}, None, Activity())
+
+
+def _reached(*_: object, **__: object) -> None:
+    raise KeyError("models would be built now")
 
 
 def test_a_rank_loads_its_checkpoint_once_the_mount_is_back(
