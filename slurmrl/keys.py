@@ -61,7 +61,8 @@ def stacks(incarnation: int, number: int) -> str:
 
 
 def lost(host: str) -> str:
-    """A host whose agent is dead, as JSON: the incarnation that found out, and its job."""
+    """A host whose agent is dead or whose GPU failed, as JSON: the incarnation that found out, and
+    its job."""
     return f"lost/{host}"
 
 

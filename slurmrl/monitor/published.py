@@ -51,6 +51,8 @@ FAILURE: Fields = {
     "damaged": TEXT,
     "final": FLAG,
     "echo": FLAG,
+    "gpu": TEXT,
+    "certain": FLAG,
     "agent": TEXT,
 }
 _DOES: Fields = {
@@ -115,7 +117,7 @@ def status(names: NameStore) -> Said:
 
 
 def lost(names: NameStore, host: str) -> Said:
-    """Return the incarnation and the job that lost a host."""
+    """Return the incarnation and the job that gave up a host."""
     return _said(names, keys.lost(host), LOST)
 
 

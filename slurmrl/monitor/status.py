@@ -65,7 +65,7 @@ This object is a contract: fields may be added, none is ever changed or removed.
         "commit": 10 | null,                  its last one
         "cause": "running" | "finished" | "cancelled" | "gave_up" | "time_limit" | "preemption" |
                  "interrupt" | "exception" | "died" | "oom" | "hung" | "deadline" | "lost_host" |
-                 "master" | "environment" | "killed" | "unknown",   others may come
+                 "gpu_fault" | "master" | "environment" | "killed" | "unknown",   others may come
         "how": "rank 3 on n1 died: SIGKILL",
         "seconds": 31.2                       until its last sign of life
       }, …],

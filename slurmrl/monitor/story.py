@@ -18,7 +18,7 @@ from slurmrl.monitor.snapshot import Traces, TrialSnapshot
 from slurmrl.monitor.words import first_line, plain
 from slurmrl.scheduler.base import JobState, TaskState
 
-OWN_FAULTS = ("exception", "oom", "hung", "deadline", "master")
+OWN_FAULTS = ("exception", "gpu_fault", "oom", "hung", "deadline", "master")
 """Failures that explain an end better than a warning that the job got as well."""
 WARNINGS = {
     "time_limit": "time limit",
@@ -188,6 +188,8 @@ def failure_words(cause: str, failure: Mapping[str, Any]) -> str:
         return f"{worker} hung{f': {silent[0]}' if silent else ''}{_where(failure)}"
     if cause == "lost_host":
         return f"host {failure.get('host') or '(unknown)'} lost"
+    if cause == "gpu_fault":
+        return f"{worker}: {plain(str(failure.get('gpu') or 'its GPU'))} failed: {reason}"
     if cause == "exception" and "rank" in failure:
         return f"{worker}: {reason}{_where(failure)}"
     words = {"deadline": "too slow: ", "environment": f"cannot continue{host}: "}.get(cause, "")

@@ -47,6 +47,7 @@ def choose(gpus: int) -> Accelerator:
         raise UsageError(cpu_build(torch.__version__))
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
+        torch.cuda.get_device_properties(GPU.device)
     except (RuntimeError, AssertionError) as error:
         raise unusable(error) from error
     return GPU
@@ -69,6 +70,32 @@ def unusable(error: BaseException) -> EnvironmentFailure:
         f"{torch.version.cuda}, driver {driver_version() or 'not loaded'}, "
         f"CUDA_VISIBLE_DEVICES={env.VISIBLE_DEVICES.get()!r})"
     )
+
+
+def pending_error() -> RuntimeError | None:
+    """Return the error that this process's GPU has run into, if any. CUDA reports it from every
+    call, but libraries translate it (``CUBLAS_STATUS_EXECUTION_FAILED``). This waits for no
+    kernel."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    try:
+        torch.cuda.current_stream().query()
+    except RuntimeError as error:
+        return error
+    return None
+
+
+def describe_gpu() -> str:
+    """Return the name and UUID of this process's GPU, ``GPU 3 (NVIDIA H100, GPU-1f…)``: the index
+    alone means another one in another container. Works on a GPU that failed."""
+    number = f"GPU {env.VISIBLE_DEVICES.get()}".rstrip()
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return number
+    try:
+        known = torch.cuda.get_device_properties(GPU.device)  # kept since `choose`
+    except RuntimeError:
+        return number
+    return f"{number} ({known.name}, GPU-{known.uuid})"
 
 
 def set_up(accelerator: Accelerator, *, threads: int, deterministic: bool) -> None:

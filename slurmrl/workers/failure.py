@@ -4,6 +4,7 @@ A failure has ``cause`` (see `Cause`) and ``reason``, a sentence. Where known it
 
 - ``host``, ``rank``, ``call``, ``step``: where it happened;
 - ``exception``, ``traceback``;
+- ``gpu``: the GPU that failed; ``certain``: whether nothing but its hardware can be the reason;
 - ``damaged``: directory of a damaged checkpoint;
 - ``agent``: the agent that hangs;
 - ``echo``: true if it looks like a consequence of another rank's end;
@@ -40,6 +41,8 @@ PUBLISH_TIMEOUT_S = 60.0
 """Seconds without an answer from the directory after which a failure goes unreported."""
 
 
+HOST_LOSSES = ("lost_host", "gpu_fault")
+"""Causes of failures after which a job continues without the host."""
 ENVIRONMENT = (EnvironmentFailure, UnreadableInputError)
 """Errors that another start, perhaps on another host, may not meet."""
 
@@ -57,6 +60,8 @@ class Cause(StrEnum):
     """Ranks were alive but did not finish in time."""
     LOST_HOST = "lost_host"
     """An agent stopped renewing its lease."""
+    GPU_FAULT = "gpu_fault"
+    """A GPU failed (see `parallel.gpu_faults`); its host is given up like a lost one."""
     MASTER = "master"
     """The master ended unexpectedly."""
     ENVIRONMENT = "environment"
@@ -102,6 +107,17 @@ def publish(
         logger.error("cannot publish the failure: %s", error)
         return False
     return True
+
+
+def publish_loss(names: NameStore, host: str, incarnation: int, job: str) -> None:
+    """Publish that a host is of no further use in this start of a job. Raises EnvironmentFailure
+    if the directory does not answer."""
+    said = json.dumps({"incarnation": incarnation, "job": job})
+    retry(
+        "report a lost host",
+        lambda: names.add(keys.lost(host), said, replace=True, delete_on_exit=False),
+        timeout_s=PUBLISH_TIMEOUT_S,
+    )
 
 
 def first(names: NameStore, incarnation: int) -> Failure | None:

@@ -73,6 +73,35 @@ def test_several_links_at_once(tmp_path: Path, bed: Path) -> None:
     assert trial.site.status(trial.name)["incarnation"] == 1
 
 
+@pytest.mark.parametrize("of_batch", [True, False], ids=["batch host", "other host"])
+def test_a_host_whose_gpu_fails_is_replaced_by_a_spare(
+    tmp_path: Path, bed: Path, of_batch: bool
+) -> None:
+    """The trial ends as if undisturbed, in the same job; the host is named, with its GPU, and
+    later jobs avoid it."""
+    config = paced.config(tmp_path, "Faulty")
+    cluster = paced.cluster(tmp_path, spares=1)
+    trial = paced.start(tmp_path, **{**config, "cluster": cluster})
+    assert trial.until("a step", lambda: trial.witness.has_trained(1))
+    running = processes(trial.witness.paths.run)
+    first = node_of(running["supervisor"][-1])
+    (node,) = {n for n in map(node_of, running["worker"]) if (n == first) == of_batch}
+    faulty = tmp_path / "faulty.new"
+    faulty.write_text(node)
+    faulty.rename(tmp_path / "faulty")
+    assert trial.until("the next incarnation", lambda: trial.incarnation > 1)
+    paced.hurry(trial)
+    trial.outcome()
+    status = trial.site.status(trial.name)
+    failed, after = status["incarnations"]
+    assert failed["cause"] == "gpu_fault"
+    assert f" on {node}: GPU" in failed["how"]
+    assert "uncorrectable ECC error" in failed["how"]
+    assert failed["job_id"] == after["job_id"]
+    assert node not in after["hosts"]
+    assert [one["host"] for one in status["avoided"]] == [node]
+
+
 @pytest.mark.long
 def test_the_masters_host_is_lost_in_a_job_with_spares(tmp_path: Path) -> None:
     """Slurm keeps the job, without a batch process, and no other link has room to start beside it:

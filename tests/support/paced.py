@@ -55,6 +55,20 @@ class Stuck(Paced):
         time.sleep(100_000)
 
 
+class Faulty(Paced):
+    """The GPU of the node that the file ``faulty`` names fails in every call."""
+
+    def __call__(self, prompts, completions, rows):
+        import torch
+
+        faulty = os.path.join(os.path.dirname(self.hurry), "faulty")
+        if os.path.exists(faulty) and open(faulty).read() == os.environ["SLURMD_NODENAME"]:
+            error = torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+            error.error_code = 214
+            raise error
+        return super().__call__(prompts, completions, rows)
+
+
 class Failing(RewardFunction):
     """Raises; the same every time, or not."""
 

@@ -26,7 +26,7 @@ from slurmrl.scheduler import hosts
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.incarnation import FORM_TIMEOUT_S, Incarnation
 from slurmrl.workers.agent.leader import leave_without
-from slurmrl.workers.failure import Cause, Failure
+from slurmrl.workers.failure import HOST_LOSSES, Cause, Failure, publish_loss
 from slurmrl.workers.failure import first as first_failure
 from slurmrl.workers.presence import Presence, make_channels
 from slurmrl.workers.supervisor.link import end_as_failed
@@ -99,6 +99,8 @@ class Agent:
             failed = incarnation.fail(error)
             if failed["cause"] == Cause.LOST_HOST:
                 self._without = str(failed["host"])
+            elif failed["cause"] == Cause.GPU_FAULT:
+                self._give_up_host(incarnation.number)
         finally:
             incarnation.close()
         self._unborn = 0 if incarnation.number else self._unborn + 1
@@ -126,7 +128,8 @@ class Agent:
         if self.host.warnings.received:
             logger.info("this job will end soon: no further incarnation is formed")
             return FAILED
-        if self._without or (first is not None and first.get("cause") == Cause.LOST_HOST):
+        ends = [one.get("cause") for one in (failed, first) if one is not None]
+        if self._without or any(cause in HOST_LOSSES for cause in ends):
             return AGAIN
         if failed is not None and failed["cause"] == Cause.ENVIRONMENT:
             return FAILED
@@ -140,6 +143,14 @@ class Agent:
         that has ended."""
         superseded = self.host.superseded(self._served)
         return superseded, first_failure(self.host.names, self._served)
+
+    def _give_up_host(self, incarnation: int) -> None:
+        """Let this job continue on its other hosts."""
+        identity = self.host.identity
+        try:
+            publish_loss(self.host.names, identity.host, incarnation, identity.job)
+        except EnvironmentFailure as error:
+            logger.warning("cannot report that this host is given up: %s", error)
 
     def _record_start(self, failed: Failure) -> None:
         """Record that this host cannot serve, so that other hosts are tried."""

@@ -70,7 +70,11 @@ class Incarnation:
         """Whether `replies` holds messages that the directory has not taken yet."""
         self._nonce = uuid.uuid4().hex
         self._symptoms = Symptoms(
-            host.identity.host, host.children, host.oom, host.cluster.silence_s
+            host.identity.host,
+            host.children,
+            host.oom,
+            host.cluster.silence_s,
+            output=host.outputs[0].newest_after_now(),
         )
         self._master_log: Follower | None = None
         self._witness = Witness(host)

@@ -28,6 +28,7 @@ SHARE = 4
 """A file may take 1/SHARE of the limit of its task, and the part before it as much. The rest is for
 earlier attempts and for stacks."""
 SHORTEST_LOOK_S = 1.0
+NEWEST_BYTES = 256 * 1024
 
 
 class Output:
@@ -67,6 +68,22 @@ class Output:
             logger.warning("cannot rotate the output in %s, will retry: %s", self.path, error)
             size = self._size
         self._plan(now, size, most)
+
+    def newest_after_now(self) -> Callable[[], str]:
+        """Return a function that reads the newest output written after this call, at most
+        NEWEST_BYTES of it; empty if it cannot be read."""
+        begin = self.path.stat().st_size if self.path.exists() else 0
+
+        def newest() -> str:
+            try:
+                with opened(self.path, os.O_RDONLY | os.O_NOFOLLOW, REAL) as file:
+                    size = os.fstat(file).st_size
+                    start = max(begin if begin <= size else 0, size - NEWEST_BYTES)
+                    return os.pread(file, NEWEST_BYTES, start).decode(errors="replace")
+            except OSError:
+                return ""
+
+        return newest
 
     def _plan(self, now: float, size: int, most: int) -> None:
         """Schedule the next check: the faster the file grows, the sooner."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from slurmrl.errors import RunFailedError
+from slurmrl.parallel.gpu_faults import GpuFault, find_in
 from slurmrl.workers import messages
 from slurmrl.workers.agent.children import Children, News
 from slurmrl.workers.agent.memory import OomKills
@@ -19,6 +20,8 @@ ECHO_GRACE_S = 2.0
 """How long to hold back an exception that looks like a consequence of another rank's end: that end
 is the better explanation if it is reported in time."""
 ECHO_TURN_S = 0.1
+WATCHDOG = "watchdog thread terminated with exception"
+"""What torch's NCCL watchdog prints, with the reason, before it aborts the process."""
 
 
 class Symptoms:
@@ -31,13 +34,16 @@ class Symptoms:
         oom: OomKills,
         silence_s: float,
         clock: Callable[[], float] = time.monotonic,
+        output: Callable[[], str] = str,
     ) -> None:
+        """``output`` returns the newest output of the processes in this incarnation."""
         self.told_to_exit = False
         """Whether ``exit`` was passed on, so that workers may end."""
         self._host = host
         self._children = children
         self._oom = oom
         self._silence_s = silence_s
+        self._output = output
         self._clock = clock
         self._echo: Message | None = None
         self._echo_until = math.inf
@@ -70,7 +76,18 @@ class Symptoms:
         cause = Cause.MASTER if ended.rank is None else Cause.DIED
         if ended.code == -signal.SIGKILL and self._oom.happened():
             cause, reason = Cause.OOM, f"{reason} (the kernel's OOM killer)"
+        if ended.code == -signal.SIGABRT and (fault := self._fault_that_aborted()):
+            reason = f"{reason}: its GPU failed: {fault.words}"
+            known = self._known(Cause.GPU_FAULT, reason, ended.rank)
+            raise _failed({**known, "certain": fault.certain})
         raise _failed(self._known(cause, reason, ended.rank))
+
+    def _fault_that_aborted(self) -> GpuFault | None:
+        """Return the fault for which torch's NCCL watchdog ended a process: it looks at the GPU
+        every 100 ms, and may be faster than the rank itself."""
+        lines = self._output().splitlines()
+        faults = (find_in(line) for line in lines if WATCHDOG in line)
+        return next((fault for fault in faults if fault is not None), None)
 
     def _of_silence(self, rank: int | None) -> Failure:
         name = self._children.name(rank)
@@ -80,7 +97,8 @@ class Symptoms:
     def _of_error(self, error: Message) -> Failure:
         known = {key: value for key, value in error.items() if key not in ("type", "oom")}
         cause = Cause.OOM if error.get("oom") else Cause.EXCEPTION
-        reason = f"rank {error['rank']}: {error['exception']}"
+        gpu = f"{error['gpu']} failed: " if "gpu" in error else ""
+        reason = f"rank {error['rank']}: {gpu}{error['exception']}"
         return {**self._known(cause, reason, error["rank"]), **known}
 
     def _known(self, cause: Cause, reason: str, rank: int | None) -> Failure:

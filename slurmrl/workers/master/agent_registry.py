@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 
 from slurmrl import keys, log
-from slurmrl.backoff import Interval, retry
+from slurmrl.backoff import Interval
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, RunFailedError
 from slurmrl.monitor import published
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.plan.model import Plan
-from slurmrl.workers.failure import Cause
+from slurmrl.workers.failure import Cause, publish_loss
 from slurmrl.workers.messages import Message
 
 logger = log.get(__name__)
 
 HUNG_AGENT = "agent"
 """In a failure: the agent that hangs on the master's own host."""
-TELL_TIMEOUT_S = 60.0
-"""Timeout for reporting a lost host while the directory does not answer."""
 
 
 class AgentRegistry(Mapping[str, Message]):
@@ -92,12 +89,7 @@ class AgentRegistry(Mapping[str, Message]):
             raise RunFailedError(reason, {"cause": Cause.HUNG, "reason": reason, HUNG_AGENT: ours})
 
     def _give_up(self, label: str, host: str) -> None:
-        said = json.dumps({"incarnation": self._incarnation, "job": self._job})
-        retry(
-            "report a lost host",
-            lambda: self._names.add(keys.lost(host), said, replace=True, delete_on_exit=False),
-            timeout_s=TELL_TIMEOUT_S,
-        )
+        publish_loss(self._names, host, self._incarnation, self._job)
         reason = f"host {host} is lost: its agent {label} no longer renews its lease"
         raise RunFailedError(reason, {"cause": Cause.LOST_HOST, "reason": reason, "host": host})
 

@@ -15,7 +15,7 @@ from slurmrl.monitor import published
 from slurmrl.monitor.words import first_line
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.workers.evidence import is_hang
-from slurmrl.workers.failure import Cause
+from slurmrl.workers.failure import HOST_LOSSES, Cause
 from slurmrl.workers.supervisor.baton import put_back
 
 RAISED = ("exception", "master")
@@ -54,6 +54,11 @@ class Ending:
     hang: str = ""
     """Who waited for whom, where it was ended for silence or a deadline. For people only: its times
     differ from one incarnation to the next."""
+    host: str = ""
+    certain: bool = False
+    """The hardware of the host failed, whatever the code did."""
+    repeated: bool = False
+    """A GPU fault that a change of hosts did not remedy."""
     shared_loss: bool = False
     """The next incarnation of the same start of the job was lost with its host: so was this one."""
 
@@ -61,7 +66,8 @@ class Ending:
     def lost(self) -> bool:
         """Whether it was lost together with a host."""
         taken = self.requeued and (not self.reason or self.echo)
-        return taken or self.shared_loss or self.cause == Cause.LOST_HOST
+        remedied = self.cause in HOST_LOSSES and not self.repeated
+        return taken or self.shared_loss or remedied
 
     @property
     def counts(self) -> bool:
@@ -102,12 +108,11 @@ def judge(
         return None
     jobs_after = [*(record.data.get("job", "") for record in begun[1:]), job]
     taken = put_back(names)
-    endings = _with_shared_losses(
-        [
-            read_ending(names, record, after, taken)
-            for record, after in zip(begun, jobs_after, strict=True)
-        ]
-    )
+    endings = [
+        read_ending(names, record, after, taken)
+        for record, after in zip(begun, jobs_after, strict=True)
+    ]
+    endings = _with_repeated_faults(_with_shared_losses(endings))
     if endings[-1].final:
         return Verdict(endings[-1].reason, "")
     if in_vain == 0:
@@ -134,6 +139,21 @@ def _with_shared_losses(endings: list[Ending]) -> list[Ending]:
         lost = follower is not None and follower.lost and follower.start == ending.start
         found.append(replace(ending, shared_loss=ending.echo and lost))
     return found[::-1]
+
+
+def _with_repeated_faults(endings: list[Ending]) -> list[Ending]:
+    """Mark GPU faults of a host that failed before, since nothing replaces it, and those that the
+    same call met at the same step on another host, since the code may cause them."""
+    found: list[Ending] = []
+    for ending in endings:
+        before = [one for one in found if ending.cause == one.cause == Cause.GPU_FAULT]
+        repeated = any(
+            one.host == ending.host
+            or (not ending.certain and (one.what, one.step) == (ending.what, ending.step))
+            for one in before
+        )
+        found.append(replace(ending, repeated=repeated))
+    return found
 
 
 def read_ending(
@@ -165,6 +185,8 @@ def read_ending(
         requeued,
         bool(said.get("echo")),
         first_line(published.hang(names, incarnation).get("text")) if is_hang(said) else "",
+        said.get("host") or "",
+        bool(said.get("certain")),
     )
 
 

@@ -15,7 +15,7 @@ from slurmrl.workers.failure import Cause, first
 
 logger = log.get(__name__)
 
-CAUSES = (Cause.LOST_HOST, Cause.ENVIRONMENT)
+CAUSES = (Cause.LOST_HOST, Cause.GPU_FAULT, Cause.ENVIRONMENT)
 """Causes of failures for which the host is to blame."""
 
 
@@ -36,7 +36,8 @@ def avoid_failed(paths: RunPaths, options: Namespace, starts: Iterable[hosts.Bad
 
 
 def blame_hosts(paths: RunPaths, options: Namespace, incarnations: Iterable[int]) -> None:
-    """Record the hosts that made these incarnations fail; exclude those that did so before."""
+    """Record the hosts that made these incarnations fail. Exclude those that did so before, and
+    those whose GPU has certainly failed."""
     try:
         with make_names("file", directory=paths.names) as names:
             failures = [(number, first(names, number)) for number in incarnations]
@@ -45,7 +46,8 @@ def blame_hosts(paths: RunPaths, options: Namespace, incarnations: Iterable[int]
             if failure is None or failure.get("cause") not in CAUSES or not host:
                 continue
             why = str(failure.get("reason", ""))
-            if hosts.blame(paths, host, number, why):
+            again = hosts.blame(paths, host, number, why)
+            if again or failure.get("certain"):
                 _avoid(paths, options, host, why)
     except (CorruptFileError, EnvironmentFailure) as error:
         logger.warning("cannot record host failures: %s", error)

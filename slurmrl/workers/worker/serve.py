@@ -21,7 +21,9 @@ from slurmrl.errors import (
     UnreadableInputError,
     UsageError,
 )
+from slurmrl.parallel import device
 from slurmrl.parallel.activity import Activity
+from slurmrl.parallel.gpu_faults import GpuFault, find_fault
 from slurmrl.paths import RunPaths
 from slurmrl.workers import messages
 from slurmrl.workers.failure import Cause
@@ -125,11 +127,20 @@ def _describe(error: BaseException, rank: int, doing: Message) -> dict[str, Any]
 
 def recognise(error: BaseException) -> dict[str, Any]:
     """Classify an exception. ``echo``: it looks like a consequence of another rank's end, which
-    explains more. ``oom``: memory ran out. Each is present only if true."""
+    explains more. ``oom``: memory ran out. Each is present only if true. A GPU that failed explains
+    both, also where the exception is a consequence of that (see `device.pending_error`)."""
     chain = list(_chain(error))
+    if fault := _gpu_fault(chain):
+        return {"cause": Cause.GPU_FAULT, "gpu": device.describe_gpu(), "certain": fault.certain}
     echo = any(isinstance(error, ECHOES) or _says_echo(error) for error in chain)
     oom = any(isinstance(error, MemoryError | torch.OutOfMemoryError) for error in chain)
     return {**({"echo": True} if echo else {}), **({"oom": True} if oom else {})}
+
+
+def _gpu_fault(chain: list[BaseException]) -> GpuFault | None:
+    pending = device.pending_error()
+    errors = chain if pending is None else [*chain, pending]
+    return next((fault for error in errors if (fault := find_fault(error))), None)
 
 
 def _says_echo(error: BaseException) -> bool:

@@ -68,6 +68,17 @@ def start(run: FakeRun, job: str = "7.0.0", number: int = 0, job_id: str = "41_0
         ({"cause": "hung", "host": "n0"}, "a process on n0 hung"),
         ({"cause": "deadline", "reason": "waited 600 s"}, "too slow: waited 600 s"),
         ({"cause": "lost_host", "host": "n2"}, "host n2 lost"),
+        (
+            {
+                "cause": "gpu_fault",
+                "rank": 3,
+                "host": "n2",
+                "gpu": "GPU 1 (NVIDIA H100, GPU-1f)",
+                "exception": "AcceleratorError: CUDA error: uncorrectable ECC error encountered\nX",
+            },
+            "rank 3 on n2: GPU 1 (NVIDIA H100, GPU-1f) failed: AcceleratorError: CUDA error: "
+            "uncorrectable ECC error encountered",
+        ),
         ({"cause": "master", "reason": "master: KeyError: 1"}, "master: KeyError: 1"),
         (
             {"cause": "environment", "reason": "no space", "host": "n1"},

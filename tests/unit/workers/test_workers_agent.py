@@ -226,6 +226,23 @@ def test_a_lost_host_ends_the_round(host: Host) -> None:
     assert live(host, both(begins(), lost)) == AGAIN
 
 
+def test_a_gpu_that_fails_takes_its_host_out_of_the_job(host: Host) -> None:
+    """Its own agent gives the host up; the agents on other hosts see the failure."""
+    fault = RunFailedError("ECC", {"cause": "gpu_fault", "reason": "ECC", "host": "me"})
+    assert live(host, both(begins(), fails(fault))) == AGAIN
+    said = json.loads(Host(host.paths, 1, "trainer").names.get(keys.lost(host.identity.host)))
+    assert said == {"incarnation": 1, "job": host.identity.job}
+
+
+def test_a_gpu_that_failed_on_another_host_ends_the_round(host: Host) -> None:
+    def failed(incarnation: Incarnation) -> None:
+        said = {"cause": "gpu_fault", "reason": "ECC on n7", "host": "n7"}
+        incarnation.host.names.add(keys.failure(1), json.dumps(said))
+        raise StaleIncarnationError("the master ended incarnation 1")
+
+    assert live(host, both(begins(), failed)) == AGAIN
+
+
 def test_an_environment_that_does_not_do(host: Host) -> None:
     assert live(host, both(begins(), fails(EnvironmentFailure("no such interface")))) == FAILED
     assert failure(host, 1)["cause"] == "environment"

@@ -385,6 +385,42 @@ def test_broken_connections_without_a_lost_host_count(past: Past) -> None:
     assert past.verdict() is not None
 
 
+def gpu_fault(past: Past, host: str, *, certain: bool = False, step: int = 4) -> None:
+    past.raises(
+        "AcceleratorError: CUDA error", cause="gpu_fault", host=host, certain=certain, step=step
+    )
+
+
+def test_gpus_that_fail_on_one_host_after_the_other_are_no_fault_of_the_trial(past: Past) -> None:
+    """Each host was replaced."""
+    for number in range(2 * MOST):
+        gpu_fault(past, f"n{number}", certain=True)
+        assert past.verdict() is None
+
+
+@pytest.mark.parametrize("certain", [True, False])
+def test_a_gpu_that_fails_again_because_nothing_replaces_its_host_counts(
+    past: Past, certain: bool
+) -> None:
+    """A machine without Slurm, or a job that got the same host again."""
+    for step in range(MOST):
+        gpu_fault(past, "n1", certain=certain, step=step)
+        assert past.verdict() is None
+    gpu_fault(past, "n1", certain=certain, step=MOST)
+    verdict = past.verdict()
+    assert verdict is not None
+    assert "3 starts in a row without a new commit" in verdict.reason
+
+
+def test_a_launch_failure_that_follows_the_trial_from_host_to_host_is_its_own(past: Past) -> None:
+    """A bug in a kernel can cause it; one host after the other would be excluded for it."""
+    for number in range(MOST):
+        gpu_fault(past, f"n{number}")
+        assert past.verdict() is None
+    gpu_fault(past, f"n{MOST}")
+    assert past.verdict() is not None
+
+
 def test_losing_hosts_has_an_end(past: Past) -> None:
     for _ in range(judgement.LOSSES * MOST):
         past.ends(cause="lost_host", reason="host n1 is lost", host="n1")

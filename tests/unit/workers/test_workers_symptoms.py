@@ -37,6 +37,7 @@ class FakeKernel:
 class Bed:
     def __init__(self) -> None:
         self.now = 100.0
+        self.output = ""
         self.children, self.kernel = FakeChildren(), FakeKernel()
         self.symptoms = Symptoms(
             "n1",
@@ -44,6 +45,7 @@ class Bed:
             self.kernel,  # type: ignore[arg-type]
             60.0,
             lambda: self.now,
+            output=lambda: self.output,
         )
 
     def see(self, *said: dict[str, Any], ended: tuple[Ended, ...] = ()) -> None:
@@ -185,3 +187,47 @@ def test_an_echo_that_stays_alone_is_told(bed: Bed) -> None:
 def test_nothing_happened(bed: Bed) -> None:
     bed.see({"type": messages.READY, "rank": 1})
     assert bed.symptoms.longest_turn_s == float("inf")
+
+
+def test_a_gpu_that_failed_is_named_with_its_host(bed: Bed) -> None:
+    """It counts more than the broken connections that follow, whichever comes first."""
+    broken = error(0, "RuntimeError: connection closed", echo=True)
+    fault = error(
+        1,
+        "AcceleratorError: ECC",
+        cause="gpu_fault",
+        gpu="GPU 3 (NVIDIA H100, GPU-1)",
+        certain=True,
+    )
+    failure = bed.failure(broken, fault)
+    assert (failure["cause"], failure["host"], failure["rank"]) == ("gpu_fault", "n1", 1)
+    assert failure["certain"] is True
+    assert failure["reason"].startswith("rank 1: GPU 3 (NVIDIA H100, GPU-1) failed: ")
+
+
+WATCHDOG = (
+    "[rank2]:[E1122 09:15:04 ProcessGroupNCCL.cpp:2057] [PG ID 0 PG GUID 0 Rank 2] Process group "
+    "watchdog thread terminated with exception: CUDA error: {}\nSearch for `cudaError…' in …\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("words", "cause"),
+    [
+        ("uncorrectable ECC error encountered", "gpu_fault"),
+        ("unspecified launch failure", "gpu_fault"),
+        ("an illegal memory access was encountered", "died"),
+        ("device-side assert triggered", "died"),
+    ],
+)
+def test_a_rank_that_torchs_watchdog_aborted_for_its_gpu(bed: Bed, words: str, cause: str) -> None:
+    """The watchdog thread may see the fault before the rank's own thread can report it."""
+    bed.output = WATCHDOG.format(words)
+    failure = bed.failure(ended=(Ended("rank 2 on n1", -int(signal.SIGABRT), 2),))
+    assert (failure["cause"], failure["host"], failure["rank"]) == (cause, "n1", 2)
+
+
+def test_other_aborts_are_no_fault_of_the_gpu(bed: Bed) -> None:
+    bed.output = "a sample about an uncorrectable ECC error\n"
+    failure = bed.failure(ended=(Ended("rank 2 on n1", -int(signal.SIGABRT), 2),))
+    assert failure["cause"] == "died"

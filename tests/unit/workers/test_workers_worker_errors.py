@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from slurmrl.parallel import device
 from slurmrl.workers.worker.serve import recognise
 
 GLOO = (
@@ -43,6 +46,89 @@ def test_out_of_memory(error: Exception) -> None:
 )
 def test_others_stand_for_themselves(error: BaseException) -> None:
     assert recognise(error) == {}
+
+
+def accelerator_error(text: str, code: int | None = None) -> RuntimeError:
+    """As torch raises it; older versions set no code."""
+    error = torch.AcceleratorError(f"CUDA error: {text}\nSearch for `cudaError…' in CUDA's docs")
+    if code is not None:
+        error.error_code = code  # type: ignore[attr-defined]
+    return error
+
+
+UNHANDLED = (
+    "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error (run with NCCL_DEBUG=INFO for "
+    "details), NCCL version 2.27.5\nncclUnhandledCudaError: Call to CUDA function failed.\n"
+    "Last error:\nCuda failure 214 'uncorrectable ECC error encountered'"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "certain"),
+    [
+        (accelerator_error("uncorrectable ECC error encountered", 214), True),
+        (accelerator_error("uncorrectable ECC error encountered"), True),
+        (accelerator_error("in another language", 220), True),
+        (accelerator_error("uncorrectable NVLink error detected during the execution"), True),
+        (accelerator_error("unspecified launch failure", 719), False),
+        (RuntimeError("CUDA error: unspecified launch failure"), False),
+        (accelerator_error("unknown error", 999), False),
+        (RuntimeError("NVML: GPU is lost. Reboot the system to recover this GPU"), True),
+        (RuntimeError("Unable to determine the device: GPU 0000:3B:00.0 fell: device lost"), True),
+        (RuntimeError("GPU at PCI:0000:3b:00: GPU has fallen off the bus."), True),
+        (RuntimeError("NVRM: Xid (PCI:0000:3b:00): 79, pid=7"), False),
+        (dist.DistBackendError(UNHANDLED), True),
+    ],
+)
+def test_a_gpu_that_fails_is_not_the_codes_fault(error: Exception, certain: bool) -> None:
+    """Nor is it taken for the consequence of another rank's end."""
+    assert recognise(error) == {
+        "cause": "gpu_fault",
+        "gpu": device.describe_gpu(),
+        "certain": certain,
+    }
+
+
+@pytest.mark.parametrize(
+    ("error", "known"),
+    [
+        (accelerator_error("an illegal memory access was encountered", 700), {}),
+        (accelerator_error("device-side assert triggered", 710), {}),
+        (accelerator_error("misaligned address", 716), {}),
+        (accelerator_error("an illegal instruction was encountered", 715), {}),
+        (torch.OutOfMemoryError("CUDA out of memory. 3 GiB lost to fragmentation"), {"oom": True}),
+        (ValueError("row 3: unspecified launch failure of a rocket"), {}),
+        (RuntimeError("shapes differ: unknown error"), {}),
+        (accelerator_error("its code counts: unspecified launch failure", 700), {}),
+    ],
+)
+def test_bugs_and_lack_of_memory_are_not_blamed_on_the_gpu(
+    error: Exception, known: dict[str, bool]
+) -> None:
+    assert recognise(error) == known
+
+
+def test_a_library_that_hides_the_fault_is_seen_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS and cuDNN name a status of their own; CUDA itself is asked then."""
+    hidden = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`")
+    monkeypatch.setattr(device, "pending_error", lambda: None)
+    assert recognise(hidden) == {}
+    pending = accelerator_error("uncorrectable ECC error encountered", 214)
+    monkeypatch.setattr(device, "pending_error", lambda: pending)
+    assert recognise(hidden)["cause"] == "gpu_fault"
+
+
+def test_the_gpu_is_asked_without_waiting_for_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collective that never ends must not keep the report back."""
+    assert device.pending_error() is None, "a process that uses no GPU"
+    fault = accelerator_error("unspecified launch failure", 719)
+
+    def query() -> None:
+        raise fault
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(query=query))
+    assert device.pending_error() is fault
 
 
 def test_what_an_exception_was_raised_from_counts() -> None:
