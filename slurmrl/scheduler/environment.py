@@ -12,6 +12,10 @@ Slurm's own ``--export=HOME,USER,…`` does not do that: it makes each start of 
 login shell on the compute node (1.2 s on the test bed) and adds whatever that exports. So sbatch
 runs in this environment, and the script uses ``--export=ALL``."""
 
+OF_FABRIC = ("NCCL_", "TORCH_NCCL_", "TORCH_FR_")
+"""Prefixes of variables that a job inherits as well: settings of NCCL, which hold no secrets, as
+users know them from other launchers."""
+
 LOCAL = (*EXPORTED, "CUDA_VISIBLE_DEVICES", "TMPDIR")
 """The same for a link of the local scheduler; on a compute node Slurm sets the rest."""
 
@@ -46,4 +50,5 @@ def of_command(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _chosen(environ: Mapping[str, str], names: tuple[str, ...]) -> dict[str, str]:
-    return {name: environ[name] for name in names if name in environ}
+    kept = {name: environ[name] for name in names if name in environ}
+    return kept | {name: text for name, text in environ.items() if name.startswith(OF_FABRIC)}

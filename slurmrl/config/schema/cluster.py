@@ -21,6 +21,9 @@ from slurmrl.config.schema.base import (
 )
 
 _TIME: Final = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE")
+_VARIABLE: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*", re.ASCII)
+_OWN_PREFIXES: Final = ("SLURM_", "SLURMD_")
+_OWN: Final = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "PYTHONPATH")
 _MEMORY: Final = re.compile(r"[1-9]\d*[KMGT]?")
 
 
@@ -44,6 +47,15 @@ def _check_command(text: str) -> str:
     if not words:
         raise ValueError("is not a command: it has no words")
     return text
+
+
+def _check_env(variables: dict[str, str]) -> dict[str, str]:
+    for name in variables:
+        if not _VARIABLE.fullmatch(name):
+            raise ValueError(f"'{name}' is not a name of an environment variable")
+        if name.startswith(_OWN_PREFIXES) or name in _OWN:
+            raise ValueError(f"{name} is set by Slurm or slurmrl and cannot be chosen here")
+    return variables
 
 
 def _time_s(text: str) -> float:
@@ -155,6 +167,9 @@ class Cluster(Section):
     interface: Word | None = None
     """Network interface for communication between workers. Default: loopback for a job on one host,
     otherwise the interface of the default route."""
+    env: Annotated[dict[str, Line], AfterValidator(_check_env)] = Field(default_factory=dict)
+    """Environment variables of the run's processes: `{NCCL_DEBUG: INFO, NCCL_IB_HCA: mlx5}`. They
+    count more than those of the submitting shell. Not for secrets (see `variables_file`)."""
     variables_file: PathText | None = None
     """File of `NAME=VALUE` lines that are added to the environment of the run's processes, for
     example access tokens. You must own it and its mode must be 0600. It is read when a job starts

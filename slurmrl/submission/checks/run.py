@@ -128,7 +128,7 @@ def _in_child(settings: Settings, code: Code, timeout_s: float) -> list[Finding]
 
 def environment(folder: Path, code: Code, variables: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of a job, so that imports fail here as they would there. ``folder``
-    receives links to the code; ``variables`` are those of ``cluster.variables_file``."""
+    receives links to the code; ``variables`` are those of the configuration."""
     place = code.snapshot
     if place is None:
         place = folder / "code"
@@ -146,11 +146,13 @@ def environment(folder: Path, code: Code, variables: Mapping[str, str]) -> dict[
 
 
 def _variables(settings: Settings) -> dict[str, str]:
-    """Return the variables; none where the file cannot be read, which is a finding of its own."""
-    file = settings.config.cluster.variables_file
+    """Return ``cluster.env`` and the variables of ``variables_file``, without the latter where it
+    cannot be read, which is a finding of its own."""
+    cluster = settings.config.cluster
+    file = cluster.variables_file
     with contextlib.suppress(SlurmrlError):
-        return variables.read(Path(file)) if file else {}
-    return {}
+        return {**cluster.env, **(variables.read(Path(file)) if file else {})}
+    return dict(cluster.env)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

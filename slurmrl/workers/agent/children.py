@@ -6,7 +6,7 @@ import os
 import selectors
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import IO
@@ -17,7 +17,7 @@ from slurmrl.config.schema.cluster import Cluster
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import GroupPlan
 from slurmrl.workers import messages, process, pulse, stacks
-from slurmrl.workers.agent import container
+from slurmrl.workers.agent import container, environment
 from slurmrl.workers.agent.identity import Identity
 from slurmrl.workers.agent.slot import Ended, Slot
 from slurmrl.workers.messages import Message
@@ -42,15 +42,22 @@ class Children:
     """Starts the processes of this host, receives their messages and ends them."""
 
     def __init__(
-        self, paths: RunPaths, group: GroupPlan, identity: Identity, cluster: Cluster
+        self,
+        paths: RunPaths,
+        group: GroupPlan,
+        identity: Identity,
+        cluster: Cluster,
+        defaults: Mapping[str, str] | None = None,
     ) -> None:
+        """``defaults``: variables for workers (see `agent.environment`)."""
         self.paths = paths
         self.group = group
         self.identity = identity
         self.slots: list[Slot] = []
         self.master: process.Child | None = None
         self._master_pipe: Connection | None = None
-        self._slurm = cluster.slurm
+        self._cluster = cluster
+        self._defaults = defaults or {}
         self._pulse_s = pulse.interval_s(cluster.heartbeat_s, cluster.silence_s)
         self._watch: pulse.Watch[int | None] = pulse.Watch(cluster.silence_s)
         self._doing: dict[int, tuple[Message, float]] = {}
@@ -97,18 +104,15 @@ class Children:
     def _start_fork_server(
         self, rank: int, visible: str, name: str, output: IO[bytes]
     ) -> tuple[process.Child, Connection]:
-        environment = {
-            **os.environ,
-            "CUDA_VISIBLE_DEVICES": visible,
-            "OMP_NUM_THREADS": str(self.group.threads_per_worker),
-        }
+        cluster = self._cluster
+        given = environment.of_fork_server(self.group, visible, os.environ, self._defaults)
         return process.spawn_with_pipe(
             name,
             "slurmrl.workers.worker",
             ["--run", str(self.paths.run), "--rank", str(rank), *self._pulse_option()],
             output=output,
-            environment=environment,
-            interpreter=container.interpreter(self._slurm, environment),
+            environment=given,
+            interpreter=container.interpreter(cluster.slurm, given, cluster.env),
         )
 
     def start_master(self, submission: int, output: IO[bytes]) -> None:

@@ -7,24 +7,32 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from slurmrl.config.schema.cluster import Slurm
+from slurmrl.scheduler.environment import OF_FABRIC
 
-HANDED_ON = ("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS", "PYTHONPATH")
-"""Variables that a worker needs besides our own. Some containers (enroot, Apptainer with
---cleanenv) do not inherit the environment, so these go on the command line, which every user of the
-host can read: never add anything secret."""
+HANDED_ON = (
+    *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTHONPATH"),
+    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
+)
+PREFIXES = (*OF_FABRIC, "PYTORCH_", "SLURMRL_")
+"""Variables that a worker needs besides those of ``cluster.env``. Some containers (enroot,
+Apptainer with --cleanenv) do not inherit the environment, so these go on the command line, which
+every user of the host can read: never add anything secret."""
 
 
-def interpreter(slurm: Slurm, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return a worker's command up to and including Python. ``environ`` is the worker's."""
+def interpreter(
+    slurm: Slurm, environ: Mapping[str, str], chosen: Collection[str] = ()
+) -> tuple[str, ...]:
+    """Return a worker's command up to and including Python. ``environ`` is the worker's, ``chosen``
+    are the names in ``cluster.env``."""
     if slurm.container is None:
         return (sys.executable,)
     given = [
         f"{name}={value}"
         for name, value in environ.items()
-        if name in HANDED_ON or name.startswith("SLURMRL_")
+        if name in HANDED_ON or name in chosen or name.startswith(PREFIXES)
     ]
     return (
         *shlex.split(slurm.container),

@@ -22,10 +22,11 @@ from slurmrl.history.state import TrialState, fold
 from slurmrl.lease import Lease
 from slurmrl.monitor.events import EventWriter
 from slurmrl.name_resolve import make
-from slurmrl.parallel import gpu
+from slurmrl.parallel import driver, gpu
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.workers import process
+from slurmrl.workers.agent import environment
 from slurmrl.workers.agent.children import Children
 from slurmrl.workers.agent.identity import claim
 from slurmrl.workers.agent.leader import Leader
@@ -69,7 +70,9 @@ class Host:
         )
         self.leader = Leader(paths, self.names, self.identity, self.cluster.lease_ttl_s)
         self.presence = Presence(paths, look_s=max(LOOK_S, self.intervals.check_s))
-        self.children = Children(paths, self.group, self.identity, self.cluster)
+        capability = driver.compute_capability() if self.group.gpus_per_worker else None
+        defaults = environment.defaults(self.plan, capability)
+        self.children = Children(paths, self.group, self.identity, self.cluster, defaults)
         self.local = _is_local(paths, submission)
         self.warnings = Warnings(local=self.local, lead_s=self.cluster.slurm.signal_lead_s)
         self.oom = OomKills()

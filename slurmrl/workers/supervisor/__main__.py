@@ -89,8 +89,10 @@ def main() -> int:
 
 def prepare(options: argparse.Namespace, paths: RunPaths) -> Rounds:
     """Raises UsageError for what every other job would meet too, and EnvironmentFailure."""
-    if file := load_resolved(paths.config).cluster.variables_file:
-        os.environ.update(read_variables(Path(file)))  # agents and workers inherit them
+    cluster = load_resolved(paths.config).cluster
+    os.environ.update(cluster.env)  # agents and workers inherit them
+    if file := cluster.variables_file:
+        os.environ.update(read_variables(Path(file)))
     return Rounds(options, paths, JobHosts.of_this_job(options, paths))
 
 

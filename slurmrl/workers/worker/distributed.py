@@ -6,7 +6,7 @@ import os
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
 from slurmrl.parallel.device import Accelerator
 from slurmrl.workers.messages import Message
@@ -28,20 +28,20 @@ def join(
     listener: int | None,
     accelerator: Accelerator,
     timeout: timedelta,
-) -> None:
-    """Connect to the store that rank 0 serves, and form the process group.
+) -> Store:
+    """Connect to the store that rank 0 serves, and form the process group; return the store.
 
     Args:
         start: has ``store`` (host:port), ``world_size`` and ``interface``, the network interface
-            for traffic between ranks.
+            for traffic between ranks where the user's environment names none.
         listener: file descriptor of the store's listening socket, bound by the agent; on rank 0
             only.
         timeout: of one collective.
     """
     host, _, port = start["store"].rpartition(":")
-    if start["interface"]:
-        os.environ["GLOO_SOCKET_IFNAME"] = start["interface"]
-        os.environ["NCCL_SOCKET_IFNAME"] = start["interface"]
+    if interface := start["interface"]:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # a bare name is a prefix
     store = TCPStore(
         host,
         int(port),
@@ -58,3 +58,14 @@ def join(
         world_size=start["world_size"],
         timeout=timeout,
     )
+    return store
+
+
+def wait_for_all(store: Store, name: str, world_size: int, timeout: timedelta) -> None:
+    """Return once all ranks have called this with ``name``. A barrier of NCCL would make a
+    communicator of all ranks, which costs memory and time on each GPU and which nothing else
+    uses."""
+    done = f"{name}/all"
+    if store.add(name, 1) == world_size:
+        store.set(done, "")
+    store.wait([done], timeout)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from slurmrl.backoff import READ_S, retry
 from slurmrl.checkpoint.manifest import until_certain, verify_share
@@ -30,7 +29,7 @@ from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.workers.messages import Message
-from slurmrl.workers.worker.distributed import collective_timeout, join
+from slurmrl.workers.worker.distributed import collective_timeout, join, wait_for_all
 from slurmrl.workers.worker.executor import Executor
 
 T = TypeVar("T")
@@ -60,7 +59,7 @@ def build(
     torch.manual_seed(settings.config.seed * plan.world_size + rank)
     timeout = collective_timeout(settings.config.step_timeout_s)
     activity.phase("joining the other ranks")
-    join(start, rank, listener, accelerator, timeout)
+    store = join(start, rank, listener, accelerator, timeout)
     contexts = groups.build(
         plan.models.values(),
         rank=rank,
@@ -72,19 +71,26 @@ def build(
     engines = _engines(settings, plan, contexts)
     if start["base"] is not None:
         activity.phase("loading the checkpoint")
-        load(paths.checkpoints / start["base"], rank, plan.world_size, engines.values())
+        verified = partial(wait_for_all, store, "checkpoint verified", plan.world_size, timeout)
+        load(paths.checkpoints / start["base"], rank, plan.world_size, engines.values(), verified)
     activity.phase("opening the dataset")
     return _executor(paths, settings, plan, rank, engines, cores)
 
 
-def load(checkpoint: Path, rank: int, ranks: int, engines: Iterable[Engine]) -> None:
+def load(
+    checkpoint: Path,
+    rank: int,
+    ranks: int,
+    engines: Iterable[Engine],
+    wait_for_others: Callable[[], None],
+) -> None:
     """Load a checkpoint after the ranks have verified it, a share each.
 
     Raises DamagedCheckpointError, and EnvironmentFailure if it cannot be read for `READ_S`.
     """
     share = partial(verify_share, checkpoint, rank, ranks)
     _read("the checkpoint", lambda: until_certain(share))
-    dist.barrier()  # a rank that finds damage reports it before any rank loads
+    wait_for_others()  # a rank that finds damage reports it before any rank loads
     for engine in engines:
         _read("the checkpoint", partial(engine.load, checkpoint))
 

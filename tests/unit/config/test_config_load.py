@@ -82,6 +82,16 @@ def test_whole_numbers_are_taken_where_text_is_asked_for(tmp_path: Path) -> None
         ("actor.dtype=float23", "did you mean 'float32'? allowed: float32, bfloat16"),
         ("cluster.scheduler=slrum", "did you mean 'slurm'? allowed: auto, local, slurm"),
         ("cluster.gpus_per_worker=2", "2 is not allowed: must be at most 1"),
+        (
+            "cluster.env={'NCCL-DEBUG': INFO}",
+            "'NCCL-DEBUG' is not a name of an environment variable",
+        ),
+        ("cluster.env={SLURM_CONF: x}", "SLURM_CONF is set by Slurm or slurmrl"),
+        (
+            "cluster.env={CUDA_VISIBLE_DEVICES: 0}",
+            "CUDA_VISIBLE_DEVICES is set by Slurm or slurmrl",
+        ),
+        ("cluster.env={NCCL_DEBUG: true}", "must be a string"),
         ("cluster.slurm.time=1 hour", "MINUTES"),
         ("cluster.mem_per_worker=16 GB", "16G"),
         ('cluster.slurm.account="a\\nb"', "one line"),

@@ -101,6 +101,15 @@ def test_a_job_inherits_a_short_list() -> None:
     assert environment.of_job(environ) == {"HOME": "/h", "PATH": "/bin", "SLURM_CONF": "c"}
 
 
+def test_a_job_inherits_settings_of_nccl() -> None:
+    """On the local scheduler too, and in the jobs that a job submits or requeues."""
+    given = {"NCCL_DEBUG": "INFO", "TORCH_NCCL_ENABLE_TIMING": "1", "TORCH_FR_BUFFER_SIZE": "9"}
+    environ = {**given, "MY_NCCL_TOKEN": "x", "HF_TOKEN": "y"}
+    assert environment.of_job(environ) == given
+    assert environment.of_local_job(environ) == given
+    assert environment.of_job({}, environment.inheritance(environ)) == given
+
+
 def test_auto_is_local_without_slurm(commands: Path) -> None:
     assert choose("auto") == "local"
     install(commands, "sbatch", "exit 0")

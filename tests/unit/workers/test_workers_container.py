@@ -17,6 +17,8 @@ ENVIRON = {
     "OMP_NUM_THREADS": "4",
     "CUDA_VISIBLE_DEVICES": "GPU-a",
     "SLURMRL_OPS": "torch",
+    "NCCL_DEBUG": "INFO",
+    "UCX_TLS": "rc",
 }
 
 
@@ -30,17 +32,19 @@ def test_without_a_container_it_is_this_python() -> None:
 )
 def test_the_container_comes_first_and_what_must_get_through_is_named(container: str) -> None:
     slurm = Slurm(container=container, container_python="python3")
-    words = interpreter(slurm, ENVIRON)
-    assert words[-6:] == (
+    words = interpreter(slurm, ENVIRON, {"UCX_TLS": "rc"})
+    assert words[-8:] == (
         "env",
         "CUDA_VISIBLE_DEVICES=GPU-a",
+        "NCCL_DEBUG=INFO",
         "OMP_NUM_THREADS=4",
         "PYTHONPATH=/shared/my run/code",
         "SLURMRL_OPS=torch",
+        "UCX_TLS=rc",
         "python3",
     )
     if container.startswith("apptainer"):
-        assert words[:-6] == (
+        assert words[:-8] == (
             "apptainer",
             "exec",
             "--nv",
@@ -49,7 +53,7 @@ def test_the_container_comes_first_and_what_must_get_through_is_named(container:
             "image.sif",
         )
     else:
-        assert words[:-6] == ("enroot", "start", "--root", "my image")
+        assert words[:-8] == ("enroot", "start", "--root", "my image")
     assert not any("secret" in word for word in words)
 
 

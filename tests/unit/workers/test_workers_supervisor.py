@@ -474,6 +474,19 @@ def test_a_user_error_does_not_end_a_trial_that_another_job_runs(
     assert History(run.history).read() == []
 
 
+def test_variables_of_the_configuration_reach_the_runs_processes(
+    run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They count more than what the job inherited."""
+    for name in ("NCCL_DEBUG", "UCX_TLS"):  # and restored at the end
+        monkeypatch.setenv(name, "of the job")
+    config = load_resolved(run.config)
+    cluster = config.cluster.model_copy(update={"env": {"NCCL_DEBUG": "INFO", "UCX_TLS": "rc"}})
+    run.config.write_text(dump(config.model_copy(update={"cluster": cluster})))
+    supervisor.prepare(options(run), run)
+    assert (os.environ["NCCL_DEBUG"], os.environ["UCX_TLS"]) == ("INFO", "rc")
+
+
 def test_a_variables_file_without_its_mount_is_the_fault_of_the_host(
     run: RunPaths, tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

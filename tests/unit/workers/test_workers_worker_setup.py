@@ -87,8 +87,7 @@ def test_a_rank_loads_its_checkpoint_once_the_mount_is_back(
         loaded.append(str(read_state(directory)))
 
     monkeypatch.setattr(setup, "retry", partial(retry, pause=show))
-    monkeypatch.setattr(setup.dist, "barrier", hide)
     hide()
     engine = cast(Engine, SimpleNamespace(load=read))
-    setup.load(checkpoint, 0, 1, [engine])
+    setup.load(checkpoint, 0, 1, [engine], hide)
     assert loaded == ["{}"]

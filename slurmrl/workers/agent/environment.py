@@ -1,0 +1,51 @@
+"""The environment of fork servers, which their workers inherit. Pure functions.
+
+Variables of the submitter, of ``cluster.env`` and of set-up lines count more than the defaults.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from slurmrl.plan.model import GroupPlan, Plan
+
+SINGLE_THREADED: Final = {"OPENBLAS_NUM_THREADS": "1"}
+"""numpy's OpenBLAS starts its threads on import, and a fork server must have none: a fork copies
+only the calling thread, and with it locks that the others hold."""
+FLIGHT_RECORDER: Final = {"TORCH_FR_BUFFER_SIZE": "2000"}
+"""Collectives that torch records of NCCL and gloo, to explain hangs. The default of torch 2.13, but
+not of every version."""
+BLACKWELL: Final = 10.0
+"""Compute capability from which CUDA starts kernels of several streams in the order of their calls
+with any number of connections."""
+
+
+def defaults(plan: Plan, compute_capability: float | None) -> dict[str, str]:
+    """Return the variables that depend on the plan's engines.
+
+    With one connection the GPU starts kernels in the order of their calls. megatron-core needs that
+    to overlap the communication of tensor-parallel ranks with computation on GPUs before Blackwell.
+    FSDP must not have it: its all-gathers would wait behind the computation that they overlap with.
+    """
+    ordered = any(
+        model.engine == "megatron" and model.sizes.get("tp", 1) > 1
+        for model in plan.models.values()
+    )
+    older = compute_capability is None or compute_capability < BLACKWELL
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if ordered and older else {}
+
+
+def of_fork_server(
+    group: GroupPlan, visible: str, environ: Mapping[str, str], more: Mapping[str, str]
+) -> dict[str, str]:
+    """Return the environment of a rank's fork server. ``environ`` is the agent's, ``visible`` the
+    rank's devices, ``more`` are `defaults`."""
+    return {
+        **FLIGHT_RECORDER,
+        **more,
+        **environ,
+        **SINGLE_THREADED,
+        "OMP_NUM_THREADS": str(group.threads_per_worker),
+        "CUDA_VISIBLE_DEVICES": visible,
+    }

@@ -1,0 +1,77 @@
+"""The environment that fork servers and their workers get from their agent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from slurmrl.plan.model import Plan
+from slurmrl.workers.agent import environment
+
+REPOSITORY = Path(__file__).parents[3]
+THREADS = """
+import os
+import numpy as np
+print(len(os.listdir("/proc/self/task")))
+"""
+
+
+@pytest.fixture
+def plan(plans: Callable[..., Plan]) -> Plan:
+    plan = plans()
+    groups = tuple(one.model_copy(update={"threads_per_worker": 4}) for one in plan.groups)
+    return plan.model_copy(update={"groups": groups})
+
+
+def with_engine(plan: Plan, engine: str, **sizes: int) -> Plan:
+    actor = plan.models["actor"].model_copy(update={"engine": engine, "sizes": sizes})
+    return plan.model_copy(update={"models": {**plan.models, "actor": actor}})
+
+
+def test_a_fork_server_has_one_thread_however_many_its_workers_use(plan: Plan) -> None:
+    """numpy's OpenBLAS would start as many as OMP_NUM_THREADS says, before the first fork."""
+    given = environment.of_fork_server(plan.groups[0], "", os.environ, {})
+    assert given["OMP_NUM_THREADS"] == "4"
+    command = [sys.executable, "-c", THREADS]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1"]
+
+
+@pytest.mark.parametrize(
+    ("engine", "sizes", "capability", "connections"),
+    [
+        ("megatron", {"dp": 2, "tp": 2}, 9.0, "1"),
+        ("megatron", {"dp": 2, "tp": 2}, None, "1"),
+        ("megatron", {"dp": 2, "tp": 2}, 10.0, None),
+        ("megatron", {"dp": 4, "tp": 1}, 9.0, None),
+        ("fsdp", {"dp": 2, "tp": 2}, 9.0, None),
+    ],
+)
+def test_one_connection_to_the_gpu_where_megatron_needs_the_order_of_kernels(
+    plan: Plan,
+    engine: str,
+    sizes: dict[str, int],
+    capability: float | None,
+    connections: str | None,
+) -> None:
+    """And nowhere else: FSDP's all-gathers would wait behind computation."""
+    defaults = environment.defaults(with_engine(plan, engine, **sizes), capability)
+    given = environment.of_fork_server(plan.groups[0], "0", {}, defaults)
+    assert given.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
+
+
+def test_the_users_variables_count_more_than_defaults(plan: Plan) -> None:
+    own = {"TORCH_FR_BUFFER_SIZE": "50", "CUDA_DEVICE_MAX_CONNECTIONS": "8", "NCCL_DEBUG": "INFO"}
+    defaults = environment.defaults(with_engine(plan, "megatron", tp=2), 9.0)
+    given = environment.of_fork_server(plan.groups[0], "0", own, defaults)
+    assert given.items() >= own.items()
+
+
+def test_collectives_are_recorded_so_that_hangs_of_nccl_are_explained(plan: Plan) -> None:
+    given = environment.of_fork_server(plan.groups[0], "0", {}, {})
+    assert int(given["TORCH_FR_BUFFER_SIZE"]) >= 1000
