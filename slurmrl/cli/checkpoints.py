@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from slurmrl.cli.layout import table
 from slurmrl.cli.options import common, json_option
+from slurmrl.display.columns import table
 from slurmrl.monitor.words import age
 
 if TYPE_CHECKING:

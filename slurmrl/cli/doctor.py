@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from slurmrl.cli.layout import hanging, row_lines, width
 from slurmrl.cli.options import checking, common, json_option
+from slurmrl.display.columns import hanging, row_lines, width
 from slurmrl.monitor.words import plain
 
 if TYPE_CHECKING:

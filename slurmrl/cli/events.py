@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from slurmrl.cli.follow import Seen, follow, has_ended
-from slurmrl.cli.layout import GAP, hanging, width
 from slurmrl.cli.options import common, json_option
+from slurmrl.display.columns import GAP, hanging, width
 from slurmrl.monitor.words import plain
 
 if TYPE_CHECKING:

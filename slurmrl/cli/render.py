@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from slurmrl.cli.layout import hanging, table
+from slurmrl.display.columns import hanging, table
 from slurmrl.monitor.words import age, first_line, plain
 
 Status = Mapping[str, Any]

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from slurmrl.cli import layout, render
+from slurmrl.cli import render
 from slurmrl.cli.follow import Seen, follow, polled_query
 from slurmrl.cli.options import common, json_option
+from slurmrl.display import columns
 
 if TYPE_CHECKING:
     from slurmrl.errors import SlurmrlError
@@ -92,7 +93,7 @@ def _text(root: Path, name: str | None, statuses: list[dict[str, Any]], as_json:
         return json.dumps(statuses[0] if single else statuses)
     if not statuses:
         return f"no trials in {root} yet"
-    width = layout.width()
+    width = columns.width()
     return render.one(statuses[0], width) if single else render.many(statuses, width)
 
 

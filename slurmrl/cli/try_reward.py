@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from slurmrl.cli.layout import table
 from slurmrl.cli.options import common, json_option
+from slurmrl.display.columns import table
 
 if TYPE_CHECKING:
     from slurmrl.submission.try_reward import Item, RewardData, Tried

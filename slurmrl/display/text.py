@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from slurmrl.display.columns import table
 from slurmrl.display.document import (
     Block,
     Document,
@@ -69,10 +70,4 @@ def _node(node: Node) -> str:
 
 
 def _columns(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of equally many cells as left-aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        for row in rows
-    )
-    return "\n".join(f"  {line.rstrip()}" for line in lines)
+    return "\n".join(f"  {line}" for line in table(rows))

@@ -8,8 +8,11 @@ import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from slurmrl import log
 from slurmrl.errors import SchedulerError
 from slurmrl.scheduler import environment, parse, rows
+
+logger = log.get(__name__)
 
 TIMEOUT_S = 120.0
 """Time limit of one command, in seconds. Slurm's own message time-out is 10 s, with retries."""
@@ -24,6 +27,10 @@ NO_WORDS = "no message"
 
 NO_ACCOUNTING = ("accounting storage is disabled", "is not on PATH")
 """Messages of sacct, or of its absence, where there is no accounting."""
+
+
+DEAD_STATES = ("down", "fail", "unknown", "powered_down", "powering_down")
+"""Prefixes of sinfo states of hosts on which nothing can be started."""
 
 
 def may_have_worked(error: SchedulerError) -> bool:
@@ -180,3 +187,20 @@ class SlurmClient:
             words = (done.stderr.strip() or done.stdout.strip()) or NO_WORDS
             raise SchedulerError(f"{' '.join(command)} failed ({done.returncode}): {words}")
         return done.stdout
+
+
+def usable_hosts(hosts: Iterable[str], lost: Iterable[str]) -> tuple[str, ...]:
+    """Return the hosts that are not lost and not dead according to Slurm, if it answers."""
+    left = [host for host in hosts if host not in set(lost)]
+    try:
+        found = SlurmClient().hosts(None, left) if left else []
+    except SchedulerError as error:
+        logger.info("cannot ask Slurm which hosts are up: %s", error)
+        return tuple(left)
+    dead = {row.name for row in found if is_dead(row.state)}
+    return tuple(host for host in left if host not in dead)
+
+
+def is_dead(state: str) -> bool:
+    """Return whether a host in this state is unusable; a trailing star: it does not respond."""
+    return state.endswith("*") or state.startswith(DEAD_STATES)

@@ -58,11 +58,11 @@ from slurmrl.scheduler.succession import Link
 from slurmrl.submission import snapshot
 from slurmrl.submission.prepare import trial_uuid
 from slurmrl.workers.failure import first
+from slurmrl.workers.link import reason_to_leave
 from slurmrl.workers.master.base import choose
 from slurmrl.workers.master.judgement import judge
 from slurmrl.workers.master.progress import Progress
 from slurmrl.workers.master.serve import restore
-from slurmrl.workers.supervisor.link import reason_to_leave
 from tests.fake_runs import FakeRun, FakeScheduler, task, write_config
 
 SECONDS = 60.0

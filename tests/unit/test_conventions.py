@@ -66,6 +66,12 @@ ROWS: tuple[dict[str, tuple[str, ...]], ...] = (
     {"algorithms": ()},
     {"workers": ()},
     {
+        "workers.agent": (),
+        "workers.master": (),
+        "workers.worker": (),
+        "workers.supervisor": (),
+    },
+    {
         "__main__": ("cli",),
         "cli": ("submission", "doctor"),
         "doctor": ("submission",),
@@ -106,7 +112,7 @@ TORCH_FREE = (
 """Beyond the rows below the first one that may import torch, and the command line."""
 
 TORCH_FROM_ROW = 3
-COMMAND_LINE_ROW = 7
+COMMAND_LINE_ROW = 8
 FORBIDDEN_NAMES = {"utils", "util", "common", "misc", "experimental", "legacy", "helpers"}
 
 

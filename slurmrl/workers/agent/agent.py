@@ -28,8 +28,8 @@ from slurmrl.workers.agent.incarnation import FORM_TIMEOUT_S, Incarnation
 from slurmrl.workers.agent.leader import leave_without
 from slurmrl.workers.failure import HOST_LOSSES, Cause, Failure, publish_loss
 from slurmrl.workers.failure import first as first_failure
+from slurmrl.workers.link import end_as_failed
 from slurmrl.workers.presence import Presence, make_channels
-from slurmrl.workers.supervisor.link import end_as_failed
 
 logger = log.get(__name__)
 T = TypeVar("T")

@@ -11,18 +11,23 @@ from collections.abc import Callable
 
 from slurmrl import keys, log
 from slurmrl.backoff import Interval
-from slurmrl.errors import EnvironmentFailure, NameNotFoundError, RunFailedError, SlurmrlError
+from slurmrl.errors import (
+    CorruptFileError,
+    EnvironmentFailure,
+    NameNotFoundError,
+    RunFailedError,
+    SlurmrlError,
+)
 from slurmrl.fsio import documents
 from slurmrl.lease import GAPS_PER_TTL, LeaseObserver
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.base import Continue
 from slurmrl.scheduler.chain import continues
-from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.client import SlurmClient, usable_hosts
 from slurmrl.scheduler.succession import TIMEOUT_S, Link
 from slurmrl.workers.agent.identity import Identity
 from slurmrl.workers.failure import Cause
-from slurmrl.workers.supervisor.job_hosts import usable
 
 logger = log.get(__name__)
 
@@ -74,7 +79,7 @@ class Leader:
                     return LeaseObserver(
                         self._paths.lease(group, 0, attempt), self._ttl_s, self._clock
                     )
-        except (EnvironmentFailure, NameNotFoundError) as error:
+        except (CorruptFileError, EnvironmentFailure, NameNotFoundError) as error:
             logger.info("cannot look for the first agent, will retry: %s", error)
         return None
 
@@ -90,7 +95,7 @@ def leave_without(
     process is alive after all, it ends this process within the grace."""
     client = SlurmClient(TIMEOUT_S)
     waited_s = 0.0
-    while waited_s < GRACE_S and usable([host], ()):
+    while waited_s < GRACE_S and usable_hosts([host], ()):
         sleep(LOOK_S)
         waited_s += LOOK_S
     link = Link.here(paths, submission, identity.group)

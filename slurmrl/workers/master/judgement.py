@@ -16,7 +16,7 @@ from slurmrl.monitor.words import first_line
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.workers.evidence import is_hang
 from slurmrl.workers.failure import HOST_LOSSES, Cause
-from slurmrl.workers.supervisor.baton import put_back
+from slurmrl.workers.turns import put_back
 
 RAISED = ("exception", "master")
 """Causes of failures that code of a worker or the master raised, and would raise again."""

@@ -35,9 +35,9 @@ from slurmrl.scheduler.succession import (
     give_back,
 )
 from slurmrl.scheduler.upkeep import Upkeep
+from slurmrl.workers.link import end_as_failed, reason_to_leave
 from slurmrl.workers.supervisor.baton import Baton
 from slurmrl.workers.supervisor.job_hosts import JobHosts
-from slurmrl.workers.supervisor.link import end_as_failed, reason_to_leave
 from slurmrl.workers.supervisor.rounds import Rounds, job_tag
 from slurmrl.workers.supervisor.surplus import wait_for_turn
 

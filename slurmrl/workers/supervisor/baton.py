@@ -9,103 +9,22 @@ that this start of its job runs; if Slurm does not answer, while its first agent
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from enum import StrEnum
+from dataclasses import asdict, replace
 
 from slurmrl import keys, log
-from slurmrl.errors import CorruptFileError, NameExistsError, NameNotFoundError, SchedulerError
+from slurmrl.errors import CorruptFileError, NameExistsError, SchedulerError
 from slurmrl.fsio import documents
-from slurmrl.fsio.shapes import TEXT, FieldType, one_of
 from slurmrl.lease import GAPS_PER_TTL, LeaseObserver
 from slurmrl.monitor import events
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.scheduler.succession import Link
+from slurmrl.workers.turns import Left, Turn, read_intact
 
 logger = log.get(__name__)
-
-
-_START = FieldType(
-    "JOBID.RESTARTCOUNT",
-    lambda value: isinstance(value, str) and re.fullmatch(r"\d{1,12}\.\d{1,9}", value) is not None,
-)
-_ELEMENT = FieldType(
-    "JOBID_INDEX",
-    lambda value: isinstance(value, str) and re.fullmatch(r"\d{1,12}_\d{1,9}", value) is not None,
-)
-
-
-class Left(StrEnum):
-    """How the previous job left the trial."""
-
-    ENDED = "ended"
-    PUT_BACK = "put back"
-    """Slurm has requeued it, or ended it with its host, through no fault of the job."""
-    UNKNOWN = "unknown"
-
-
-FIELDS = {
-    "start": _START,
-    "element": _ELEMENT,
-    "host": TEXT,
-    "before": TEXT,
-    "left": one_of(*Left),
-}
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One job's time with the trial."""
-
-    start: str
-    """``JOBID.RESTARTCOUNT``."""
-    element: str
-    """``41_3``."""
-    host: str
-    """Where its batch process runs."""
-    before: str = ""
-    """The start before it."""
-    left: Left = Left.UNKNOWN
-
-    @property
-    def job(self) -> str:
-        return self.start.partition(".")[0]
-
-    @property
-    def restarts(self) -> int:
-        return int(self.start.partition(".")[2])
-
-
-def read(names: NameStore, number: int) -> Turn | None:
-    """Return the turn with a number; None if there is none. Raises CorruptFileError."""
-    key = keys.baton(number)
-    try:
-        said = documents.parse(names.get(key), f"the name {key}", FIELDS, FIELDS)
-    except NameNotFoundError:
-        return None
-    left = Left(said["left"])
-    return Turn(said["start"], said["element"], said["host"], said["before"], left)
-
-
-def _readable(names: NameStore, number: int) -> Turn | None:
-    """Read a turn; a damaged one counts as none, so that it cannot block every job."""
-    try:
-        return read(names, number)
-    except CorruptFileError as error:
-        logger.warning("%s", error)
-        return None
-
-
-def put_back(names: NameStore) -> frozenset[str]:
-    """Return the starts of jobs that Slurm took away from the trial."""
-    found = names.find_subtree(keys.batons())
-    numbers = [int(tail) for key in found if (tail := key.rpartition("/")[2]).isdecimal()]
-    turns = [turn for number in numbers if (turn := _readable(names, number)) is not None]
-    return frozenset(turn.before for turn in turns if turn.left is Left.PUT_BACK)
 
 
 class Baton:
@@ -160,7 +79,7 @@ class Baton:
         for key in self._names.find_subtree(keys.batons()):
             tail = key.rpartition("/")[2]
             number = max(number, int(tail) if tail.isdecimal() else 0)
-        return number, _readable(self._names, number) if number else None
+        return number, read_intact(self._names, number) if number else None
 
     def _left(self, holder: Turn) -> Left | None:
         """Return how a job has left the trial; None if it has not."""
@@ -188,7 +107,11 @@ class Baton:
             return False
         root = keys.attempts(self._link.group, 0)
         for key in reversed(self._names.find_subtree(root)):
-            claim = documents.parse(self._names.get(key), key)
+            try:
+                claim = documents.parse(self._names.get(key), key)
+            except CorruptFileError as error:
+                logger.warning("%s", error)
+                continue
             if str(claim.get("job", "")).startswith(f"{holder.start}."):
                 attempt = int(key.rpartition("/")[2])
                 return self._moves(

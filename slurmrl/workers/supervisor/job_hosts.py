@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from slurmrl import env, log
@@ -15,13 +14,10 @@ from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.scheduler import parse
-from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.client import SlurmClient, usable_hosts
 from slurmrl.scheduler.hosts import BadHost, failed_starts
 
 logger = log.get(__name__)
-
-DEAD_STATES = ("down", "fail", "unknown", "powered_down", "powering_down")
-"""Prefixes of sinfo states of hosts on which nothing can be started."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class JobHosts:
     def choose(self) -> tuple[str, ...] | None:
         """Return the hosts of the next round, the first usable ones; None if too few are left."""
         failed = {one.host for one in self.failed_starts()}
-        good = usable(self.hosts, self.lost() | failed)
+        good = usable_hosts(self.hosts, self.lost() | failed)
         return good[: self.needed] if len(good) >= self.needed else None
 
     def failed_starts(self) -> list[BadHost]:
@@ -71,23 +67,6 @@ class JobHosts:
 
     def _is_lost(self, names: NameStore, host: str) -> bool:
         return str(published.lost(names, host).get("job")).startswith(f"{self.job}.")
-
-
-def usable(hosts: Iterable[str], lost: Iterable[str]) -> tuple[str, ...]:
-    """Return the hosts that are not lost and not dead according to Slurm, if it answers."""
-    left = [host for host in hosts if host not in set(lost)]
-    try:
-        rows = SlurmClient().hosts(None, left) if left else []
-    except EnvironmentFailure as error:
-        logger.info("cannot ask Slurm which hosts are up: %s", error)
-        return tuple(left)
-    dead = {row.name for row in rows if is_dead(row.state)}
-    return tuple(host for host in left if host not in dead)
-
-
-def is_dead(state: str) -> bool:
-    """Return whether a host in this state is unusable; a trailing star: it does not respond."""
-    return state.endswith("*") or state.startswith(DEAD_STATES)
 
 
 def _end_of_job() -> float | None:

@@ -20,11 +20,11 @@ from slurmrl.monitor.events import EventWriter
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler import leave
 from slurmrl.scheduler.client import SRUN
+from slurmrl.workers.link import reason_to_leave
 from slurmrl.workers.presence import Presence
 from slurmrl.workers.process import die_with
 from slurmrl.workers.supervisor.blame import avoid_failed, blame_hosts
 from slurmrl.workers.supervisor.job_hosts import JobHosts
-from slurmrl.workers.supervisor.link import reason_to_leave
 
 logger = log.get(__name__)
 

@@ -13,8 +13,9 @@ from slurmrl.scheduler.base import Continue
 from slurmrl.scheduler.chain import continues
 from slurmrl.scheduler.slurm import SlurmScheduler
 from slurmrl.scheduler.succession import Link
-from slurmrl.workers.supervisor.baton import Baton, Turn
-from slurmrl.workers.supervisor.link import reason_to_leave
+from slurmrl.workers.link import reason_to_leave
+from slurmrl.workers.supervisor.baton import Baton
+from slurmrl.workers.turns import Turn
 
 logger = log.get(__name__)
 

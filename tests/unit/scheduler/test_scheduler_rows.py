@@ -14,7 +14,7 @@ import pytest
 from slurmrl.errors import SchedulerError
 from slurmrl.scheduler import limits, parse, rows, states, tasks
 from slurmrl.scheduler.base import JobState
-from slurmrl.workers.supervisor.job_hosts import is_dead
+from slurmrl.scheduler.client import is_dead
 
 RECORDED = Path(__file__).with_name("recorded")
 

@@ -19,7 +19,8 @@ from slurmrl.paths import RunPaths
 from slurmrl.scheduler.slurm import SlurmScheduler, TaskStart
 from slurmrl.scheduler.succession import Link
 from slurmrl.workers.supervisor import surplus
-from slurmrl.workers.supervisor.baton import Baton, Left, put_back, read
+from slurmrl.workers.supervisor.baton import Baton
+from slurmrl.workers.turns import Left, put_back, read
 
 
 class Cluster(SlurmScheduler):

@@ -25,14 +25,14 @@ from slurmrl.monitor.events import read_all
 from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
-from slurmrl.scheduler.client import SlurmClient
+from slurmrl.scheduler.client import SlurmClient, is_dead
 from slurmrl.scheduler.parse import HostRow
 from slurmrl.scheduler.succession import Link
+from slurmrl.workers.link import reason_to_leave
 from slurmrl.workers.supervisor import __main__ as supervisor
 from slurmrl.workers.supervisor import rounds
 from slurmrl.workers.supervisor.__main__ import parse
-from slurmrl.workers.supervisor.job_hosts import JobHosts, is_dead
-from slurmrl.workers.supervisor.link import reason_to_leave
+from slurmrl.workers.supervisor.job_hosts import JobHosts
 from slurmrl.workers.supervisor.rounds import FRUITLESS_ROUNDS, Rounds, agent_command
 from tests.support.trials import wait_until
 

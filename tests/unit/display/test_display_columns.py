@@ -2,25 +2,25 @@ from __future__ import annotations
 
 import pytest
 
-from slurmrl.cli import layout
+from slurmrl.display import columns
 
 ROWS = [("A", "WORDS"), ("long cell", "one two three four five six seven eight nine ten")]
 
 
 def test_a_pipe_gets_whole_lines() -> None:
-    assert layout.table(ROWS) == ["A          WORDS", f"long cell  {ROWS[1][1]}"]
+    assert columns.table(ROWS) == ["A          WORDS", f"long cell  {ROWS[1][1]}"]
 
 
 def test_the_last_column_hangs() -> None:
-    assert layout.table(ROWS, 40) == [
+    assert columns.table(ROWS, 40) == [
         "A          WORDS",
         "long cell  one two three four five six",
         "           seven eight nine ten",
     ]
 
 
-def test_a_narrow_column_goes_on_below() -> None:
-    assert layout.table(ROWS, 36) == [
+def test_a_narrow_column_continues_below() -> None:
+    assert columns.table(ROWS, 36) == [
         "A          WORDS",
         "long cell",
         "    one two three four five six",
@@ -30,13 +30,13 @@ def test_a_narrow_column_goes_on_below() -> None:
 
 def test_long_words_stay_whole() -> None:
     path = "/a/path/that/nobody/wants/to/see/cut/into/pieces"
-    assert layout.hanging("run  ", f"is in {path}", 40) == ["run  is in", f"     {path}"]
+    assert columns.hanging("run  ", f"is in {path}", 40) == ["run  is in", f"     {path}"]
 
 
 @pytest.mark.parametrize("width", [None, 10])
 def test_nothing_behind_the_head(width: int | None) -> None:
-    assert layout.hanging("head  ", "", width) == ["head"]
+    assert columns.hanging("head  ", "", width) == ["head"]
 
 
 def test_a_pipe_has_no_width(capsys: pytest.CaptureFixture[str]) -> None:
-    assert layout.width() is None
+    assert columns.width() is None
