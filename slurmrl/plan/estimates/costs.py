@@ -25,7 +25,7 @@ from slurmrl.plan.placement import TRAINERS, Placement, layout_of, model_of, pla
 
 
 class Checked(Protocol):
-    """Settings, or a draft of them."""
+    """Settings or a draft of them."""
 
     @property
     def config(self) -> Config: ...
@@ -51,7 +51,7 @@ class Fullest:
 
 
 class CallCost(NamedTuple):
-    """``seconds`` is None where the GPU is unknown."""
+    """Floating-point operations of a call, and its seconds; None for an unknown GPU."""
 
     flops: int
     seconds: float | None
@@ -75,7 +75,7 @@ def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
         lengths = lengths_of(config, algorithm, shape)
         if certain and lengths is not None and lengths.assumed:
             lengths = None
-        job = MemoryDemand(
+        demand = MemoryDemand(
             model=model,
             shape=shape,
             allocation=one.allocation,
@@ -85,7 +85,7 @@ def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
             generates=Method.GENERATE in methods,
             lengths=lengths,
         )
-        found[name] = estimate(job)
+        found[name] = estimate(demand)
     return found
 
 
@@ -124,7 +124,8 @@ def fullest_gpu(checked: Checked, *, certain: bool = False) -> Fullest:
 def cost(
     checked: Checked, call: Call, placed: dict[str, Placement], sizes: dict[str, Memory]
 ) -> CallCost | None:
-    """A call over a whole step's sequences at full length; None where nothing is known."""
+    """The cost of a call over all sequences of a step at full length; None for a call without a
+    model, or where the architecture or the lengths are unknown."""
     name = layout_of(call, list(placed))
     if name is None or name not in placed:
         return None
@@ -151,8 +152,8 @@ def cost(
 def _decoding_bytes(
     shape: ModelShape, placed: Placement, model: Model, lengths: Lengths, memory: Memory
 ) -> float:
-    """Bytes that a rank reads for a token of each of its sequences: weights, and on average half of
-    the keys and values."""
+    """Bytes that a rank reads to generate one token of each of its sequences: the weights, and half
+    of the final keys and values on average."""
     allocation = placed.allocation
     sequences = -(-lengths.sequences // allocation.sizes["dp"])
     cache = sequences * lengths.longest * kv_bytes_per_token(shape, allocation, model.dtype)

@@ -1,7 +1,7 @@
 """Estimates of a call's floating-point operations and seconds. Sources: docs/allocation.md.
 
-A multiplication and an addition count as two; matrix products only, attention over the pairs that a
-causal model needs.
+A multiply-add counts as two operations. Only matrix products count; attention counts the pairs of
+tokens that the causal mask keeps.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from slurmrl.plan.estimates.lengths import Lengths
 from slurmrl.plan.estimates.shape import ModelShape
 
 UTILISATION: Final = 0.4
-"""Share of the peak that training reaches."""
+"""Model FLOPs utilisation that training is assumed to reach."""
 BACKWARD: Final = 2
-"""Forward passes that a backward pass costs."""
+"""Cost of a backward pass in forward passes."""
 
 
 def forward_flops_per_token(shape: ModelShape, head: Head) -> int:
-    """Products with the parameters that a token passes."""
+    """Operations of the matrix products with the parameters that are active for a token."""
     attention = 2 * shape.hidden * (shape.queries + shape.keys)
     dense = shape.mlp_matrices * shape.hidden * shape.inner
     routed = shape.experts_per_token * shape.expert_inner + shape.shared_inner
@@ -32,12 +32,13 @@ def forward_flops_per_token(shape: ModelShape, head: Head) -> int:
 
 
 def attention_flops(shape: ModelShape, length: int) -> int:
-    """Scores and weighted sums of one sequence."""
+    """Operations of the scores and the weighted sums of one sequence."""
     return 4 * shape.layers * shape.queries * (length * (length + 1) // 2)
 
 
 def call_flops(shape: ModelShape, head: Head, method: Method, lengths: Lengths, passes: int) -> int:
-    """All sequences of a step at full length; a train_step goes ``passes`` times through them."""
+    """Operations for all sequences of a step at full length; a train_step makes ``passes`` passes
+    over them."""
     one = lengths.longest * forward_flops_per_token(shape, head)
     total = lengths.sequences * (one + attention_flops(shape, lengths.longest))
     return total * passes * (1 + BACKWARD) if method is Method.TRAIN_STEP else total
@@ -48,6 +49,6 @@ def compute_seconds(flops: int, gpus: int, gpu: Gpu) -> float:
 
 
 def decode_seconds(new_tokens: int, bytes_per_token: float, gpu: Gpu) -> float:
-    """Each generated token reads a rank's weights and keys and values once (no batch of it can be
-    faster than that)."""
+    """The memory-bandwidth bound: each generated token reads a rank's weights, keys and values
+    once."""
     return new_tokens * bytes_per_token / gpu.bytes_per_s

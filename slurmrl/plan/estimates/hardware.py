@@ -1,7 +1,7 @@
-"""What GPUs can do, by the names that clusters give them. A new one is one line.
+"""Memory and peak rates of GPUs by the names that clusters use. A new GPU is one line.
 
-Numbers are those of the makers' data sheets: memory, dense bfloat16 products without sparsity, and
-memory bandwidth.
+The numbers are those of the vendors' data sheets: memory size, dense bfloat16 operations (without
+sparsity) and memory bandwidth.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _UNITS: Final = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 @dataclass(frozen=True)
 class Gpu:
     memory_bytes: int | None
-    """None where cards of one name differ."""
+    """None if the name stands for cards with different sizes."""
     flops_per_s: float
     bytes_per_s: float
 
@@ -43,7 +43,7 @@ def gpu_of(cluster: Cluster) -> Gpu | None:
 
 
 def memory_bytes(cluster: Cluster) -> int | None:
-    """Memory of one GPU; None where nothing says it."""
+    """Memory of one GPU from ``gpu_memory`` or the type's name; None if neither gives it."""
     if cluster.gpu_memory is not None:
         return memory_of(cluster.gpu_memory)
     size = re.search(r"(\d+)gb?(?![a-z])", (cluster.slurm.gpu_type or "").lower())
@@ -54,12 +54,12 @@ def memory_bytes(cluster: Cluster) -> int | None:
 
 
 def margin(needed: int) -> int:
-    """Bytes to spare beside an estimate: the CUDA context and NCCL's buffers take about 3 GiB, and
-    fragmentation a tenth."""
+    """Bytes to leave free beside an estimate: about 3 GiB for the CUDA context and NCCL's buffers,
+    and 10 % for fragmentation."""
     return 3 * GIB + needed // 10
 
 
 def memory_of(text: str) -> int:
-    """Bytes of a memory as Slurm writes it; a bare number counts megabytes."""
+    """Bytes of a memory size in Slurm's notation; a number without a unit is in mebibytes."""
     unit = text[-1] if text[-1] in _UNITS else "M"
     return int(text.rstrip("KMGT")) * _UNITS[unit]

@@ -1,4 +1,4 @@
-"""How many sequences a step has, and how long they can be."""
+"""Number and maximum length of the sequences of a step."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from slurmrl.plan.estimates.shape import ModelShape
 
 @dataclass(frozen=True)
 class Lengths:
-    """``sequences`` of one step over all ranks; ``longest`` in tokens."""
+    """``sequences`` counts those of a step on all ranks; ``longest`` is in tokens."""
 
     sequences: int
     longest: int
     new_tokens: int
-    """Tokens of it that are generated."""
+    """Number of the ``longest`` tokens that are generated."""
     assumed: bool
-    """The configuration bounds no prompts, and ``longest`` is what the model has positions for."""
+    """Whether the configuration sets no bound, so that ``longest`` is the model's number of
+    positions."""
 
 
 def lengths_of(config: Config, algorithm: Algorithm, shape: ModelShape | None) -> Lengths | None:
-    """None where nothing bounds the sequences."""
+    """The lengths of a step; None if neither the configuration nor the model bounds them."""
     new = config.rollout.max_new_tokens if config.dataset.type == "prompt" else 0
     sequences = algorithm.batch_size * int(getattr(algorithm, "group_size", 1))
     bound = longest(config.dataset, new)
@@ -34,8 +35,8 @@ def lengths_of(config: Config, algorithm: Algorithm, shape: ModelShape | None) -
 
 
 def longest(dataset: Dataset, new_tokens: int) -> int | None:
-    """Tokens of its longest sequence, completions of ``new_tokens`` included; None where nothing
-    bounds it."""
+    """Tokens of the longest sequence, with a completion of ``new_tokens``; None if the dataset sets
+    no bound."""
     if dataset.type == "prompt":
         prompt = dataset.max_prompt_tokens
         return None if prompt is None else prompt + new_tokens

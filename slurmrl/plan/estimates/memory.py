@@ -1,4 +1,4 @@
-"""Estimates of the bytes that a model takes on its fullest GPU. Sources: docs/allocation.md."""
+"""Estimates of the bytes that a model needs on its fullest GPU. Sources: docs/allocation.md."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from slurmrl.plan.estimates.shape import ModelShape
 
 BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2}
 SHARDED: Final = frozenset({"fsdp", "archon"})
-"""Engines that shard everything over data and context parallel ranks (ZeRO stage 3)."""
+"""Engines that shard weights, gradients and optimizer state over data- and context-parallel ranks
+(ZeRO stage 3)."""
 UNSHARDED_LAYERS: Final = 2
-"""Layers whose weights are whole at a time: the one at work and the next."""
+"""Layers that are gathered at a time: the current and the prefetched one."""
 LOGITS: Final = 2**22
 LOGIT_TOKENS: Final = 512
-"""Logits are computed this many at a time, or these tokens' where the vocabulary is large."""
-
-
+"""Logits are computed ``LOGITS`` elements at a time, but for at least ``LOGIT_TOKENS`` tokens."""
 STANDING: Final = ("weights", "gradients", "optimizer")
 PASSING: Final = ("activations", "kv_cache")
 
@@ -34,10 +33,10 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int
-    """Of the largest micro-batch: in training, or in a forward pass of a role that is not
-    trained; gathered weights are among them."""
+    """Activations and gathered weights of the largest micro-batch: in training, or in a forward
+    pass of a role that is not trained."""
     kv_cache: int
-    """Of all sequences of a rank at full length, with the gathered weights that decode them."""
+    """Keys and values of all sequences of a rank at full length, and the gathered weights."""
 
     @property
     def standing(self) -> int:
@@ -49,7 +48,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class MemoryDemand:
-    """What a layout is used for."""
+    """A model, its layout and its use."""
 
     model: Model
     shape: ModelShape
@@ -57,7 +56,7 @@ class MemoryDemand:
     head: Head
     trained: bool
     computes: bool
-    """Whether it has calls other than generation."""
+    """Whether it executes calls other than generation."""
     generates: bool
     lengths: Lengths | None
 
@@ -76,7 +75,7 @@ def estimate(job: MemoryDemand) -> Memory:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Elements on one rank before sharding: those that lie like attention, and experts."""
+    """Elements on one rank before sharding; experts have a layout of their own."""
 
     dense: float
     experts: float
@@ -87,7 +86,7 @@ class Parameters:
 
 
 def layer_parameters(shape: ModelShape, allocation: Allocation, *, moe: bool) -> Parameters:
-    """One layer's, on one tensor rank. Biases are left out."""
+    """The parameters of one layer on one tensor rank, without biases."""
     tp = allocation.sizes["tp"]
     queries = shape.queries / tp
     keys = shape.kv_heads_of_rank(tp) * shape.head_dim
@@ -101,12 +100,12 @@ def layer_parameters(shape: ModelShape, allocation: Allocation, *, moe: bool) ->
 
 
 def _expert_tp(allocation: Allocation) -> int:
-    """Without a half of their own, experts are split as everything else."""
+    """Tensor-parallel size of the experts; without a layout of their own, that of the model."""
     return allocation.experts.tp if allocation.experts else allocation.sizes["tp"]
 
 
 def parameters(shape: ModelShape, allocation: Allocation, head: Head) -> Parameters:
-    """Of the fullest pipeline stage."""
+    """The parameters of the fullest pipeline stage."""
     pp, tp = allocation.sizes["pp"], allocation.sizes["tp"]
     plain = layer_parameters(shape, allocation, moe=False)
     moe = layer_parameters(shape, allocation, moe=True)
@@ -120,13 +119,13 @@ def parameters(shape: ModelShape, allocation: Allocation, head: Head) -> Paramet
 
 
 def _copies(allocation: Allocation) -> tuple[int, int]:
-    """Ranks over which dense parameters and experts are replicated."""
+    """Number of replicas of dense parameters and of experts."""
     dense = allocation.sizes["dp"] * allocation.sizes["cp"]
     return dense, allocation.experts.dp if allocation.experts else dense
 
 
 def shard_parameters(shape: ModelShape, allocation: Allocation, head: Head) -> float:
-    """Elements of one rank's shard, with parameters sharded over the ranks that have copies."""
+    """Elements of one rank's shard: parameters are sharded over their replicas."""
     own = parameters(shape, allocation, head)
     dense, experts = _copies(allocation)
     return own.dense / dense + own.experts / experts
@@ -146,10 +145,9 @@ def _weight_bytes(job: MemoryDemand) -> int:
 
 
 def _training_bytes(job: MemoryDemand) -> tuple[int, int]:
-    """Gradients and optimizer states. Sharded engines: 4 and, with two moments, 8 bytes a parameter
-    beside the weights in float32, or nothing if they are in host memory. megatron with its
-    distributed optimizer: gradients in float32 on every copy, and a float32 copy of bfloat16
-    weights beside the moments."""
+    """Gradients and optimizer state. Sharded engines: 4 bytes per parameter and 4 for each moment,
+    0 with ``cpu_offload``. megatron with its distributed optimizer: float32 gradients on every
+    replica, and sharded moments and float32 copies of bfloat16 weights."""
     sharded, moments = _per_rank(job), len(job.model.optimizer.moments)
     if job.allocation.backend in SHARDED:
         if job.model.cpu_offload:
@@ -161,7 +159,7 @@ def _training_bytes(job: MemoryDemand) -> tuple[int, int]:
 
 
 def _gathered_layer(job: MemoryDemand) -> float:
-    """Bytes of the weights that are whole while one layer computes."""
+    """Bytes of the gathered weights while one layer computes."""
     if job.allocation.backend not in SHARDED:
         return 0
     moe = job.shape.expert_layers > 0
@@ -170,7 +168,7 @@ def _gathered_layer(job: MemoryDemand) -> float:
 
 
 def tokens_of_microbatch(job: MemoryDemand) -> int:
-    """Tokens on one rank at a time: a share of the sequence with context parallelism."""
+    """Tokens of a micro-batch on one rank; context-parallel ranks share each sequence."""
     most = job.model.max_tokens_per_microbatch
     if job.lengths is not None:
         dp = job.allocation.sizes["dp"]
@@ -180,15 +178,15 @@ def tokens_of_microbatch(job: MemoryDemand) -> int:
 
 
 def uses_sequence_parallel(model: Model, allocation: Allocation) -> bool:
-    """What the role says; where it does not, megatron uses it with tensor parallelism."""
+    """The role's setting; by default megatron uses it with tensor parallelism."""
     said = model.model.sequence_parallel if model.model else None
     return allocation.backend == "megatron" and allocation.sizes["tp"] > 1 if said is None else said
 
 
 def layer_activations(job: MemoryDemand, *, products: bool = False) -> float:
-    """Elements that one layer keeps for its backward pass, per token of a rank: all, or its input
-    and the results of matrix ``products`` and attention alone; where TransformerEngine may compute
-    these, all but the results of norms."""
+    """Elements per token that one layer keeps for its backward pass: all activations, or only its
+    input and the outputs of matrix ``products`` and attention. Where TransformerEngine may compute
+    these, everything but the outputs of norms."""
     shape, sizes = job.shape, job.allocation.sizes
     tp = sizes["tp"]
     split = tp if uses_sequence_parallel(job.model, job.allocation) else 1
@@ -205,7 +203,7 @@ def layer_activations(job: MemoryDemand, *, products: bool = False) -> float:
 
 
 def _may_use_transformer_engine(job: MemoryDemand) -> bool:
-    """As far as can be said without the host: by default it is used where it is installed."""
+    """Whether TransformerEngine is allowed; by default it is used if the host has it."""
     said = job.model.transformer_engine
     return job.allocation.backend == "megatron" and (
         job.model.dtype != "float32" if said is None else said
@@ -230,15 +228,15 @@ def _activations(job: MemoryDemand) -> int:
 
 
 def _layers_in_flight(job: MemoryDemand) -> float:
-    """Layers times micro-batches whose activations the first stage keeps: with the 1F1B schedule p
-    micro-batches of layers / p; more with the interleaved one (Korthikanti et al. 2022)."""
+    """Layers times micro-batches whose activations the first stage keeps: p micro-batches of L / p
+    layers with the 1F1B schedule, more with the interleaved one (Korthikanti et al. 2022)."""
     pp, sizes = job.allocation.sizes["pp"], job.model.model
     virtual = (sizes.virtual_pipeline_model_parallel_size if sizes else None) or 1
     return job.shape.layers * (1 + (pp - 1) / (pp * virtual) if virtual > 1 else 1)
 
 
 def kv_bytes_per_token(shape: ModelShape, allocation: Allocation, dtype: str) -> float:
-    """On one rank: a key and a value of each of its heads in each of its layers."""
+    """Bytes per token on one rank: a key and a value for each of its heads and layers."""
     heads = shape.kv_heads_of_rank(allocation.sizes["tp"])
     return 2 * heads * shape.head_dim * shape.layers / allocation.sizes["pp"] * BYTES[dtype]
 
@@ -248,8 +246,8 @@ def _generation(job: MemoryDemand) -> int:
         return 0
     sequences = -(-job.lengths.sequences // job.allocation.sizes["dp"])
     cache = sequences * job.lengths.longest
-    found = cache * kv_bytes_per_token(job.shape, job.allocation, job.model.dtype)
+    size = cache * kv_bytes_per_token(job.shape, job.allocation, job.model.dtype)
     if job.allocation.backend in SHARDED:
         whole = parameters(job.shape, job.allocation, job.head).total
-        found += whole * BYTES[job.model.dtype]
-    return round(found)
+        size += whole * BYTES[job.model.dtype]
+    return round(size)

@@ -1,5 +1,5 @@
-"""The numbers of a model's architecture that a plan needs, read from a Hugging Face ``config.json``
-of any family. (Whether an engine can run it is the engine's to say.)"""
+"""The sizes of an architecture that a plan needs, from a Hugging Face ``config.json``.
+(The engines' own checks decide whether they can run it.)"""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from slurmrl.config.schema import Model
 from slurmrl.registry import resolve
 
 FAMILIES: Final = "slurmrl.models.families:FAMILIES"
-"""The built-in decoder's table, for the defaults of fields that are left out."""
+"""The built-in decoder's table of families, for the defaults of absent fields."""
 PLAIN_MLP: Final = frozenset({"gpt2", "gpt_neox", "opt", "phi"})
-"""Families whose feed-forward part has two matrices; the others have a gate, too."""
+"""Families whose feed-forward block has two matrices; the others also have a gate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,9 +37,9 @@ class ModelShape:
     experts_per_token: int = 0
     expert_inner: int = 0
     shared_inner: int = 0
-    """Inner size of the experts that every token passes."""
+    """Inner size of the shared experts, which process every token."""
     dense_layers: int = 0
-    """Layers of a model with experts that have none."""
+    """Number of layers without experts in a model with experts."""
 
     @property
     def queries(self) -> int:
@@ -54,12 +54,12 @@ class ModelShape:
         return self.layers - self.dense_layers if self.experts else 0
 
     def kv_heads_of_rank(self, tp: int) -> int:
-        """Key-value heads that one tensor rank holds; fewer heads than ranks are copied."""
+        """Key-value heads of one tensor rank; with fewer heads than ranks, heads are replicated."""
         return max(1, -(-self.kv_heads // tp))
 
 
 def shape_of(model: Model) -> ModelShape | None:
-    """None where the role's architecture is unknown or lacks a number."""
+    """The shape of a role's architecture; None if it is unknown or incomplete."""
     if model.architecture is not None:
         return read(model.architecture)
     if model.path is None:
@@ -72,7 +72,7 @@ def shape_of(model: Model) -> ModelShape | None:
 
 
 def read(values: Mapping[str, Any]) -> ModelShape | None:
-    """The shape that a ``config.json`` object describes."""
+    """The shape in a ``config.json`` object; None if sizes are missing."""
     family = resolve(FAMILIES).get(values.get("model_type"))
     said = {name: value for name, value in values.items() if value is not None}
     full = {**(family.defaults if family else {}), **said}

@@ -1,1 +1,1 @@
-"""The plan as users see it: JSON values, text and SVG."""
+"""The report of a plan: JSON values, text and SVG."""

@@ -1,4 +1,4 @@
-"""The report of a plan, and the meaning of an allocation string, as documents."""
+"""The report of a plan, and the explanation of an allocation string, as documents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MEMORY: Final = (*STANDING, *PASSING)
 
 
 def document(report: Mapping[str, Any]) -> Document:
-    """The document of a report's values."""
+    """The document of a plan's report."""
     groups = ("GROUP", "HOSTS", "WORKERS", "GPUS/HOST", "CPUS/HOST", "MEM/HOST", "ARRAY")
     memory = ("MODEL", *(name.upper() for name in MEMORY), "TOGETHER")
     calls = ("CALL", "MODEL", "METHOD", "RANKS", "TFLOP", "SECONDS", "HOOKS")
@@ -34,7 +34,7 @@ def document(report: Mapping[str, Any]) -> Document:
 
 
 def allocations(explained: Mapping[str, Any]) -> Document:
-    """The document of an allocation string's values."""
+    """The document of an explained allocation string."""
     parts = explained.get("components", [explained])
     blocks: list[Block] = [_allocation(part) for part in parts]
     if len(parts) > 1:

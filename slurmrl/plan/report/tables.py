@@ -1,6 +1,6 @@
-"""Views of a plan: where each rank sits, what lies on each GPU, and which process groups there are.
+"""Tables of a plan: the placement of each rank, and the process groups.
 
-All are derived: every process of a run makes the same ones from the plan it reads.
+They are derived from the plan, so every process of a run computes the same ones.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from slurmrl.parallel.topology import ProcessTopology
 from slurmrl.plan.model import ModelPlan, Plan
 
 Wanted: TypeAlias = tuple[str, tuple[int, ...]]
-"""What a group is for, and its ranks."""
+"""The use of a group and its ranks."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One rank of a model. ``gpu`` counts on its host (of an elastic group: on its task's)."""
+    """One rank of a model. ``gpu`` is its number on the host of its job or task."""
 
     rank: int
     place: int
@@ -49,7 +49,7 @@ def expert_topology(model: ModelPlan) -> ProcessTopology | None:
 
 
 def rows(plan: Plan, model: ModelPlan) -> list[Row]:
-    """The model's rank table, in order of its ranks."""
+    """The rows of a model's ranks, in their order."""
     group, grid, experts = plan.group(model.group), topology(model), expert_topology(model)
     found = []
     for rank, place in enumerate(model.ranks):
@@ -61,8 +61,8 @@ def rows(plan: Plan, model: ModelPlan) -> list[Row]:
 
 
 def process_groups(plan: Plan) -> list[ProcessGroup]:
-    """The groups of torch.distributed in the order in which every rank of the fixed job creates
-    them, without those of one rank."""
+    """The groups of torch.distributed, without those of one rank, in the order in which every rank
+    of the fixed job creates them."""
     uses: dict[tuple[int, ...], list[str]] = {}
     for use, ranks in _wanted(plan):
         if len(ranks) > 1:
@@ -91,17 +91,17 @@ def _of_axes(model: ModelPlan, grid: ProcessTopology, name: str) -> Iterator[Wan
 
 
 def _transfers(models: dict[str, ModelPlan]) -> Iterator[Wanted]:
-    """All ranks of any two models that lie differently: a call's inputs move among them."""
+    """The ranks of any two models with different placements, between which inputs of calls move."""
     names = list(models)
     for index, first in enumerate(names):
         for second in names[index + 1 :]:
-            one, other = models[first], models[second]
-            if (one.ranks, one.sizes) != (other.ranks, other.sizes):
-                yield f"transfer {first}-{second}", tuple(sorted({*one.ranks, *other.ranks}))
+            source, target = models[first], models[second]
+            if (source.ranks, source.sizes) != (target.ranks, target.sizes):
+                yield f"transfer {first}-{second}", tuple(sorted({*source.ranks, *target.ranks}))
 
 
 def split_over_hosts(plan: Plan) -> list[str]:
-    """Models with a tensor-parallel group that could lie within a host and does not."""
+    """Models with a tensor-parallel group on several hosts that would fit on one."""
     found = []
     for name, model in plan.models.items():
         per_host, size = plan.group(model.group).workers_per_host, model.sizes["tp"]

@@ -1,5 +1,5 @@
-"""What ``slurmrl plan`` shows: a plan with its rank tables, process groups and estimates, as plain
-values."""
+"""The report of ``slurmrl plan`` as plain values: a plan with its rank tables, process groups and
+estimates."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from slurmrl.plan.settings import Settings
 
 
 def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict[str, Any]:
-    """``warnings`` are those of others, such as what the cluster lacks."""
+    """The report of a plan; ``warnings`` are added to its own."""
     memories = costs.memories(settings)
     placed = placements(settings.config, [use.role for use in settings.algorithm.roles()])
     groups = tables.process_groups(plan)
@@ -39,7 +39,7 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
         },
         "calls": _calls(settings, plan, placed, memories),
         "process_groups": [asdict(group) for group in groups],
-        "process_group_counts": dict(Counter(use for one in groups for use in one.uses)),
+        "process_group_counts": dict(Counter(use for group in groups for use in group.uses)),
         "memory": _fullest(settings, placed, memories),
         "warnings": [*_warnings(plan), *warnings],
         "notes": list(settings.notes),
@@ -48,8 +48,8 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
 
 
 def _group(group: GroupPlan) -> dict[str, Any]:
-    """A fixed group is one job of all its hosts, and its array's elements are successive links; in
-    an elastic one they are tasks on one host each, of which as many run as there are hosts."""
+    """A fixed group is one job on all its hosts; its array's elements are successive links. In an
+    elastic group they are tasks of one host each, of which ``hosts`` run at a time."""
     memory = group.memory_bytes
     array = f"0-{group.links - 1}%{group.hosts if group.elastic else 1}"
     return {
@@ -150,7 +150,7 @@ def _fullest(
 
 def _warnings(plan: Plan) -> list[str]:
     return [
-        f"{name}: a tensor-parallel group of {plan.models[name].sizes['tp']} lies on two hosts; "
-        "another cluster.workers_per_host or gpus list keeps it on one"
+        f"{name}: a tensor-parallel group of {plan.models[name].sizes['tp']} is split over hosts; "
+        "change cluster.workers_per_host or the role's gpus to keep it on one"
         for name in tables.split_over_hosts(plan)
     ]

@@ -16,6 +16,11 @@ only the calling thread, and with it locks that the others hold."""
 FLIGHT_RECORDER: Final = {"TORCH_FR_BUFFER_SIZE": "2000"}
 """Collectives that torch records of NCCL and gloo, to explain hangs. The default of torch 2.13, but
 not of every version."""
+ALLOCATOR: Final = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+"""torch's allocator grows its segments, so memory of micro-batches of varying lengths does not
+fragment."""
+ALLOCATOR_NAMES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""torch reads the older name, too, and prefers it."""
 BLACKWELL: Final = 10.0
 """Compute capability from which CUDA starts kernels of several streams in the order of their calls
 with any number of connections."""
@@ -41,8 +46,10 @@ def of_fork_server(
 ) -> dict[str, str]:
     """Return the environment of a rank's fork server. ``environ`` is the agent's, ``visible`` the
     rank's devices, ``more`` are `defaults`."""
+    allocator = {} if any(name in environ for name in ALLOCATOR_NAMES) else ALLOCATOR
     return {
         **FLIGHT_RECORDER,
+        **(allocator if visible else {}),
         **more,
         **environ,
         **SINGLE_THREADED,

@@ -75,3 +75,21 @@ def test_the_users_variables_count_more_than_defaults(plan: Plan) -> None:
 def test_collectives_are_recorded_so_that_hangs_of_nccl_are_explained(plan: Plan) -> None:
     given = environment.of_fork_server(plan.groups[0], "0", {}, {})
     assert int(given["TORCH_FR_BUFFER_SIZE"]) >= 1000
+
+
+@pytest.mark.parametrize(
+    ("environ", "visible", "expected"),
+    [
+        ({}, "0", {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        ({}, "", {}),
+        ({"PYTORCH_ALLOC_CONF": "a:1"}, "0", {"PYTORCH_ALLOC_CONF": "a:1"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "a:1"}, "GPU-a", {"PYTORCH_CUDA_ALLOC_CONF": "a:1"}),
+        ({"PYTORCH_ALLOC_CONF": ""}, "0", {"PYTORCH_ALLOC_CONF": ""}),
+    ],
+)
+def test_the_allocator_of_gpu_memory_has_expandable_segments_unless_the_user_configures_it(
+    plan: Plan, environ: dict[str, str], visible: str, expected: dict[str, str]
+) -> None:
+    """Under either of torch's names, which a default would otherwise override or contradict."""
+    given = environment.of_fork_server(plan.groups[0], visible, environ, {})
+    assert {name: value for name, value in given.items() if "ALLOC" in name} == expected
