@@ -1,4 +1,4 @@
-"""Workers in containers of the real Apptainer, where it is installed."""
+"""Workers in containers of the real Apptainer, if it is installed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def start(folder: Path, *options: str, packed: bool, steps: int) -> Site:
 
 
 def space(pid: int) -> str:
-    """Which files a process sees."""
+    """The files that a process sees."""
     return os.readlink(f"/proc/{pid}/ns/mnt")
 
 
@@ -55,7 +55,7 @@ def test_doctor_looks_into_it(tmp_path: Path) -> None:
 def test_what_dies_in_a_container_comes_back(
     tmp_path: Path, packed: bool, options: tuple[str, ...], token: bool
 ) -> None:
-    """A worker, which its fork server outlives, and then what runs the container of one."""
+    """Kill a worker, which its fork server survives, and then the container's parent process."""
     site = start(tmp_path, *options, packed=packed, steps=150)
     run = site.paths("sft/1").run
     (agent,) = processes(run)["agent"]

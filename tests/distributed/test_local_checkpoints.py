@@ -1,4 +1,5 @@
-"""Local trials whose checkpoints hang, fail or are damaged end like one that was left alone."""
+"""Local trials whose checkpoints hang, fail or are damaged have the result of an undisturbed
+one."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ STEPS = 80
 
 
 def config(**checkpoint: Any) -> dict[str, Any]:
-    """Checkpoints of 1 MB, far more than all else that a run writes."""
+    """Checkpoints of 1 MB, far more than everything else that a run writes."""
     kept = {"every_steps": 2, "keep_last": 3, **checkpoint}
     found = sft_config(total_steps=STEPS, checkpoint=kept)
     larger = {**ARCHITECTURE, "hidden_size": 64, "intermediate_size": 128}
@@ -41,7 +42,7 @@ def config(**checkpoint: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Outcome of a run that waits for its checkpoints and that nobody disturbs."""
+    """Outcome of an undisturbed run that waits for its checkpoints."""
     site = Site(tmp_path_factory.mktemp("undisturbed"))
     path = site.write("config.yaml", config(asynchronous=False))
     site.slurmrl("submit", str(path), "--scheduler", "local", "--wait")
@@ -50,7 +51,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @contextmanager
 def started(folder: Path, *options: str, **checkpoint: Any) -> Iterator[Site]:
-    """A trial that has just been started; what still runs at the end is killed."""
+    """A trial that has just started; its remaining processes are killed at the end."""
     found = Site(folder)
     path = found.write("config.yaml", config(**checkpoint))
     found.slurmrl("submit", str(path), "--scheduler", "local", "--detach", *options)
@@ -69,7 +70,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 96 MiB."""
+    """A separate file system of 96 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=96m,mode=700", "tmpfs", str(folder)]
@@ -105,7 +106,7 @@ def stop_while_it_writes(site: Site, worker: int) -> int:
 
 
 def test_killed_while_a_checkpoint_is_written(site: Site, undisturbed: dict[str, Any]) -> None:
-    """Nothing is committed, and the trial resumes from the commit before."""
+    """Nothing is committed, and the trial resumes from the previous commit."""
     paths = site.paths(TRIAL)
     site.wait_for_step(TRIAL, 3)
     wait_until("the first commit", lambda: committed(site))
@@ -125,7 +126,7 @@ def test_killed_while_a_checkpoint_is_written(site: Site, undisturbed: dict[str,
 
 
 def rank_one(run: Path) -> int:
-    """The pid of rank 1's worker, which its name tells."""
+    """The pid of rank 1's worker, found by its name."""
     workers = processes(run)["worker"]
     return next(pid for pid in workers if Path(f"/proc/{pid}/comm").read_text().strip() == "rank 1")
 
@@ -141,9 +142,9 @@ def flip(path: Path) -> None:
 
 
 def test_damaged_checkpoints_are_passed_over(site: Site, undisturbed: dict[str, Any]) -> None:
-    """A wrong size shows before anything starts, a wrong checksum when the ranks load, which costs
-    a start: so the newest is tried, and then the third. A directory that is hidden for a while is
-    waited for: nothing on it counts as damaged."""
+    """A wrong size shows before the workers start. A wrong checksum shows when the ranks load,
+    which costs a start: so the newest is tried, and then the third. A directory that is hidden for
+    a while is awaited: nothing in it counts as damaged."""
     site.wait_for_step(TRIAL, 9)
     os.kill(processes(site.paths(TRIAL).run)["chain"][0], signal.SIGUSR2)
     assert site.wait_for_end(TRIAL)["state"] == "INTERRUPTED"
@@ -182,7 +183,7 @@ def waits_for(checkpoints: Path, site: Site) -> bool:
 
 
 class Quota:
-    """Files of the ranks may not get as large as they must."""
+    """A size limit keeps the ranks from writing their files."""
 
     said = "File too large"
 
@@ -202,7 +203,7 @@ class Quota:
 
 
 class SmallDisk:
-    """A rank's file of half a megabyte does not fit onto the disk, all else does."""
+    """A rank's file of half a megabyte does not fit onto the disk; everything else does."""
 
     said = "No space left on device (ENOSPC)"
     left_bytes = 256 * 1024
@@ -229,7 +230,7 @@ class SmallDisk:
 def goes_on_without_room(
     site: Site, shortage: Quota | SmallDisk, undisturbed: dict[str, Any]
 ) -> None:
-    """The run trains to its end, warns, deletes nothing, and commits once there is room."""
+    """The run trains to its end, warns, deletes nothing, and commits once there is space."""
 
     def tried_last() -> bool:
         shortage.fill()
@@ -258,7 +259,7 @@ def goes_on_without_room(
 
 
 def test_a_full_disk_leaves_the_run_going(small_disk: Path, undisturbed: dict[str, Any]) -> None:
-    # with fewer checkpoints a deletion makes room, and the check would refuse so small a disk
+    # with fewer checkpoints a deletion frees space, and the check would refuse so small a disk
     with started(small_disk, "--no-check", keep_last=STEPS) as site:
         site.wait_for_step(TRIAL, 5)
         goes_on_without_room(site, SmallDisk(site), undisturbed)

@@ -32,7 +32,7 @@ def ignored(pid: int) -> set[int]:
 
 @pytest.mark.long
 def test_a_trial_whose_workers_live_in_containers(tmp_path: Path) -> None:
-    """One is killed, its container's parent stays; the next incarnation finishes."""
+    """A worker is killed while its container's parent stays; the next incarnation finishes."""
     stub = tmp_path / "my programs" / "apptainer"
     stub.parent.mkdir()
     stub.write_text(APPTAINER.format(folder=tmp_path))

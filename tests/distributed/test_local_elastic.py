@@ -1,4 +1,5 @@
-"""A trial that goes on with other numbers of ranks: same data, same optimizer, nearly same sums."""
+"""A trial that resumes with other numbers of ranks: same data, same optimizer, nearly the same
+sums."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ RELATIVE, ABSOLUTE = 1e-3, 1e-5
 
 
 def config_of(kind: str, **changes: Any) -> dict[str, Any]:
-    """One rank at first; PPO has two minibatches, which do not depend on how many there are."""
+    """One rank at first. PPO has two minibatches, whatever the number of ranks."""
     config = CONFIGS[kind](checkpoint={"every_steps": 2, "keep_last": 50}, **changes)
     config["actor"]["backend"] = "fsdp:d1"
     return config
 
 
 def consumed(site: Site, trial: str) -> dict[str, Any]:
-    """The cursor and what was consumed, at each commit's step."""
+    """The cursor and the consumed rows at each commit's step."""
     found = {}
     for folder in sorted(site.paths(trial).checkpoints.iterdir()):
         state = json.loads((folder / "state.json").read_bytes())
@@ -32,7 +33,7 @@ def consumed(site: Site, trial: str) -> dict[str, Any]:
 
 
 def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """A run also evaluates at its end, which the ``expected`` one may not have had there."""
+    """A run also evaluates at its end; the ``expected`` one may not have evaluated at that step."""
     assert [line["step"] for line in found] == [line["step"] for line in expected]
     for mine, theirs in zip(found, expected, strict=True):
         names = {name for name in theirs if not is_timing(name)}
@@ -46,14 +47,14 @@ def assert_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) ->
 
 
 def resume(site: Site, trial: str, ranks: int, *changes: str) -> str:
-    """Go on with so many ranks, to the end; what was said."""
+    """Resume with that many ranks until the end; return the output."""
     arguments = (f"actor.backend=fsdp:d{ranks}", *changes, "--wait")
     return site.slurmrl("resume", trial, *arguments).stdout
 
 
 @pytest.mark.long
 def test_an_interrupted_run_goes_on_with_more_ranks(tmp_path: Path) -> None:
-    """From its last commit, with the steps behind that taken back; and with one rank again."""
+    """Resume from the last commit after removing the later steps; then again with one rank."""
     site = Site(tmp_path)
     whole = site.write("whole.yaml", config_of("sft", trial="whole", total_steps=44))
     site.slurmrl("submit", str(whole), "--scheduler", "local", "--wait")

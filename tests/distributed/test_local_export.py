@@ -1,4 +1,4 @@
-"""What a run exports is a Hugging Face model that answers like the run's own."""
+"""A run's export is a Hugging Face model with the same outputs as the run's own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from slurmrl.models.hf import TensorSource
 from tests.support.trials import ARCHITECTURE, Site, ppo_config, sft_config
 
 MARGIN = 1e-4
-"""Between the two best tokens' logits; below it either answer is right."""
+"""Margin between the two best tokens' logits, below which either answer is correct."""
 PROMPTS = [f"{a}+{b}=" for a in range(10, 100, 7) for b in range(10, 100, 11)]
 NEW_TOKENS = 4
 GENERATION = {"eos_token_id": [1, 6], "top_k": 5}
@@ -26,7 +26,7 @@ GENERATION = {"eos_token_id": [1, 6], "top_k": 5}
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Site:
-    """A trial that started from a model in bfloat16 and has come to its end."""
+    """A finished trial that started from a model in bfloat16."""
     site = Site(tmp_path_factory.mktemp("export"))
     source = site.folder / "source"
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**ARCHITECTURE))
@@ -96,7 +96,7 @@ def test_same_greedy_answers(export: Path) -> None:
 
 
 def test_types_and_stop_tokens_go_from_trial_to_trial(site: Site, export: Path) -> None:
-    """A model in bfloat16 that stops at two tokens is trained by SFT and then by PPO."""
+    """A model in bfloat16 that stops at two tokens is trained by SFT, then by PPO."""
     actor = {"path": "trial:sft/1", "backend": "fsdp:d2"}
     config = ppo_config(actor=actor, total_steps=1, evaluation=None)
     site.slurmrl("submit", str(site.write("ppo.yaml", config)), "--scheduler", "local", "--wait")

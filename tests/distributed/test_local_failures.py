@@ -1,4 +1,4 @@
-"""Local trials that fail for good, are interrupted by their user, or are submitted again."""
+"""Local trials that fail permanently, are interrupted by their user, or are submitted again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def judge(prompts, completions, rows):
 
 @pytest.fixture
 def make_site(tmp_path: Path) -> Iterator[Callable[[str], Site]]:
-    """A site in a folder of its own; what still runs there at the end is killed."""
+    """A site in its own folder; processes that remain there at the end are killed."""
     sites: list[Site] = []
 
     def make(name: str) -> Site:
@@ -63,7 +63,7 @@ def make_site(tmp_path: Path) -> Iterator[Callable[[str], Site]]:
 def test_reward_that_raises_fails_the_trial(
     tmp_path: Path, make_site: Callable[[str], Site]
 ) -> None:
-    """The second incarnation fails in the same way, the third one says so and ends the trial."""
+    """The second incarnation fails in the same way; the third reports it and ends the trial."""
     modules = tmp_path / "modules"
     modules.mkdir()
     (modules / "broken_reward.py").write_text(BROKEN_REWARD)
@@ -102,8 +102,8 @@ def test_reward_that_raises_fails_the_trial(
 def test_reward_that_is_not_finite_fails_the_trial_at_its_first_start(
     make_site: Callable[[str], Site],
 ) -> None:
-    """A user's function in a file beside the configuration. What has been committed by then gives
-    no right to another start."""
+    """A user's function in a file beside the configuration fails. Earlier commits do not justify
+    another start."""
     site = make_site("site")
     (site.folder / "nan_reward.py").write_text(NAN_REWARD)
     reward = {"name": "nan_reward:judge"}
@@ -119,7 +119,7 @@ def test_reward_that_is_not_finite_fails_the_trial_at_its_first_start(
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch may find a GPU")
 def test_workers_with_gpus_never_compute_on_the_cpu(make_site: Callable[[str], Site]) -> None:
-    """A torch for CPUs: refused before anything is queued, and by the workers themselves."""
+    """A torch for CPUs is refused before anything is queued, and by the workers themselves."""
     site = make_site("site")
     config = str(site.write("config.yaml", sft_config(cluster={"gpus_per_worker": 1})))
     start = ("submit", config, "--scheduler", "local", "--wait")
@@ -135,7 +135,7 @@ def test_workers_with_gpus_never_compute_on_the_cpu(make_site: Callable[[str], S
 def test_command_of_workers_that_does_not_exist_fails_the_trial(
     make_site: Callable[[str], Site],
 ) -> None:
-    """A host that fails before anything has begun comes to an end as well."""
+    """A host that fails before an incarnation begins also leads to an end."""
     site = make_site("site")
     cluster = {"gpus_per_worker": 0, "slurm": {"container": "no-such-container exec"}}
     config = site.write("config.yaml", sft_config(cluster=cluster))
@@ -147,7 +147,7 @@ def test_command_of_workers_that_does_not_exist_fails_the_trial(
 
 
 def test_interrupted_trial_resumes_to_the_same_outcome(make_site: Callable[[str], Site]) -> None:
-    """Ctrl-C on a run that is watched: it stops at a step, commits, and goes on when resumed."""
+    """Ctrl-C in a followed run: it stops at a step, commits, and continues when resumed."""
     left_alone = make_site("left_alone")
     config = left_alone.write("config.yaml", sft_config(total_steps=80))
     left_alone.slurmrl("submit", str(config), "--scheduler", "local", "--wait")
@@ -181,7 +181,7 @@ def test_interrupted_trial_resumes_to_the_same_outcome(make_site: Callable[[str]
 
 
 def test_interrupt_while_starting_is_not_lost(make_site: Callable[[str], Site]) -> None:
-    """A warning that comes before the workers are up stops the run as soon as they are."""
+    """A warning before the workers have started stops the run as soon as they have."""
     site = make_site("site")
     config = site.write("config.yaml", sft_config(total_steps=100_000))
     site.slurmrl("submit", str(config), "--scheduler", "local", "--detach")
@@ -196,7 +196,7 @@ def test_interrupt_while_starting_is_not_lost(make_site: Callable[[str], Site]) 
 
 @pytest.mark.long
 def test_submitting_a_finished_trial_again(make_site: Callable[[str], Site]) -> None:
-    """Refused with the differences; goes on where only the number of steps was raised."""
+    """Refused with the differences; accepted if only the number of steps was raised."""
     site = make_site("site")
     config = site.write("config.yaml", sft_config(total_steps=2))
     submit = ("submit", str(config), "--scheduler", "local", "--wait")

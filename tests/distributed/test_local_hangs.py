@@ -1,4 +1,4 @@
-"""Local trials of which one rank hangs: what is said of it, and the stacks that are kept."""
+"""Local trials in which one rank hangs: the report and the stacks."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def waited_for(site: Site) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", ["sleep", "stop"])
 def test_a_hang_is_explained_before_it_is_ended(site: Site, kind: str) -> None:
-    """A rank that sleeps is ended at the deadline, a stopped one for its silence; the story says
-    who waited for whom, and the stacks of all processes are kept."""
+    """A sleeping rank is ended at the deadline, a stopped one for its silence. The story says who
+    waited for whom, and the stacks of all processes are kept."""
     submit(site, "sleep", step_timeout_s=15.0 if kind == "sleep" else 1000.0)
     if kind == "stop":
         waited_for(site)
@@ -133,8 +133,8 @@ def check_end(site: Site, kind: str) -> None:
 
 
 def test_stacks_on_demand(site: Site) -> None:
-    """Of ranks that hang, while their trial goes on; the status says who waits for whom. One wrote
-    3 MB before, of which 1 MiB may stay."""
+    """Stacks of ranks that hang while their trial continues; the status says who waits for whom.
+    One rank wrote 3 MB before, of which 1 MiB may stay."""
     submit(site, "flood", step_timeout_s=1000.0, logging={"output_mib": 1})
     status = waited_for(site)
     assert f"for {SLEEPS}" in status["waiting"]["explained"]

@@ -1,4 +1,4 @@
-"""A local trial that loses any one process ends like one that was left alone."""
+"""A local trial that loses any one process has the result of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.trials import (
 
 CONFIGS: dict[str, Callable[..., dict[str, Any]]] = {"sft": sft_config, "ppo": ppo_config}
 STEPS = {"sft": 60, "ppo": 20}
-"""Enough that a run has not ended when it is killed at its third step."""
+"""Enough steps that a run has not ended when it is killed at its third."""
 
 
 def config_of(kind: str) -> dict[str, Any]:
@@ -64,7 +64,7 @@ def begun_by(site: Site, trial: str) -> list[tuple[int, str]]:
 
 
 def started(site: Site, kind: str, **cluster: Any) -> Path:
-    """The run directory of a detached trial that has come to its third step."""
+    """The run directory of a detached trial that has reached its third step."""
     changes = {"cluster": {"gpus_per_worker": 0, **cluster}} if cluster else {}
     config = site.write("config.yaml", {**config_of(kind), **changes})
     site.slurmrl("submit", str(config), "--scheduler", "local", "--detach")
@@ -99,7 +99,7 @@ def test_the_same_agent_serves_the_next_incarnation(
     role: str,
     index: int,
 ) -> None:
-    """With new workers, which are forked from the fork servers that are there."""
+    """The next incarnation has new workers from the same fork servers."""
     site = Site(tmp_path)
     trial = f"{kind}/1"
     run = started(site, kind)
@@ -141,7 +141,7 @@ class Once(ExactMatch):
 def test_user_code_that_raises_once_is_tried_again(
     tmp_path: Path, undisturbed: Callable[[str], dict[str, Any]]
 ) -> None:
-    """By the same agent, on which all ranks but one were well."""
+    """The same agent starts new workers; its other ranks had not failed."""
     modules = tmp_path / "modules"
     modules.mkdir()
     (modules / "once.py").write_text(ONCE)
@@ -166,7 +166,7 @@ def test_user_code_that_raises_once_is_tried_again(
 
 
 def others(run: Path, before: dict[str, list[int]]) -> dict[str, list[int]] | None:
-    """The processes of a run, once it has two workers and a master that were not there before."""
+    """The processes of a run, once it has two new workers and a new master."""
     now = processes(run)
     new = [set(now[role]) - set(before[role]) for role in ("worker", "master")]
     return now if [len(pids) for pids in new] == [2, 1] else None
@@ -198,7 +198,7 @@ def test_a_hung_process_is_found_and_replaced(
 def test_an_agent_that_hangs_is_found_and_started_again(
     tmp_path: Path, undisturbed: Callable[[str], dict[str, Any]]
 ) -> None:
-    """By the master beside it, which sees that its lease is not beaten."""
+    """The master on the same host kills it, because its lease is not beaten."""
     site = Site(tmp_path)
     run = started(site, "sft", lease_ttl_s=20)
     os.kill(processes(run)["agent"][0], signal.SIGSTOP)
@@ -225,7 +225,7 @@ def test_agents_are_started_again(
     role: str,
     begun: list[tuple[int, str]],
 ) -> None:
-    """In the same link by its supervisor; without that by the next link."""
+    """The supervisor starts them in the same link; without it, the next link does."""
     site = Site(tmp_path)
     run = started(site, kind)
     kill_one(run, role)

@@ -1,4 +1,4 @@
-"""Whole trials whose ranks share matrices or sequences: the numbers are those of one rank."""
+"""Whole trials whose ranks share matrices or sequences have the numbers of one rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_trial_learns_the_same_on_tensor_and_context_ranks(tmp_path: Path, kin
     for layout in ("d1", "t2", "c2"):
         config = config_of(kind, trial=layout, total_steps=6)
         if kind == "ppo":
-            # A random model never answers right; without any reward all would be rounding.
+            # A random model never answers correctly; all numbers would be rounding errors.
             config["algorithm"] |= {"reward_bias": 1.0, "mask_no_eos_with_zero": True}
         config["actor"]["backend"] = f"fsdp:{layout}"
         if layout == "t2":

@@ -1,4 +1,4 @@
-"""A whole trial on the megatron engine: the numbers are those of one fsdp rank."""
+"""A whole trial on the megatron engine has the numbers of one fsdp rank."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Hook:
 
 sys.meta_path.insert(0, Hook())
 """
-"""In front of the engine's import: megatron-core works on a CPU."""
+"""Installed before the engine's import, so that megatron-core works on a CPU."""
 
 
 def let_megatron_compute_here(site: Site, folder: Path, trial: str) -> dict[str, str]:
-    """The part of ``cluster`` that brings the hook into the trial's processes."""
+    """The part of ``cluster`` that installs the hook in the trial's processes."""
     hook, variables = folder / "hook", folder / f"{trial}.variables"
     hook.mkdir(exist_ok=True)
     (hook / "sitecustomize.py").write_text(HOOK)
@@ -39,7 +39,8 @@ def let_megatron_compute_here(site: Site, folder: Path, trial: str) -> dict[str,
 @pytest.mark.long
 @pytest.mark.parametrize("layout", ["t2", "p2"])
 def test_a_trial_learns_the_same_on_megatron(tmp_path: Path, layout: str) -> None:
-    """Goes on from its own checkpoint, and then on another engine; exports as all others do."""
+    """It resumes from its own checkpoint, and then on another engine; its export equals those of
+    others."""
     site = Site(tmp_path)
     one = site.write("one.yaml", config_of("sft", trial="one", total_steps=6))
     site.slurmrl("submit", str(one), "--scheduler", "local", "--wait")

@@ -1,4 +1,4 @@
-"""What is removed below a running trial."""
+"""Removal of directories below a running trial."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ def test_removed_directories_are_made_again_and_a_removed_run_ends(tmp_path: Pat
         told = [row["how"] for row in site.status("sft/1")["incarnations"]]
         assert "control/ in" in told[0], told
         assert "leases/ in" in told[1], told
-        run.run.rename(tmp_path / "gone")  # at once: what is removed file by file is written anew
+        run.run.rename(
+            tmp_path / "gone"
+        )  # at once: files that are removed one by one are written again
         wait_until("the end of all processes", lambda: not any(processes(run.run).values()), 200)
     finally:
         for chain in processes(run.run)["chain"]:

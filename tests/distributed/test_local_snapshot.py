@@ -20,7 +20,7 @@ def test_edits_reach_a_run_only_when_it_is_told_to_take_them(tmp_path: Path) -> 
     site.slurmrl("submit", str(site.write("ppo.yaml", config)), "--scheduler", "local", "--detach")
     site.wait_for_step("ppo/1", 2)
     write_reward(tmp_path, 0.25)
-    kill_one(site.paths("ppo/1").run, "worker")  # whoever comes next imports everything anew
+    kill_one(site.paths("ppo/1").run, "worker")  # the next process imports everything again
     assert site.wait_for_end("ppo/1")["state"] == "COMPLETED"
     assert site.status("ppo/1")["incarnation"] >= 2
     assert set(rewards(site.metrics("ppo/1")).values()) == {1.0}

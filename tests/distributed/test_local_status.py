@@ -1,4 +1,4 @@
-"""What ``slurmrl status`` and ``events`` say of a real run that is killed piece by piece."""
+"""``slurmrl status`` and ``events`` of a real run whose processes are killed one by one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRIAL = "sft/1"
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
-    """With a run that trains, for longer than any test takes."""
+    """A site with a run that outlasts every test."""
     site = Site(tmp_path)
     config = site.write("config.yaml", sft_config(total_steps=100_000))
     site.slurmrl("submit", str(config), "--scheduler", "local", "--detach")
@@ -30,7 +30,7 @@ def site(tmp_path: Path) -> Iterator[Site]:
 
 
 def incarnation(site: Site, number: int) -> dict[str, Any]:
-    """Status once an incarnation of that number trains."""
+    """The status once the incarnation with that number trains."""
 
     def trains() -> dict[str, Any] | None:
         status = site.status(TRIAL)
@@ -70,7 +70,7 @@ def test_the_story_of_a_run_that_is_killed(site: Site) -> None:
 
 
 def kill_chain(site: Site) -> None:
-    """SIGKILL to the chain, with which everything of the run dies."""
+    """SIGKILL the chain, with which all processes of the run die."""
     run = site.paths(TRIAL).run
     kill_one(run, "chain")
     wait_until("all processes to be gone", lambda: not any(processes(run).values()))

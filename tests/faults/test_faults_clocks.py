@@ -24,7 +24,7 @@ HOUR_S = 3600.0
 
 
 def test_clocks_hours_apart_order_nothing(tmp_path: Path) -> None:
-    """Records show times, and slots alone say what came first."""
+    """Records show times, but only slots determine the order."""
     ahead = History(tmp_path, clock=lambda: time.time() + 5 * HOUR_S)
     behind = History(tmp_path, clock=lambda: 0.0)
     old = begin(ahead, {})
@@ -49,7 +49,7 @@ def test_file_times_of_another_machine_do_not_matter(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("jump_s", [2 * TTL_S, HOUR_S, 1000 * HOUR_S])
 def test_an_observer_that_was_suspended_declares_nobody_dead(tmp_path: Path, jump_s: float) -> None:
-    """Its clock jumps while it looks at nothing: at most a quarter of the TTL counts."""
+    """Its clock jumps between two looks: at most a quarter of the TTL counts."""
     clock = Clock()
     leases = [Lease(tmp_path / str(number)) for number in range(10)]
     watching = [LeaseObserver(tmp_path / str(number), TTL_S, clock) for number in range(10)]
@@ -118,7 +118,8 @@ except StaleIncarnationError:
 def test_a_suspended_master_commits_nothing_after_a_newer_begin(
     tmp_path: Path, operation: str
 ) -> None:
-    """A real process stops itself at an operation of its commit; a successor begins; it goes on."""
+    """A real process stops itself at an operation of its commit; a successor begins; the process
+    continues."""
     history = tmp_path / "history"
     history.mkdir()
     command = [sys.executable, "-c", PAUSED, str(history), operation]

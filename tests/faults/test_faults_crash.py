@@ -1,5 +1,8 @@
-"""The server crashes after any operation: what was not fsynced may be gone, what was acknowledged
-may not. SIGKILL cannot show this, since it leaves the page cache intact."""
+"""The server crashes after any operation: data that was not fsynced may be lost, acknowledged data
+may not.
+
+SIGKILL cannot show this, since it leaves the page cache intact.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ Acknowledge = Callable[..., None]
 
 @dataclass
 class Crash:
-    """What is left after an operation, and what had been acknowledged by then."""
+    """The disk after an operation, and the values acknowledged by then."""
 
     at: str
     tree: Tree
@@ -40,7 +43,7 @@ class Crash:
 
 @dataclass
 class Recording:
-    """Runs something on a disk and crashes it after every operation, in several ways."""
+    """Runs a protocol on a disk and crashes it after every operation, in several ways."""
 
     crashes: list[Crash] = field(default_factory=list)
     acknowledged: list[tuple[Any, ...]] = field(default_factory=list)
@@ -71,7 +74,7 @@ class Recording:
 
 
 def whole(value: str) -> bytes:
-    """A content that shows when part of it is missing."""
+    """Content that shows when a part of it is missing."""
     return f"{value} {hashlib.sha256(value.encode()).hexdigest()}".encode()
 
 
@@ -133,7 +136,7 @@ def check_name(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
 
 
 def lead(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
-    """Two masters and a cancel, one after the other moves."""
+    """Two masters and a cancel, which move in turn."""
     one = begin(History(root, calls=calls), {"by": 1})
     acknowledge(Kind.BEGIN, 1)
     one.append(Kind.COMMIT, {"step": 1, "directory": "step-1.1"})
@@ -156,7 +159,7 @@ def check_lead(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
 
 
 def race(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
-    """Slot n was linked by somebody who has not heard of it; slot n + 1 is acknowledged."""
+    """Slot n was linked by a writer that does not know it yet; slot n + 1 is acknowledged."""
 
     class Paused(SystemCalls):
         """Stops for good after its link, before the directory is synced."""
@@ -203,7 +206,7 @@ def check_log(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
 
 
 def commit(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
-    """The files as ranks write them, then what the committer does, on a new folder each time."""
+    """The files of the ranks, then the committer's, in a new folder each time."""
     for folder in (root / "history", root / "checkpoints"):
         atomic.make_private_directory(folder, calls=calls)
     writer = begin(History(root / "history", calls=calls), {})
@@ -233,7 +236,7 @@ def check_commit(folder: Path, acknowledged: list[tuple[Any, ...]]) -> None:
 
 
 def submit(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
-    """The directories and claims that a submission is made of."""
+    """The directories and claims of a submission."""
     run = root / "user" / "experiment" / "1"
     atomic.make_private_directory(run / "submissions", calls=calls)
     atomic.exclusive_create(run / "trial.json", whole("uuid"), calls=calls)
@@ -289,7 +292,7 @@ def test_a_missing_fsync_is_found(
 
 
 def test_a_log_that_is_not_durable_shows_whole_messages(tmp_path: Path) -> None:
-    """Nothing is promised about a crash then, but torn frames are no messages."""
+    """Without fsync a crash may lose messages, but torn frames are never read as messages."""
 
     def run(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
         writer = LogWriter(root / "log", calls=calls)

@@ -30,27 +30,27 @@ ERRORS = (
     *(errno.EIO, errno.ESTALE, errno.EINTR, errno.ETIMEDOUT),
 )
 UNCLEAR = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
-"""Errors after which the operation may have been done."""
+"""Errors after which the operation may have happened."""
 OLD, NEW = b"old content", b"new content"
 
 
 @dataclass
 class Result:
-    """What a protocol acknowledged, and the error that ended it."""
+    """The values that a protocol acknowledged, and the error that ended it."""
 
     done: list[Any] = field(default_factory=list)
     error: BaseException | None = None
 
 
 class Protocol:
-    """Something to do on a faulty layer, and what must hold afterwards."""
+    """A protocol on a faulty layer, and what must hold afterwards."""
 
     errors: tuple[type[BaseException], ...] = (EnvironmentFailure,)
     gives_up = False
-    """Its caller is the one to try again."""
+    """The protocol leaves retries to its caller."""
 
     def prepare(self, folder: Path) -> None:
-        """On a sound layer."""
+        """Preparation on a sound layer."""
 
     def act(self, folder: Path, calls: SystemCalls, done: list[Any]) -> None:
         raise NotImplementedError
@@ -148,7 +148,7 @@ class Sweep(Protocol):
 
 class Names(Protocol):
     errors = (EnvironmentFailure, NameNotFoundError)
-    """`delete` cannot tell a repeated request from a key that was not there."""
+    """`delete` cannot distinguish a repeated request from a key that did not exist."""
 
     def act(self, folder: Path, calls: SystemCalls, done: list[Any]) -> None:
         store = FileNameStore(folder, calls=calls)
@@ -197,7 +197,7 @@ class AppendHistory(Protocol):
 
 class Log(Protocol):
     errors = (EnvironmentFailure, FileExistsError)
-    """A log whose creation was repeated by the client looks as if somebody else had made it."""
+    """A log whose creation was repeated by the client looks like another writer's."""
 
     def act(self, folder: Path, calls: SystemCalls, done: list[Any]) -> None:
         writer = LogWriter(folder / "log", calls=calls, durable=True)
@@ -290,7 +290,7 @@ def _content(path: Path) -> bytes | None:
 
 
 def attempt(protocol: Protocol, folder: Path, calls: Faulty) -> Result:
-    """Do it once. Only typed errors may come out."""
+    """Run the protocol once. Only typed errors may be raised."""
     folder.mkdir()
     protocol.prepare(folder)
     result = Result()
@@ -303,7 +303,7 @@ def attempt(protocol: Protocol, folder: Path, calls: Faulty) -> Result:
 
 
 def faults(names: list[str]) -> Iterator[tuple[int, int, bool]]:
-    """Operation, error, and whether it was done, for all operations that a protocol calls."""
+    """Operation, error, and whether it happened, for all operations of a protocol."""
     for number, name in enumerate(names):
         yield from ((number, error, False) for error in ERRORS)
         yield from ((number, error, True) for error in UNCLEAR)
@@ -413,7 +413,7 @@ def test_a_directory_that_hangs_for_minutes_kills_nobody(tmp_path: Path, hang_s:
 
 
 def test_one_long_hang_kills_nobody(tmp_path: Path) -> None:
-    """The directory stops for ten minutes, in the middle of a look, for holder and observers."""
+    """The directory hangs for ten minutes, in the middle of a look, for holder and observers."""
     clock = Clock()
     calls = Faulty(clock=clock)
     lease = Lease(tmp_path / "lease", calls=calls)

@@ -1,7 +1,7 @@
 """Writers are killed before and after every file operation of every protocol.
 
-The schedules run in processes of their own: forks of this one would be slow, since it may have
-imported torch.
+The schedules run in separate processes: forks of this one would be slow, since it may have imported
+torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ SCHEDULES = {
 
 LONG_S = 1800
 """Some five hundred operations of several processes in turn, in each of hundreds of schedules:
-minutes on a busy machine. One operation that hangs is told of much sooner."""
+minutes on a busy machine. A single operation that hangs is reported much sooner."""
 
 
 def attack(scenario: str, folder: Path, schedules: int) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def test_kills_at_every_operation(scenario: str, tmp_path: Path) -> None:
     assert result["points"] > 15
 
 
-# -- the runner and the checker find what is wrong ----------------------------------------------
+# -- the runner and the checker find deliberate faults --------------------------------------------
 
 
 def check_then_act(path: Path, data: bytes) -> bool:
@@ -95,7 +95,7 @@ def in_place(path: Path, data: bytes) -> None:
 
 
 def unnoticed(path: Path, data: bytes) -> None:
-    """Says that it has written and has not."""
+    """Acknowledges a write that it did not make."""
 
 
 def broken_creator(folder: Path, me: int, note: Note) -> None:

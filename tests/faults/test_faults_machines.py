@@ -168,7 +168,7 @@ class MemoryNames(Names):
 
 
 class Histories(InFolder):
-    """Masters come and go, old ones go on trying, commands end and resume."""
+    """Masters begin and stop, stale ones keep trying, commands end and resume."""
 
     masters = Bundle("masters")
 
@@ -261,7 +261,7 @@ class Histories(InFolder):
 
 
 class FailsAfter(NoWait):
-    """Writes only so many bytes, once, then fails."""
+    """Writes only the given number of bytes, once, then fails."""
 
     left: int | None = None
 
@@ -277,8 +277,8 @@ class FailsAfter(NoWait):
 
 
 class Logs(InFolder):
-    """A writer whose writes tear and whose process restarts with a new log, as each incarnation
-    has its own; readers that come at any time."""
+    """A writer whose writes tear and whose process restarts with a new log, like each incarnation;
+    readers that join at any time."""
 
     readers = Bundle("readers")
 
@@ -288,7 +288,7 @@ class Logs(InFolder):
         self.number = 0
         self.posted: list[list[int]] = []
         self.sure: list[int] = []
-        """How many messages of each log were acknowledged."""
+        """The number of acknowledged messages of each log."""
 
     @initialize()
     def first(self) -> None:
@@ -303,7 +303,7 @@ class Logs(InFolder):
 
     @rule()
     def restart(self) -> None:
-        """Another process: what was queued is lost, and the old log stays as torn as it is."""
+        """Another process: queued messages are lost, and the old log stays torn."""
         with pytest.raises(FileExistsError):
             LogWriter(self.folder / f"{len(self.posted) - 1}", calls=CALLS)
         self._start()
@@ -345,7 +345,7 @@ class Logs(InFolder):
 
     @rule(garbage=st.binary(max_size=60), cut=st.integers(1, 30))
     def torn_tail(self, garbage: bytes, cut: int) -> None:
-        """Half a frame or noise behind the last message is not there yet, and is written over."""
+        """A partial frame or noise after the last message is not read, and is overwritten."""
         path = self.folder / "noise"
         path.unlink(missing_ok=True)
         writer = LogWriter(path, calls=CALLS)

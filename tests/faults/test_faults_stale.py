@@ -35,7 +35,7 @@ POLL_S = 0.1
 
 
 class World:
-    """A disk, a clock and clients with caches of their own."""
+    """A disk, a clock, and clients with their own caches."""
 
     def __init__(self, cache_s: float, clients: int) -> None:
         self.disk = Disk()

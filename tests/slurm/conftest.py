@@ -17,7 +17,7 @@ NODES = 4
 GPUS = 4
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "srun")
 SEARCH_PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
-"""Where daemons lie, which an ordinary user's PATH may lack."""
+"""Directories of Slurm's daemons, which an ordinary user's PATH may lack."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class SlurmBed:
 
     @property
     def conf(self) -> Path:
-        """What SLURM_CONF names; set while a test of this lane runs."""
+        """The value of SLURM_CONF while a test of this lane runs."""
         return self.directory / "slurm.conf"
 
 

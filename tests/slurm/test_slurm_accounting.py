@@ -1,4 +1,4 @@
-"""A Slurm with slurmdbd: what sacct says of jobs that the queue has forgotten, and limits on how
+"""A Slurm with slurmdbd: sacct's answers about jobs that the queue has forgotten, and limits on how
 many jobs a user may submit."""
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ pytestmark = pytest.mark.long
 
 
 class Forgetful(SlurmClient):
-    """As if MinJobAge had passed since all jobs ended."""
+    """Make Slurm forget all jobs, as if MinJobAge had passed since they ended."""
 
     def queue(self, jobs: Iterable[str]) -> list[QueueRow]:
         return []
 
 
 class Blind(SlurmClient):
-    """A user who may not see limits."""
+    """A user without permission to see limits."""
 
     def submit_limits(self, user: str) -> str:
         raise SchedulerError("Access/permission denied")
@@ -96,7 +96,7 @@ def test_cancelled_preempted_and_lost(tmp_path: Path) -> None:
         wait_until(lambda: pids(request_of(tmp_path / "c", STAY)), "link 0 runs")
         scheduler.cancel(jobs)
         wait_until(lambda: not active(scheduler, jobs), "the links end")
-        # Whether Slurm names the elements that never ran depends on when it wrote them down.
+        # Whether Slurm names the elements that never ran depends on when it recorded them.
         wait_until(
             lambda: {task.state for task in remembered(jobs)} == {JobState.CANCELLED}, "sacct"
         )
@@ -118,7 +118,7 @@ def test_time_limit(tmp_path: Path) -> None:
 def test_a_chain_is_fitted_to_the_users_limit(
     tmp_path: Path, client: SlurmClient, links: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before it is submitted where the limit can be seen, by halves where it cannot."""
+    """A limit that can be queried is respected before submission; others are found by halving."""
     who = ("where", f"name={user_name()}", "account=poor")
     subprocess.run(["sacctmgr", "-i", "modify", "user", *who, "set", "maxsubmitjobs=3"], check=True)
     scheduler = SlurmScheduler(client)

@@ -1,4 +1,4 @@
-"""Workers in containers of the real Apptainer, where it is installed, and what Slurm sends them."""
+"""Workers in containers of the real Apptainer, if it is installed, and Slurm's signals to them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = 3
 
 @pytest.mark.parametrize("options", [(), ("--cleanenv", "--pid")], ids=["", "own pids"])
 def test_preemption_with_time_to_commit(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """TERM comes to every process of the step, those in the containers too. Afterwards a worker is
+    """TERM reaches every process of the step, including those in containers. Then a worker is
     killed, and the trial cancelled."""
     slurm = apptainer.cluster(tmp_path, *options)
     seldom = {"every_steps": 1000, "keep_last": 9}

@@ -1,5 +1,5 @@
-"""Trials on a real Slurm that lose processes, hosts and jobs: whatever ends them, they end like one
-that was left alone. One test for each cause, through the command line only."""
+"""Trials on a real Slurm that lose processes, hosts and jobs: whatever ends them, their result
+equals that of an undisturbed trial. One test for each cause, through the command line only."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from tests.support.nodes import (
 from tests.support.trials import Site, processes, wait_until
 
 OTHER_JOB = ("requeue", "next link")
-"""While Slurm makes a requeued element wait, the next one of the array may come first."""
+"""While Slurm holds a requeued element back, the next one of the array may start first."""
 STEPS = 3
-"""That an incarnation has trained before it is disturbed: at least one commit is among them."""
+"""Steps that an incarnation trains before it is disturbed, which include at least one commit."""
 
 pytestmark = pytest.mark.timeout(1800)
 long = pytest.mark.long
@@ -42,7 +42,7 @@ soak = pytest.mark.soak
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """The trial of these tests when nothing happens to it, on one host without Slurm."""
+    """The undisturbed trial of these tests, on one host without Slurm."""
     folder = tmp_path_factory.mktemp("calm")
     trial = paced.start(folder, "local", cluster={**paced.cluster(folder), "workers_per_host": 2})
     paced.hurry(trial)
@@ -51,14 +51,14 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
 
 @pytest.fixture
 def bed(tmp_path: Path, slurm_bed: Any) -> Iterator[Path]:
-    """The lane's bed, on which nothing is left running."""
+    """The lane's bed, without running jobs."""
     yield slurm_bed.directory
     _empty_queue()
 
 
 @pytest.fixture
 def breakable() -> Iterator[Path]:
-    """A bed of a test's own, whose nodes may be lost."""
+    """A private bed, whose nodes may be lost."""
     with private_bed() as directory:
         yield directory
 
@@ -69,8 +69,8 @@ def _empty_queue() -> None:
 
 
 def after(trial: Watched, disturb: Callable[[], object]) -> str:
-    """Disturb an incarnation that has trained for some steps; how the next one that trains came
-    to be."""
+    """Disturb an incarnation that has trained for some steps; return how the next one that trains
+    started."""
     assert trial.until("some steps", lambda: len(trial.witness.batches(trial.incarnation)) > STEPS)
     before = trial.incarnation
     disturb()
@@ -86,7 +86,7 @@ def recovered(trial: Watched, since: int) -> str:
 
 
 def same(trial: Watched, calm: Outcome) -> None:
-    """The rest of the trial, in a hurry."""
+    """Let the rest of the trial run without pauses."""
     paced.hurry(trial)
     assert calm.differences(trial.outcome()) == []
     wait_until("the chain to be gone from the queue", lambda: not queued())
@@ -106,7 +106,7 @@ def same(trial: Watched, calm: Outcome) -> None:
 def test_lost_process(
     tmp_path: Path, bed: Path, calm: Outcome, causes: list[tuple[str, float]], how: str
 ) -> None:
-    """One after the other in one trial."""
+    """Several causes, one after the other, in one trial."""
     trial = paced.start(tmp_path)
     run = trial.witness.paths.run
     for name, choice in causes:
@@ -116,7 +116,7 @@ def test_lost_process(
 
 
 def failures(trial: Watched) -> list[tuple[str, str]]:
-    """Cause and reason of each, as the agents and the master told them."""
+    """Cause and reason of each failure, as agents and master reported them."""
     return [
         (event.get("cause", ""), event["reason"])
         for event in events.read_all(trial.witness.paths)
@@ -126,7 +126,7 @@ def failures(trial: Watched) -> list[tuple[str, str]]:
 
 @long
 def test_job_that_puts_itself_back_into_the_queue(tmp_path: Path, bed: Path, calm: Outcome) -> None:
-    """``continue: requeue``: once more after a warning, but not after scancel."""
+    """``continue: requeue`` starts the job again after a warning, but not after scancel."""
     changes = {"cluster": paced.cluster(tmp_path, **{"continue": "requeue"})}
     trial = paced.start(tmp_path, **changes)
 
@@ -149,7 +149,7 @@ def test_job_that_puts_itself_back_into_the_queue(tmp_path: Path, bed: Path, cal
 
 @long
 def test_worker_that_the_kernel_kills_for_memory(tmp_path: Path, calm: Outcome) -> None:
-    """The job has asked for less memory than a rank suddenly takes."""
+    """A rank suddenly uses more memory than the job requested."""
     with private_bed("--memory", needs=("memory limits need",)):
         config = paced.config(tmp_path, "Hungry")
         config["cluster"] |= {"mem_per_worker": "2G"}
@@ -164,7 +164,7 @@ def test_worker_that_the_kernel_kills_for_memory(tmp_path: Path, calm: Outcome) 
 
 @long
 def test_rank_that_lives_but_never_answers(tmp_path: Path, bed: Path, calm: Outcome) -> None:
-    """Its signs of life go on, so only the step's deadline finds it."""
+    """Its pulses continue, so only the step's deadline finds it."""
     config = {**paced.config(tmp_path, "Stuck"), "step_timeout_s": 20}
     trial = Watched(Site(tmp_path), config, "slurm")
     assert after(trial, (tmp_path / "trap").touch) == "in the job"
@@ -174,7 +174,7 @@ def test_rank_that_lives_but_never_answers(tmp_path: Path, bed: Path, calm: Outc
 
 @long
 def test_time_limit(tmp_path: Path, bed: Path, calm: Outcome) -> None:
-    """The warning comes 75 to 105 seconds into a link of two minutes; the next link goes on from
+    """The warning comes 75 to 105 seconds into a link of two minutes; the next link resumes from
     the very step that was reached."""
     limit = paced.cluster(tmp_path, time="2", signal_lead_s=15)
     seldom = {"every_steps": 1000, "keep_last": 9}
@@ -200,8 +200,8 @@ def low(folder: Path) -> dict[str, Any]:
 @long
 @pytest.mark.parametrize("parameters", ["preempt_send_user_signal", ""])
 def test_preemption_with_time_to_commit(tmp_path: Path, calm: Outcome, parameters: str) -> None:
-    """With the user's signal the batch process is warned, without it only TERM and CONT come to
-    the tasks of the step."""
+    """With the user's signal the batch process is warned; without it, only TERM and CONT reach the
+    tasks of the step."""
     with private_bed(SlurmctldParameters=parameters):
         trial = paced.start(
             tmp_path, cluster=low(tmp_path), checkpoint={"every_steps": 1000, "keep_last": 9}
@@ -217,7 +217,7 @@ def test_preemption_with_time_to_commit(tmp_path: Path, calm: Outcome, parameter
 
 @soak
 def test_preemption_without_grace(tmp_path: Path, calm: Outcome) -> None:
-    """Nothing can be done in no time: the last commit stands."""
+    """Without time for a commit, the next link resumes from the last one."""
     with private_bed():
         slurm("scontrol", "update", "PartitionName=low", "GraceTime=0")
         trial = paced.start(tmp_path, cluster=low(tmp_path))
@@ -244,7 +244,8 @@ def test_node_set_down(tmp_path: Path, breakable: Path, calm: Outcome) -> None:
 @long
 @pytest.mark.parametrize("first", [True, False])
 def test_lost_node(tmp_path: Path, breakable: Path, calm: Outcome, first: bool) -> None:
-    """slurmd and all processes of one node are gone at once: the batch host's, or the other's."""
+    """slurmd and all processes of one node disappear at once: of the batch host, or of the
+    other."""
     trial = paced.start(tmp_path)
 
     def lose() -> None:
@@ -262,9 +263,9 @@ def test_lost_node(tmp_path: Path, breakable: Path, calm: Outcome, first: bool) 
 def test_nodes_that_slurm_believes_dead_commit_nothing(
     tmp_path: Path, breakable: Path, calm: Outcome, stop: bool
 ) -> None:
-    """The slurmd of each node dies. The processes of the incarnation go on training, or are stopped
-    as well and wake up when another incarnation trains elsewhere: they leave, and nothing of theirs
-    is committed from then on."""
+    """The slurmd of each node dies. The processes of the incarnation continue to train, or are
+    stopped as well and wake up when another incarnation trains elsewhere. They exit, and commit
+    nothing from then on."""
     trial = paced.start(tmp_path)
     run = trial.witness.paths.run
     old: list[int] = []
@@ -312,7 +313,7 @@ def test_code_that_fails_ends_the_trial(
 
 @long
 def test_time_limit_too_short_for_a_step(tmp_path: Path, bed: Path) -> None:
-    """A step takes longer than what a link has left after loading."""
+    """A step takes longer than the time that a link has left after loading."""
     limit = paced.cluster(tmp_path, time="1", signal_lead_s=25)
     config = paced.config(tmp_path, pause_s=1000) | {"cluster": limit}
     trial = Watched(Site(tmp_path), config, "slurm")

@@ -57,7 +57,7 @@ def chain(folder: Path, code: str, links: int, **more: Any) -> SubmissionRequest
 
 @contextmanager
 def everything_gone(scheduler: SlurmScheduler, request: SubmissionRequest) -> Iterator[None]:
-    """Whatever a submission was extended by is gone afterwards."""
+    """Cancel all extensions of a submission afterwards."""
     with submitted(scheduler, request):
         try:
             yield
@@ -169,7 +169,7 @@ def test_a_link_puts_itself_back_into_the_queue(scheduler: SlurmScheduler, tmp_p
         "from pathlib import Path; from slurmrl.paths import RunPaths; from slurmrl import env\n"
         "from slurmrl.history.log import History; from slurmrl.history.writer import begin\n"
         "from slurmrl.scheduler.succession import Link, continue_after\n"
-        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"  # as a supervisor does
+        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"  # like a supervisor
         "link = Link.here(RunPaths(Path.cwd()), 1, 'trainer')\n"
         "job = f'{env.JOB_ID.get()}.{env.RESTART_COUNT.get()}.0'\n"
         "if link.restart < 1: begin(History(link.run.history), {'submission': 1, 'job': job})\n"
@@ -228,7 +228,7 @@ def test_how_an_element_ended_and_what_is_left_of_it(
 def test_a_lost_task_of_an_elastic_group_is_replaced(
     scheduler: SlurmScheduler, tmp_path: Path, elements: int
 ) -> None:
-    """By a queued spare, or by one that the group's keeper submits."""
+    """A queued spare replaces it, or one that the group's keeper submits."""
     request = chain(tmp_path, STAY, elements, hosts=3, elastic=True)
     group = ElasticGroup(request.run, 1, "trainer", by="me")
     with everything_gone(scheduler, request):
@@ -246,7 +246,8 @@ def test_a_lost_task_of_an_elastic_group_is_replaced(
 def test_a_link_of_the_trainers_looks_after_an_elastic_group(
     scheduler: SlurmScheduler, tmp_path: Path
 ) -> None:
-    """On its compute node, as long as it runs; the end of the trial takes the group back."""
+    """A running link keeps the group from its compute node; the end of the trial cancels the
+    group."""
     code = (
         "import time; from pathlib import Path; from slurmrl.paths import RunPaths\n"
         "from slurmrl.scheduler import upkeep; from slurmrl.scheduler.succession import *\n"

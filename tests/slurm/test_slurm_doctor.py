@@ -29,7 +29,7 @@ def queue() -> str:
 
 
 def test_two_nodes_look_around(site: Site) -> None:
-    """Without a configuration; the nodes share this machine's network."""
+    """Without a configuration. The nodes share this machine's network."""
     checks = look(site, "--job")
     assert [one for one in checks if one["state"] == "failed"] == []
     hosts = {one["where"] for one in checks if one["name"] == "same directory"}
@@ -54,7 +54,7 @@ def test_gpus_that_slurm_gives_are_counted(site: Site) -> None:
 
 
 def test_every_node_looks_into_the_container(site: Site, tmp_path: Path) -> None:
-    """A stand-in, for which set-up lines make room on PATH."""
+    """A stand-in that set-up lines put on PATH."""
     program = tmp_path / "bin" / "stand-in"
     program.parent.mkdir()
     program.write_text('#!/bin/sh\nshift 2\nexec env -i PATH=/usr/bin:/bin "$@"\n')

@@ -1,4 +1,4 @@
-"""What is no fault of a trial does not end it. ``scripts/soak`` does the same at length."""
+"""Faults of the cluster do not end a trial. ``scripts/soak`` tests the same at length."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 @pytest.fixture
 def bed(slurm_bed: Any) -> Iterator[Path]:
-    """The lane's bed, on which nothing is left running."""
+    """The lane's bed, without running jobs."""
     yield slurm_bed.directory
     slurm("scancel", "--user", str(os.getuid()))
     wait_until("an empty queue", lambda: not queued())
@@ -64,7 +64,7 @@ def test_a_set_up_line_that_fails_on_every_host_ends_the_trial(tmp_path: Path, b
 
 
 def test_several_links_at_once(tmp_path: Path, bed: Path) -> None:
-    """The first link goes on alone."""
+    """Only the first link continues."""
     trial = start_throttled(tmp_path)
     submit_by_hand(trial)
     lift_throttle(trial)
@@ -104,8 +104,8 @@ def test_a_host_whose_gpu_fails_is_replaced_by_a_spare(
 
 @pytest.mark.long
 def test_the_masters_host_is_lost_in_a_job_with_spares(tmp_path: Path) -> None:
-    """Slurm keeps the job, without a batch process, and no other link has room to start beside it:
-    an agent that is left gives it back."""
+    """Slurm keeps the job without a batch process, and no other link has room to start: a remaining
+    agent requeues it."""
     with private_bed() as directory:
         spares = paced.cluster(tmp_path, spares=1, extra_lines=["--exclusive"])
         trial = paced.start(tmp_path, cluster={**spares, "lease_ttl_s": 20})

@@ -96,7 +96,7 @@ def test_a_trial_survives_the_loss_of_the_network_of_one_host(
 
 
 def test_a_wrong_host_name_hurts_nobody(network_bed: Path, tmp_path: Path) -> None:
-    """Hosts call themselves the same, or something that nobody can resolve."""
+    """Hosts report the same name, or one that cannot be resolved."""
     for node in ("n0", "n1", "n2"):
         run_bed("rename", node, "localhost", "--dir", str(network_bed))
     site = Site(tmp_path, {"SLURM_CONF": str(network_bed / "slurm.conf")})

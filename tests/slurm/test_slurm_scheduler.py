@@ -1,4 +1,4 @@
-"""The Slurm scheduler on a real Slurm: the common contract, and what only Slurm has."""
+"""The Slurm scheduler on a real Slurm: the common contract, and Slurm's own features."""
 
 from __future__ import annotations
 

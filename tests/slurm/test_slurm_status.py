@@ -1,5 +1,5 @@
-"""What ``slurmrl status`` says of a trial on a real Slurm: why it waits, what is left, how its jobs
-ended."""
+"""``slurmrl status`` of a trial on a real Slurm: why it waits, what is left of its chain, how its
+jobs ended."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def queue() -> str:
 
 
 def submit(site: Site, **slurm: Any) -> None:
-    """Two hosts, one worker on each, for longer than any test takes."""
+    """A trial on two hosts with one worker each, which outlasts every test."""
     cluster = {
         "workers_per_host": 1,
         "gpus_per_worker": 0,

@@ -1,4 +1,4 @@
-"""The test bed itself: a second one beside that of this lane, gone without a trace."""
+"""The test bed itself: a second one can run at the same time, and leaves no trace."""
 
 from __future__ import annotations
 

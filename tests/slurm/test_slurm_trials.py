@@ -39,7 +39,7 @@ def on_slurm(config: dict[str, Any], **cluster: Any) -> dict[str, Any]:
 
 
 def submit(site: Site, config: dict[str, Any], *arguments: str) -> dict[str, Any]:
-    """Submit to Slurm; what ``--json`` says."""
+    """Submit to Slurm; return the output of ``--json``."""
     path = site.write(f"{config['experiment']}.yaml", config)
     done = site.slurmrl("submit", str(path), "--scheduler", "slurm", "--json", *arguments)
     found: dict[str, Any] = json.loads(done.stdout)
@@ -61,7 +61,7 @@ def tasks(site: Site, trial: str) -> list[dict[str, Any]]:
 
 
 def devices(site: Site, trial: str) -> list[dict[str, Any]]:
-    """What each agent was given, from the name store."""
+    """The environment of each agent, from the name store."""
     found = site.slurmrl("status", trial, "--json")
     assert found.returncode == 0
     from slurmrl import keys
@@ -73,7 +73,7 @@ def devices(site: Site, trial: str) -> list[dict[str, Any]]:
 
 
 def visible_devices(run: Path) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each worker process, as the kernel says it was started with."""
+    """CUDA_VISIBLE_DEVICES in the initial environment of each worker process, from the kernel."""
     found = []
     for pid in processes(run)["worker"]:
         words = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
@@ -181,7 +181,7 @@ def test_two_trials_share_nodes(site: Site) -> None:
 
 
 def test_pending_job_shows_why(site: Site) -> None:
-    """A job that will not start while anybody waits."""
+    """A job that does not start during the test."""
     tomorrow = {**TWO_NODES["slurm"], "extra_lines": ["--begin=now+1day"]}
     submit(site, on_slurm(sft_config(), slurm=tomorrow))
 
@@ -222,7 +222,7 @@ def test_a_trial_that_commits_adds_links_and_takes_them_back(site: Site) -> None
 
 @pytest.mark.long
 def test_links_are_added_by_hand_where_sbatch_does_not_work(site: Site, tmp_path: Path) -> None:
-    """On compute nodes, as the set-up lines make it here."""
+    """The set-up lines put an sbatch that fails on the PATH of the compute nodes."""
     stub = tmp_path / "no" / "sbatch"
     stub.parent.mkdir()
     stub.write_text("#!/bin/sh\necho 'Access/permission denied' >&2; exit 1\n")

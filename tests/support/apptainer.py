@@ -18,9 +18,9 @@ EMPTY = (*SYSTEM, "dev", "proc", "sys", "tmp", "root", "home", "var/tmp")
 
 
 def cluster(folder: Path, *options: str, packed: bool = False) -> dict[str, str]:
-    """Settings of ``cluster.slurm``: an image without a file of its own, as a folder or packed into
-    one file, with this machine's system, Python and repository bound into it, and ``folder``.
-    Skips where there is no Apptainer, or it cannot make containers."""
+    """Settings of ``cluster.slurm``: an image without files, as a folder or packed into one file,
+    with this machine's system, Python and repository and ``folder`` bound into it. Skips if there
+    is no Apptainer, or it cannot make containers."""
     program = shutil.which("apptainer")
     if program is None:
         pytest.skip("apptainer is not installed here")
@@ -36,7 +36,7 @@ def cluster(folder: Path, *options: str, packed: bool = False) -> dict[str, str]
 
 
 def above(pid: int, agent: int) -> list[int]:
-    """What stands between a process in a container and its agent."""
+    """The processes between one in a container and its agent."""
     found: list[int] = []
     while (pid := parent(Path(f"/proc/{pid}"))) not in (0, 1, agent):
         found.append(pid)

@@ -22,7 +22,7 @@ from slurmrl.fsio.calls import SystemCalls
 class File:
     data: bytearray = field(default_factory=bytearray)
     safe: bytes = b""
-    """What fsync has put on the disk."""
+    """The state that fsync has made durable."""
     links: int = 0
     version: int = 0
     """Counts changes of the content."""
@@ -44,7 +44,7 @@ def failure(number: int, path: object) -> OSError:
 
 
 class Disk:
-    """The server's side: what is true."""
+    """The server's side: the true state."""
 
     def __init__(self, root: Path = Path("/disk")) -> None:
         self.root = root
@@ -71,7 +71,8 @@ class Disk:
         return entries[path.name]
 
     def crash(self, keep: Callable[[], bool]) -> Tree:
-        """What is left; ``keep`` says of each thing that is not safe whether it is."""
+        """The state after a crash; ``keep`` decides for each thing that is not durable whether it
+        survives."""
         return _left(self.top, keep)
 
 

@@ -22,11 +22,11 @@ REPEATED = {
     "rename": errno.ENOENT,
     "unlink": errno.ENOENT,
 }
-"""What a server answers when the reply was lost and the client asked again."""
+"""The server's answer if the reply was lost and the client repeated the request."""
 
 
 class Clock:
-    """Seconds that pass when somebody says so."""
+    """Seconds that pass only on request."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -60,14 +60,14 @@ class Faulty(SystemCalls):
         self.clock = clock or Clock()
         self.count = 0
         self.names: list[str] = []
-        """What was called."""
+        """The operations called."""
 
     def __getattribute__(self, name: str) -> Any:
         value = super().__getattribute__(name)
         return self._faulty(name, value) if name in OPERATIONS else value
 
     def fsync(self, descriptor: int) -> None:
-        """Takes no time: `tests.support.disk` is what tests it."""
+        """Takes no time; `tests.support.disk` tests durability."""
 
     def fsync_directory(self, directory: Path) -> None:
         os.stat(directory)

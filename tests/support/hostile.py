@@ -155,7 +155,7 @@ def files(paths: RunPaths) -> list[Path]:
     return sorted(path for path in paths.run.rglob("*") if path.is_file())
 
 
-# -- what is done to a file ----------------------------------------------------------------------
+# -- the damage done to a file --------------------------------------------------------------------
 
 DEEP, LONG, HUGE = "@deep@", "@long@", "@huge@"
 RAW = {
@@ -400,7 +400,7 @@ READERS: dict[str, Callable[[RunPaths], None]] = {
 
 
 def reader(paths: RunPaths, name: str) -> None:
-    """What the processes of a run read: damage is one of our errors, and has a message."""
+    """Everything that the processes of a run read: damage is one of our errors, with a message."""
     said = "nothing"
     try:
         with bounded():
@@ -421,7 +421,7 @@ def attempt(paths: RunPaths, path: Path, mutation: str, seed: int) -> None:
 
 
 def soak(seed: int, examples: int) -> int:
-    """How many examples found something."""
+    """The number of examples that found something."""
     chance = random.Random(seed)
     found = 0
     with tempfile.TemporaryDirectory() as folder:
@@ -435,7 +435,7 @@ def soak(seed: int, examples: int) -> int:
             one = chance.randrange(2**32)
             try:
                 attempt(paths, path, mutation, one)
-            except Exception:  # noqa: BLE001 - what is looked for
+            except Exception:  # noqa: BLE001 - any exception is a finding
                 found += 1
                 print(f"{path.relative_to(paths.run)} {mutation} seed {one}", file=sys.stderr)
                 traceback.print_exc()

@@ -1,4 +1,4 @@
-"""Watching what memory a computation asks for."""
+"""Observation of the memory that a computation allocates."""
 
 from __future__ import annotations
 

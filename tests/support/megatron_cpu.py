@@ -30,7 +30,7 @@ MODULES = (
 
 
 class _Cuda(types.SimpleNamespace):
-    """What megatron uses of torch.cuda."""
+    """The parts of torch.cuda that megatron uses."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
@@ -125,7 +125,7 @@ def called_by_megatron(depth: int = 2) -> bool:
 
 
 def _patch_tensors() -> None:
-    """Methods cannot be replaced for megatron alone, so they look at who calls."""
+    """Methods cannot be replaced for megatron alone, so they check their caller."""
     real_type, real_cuda = torch.Tensor.type, torch.Tensor.cuda
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -49,12 +49,12 @@ def on_node(run: Path, name: str) -> Iterator[int]:
 
 
 def kill_daemon(directory: Path, name: str) -> None:
-    """SIGKILL of a node's slurmd; its steps go on."""
+    """SIGKILL a node's slurmd; its steps continue."""
     os.kill(int((directory / "pid" / f"slurmd.{name}.pid").read_text()), signal.SIGKILL)
 
 
 def kill_node(directory: Path, run: Path, name: str, also: Sequence[int] = ()) -> None:
-    """What a power failure does: slurmd, its step daemons, and the run's processes there, or
+    """Kill what a power failure kills: slurmd, its step daemons, and the run's processes there, or
     ``also`` others."""
     pids = [*on_node(run, name), *also]
     daemons = {parent(Path(f"/proc/{pid}")) for pid in pids}

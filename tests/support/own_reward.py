@@ -1,4 +1,4 @@
-"""A user's own reward of two modules, which tests edit behind a run's back."""
+"""A user's own reward of two modules, which tests change during a run."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from tests.support import megatron_cpu
 
 FOLDER = Path(__file__).parents[2] / "build" / "transformer_engine"
-"""Where scripts/test puts the package's Python part."""
+"""The folder of the package's Python part, which scripts/test makes."""
 WITHOUT = (
     "einops",
     "transformer_engine.pytorch.onnx_extensions",
@@ -110,7 +110,8 @@ class _Kernels(_Names):
         *more: Any,
         **_: Any,
     ) -> tuple[Tensor, Tensor | None, None, None]:
-        """B A of tensors whose last dimension is the columns, each turned where it says so."""
+        """The product B A of tensors whose last dimension is the columns, each transposed if its
+        flag is set."""
         bias, grad, accumulate = more[2], more[6], more[9]
         made = _product(a.flatten(0, -2), a_turned, b.flatten(0, -2), b_turned)
         if bias is not None and not grad:

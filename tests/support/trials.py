@@ -44,7 +44,7 @@ ROLES = {
 
 
 def wait_until(what: str, check: Callable[[], T | None], timeout_s: float = 300.0) -> T:
-    """Poll until ``check`` gives something; the deadline says what was waited for."""
+    """Poll until ``check`` returns something; at the deadline, the error says what was awaited."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         found = check()
@@ -56,7 +56,7 @@ def wait_until(what: str, check: Callable[[], T | None], timeout_s: float = 300.
 
 @dataclass(frozen=True)
 class Site:
-    """A root of runs of its own, and the command line that works on it."""
+    """A root folder of runs, and the command line that works on it."""
 
     folder: Path
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -106,7 +106,7 @@ class Site:
         )
 
     def wait_for_commit(self, trial: str) -> None:
-        """Steps go on while a checkpoint is written, so that a later step may be there before."""
+        """Steps continue while a checkpoint is written, so a later step may be recorded first."""
         history = History(self.paths(trial).history)
         wait_until(f"a commit of {trial}", lambda: fold(history.read()).last_commit)
 
@@ -128,8 +128,9 @@ class Site:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def outcome(self, trial: str) -> dict[str, Any]:
-        """What must not depend on how often a run was interrupted: weights, optimizer state and
-        random states of the last checkpoint, its data cursor, and all metrics but timings."""
+        """Everything that must not depend on how often a run was interrupted: weights, optimizer
+        state and random states of the last checkpoint, its data cursor, and all metrics except
+        times."""
         paths = self.paths(trial)
         commit = fold(History(paths.history).read()).last_commit
         assert commit is not None, f"{trial} has no commit"
@@ -154,9 +155,9 @@ def is_timing(name: str) -> bool:
 
 
 def processes(run: Path) -> dict[str, list[int]]:
-    """Pids of a run's processes by role; those only whose command line names this run.
+    """Pids of a run's processes by role, if their command line names this run.
 
-    Workers are forked from fork servers; only their names (``ps -o comm``) tell them apart.
+    Workers are forked from fork servers; only their names (``ps -o comm``) distinguish them.
     """
     found: dict[str, list[int]] = {role: [] for role in (*ROLES, "fork_server")}
     for entry in Path("/proc").iterdir():

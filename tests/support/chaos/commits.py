@@ -80,7 +80,7 @@ class Ranks:
 
 
 def master(folder: Path, me: int, note: Note) -> None:
-    """Goes on from the newest commit, as `serve` does, and keeps one checkpoint."""
+    """Resumes from the newest commit, as `serve` does, and keeps one checkpoint."""
     paths = RunPaths(folder)
     history = History(paths.history)
     try:
@@ -143,7 +143,7 @@ def late_writer(folder: Path, me: int, note: Note) -> None:
 
 
 def reader(folder: Path, me: int, note: Note) -> None:
-    """What `status`, an export or a warm start does: take the newest commit and read it."""
+    """Reads the newest commit, like `status`, an export or a warm start."""
     paths = RunPaths(folder)
     for _ in range(3):
         last = fold(History(paths.history).read()).last_commit

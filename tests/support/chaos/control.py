@@ -19,7 +19,7 @@ from tests.support.chaos.stepping import Note
 BATCHES = 4
 PADDING = "y" * 500
 SEGMENT_BYTES = 2000
-"""So that the log goes on in a second file."""
+"""Small, so that the log continues in a second file."""
 
 
 def setup(folder: Path) -> None:
@@ -29,8 +29,8 @@ def setup(folder: Path) -> None:
 
 
 def master(folder: Path, me: int, note: Note) -> None:
-    """Posts batches of two messages; a newer incarnation makes it stop, at the latest when it
-    looks at the history, like a master at its next commit."""
+    """Posts batches of two messages until there is a newer incarnation, which it sees at the latest
+    when it reads the history, like a master at its next commit."""
     paths = RunPaths(folder)
     writer = begin(History(paths.history), {"by": me})
     incarnation = writer.incarnation

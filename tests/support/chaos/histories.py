@@ -55,7 +55,7 @@ def command(folder: Path, me: int, note: Note) -> None:
 
 
 def appender(folder: Path, me: int, note: Note) -> None:
-    """The bare log: whoever loses a slot reads again."""
+    """The bare log: a writer that loses a slot reads again."""
     history, done = History(folder), 0
     while done < 3:
         records = history.read()
@@ -80,7 +80,7 @@ def _shown(record: Record) -> list[object]:
 
 
 def check_history(folder: Path, events: list[Event]) -> list[Record]:
-    """One sequence, in which stands what was acknowledged and of which readers saw prefixes."""
+    """One sequence that has every acknowledged record; readers saw prefixes of it."""
     records = History(folder).read()
     shown = [_shown(record) for record in records]
     won: dict[int, int] = {}

@@ -12,7 +12,8 @@ from tests.support.chaos.stepping import WRITES, Actor, Process
 
 MAX_STEPS = 20_000
 STICKINESS = (0.0, 0.6, 0.95)
-"""How likely an actor keeps moving: small steps of all, or long runs while others pause."""
+"""The probability that an actor keeps moving: small steps of all, or long runs while others
+pause."""
 
 Event = dict[str, Any]
 Check = Callable[[Path, list[Event]], None]

@@ -28,7 +28,7 @@ from tests.support.chaos.stepping import Note
 RUN = Path("run")
 SLURM = Path("slurm")
 CONFIG = "sft.yaml"
-"""What `write_config` makes."""
+"""The trial of `write_config`."""
 PENDING, CANCELLED = "PENDING", "CANCELLED"
 
 

@@ -102,7 +102,7 @@ def main() -> int:
 
 
 def _end_processes(folder: Path) -> None:
-    """What still runs of local trials; their other processes die with the chain."""
+    """The remaining processes of local trials; others die with the chain."""
     for run in folder.glob("*/runs/*/*/*"):
         for chain in processes(run)["chain"]:
             os.kill(chain, 9)

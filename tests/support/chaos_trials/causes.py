@@ -1,4 +1,4 @@
-"""Ways to disturb a trial: which process, and what is done to it."""
+"""Disturbances of a trial: the process, and what is done to it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 600.0
 @dataclass(frozen=True)
 class Cause:
     role: str
-    """Of `tests.support.trials.ROLES`; one of its processes is chosen."""
+    """One of `tests.support.trials.ROLES`; a process with it is chosen."""
     signal: signal.Signals
     everyone: bool = False
     """All processes of the role at once."""
@@ -52,7 +52,7 @@ def strike(cause: Cause, run: Path, choice: float, over: Callable[[], bool]) -> 
             for pid in found if cause.everyone else [found[int(choice * len(found))]]:
                 os.kill(pid, cause.signal)
         except ProcessLookupError:
-            return None  # it ended by itself just now: another one is chosen
+            return None  # it just ended by itself: choose another one
         return "struck"
 
     return wait_until(f"a {cause.role} of {run}", struck, TIMEOUT_S) == "struck"

@@ -1,4 +1,4 @@
-"""What is to be killed, and when: drawn from a seed before the trial starts."""
+"""The processes to kill and the times, drawn from a seed before the trial starts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 PHASES = {"step": 6, "commit": 2, "start": 2}
-"""How often each is drawn. ``start`` is the start that follows the kill before this one."""
+"""The weight of each phase. ``start`` is the start that follows the previous kill."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Plan:
     later one is being written; ``start``: an incarnation has begun."""
     step: int
     fraction: float
-    """Of the usual length of the phase, to wait before killing: 0 to 1."""
+    """Delay before the kill, as a fraction of the phase's usual length."""
     choice: float
     """Which of the processes that can be meant: 0 to 1 along their order."""
 
@@ -34,8 +34,8 @@ class Plan:
 
 
 def draw(seed: int, kills: int, causes: Sequence[str], steps: int) -> list[Plan]:
-    """``kills`` plans in the order in which they come; each has a window of the steps of its own,
-    and all causes come equally often."""
+    """``kills`` plans in order. Each has its own window of steps, and all causes occur equally
+    often."""
     generator = random.Random(f"slurmrl chaos {seed}")
     order = list(itertools.islice(itertools.cycle(causes), kills))
     generator.shuffle(order)

@@ -26,7 +26,7 @@ class Usual:
 
 @dataclass
 class Kill:
-    """What came of a plan."""
+    """The outcome of a plan."""
 
     plan: Plan
     at: float
@@ -36,7 +36,7 @@ class Kill:
     successor: int | None = None
     """The incarnation that trained again; None where none was needed."""
     how: str = ""
-    """How the next incarnation came to be, in words."""
+    """How the next incarnation started, in words."""
     seconds: float | None = None
     """From the kill to the end of the next trained step."""
 
@@ -92,7 +92,7 @@ class Monkey:
             self.trial.until(f"recovery from {self.kills[-1]}", self._recovered)
 
     def _recovered(self) -> bool:
-        """Whether the last kill has been recovered from; completes what is known of all those
+        """Whether the trial has recovered from the last kill. Completes the results of all kills
         that wait for the same recovery."""
         incarnation, witness = self.trial.incarnation, self.trial.witness
         if incarnation <= self.kills[-1].incarnation or not witness.has_trained(incarnation):
@@ -108,7 +108,7 @@ class Monkey:
 
 
 def succession(before: str, after: str) -> str:
-    """How one incarnation came after another, by the tags of their jobs: id, restart, round."""
+    """How one incarnation followed another, from the tags of their jobs: id, restart, round."""
     (id_before, *rest_before), (id_after, *rest_after) = before.split("."), after.split(".")
     if id_before != id_after:
         return "next link"

@@ -1,4 +1,4 @@
-"""A trial and somebody who looks on from its submission to its end."""
+"""A trial with an observer from its submission to its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.trials import Site
 
 POLL_S = 0.005
 ASK_S = 20.0
-"""Without news until the status is asked, which takes a process."""
+"""Seconds without news until the status is queried, which takes a process."""
 TIMEOUT_S = 300.0
 """Longest wait without any news of the trial."""
 
@@ -29,7 +29,7 @@ class Outcome:
     step: int
 
     def differences(self, other: Outcome) -> list[str]:
-        """What differs, in words; empty if nothing does."""
+        """The differences, in words; empty if there are none."""
         found = [
             f"{where}: {name}"
             for where in ("files", "metrics")
@@ -53,7 +53,7 @@ def _differing(one: Any, other: Any) -> list[Any]:
 
 
 class Watched:
-    """Submits a trial in ``site``. While somebody waits in `until`, its witness looks on."""
+    """Submits a trial in ``site``. Its witness observes it during each `until`."""
 
     def __init__(self, site: Site, config: dict[str, Any], scheduler: str) -> None:
         self.site = site
@@ -97,7 +97,8 @@ class Watched:
         return not over
 
     def outcome(self) -> Outcome:
-        """Of the trial, once it has completed. Raises AssertionError if it ends otherwise."""
+        """The result of the trial once it has completed. Raises AssertionError if it ends
+        otherwise."""
         self.until("the end", lambda: False)
         status = self.site.wait_for_end(self.name)
         if status["state"] != "COMPLETED":

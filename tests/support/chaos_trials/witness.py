@@ -1,4 +1,4 @@
-"""Somebody who looks on: what each incarnation was given to train on, and what became of it.
+"""An observer: the data that each incarnation trained on, and how it ended.
 
 Control logs are removed by later incarnations, so the witness keeps a hard link to each.
 """
@@ -21,7 +21,7 @@ Items = list[list[int]]
 
 
 class Witness:
-    """Looks at a run directory from outside; `look` takes in what is new."""
+    """Observes a run directory from outside; `look` records what is new."""
 
     def __init__(self, paths: RunPaths, folder: Path) -> None:
         """``folder`` is for the links, on the same file system."""

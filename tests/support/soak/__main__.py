@@ -16,8 +16,8 @@ CASES: dict[str, Callable[[Path, random.Random, int], None]] = {
     "black-hole": slurm.black_hole,
     "throttle": slurm.throttle,
 }
-"""Functions of a folder of their own, a random generator and a number of rounds. They raise where
-something does not hold."""
+"""Functions of a folder, a random generator and a number of rounds. They raise if a promise does
+not hold."""
 
 
 def parse() -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""What is no fault of a trial, on a Slurm of its own: hosts on which nothing starts, links that are
+"""Faults of the cluster that must not end a trial: hosts on which nothing starts, links that are
 alive at once."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BREAKS = (
     "exit 1{number}",
     "set -e; test {number} = good",
 )
-"""What a set-up line may do to a node. On each in another way, or the line would be to blame."""
+"""Ways in which a set-up line breaks a node. Each differs, or the line itself would be at fault."""
 
 
 def black_hole(folder: Path, chance: random.Random, rounds: int) -> None:
@@ -40,7 +40,7 @@ def black_hole(folder: Path, chance: random.Random, rounds: int) -> None:
 
 
 def submit_to_broken(site: Site, broken: dict[str, str]) -> None:
-    """SFT on one host, as ``sft/1``. ``broken``: what is wrong on a node."""
+    """SFT on one host, as ``sft/1``. ``broken``: how a node is broken."""
     cases = " ".join(f"{node}) {how};;" for node, how in broken.items())
     setup = [f"case $SLURMD_NODENAME in {cases} esac"]
     cluster: dict[str, Any] = {
@@ -68,7 +68,7 @@ def throttle(folder: Path, chance: random.Random, rounds: int) -> None:
 
 def start_throttled(folder: Path) -> Watched:
     """A trial that has trained a step, with two further links."""
-    slow = paced.config(folder, pause_s=20.0)  # it must not end before it is told to hurry
+    slow = paced.config(folder, pause_s=20.0)  # it must not end before it may hurry
     config = {**slow, "cluster": paced.cluster(folder, links=3)}
     trial = Watched(Site(folder), config, "slurm")
     assert trial.until("a step", lambda: trial.witness.has_trained(1))
@@ -76,7 +76,7 @@ def start_throttled(folder: Path) -> Watched:
 
 
 def lift_throttle(trial: Watched) -> None:
-    """All links may start; those that do are put back behind the first one."""
+    """All links may start; those that do are requeued behind the first."""
     job = array(trial.witness.paths)
     slurm("scontrol", "update", f"JobId={job}", "ArrayTaskThrottle=0")
     wait_until(
@@ -103,6 +103,6 @@ def array(paths: RunPaths) -> str:
 
 
 def states(job: str) -> dict[str, str]:
-    """Of all elements of an array."""
+    """The states of all elements of an array."""
     lines = slurm("squeue", "-h", "-r", "-t", "all", "-o", "%i %T", "-j", job).splitlines()
     return {line.split()[0]: line.split()[1] for line in lines}

@@ -41,7 +41,7 @@ def check_reference_is_the_start(world: Any) -> None:
 
 
 def check_good_completions_have_advantages(world: Any) -> None:
-    """Where nothing is expected, a reward is an advantage and a penalty a disadvantage."""
+    """With values of 0, a reward is a positive advantage and a penalty a negative one."""
     sample = world.rollout(step=1)
     sample.data["values"] = torch.zeros_like(sample.tensor("values"))
     for reward in (1.0, -1.0):

@@ -31,7 +31,7 @@ def exported(checkpoint: Path, target: Path, *, role: str = "actor", **options: 
 
 
 def write_checkpoint(directory: Path, dtype: str, ranks: int) -> dict[str, np.ndarray]:
-    """A role's files with random bits, moments of zeros beside them; returns whole weights."""
+    """Write a role's files with random bits and zero moments; return the whole weights."""
     random = np.random.default_rng(3)
     kind = {"float32": np.uint32, "bfloat16": np.uint16, "float16": np.uint16}[dtype]
     whole = {

@@ -90,7 +90,7 @@ def test_everything_wrong_is_named_at_once(checkpoint: Path) -> None:
 
 
 def test_sizes_alone_can_be_checked(checkpoint: Path) -> None:
-    """But for the state's: it is small, and a master goes on from it."""
+    """Only the state's checksum is verified: it is small, and a master resumes from it."""
     path = checkpoint / "actor.0.safetensors"
     path.write_bytes(path.read_bytes()[::-1])
     assert verify(checkpoint, checksums=False).step == 7

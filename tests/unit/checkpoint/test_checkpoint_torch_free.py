@@ -1,4 +1,4 @@
-"""What the login node and the master import never loads torch."""
+"""Modules that the login node and the master import never load torch."""
 
 from __future__ import annotations
 

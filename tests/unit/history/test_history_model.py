@@ -53,7 +53,7 @@ class NextAction(BaseException):
 
 
 class Replay:
-    """What one process did so far."""
+    """The actions of one process so far."""
 
     def __init__(self, log: Log, returns: tuple[Any, ...]) -> None:
         self.log = log
@@ -167,14 +167,14 @@ class State(NamedTuple):
     log: Log
     disk: frozenset[str]
     processes: tuple[tuple[Any, ...] | None, ...]
-    """What each process's actions returned; None when it is over."""
+    """The results of each process's actions; None once it has ended."""
 
 
 @dataclass
 class Model:
     programs: tuple[Callable[[Replay], None], ...]
     ends: set[str] = field(default_factory=set)
-    """How processes ended."""
+    """How each process ended."""
     logs: set[Log] = field(default_factory=set)
     """Histories in which everybody is over."""
     states: int = 0
@@ -336,7 +336,7 @@ def test_two_masters_alone_finish_once() -> None:
     assert all(word.count("x") == 1 for word in kinds(model.logs))
 
 
-# -- the model finds what is wrong ---------------------------------------------------------------
+# -- the model finds deliberate faults ------------------------------------------------------------
 
 
 def test_a_writer_that_is_not_fenced_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

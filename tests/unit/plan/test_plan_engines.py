@@ -1,4 +1,4 @@
-"""What each engine takes, and how a plan says no to the rest."""
+"""The layouts and settings that each engine supports, and the refusal of others."""
 
 from __future__ import annotations
 

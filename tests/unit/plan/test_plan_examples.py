@@ -20,7 +20,7 @@ MODEL = (
 
 
 def overrides(example: Path, folder: Path) -> list[str]:
-    """Settings that put stand-ins in place of files which are made or fetched at run time."""
+    """Settings that replace files which are made or fetched at run time by stand-ins."""
     data, tokenizer = folder / "data.jsonl", folder / "tokenizer"
     data.touch()
     tokenizer.mkdir()
@@ -30,7 +30,7 @@ def overrides(example: Path, folder: Path) -> list[str]:
 
 
 def export_of(example: Path, root: Path) -> None:
-    """What the trial that an example starts from leaves behind."""
+    """The export of the trial that an example starts from."""
     path = str(load(example).values["actor"].get("path"))
     if path.startswith(TRIAL_PREFIX):
         experiment, trial = path.removeprefix(TRIAL_PREFIX).split("/")

@@ -1,4 +1,4 @@
-"""Layouts that do not fit into a GPU's memory, and what is said about them."""
+"""Layouts that do not fit into a GPU's memory are refused with the estimate."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_no_checkpointing_is_suggested_where_none_fits(plan_ppo: Load) -> None:
 
 
 def test_an_assumed_length_is_named_as_the_reason(plan_ppo: Load) -> None:
-    """Without a limit on prompts the model's positions count, and the message says so."""
+    """Without a limit on prompts the model's positions are the limit, and the message says so."""
     architecture = {**SEVEN_BILLION, "max_position_embeddings": 131072}
     with pytest.raises(ConfigError, match=r"set dataset.max_prompt_tokens .*131072 tokens"):
         plan_ppo(

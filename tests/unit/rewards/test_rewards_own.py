@@ -1,4 +1,4 @@
-"""Rewards of users: what is accepted, and one clear message for what is not."""
+"""Users' own rewards: the accepted forms, and one clear message for everything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scheduler in place of the real ones, behind the functions that look them up."""
+"""A fake scheduler in place of the real ones."""
 
 from __future__ import annotations
 

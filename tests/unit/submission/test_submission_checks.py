@@ -1,4 +1,4 @@
-"""What is looked at before a trial is queued."""
+"""The checks before a trial is queued."""
 
 from __future__ import annotations
 

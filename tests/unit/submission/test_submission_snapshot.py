@@ -41,7 +41,7 @@ def proposed(user: Path, *overrides: str) -> Proposal:
 
 
 def copied(snapshot_folder: Path) -> set[str]:
-    """What is in it besides this package and what a checkout of it has changed."""
+    """The names in a snapshot that do not belong to this package or its checkout's changes."""
     return {path.name for path in snapshot_folder.iterdir()} - {"slurmrl", "slurmrl.diff"}
 
 
@@ -73,7 +73,7 @@ def test_listed_code_is_copied_without_what_nobody_imports(
     (package / "part" / "table.json").write_text("{}")
     (package / "__init__.py").write_text("import helper\n")
     (package / "part" / "loop").symlink_to(package)
-    os.mkfifo(package / "pipe")  # reading it would wait for ever
+    os.mkfifo(package / "pipe")  # reading it would block
     paths = submit(proposed(user, f"code=[{package}]")).paths
     assert {"package", "helper.py"} < copied(paths.code)
     found = {str(p.relative_to(paths.code)) for p in (paths.code / "package").rglob("*")}

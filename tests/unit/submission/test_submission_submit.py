@@ -51,7 +51,7 @@ def history(paths: RunPaths) -> TrialState:
 
 
 def train(paths: RunPaths, step: int) -> None:
-    """What a run leaves in the history."""
+    """Append the history records of a run."""
     log = History(paths.history)
     begin(log, {}).append(Kind.COMMIT, {"step": step, "directory": f"step-{step:08d}.1"})
 
@@ -121,7 +121,7 @@ def test_a_trial_keeps_its_precision_where_the_default_is_another_one(
 
 
 def test_cores_and_memory_reach_the_batch_script(config: Path) -> None:
-    """What the plan gives the workers of a host is what Slurm is asked for."""
+    """Slurm is asked for exactly the resources that the plan gives the workers of a host."""
     overrides = ("cluster.gpus_per_worker=1", "actor.backend=fsdp:d2")
     proposal = propose(config, overrides, root=str(config.parent / "runs"), scheduler="slurm")
     group, script = proposal.plan.groups[0], proposal.scripts()["trainer"]
