@@ -1,4 +1,4 @@
-"""Containers of the real Apptainer, in which ranks find the Python and packages of the test."""
+"""Containers of the real Apptainer, which provide the Python and packages of the test."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def above(pid: int, agent: int) -> list[int]:
 
 
 def _rights() -> list[str]:
-    """Root would ask for every right there is, which not every machine has to give."""
+    """As root, Apptainer would request capabilities that not every machine grants."""
     return ["--no-privs"] if os.geteuid() == 0 else []
 
 

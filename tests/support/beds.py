@@ -1,4 +1,4 @@
-"""Test beds of a test's own: with accounting, or with a network for each node."""
+"""Private test beds: with accounting, or with a network for each node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 400.0
 
 
 def run_bed(*arguments: str) -> None:
-    """Run the test bed's command, which must work."""
+    """Run the test bed's command, which must succeed."""
     done = _call(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
 

@@ -1,8 +1,8 @@
-"""A disk in memory that knows what a crash of the server leaves of it.
+"""A disk in memory that simulates a crash of the server.
 
-A file's bytes are safe after fsync of the file, an entry (a name made, moved or removed) after
-fsync of its directory. Everything else may or may not be there after a crash, each thing by
-itself: that is what POSIX promises, and less than most file systems do.
+A file's bytes are durable after fsync of the file, an entry (a name made, moved or removed) after
+fsync of its directory. Everything else may or may not survive a crash, each thing independently:
+POSIX promises no more, and most file systems do.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class File:
 class Directory:
     entries: dict[str, File | Directory] = field(default_factory=dict)
     safe: dict[str, File | Directory] = field(default_factory=dict)
-    """The entries that fsync has put on the disk."""
+    """The entries that fsync has made durable."""
 
 
 Tree = dict[str, Any]
@@ -102,7 +102,7 @@ def some(seed: object) -> Callable[[], bool]:
 
 
 def write_out(tree: Tree, folder: Path) -> None:
-    """Put what a crash left into a real folder, to read it with the real code."""
+    """Copy what a crash left into a real folder, to read it with the real code."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in tree.items():
         if isinstance(content, dict):
@@ -118,7 +118,7 @@ class Opened:
 
 
 class DiskCalls(SystemCalls):
-    """Operations on a disk by one client that has no cache. ``after`` is called after each."""
+    """Operations on a disk by one client without a cache. ``after`` is called after each."""
 
     def __init__(self, disk: Disk, after: Callable[[str], None] = lambda name: None) -> None:
         self.disk = disk

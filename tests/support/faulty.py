@@ -1,4 +1,4 @@
-"""A file layer that fails: one operation, or all from one on, before or after it was done."""
+"""A file layer in which one operation, or all from one on, fails before or after it happened."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Faulty(SystemCalls):
             self.clock.advance(self.hang_s)
             if not self.at <= number < self.at + self.times:
                 return real(*arguments)
-            if self.done or name == "close":  # an error of close closes all the same
+            if self.done or name == "close":  # a failed close has closed the file all the same
                 result = real(*arguments)
                 if name == "open":
                     os.close(result)

@@ -1,7 +1,7 @@
-"""A run directory in which one file is not what slurmrl wrote, and what is done with it.
+"""A run directory with one damaged or foreign file, and the readers of that file.
 
-``python -m tests.support.hostile [--seed N] [--examples N]`` tries at length what
-``unit/cli/test_cli_hostile.py`` tries in short: every reader either copes or ends with one clear
+``python -m tests.support.hostile [--seed N] [--examples N]`` tests at length what
+``unit/cli/test_cli_hostile.py`` tests briefly: every reader either copes or ends with one clear
 message, without a traceback and in bounded time.
 """
 
@@ -66,7 +66,7 @@ from slurmrl.workers.master.serve import restore
 from tests.fake_runs import FakeRun, FakeScheduler, task, write_config
 
 SECONDS = 60.0
-"""For one reader; a hang is found by this."""
+"""Time limit for one reader, which finds hangs."""
 NO_PROCESS = "local-4194399-77"
 COMMANDS = (
     ("status",),
@@ -86,7 +86,7 @@ COMMANDS = (
 
 
 def build(folder: Path) -> RunPaths:
-    """A trial that was interrupted, with every kind of file that a run directory can have."""
+    """An interrupted trial with every kind of file that a run directory can have."""
     run = FakeRun(folder / "runs")
     paths = run.paths
     settings = load_settings(write_config(folder), ())
@@ -223,7 +223,7 @@ def _bomb(path: Path, chance: random.Random) -> None:
 
 
 def _value(path: Path, chance: random.Random) -> None:
-    """JSON stays JSON, but for one value of another type."""
+    """JSON with one value of another type."""
     text = path.read_bytes().decode(errors="replace")
     lines = text.splitlines() if path.suffix == ".jsonl" else [text]
     chosen = chance.randrange(len(lines) or 1)
@@ -242,7 +242,7 @@ def _value(path: Path, chance: random.Random) -> None:
 
 
 def _changed(values: Any, chance: random.Random) -> Any:
-    """With one value replaced or left out, at any depth."""
+    """JSON with one value replaced or removed, at any depth."""
     if not isinstance(values, dict | list) or not values or chance.random() < 0.05:
         return chance.choice(VALUES)
     keys_ = list(values) if isinstance(values, dict) else list(range(len(values)))
@@ -281,7 +281,7 @@ MUTATIONS: dict[str, Callable[[Path, random.Random], None]] = {
 
 @contextmanager
 def mutated(paths: RunPaths, path: Path, mutation: str, chance: random.Random) -> Iterator[None]:
-    """One file is damaged inside, and everything as it was afterwards."""
+    """Damage one file; restore everything afterwards."""
     content, before = path.read_bytes(), set(os.listdir(paths.history))
     MUTATIONS[mutation](path, chance)
     try:
@@ -296,11 +296,11 @@ def mutated(paths: RunPaths, path: Path, mutation: str, chance: random.Random) -
             (paths.history / name).unlink()
 
 
-# -- what reads it -------------------------------------------------------------------------------
+# -- its readers ----------------------------------------------------------------------------------
 
 
 class HangError(Exception):
-    """A reader did not come to its end."""
+    """A reader did not finish."""
 
 
 @contextmanager
@@ -318,7 +318,7 @@ def bounded() -> Iterator[None]:
 
 
 def command(paths: RunPaths, words: tuple[str, ...]) -> None:
-    """Run a command; what it prints and its exit code must fit together."""
+    """Run a command; its output and its exit code must be consistent."""
     out, errors = io.StringIO(), io.StringIO()
     root = paths.run.parents[2]
     target = root.parent / "exported"
@@ -411,7 +411,7 @@ def reader(paths: RunPaths, name: str) -> None:
 
 
 def attempt(paths: RunPaths, path: Path, mutation: str, seed: int) -> None:
-    """Damage one file and let everything read it."""
+    """Damage one file and run all its readers."""
     for words in COMMANDS:
         with mutated(paths, path, mutation, random.Random(seed)):
             command(paths, words)

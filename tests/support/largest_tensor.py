@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class LargestTensor(TorchDispatchMode):
-    """The most elements that any tensor made under it had."""
+    """Number of elements of the largest tensor created under it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -79,7 +79,7 @@ def _on_cpu(factory: Any) -> Any:
 
 
 class _Distributed(types.ModuleType):
-    """torch.distributed, with the collectives over unequal tensors that gloo does not have."""
+    """torch.distributed, plus the collectives over unequal tensors that gloo lacks."""
 
     def __init__(self) -> None:
         super().__init__("torch.distributed")
@@ -105,7 +105,7 @@ class _Distributed(types.ModuleType):
 
 
 class TorchOnCPU(types.ModuleType):
-    """The real torch but for its device."""
+    """The real torch except for its device."""
 
     def __init__(self) -> None:
         super().__init__("torch")
@@ -119,7 +119,7 @@ class TorchOnCPU(types.ModuleType):
 
 
 def called_by_megatron(depth: int = 2) -> bool:
-    """Whether the function that many frames above is megatron's, or TransformerEngine's."""
+    """Whether the function that many frames above belongs to megatron or TransformerEngine."""
     name = str(sys._getframe(depth).f_globals.get("__name__", ""))
     return name.startswith(("megatron.", "transformer_engine."))
 

@@ -21,17 +21,17 @@ def slurm(*command: str) -> str:
 
 
 def queued(*options: str) -> list[str]:
-    """Jobs that are not over."""
+    """Jobs that have not ended."""
     return slurm("squeue", "-h", "-o", "%i %T", *options).splitlines()
 
 
 def preempt() -> None:
-    """A job of a higher tier that wants all nodes for itself, for a moment."""
+    """A job of a higher tier that takes all nodes exclusively for a moment."""
     slurm("sbatch", "-p", "high", "-N4", "--exclusive", "-t1", "-o/dev/null", "--wrap", "sleep 1")
 
 
 def node_of(pid: int) -> str:
-    """Slurm's name of the node that a process of a job was started on."""
+    """Slurm's name for the node on which a process of a job was started."""
     for word in Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0"):
         if word.startswith("SLURMD_NODENAME="):
             return word.partition("=")[2]

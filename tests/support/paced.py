@@ -1,7 +1,7 @@
-"""A trial whose steps take their time until the test says that it may hurry.
+"""A trial with slow steps until the test lets it hurry.
 
-So it is still running when a test disturbs it, on a machine of any speed, and does not keep the
-test waiting afterwards. How it ends does not depend on the pace.
+So it still runs when a test disturbs it, on a machine of any speed, and does not keep the test
+waiting afterwards. Its result does not depend on the pace.
 """
 
 from __future__ import annotations

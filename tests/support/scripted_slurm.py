@@ -74,5 +74,5 @@ class Slurm(SlurmClient):
             QueueRow(job, (e,), self.state if (job, e) == self.running else "PENDING", (), name, "")
             for job, (name, elements) in self.jobs.items()
             for e in elements
-            if (job, e) >= self.running  # what came before has been forgotten
+            if (job, e) >= self.running  # earlier jobs have been forgotten
         ]

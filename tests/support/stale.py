@@ -1,8 +1,8 @@
-"""One client's view of a shared disk through caches that lie for a while.
+"""One client's view of a shared disk through caches that are stale for a while.
 
-For up to ``cache_s`` a client may believe in an entry that is gone, in the absence of one that
-was made (negative entries), in an old listing, and in an old size of a file, whose new bytes it
-then does not see. What it changes itself goes to the server at once and drops its own entry.
+For up to ``cache_s`` a client may see an entry that was removed, no entry where one was made
+(negative entries), an old listing, and an old size of a file, which hides its new bytes. Its own
+changes reach the server at once and drop its own entry.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ WITHOUT = (
 
 
 class _Numbers:
-    """An enumeration whose members are made when they are named."""
+    """An enumeration whose members are created on access."""
 
     def __init__(self) -> None:
         self._members: dict[str, int] = {}
@@ -46,7 +46,7 @@ class _Numbers:
 
 
 class _Names(types.ModuleType):
-    """A module that has every name."""
+    """A module in which every name exists."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -165,7 +165,7 @@ def install() -> None:
     if not FOLDER.is_dir():
         raise FileNotFoundError(f"{FOLDER} is not there: scripts/test makes it")
     sys.path.insert(0, str(FOLDER))
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # no shared objects are looked for
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # do not search for shared objects
     for name in WITHOUT:
         _add(_Names(name))
     sys.modules["transformer_engine_torch"] = _Kernels("transformer_engine_torch")

@@ -111,12 +111,12 @@ class Site:
         wait_until(f"a commit of {trial}", lambda: fold(history.read()).last_commit)
 
     def wait_for_end(self, trial: str, timeout_s: float = 1000.0) -> dict[str, Any]:
-        """Status once the trial neither runs nor is about to."""
+        """Status once the trial neither runs nor will run soon."""
 
         def ended() -> dict[str, Any] | None:
             paths = self.paths(trial)
             if processes(paths.run)["chain"] and fold(History(paths.history).read()).end is None:
-                return None  # it is alive; to ask the command would take a core from it
+                return None  # it is alive; running the command would take a core from it
             status = self.status(trial)
             return None if status["state"] in ("PENDING", "RUNNING") else status
 

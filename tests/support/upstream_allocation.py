@@ -1,4 +1,4 @@
-"""Our allocations under the names of AReaL's module, so that its style of cases can be run."""
+"""Our allocations under the names of AReaL's module, to run its cases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class AllocationValidationError(Exception):
 
 
 class InvalidAllocationModeError(Exception):
-    """Halves that do not take the same ranks."""
+    """Halves that need different numbers of ranks."""
 
 
 @dataclass(frozen=True)

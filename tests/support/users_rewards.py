@@ -1,4 +1,4 @@
-"""Rewards as users write them: functions and classes, right and wrong."""
+"""Rewards like users write them: functions and classes, valid and invalid."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Looks:
 
 
 class Silent:
-    """It cannot be called."""
+    """Has no __call__."""
 
 
 class WrongStats(Looks):

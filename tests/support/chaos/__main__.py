@@ -25,7 +25,7 @@ SCENARIOS = {
 
 
 def attack(scenario: Scenario, folder: Path, seed: int, schedules: int) -> dict[str, object]:
-    """Run schedules until all are done; kill points go round all operations of the victim."""
+    """Run schedules until all are done; kill points cycle through all operations of the victim."""
     killed: Counter[str] = Counter()
     runner = Runner(scenario)
     longest = runner.run(_fresh(folder), seed, None).victim_operations
@@ -52,7 +52,7 @@ def attack(scenario: Scenario, folder: Path, seed: int, schedules: int) -> dict[
 
 
 def show(scenario: Scenario, folder: Path, seed: int, kill_at: int) -> None:
-    """One schedule again, event by event."""
+    """Repeat one schedule, event by event."""
     try:
         outcome = Runner(scenario).run(_fresh(folder), seed, kill_at)
     except ViolationError as error:
@@ -84,7 +84,7 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="where to work (default: a temporary folder)")
     options = parser.parse_args()
     folder = options.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
-    logging.disable(logging.WARNING)  # failures are what this is about
+    logging.disable(logging.WARNING)  # failures are the subject here
     gc.freeze()  # forked actors then share the pages of all these modules
     try:
         for name in options.scenario or sorted(SCENARIOS):

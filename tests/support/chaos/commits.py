@@ -1,6 +1,6 @@
-"""Scenarios: commits of checkpoints by the real committer, their deletion, and what a zombie does.
+"""Scenarios: commits of checkpoints by the real committer, their deletion, and zombies.
 
-The ranks are played by a workforce that writes their files itself.
+A fake workforce writes the ranks' files itself.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ STEPS = 3
 
 
 class Ranks:
-    """A workforce whose ranks copy at once and write while the master looks after other things:
-    each look lets one rank write its file. Of the second checkpoint the disk takes only a part the
-    first time."""
+    """A workforce whose ranks copy at once and write while the master does other things: each check
+    lets one rank write its file. The first attempt to write the second checkpoint fails halfway."""
 
     def __init__(self, paths: RunPaths, incarnation: int) -> None:
         self._paths = paths
@@ -106,7 +105,7 @@ def master(folder: Path, me: int, note: Note) -> None:
     except StaleIncarnationError:
         note(event="stale")
     except (CheckpointError, EnvironmentFailure) as error:
-        # Harmless if a newer one has begun: it may have deleted our base, and cleans up our files.
+        # Harmless if there is a newer one: it may have deleted our base, and cleans up our files.
         writer.check()
         raise ViolationError(f"the newest incarnation lost files: {error}") from error
 
@@ -130,7 +129,8 @@ def successor(folder: Path, me: int, note: Note) -> None:
 
 
 def late_writer(folder: Path, me: int, note: Note) -> None:
-    """Threads of ranks whose master is gone: they write on into what was not committed."""
+    """Threads of ranks whose master is dead: they continue to write into an uncommitted
+    checkpoint."""
     paths = RunPaths(folder)
     for number in range(4):
         for name in leftovers(folder):
@@ -189,7 +189,7 @@ def leftovers(folder: Path) -> list[str]:
 
 
 def _check_clean(folder: Path, events: list[Event]) -> None:
-    """In the end one more incarnation begins: it leaves nothing that is not named."""
+    """Finally one more incarnation begins: it leaves no unnamed folder."""
     _check(folder, events)
     paths = RunPaths(folder)
     begin(History(paths.history), {"by": -1})

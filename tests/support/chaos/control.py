@@ -54,7 +54,7 @@ def master(folder: Path, me: int, note: Note) -> None:
 
 
 def agent(folder: Path, me: int, note: Note) -> None:
-    """Serves the newest incarnation it knows, and leaves for a newer one (`Agent._check_fence`)."""
+    """Serves the newest known incarnation, and leaves it for a newer one (`Agent._check_fence`)."""
     paths = RunPaths(folder)
     history = History(paths.history)
     joined, reader = 0, LogReader(paths.master_log(0))

@@ -20,7 +20,7 @@ PADDING = "x" * 5000
 
 
 def pack(value: str) -> bytes:
-    """A content that shows when it is torn."""
+    """Content that shows when it is torn."""
     body = f"{value} {PADDING}"
     return f"{zlib.crc32(body.encode()):08x} {body}".encode()
 
@@ -40,7 +40,7 @@ def _value(path: Path) -> str | None:
 
 
 class Recorder:
-    """Notes calls and what they returned; one whose outcome is unknown never returns."""
+    """Records calls and their results; a call whose outcome is unknown never returns."""
 
     def __init__(self, note: Note) -> None:
         self._note = note
@@ -55,7 +55,7 @@ class Recorder:
 
 
 def check_keys(events: list[Event], last: Callable[[str], str | None]) -> None:
-    """Every key's history is linearizable, up to what it holds in the end."""
+    """Every key's history is linearizable, including its final value."""
     for key in {event["key"] for event in events if event.get("event") == "call"}:
         history = operations(events, key)
         found = last(key)
@@ -131,7 +131,7 @@ def _deleted(store: NameStore, key: str) -> bool:
 
 
 def namer(folder: Path, me: int, note: Note) -> None:
-    """Adds, replaces and deletes keys that others do the same with."""
+    """Adds, replaces and deletes keys that other actors change too."""
     store, recorder = FileNameStore(folder), Recorder(note)
     for number in range(2):
         value = f"{me}.{number}"
@@ -143,7 +143,7 @@ def namer(folder: Path, me: int, note: Note) -> None:
 
 
 def owner(folder: Path, me: int, note: Note) -> None:
-    """Adds keys that nobody replaces, and gives them back at the end."""
+    """Adds keys that no other actor replaces, and deletes them at the end."""
     recorder = Recorder(note)
     with FileNameStore(folder) as store:
         value = f"{me}.own"
@@ -154,7 +154,7 @@ def owner(folder: Path, me: int, note: Note) -> None:
 
 
 def claimer(folder: Path, me: int, note: Note) -> None:
-    """Claims the next free number, as agents claim their attempt."""
+    """Claims the next free number, like an agent's attempt."""
     store, recorder = FileNameStore(folder), Recorder(note)
     for number in range(100):
         key = f"attempt/{number}"

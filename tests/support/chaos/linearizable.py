@@ -1,7 +1,7 @@
-"""Whether a history of one key can be put in one order that a single memory would show.
+"""Whether the history of one key is linearizable.
 
-After Wing and Gong, "Testing and verifying concurrent objects" (1993), with memory of dead ends.
-An operation that never returned (its process was killed) may have happened or not.
+After Wing and Gong, "Testing and verifying concurrent objects" (1993), with memory of dead ends. An
+operation that never returned (its process was killed) may have happened or not.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def operations(events: Sequence[dict[str, Any]], key: str) -> list[Operation]:
 
 
 def apply(operation: Operation, value: str | None) -> tuple[bool, str | None]:
-    """Whether this result is right when the key holds ``value``, and what it holds then."""
+    """Whether this result is possible when the key has ``value``, and its value afterwards."""
     returned = operation.end is not None
     if operation.kind == "add":
         added = value is ABSENT
@@ -64,7 +64,7 @@ def apply(operation: Operation, value: str | None) -> tuple[bool, str | None]:
 
 
 def is_linearizable(history: Sequence[Operation], last: str | bool | None = False) -> bool:
-    """``last``: what the key holds in the end, unless it is False (not known)."""
+    """``last``: the key's final value; False if unknown."""
     dead: set[tuple[frozenset[int], str | None]] = set()
     everything = frozenset(range(len(history)))
 

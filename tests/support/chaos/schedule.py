@@ -43,7 +43,7 @@ class Outcome:
 
 
 class Runner:
-    """Runs schedules of one scenario, with processes that live on until they are killed."""
+    """Runs schedules of one scenario, with processes that are reused until they are killed."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -57,8 +57,10 @@ class Runner:
             process.kill()
 
     def run(self, folder: Path, seed: int, kill_at: int | None) -> Outcome:
-        """Run one schedule and check it. The victim dies just before operation ``kill_at // 2``,
-        or (odd numbers) just after it and before anybody else moves. Raises ViolationError."""
+        """Run one schedule and check it. The victim dies just before operation ``kill_at
+
+        2``, or (odd numbers) just after it, before any other actor moves. Raises ViolationError.
+        """
         self.scenario.setup(folder)
         outcome = Outcome()
         for number, process in enumerate(self._processes[: len(self.scenario.actors)]):

@@ -1,11 +1,12 @@
-"""Processes that stop before each file operation and go on when told: real kills at every point.
+"""Processes that stop before each file operation until they may continue: real kills at every
+point.
 
-An actor is a forked process that runs a function. The functions of ``os`` that touch files are
-replaced in it (so what bypasses `fsio.calls` is caught as well): before each the actor reports
-and waits for a token. One actor moves at a time, so what was noted is a linear history.
+An actor is a forked process that runs a function. In it, the functions of ``os`` that touch files
+are replaced (which also covers code that bypasses `fsio.calls`): before each the actor reports and
+waits for a token. One actor moves at a time, so the notes are a linear history.
 
-fsync does nothing here: a SIGKILL leaves the page cache intact, and the recording disk
-(`tests.support.disk`) is what tests it. Sleeping takes no time.
+fsync does nothing here: SIGKILL leaves the page cache intact, and `tests.support.disk` tests
+durability. Sleeping takes no time.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ PACED = (
     *("mkdir", "rmdir", "listdir", "scandir", "chmod"),
 )
 QUIET = ("close", "stat", "lstat", "chmod", "scandir", "fsync", "fdatasync")
-"""Operations before which only the victim and its successor stop: nobody else would see whether
-they happened."""
+"""Operations before which only the victim and its successor stop: other actors could not observe
+whether they happened."""
 WRITES = ("write", "pwrite")
 GO, HALF = b"g", b"h"
 
@@ -75,28 +76,27 @@ class Pacer:
 
 
 class Process:
-    """The controller's side of one actor's process, which plays one part after the other.
-
-    While it has a part it is stopped before ``operation``; None: it waits for the next part.
-    """
+    """The controller's side of one actor's process, which runs one part after the other. During a
+    part it is stopped before ``operation``; None: it waits for the next part."""
 
     def __init__(self, parts: Mapping[str, Actor]) -> None:
         self.operation: str | None = None
         self.number = 0
         self.count = 0
-        """Operations of this part that were done."""
+        """Operations of this part that happened."""
         self._parts = parts
         self._pid = 0
 
     def begin(self, part: str, folder: Path, number: int, *, quiet: bool) -> None:
-        """Take up a part; the process is started if there is none. ``quiet``: see `QUIET`."""
+        """Start a part; start the process if there is none. ``quiet``: see `QUIET`."""
         if not self._pid:
             self._fork()
         self.number, self.count, self.operation = number, 0, "start"
         self._line.send(json.dumps([part, str(folder), number, quiet]).encode())
 
     def go(self, note: Callable[[dict[str, Any]], None], *, half: bool = False) -> None:
-        """Let it do its operation; take in what it notes until it stops before the next one."""
+        """Let the actor execute its operation; receive its notes until it stops before the next
+        one."""
         if self.operation != "start":
             self.count += 1
             self._line.send(HALF if half else GO)
@@ -131,7 +131,7 @@ class Process:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._pid = os.fork()
         if self._pid == 0:
-            os.closerange(3, theirs.fileno())  # the others' lines: they end when we are gone
+            os.closerange(3, theirs.fileno())  # other actors' pipes, so that they see our end
             os.closerange(theirs.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
             _live(self._parts, theirs)
         theirs.close()
@@ -139,7 +139,7 @@ class Process:
 
 
 def _live(parts: Mapping[str, Actor], line: socket.socket) -> None:
-    """The whole life of an actor's process."""
+    """The main function of an actor's process."""
     pacer = Pacer(line)
     pacer.install()
     while data := line.recv(MESSAGE_BYTES):

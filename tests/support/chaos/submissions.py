@@ -1,4 +1,5 @@
-"""Scenario: submitting, by two people at once and again after a crash, to a Slurm in a folder."""
+"""Scenario: submissions by two processes at once, and again after a crash, to a Slurm in a
+folder."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ PENDING, CANCELLED = "PENDING", "CANCELLED"
 
 class FolderSlurm(SlurmClient):
     """A Slurm whose jobs are files ``<id>__<job name>__<state>``, so that each of its actions is
-    one operation: it has happened or not when its caller is killed."""
+    one operation, which either happened or not when its caller is killed."""
 
     def __init__(self, folder: Path, me: int = 0) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class FolderScheduler(SlurmScheduler):
 
 @cache
 def _proposal() -> submit.Proposal:
-    """Checked and planned once: that writes nothing."""
+    """Checked and planned only once, since this writes nothing."""
     with tempfile.TemporaryDirectory() as folder:
         config = write_config(Path(folder))
         return submit.propose(config, [], root=folder, scheduler="local")
@@ -97,8 +98,8 @@ def _configuration() -> str:
 
 
 def _put_in(folder: Path, me: int) -> None:
-    """A Slurm in a folder, a small package; and what costs time, which no protocol knows of, once
-    (the configuration, as all submit the same) or not at all."""
+    """Install a Slurm in a folder and a small package. Slow parts that no protocol depends on run
+    once (the configuration, which all submitters share) or not at all."""
     prepare.slurmrl.__file__ = str(folder / "slurmrl" / "__init__.py")
     for module in (submit, live):
         module.make = lambda kind: _scheduler(folder, me)
@@ -108,7 +109,7 @@ def _put_in(folder: Path, me: int) -> None:
 
 
 def _small_package(folder: Path) -> None:
-    """A package to snapshot that is not 200 files long."""
+    """A package for snapshots without the real one's hundreds of files."""
     (folder / "slurmrl").mkdir()
     (folder / "slurmrl" / "__init__.py").write_text("")
 

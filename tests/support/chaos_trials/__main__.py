@@ -1,7 +1,7 @@
 """Kill processes of a trial at seeded random moments: scripts/chaos [OPTIONS]
 
-The trial must end as it does when it is left alone: weights, optimizer state, metrics of each step
-(timings apart) and the samples of each step, bit for bit.
+The trial must have the result of an undisturbed one: weights, optimizer state, metrics of each step
+(except times) and the samples of each step, bit for bit.
 """
 
 from __future__ import annotations

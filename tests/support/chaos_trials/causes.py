@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.support.trials import processes, wait_until
 
 TIMEOUT_S = 600.0
-"""Longest wait for a process: a fork server takes minutes to import torch on a busy machine."""
+"""Maximum wait for a process: a fork server takes minutes to import torch on a busy machine."""
 
 
 @dataclass(frozen=True)

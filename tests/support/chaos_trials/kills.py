@@ -13,8 +13,8 @@ PHASES = {"step": 6, "commit": 2, "start": 2}
 
 @dataclass(frozen=True)
 class Plan:
-    """One kill. Its moment is made of what the trial was seen to do, and a part of how long that
-    usually takes, so that it means the same on a machine of another speed."""
+    """One kill. Its time is defined by the trial's observed progress and a fraction of the usual
+    length of that phase, so that it means the same on a machine of another speed."""
 
     number: int
     cause: str
@@ -25,7 +25,7 @@ class Plan:
     fraction: float
     """Delay before the kill, as a fraction of the phase's usual length."""
     choice: float
-    """Which of the processes that can be meant: 0 to 1 along their order."""
+    """Choice among the candidate processes: 0 to 1 along their order."""
 
     @property
     def moment(self) -> str:

@@ -1,4 +1,4 @@
-"""Carries out plans on a running trial and sees how it recovers."""
+"""Executes plans on a running trial and observes how it recovers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Kill:
     at: float
     """Seconds since the epoch."""
     incarnation: int
-    """The newest one when it came."""
+    """The newest incarnation at the time of the kill."""
     successor: int | None = None
-    """The incarnation that trained again; None where none was needed."""
+    """The incarnation that trained again; None if none was needed."""
     how: str = ""
     """How the next incarnation started, in words."""
     seconds: float | None = None
@@ -42,7 +42,7 @@ class Kill:
 
 
 class Monkey:
-    """Disturbs a trial as planned."""
+    """Disturbs a trial according to plans."""
 
     def __init__(self, trial: Watched, usual: Usual) -> None:
         self.trial = trial
@@ -50,7 +50,7 @@ class Monkey:
         self.kills: list[Kill] = []
 
     def run(self, plans: Sequence[Plan]) -> list[Kill]:
-        """The kills that came before the trial's end. Raises TimeoutError."""
+        """Execute the plans; return the kills before the trial's end. Raises TimeoutError."""
         for plan in plans:
             if not self._may_follow_at_once(plan):
                 self._wait_for_recovery()
@@ -62,7 +62,7 @@ class Monkey:
         return self.kills
 
     def _carry_out(self, plan: Plan) -> bool:
-        """False if the trial ended before there was anything to kill."""
+        """Execute one plan; False if the trial ended before there was a process to kill."""
         cause = CAUSES[plan.cause]
         if not strike(cause, self.trial.witness.paths.run, plan.choice, self.trial.over):
             return False
@@ -72,7 +72,7 @@ class Monkey:
         return True
 
     def _may_follow_at_once(self, plan: Plan) -> bool:
-        """The start that is to be disturbed follows from the kill before."""
+        """The start to disturb follows the previous kill."""
         return plan.phase == "start" and not (
             self.kills and CAUSES[self.kills[-1].plan.cause].resumes
         )

@@ -1,4 +1,4 @@
-"""A trial left alone, and the same trial disturbed: both must end in the same way."""
+"""An undisturbed trial, and the same trial disturbed: both must have the same result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.trials import Site, ppo_config, sft_config
 
 STEPS_PER_KILL = {"sft": 12, "ppo": 4}
 LAST_STEPS = 12
-"""After the last kill's window, so that there is something left to recover for."""
+"""Steps after the last kill's window, so that the trial must recover."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Undisturbed:
 
 
 def undisturbed(setting: Setting, folder: Path) -> Undisturbed:
-    """Run the trial and leave it alone."""
+    """Run the trial undisturbed."""
     trial = setting.submit(folder)
     outcome = trial.outcome()
     return Undisturbed(outcome, _usual(trial, outcome))
@@ -79,7 +79,7 @@ def undisturbed(setting: Setting, folder: Path) -> Undisturbed:
 def disturbed(
     setting: Setting, folder: Path, plans: Sequence[Plan], usual: Usual
 ) -> tuple[Outcome, list[Kill]]:
-    """Run the trial and carry out the plans."""
+    """Run the trial and execute the plans."""
     trial = setting.submit(folder)
     kills = Monkey(trial, usual).run(plans)
     return trial.outcome(), kills
@@ -88,8 +88,8 @@ def disturbed(
 def chaos(
     setting: Setting, folder: Path, seed: int, causes: Sequence[str], calm: Undisturbed
 ) -> tuple[list[str], list[Kill]]:
-    """Differences to the undisturbed run, and the kills; a kill that was not carried out is a
-    difference too."""
+    """Differences to the undisturbed run, and the kills; a plan that was not executed also counts
+    as a difference."""
     plans = draw(seed, setting.kills, causes, setting.steps - LAST_STEPS)
     outcome, kills = disturbed(setting, folder, plans, calm.usual)
     missed = len(plans) - len(kills)
@@ -98,7 +98,7 @@ def chaos(
 
 
 def _usual(trial: Watched, outcome: Outcome) -> Usual:
-    """From what the run itself recorded."""
+    """Phases' lengths from the run's own records."""
     begun = next(record.time for record in trial.witness.records if record.kind is Kind.BEGIN)
     seen = events.read_all(trial.witness.paths)
     ready = next(event["time"] for event in seen if event["kind"] == "ready")

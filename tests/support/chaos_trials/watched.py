@@ -14,12 +14,12 @@ POLL_S = 0.005
 ASK_S = 20.0
 """Seconds without news until the status is queried, which takes a process."""
 TIMEOUT_S = 300.0
-"""Longest wait without any news of the trial."""
+"""Maximum wait without any news of the trial."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """All that must not depend on how often a trial was disturbed."""
+    """Everything that must not depend on how often a trial was disturbed."""
 
     final: dict[str, Any]
     """`Site.outcome`: files, export, cursor, metrics."""
@@ -46,7 +46,7 @@ class Outcome:
 
 
 def _differing(one: Any, other: Any) -> list[Any]:
-    """Keys, or positions, under which two collections differ."""
+    """Keys or positions at which two collections differ."""
     if isinstance(one, list):
         one, other = dict(enumerate(one)), dict(enumerate(other))
     return sorted(key for key in one.keys() | other.keys() if one.get(key) != other.get(key))
@@ -71,14 +71,13 @@ class Watched:
         self.site.slurmrl("resume", self.name, "--detach")
 
     def over(self) -> bool:
-        """Look; whether the trial has ended."""
+        """Update the observations; return whether the trial has ended."""
         self.witness.look()
         return self.witness.state.end is not None
 
     def until(self, what: str, check: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> bool:
-        """Look on until ``check`` holds; False if the trial's end came first. Raises TimeoutError
-        after ``timeout_s`` without news, and AssertionError where the trial has no jobs any more.
-        """
+        """Observe until ``check`` holds; False if the trial ended first. Raises TimeoutError after
+        ``timeout_s`` without news, and AssertionError if the trial no longer has jobs."""
         heard_at = ask_at = time.monotonic()
         news = -1
         while not (over := self.over()) and not check():

@@ -54,7 +54,7 @@ class Witness:
 
     @property
     def news(self) -> int:
-        """Grows with each record and each batch."""
+        """Number of records and batches seen."""
         return len(self.records) + sum(len(batches) for batches in self.posted.values())
 
     def job(self, incarnation: int) -> str:
@@ -66,11 +66,11 @@ class Witness:
         )
 
     def batches(self, incarnation: int) -> dict[int, Items]:
-        """Those that were given out, by step."""
+        """The posted batches by step."""
         return self.posted.get(incarnation, {})
 
     def has_posted(self, incarnation: int, step: int) -> bool:
-        """Whether the batch of ``step``, or of a later one, was given out."""
+        """Whether the batch of ``step``, or of a later one, was posted."""
         return any(posted >= step for posted in self.batches(incarnation))
 
     def is_committing(self, incarnation: int, step: int) -> bool:
@@ -91,10 +91,8 @@ class Witness:
         return bool(latest) and latest[0]["step"] >= min(batches)
 
     def committed(self) -> dict[int, Items]:
-        """Batch of each step as the history has it: of the incarnation that committed the step.
-
-        Raises AssertionError where a step was committed twice.
-        """
+        """Batch of each step according to the history: of the incarnation that committed the step.
+        Raises AssertionError if a step was committed twice."""
         found: dict[int, Items] = {}
         last = 0
         for record in self.records:

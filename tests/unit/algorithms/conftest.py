@@ -1,4 +1,4 @@
-"""A small PPO world in one process: real engines, a made-up vocabulary, a reward that is easy."""
+"""A small PPO setup in one process: real engines, a made-up vocabulary, an easy reward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The examples are valid configurations: all that they lack is data and start models."""
+"""The examples are valid configurations; only data and start models may be missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
 def lacking(name: str, root: Path) -> set[str]:
-    """Keys that the example's problems are about."""
+    """Keys of the example's problems."""
     with pytest.raises(ConfigError) as caught:
         load_settings(EXAMPLES / name, root=root)
     return {problem.key for problem in caught.value.problems}

@@ -126,7 +126,7 @@ def test_evaluation_has_settings_and_a_stream_of_its_own(make_world: MakeWorld) 
 
 
 def completed() -> SequenceSample:
-    """Two sums with an answer each, the second one wrong and not ended."""
+    """Two sums with an answer each; the second is wrong and has no stop token."""
     rows = [("1+2=", "3<eos>", True), ("4+5=", "8", False)]
     tokenizer = load_tokenizer(TOKENIZER)
     texts = [
@@ -182,7 +182,8 @@ def test_rewards_judge_decoded_completions(make_world: MakeWorld) -> None:
 
 
 def test_a_reward_that_is_not_finite_fails_the_call(make_world: MakeWorld) -> None:
-    """Every update of the step would be skipped, and the run would end as if it had learned."""
+    """Otherwise every update of the step would be skipped, and the run would end as if it had
+    learned."""
     context = judging(make_world().context(step=1), samples=1)
     config = context.settings.config.model_copy(
         update={"reward": Reward(name="tests.support.users_rewards:nan_for_the_second")}

@@ -1,4 +1,4 @@
-"""PPO on real engines: what a healthy step looks like, and that planted faults are seen."""
+"""PPO on real engines: the properties of a healthy step, and that deliberate faults show."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ tokens, moments and the KL; in each of its updates for the statistics and the gr
 
 
 def check_first_update_is_on_policy(world: Any) -> None:
-    """Before any update the new policy is the one that sampled: every ratio is 1."""
+    """Before any update the new policy is the sampling policy: every ratio is 1."""
     stats = world.train_actor(world.rollout(step=1), 1, kl_coef=0.0)
     assert stats["actor_updates"] == 1.0
     assert stats["importance_ratio"] == pytest.approx(1.0, abs=1e-4)
@@ -32,7 +32,7 @@ def check_first_update_is_on_policy(world: Any) -> None:
 
 
 def check_reference_is_the_start(world: Any) -> None:
-    """The distance from the reference is 0 at first, and no longer after updates."""
+    """The KL to the reference is 0 at first, and not after updates."""
     first = world.train_actor(world.rollout(step=1), 1, kl_coef=0.0)
     assert first["kl"] == pytest.approx(0.0, abs=1e-5)
     for step in range(2, 6):
@@ -115,7 +115,7 @@ def test_a_flipped_sign_in_gae_is_seen(
 
 
 def explained(world: Any, sample: SequenceSample) -> float:
-    """Share of the returns' variance that the critic's present values explain."""
+    """Share of the returns' variance that the critic explains."""
     returns = estimate(sample, world.ppo, 0.0).returns
     values = world.critic.forward(sample.only(["input_ids"]))["values"]
     states = estimate(sample, world.ppo, 0.0).responses.tokens - 1
@@ -182,8 +182,8 @@ def weights(engine: Engine) -> dict[str, torch.Tensor]:
 def test_the_update_whose_ratio_runs_away_is_not_made(
     make_world: MakeWorld, runs_away: int | None
 ) -> None:
-    """Nor any after it: the third of four minibatches was sampled by quite another policy, so its
-    mean ratio is above the limit when it is looked at."""
+    """A vetoed update also ends the step. The third of four minibatches was sampled by a very
+    different policy, so its mean ratio exceeds the limit."""
     world, other = (make_world(n_minibatches=4, n_epochs=2) for _ in range(2))
     sample = world.rollout(step=1)
     if runs_away is not None:

@@ -96,7 +96,7 @@ def divisors(number: int) -> st.SearchStrategy[int]:
 
 @st.composite
 def allocations(draw: st.DrawFn) -> Allocation:
-    """Any allocation that a backend takes, halves and all."""
+    """Any allocation that a backend supports, with or without halves."""
     backend = draw(st.sampled_from(list(BACKENDS.values())))
     name = draw(st.sampled_from(["", "a", "actor_2", "_"]))
     sizes = ONES | {AXIS_OF[d]: draw(SIZES) for d in backend.dimensions if d != "e"}

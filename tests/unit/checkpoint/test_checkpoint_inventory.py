@@ -1,4 +1,4 @@
-"""Which commits stay, and why."""
+"""Retention: the commits that are kept, and the reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A manifest says exactly what a checkpoint is."""
+"""A manifest defines exactly the content of a checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Types of exported tensors: rounded as torch rounds, and never to infinity."""
+"""Types of exported tensors: rounded like torch, and never to infinity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Our safetensors files are those of the safetensors package, byte by byte."""
+"""Our safetensors files equal those of the safetensors package, byte by byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forms of Slurm's time limits, and the warning that has to come within them."""
+"""Slurm's forms of time limits, and the warning that must fit into them."""
 
 from __future__ import annotations
 

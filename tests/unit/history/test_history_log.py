@@ -93,7 +93,7 @@ def test_a_hole_on_a_local_file_system_is_said_at_once(tmp_path: Path) -> None:
 
 
 class HidesNewFiles(NoSleep):
-    """A cache that has not noticed the newest files for a number of pauses."""
+    """A cache that does not show the newest files for a number of pauses."""
 
     hidden = 3
 

@@ -49,7 +49,7 @@ Action = tuple[Any, ...]
 
 
 class NextAction(BaseException):
-    """Unwinds a process that has reached an action which has not happened yet."""
+    """Unwinds a process at an action that has not happened yet."""
 
 
 class Replay:
@@ -176,7 +176,7 @@ class Model:
     ends: set[str] = field(default_factory=set)
     """How each process ended."""
     logs: set[Log] = field(default_factory=set)
-    """Histories in which everybody is over."""
+    """Histories after which every process has ended."""
     states: int = 0
     _next: dict[tuple[int, Log, tuple[Any, ...]], Action | None] = field(default_factory=dict)
 
@@ -200,7 +200,7 @@ class Model:
         self.states = len(seen)
 
     def step(self, state: State, number: int) -> State | None:
-        """The state after the next action of one process; None if that is over."""
+        """The state after the next action of one process; None if it has ended."""
         returns = state.processes[number]
         if returns is None:
             return None
@@ -263,8 +263,8 @@ def check(state: State) -> None:
 
 @cache
 def needed(log: Log) -> frozenset[str]:
-    """The checkpoints that must be there: those that are committed, and the base of the newest
-    incarnation until it has a commit of its own. Checks the history itself."""
+    """The checkpoints that must exist: the committed ones, and the base of the newest incarnation
+    until it has its own commit. Checks the history itself."""
     try:
         now = fold(records(log))
     except CorruptFileError as error:
@@ -305,7 +305,7 @@ def explored(*programs: Callable[[Replay], None]) -> Model:
 
 
 def kinds(logs: set[Log]) -> set[str]:
-    """Histories as words, each kind by its first letter; FINISHED is an x."""
+    """Histories as words: the first letter of each kind, x for FINISHED."""
     letters = {Kind.FINISHED: "x"}
     return {"".join(letters.get(kind, kind.value[0]) for kind, *_ in log) for log in logs}
 

@@ -14,7 +14,7 @@ from slurmrl.history.state import fold
 
 
 class Counting(SystemCalls):
-    """Real calls; how many files were opened, and no time that passes."""
+    """Real calls that count opened files, on a clock that does not move."""
 
     def __init__(self) -> None:
         self.opened = 0
@@ -24,11 +24,11 @@ class Counting(SystemCalls):
         return super().open(path, flags, mode)
 
     def sleep(self, seconds: float) -> None:
-        """Nothing changes while we wait."""
+        """Return at once: nothing changes meanwhile."""
 
 
 class Writer:
-    """Writes records as fast as plain files can be written."""
+    """Writes records without fsync, to be fast."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -46,7 +46,7 @@ class Writer:
 
 
 def write_at_random(directory: Path, seed: int) -> None:
-    """A history that masters and commands could have written."""
+    """A random valid history of masters and commands."""
     choose, writer = random.Random(seed), Writer(directory)
     step, kept, ended, begun = 0, list[int](), False, False
     for _ in range(choose.randrange(60)):

@@ -1,4 +1,4 @@
-"""Two writers on one history: whatever the order, an old incarnation never follows a newer one."""
+"""Two writers on one history: in any order, an old incarnation never follows a newer one."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_zombie_cannot_append_after_a_newer_begin(tmp_path: Path) -> None:
 
 
 class Interrupted(SystemCalls):
-    """Something happens between a writer's check and its link: the writer was paused there."""
+    """A callback between a writer's check and its link, where the writer was paused."""
 
     def __init__(self) -> None:
         self.meanwhile: list[Callable[[], object]] = []

@@ -1,4 +1,4 @@
-"""Any layout into any other, by moving real data."""
+"""Copies from any layout into any other, with real data."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WHOLE = {
 
 
 def chunked(ranks: int) -> Layout:
-    """Ceil-chunks of dim 0, as FSDP2."""
+    """Ceil-chunks of dim 0, like FSDP2."""
     boxes = [[(n, chunk(s, ranks, r)) for n, s in SHAPES.items()] for r in range(ranks)]
     return Layout(
         TENSORS, tuple(tuple(Shard.contiguous(n, b) for n, b in row if b.count) for row in boxes)
@@ -33,7 +33,7 @@ def chunked(ranks: int) -> Layout:
 
 
 def flat(ranks: int) -> Layout:
-    """Equal ranges of one flat buffer that holds all tensors, as a distributed optimizer."""
+    """Equal ranges of one flat buffer of all tensors, like a distributed optimizer."""
     total = sum(int(np.prod(shape)) for shape in SHAPES.values())
     share = -(-total // ranks)
     rows: list[list[Shard]] = [[] for _ in range(ranks)]
@@ -72,7 +72,7 @@ LAYOUTS = st.tuples(st.sampled_from(sorted(KINDS)), st.integers(1, 5)).map(
 
 
 class Memory:
-    """Storages of all ranks, made on first use; nan marks what nobody wrote."""
+    """Storages of all ranks, made on first use; nan marks elements that were never written."""
 
     def __init__(self) -> None:
         self.arrays: dict[tuple[int, str], Array] = {}

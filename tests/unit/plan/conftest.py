@@ -1,4 +1,4 @@
-"""A folder with a PPO configuration that is right, for tests that break one thing in it."""
+"""A folder with a valid PPO configuration, for tests that break one thing in it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Load: TypeAlias = Callable[..., Settings]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Holds ppo.yaml and what it names."""
+    """Has ppo.yaml and the files that it names."""
     (tmp_path / "ppo.yaml").write_text(PPO)
     write_model(tmp_path / "model")
     for name in ("train.jsonl", "held_out.jsonl"):

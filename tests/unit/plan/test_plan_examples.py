@@ -1,4 +1,4 @@
-"""Every example is a configuration that can be planned, whatever data this machine has."""
+"""Every example can be planned, whatever data this machine has."""
 
 from __future__ import annotations
 

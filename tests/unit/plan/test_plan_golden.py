@@ -1,4 +1,4 @@
-"""The examples' plans, as files. To write them anew: SLURMRL_WRITE_GOLDEN=1 and run this test."""
+"""The examples' plans, as files. To write them again: SLURMRL_WRITE_GOLDEN=1 and run this test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def check(path: Path, found: str) -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
 def test_the_plan_of_an_example_is_the_one_on_file(example: Path, tmp_path: Path) -> None:
-    """On two GPUs of a Slurm cluster. What this machine lacks of files is left out."""
+    """On two GPUs of a Slurm cluster. Files that this machine lacks are left out."""
     settings = load_settings(
         example, ["cluster.gpus_per_worker=1"], root=tmp_path / "runs", planning=True
     )

@@ -1,4 +1,4 @@
-"""The tokens that end a completion, from model folders as they are published."""
+"""The tokens that end a completion, from model folders like published ones."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CHATML = ["<|endoftext|>", "a", "<|im_start|>", "<|im_end|>"]
             {"eos_token_id": [2, 4, 5]},
             ["<|endoftext|>", "<|assistant|>", "<|end|>"],
         ),
-        # of a base model with a chat template: the tokenizer alone knows
+        # of a base model with a chat template: only the tokenizer has it
         (CHATML, "<|im_end|>", {"eos_token_id": 0}, None, ["<|endoftext|>", "<|im_end|>"]),
         # the other way round
         (

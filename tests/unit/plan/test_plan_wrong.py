@@ -1,4 +1,4 @@
-"""Kinds of configurations that cannot work: each gives one message, at the key that is wrong."""
+"""Invalid configurations: each gives one message, at the invalid key."""
 
 from __future__ import annotations
 

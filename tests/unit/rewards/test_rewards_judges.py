@@ -95,7 +95,7 @@ def test_a_program_that_never_starts_is_an_error(make: Make) -> None:
 
 
 def test_a_batch_has_a_time_of_its_own(make: Make) -> None:
-    """Each request may take a minute, so those that hang would take half an hour."""
+    """Each request may take a minute, so hanging ones would take half an hour together."""
     pool = make(2)
     hanging = [{"x": 2, "hang": True}] * 30
     assert verdicts(pool, [{"x": 2}, *hanging], within_s=3.0) == [True] + [None] * 30

@@ -250,7 +250,7 @@ def test_cores_decide_how_many_judges_there_are(
     started: list[Path] = []
 
     class Judge(judges_module.Judge):
-        """Agrees to everything."""
+        """Accepts every completion."""
 
         def __init__(self, program: Path) -> None:
             started.append(program)

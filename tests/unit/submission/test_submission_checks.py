@@ -131,7 +131,7 @@ def test_the_build_of_torch_is_read_without_importing_it() -> None:
 def test_a_reward_that_the_run_could_not_make_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str, message: str
 ) -> None:
-    """A job has no PYTHONPATH of the shell that submits it."""
+    """The submitting shell's PYTHONPATH does not apply, since a job does not have it."""
     (tmp_path / "shell").mkdir()
     (tmp_path / "shell" / "only_in_my_shell.py").touch()
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "shell"))
@@ -157,7 +157,7 @@ def test_a_reward_of_ones_own_is_made_with_its_options_and_what_lies_beside_it(
 
 
 def test_what_takes_too_long_is_ended_and_said_to_be_unchecked(tmp_path: Path) -> None:
-    """With all that it has started; what was found before counts."""
+    """The child is killed with its processes; problems found before are reported."""
     module = """
 import pathlib, subprocess, time
 sleeper = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)

@@ -1,4 +1,4 @@
-"""More links for a trial that is alive."""
+"""More links for a live trial."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.fake_runs import FakeScheduler, task, write_config
 
 @pytest.fixture
 def paths(tmp_path: Path, scheduler: FakeScheduler) -> RunPaths:
-    """A trial whose jobs are in a Slurm that the tests play."""
+    """A trial whose jobs are in a fake Slurm."""
     return submitted(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Run directories that nobody else can read or change, and bytes in them that we did not write."""
+"""Run directories are private, and foreign bytes in them are read without trust."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ READERS: dict[str, tuple[Callable[[RunPaths], Path], Callable[[RunPaths], object
     ),
 }
 TOLERANT = {"jobs", "status", "state"}
-"""Readers that take some of these: an object without what they look for is empty to them."""
+"""Readers that accept some of these: to them an object without their keys is empty."""
 
 
 @pytest.mark.parametrize("content", HOSTILE, ids=[repr(content[:20]) for content in HOSTILE])

@@ -159,7 +159,7 @@ def test_a_changed_file_does_not_reach_a_snapshot(user: Path, scheduler: FakeSch
 
 
 def test_a_trial_of_another_slurmrl_is_not_written_to(user: Path, scheduler: FakeScheduler) -> None:
-    """Its jobs would not understand what we write."""
+    """Jobs of another version would not understand our files."""
     paths = submit(proposed(user)).paths
     end(History(paths.history), Kind.CANCELLED, {})
     scheduler.tasks = []
@@ -211,7 +211,7 @@ def test_code_is_changed_together_with_the_snapshot(user: Path, scheduler: FakeS
 def test_a_snapshot_is_there_whole_or_not_at_all(
     user: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    """A full disk while an update is copied, described or put in place: the old one runs on."""
+    """A full disk while an update is copied, recorded or renamed: the old snapshot stays in use."""
     paths = submit(proposed(user, MINE)).paths
 
     def full(*arguments: object) -> None:
@@ -308,7 +308,7 @@ def test_a_folder_without_git_says_so(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_record_of_a_repository(
     repository: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Changes go into a file, and what the configuration names and no commit holds is kept."""
+    """Changes are recorded in a file, and configured files that git does not track are copied."""
     monkeypatch.chdir(repository)
     code = submit(proposed(repository)).paths.code
     assert b"+SCORE = 3" in (code / "directory.diff").read_bytes()

@@ -283,7 +283,7 @@ def test_a_trial_that_was_never_prepared_cannot_be_resumed(again: Submit) -> Non
 def test_of_two_who_have_looked_one_submits(
     again: Submit, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The other one submits, from claim to end, between our look and our claim."""
+    """Another process submits, from claim to end, between our query and our claim."""
     claim = claims.claim
 
     def late(*arguments: Any) -> int:
@@ -300,7 +300,7 @@ def test_of_two_who_have_looked_one_submits(
 def test_nobody_submits_beside_a_submission_that_has_no_jobs_yet(
     again: Submit,
 ) -> None:
-    """Its submitter is between request and sbatch, or gone."""
+    """Its submitter is between request and sbatch, or dead."""
     paths = again().paths
     request = json.loads(paths.submission_request(1).read_text())
     other = subprocess.Popen(["sleep", "1000"])
@@ -337,7 +337,7 @@ def test_an_overtaken_submission_takes_its_jobs_back(
 def test_nobody_gives_way_to_a_number_that_was_taken_and_not_used(
     again: Submit, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its submitter was killed before its request: others find our jobs to be the newest."""
+    """A submitter was killed before its request, so our jobs are still the newest."""
     paths = again().paths
     submit_really = scheduler.submit
 
