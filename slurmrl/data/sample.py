@@ -24,6 +24,7 @@ PER_TOKEN_KEYS = (
     "prompt_ids",
     "prompt_mask",
     "logprobs",
+    "old_logprobs",
     "ref_logprobs",
     "values",
     "advantages",

@@ -63,6 +63,12 @@ class Engine(ABC):
             dist.all_reduce(tensor, group=self.context.group("dp"))
         return tensor
 
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        """Replace ``tensor`` by its maximum over the data-parallel ranks, in place."""
+        if self.context.dp_size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.context.group("dp"))
+        return tensor
+
     def vetoed(self, veto: Veto | None, stats: Mapping[str, float]) -> bool:
         """Whether ``veto`` skips the update. All ranks get the same answer, even where rounding
         differs between ranks that work on the same samples. Collective."""

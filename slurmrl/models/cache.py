@@ -31,6 +31,7 @@ class KVCache:
     ) -> None:
         """For prompts of ``lengths`` and up to ``new_tokens`` more, in the dtype of ``like``."""
         (self.lengths,) = upload([torch.tensor(lengths, dtype=torch.int64)], like.device)
+        self._limit = _multiple(max(lengths) + new_tokens)
         self.capacity = _multiple(max(lengths) + min(new_tokens, FIRST_ROOM_TOKENS))
         shape = (len(lengths), config.num_kv_heads, self.capacity, config.head_dim)
         layers = range(config.num_layers)
@@ -40,7 +41,8 @@ class KVCache:
         """Make room for rows of this many tokens."""
         if tokens <= self.capacity:
             return
-        self.capacity = _multiple(max(tokens, int(self.capacity * GROWTH)))
+        grown = min(int(self.capacity * GROWTH), self._limit)
+        self.capacity = _multiple(max(tokens, grown))
         for layer, (keys, values) in enumerate(self.slabs):
             self.slabs[layer] = (self._grown(keys), self._grown(values))
 

@@ -29,7 +29,11 @@ STEPS = {"sft": 60, "ppo": 20}
 
 
 def config_of(kind: str) -> dict[str, Any]:
-    return CONFIGS[kind](total_steps=STEPS[kind], checkpoint={"every_steps": 2})
+    """PPO with every call that it can have."""
+    config = CONFIGS[kind](total_steps=STEPS[kind], checkpoint={"every_steps": 2})
+    if kind == "ppo":
+        config["algorithm"] = {**config["algorithm"], "recompute_logprobs": True}
+    return config
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The actor's training, and log-probabilities by the reference model."""
+"""The actor's training, and log-probabilities of completions by a training engine."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from slurmrl.algorithms.ppo.advantages import (
     SumOverRanks,
     estimate,
     moments,
+    old_logprobs,
     spread_over_tokens,
     whiten,
 )
 from slurmrl.algorithms.ppo.loss import policy_loss
-from slurmrl.algorithms.ppo.schema import PPO
+from slurmrl.algorithms.ppo.schema import OLD_LOGPROBS, PPO
 from slurmrl.algorithms.ppo.updates import MeanStats, global_result, run_updates
 from slurmrl.data.sample import SequenceSample
 
@@ -32,12 +33,7 @@ class PPOActorInterface(Interface):
         self, engine: Engine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """The model's log-probabilities of the completions, as ``ref_logprobs``."""
-        assert engine is not None
-        temperature = context.settings.config.rollout.temperature
-        outputs = engine.forward(sample.only(["input_ids"]), temperature=temperature)
-        lengths = {"ref_logprobs": sample.lengths["input_ids"]}
-        data: dict[str, Tensor | None] = {"ref_logprobs": outputs["logp"]}
-        return CallResult(SequenceSample(sample.ids, lengths, data=data))
+        return CallResult(_logprobs(engine, sample, context, "ref_logprobs"))
 
     def train_step(
         self, engine: Engine | None, sample: SequenceSample, context: CallContext
@@ -67,6 +63,41 @@ class PPOActorInterface(Interface):
         return global_result({**stats, **means}, "actor")
 
 
+class RecomputeInterface(Interface):
+    def inference(
+        self, engine: Engine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        """The log-probabilities of the completions before the updates, as ``old_logprobs``, and how
+        far from them those of generation are: the mean and the largest absolute difference of a
+        response token's."""
+        assert engine is not None
+        sample = sample.to(engine.context.device)
+        output = _logprobs(engine, sample, context, OLD_LOGPROBS)
+        response = ~sample.tensor("prompt_mask")
+        distance = (output.tensor(OLD_LOGPROBS) - sample.tensor("logprobs")).abs().double()
+        distance = torch.where(response, distance, 0.0)
+        largest = distance.max() if len(distance) else distance.sum()
+        largest = engine.all_reduce_max(largest)
+        values = torch.stack([distance.sum(), response.sum().double(), largest])
+        total, tokens, most = values.tolist()
+        stats = {
+            "logprob_difference_mean": (total, tokens),
+            "logprob_difference_max": (most, 1.0),  # the same on all ranks, whose mean is reported
+        }
+        return CallResult(output, stats)
+
+
+def _logprobs(
+    engine: Engine | None, sample: SequenceSample, context: CallContext, key: str
+) -> SequenceSample:
+    """The engine's log-probabilities of all tokens under ``key``."""
+    assert engine is not None
+    temperature = context.settings.config.rollout.temperature
+    outputs = engine.forward(sample.only(["input_ids"]), temperature=temperature)
+    data: dict[str, Tensor | None] = {key: outputs["logp"]}
+    return SequenceSample(sample.ids, {key: sample.lengths["input_ids"]}, data=data)
+
+
 def actor_loss(
     outputs: dict[str, Tensor], batch: SequenceSample, ppo: PPO
 ) -> tuple[Tensor, dict[str, Tensor]]:
@@ -89,7 +120,7 @@ def _training_sample(
     rows = sample.lengths["input_ids"]
     data: dict[str, Tensor | None] = {
         "input_ids": ids,
-        "logprobs": sample.tensor("logprobs"),
+        "logprobs": old_logprobs(sample),
         "response_mask": ~sample.tensor("prompt_mask"),
         "advantages": spread_over_tokens(advantages, estimates.responses.tokens, len(ids)),
     }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.ppo.responses import Responses, find_responses
-from slurmrl.algorithms.ppo.schema import PPO
+from slurmrl.algorithms.ppo.schema import OLD_LOGPROBS, PPO
 from slurmrl.data.sample import SequenceSample
 from slurmrl.ops.gae import packed_gae
 
@@ -41,8 +41,7 @@ def estimate(sample: SequenceSample, ppo: PPO, kl_coef: float) -> Estimates:
     """Advantages by GAE. A truncated completion bootstraps from the value of its last state."""
     responses = find_responses(sample.tensor("prompt_mask"), sample.cu_seqlens("input_ids"))
     finished = sample.tensor("finished").bool()
-    logp, ref_logp = sample.tensor("logprobs"), sample.tensor("ref_logprobs")
-    kl = (logp - ref_logp)[responses.tokens]
+    kl = (old_logprobs(sample) - sample.tensor("ref_logprobs"))[responses.tokens]
     scores = shape_scores(sample.tensor("rewards"), finished, ppo)
     rewards = token_rewards(kl, scores, responses, kl_coef)
     values = sample.tensor("values")[responses.states]
@@ -51,6 +50,12 @@ def estimate(sample: SequenceSample, ppo: PPO, kl_coef: float) -> Estimates:
     )
     old_values = sample.tensor("values")[responses.tokens - 1]
     return Estimates(responses, kl, old_values, advantages, returns)
+
+
+def old_logprobs(sample: SequenceSample) -> Tensor:
+    """[T] of the policy before the updates: recomputed if the graph has that call, else those of
+    generation."""
+    return sample.tensor(OLD_LOGPROBS if OLD_LOGPROBS in sample.keys else "logprobs")
 
 
 def shape_scores(rewards: Tensor, finished: Tensor, ppo: PPO) -> Tensor:

@@ -39,6 +39,8 @@ CRITIC_METRICS = (
     "critic_updates",
     "critic_skipped",
 )
+OLD_LOGPROBS = "old_logprobs"
+"""Key of the log-probabilities that the training engine computed before the updates."""
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 
@@ -89,6 +91,10 @@ class PPO(AlgorithmSchema):
     """Rewards are clipped to this magnitude; null does not clip."""
     mask_no_eos_with_zero: bool = False
     """Give completions without a stop token the reward 0 instead of the reward function's score."""
+    recompute_logprobs: bool | None = None
+    """Compute the old log-probabilities of a batch with the training engine before it is trained
+    on, instead of using those of generation. Default: true if the actor computes in bfloat16, in
+    which the kernels of generation and training round differently; false in float32."""
     early_stop_importance_ratio: PositiveFloat | None = 5.0
     """If the mean probability ratio of a minibatch's tokens exceeds this, skip its update of the
     actor and all later ones of the step; null disables this."""
@@ -111,7 +117,11 @@ class PPO(AlgorithmSchema):
         )
 
     def calls(self, config: Config) -> tuple[Call, ...]:
-        rollout = ("input_ids", "prompt_mask", "logprobs", "finished")
+        recomputes = self.recompute_logprobs
+        if recomputes is None:
+            recomputes = config.actor.dtype == "bfloat16"
+        old = OLD_LOGPROBS if recomputes else "logprobs"
+        rollout = ("input_ids", "prompt_mask", old, "finished")
         judged = (*rollout, "rewards", "ref_logprobs", "values")
         actor = "slurmrl.algorithms.ppo.actor:PPOActorInterface"
         critic = "slurmrl.algorithms.ppo.critic:PPOCriticInterface"
@@ -119,6 +129,7 @@ class PPO(AlgorithmSchema):
         return (
             generate_call(),
             reward_call(),
+            *((recompute_call(),) if recomputes else ()),
             Call("ref_inf", "ref", Method.INFERENCE, actor, ids, ("ref_logprobs",)),
             Call("critic_inf", "critic", Method.INFERENCE, critic, ids, ("values",)),
             Call("actor_train", "actor", Method.TRAIN_STEP, actor, judged, (), ACTOR_METRICS),
@@ -127,3 +138,16 @@ class PPO(AlgorithmSchema):
 
     def controller(self) -> str:
         return "slurmrl.algorithms.kl_control:KLController"
+
+
+def recompute_call() -> Call:
+    """The actor's training engine computes the log-probabilities of the completions."""
+    return Call(
+        name="actor_inf",
+        role="actor",
+        method=Method.INFERENCE,
+        interface="slurmrl.algorithms.ppo.actor:RecomputeInterface",
+        inputs=("input_ids", "prompt_mask", "logprobs"),
+        outputs=(OLD_LOGPROBS,),
+        metrics=("logprob_difference_mean", "logprob_difference_max"),
+    )

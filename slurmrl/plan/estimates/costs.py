@@ -19,6 +19,7 @@ from slurmrl.plan.estimates.memory import (
     MemoryDemand,
     estimate,
     kv_bytes_per_token,
+    whole_weights,
 )
 from slurmrl.plan.estimates.shape import ModelShape, shape_of
 from slurmrl.plan.placement import TRAINERS, Placement, layout_of, model_of, placements
@@ -121,9 +122,7 @@ def fullest_gpu(checked: Checked, *, certain: bool = False) -> Fullest:
     return fullest(placed, memories(checked, certain=certain))
 
 
-def cost(
-    checked: Checked, call: Call, placed: dict[str, Placement], sizes: dict[str, Memory]
-) -> CallCost | None:
+def cost(checked: Checked, call: Call, placed: dict[str, Placement]) -> CallCost | None:
     """The cost of a call over all sequences of a step at full length; None for a call without a
     model, or where the architecture or the lengths are unknown."""
     name = layout_of(call, list(placed))
@@ -144,18 +143,15 @@ def cost(
     again = call.method is Method.TRAIN_STEP and model.recompute == "full"
     seconds = compute_seconds(flops * (4 if again else 3) // 3, len(placed[name].ranks), gpu)
     if call.method is Method.GENERATE:
-        read = _decoding_bytes(shape, placed[name], model, lengths, sizes[name])
+        read = _decoding_bytes(shape, placed[name], model, lengths)
         seconds = max(seconds, decode_seconds(lengths.new_tokens, read, gpu))
     return CallCost(flops, seconds)
 
 
-def _decoding_bytes(
-    shape: ModelShape, placed: Placement, model: Model, lengths: Lengths, memory: Memory
-) -> float:
+def _decoding_bytes(shape: ModelShape, placed: Placement, model: Model, lengths: Lengths) -> float:
     """Bytes that a rank reads to generate one token of each of its sequences: the weights, and half
     of the final keys and values on average."""
     allocation = placed.allocation
     sequences = -(-lengths.sequences // allocation.sizes["dp"])
     cache = sequences * lengths.longest * kv_bytes_per_token(shape, allocation, model.dtype)
-    whole = memory.kv_cache - cache
-    return max(whole, 0) + memory.weights * (whole <= 0) + cache / 2
+    return whole_weights(shape, allocation, model.dtype) + cache / 2

@@ -21,6 +21,8 @@ UNSHARDED_LAYERS: Final = 2
 LOGITS: Final = 2**22
 LOGIT_TOKENS: Final = 512
 """Logits are computed ``LOGITS`` elements at a time, but for at least ``LOGIT_TOKENS`` tokens."""
+DRAWING_BYTES: Final = 20
+"""To draw a token, each of its logits is held in float32 and its probability twice in 64 bits."""
 STANDING: Final = ("weights", "gradients", "optimizer")
 PASSING: Final = ("activations", "kv_cache")
 
@@ -36,7 +38,8 @@ class Memory:
     """Activations and gathered weights of the largest micro-batch: in training, or in a forward
     pass of a role that is not trained."""
     kv_cache: int
-    """Keys and values of all sequences of a rank at full length, and the gathered weights."""
+    """Keys and values of all sequences of a rank at full length, and what generation needs besides:
+    the gathered weights, and memory to read a micro-batch of prompts or to draw tokens."""
 
     @property
     def standing(self) -> int:
@@ -248,6 +251,23 @@ def _generation(job: MemoryDemand) -> int:
     cache = sequences * job.lengths.longest
     size = cache * kv_bytes_per_token(job.shape, job.allocation, job.model.dtype)
     if job.allocation.backend in SHARDED:
-        whole = parameters(job.shape, job.allocation, job.head).total
-        size += whole * BYTES[job.model.dtype]
+        size += whole_weights(job.shape, job.allocation, job.model.dtype)
+        size += max(_prefill(job, job.lengths, sequences), _drawing(job, sequences))
     return round(size)
+
+
+def whole_weights(shape: ModelShape, allocation: Allocation, dtype: str) -> float:
+    """Bytes of a language model's weights on one rank, all shards gathered."""
+    return parameters(shape, allocation, "lm").total * BYTES[dtype]
+
+
+def _prefill(job: MemoryDemand, lengths: Lengths, sequences: int) -> float:
+    """Bytes of one layer's activations for the prompts that are read at a time."""
+    prompt = lengths.longest - lengths.new_tokens
+    tokens = max(min(job.model.max_tokens_per_microbatch, sequences * prompt), prompt)
+    return layer_activations(job) * tokens * BYTES[job.model.dtype]
+
+
+def _drawing(job: MemoryDemand, sequences: int) -> float:
+    """Bytes to draw a token of each sequence."""
+    return sequences * job.shape.vocabulary * (BYTES[job.model.dtype] + DRAWING_BYTES)

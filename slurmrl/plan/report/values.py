@@ -117,7 +117,7 @@ def _calls(
     by_name: dict[str, Call] = {call.name: call for call in settings.algorithm.calls(config)}
     found = []
     for call in plan.calls:
-        cost = costs.cost(settings, by_name[call.name], placed, memories)
+        cost = costs.cost(settings, by_name[call.name], placed)
         found.append(
             {
                 "name": call.name,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slurmrl.algorithms.base import CallContext
-from slurmrl.algorithms.ppo.actor import PPOActorInterface
+from slurmrl.algorithms.ppo.actor import PPOActorInterface, RecomputeInterface
 from slurmrl.algorithms.ppo.critic import PPOCriticInterface
 from slurmrl.algorithms.ppo.schema import PPO
 from slurmrl.config.schema import Config, Dataset, Model, Optimizer
@@ -102,17 +102,31 @@ def train(size: int, engine: str = "fsdp", **options: Any) -> tuple[dict[str, fl
             total_steps=10,
             source=None,
         )
+        if ppo.recompute_logprobs and plan.role == "actor":
+            stats |= recompute(engines["actor"], own, context)
         result = interface.train_step(engines[plan.role], own, context)
         stats |= {name: total / count for name, (total, count) in result.stats.items()}
     after = engines["actor"].forward(rollout().only(["input_ids"]))["logp"]
     return stats, after
 
 
+def recompute(engine: Engine, own: SequenceSample, context: CallContext) -> dict[str, float]:
+    """Add the recomputed log-probabilities. Return the statistics, added up as the master does."""
+    result = RecomputeInterface().inference(engine, own, context)
+    assert result.sample is not None
+    own.update_(result.sample)
+    found = {}
+    for name, values in result.stats.items():
+        total, count = engine.all_reduce_sum(torch.tensor(values, dtype=torch.float64)).tolist()
+        found[name] = total / count
+    return found
+
+
 @pytest.mark.parametrize(
     ("size", "engine", "options"),
     [
         (2, "fsdp", {"n_minibatches": 1}),
-        (3, "fsdp", {"n_minibatches": 1}),
+        (3, "fsdp", {"n_minibatches": 1, "recompute_logprobs": True}),
         (2, "fsdp", {"n_minibatches": 4}),
         (3, "fsdp", {"n_minibatches": 3}),
         (2, "megatron", {"n_minibatches": 3, "n_epochs": 2}),

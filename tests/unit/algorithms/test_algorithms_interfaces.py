@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from slurmrl.algorithms.base import CallContext
+from slurmrl.algorithms.ppo.actor import RecomputeInterface
 from slurmrl.algorithms.reward.interface import RuleRewardInterface
 from slurmrl.algorithms.rollout.interface import (
     RolloutInterface,
@@ -123,6 +124,32 @@ def test_evaluation_has_settings_and_a_stream_of_its_own(make_world: MakeWorld) 
         for context in (training, same)
     ]
     assert drawn[0].tensor("input_ids").tolist() != drawn[1].tensor("input_ids").tolist()
+
+
+def test_recomputed_logprobs_replace_those_of_generation(make_world: MakeWorld) -> None:
+    """They are the engine's own, the distance of generation's is reported, and an update depends on
+    them alone."""
+    world, other = make_world(), make_world()
+    sample, expected = world.rollout(step=1), other.rollout(step=1)
+    expected_stats = other.train_actor(expected, 1, kl_coef=0.1)
+    context = world.context(1, sample.ids)
+    response = ~sample.tensor("prompt_mask")
+    exact = sample.tensor("logprobs").clone()
+    wrong = exact - 0.25 * response
+    wrong[response.nonzero()[3]] += 1.25
+    sample.data["logprobs"] = wrong
+    result = RecomputeInterface().inference(world.actor, sample, context)
+    assert result.sample is not None
+    found = result.sample.tensor("old_logprobs")
+    assert (found - exact)[response].abs().max() < 1e-5
+    count = int(response.sum())
+    reported = {name: total / number for name, (total, number) in result.stats.items()}
+    assert reported["logprob_difference_max"] == pytest.approx(1.0, abs=1e-4)
+    mean = (0.25 * (count - 1) + 1.0) / count
+    assert reported["logprob_difference_mean"] == pytest.approx(mean, abs=1e-4)
+    sample.update_(result.sample)
+    stats = world.train_actor(sample, 1, kl_coef=0.1)
+    assert stats == pytest.approx(expected_stats, rel=1e-3, abs=1e-4)
 
 
 def completed() -> SequenceSample:

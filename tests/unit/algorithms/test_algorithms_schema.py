@@ -28,7 +28,7 @@ def config(evaluation_type: str = "prompt") -> Config:
     )
 
 
-ALGORITHMS = (SFT(batch_size=8), PPO(batch_size=8))
+ALGORITHMS = (SFT(batch_size=8), PPO(batch_size=8, recompute_logprobs=True))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.name)
@@ -45,6 +45,21 @@ def test_calls_form_a_graph_and_name_real_interfaces(algorithm: AlgorithmSchema)
                 Interface, call.method.value
             )
             assert call.role is None or call.role in roles
+
+
+@pytest.mark.parametrize("choice", [None, True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_old_logprobs_are_recomputed_in_bfloat16_or_as_set(choice: bool | None, dtype: str) -> None:
+    """With the call, training reads its log-probabilities and none of generation's."""
+    settings = config().model_copy(update={"actor": Model.model_validate({"dtype": dtype})})
+    calls = {
+        call.name: call for call in PPO(batch_size=8, recompute_logprobs=choice).calls(settings)
+    }
+    recomputes = dtype == "bfloat16" if choice is None else choice
+    assert ("actor_inf" in calls) == recomputes
+    for name in ("actor_train", "critic_train"):
+        assert ("old_logprobs" in calls[name].inputs) == recomputes
+        assert ("logprobs" in calls[name].inputs) != recomputes
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.name)

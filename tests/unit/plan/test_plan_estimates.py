@@ -233,9 +233,8 @@ def test_seconds_are_told_for_a_known_gpu(plan_ppo: Load) -> None:
     for kind, known in (("h100", True), ("unheard", False)):
         settings = plan_ppo(f"cluster.slurm.gpu_type={kind}")
         placed = placements(settings.config, ["actor", "critic", "ref"])
-        found = costs.memories(settings)
         for call in settings.algorithm.calls(settings.config):
-            cost = costs.cost(settings, call, placed, found)
+            cost = costs.cost(settings, call, placed)
             if call.role is None:
                 assert cost is None
                 continue
