@@ -65,7 +65,11 @@ def _groups(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
 
 def _host_memory(report: Mapping[str, Any]) -> str:
     size = report["worker_host_bytes"]
-    return "" if size is None else f"host memory: {_size(size)} estimated for each worker"
+    if size is None:
+        return ""
+    workers = max(group["workers_per_host"] for group in report["groups"])
+    on_host = _size(size * workers)
+    return f"host memory: {_size(size)} estimated for each worker, {on_host} for each host"
 
 
 def _model(model: Mapping[str, Any]) -> str:
