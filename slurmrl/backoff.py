@@ -27,6 +27,8 @@ OUTAGE_S = (0.5, 15.0)
 """First and longest pause while the shared directory does not answer."""
 READ_S = 60.0
 """How long a starting process waits for files that must be readable."""
+ABSENT_S = 10.0
+"""How long an input that certainly does not exist may take to come back."""
 
 
 class Backoff:
@@ -115,17 +117,19 @@ def retry(
     UnreadableInputError is raised).
 
     ``pause`` waits between attempts; ``what`` names the action in log messages. Raises
-    OwnershipError at once, the other two after ``timeout_s``.
+    OwnershipError at once, the other two after ``timeout_s``; after `ABSENT_S` for an input that
+    certainly does not exist.
     """
     backoff = Backoff(*OUTAGE_S)
-    deadline = time.monotonic() + timeout_s
+    began = time.monotonic()
     while True:
         try:
             return action()
         except OwnershipError:
             raise
         except (EnvironmentFailure, UnreadableInputError) as error:
-            if time.monotonic() >= deadline:
+            absent = isinstance(error, UnreadableInputError) and bool(error.absent)
+            if time.monotonic() - began >= (min(timeout_s, ABSENT_S) if absent else timeout_s):
                 raise
             logger.warning("cannot %s, will retry: %s", what, error)
         pause(backoff.next_s())

@@ -38,7 +38,16 @@ class UnreadableInputError(UsageError):
 
     On the login node that is a user error. Jobs start only after the file was found there, so
     workers, agents and the master treat it like an `EnvironmentFailure` and try again.
+    ``args``: the message and `absent`.
     """
+
+    @property
+    def absent(self) -> str:
+        """The path, if it certainly does not exist; empty if a mount may be missing."""
+        return str(self.args[1]) if len(self.args) > 1 else ""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
 
 
 class UnknownNameError(UsageError, LookupError):

@@ -32,7 +32,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
                 str(folder), local_files_only=True
             )
     except UnreadableInputError as error:
-        raise UnreadableInputError(f"no tokenizer in {folder}: {error}") from error
+        raise UnreadableInputError(f"no tokenizer in {folder}: {error}", error.absent) from error
     except Exception as error:  # (tokenizers raises bare exceptions)
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(f"no tokenizer in {folder}: {reason}") from error

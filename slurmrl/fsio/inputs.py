@@ -6,22 +6,40 @@ error or fall back to a default. These functions tell the two apart.
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import socket
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from slurmrl.errors import UnreadableInputError
+from slurmrl.errors import UnreadableInputError, UsageError
+from slurmrl.fsio.atomic import is_absent
 
 READ_BY_LIBRARIES = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".safetensors")
 
 
 def unreadable(error: OSError, path: Path) -> UnreadableInputError:
-    return UnreadableInputError(f"{path} cannot be read: {error.strerror or error}")
+    return missing(path, f"{path} cannot be read: {error.strerror or error}")
+
+
+def missing(path: Path, message: str) -> UnreadableInputError:
+    """Make the exception for a path that was not found or could not be read."""
+    return UnreadableInputError(message, str(path) if is_absent(path) else "")
+
+
+def require(paths: Iterable[Path]) -> None:
+    """Raise UnreadableInputError for a path that was there when the trial was submitted and is not
+    here."""
+    for path in paths:
+        if not path.exists():
+            host = socket.gethostname()
+            raise missing(path, f"{path} is not on {host}; is its file system mounted there?")
 
 
 def list_names(folder: Path) -> set[str]:
-    """The entries of a folder. Raises UnreadableInputError."""
+    """Return the entries of a folder. Raises UnreadableInputError."""
     try:
         return set(os.listdir(folder))
     except OSError as error:
@@ -29,11 +47,24 @@ def list_names(folder: Path) -> set[str]:
 
 
 def read(path: Path) -> bytes:
-    """A file's content. Raises UnreadableInputError."""
+    """Return a file's content. Raises UnreadableInputError."""
     try:
         return path.read_bytes()
     except OSError as error:
         raise unreadable(error, path) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raises UsageError."""
+    try:
+        values = json.loads(read(path))
+    except UsageError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{path} is not JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise UsageError(f"{path} does not hold a JSON object")
+    return values
 
 
 def check_file(path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Final
 from safetensors import SafetensorError, safe_open
 
 from slurmrl.checkpoint.stored import file_tensors
+from slurmrl.errors import UsageError
+from slurmrl.fsio import inputs
 from slurmrl.layout.layout import TensorSpec
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.shapes import LM_HEAD, VALUE_HEAD, parameter_shapes
@@ -35,17 +36,33 @@ class Header:
     """In safetensors' spelling: ``BF16``."""
 
 
+def weight_files(folder: Path) -> dict[str, set[str]]:
+    """Return the files with the weights, and the tensors that the index lists for each: an empty
+    set for a model in one file. Raises UsageError."""
+    names = inputs.list_names(folder)
+    if INDEX_FILE not in names:
+        if SINGLE_FILE in names:
+            return {SINGLE_FILE: set()}
+        raise inputs.missing(
+            folder / SINGLE_FILE,
+            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; other formats are not "
+            "supported: load the model with transformers and save it with save_pretrained",
+        )
+    mapping = inputs.read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(mapping, dict) or not mapping:
+        raise UsageError(f"{folder / INDEX_FILE} has no weight_map")
+    files: dict[str, set[str]] = {}
+    for name, file in mapping.items():
+        files.setdefault(str(file), set()).add(name)
+    return files
+
+
 def read_headers(folder: Path) -> tuple[dict[str, Header], list[str]]:
     """The tensors of a model folder by name, and what is wrong with its files."""
     try:
-        files = _files(folder)
-    except (OSError, ValueError) as error:
-        return {}, [f"{folder / INDEX_FILE} cannot be read: {error}"]
-    if not files:
-        return {}, [
-            f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; other formats are not "
-            "supported: load the model with transformers and save it with save_pretrained"
-        ]
+        files = weight_files(folder)
+    except UsageError as error:
+        return {}, [str(error)]
     found: dict[str, Header] = {}
     problems = []
     for file, names in files.items():
@@ -107,19 +124,6 @@ def implied_shapes(config: ModelConfig, head: Head) -> dict[str, tuple[int, ...]
     ]
     tensors = file_tensors(specs, storage_of(config))
     return {name: tuple(tensor.spec.shape) for name, tensor in tensors.items()}
-
-
-def _files(folder: Path) -> dict[str, set[str]]:
-    """The files, and the tensors that the index lists for each. Raises OSError, ValueError."""
-    if (folder / INDEX_FILE).is_file():
-        mapping = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8")).get("weight_map")
-        if not isinstance(mapping, dict) or not mapping:
-            raise ValueError("it has no weight_map")
-        files: dict[str, set[str]] = {}
-        for name, file in mapping.items():
-            files.setdefault(str(file), set()).add(name)
-        return files
-    return {SINGLE_FILE: set()} if (folder / SINGLE_FILE).is_file() else {}
 
 
 def _held(path: Path) -> dict[str, Header]:

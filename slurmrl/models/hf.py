@@ -16,7 +16,7 @@ from torch import Tensor
 
 from slurmrl.checkpoint.export import SHARD_BYTES, write_weights
 from slurmrl.checkpoint.stored import TensorSlice, file_entries
-from slurmrl.errors import CorruptFileError, UnreadableInputError, UsageError
+from slurmrl.errors import CorruptFileError, UsageError
 from slurmrl.fsio import inputs
 from slurmrl.layout.box import Box
 from slurmrl.layout.copy import Array
@@ -24,11 +24,11 @@ from slurmrl.layout.layout import TensorSpec
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.decoder import Decoder, build
 from slurmrl.models.headers import (
-    INDEX_FILE,
     SINGLE_FILE,
     Header,
     mismatches,
     stored_name,
+    weight_files,
 )
 from slurmrl.models.shapes import VALUE_HEAD, parameter_shapes
 from slurmrl.models.storage import storage_of
@@ -45,10 +45,11 @@ def read_config(folder: Path) -> ModelConfig:
 def read_values(folder: Path) -> dict[str, Any]:
     """The ``config.json`` object of a model folder. Raises UsageError if there is none."""
     if CONFIG_FILE not in inputs.list_names(folder):
-        raise UnreadableInputError(
-            f"{folder} is not a Hugging Face model folder: it has no {CONFIG_FILE}"
+        raise inputs.missing(
+            folder / CONFIG_FILE,
+            f"{folder} is not a Hugging Face model folder: it has no {CONFIG_FILE}",
         )
-    return _read_json(folder / CONFIG_FILE)
+    return inputs.read_json(folder / CONFIG_FILE)
 
 
 class TensorSource:
@@ -56,7 +57,7 @@ class TensorSource:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._file_of = _index(folder)
+        self._file_of = _file_of_each_tensor(folder)
         self._open: dict[str, Any] = {}
 
     def __enter__(self) -> TensorSource:
@@ -194,21 +195,12 @@ def _fits(start: tuple[int, ...], size: tuple[int, ...], shape: tuple[int, ...])
     )
 
 
-def _index(folder: Path) -> dict[str, str]:
-    """The file of each tensor."""
-    names = inputs.list_names(folder)
-    if INDEX_FILE in names:
-        mapping = _read_json(folder / INDEX_FILE).get("weight_map")
-        if not isinstance(mapping, dict):
-            raise CorruptFileError(f"{folder / INDEX_FILE}: no weight_map")
-        return mapping
-    if SINGLE_FILE in names:
+def _file_of_each_tensor(folder: Path) -> dict[str, str]:
+    files = weight_files(folder)
+    if files == {SINGLE_FILE: set()}:
         with _opened(folder / SINGLE_FILE) as file:
             return dict.fromkeys(file.keys(), SINGLE_FILE)
-    raise UnreadableInputError(
-        f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; other formats are not supported: "
-        "load the model with transformers and save it with save_pretrained"
-    )
+    return {name: file for file, names in files.items() for name in names}
 
 
 def _opened(path: Path) -> Any:
@@ -219,13 +211,3 @@ def _opened(path: Path) -> Any:
         raise inputs.unreadable(error, path) from error
     except SafetensorError as error:
         raise CorruptFileError(f"{path}: {error}") from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(inputs.read(path))
-    except json.JSONDecodeError as error:
-        raise CorruptFileError(f"{path}: {error}") from error
-    if not isinstance(values, dict):
-        raise CorruptFileError(f"{path}: not a JSON object")
-    return values

@@ -49,6 +49,7 @@ FAILURE: Fields = {
     "exception": TEXT,
     "traceback": TEXT,
     "damaged": TEXT,
+    "absent": TEXT,
     "final": FLAG,
     "echo": FLAG,
     "gpu": TEXT,

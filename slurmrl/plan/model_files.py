@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from slurmrl.config.schema import Config, Model
-from slurmrl.errors import UnreadableInputError, UsageError
+from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 
 CONFIG: Final = "config.json"
@@ -25,7 +24,7 @@ def config_values(model: Model) -> dict[str, Any]:
         return model.architecture
     if model.path is None:
         return {}
-    return _read(Path(model.path) / CONFIG)
+    return inputs.read_json(Path(model.path) / CONFIG)
 
 
 def generation_values(model: Model) -> dict[str, Any]:
@@ -38,8 +37,8 @@ def generation_values(model: Model) -> dict[str, Any]:
     folder = Path(model.path)
     names = inputs.list_names(folder)
     if CONFIG not in names:
-        raise UnreadableInputError(f"{folder} has no {CONFIG}")
-    return _read(folder / GENERATION_CONFIG) if GENERATION_CONFIG in names else {}
+        raise inputs.missing(folder / CONFIG, f"{folder} has no {CONFIG}")
+    return inputs.read_json(folder / GENERATION_CONFIG) if GENERATION_CONFIG in names else {}
 
 
 def stop_tokens(config: Config, tokenizer_eos: int | None) -> tuple[int, ...]:
@@ -85,15 +84,3 @@ def _eos(values: Mapping[str, Any], file: str) -> list[int]:
     if any(isinstance(token, bool) or not isinstance(token, int) for token in listed):
         raise UsageError(f"{file}: {EOS} is {stated!r}, must be a token id or a list of them")
     return listed
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(inputs.read(path))
-    except UsageError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise UsageError(f"{path} does not hold a JSON object")
-    return values

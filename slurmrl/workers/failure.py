@@ -6,6 +6,7 @@ A failure has ``cause`` (see `Cause`) and ``reason``, a sentence. Where known it
 - ``exception``, ``traceback``;
 - ``gpu``: the GPU that failed; ``certain``: whether nothing but its hardware can be the reason;
 - ``damaged``: directory of a damaged checkpoint;
+- ``absent``: path of an input that does not exist, although its directory can be read;
 - ``agent``: the agent that hangs;
 - ``echo``: true if it looks like a consequence of another rank's end;
 - ``final``: true for a user error, after which no other incarnation is tried.
@@ -75,15 +76,26 @@ def describe(error: Exception, who: str) -> Failure:
     if isinstance(error, WaitTimeoutError):
         return {"cause": Cause.DEADLINE, "reason": f"{who}: {error}"}
     if isinstance(error, ENVIRONMENT):
-        return {"cause": Cause.ENVIRONMENT, "reason": f"{who}: {error}"}
+        return {"cause": Cause.ENVIRONMENT, "reason": f"{who}: {error}", **concerned(error)}
     if isinstance(error, UsageError):
         return {"cause": Cause.EXCEPTION, "reason": f"{who}: {error}", "final": True}
-    known: Failure = {}
-    if isinstance(error, DamagedCheckpointError):
-        known["damaged"] = error.directory
     text = str(error) if isinstance(error, SlurmrlError) else f"{type(error).__name__}: {error}"
     trace = "".join(traceback.format_exception(error))
-    return {"cause": Cause.EXCEPTION, "reason": f"{who}: {text}", "traceback": trace, **known}
+    return {
+        "cause": Cause.EXCEPTION,
+        "reason": f"{who}: {text}",
+        "traceback": trace,
+        **concerned(error),
+    }
+
+
+def concerned(error: BaseException) -> Failure:
+    """Return the checkpoint or the input that an error is about."""
+    if isinstance(error, DamagedCheckpointError):
+        return {"damaged": error.directory}
+    if isinstance(error, UnreadableInputError) and error.absent:
+        return {"absent": error.absent}
+    return {}
 
 
 def publish(

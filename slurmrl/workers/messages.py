@@ -23,10 +23,10 @@ see `workers.failure`) and ``stacked`` (``group, task, number, file, ranks``: wh
 see `monitor.hang`).
 
 Within a host (pipes): agent to worker, once, ``start``; worker to agent ``error`` (``rank, step,
-call, exception, traceback``, ``damaged``: a checkpoint's directory, ``echo``: it looks like a
-consequence of another rank's end); worker and master to agent ``pulse`` (a worker's says what it is
-doing); agent to fork server ``fork`` (with the new worker's pipe), ``kill`` and ``stacks``; fork
-server to agent ``ended`` (``code``: its worker's exit code).
+call, exception, traceback``, ``damaged``: a checkpoint's directory, ``absent``: an input's path,
+``echo``: it looks like a consequence of another rank's end); worker and master to agent ``pulse``
+(a worker's says what it is doing); agent to fork server ``fork`` (with the new worker's pipe),
+``kill`` and ``stacks``; fork server to agent ``ended`` (``code``: its worker's exit code).
 """
 
 from __future__ import annotations

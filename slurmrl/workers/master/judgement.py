@@ -45,6 +45,8 @@ class Ending:
     """A user error, which another start would meet again."""
     damaged: bool = False
     """It could not read the checkpoint that it resumed from."""
+    absent: str = ""
+    """Path of an input that did not exist, although its directory could be read."""
     warned: str = ""
     """Cause of the warning that its job would end, if there was one."""
     requeued: bool = False
@@ -98,8 +100,9 @@ def judge(
     """Return why another incarnation, in ``job``, would be futile; None if it would not.
 
     It is futile if the last one met a user error (a UsageError), if user code failed with the same
-    exception at the same step twice, if two jobs in a row reached their time limit before a commit
-    (``explain_limit`` adds figures), or if ``max_begins`` incarnations in a row made no commit.
+    exception at the same step twice, if the same input was absent twice in a row, if two jobs in a
+    row reached their time limit before a commit (``explain_limit`` adds figures), or if
+    ``max_begins`` incarnations in a row made no commit.
     Incarnations whose job was taken away do not count, unless very many were lost without warning.
     """
     in_vain = fold(records).begins_without_commit
@@ -124,6 +127,7 @@ def judge(
         return lost
     return (
         _same_exception(against[-2:])
+        or _absent(endings[-2:])
         or _time_limit(vain[-2:], explain_limit)
         or _too_many(vain, max_begins)
         or lost
@@ -181,6 +185,7 @@ def read_ending(
         said.get("traceback") or "",
         bool(said.get("final")),
         bool(said.get("damaged")),
+        said.get("absent") or "",
         warned,
         requeued,
         bool(said.get("echo")),
@@ -220,6 +225,15 @@ def _same_exception(last_two: list[Ending]) -> Verdict | None:
     if (last_two[0].what, last_two[0].step) != (last.what, last.step):
         return None
     return Verdict(f"failed twice in the same way: {last.reason}", last.traceback)
+
+
+def _absent(last_two: list[Ending]) -> Verdict | None:
+    """A file that is missing from a directory that can be read was deleted."""
+    last = last_two[-1]
+    if len(last_two) < 2 or not last.absent or last_two[0].absent != last.absent:
+        return None
+    why = "two starts in a row did not find it, although its directory could be read"
+    return Verdict(f"{last.reason}; {why}", "")
 
 
 def _time_limit(last_two: list[Ending], explain: Callable[[Ending], str]) -> Verdict | None:

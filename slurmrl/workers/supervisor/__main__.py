@@ -21,6 +21,7 @@ from slurmrl.errors import (
     UsageError,
 )
 from slurmrl.fsio import ownership, variables
+from slurmrl.fsio.atomic import is_absent
 from slurmrl.monitor.events import EventWriter
 from slurmrl.name_resolve import make as make_names
 from slurmrl.paths import RunPaths
@@ -114,7 +115,7 @@ def cannot_begin(link: Link, error: SlurmrlError, *, in_chain: bool) -> int:
     fault of this host, so the link goes back into the queue. Returns the exit code."""
     logger.error("this job cannot begin: %s", error)
     events = EventWriter(link.run, f"supervisor.{link.group}.{job_tag()}")
-    user_error = isinstance(error, UsageError) or was_removed(link.run, error)
+    user_error = isinstance(error, UsageError) or was_removed(link.run)
     if user_error and in_chain and not takes_over(link, events):
         return 0
     events.write("end", code=1, why=f"it could not begin: {error}")
@@ -127,18 +128,13 @@ def cannot_begin(link: Link, error: SlurmrlError, *, in_chain: bool) -> int:
     return 1
 
 
-def was_removed(paths: RunPaths, error: SlurmrlError) -> bool:
-    """Whether the variables file is missing from a folder that is there with other entries, so
-    that its mount is not what is missing."""
-    missing = error.__cause__
-    if not isinstance(missing, FileNotFoundError) or missing.filename is None:
-        return False
-    file = Path(os.fsdecode(missing.filename))
+def was_removed(paths: RunPaths) -> bool:
+    """Whether the variables file certainly does not exist any more."""
     try:
-        configured = load_resolved(paths.config).cluster.variables_file
-        return configured == str(file) and bool(os.listdir(file.parent))
-    except (SlurmrlError, OSError):
+        file = load_resolved(paths.config).cluster.variables_file
+    except SlurmrlError:
         return False
+    return file is not None and is_absent(Path(file))
 
 
 def run_link(link: Link, rounds: Rounds) -> int:

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from slurmrl import log
 from slurmrl.channel.pipe import Connection
 from slurmrl.errors import (
-    DamagedCheckpointError,
     EnvironmentFailure,
     UnreadableInputError,
     UsageError,
@@ -26,7 +25,7 @@ from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.gpu_faults import GpuFault, find_fault
 from slurmrl.paths import RunPaths
 from slurmrl.workers import messages
-from slurmrl.workers.failure import Cause
+from slurmrl.workers.failure import Cause, concerned
 from slurmrl.workers.messages import Message
 from slurmrl.workers.worker.executor import Executor
 from slurmrl.workers.worker.setup import build
@@ -114,7 +113,7 @@ def _describe(error: BaseException, rank: int, doing: Message) -> dict[str, Any]
     return {
         **({"final": True} if user_error and not unreadable else {}),
         **({"cause": Cause.ENVIRONMENT} if lacking or unreadable else {}),
-        **({"damaged": error.directory} if isinstance(error, DamagedCheckpointError) else {}),
+        **concerned(error),
         **recognise(error),
         "type": messages.ERROR,
         "rank": rank,

@@ -18,7 +18,7 @@ from slurmrl.data import dataset
 from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine
-from slurmrl.errors import EnvironmentFailure, UsageError
+from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 from slurmrl.parallel import device, groups, numa
 from slurmrl.parallel.activity import Activity
@@ -102,17 +102,13 @@ def require_memory(settings: Settings, gpu: str, total_bytes: int) -> None:
 
 
 def require_inputs(settings: Settings) -> None:
-    """Raises EnvironmentFailure for a file or a folder that was there when the trial was submitted
-    and is not here: this host may lack a mount."""
+    """Raise UnreadableInputError for a path of the configuration that is not on this host."""
     config = settings.config
     models: list[Model] = [getattr(config, use.role) for use in settings.algorithm.roles()]
     paths = [config.actor.tokenizer, *(model.path for model in models), config.dataset.path]
     if config.evaluation is not None:
         paths.append(config.evaluation.dataset.path)
-    for path in paths:
-        if path is not None and not os.path.exists(path):
-            message = f"{path} is not on {socket.gethostname()}; is its file system mounted there?"
-            raise EnvironmentFailure(message)
+    inputs.require(Path(path) for path in paths if path is not None)
 
 
 def _engines(

@@ -90,7 +90,7 @@ def test_files_that_are_missing_cut_off_or_hold_less_are_named(tmp_path: Path) -
     assert "absent.safetensors is missing" in missing
     assert f"{SINGLE_FILE} lacks b, which" in lacks
     (tmp_path / INDEX_FILE).write_text("[")
-    assert "cannot be read" in read_headers(tmp_path)[1][0]
+    assert "is not JSON" in read_headers(tmp_path)[1][0]
     (tmp_path / INDEX_FILE).unlink()
     (tmp_path / SINGLE_FILE).unlink()
     assert "has neither" in read_headers(tmp_path)[1][0]

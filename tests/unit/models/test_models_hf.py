@@ -288,8 +288,8 @@ def test_folders_that_are_no_models(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"neither model.safetensors nor"):
         TensorSource(tmp_path)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(CorruptFileError, match=r"config.json"):
+    with pytest.raises(UsageError, match=r"config.json is not JSON"):
         read_config(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(CorruptFileError, match="weight_map"):
+    with pytest.raises(UsageError, match="weight_map"):
         TensorSource(tmp_path)

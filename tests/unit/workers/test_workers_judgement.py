@@ -427,3 +427,14 @@ def test_losing_hosts_has_an_end(past: Past) -> None:
     verdict = past.verdict()
     assert verdict is not None
     assert "30 starts in a row were lost with a host before a commit" in verdict.reason
+
+
+def test_an_input_that_two_starts_in_a_row_do_not_find_ends_the_trial(past: Past) -> None:
+    """One start may have met a mount that was being replaced; another file starts anew."""
+    for path in ("/data/a", "/data/b"):
+        past.ends(cause="environment", reason=f"rank 0: {path} is not on n1", absent=path)
+        assert past.verdict() is None
+    past.ends(cause="environment", reason="rank 3: /data/b is not on n2", absent="/data/b")
+    verdict = past.verdict()
+    assert verdict is not None
+    assert verdict.reason.startswith("rank 3: /data/b is not on n2; two starts in a row")

@@ -19,7 +19,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 
-from slurmrl import rewards
+from slurmrl import backoff, rewards
 from slurmrl.backoff import retry
 from slurmrl.checkpoint.export import copy_tokenizer
 from slurmrl.config.load import load_resolved
@@ -27,6 +27,7 @@ from slurmrl.config.schema import Model
 from slurmrl.data.records import read_records
 from slurmrl.data.tokenizer import load_tokenizer, train_bpe
 from slurmrl.errors import UnreadableInputError, UsageError
+from slurmrl.fsio import inputs
 from slurmrl.fsio.calls import REAL
 from slurmrl.models.hf import TensorSource, read_values
 from slurmrl.models.hf_config import HFConfig
@@ -207,3 +208,30 @@ def test_an_input_is_read_again_until_it_is_there() -> None:
     assert retry("read", look, lambda _: None, timeout_s=60) == "there"
     with pytest.raises(UnreadableInputError):
         retry("read", lambda: READERS["config.json"](Path("/nowhere")), timeout_s=0)
+
+
+def test_an_input_that_certainly_does_not_exist_is_reported_soon(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A deleted file does not cost a minute, and the failure names it for the next start; where a
+    mount may be missing, the minute is waited for."""
+    clock = [0.0]
+    monkeypatch.setattr(backoff.time, "monotonic", lambda: clock[0])
+
+    def pause(seconds: float) -> None:
+        clock[0] += seconds
+
+    def waited_s() -> float:
+        before = clock[0]
+        with pytest.raises(UnreadableInputError) as caught:
+            retry("read", lambda: inputs.require([folder / "rows.jsonl"]), pause, timeout_s=60)
+        absent = describe(caught.value, "master").get("absent")
+        said = serve_module._describe(caught.value, 3, {"type": "start"})
+        assert said.get("absent") == absent == (caught.value.absent or None)
+        assert bool(absent) == folder.exists()
+        return clock[0] - before
+
+    (folder / "rows.jsonl").unlink()
+    assert waited_s() < 30
+    folder.rename(folder.with_name("away"))
+    assert waited_s() >= 60

@@ -14,7 +14,7 @@ import torch
 from slurmrl.backoff import retry
 from slurmrl.checkpoint.manifest import read_state, write_manifest
 from slurmrl.engines.base import Engine
-from slurmrl.errors import EnvironmentFailure, UsageError
+from slurmrl.errors import UnreadableInputError, UsageError
 from slurmrl.parallel.activity import Activity
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
@@ -38,8 +38,12 @@ def test_what_is_missing_on_a_host_is_the_hosts_failure(tmp_path: Path, missing:
     settings = cast(Settings, SimpleNamespace(config=config, algorithm=algorithm))
     require_inputs(settings)
     (tmp_path / missing).unlink()
-    with pytest.raises(EnvironmentFailure, match=f"{missing} is not on .*mounted there"):
-        require_inputs(settings)
+    for certain in (True, False):
+        with pytest.raises(UnreadableInputError, match=r"is not on .*mounted there") as caught:
+            require_inputs(settings)
+        assert bool(caught.value.absent) == certain
+        for place in tmp_path.iterdir():  # an empty directory may be one without its mount
+            place.unlink()
 
 
 @pytest.mark.parametrize("base", [None, "step-00000004.1"])
