@@ -111,6 +111,10 @@ class EnvironmentFailure(SlurmrlError, OSError):  # noqa: N818 - it is also an O
         return str(self.args[0]) if self.args else ""
 
 
+class UnusableGpuError(EnvironmentFailure):
+    """torch cannot use the GPU that this worker was given; that of another host may be fine."""
+
+
 class OwnershipError(EnvironmentFailure):
     """Another user could change the contents of a directory, so it is not used."""
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
 from dataclasses import dataclass
 
 import torch
 
 from slurmrl import env
-from slurmrl.errors import EnvironmentFailure, UsageError
+from slurmrl.errors import UnusableGpuError, UsageError
 from slurmrl.parallel.driver import driver_version
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -39,36 +38,30 @@ def choose(gpus: int) -> Accelerator:
 
     Raises UsageError for a CPU build of torch: all hosts run the environment that submitted, so no
     other start would do better. Whatever else is missing (driver, device) may be missing on this
-    host only: EnvironmentFailure, with torch's own reason.
+    host only: UnusableGpuError, with torch's own reason.
     """
     if gpus == 0:
         return CPU
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
-        raise UsageError(cpu_build(torch.__version__))
+        raise UsageError(
+            f"torch {torch.__version__} is built for CPUs only, and the workers need GPUs: install "
+            "a CUDA build ('scripts/setup --torch cuda', or see pytorch.org/get-started), or set "
+            "cluster.gpus_per_worker: 0"
+        )
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
         torch.cuda.get_device_properties(GPU.device)
     except (RuntimeError, AssertionError) as error:
-        raise unusable(error) from error
+        raise _unusable(error) from error
     return GPU
 
 
-def cpu_build(version: str) -> str:
-    """Return the message about a CPU build of torch where the workers need GPUs."""
-    return (
-        f"torch {version} is built for CPUs only, and the workers need GPUs: install a CUDA build "
-        "('scripts/setup --torch cuda', or see pytorch.org/get-started), or set "
-        "cluster.gpus_per_worker: 0"
-    )
-
-
-def unusable(error: BaseException) -> EnvironmentFailure:
-    """Return the error about a GPU that torch cannot use here, with torch's reason."""
+def _unusable(error: BaseException) -> UnusableGpuError:
     reason = " ".join(str(error).split())
-    return EnvironmentFailure(
-        f"no usable GPU on {socket.gethostname()}: {reason} (torch {torch.__version__} for CUDA "
-        f"{torch.version.cuda}, driver {driver_version() or 'not loaded'}, "
-        f"CUDA_VISIBLE_DEVICES={env.VISIBLE_DEVICES.get()!r})"
+    return UnusableGpuError(
+        f"{reason} [torch {torch.__version__} for CUDA {torch.version.cuda}, driver "
+        f"{driver_version() or 'not loaded'}, "
+        f"CUDA_VISIBLE_DEVICES={env.VISIBLE_DEVICES.get()!r}]"
     )
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -124,6 +126,28 @@ def find_descendant(pid: int, name: str) -> int | None:
             continue
         waiting += children
     return None
+
+
+def kill_descendant(pid: int, name: str) -> int | None:
+    """Send SIGKILL to the descendant of ``pid`` that has this name. Return a descriptor that is
+    readable once it has ended and its memory and devices are freed; None if there is none."""
+    found = find_descendant(pid, name)
+    if found is None:
+        return None
+    try:
+        pidfd = os.pidfd_open(found)
+    except ProcessLookupError:
+        return None
+    if find_descendant(pid, name) == found:  # and not another process that got its number
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    return pidfd
+
+
+def running(pidfds: Sequence[int]) -> list[int]:
+    """Return the descriptors whose processes have not ended."""
+    ended = select.select(pidfds, [], [], 0)[0]
+    return [pidfd for pidfd in pidfds if pidfd not in ended]
 
 
 def ending(name: str, code: int | None) -> str:

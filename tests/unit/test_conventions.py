@@ -58,6 +58,7 @@ ROWS: tuple[dict[str, tuple[str, ...]], ...] = (
         "ops": (),
         "parallel.groups": ("parallel.device",),
         "parallel.device": (),
+        "parallel.gpu_memory": (),
         "rewards": (),
         "checkpoint": (),
         "transfer": (),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import IO
 
+from slurmrl import log
 from slurmrl.channel.follower import Follower
 from slurmrl.channel.pipe import Connection
 from slurmrl.config.schema.cluster import Cluster
@@ -22,8 +23,15 @@ from slurmrl.workers.agent.identity import Identity
 from slurmrl.workers.agent.slot import Ended, Slot
 from slurmrl.workers.messages import Message
 
+logger = log.get(__name__)
+
 END_TIMEOUT_S = 5.0
 """How long a fork server may take to kill its worker before it is killed itself."""
+RELEASE_S = 90.0
+"""How long a killed worker with a GPU may take to end: the driver unpins its host memory, which for
+40 GiB took a minute, and frees its GPU memory."""
+REPORT_S = 1.0
+"""How long a fork server may take to report an exit."""
 MISSED_PULSES = 3
 """A rank that missed this many is reported as silent; it is killed only after `silence_s`."""
 MASTER = "the master"
@@ -263,9 +271,10 @@ class Children:
 
     # -- ending ------------------------------------------------------------------------------
 
-    def end(self, *, grace_s: float = 0.0) -> None:
+    def end(self, *, grace_s: float = 0.0, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Kill all workers at once, and the master if it still runs after ``grace_s``. Fork servers
-        stay; one that does not answer is killed together with its worker."""
+        stay; one that does not answer is killed together with its worker. ``meanwhile`` is called
+        while workers free their GPUs."""
         for slot in self.slots:
             slot.kill()
         began = time.monotonic()
@@ -273,10 +282,38 @@ class Children:
             if self.master is not None and passed_s >= grace_s:
                 self.master.kill()
             self.turn(0.05)
+        if self.group.gpus_per_worker:
+            self._await_exits(meanwhile)
         for slot in self.slots:
             self._drop_worker(slot)
         self._drop_fork_servers([slot for slot in self.slots if slot.running])
         self._drop_master()
+
+    def _await_exits(self, meanwhile: Callable[[], None]) -> None:
+        """Wait until workers that were killed have freed their GPUs, even if their fork servers do
+        not answer."""
+        exits = [
+            exit_fd
+            for slot in self.slots
+            if slot.running and (exit_fd := self._kill_directly(slot.rank)) is not None
+        ]
+        self._turn_until(lambda: not process.running(exits), RELEASE_S, meanwhile)
+        self._turn_until(self.all_ended, REPORT_S, meanwhile)
+        if late := len(process.running(exits)):
+            logger.error("%d workers have not ended %.0f s after KILL", late, RELEASE_S)
+        for exit_fd in exits:
+            os.close(exit_fd)
+
+    def _kill_directly(self, rank: int) -> int | None:
+        return process.kill_descendant(self._child(rank).process.pid, f"rank {rank}")
+
+    def _turn_until(
+        self, done: Callable[[], bool], timeout_s: float, meanwhile: Callable[[], None]
+    ) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not done() and time.monotonic() < deadline:
+            meanwhile()
+            self.turn(0.05)
 
     def close(self) -> None:
         """End everything, each worker before its fork server: the worker must have released its

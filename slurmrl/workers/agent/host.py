@@ -97,11 +97,16 @@ class Host:
         """Whether the master runs here."""
         return self.identity.task == 0
 
+    @property
+    def deals_gpus(self) -> bool:
+        """Whether the scheduler gives each GPU to one job."""
+        return not self.local and self.cluster.slurm.gpu_directive != "none"
+
     def devices(self) -> list[str]:
         """Return CUDA_VISIBLE_DEVICES of each worker. Raises EnvironmentFailure."""
         workers, per_worker = self.group.workers_per_host, self.group.gpus_per_worker
         given = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if given is None and (self.local or self.cluster.slurm.gpu_directive == "none"):
+        if given is None and not self.deals_gpus:
             given = ",".join(map(str, range(workers * per_worker)))  # no scheduler assigns them
         return gpu.assign(given or "", workers, per_worker)
 

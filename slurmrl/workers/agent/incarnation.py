@@ -135,6 +135,7 @@ class Incarnation:
                 "world_size": host.plan.world_size,
                 "interface": address.interface_of(own),
                 "base": state.base,
+                "exclusive": host.deals_gpus,
             }
             for slot in host.children.slots:
                 takes = listener if slot.rank == 0 else None
@@ -330,9 +331,12 @@ class Incarnation:
 
     def _idle(self, seconds: float) -> None:
         """Wait, but ignore failures: this incarnation is over."""
+        self._beat()
+        self.host.children.turn(seconds)
+
+    def _beat(self) -> None:
         with contextlib.suppress(SlurmrlError):
             self.host.lease_guard.turn()
-        self.host.children.turn(seconds)
 
     def _await_begin(self) -> None:
         """After a failure before the incarnation began, give the master time to begin it: then the
@@ -362,7 +366,7 @@ class Incarnation:
             self.send()  # retry what the directory has not taken
             self._idle(LOOK_S)
         alone = len(host.plan.groups) == 1 and host.group.hosts == 1
-        host.children.end(grace_s=0.0 if alone else MASTER_GRACE_S)
+        host.children.end(grace_s=0.0 if alone else MASTER_GRACE_S, meanwhile=self._beat)
         if self._master_log is not None:
             host.children.sleep_on(self._master_log)
             self._master_log.close()

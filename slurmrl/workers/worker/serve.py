@@ -18,6 +18,7 @@ from slurmrl.channel.pipe import Connection
 from slurmrl.errors import (
     EnvironmentFailure,
     UnreadableInputError,
+    UnusableGpuError,
     UsageError,
 )
 from slurmrl.parallel import device
@@ -129,8 +130,10 @@ def recognise(error: BaseException) -> dict[str, Any]:
     explains more. ``oom``: memory ran out. Each is present only if true. A GPU that failed explains
     both, also where the exception is a consequence of that (see `device.pending_error`)."""
     chain = list(_chain(error))
-    if fault := _gpu_fault(chain):
-        return {"cause": Cause.GPU_FAULT, "gpu": device.describe_gpu(), "certain": fault.certain}
+    fault = _gpu_fault(chain)
+    if fault or isinstance(error, UnusableGpuError):
+        certain = fault is not None and fault.certain
+        return {"cause": Cause.GPU_FAULT, "gpu": device.describe_gpu(), "certain": certain}
     echo = any(isinstance(error, ECHOES) or _says_echo(error) for error in chain)
     oom = any(isinstance(error, MemoryError | torch.OutOfMemoryError) for error in chain)
     return {**({"echo": True} if echo else {}), **({"oom": True} if oom else {})}

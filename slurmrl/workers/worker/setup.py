@@ -20,7 +20,7 @@ from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
-from slurmrl.parallel import device, groups, numa
+from slurmrl.parallel import device, gpu_memory, groups, numa
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.groups import ParallelContext
 from slurmrl.paths import RunPaths
@@ -50,6 +50,8 @@ def build(
         numa.bind_to(gpu, group.cpus_per_worker)
         if start["base"] is None:  # with a checkpoint, they have fitted before
             require_memory(settings, gpu.name, gpu.total_memory)
+        activity.phase("waiting for free GPU memory")
+        gpu_memory.wait_until_free(accelerator.device, exclusive=start["exclusive"])
     deterministic = settings.config.deterministic
     device.set_up(
         accelerator,

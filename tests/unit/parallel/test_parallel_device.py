@@ -7,7 +7,7 @@ import ctypes
 import pytest
 import torch
 
-from slurmrl.errors import EnvironmentFailure, UsageError
+from slurmrl.errors import UnusableGpuError, UsageError
 from slurmrl.parallel import device, driver
 
 TOO_OLD = (
@@ -26,6 +26,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: None)
     monkeypatch.setattr(device, "driver_version", lambda: "535.54.03")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1234")
     return monkeypatch
@@ -46,7 +47,7 @@ def test_a_gpu_that_torch_cannot_use_is_the_hosts_failure_with_torchs_reason(
     """Another host may have a newer driver; this one is named."""
     cuda.setattr(torch.cuda, "init", lambda: refuse(reason))
     cuda.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(EnvironmentFailure) as caught:
+    with pytest.raises(UnusableGpuError) as caught:
         device.choose(1)
     said = str(caught.value)
     assert " ".join(str(reason).split()) in said

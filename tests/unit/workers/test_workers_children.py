@@ -17,6 +17,7 @@ from slurmrl.errors import EnvironmentFailure
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.workers import process
+from slurmrl.workers.agent import children as children_module
 from slurmrl.workers.agent.children import Children, News
 from slurmrl.workers.agent.identity import Identity
 from slurmrl.workers.agent.slot import Ended
@@ -242,6 +243,47 @@ def test_stopped_processes_are_ended_all_the_same(ear: Ear, tmp_path: Path) -> N
     wait_until("the other worker to die", lambda: gone(other["pid"]), 60)
     ear.fork(tmp_path)
     assert ear.of(2)["fork_server"] == worker["fork_server"]
+
+
+@pytest.fixture
+def gpus(ear: Ear, monkeypatch: pytest.MonkeyPatch) -> Ear:
+    """Workers that the agent takes for workers with GPUs."""
+    ear.children.group = ear.children.group.model_copy(update={"gpus_per_worker": 1})
+    monkeypatch.setattr(children_module, "END_TIMEOUT_S", 0.2)
+    return ear
+
+
+def test_a_worker_that_takes_long_to_free_its_gpu_is_waited_for(
+    gpus: Ear, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver unpins tens of gigabytes: until then the kernel reports no end. Its fork server
+    stays, and the lease is renewed meanwhile."""
+    ended, ends = os.pipe()
+    fork_server = gpus.of(3)["fork_server"]
+    os.kill(fork_server, signal.SIGSTOP)  # as if its worker had not ended yet
+    monkeypatch.setattr(process, "kill_descendant", lambda pid, name: ended)
+    beats = 0
+
+    def beat() -> None:
+        nonlocal beats
+        beats += 1
+        if beats == 10:
+            os.kill(fork_server, signal.SIGCONT)
+            os.close(ends)
+
+    gpus.children.end(meanwhile=beat)
+    assert beats >= 10
+    assert gone(gpus.of(3)["pid"])
+    assert not gone(fork_server)
+
+
+def test_a_worker_whose_fork_server_hangs_has_freed_its_gpu_in_the_end(gpus: Ear) -> None:
+    """It is killed directly, and the next worker does not start beside it."""
+    os.kill(gpus.of(3)["fork_server"], signal.SIGSTOP)
+    gpus.children.end()
+    assert gone(gpus.of(3)["pid"])
+    assert gone(gpus.of(3)["fork_server"])
+    assert not gone(gpus.of(2)["fork_server"])
 
 
 def test_close_leaves_nothing(ear: Ear) -> None:

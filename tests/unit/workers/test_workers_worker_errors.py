@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from slurmrl.errors import UnusableGpuError
 from slurmrl.parallel import device
 from slurmrl.workers.worker.serve import recognise
 
@@ -87,6 +88,12 @@ def test_a_gpu_that_fails_is_not_the_codes_fault(error: Exception, certain: bool
         "gpu": device.describe_gpu(),
         "certain": certain,
     }
+
+
+def test_a_gpu_that_torch_cannot_use_is_a_fault_that_another_host_may_not_have() -> None:
+    """Not certainly: the same old driver on two hosts counts against the trial."""
+    found = recognise(UnusableGpuError("The NVIDIA driver on your system is too old"))
+    assert (found["cause"], found["certain"]) == ("gpu_fault", False)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,89 @@
+"""Waiting for GPU memory that an earlier process has not freed yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from slurmrl.errors import UnusableGpuError
+from slurmrl.parallel import driver, gpu_memory
+
+GIB = 2**30
+DEVICE = torch.device("cuda", 0)
+HOLDER = "4711, /usr/bin/python3, 37000 MiB\n"
+
+
+class Card:
+    """80 GiB, of which others hold ``held(now)`` GiB."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, held: Callable[[float], float]) -> None:
+        self.now, self.held = 0.0, held
+        known = SimpleNamespace(uuid="1f-2")
+        monkeypatch.setattr(torch.cuda, "mem_get_info", self.look)
+        monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: known)
+        monkeypatch.setattr(driver, "nvidia_smi", lambda *words: HOLDER)
+
+    def look(self, device: torch.device) -> tuple[int, int]:
+        held = self.held(self.now)
+        if held >= 80:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return int((80 - held) * GIB), 80 * GIB
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def wait(self, *, exclusive: bool = True) -> float:
+        """How long it took."""
+        gpu_memory.wait_until_free(
+            DEVICE, exclusive=exclusive, clock=lambda: self.now, sleep=self.sleep
+        )
+        return self.now
+
+
+def test_memory_of_a_process_that_is_still_exiting_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Even where not so much as a context fits at first."""
+    card = Card(monkeypatch, lambda now: 80 if now < 10 else 37 if now < 60 else 0.6)
+    assert card.wait() == 60
+    assert "pid 4711 (/usr/bin/python3, 37000 MiB)" in caplog.text
+
+
+@pytest.mark.parametrize("held", [0.0, 0.6, 3.9])
+def test_a_context_of_our_own_is_no_reason_to_wait(
+    monkeypatch: pytest.MonkeyPatch, held: float
+) -> None:
+    assert Card(monkeypatch, lambda now: held).wait() == 0
+
+
+def test_memory_that_never_becomes_free_is_the_hosts_failure_and_its_holder_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another host may serve, instead of an out-of-memory error of the user's."""
+    card = Card(monkeypatch, lambda now: 37)
+    with pytest.raises(UnusableGpuError) as caught:
+        card.wait()
+    assert card.now == gpu_memory.WAIT_S
+    for words in ("37.0 of the GPU's 80.0 GiB are in use after 120 s", "pid 4711"):
+        assert words in str(caught.value)
+
+
+def test_a_gpu_that_several_may_use_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One's own machine: two small trials may share its GPU."""
+    assert Card(monkeypatch, lambda now: 37).wait(exclusive=False) == gpu_memory.WAIT_S
+
+
+def test_a_fault_while_looking_is_not_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Card(monkeypatch, lambda now: 0)
+    fault = torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
+
+    def look(device: torch.device) -> tuple[int, int]:
+        raise fault
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", look)
+    with pytest.raises(torch.AcceleratorError):
+        card.wait()
