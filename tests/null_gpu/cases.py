@@ -45,7 +45,7 @@ QWEN_7B = {
 @contextmanager
 def first_of(ranks: int) -> Iterator[None]:
     """This process as rank 0 of a job of that many ranks, which the null GPU's NCCL plays."""
-    accelerator = device.choose()
+    accelerator = device.choose(gpus=1)
     device.set_up(accelerator, threads=1, deterministic=False)
     dist.init_process_group(accelerator.backend, store=dist.HashStore(), rank=0, world_size=ranks)
     try:
