@@ -16,6 +16,7 @@ from slurmrl.models.balance import Balance
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.recompute import Recompute
+from slurmrl.ops.upload import OnHost
 
 
 class DecodeSession(Protocol):
@@ -59,7 +60,7 @@ class PackedModel(nn.Module, ABC):
         """Set which activations are recomputed in the backward pass instead of kept."""
 
     @abstractmethod
-    def forward(self, input_ids: Tensor, cu_seqlens: Tensor, max_len: int) -> Tensor:
+    def forward(self, input_ids: Tensor, cu_seqlens: Tensor | OnHost, max_len: int) -> Tensor:
         """input_ids [T], cu_seqlens [S+1] int32 in host memory, longest sequence -> features
         [T, h] that ``logprobs`` and ``values`` read."""
 

@@ -34,7 +34,7 @@ from slurmrl.models.rotary import RotaryTable, Rotation
 from slurmrl.ops.attention import Packing
 from slurmrl.ops.checks import wide
 from slurmrl.ops.logprobs import packed_logprobs_and_entropy
-from slurmrl.ops.upload import upload
+from slurmrl.ops.upload import OnHost, upload
 from slurmrl.registry import resolve
 
 
@@ -112,10 +112,12 @@ class Decoder(PackedModel):
     def use(self, recompute: Recompute) -> None:
         self.recompute = recompute
 
-    def forward(self, input_ids: Tensor, cu_seqlens: Tensor, max_len: int) -> Tensor:
+    def forward(self, input_ids: Tensor, cu_seqlens: Tensor | OnHost, max_len: int) -> Tensor:
         """Hidden states [T, h] after the final norm. With a split, this rank's part of them in an
         internal order, which ``logprobs`` and ``values`` expect."""
         self.config.check_length(max_len)
+        if isinstance(cu_seqlens, OnHost):
+            cu_seqlens = cu_seqlens.tensor
         # Adjacent sequences of equal length need fewer attention calls.
         order, cu_sorted = length_order(cu_seqlens, input_ids.shape[0])
         positions = packed_positions(cu_sorted, input_ids.shape[0])

@@ -33,7 +33,7 @@ from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.models.recompute import Recompute
 from slurmrl.ops.checks import wide
 from slurmrl.ops.logprobs import packed_logprobs_and_entropy, packed_logprobs_of_logits
-from slurmrl.ops.upload import upload
+from slurmrl.ops.upload import OnHost, upload
 
 POSITIONS = re.compile(r"posit|\bwpe\b")
 OTHER = re.compile(r"vision|image|audio|relative")
@@ -92,7 +92,7 @@ class HFModel(PackedModel):
     def forward(
         self,
         input_ids: Tensor,
-        cu_seqlens: Tensor,
+        cu_seqlens: Tensor | OnHost,
         max_len: int,
         step: Mapping[str, Any] | None = None,
     ) -> Any:
@@ -104,6 +104,8 @@ class HFModel(PackedModel):
         if step is not None:
             return self.inner(**step)
         self._made.check_length(max_len)
+        if isinstance(cu_seqlens, OnHost):
+            cu_seqlens = cu_seqlens.tensor
         tokens = input_ids.shape[0]
         indices = (packed_rows(cu_seqlens, tokens), packed_positions(cu_seqlens, tokens))
         rows, places, lengths = upload((*indices, cu_seqlens.diff().long()), input_ids.device)

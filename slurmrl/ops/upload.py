@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class OnHost:
+    """A tensor that stays in host memory when it is passed to a sharded module: FSDP copies plain
+    tensors among the arguments to the GPU, and the host waits for it."""
+
+    tensor: Tensor
 
 
 def upload(indices: Sequence[Tensor], device: torch.device) -> tuple[Tensor, ...]:

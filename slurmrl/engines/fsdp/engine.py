@@ -47,6 +47,7 @@ from slurmrl.layout.layout import Layout
 from slurmrl.models.balance import Balance
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
+from slurmrl.ops.upload import OnHost
 from slurmrl.parallel.groups import ParallelContext
 
 
@@ -179,7 +180,7 @@ class FSDPEngine(Engine):
             for index in range(schedule.count):
                 part = schedule.part(index)
                 balance.now = "count" if part is not None else "other"
-                self._shards.decoder(*self._tokens(None if part is None else sample.take(part)))
+                self._features(*self._tokens(None if part is None else sample.take(part)))
         balance.sum_counts([self.context.group("shard")] if self._spread else [])
 
     @property
@@ -243,11 +244,15 @@ class FSDPEngine(Engine):
 
     def _run(self, ids: Tensor, cu_seqlens: Tensor, longest: int, temperature: float) -> Outputs:
         decoder = self._shards.decoder
-        hidden = decoder(ids, cu_seqlens, longest)
+        hidden = self._features(ids, cu_seqlens, longest)
         if self.head == "value":
             return {"values": decoder.values(hidden, cu_seqlens)}
         logp, entropy = decoder.logprobs(hidden, ids, cu_seqlens, temperature)
         return {"logp": logp, "entropy": entropy}
+
+    def _features(self, ids: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
+        features: Tensor = self._shards.decoder(ids, OnHost(cu_seqlens), longest)
+        return features
 
     def _empty_micro_batch(self, temperature: float) -> Tensor:
         """The zero loss of a rank that has no micro-batch left."""

@@ -88,3 +88,13 @@ def test_generation_reads_what_has_ended_every_few_tokens(
     tokens = int((output.lengths - output.prompt_lengths).max())
     assert bool(output.finished.any()) == bool(stops)
     assert 1 <= len(waits) <= -(-tokens // 8), waits
+
+
+def test_sharded_modules_get_no_plain_tensor_of_the_host() -> None:
+    """FSDP would copy it to the GPU, where indices cannot be made without waiting."""
+    model, batch = engine(max_tokens_per_microbatch=12), sample()
+    passed: list[Any] = []
+    model._shards.decoder.register_forward_pre_hook(lambda _, found: passed.extend(found))
+    model.forward(batch)
+    tensors = [argument for argument in passed if isinstance(argument, torch.Tensor)]
+    assert sum(map(len, tensors)) == sum(LENGTHS)
