@@ -141,15 +141,13 @@ def main() -> None:
     accelerator = GPU if options.gpu else CPU
     set_up(accelerator, threads=1, deterministic=False)
     torch.manual_seed(1)
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/store", 1)
-        dist.init_process_group(accelerator.backend, store=store, rank=0, world_size=1)
-        engine = make_engine(options.hidden, options.layers, accelerator)
-        where = torch.cuda.get_device_name() if options.gpu else "1 training thread"
-        print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, {where}", flush=True)
-        for directory in options.directory or [Path("/tmp"), Path("/dev/shm")]:
-            run(engine, directory, options.rounds, options.steps)
-        dist.destroy_process_group()
+    dist.init_process_group(accelerator.backend, store=dist.HashStore(), rank=0, world_size=1)
+    engine = make_engine(options.hidden, options.layers, accelerator)
+    where = torch.cuda.get_device_name() if options.gpu else "1 training thread"
+    print(f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, {where}", flush=True)
+    for directory in options.directory or [Path("/tmp"), Path("/dev/shm")]:
+        run(engine, directory, options.rounds, options.steps)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

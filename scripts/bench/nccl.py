@@ -17,10 +17,15 @@ import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from slurmrl.ops import collectives
 
 ROUNDS = 10
 
@@ -34,9 +39,9 @@ def check(rank: int, world: int) -> None:
         whole, part, gathered = mine.clone(), mine[:8].clone(), torch.empty_like(mine)
         dist.all_reduce(whole)
         expect(whole, torch.full_like(whole, total), "all_reduce")
-        dist.reduce_scatter_tensor(part, mine)
+        collectives.reduce_scatter(part, mine)
         expect(part, torch.full_like(part, total), "reduce_scatter")
-        dist.all_gather_into_tensor(gathered, mine[:8].clone())
+        collectives.all_gather(gathered, mine[:8].clone())
         expect(gathered, ranks, "all_gather")
         dist.all_to_all_single(gathered, mine)
         expect(gathered, ranks, "all_to_all")
@@ -47,7 +52,8 @@ def check(rank: int, world: int) -> None:
 
 def expect(found: Tensor, wanted: Tensor, what: str) -> None:
     if not torch.equal(found, wanted):
-        sys.exit(f"{what} of {found.dtype} gives {found.tolist()}, not {wanted.tolist()}")
+        at = int((found != wanted).nonzero()[0])
+        sys.exit(f"{what} of {found.dtype}: {found[at]} at {at} instead of {wanted[at]}")
 
 
 def gigabytes_per_s(buffer: Tensor) -> float:

@@ -15,6 +15,7 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import OUTPUTS, TOKENS, Outputs
 from slurmrl.errors import UsageError
 from slurmrl.models.config import Head
+from slurmrl.ops import collectives
 from slurmrl.parallel.groups import ParallelContext
 
 OWN_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "vetoed")
@@ -150,8 +151,7 @@ def _gather(values: list[float], context: ParallelContext) -> list[list[float]]:
     if context.dp_size == 1:
         return [values]
     own = torch.tensor(values, dtype=torch.float64, device=context.device)
-    found = own.new_empty(context.dp_size * len(values))
-    dist.all_gather_single(found, own, group=context.group("dp"))
+    found = collectives.gathered(own, context.group("dp"))
     rows: list[list[float]] = found.view(context.dp_size, -1).tolist()
     return rows
 

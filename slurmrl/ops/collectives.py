@@ -15,6 +15,10 @@ from torch import Tensor
 
 Group = dist.ProcessGroup
 
+# torch 2.13 has new names for these and deprecates the old ones, which are all that 2.11 has.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def whole_to_partial(x: Tensor, group: Group) -> Tensor:
     """The tensor unchanged; its gradients are partial."""
@@ -51,7 +55,7 @@ def gathered(x: Tensor, group: Group) -> Tensor:
     """All ranks' tensors, which have one shape, concatenated in dim 0; without gradients."""
     x = x.contiguous()
     out = x.new_empty((x.shape[0] * group.size(), *x.shape[1:]))
-    dist.all_gather_single(out, x, group=group)
+    all_gather(out, x, group=group)
     return out
 
 
@@ -69,7 +73,7 @@ def _summed(x: Tensor, group: Group) -> Tensor:
 def _scattered(x: Tensor, group: Group) -> Tensor:
     x = x.contiguous()
     out = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
-    dist.reduce_scatter_single(out, x, group=group)
+    reduce_scatter(out, x, group=group)
     return out
 
 
