@@ -165,9 +165,11 @@ def measure(exchange: Exchange, messages: int) -> list[float]:
 def summary(times: list[float]) -> dict[str, float]:
     ordered = sorted(times)
     return {
+        "least_us": ordered[0] * 1e6,
         "median_us": statistics.median(times) * 1e6,
         "p90_us": ordered[int(0.9 * len(times))] * 1e6,
         "p99_us": ordered[int(0.99 * len(times))] * 1e6,
+        "most_us": ordered[-1] * 1e6,
     }
 
 

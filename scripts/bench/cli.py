@@ -1,4 +1,4 @@
-"""Start of the command line beside that of bare Python: ``python scripts/bench/cli.py [ROUNDS]``.
+"""Start of the command line beside that of bare Python: ``python scripts/bench/cli.py``.
 
 Prints one JSON object: for each command its wall and CPU time in seconds, and the ratio and the
 difference of its wall time to that of ``python -c pass`` in the same round (machines differ, ratios
@@ -9,9 +9,9 @@ anything.
 
 from __future__ import annotations
 
+import argparse
 import json
 import resource
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,6 +19,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+from spread import Spread
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 BARE = "python -c pass"
@@ -49,7 +51,7 @@ def run(command: Sequence[str]) -> Times:
     return Times(wall_s, cpu_s)
 
 
-def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
+def measure(rounds: int) -> dict[str, dict[str, Spread]]:
     with tempfile.TemporaryDirectory() as root:
         timed = commands(root)
         for command in timed.values():
@@ -61,20 +63,23 @@ def measure(rounds: int) -> dict[str, dict[str, list[float]]]:
     return {name: _summary(taken, times[BARE]) for name, taken in times.items()}
 
 
-def _summary(taken: Sequence[Times], bare: Sequence[Times]) -> dict[str, list[float]]:
+def _summary(taken: Sequence[Times], bare: Sequence[Times]) -> dict[str, Spread]:
     pairs = list(zip(taken, bare, strict=True))
     return {
-        "wall_s": _spread([one.wall_s for one in taken]),
-        "cpu_s": _spread([one.cpu_s for one in taken]),
-        "ratio": _spread([one.wall_s / other.wall_s for one, other in pairs]),
-        "more_s": _spread([one.wall_s - other.wall_s for one, other in pairs]),
+        "wall_s": Spread.of((one.wall_s for one in taken), 4),
+        "cpu_s": Spread.of((one.cpu_s for one in taken), 4),
+        "ratio": Spread.of((one.wall_s / other.wall_s for one, other in pairs), 4),
+        "more_s": Spread.of((one.wall_s - other.wall_s for one, other in pairs), 4),
     }
 
 
-def _spread(values: Sequence[float]) -> list[float]:
-    """Median, least and most."""
-    return [round(value, 4) for value in (statistics.median(values), min(values), max(values))]
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=20, help="(default: %(default)s)")
+    print(json.dumps(measure(parser.parse_args().rounds), indent=2))
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(int(sys.argv[1]) if len(sys.argv) > 1 else 20), indent=2))
+    main()

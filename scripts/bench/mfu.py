@@ -8,12 +8,12 @@ same sizes, batch, dtype and attention of torch. On a GPU it has 0.5 billion par
 in bfloat16; on a CPU, where this only shows that the script works, 7 million in float32. The limit
 is the rate of one large matrix product, measured in the same run. Operations are counted by
 ``slurmrl.models.flops`` for both, so what is recomputed does not count; the goal on a GPU is 50 %.
+Printed are the median step's rate and share, in brackets the shares of the slowest and the fastest.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 import torch.distributed as dist
+from spread import Spread
 from torch import Tensor
 
 from slurmrl.algorithms.sft.interface import sft_loss
@@ -51,8 +52,8 @@ def architecture(sizes: dict[str, int], length: int) -> dict[str, Any]:
     }
 
 
-def seconds(step: Step, steps: int, wait: Step) -> float:
-    """Of the median step."""
+def seconds(step: Step, steps: int, wait: Step) -> Spread:
+    """Of one step."""
     times = []
     for _ in range(WARM_UP + steps):
         wait()
@@ -60,14 +61,14 @@ def seconds(step: Step, steps: int, wait: Step) -> float:
         step()
         wait()
         times.append(time.perf_counter() - began)
-    return statistics.median(times[WARM_UP:])
+    return Spread.of(times[WARM_UP:])
 
 
 def matrix_rate(size: int, dtype: torch.dtype, where: torch.device, wait: Step) -> float:
-    """FLOP/s of the product of two large square matrices."""
+    """FLOP/s of the product of two large square matrices: the median."""
     a, b = (torch.randn(size, size, dtype=dtype, device=where) for _ in range(2))
     out = torch.empty_like(a)
-    return 2 * size**3 / seconds(lambda: torch.matmul(a, b, out=out), 10, wait)
+    return 2 * size**3 / seconds(lambda: torch.matmul(a, b, out=out), 10, wait).median
 
 
 def slurmrl_step(
@@ -146,8 +147,9 @@ def main() -> None:
         ("transformers", lambda: transformers_step(shape, ids, dtype, where)),
     ):
         took = seconds(make(), options.steps, wait)
-        share = work / took / rate
-        print(f"{label:<13} {ids.numel() / took:10.0f} tokens/s   {share:6.1%}", flush=True)
+        shares = Spread(*(work / time_s / rate for time_s in (took.median, took.most, took.least)))
+        speed = ids.numel() / took.median
+        print(f"{label:<13} {speed:10.0f} tokens/s   {shares.text('.1%')}", flush=True)
 
 
 if __name__ == "__main__":

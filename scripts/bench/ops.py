@@ -5,12 +5,13 @@ scripts/bench/ops.py [--rounds 15] [--device cpu|cuda]
 (numba is not a dependency: pip install numba into an environment of your own beside slurmrl's)
 
 CPU: 512 sequences of 1,000 to 8,000 tokens in float32, each form in turn, round by round; printed
-are ns per token of process CPU time and wall time (medians, and the best wall time), on one thread
-with ratios to the loop of numba and to a copy of as many float32 numbers.
+are ns per token of process CPU time and wall time, each as median (least to most), on one thread
+with the ratios of the CPU medians to the loop of numba and to a copy of as many float32 numbers.
 
 GPU: GAE at three shapes, and gather and scatter over intervals of four sizes, as shares of the
-bandwidth of a device-to-device copy in the same run; and the time of GAE with one thread per
-sequence (written here, compiled by nvcc at run time) over ours. Times are of the device alone.
+bandwidth of a device-to-device copy in the same run, as median (least to most); and the time of GAE
+with one thread per sequence (written here, compiled by nvcc at run time) over ours. Times are of
+the device alone.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ["SLURMRL_OPS"] = "native"
 
 import torch
+from spread import Spread
 from torch import Tensor
 
 from slurmrl.ops.gae import packed_gae, reference
@@ -128,16 +130,13 @@ def measure_cpu(rounds: int) -> None:
         torch.set_num_threads(threads)
         found = {name: times[1:] for name, times in in_turn(forms, rounds, tokens).items()}
         for name, rounds_ns in found.items():
-            cpu, wall = (statistics.median(column) for column in zip(*rounds_ns, strict=True))
-            best = min(wall for _, wall in rounds_ns)
-            line = (
-                f"{threads} threads  {name:18} cpu {cpu:7.2f}  wall {wall:7.2f}  best {best:7.2f}"
-            )
+            cpu, wall = (Spread.of(column) for column in zip(*rounds_ns, strict=True))
+            line = f"{threads} threads  {name:18} cpu {cpu.text()}  wall {wall.text()}"
             if threads == 1:
-                wall_of_one[name] = best
-                line += ratios(cpu, found)
+                wall_of_one[name] = wall.least
+                line += ratios(cpu.median, found)
             else:
-                line += f"  {wall_of_one[name] / best:.2f} x as fast as one thread (best)"
+                line += f"  {wall_of_one[name] / wall.least:.2f} x as fast as one thread (least)"
             print(line)
 
 
@@ -169,8 +168,8 @@ def ratios(cpu: float, found: Rounds) -> str:
     return text + (f"  {cpu / median_cpu('numba'):5.2f} x numba" if "numba" in found else "")
 
 
-def seconds(calls: list[Callable[[], object]], rounds: int) -> float:
-    """Median time of one call on the GPU, from a graph of all calls: without the host's part."""
+def seconds(calls: list[Callable[[], object]], rounds: int) -> Spread:
+    """Time of one call on the GPU, from a graph of all calls: without the host's part."""
     for call in calls:
         call()  # what is made at the first call
     torch.cuda.synchronize()
@@ -185,13 +184,13 @@ def seconds(calls: list[Callable[[], object]], rounds: int) -> float:
         end.record()
         end.synchronize()
         found.append(begin.elapsed_time(end) / 1e3 / len(kept))
-    return statistics.median(found[1:])
+    return Spread.of(found[1:])
 
 
 def copy_bandwidth(rounds: int) -> float:
     source = torch.empty(COPIED_BYTES, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    return 2 * COPIED_BYTES / seconds([lambda: target.copy_(source)], rounds)
+    return 2 * COPIED_BYTES / seconds([lambda: target.copy_(source)], rounds).median
 
 
 def baseline() -> Callable[..., None]:
@@ -239,8 +238,15 @@ def measure_gae(
     ours = seconds([partial(packed_gae, *one, GAMMA, LAM) for one in batches], rounds)
     pairs = zip(batches, outputs, strict=True)
     theirs = seconds([partial(one_thread, one, *both) for one, both in pairs], rounds)
-    share = BYTES_PER_TOKEN * sequences * length / ours / bandwidth
-    print(f"GAE {sequences} x {length}: {share:.2f} of copy, {theirs / ours:.1f} x one thread")
+    share = of_copy(BYTES_PER_TOKEN * sequences * length, ours, bandwidth)
+    faster = theirs.median / ours.median
+    print(f"GAE {sequences} x {length}: {share} of copy, {faster:.1f} x one thread")
+
+
+def of_copy(moved_bytes: int, took_s: Spread, bandwidth: float) -> str:
+    """The bandwidth that was used, as a share of that of a copy."""
+    order = (took_s.median, took_s.most, took_s.least)
+    return Spread(*(moved_bytes / seconds / bandwidth for seconds in order)).text()
 
 
 def measure_intervals(size: int, bandwidth: float, rounds: int) -> None:
@@ -257,7 +263,7 @@ def measure_intervals(size: int, bandwidth: float, rounds: int) -> None:
         ("scatter", lambda: scatter(flat, intervals, packed)),
     ):
         took = seconds([call], rounds)
-        print(f"{name:7} {size:8} B: {moved / took / bandwidth:.2f} of copy")
+        print(f"{name:7} {size:8} B: {of_copy(moved, took, bandwidth)} of copy")
 
 
 def main() -> None:

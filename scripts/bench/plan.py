@@ -1,21 +1,24 @@
-"""Time to plan a run of 1,024 GPUs: ``python scripts/bench/plan.py [ROUNDS]``.
+"""Time to plan a run of 1,024 GPUs: ``python scripts/bench/plan.py``.
 
 PPO with a mixture-of-experts actor and critic on 512 GPUs each and a reference on all 1,024, whose
 strings, checks, plan, rank tables, process groups and estimates are made from a configuration file.
-Prints one JSON object with medians in seconds: of reading and checking, of planning, of the report
-and of all three in a warm process, and of the whole command ``slurmrl plan`` beside bare Python.
+Prints one JSON object with seconds, each as [median, least, most]: of reading and checking, of
+planning, of the report and of all three in a warm process, and of the whole command
+``slurmrl plan`` beside bare Python.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+
+from spread import Spread
 
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.report.values import report
@@ -49,7 +52,7 @@ def write_config(folder: Path) -> Path:
     return folder / "large.yaml"
 
 
-def measure(rounds: int) -> dict[str, float]:
+def measure(rounds: int) -> dict[str, Spread]:
     with tempfile.TemporaryDirectory() as name:
         config = write_config(Path(name))
         times: dict[str, list[float]] = {"check_s": [], "plan_s": [], "report_s": []}
@@ -67,22 +70,31 @@ def measure(rounds: int) -> dict[str, float]:
             made = timed("report_s", lambda: report(settings, plan))  # type: ignore[arg-type]  # noqa: B023
         assert isinstance(made, dict)
         assert made["world_size"] == 1024
-        found = {kind: statistics.median(values[1:]) for kind, values in times.items()}
-        found["all_s"] = sum(found.values())
+        warm = {kind: values[1:] for kind, values in times.items()}
+        warm["all_s"] = [sum(parts) for parts in zip(*warm.values(), strict=True)]
+        found = {kind: Spread.of(values, 4) for kind, values in warm.items()}
         slurmrl = [sys.executable, "-m", "slurmrl", "plan", str(config), "--json"]
         found["command_s"] = _command([*slurmrl, "--scheduler", "slurm"], rounds)
         found["bare_python_s"] = _command([sys.executable, "-c", "pass"], rounds)
-    return {kind: round(value, 4) for kind, value in found.items()}
+    return found
 
 
-def _command(command: list[str], rounds: int) -> float:
+def _command(command: list[str], rounds: int) -> Spread:
     taken = []
     for _ in range(rounds):
         began = time.perf_counter()
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         taken.append(time.perf_counter() - began)
-    return statistics.median(taken)
+    return Spread.of(taken, 4)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5, help="(default: %(default)s)")
+    print(json.dumps(measure(parser.parse_args().rounds), indent=2))
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(int(sys.argv[1]) if len(sys.argv) > 1 else 5), indent=2))
+    main()

@@ -13,7 +13,6 @@ import itertools
 import json
 import os
 import signal
-import statistics
 import sys
 import tempfile
 import time
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from spread import Spread
 
 from slurmrl.history.record import Kind
 from slurmrl.monitor import events
@@ -193,8 +194,8 @@ def _use(trial: Watched, wall_s: float) -> dict[str, Any]:
     }
 
 
-def stalls(trial: Watched) -> dict[str, float]:
-    """Seconds that training waited for its commits."""
+def stalls(trial: Watched) -> dict[str, int | Spread]:
+    """Seconds that training waited for its commits: median, least and most."""
     found = [
         event["stall_s"]
         for event in events.read_all(trial.witness.paths)
@@ -204,8 +205,7 @@ def stalls(trial: Watched) -> dict[str, float]:
         return {}
     return {
         "commits": len(found),
-        "median_s": round(statistics.median(found), 4),
-        "max_s": round(max(found), 4),
+        "stall_s": Spread.of(found, 4),
     }
 
 
@@ -232,6 +232,7 @@ def by_cause(bed: Path, folder: Path, options: argparse.Namespace) -> list[dict[
         for _ in range(options.repeat):
             rows.append(recovery(bed, trial, cause))
             print(_row(rows[-1]), flush=True)
+        print(_spread(cause, rows), flush=True)
     print(f"checkpoint stall: {stalls(trial) or 'not recorded'}", flush=True)
     if "node" in options.causes:
         rows.append(recovery(bed, trial, "node"))
@@ -243,6 +244,11 @@ def by_cause(bed: Path, folder: Path, options: argparse.Namespace) -> list[dict[
 def _row(row: dict[str, Any]) -> str:
     phases = ", ".join(f"{name} {seconds}" for name, seconds in row["phases"].items())
     return f"{row['cause']:<11} {row['how']:<11} {row['seconds']:7.2f} s: {phases}"
+
+
+def _spread(cause: str, rows: list[dict[str, Any]]) -> str:
+    seconds = Spread.of(row["seconds"] for row in rows if row["cause"] == cause)
+    return f"{cause:<11} all         {seconds.text()} s"
 
 
 def main() -> None:

@@ -10,9 +10,9 @@ scripts/bench/train.py [--trl-python PYTHON] [--steps 12] [--batch 32] [--spread
 All start from the same small model (files), see the same sequences in the same batches and use
 AdamW with the same settings, float32, no gradient checkpointing, one thread. Each runs in a process
 of its own; they take turns step by step, so that all see the same machine. Printed are tokens (real
-ones, padding does not count) per second of process CPU time and of wall time over all steps but the
-first two, in brackets by how much slurmrl is faster, and how far the losses of the steps are from
-slurmrl's, relatively.
+ones, padding does not count) per second of process CPU time and of wall time in the steps after the
+first two, each as median (least to most); how many times slurmrl's time all these steps took; and
+how far the losses of the steps are from slurmrl's, relatively.
 
 With --gpu, slurmrl and transformers train a larger model on a GPU in bfloat16 instead; wall time is
 what counts then.
@@ -30,7 +30,6 @@ import math
 import os
 import random
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from spread import Spread
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
@@ -331,24 +332,32 @@ def compare(pythons: dict[str, str], spread: float, steps: int, batch: int, gpu:
             for contestant in contestants:
                 contestant.end()
     batches = [sizes[at : at + batch] for at in range(WARM_UP * batch, count, batch)]
-    tokens = sum(map(sum, batches))
+    tokens = [sum(part) for part in batches]
     padded = sum(max(part) * len(part) for part in batches)
     where = "GPU, bfloat16" if gpu else "one thread"
     print(
         f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, {where}; spread {spread}: "
-        f"{tokens} tokens in {steps} batches of {batch}, {padded / tokens:.2f} x as many if padded"
+        f"{sum(tokens)} tokens in {steps} batches of {batch}, "
+        f"{padded / sum(tokens):.2f} x as many if padded"
     )
     for contestant in contestants:
         print(line(contestant, contestants[0], tokens))
 
 
-def line(one: Contestant, ours: Contestant, tokens: int) -> str:
-    rates = [tokens / sum(turn[column] for turn in one.turns[WARM_UP:]) for column in (1, 2)]
-    first = [tokens / sum(turn[column] for turn in ours.turns[WARM_UP:]) for column in (1, 2)]
+def line(one: Contestant, ours: Contestant, tokens: Sequence[int]) -> str:
+    """``tokens``: of each batch that counts."""
+
+    def total_s(contestant: Contestant, column: int) -> float:
+        return sum(turn[column] for turn in contestant.turns[WARM_UP:])
+
+    def rates(column: int) -> str:
+        steps = zip(tokens, one.turns[WARM_UP:], strict=True)
+        speed = Spread.of(count / turn[column] for count, turn in steps)
+        return f"{speed.text('6.0f')} {total_s(one, column) / total_s(ours, column):5.2f} x"
+
     apart = max(abs(a[0] / b[0] - 1) for a, b in zip(one.turns, ours.turns, strict=True))
     return (
-        f"{one.name:12s}  tokens/s cpu {rates[0]:8.0f} ({first[0] / rates[0]:5.2f})"
-        f"  wall {rates[1]:8.0f} ({first[1] / rates[1]:5.2f})"
+        f"{one.name:12s}  tokens/s cpu {rates(1)}  wall {rates(2)}"
         f"  loss {one.turns[0][0]:.4f} -> {one.turns[-1][0]:.4f}, within {apart:.0e}"
     )
 
@@ -375,10 +384,7 @@ def shares(spread: float, steps: int, batch: int) -> None:
             for kind, time_us in spent.items():
                 each[kind].append(100 * time_us / sum(spent.values()))
     for kind, percent in each.items():
-        print(
-            f"{kind:18s} {statistics.median(percent):5.1f} %"
-            f"  ({min(percent):.1f} to {max(percent):.1f})"
-        )
+        print(f"{kind:18s} {Spread.of(percent).text('.1f')} %")
 
 
 def main() -> None:

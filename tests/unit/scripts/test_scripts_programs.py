@@ -66,3 +66,15 @@ def test_summary(tmp_path: Path) -> None:
     )
     for words in ("0.100 before, 0.800 after", "1,002 tokens/s", "/the/export", "COMPLETED"):
         assert words in done.stdout
+
+
+@pytest.mark.parametrize("name", ["cli", "plan"])
+def test_benchmarks_explain_themselves(name: str) -> None:
+    """``--help`` prints the description, and an unknown argument is an error of usage."""
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / f"{name}.py")]
+    for arguments, code, words in ((["--help"], 0, "--rounds"), (["10"], 2, "unrecognized")):
+        done = subprocess.run(
+            [*command, *arguments], capture_output=True, text=True, check=False, cwd=ROOT
+        )
+        assert (done.returncode, words in done.stdout + done.stderr) == (code, True), done.stderr
+        assert "Traceback" not in done.stderr
