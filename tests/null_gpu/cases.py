@@ -16,6 +16,7 @@ from slurmrl.engines.base import Engine
 from slurmrl.models.config import Head
 from slurmrl.parallel import device
 from slurmrl.parallel.groups import build
+from tests.distributed.engines import megatron_cases
 from tests.distributed.engines.cases import Placed
 
 QWEN_1_5B = {
@@ -41,6 +42,29 @@ QWEN_7B = {
     "tie_word_embeddings": False,
 }
 
+TINY = {
+    "model_type": "qwen3",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+}
+TINY_EXPERTS = {
+    **TINY,
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
 
 @contextmanager
 def first_of(ranks: int) -> Iterator[None]:
@@ -64,7 +88,8 @@ def engine(
 ) -> Engine:
     """An engine over all ranks of the job as data-parallel ones, in bfloat16."""
     ranks = tuple(range(dist.get_world_size()))
-    placed = Placed("actor", ranks, {"dp": len(ranks)}, name)
+    sizes = {"dp": len(ranks)}
+    placed = megatron_cases.placed(**sizes) if name == "megatron" else Placed("actor", ranks, sizes)
     found: Engine = ENGINES.load(name)(
         "actor",
         Model.model_validate(

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 LIBRARY = "libcuda.so.1"
 OWN = re.compile(r"(?:^|.*/)((?:slurmrl|megatron|transformers)/)")
@@ -54,14 +55,27 @@ def waits() -> Iterator[Counter[str]]:
 def _site() -> str:
     """The innermost lines of these packages on the stack of the thread that waits."""
     lines: list[str] = []
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None and len(lines) < SITE_DEPTH:
-        path = frame.f_code.co_filename.rpartition("/site-packages/")[2]
-        package = OWN.search(path)
-        if package:
-            lines.append(f"{path[package.start(1) :]}:{frame.f_lineno}")
+        if line := _line(frame):
+            lines.append(line)
         frame = frame.f_back
     return " < ".join(lines) or "elsewhere"
+
+
+def own_line(frame: FrameType | None) -> str:
+    """The innermost line of these packages from this frame on; empty if there is none."""
+    while frame is not None:
+        if line := _line(frame):
+            return line
+        frame = frame.f_back
+    return ""
+
+
+def _line(frame: FrameType) -> str:
+    path = frame.f_code.co_filename.rpartition("/site-packages/")[2]
+    package = OWN.search(path)
+    return f"{path[package.start(1) :]}:{frame.f_lineno}" if package else ""
 
 
 def _library() -> ctypes.CDLL:

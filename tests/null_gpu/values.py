@@ -15,13 +15,17 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-SMALL_ELEMENTS = 2**17
-"""Tensors of up to this many elements have values if they depend on such tensors only; if they
-depend on larger ones they are zeros. Larger tensors are undefined."""
+SMALL_ELEMENTS = 2**15
+"""Tensors of up to this many elements have values if they depend on such tensors only: room for a
+number of each token, but not for weights and hidden states."""
 INTEGER_ELEMENTS = 2**22
-"""The same limit for tensors of integers and booleans."""
-RANDOM = ("bernoulli", "exponential", "multinomial", "normal", "rand", "uniform")
-"""Beginnings of the names of operations whose results are zeros here."""
+"""The same limit for tensors of integers and booleans. Other results of up to this size are zeros;
+larger ones are undefined."""
+WITH_ZEROS = ("addmm", "baddbmm", "bernoulli", "bmm", "exponential", "mm", "multinomial", "normal")
+WITH_ZEROS += ("rand", "uniform")
+"""Beginnings of the names of operations whose results are zeros: products, random numbers."""
+WITHOUT_VALUES = ("empty", "new_empty", "resize_", "set_")
+"""The same of operations that allocate only."""
 
 aten = torch.ops.aten
 
@@ -69,7 +73,7 @@ def _with_output_size(repeats: Tensor, kwargs: dict[str, Any]) -> dict[str, Any]
         return kwargs
     for _ in range(2):
         torch.cuda.current_stream().synchronize()
-    return {**kwargs, "output_size": int(_host(repeats).sum())}
+    return {**kwargs, "output_size": int(host(repeats).sum())}
 
 
 def _with_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Any:
@@ -79,15 +83,15 @@ def _with_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     mutable = func._schema.is_mutable
     if not mutable and _is_view(given, outputs):
         return result
-    if not all(map(_is_small, given + outputs)) or func.__name__.startswith(("empty", "new_empty")):
+    if not all(map(_is_small, given + outputs)) or func.__name__.startswith(WITHOUT_VALUES):
         values = None
     else:
         values = _on_host(func, args, kwargs)
     if values is None:
         if not mutable:
             for output in outputs:
-                if _is_small(output) and output.is_cuda:
-                    _host(output).zero_()
+                if output.numel() <= INTEGER_ELEMENTS and output.is_cuda:
+                    host(output).zero_()
         return result
     return result if mutable else _placed(result, values)
 
@@ -105,15 +109,15 @@ def _is_small(tensor: Tensor) -> bool:
 def _on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The operation on the host; None if there is none. One that writes to its arguments writes to
     device memory, which the host can reach here."""
-    if func.namespace != "aten" or func.__name__.lstrip("_").startswith(RANDOM):
+    if func.namespace != "aten" or func.__name__.lstrip("_").startswith(WITH_ZEROS):
         return None
     try:
-        return func(*tree_map(_host, args), **tree_map(_host, kwargs))
+        return func(*tree_map(host, args), **tree_map(host, kwargs))
     except NotImplementedError:  # a kernel that only GPUs have
         return None
 
 
-def _host(value: Any) -> Any:
+def host(value: Any) -> Any:
     """A tensor of the CPU over the same memory; devices become the CPU."""
     if isinstance(value, torch.device):
         return torch.device("cpu")
@@ -137,5 +141,5 @@ def _placed(result: Any, values: Any) -> Any:
         return values if isinstance(values, Tensor) else result
     if result.shape != values.shape:
         result = result.new_empty(values.shape, dtype=values.dtype)
-    _host(result).copy_(values)
+    host(result).copy_(values)
     return result

@@ -1,0 +1,96 @@
+"""Every engine's code for GPUs runs with all tensors where they belong: a tensor on a wrong device
+is an error of torch here as on a card."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.base import Engine, Outputs
+from slurmrl.models.config import Head
+from slurmrl.models.generate import GenerationOptions, GenerationOutput
+from tests.null_gpu import cases
+from tests.null_gpu.values import SmallValues
+
+LENGTHS = (33, 64, 64, 20)
+NEW_TOKENS = 12
+ENGINES = {
+    "fsdp": {},
+    "fsdp, weights on the host": {"cpu_offload": True},
+    "hf": {"implementation": "hf"},
+    "megatron": {},
+}
+MODES = ("off", "selective", "full")
+pytestmark = pytest.mark.filterwarnings("ignore")  # megatron-core warns of its own settings
+
+
+def make(kind: str, experts: bool, **settings: Any) -> Engine:
+    name = kind.partition(",")[0]
+    return cases.engine(
+        cases.TINY_EXPERTS if experts else cases.TINY,
+        name="fsdp" if name == "hf" else name,
+        max_tokens_per_microbatch=128,
+        **ENGINES[kind],
+        **settings,
+    )
+
+
+def loss(outputs: Outputs, sample: SequenceSample) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    picked = torch.cat([values[sample.tensor("response_mask")] for values in outputs.values()])
+    return picked.sum(), {"largest": picked.detach().max()}
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+@pytest.mark.parametrize("kind", ENGINES)
+def test_no_tensor_is_on_a_wrong_device(
+    kind: str, experts: bool, head: Head, tmp_path: Path
+) -> None:
+    """Training in every mode of recomputation, inference, generation, checkpoints, offloading."""
+    sample = cases.batch(LENGTHS)
+    with cases.first_of(1), SmallValues():
+        for mode in MODES:
+            if (kind, mode) == ("hf", "selective"):
+                continue  # refused
+            engine = make(kind, experts, head=head, gradient_checkpointing=mode)
+            stats = engine.train_batch(sample, loss, float(sum(LENGTHS)))
+            assert stats["tokens"] == sum(LENGTHS)
+            outputs = engine.forward(sample.only(["input_ids"]))
+            assert all(values.is_cuda for values in outputs.values())
+        assert engine.snapshot() is not None
+        engine.save(tmp_path)
+        engine.load(tmp_path)
+        engine.offload()
+        engine.onload()
+        stats = engine.train_batch(sample, loss, float(sum(LENGTHS)))
+        assert stats["skipped"] == 0.0  # else the optimizer did nothing
+        if head == "lm" and kind != "megatron":
+            found = generated(engine, sample)
+            assert found.lengths.tolist() == [length + NEW_TOKENS for length in LENGTHS]
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_one_of_two_ranks_has_no_tensor_on_a_wrong_device(kind: str) -> None:
+    sample = cases.batch(LENGTHS)
+    with cases.first_of(2), SmallValues():
+        engine = make(kind, experts=False, head="lm")
+        stats = engine.train_batch(sample, loss, float(sum(LENGTHS)))
+        assert stats["denominator"] == 2 * sum(LENGTHS)
+        engine.forward(sample.only(["input_ids"]))
+        if kind != "megatron":
+            generated(engine, sample)
+
+
+def generated(engine: Engine, sample: SequenceSample) -> GenerationOutput:
+    prompts = SequenceSample(
+        sample.ids,
+        {"prompt_ids": sample.lengths["input_ids"]},
+        data={"prompt_ids": sample.tensor("input_ids")},
+    )
+    options = GenerationOptions(max_new_tokens=NEW_TOKENS)
+    keys = torch.arange(len(LENGTHS))
+    return engine.generate(prompts, options, seed=1, step=1, keys=keys)
