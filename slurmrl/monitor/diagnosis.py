@@ -92,7 +92,9 @@ def _failed_starts(status: Status) -> Iterator[StatusFinding]:
     failed = status["failed_starts"]
     if failed is not None:
         where = f" on {failed['host']}" if failed["host"] else ""
-        text = f"{failed['count']} starts in a row failed before an incarnation began; the last"
+        count = failed["count"]
+        starts = f"{count} starts in a row" if count > 1 else "the last start"
+        text = f"{starts} failed before an incarnation began" + ("; the last" if count > 1 else "")
         yield StatusFinding("failed_starts", f"{text}{where}: {plain(failed['why'])[-200:]}")
 
 

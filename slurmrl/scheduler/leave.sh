@@ -1,7 +1,8 @@
 # How a job leaves when no process of the trial can start in it, run by sh. scheduler/leave.py sets
 # slurmrl_run, _script, _number, _job, _exclude, _first_s, _longest_s, _most and _several above.
 
-slurmrl_host=$(printf %s "${SLURMD_NODENAME:-$(uname -n)}" | tr -cd 'A-Za-z0-9._-')
+slurmrl_own_path=$PATH:/usr/local/bin:/usr/bin:/bin  # set-up lines may change PATH
+slurmrl_host=$(PATH=$slurmrl_own_path; printf %s "${SLURMD_NODENAME:-$(uname -n)}" | tr -cd 'A-Za-z0-9._-')
 slurmrl_told=
 slurmrl_setup=
 
@@ -17,6 +18,7 @@ slurmrl_count() {  # FOLDER PATTERN: count the matching names
 }
 
 slurmrl_record() {  # WHY HOST: record a failed start; HOST is to blame unless it is empty
+    PATH=$slurmrl_own_path
     slurmrl_why=$(printf %s "$1" | tr '\n\t' '  ' | tr -cd 'A-Za-z0-9 ._:,;/()=+-' | tail -c 400)
     slurmrl_start=${SLURM_JOB_ID:-0}.${SLURM_RESTART_COUNT:-0}
     slurmrl_text="{\"host\": \"$2\", \"why\": \"$slurmrl_why\", \"start\": \"$slurmrl_start\""
@@ -114,6 +116,7 @@ slurmrl_leave() {  # WHY: nothing can start here. Record it, avoid this host, re
 
 slurmrl_give_back() {  # WHY HOST: the same; an empty HOST means that no host is to blame
     set +eu
+    PATH=$slurmrl_own_path
     trap - EXIT
     trap '' INT USR1 USR2
     [ -z "$slurmrl_told" ] || exit 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -190,6 +191,15 @@ def test_a_set_up_of_another_submission_says_nothing(paths: RunPaths, run_leave:
     assert any(line.startswith("fail") for line in said)
 
 
+def test_a_set_up_line_that_breaks_path_uses_up_no_link(paths: RunPaths, run_leave: Leave) -> None:
+    attempt = leave.attempt(sys.executable, "slurmrl.workers.supervisor")
+    text = f"{leave.EARLY}\nexport PATH=/nowhere\n{leave.LATE}\n{attempt} || slurmrl_leave"
+    said = run_leave(f'{text} "$slurmrl_said"')
+    assert "scontrol requeue 41_2" in said
+    (bad,) = hosts.avoided(paths)
+    assert (bad.host, "timeout: " in bad.why) == ("n1", True)
+
+
 def test_a_failure_that_is_no_hosts_is_counted_once(paths: RunPaths, run_leave: Leave) -> None:
     run_leave('slurmrl_give_back "srun: no" ""')
     run_leave('slurmrl_give_back "srun: no" ""')
@@ -198,19 +208,27 @@ def test_a_failure_that_is_no_hosts_is_counted_once(paths: RunPaths, run_leave: 
 
 
 @pytest.mark.parametrize("module", ["slurmrl.workers.agent", "slurmrl.no_such_module"])
-def test_each_host_tries_its_interpreter(paths: RunPaths, module: str) -> None:
-    command = [*leave.guarded(paths.run, sys.executable, module), "echo", "it runs"]
+@pytest.mark.parametrize("path", [os.environ["PATH"], "/nowhere"], ids=["path", "no path"])
+def test_each_host_tries_its_interpreter(paths: RunPaths, module: str, path: str) -> None:
+    program, *command = leave.guarded(paths.run, sys.executable, module)
     done = subprocess.run(
-        command, env={**os.environ, **JOB}, capture_output=True, text=True, check=False
+        [shutil.which(program) or program, *command, "/bin/echo", "it runs"],
+        env={**os.environ, **JOB, "PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    if module == "slurmrl.workers.agent":
+    if module == "slurmrl.workers.agent" and path != "/nowhere":
         assert (done.returncode, done.stdout) == (0, "it runs\n")
         assert hosts.failed_starts(paths) == []
     else:
         assert done.returncode == 1
         (bad,) = hosts.failed_starts(paths, "43.0")
         assert bad.host == "n1"
-        assert bad.why.endswith("No module named slurmrl.no_such_module")
+        why = (
+            "timeout: not found" if path == "/nowhere" else "No module named slurmrl.no_such_module"
+        )
+        assert bad.why.endswith(why)
 
 
 def test_a_host_is_avoided_after_two_incarnations_failed_there(paths: RunPaths) -> None:
