@@ -1,6 +1,6 @@
 """Batches, datasets, orders and packing.
 
-``meta``, ``order``, ``packing`` and ``records`` are torch-free (the master uses them); ``sample``,
-``dataset`` and the dataset types hold tensors. A new dataset type = one file beside ``prompt.py``
-plus one line in the table of ``dataset.py``.
+``meta``, ``order``, ``packing`` and ``records`` are torch-free (the master uses them); ``sample``
+and ``dataset`` hold tensors. To add a dataset type, add a class to ``dataset.py`` and a line to its
+table.
 """

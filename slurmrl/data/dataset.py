@@ -5,7 +5,10 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.rows import DatasetRows
@@ -18,8 +21,8 @@ if TYPE_CHECKING:
 DATASETS = Registry(
     "dataset type",
     {
-        "prompt": "slurmrl.data.prompt:PromptDataset",
-        "prompt_answer": "slurmrl.data.prompt_answer:PromptAnswerDataset",
+        "prompt": "slurmrl.data.dataset:PromptDataset",
+        "prompt_answer": "slurmrl.data.dataset:PromptAnswerDataset",
     },
 )
 
@@ -68,3 +71,48 @@ class TokenizedDataset(ABC):
     @abstractmethod
     def _sample(self, rows: Sequence[int], ids: Sequence[str]) -> SequenceSample:
         """Rows of the file as a sample."""
+
+
+class PromptDataset(TokenizedDataset):
+    """Key ``prompt_ids``; metadata ``prompt`` (text), ``answer`` (the row's text under
+    ``answer_key``, or ""), ``row`` (the whole row, with its answer under ``answer``) and ``line``
+    (its number in the file)."""
+
+    def _sample(self, rows: Sequence[int], ids: Sequence[str]) -> SequenceSample:
+        prompts = self._lines.prompt_ids(self._tokenizer, rows)
+        tokens = torch.tensor(list(chain.from_iterable(prompts)), dtype=torch.int64)
+        answers = self._lines.answers(rows)
+        metadata: dict[str, list[Any]] = {
+            "prompt": self._lines.prompts(rows),
+            "answer": answers,
+            "line": [self._lines.records.lines[row] for row in rows],
+            "row": [
+                {**self._lines.records.rows[row], "answer": answer}
+                for row, answer in zip(rows, answers, strict=True)
+            ],
+        }
+        return SequenceSample.from_default(
+            [len(prompt) for prompt in prompts], ids, {"prompt_ids": tokens}, metadata
+        )
+
+
+class PromptAnswerDataset(TokenizedDataset):
+    """Keys ``input_ids`` (prompt, answer, end-of-text token) and ``prompt_mask`` (bool, True on
+    the prompt). Prompt and answer are tokenised apart, so that a prompt's tokens are those that
+    generation will see."""
+
+    def _sample(self, rows: Sequence[int], ids: Sequence[str]) -> SequenceSample:
+        prompts = self._lines.prompt_ids(self._tokenizer, rows)
+        answers = self._lines.answer_ids(self._tokenizer, rows)
+        pairs = list(zip(prompts, answers, strict=True))
+        tokens = list(chain.from_iterable(prompt + answer for prompt, answer in pairs))
+        mask = list(
+            chain.from_iterable(
+                [True] * len(prompt) + [False] * len(answer) for prompt, answer in pairs
+            )
+        )
+        data = {
+            "input_ids": torch.tensor(tokens, dtype=torch.int64),
+            "prompt_mask": torch.tensor(mask, dtype=torch.bool),
+        }
+        return SequenceSample.from_default([len(p) + len(a) for p, a in pairs], ids, data)

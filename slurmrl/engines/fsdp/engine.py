@@ -24,8 +24,7 @@ from slurmrl.engines.base import (
     Veto,
 )
 from slurmrl.engines.fsdp import state
-from slurmrl.engines.fsdp.copies import sum_copies
-from slurmrl.engines.fsdp.gradients import clip, global_norm
+from slurmrl.engines.fsdp.gradients import clip, global_norm, sum_copies
 from slurmrl.engines.fsdp.placing import Placing, split_of, tensor_split
 from slurmrl.engines.fsdp.sharding import SMALL_BYTES, Shards, shard_plan
 from slurmrl.engines.fsdp.weights import constant_specs, fill, new_model, whole_shapes

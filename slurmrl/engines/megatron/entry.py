@@ -1,11 +1,15 @@
-"""The registry's entry point: checks for megatron-core before it imports the engine."""
+"""The registry's entry point, which checks for megatron-core and sets up its global state before it
+imports the engine."""
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from typing import Any
 
 from slurmrl.engines.base import Engine
-from slurmrl.engines.megatron.core import require
+from slurmrl.engines.megatron.schema import INSTALL_HINT
+from slurmrl.errors import UsageError
 
 
 def make(*args: Any, **kwargs: Any) -> Engine:
@@ -14,3 +18,32 @@ def make(*args: Any, **kwargs: Any) -> Engine:
     from slurmrl.engines.megatron.engine import MegatronEngine
 
     return MegatronEngine(*args, **kwargs)
+
+
+def require() -> None:
+    """Prepare megatron-core. Raises UsageError if it is missing, with the command that installs it,
+    or if there is no GPU."""
+    if _missing("megatron.core"):
+        raise UsageError(f"the megatron engine needs megatron-core: {INSTALL_HINT}")
+    # TransformerEngine's matrix product for routers. 0.16.1 reads this name even without
+    # TransformerEngine, and would use it, in TF32, even for float32 models.
+    utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    vars(utils)["te_general_gemm"] = None
+    # Scratch memory for the gathers of sequence parallelism: the only global state of megatron that
+    # is set here. It does not depend on the layout.
+    state = importlib.import_module("megatron.core.parallel_state")
+    try:
+        vars(state)["torch"].cuda.current_device()  # as megatron sees it
+    except (AssertionError, RuntimeError) as error:
+        raise UsageError(
+            f"the megatron engine needs a GPU ({error}); on CPUs use the fsdp backend"
+        ) from error
+    if vars(state)["_GLOBAL_MEMORY_BUFFER"] is None:
+        vars(state)["_set_global_memory_buffer"]()
+
+
+def _missing(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is None
+    except ModuleNotFoundError:
+        return True
