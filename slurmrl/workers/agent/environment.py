@@ -19,8 +19,11 @@ not of every version."""
 ALLOCATOR: Final = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 """torch's allocator grows its segments, so memory of micro-batches of varying lengths does not
 fragment."""
-ALLOCATOR_NAMES: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""torch reads the older name, too, and prefers it."""
+OLDER_NAMES: Final = {
+    "PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF",
+    "TORCH_FR_BUFFER_SIZE": "TORCH_NCCL_TRACE_BUFFER_SIZE",
+}
+"""torch reads these, too: it takes one of two settings, not always the user's."""
 BLACKWELL: Final = 10.0
 """Compute capability from which CUDA starts kernels of several streams in the order of their calls
 with any number of connections."""
@@ -46,11 +49,9 @@ def of_fork_server(
 ) -> dict[str, str]:
     """Return the environment of a rank's fork server. ``environ`` is the agent's, ``visible`` the
     rank's devices, ``more`` are `defaults`."""
-    allocator = {} if any(name in environ for name in ALLOCATOR_NAMES) else ALLOCATOR
+    ours = {**FLIGHT_RECORDER, **(ALLOCATOR if visible else {}), **more}
     return {
-        **FLIGHT_RECORDER,
-        **(allocator if visible else {}),
-        **more,
+        **{name: ours[name] for name in ours if OLDER_NAMES.get(name) not in environ},
         **environ,
         **SINGLE_THREADED,
         "OMP_NUM_THREADS": str(group.threads_per_worker),

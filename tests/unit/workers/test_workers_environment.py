@@ -75,6 +75,8 @@ def test_the_users_variables_count_more_than_defaults(plan: Plan) -> None:
 def test_collectives_are_recorded_so_that_hangs_of_nccl_are_explained(plan: Plan) -> None:
     given = environment.of_fork_server(plan.groups[0], "0", {}, {})
     assert int(given["TORCH_FR_BUFFER_SIZE"]) >= 1000
+    own = {"TORCH_NCCL_TRACE_BUFFER_SIZE": "50"}  # which torch would ignore beside the new name
+    assert "TORCH_FR_BUFFER_SIZE" not in environment.of_fork_server(plan.groups[0], "0", own, {})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,53 @@
+"""What a worker does with its GPU before and beside training: choice, memory, record of NCCL."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from slurmrl.errors import UnusableGpuError
+from slurmrl.parallel import device, gpu_memory
+from slurmrl.workers.worker.collectives import Collectives
+from tests.null_gpu import cases
+
+
+def test_a_free_gpu_is_used_at_once_and_named() -> None:
+    with cases.first_of(1):
+        began = time.monotonic()
+        gpu_memory.wait_until_free(device.GPU.device, exclusive=True)
+        assert time.monotonic() - began < gpu_memory.WAIT_S
+        assert device.pending_error() is None
+        name = torch.cuda.get_device_name()
+        assert device.describe_gpu().startswith(f"GPU 0 ({name}, GPU-")
+
+
+def test_memory_that_another_process_holds_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    free, total = torch.cuda.mem_get_info()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free // 2, total))
+    monkeypatch.setattr(gpu_memory, "WAIT_S", 0.0)
+    with pytest.raises(UnusableGpuError, match="GiB are in use after 0 s"):
+        gpu_memory.wait_until_free(device.GPU.device, exclusive=True)
+
+
+def test_a_collective_of_nccl_is_explained_while_it_waits_and_recorded_when_it_ends() -> None:
+    """torch's watchdog looks for its end every 100 ms: until then it counts as pending."""
+    with cases.first_of(4):
+        group = dist.new_group([0, 1, 2, 3])
+        collectives = Collectives()
+        deadline = time.monotonic() + 60
+        while True:
+            dist.all_reduce(torch.ones(5, device="cuda"), group=group)
+            collectives.waiting()
+            if (waiting := collectives.waiting()) is not None:
+                break
+            assert time.monotonic() < deadline, "no collective was ever pending"
+        assert (waiting["name"], waiting["ranks"]) == ("all_reduce", [0, 1, 2, 3])
+        assert 0 <= waiting["since_s"] < 60
+        line = f"all_reduce #{waiting['number']} of group {waiting['group']}, [5]"
+        while f"{line}: ended" not in collectives.recorded():
+            assert time.monotonic() < deadline, collectives.recorded()
+            time.sleep(0.05)
+        assert collectives.waiting() is None
