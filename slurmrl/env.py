@@ -69,6 +69,13 @@ OPS_CACHE: Variable[str] = Variable(
     "Directory of the compiled operators; hosts may share it. Default: `slurmrl/ops` in "
     "`XDG_CACHE_HOME`.",
 )
+TRITON_INTERPRET: Variable[bool] = Variable(
+    "TRITON_INTERPRET",
+    lambda text: text == "1",
+    False,
+    USER,
+    "`1`: Triton's interpreter runs the fused operators, on CPUs too; for debugging.",
+)
 XDG_CACHE_HOME: Variable[str] = Variable(
     "XDG_CACHE_HOME", str, "", USER, "The user's cache directory. Default: `~/.cache`."
 )

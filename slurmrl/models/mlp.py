@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
-
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.parallel.linear import RowLinear
 from slurmrl.models.parallel.split import WHOLE, Split
-
-ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_new": partial(F.gelu, approximate="tanh"),
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-    "relu": F.relu,
-}
+from slurmrl.ops.gated import ACTIVATIONS, gated_linear
 
 
 class GatedMLP(nn.Module):
@@ -31,13 +20,13 @@ class GatedMLP(nn.Module):
         self.gate_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
         self.up_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
         self.down_proj = RowLinear(inner, hidden, bias=config.mlp_bias, split=split)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = config.activation
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, h] -> [T, h]."""
-        x = self.split.enter(x)
-        out: Tensor = self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
-        return out
+        x, down = self.split.enter(x), self.down_proj
+        products = gated_linear(self.gate_proj(x), self.up_proj(x), down.weight, self.activation)
+        return down.whole(products)
 
 
 class PlainMLP(nn.Module):
@@ -49,7 +38,7 @@ class PlainMLP(nn.Module):
         hidden, inner = config.hidden_size, config.intermediate_size // split.tensor.size
         self.up_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
         self.down_proj = RowLinear(inner, hidden, bias=config.mlp_bias, split=split)
-        self.activation = ACTIVATIONS[config.activation]
+        self.activation = ACTIVATIONS[config.activation].value
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, h] -> [T, h]."""

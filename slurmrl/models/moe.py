@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from slurmrl.models.balance import Balance, tokens_of_experts
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.mlp import ACTIVATIONS
 from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.ops.checks import wide
 from slurmrl.ops.experts import grouped_linear
+from slurmrl.ops.gated import gated_product
 
 
 class ExpertLayer(nn.Module):
@@ -24,14 +24,12 @@ class ExpertLayer(nn.Module):
         self.gate_proj = nn.Parameter(torch.empty(experts, inner, hidden))
         self.up_proj = nn.Parameter(torch.empty(experts, inner, hidden))
         self.down_proj = nn.Parameter(torch.empty(experts, hidden, inner))
-        self.activation = ACTIVATIONS[activation]
+        self.activation = activation
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
         """x [M, h] sorted by expert, counts [E] tokens per expert -> [M, h]."""
-        gate = self.activation(grouped_linear(x, self.gate_proj, counts))
-        return grouped_linear(
-            gate * grouped_linear(x, self.up_proj, counts), self.down_proj, counts
-        )
+        gate, up = (grouped_linear(x, w, counts) for w in (self.gate_proj, self.up_proj))
+        return grouped_linear(gated_product(gate, up, self.activation), self.down_proj, counts)
 
 
 class SparseMLP(nn.Module):

@@ -1,7 +1,7 @@
-"""Log-probabilities and entropies of packed tokens, without ever keeping logits [T, V].
+"""Log-probabilities and entropies of packed tokens, without storing logits [T, V].
 
-T packed tokens, S sequences, h hidden size, V vocabulary. Results are float64 for float64 inputs
-and float32 for the other dtypes.
+T packed tokens, t tokens of a chunk, S sequences, h hidden size, V vocabulary. Logits and results
+are float64 for float64 inputs, else float32.
 """
 
 from __future__ import annotations
@@ -12,13 +12,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from slurmrl.ops import fused
 from slurmrl.ops.checks import wide
+from slurmrl.ops.products import add_product, wide_product
 from slurmrl.ops.upload import upload
 
 CHUNK_ELEMENTS = 2**22
-"""Logits computed at a time where the vocabulary is small (16 MiB in float32)."""
-CHUNK_TOKENS = 512
-"""Tokens computed at a time at least: fewer would starve the matrix products."""
+"""Logits per chunk of a small vocabulary (16 MiB in float32)."""
+CHUNK_TOKENS = 1024
+"""Least tokens per chunk: each chunk reads and writes the gradient of the whole weight."""
+
+
+def chunk_tokens(vocabulary: int) -> int:
+    """Tokens per chunk."""
+    return max(CHUNK_TOKENS, CHUNK_ELEMENTS // vocabulary)
 
 
 def logprobs_and_entropy(
@@ -31,9 +38,9 @@ def logprobs_and_entropy(
     """log p(target) and entropy of softmax(hidden @ weight.T / temperature), both [T].
 
     hidden [T, h], weight [V, h], targets [T]. Both results are differentiable in hidden and
-    weight; logits are computed ``chunk`` tokens at a time, again in the backward pass.
+    weight; logits are computed ``chunk`` tokens at a time, and again in the backward pass.
     """
-    size = chunk or max(CHUNK_TOKENS, CHUNK_ELEMENTS // weight.shape[0])
+    size = chunk or chunk_tokens(weight.shape[0])
     results: tuple[Tensor, Tensor] = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden, weight, targets, temperature, size
     )
@@ -48,8 +55,8 @@ def packed_logprobs_and_entropy(
     temperature: float = 1.0,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same, aligned with packed sequences: entry t is log p(x_t | x_<t) and the entropy of
-    the distribution that x_t was drawn from; both are 0 at the first token of a sequence.
+    """``logprobs_and_entropy`` aligned with packed sequences: entry t is log p(x_t | x_<t) and the
+    entropy of the distribution that x_t was drawn from, both 0 at the first token of a sequence.
 
     hidden [T, h], input_ids [T], cu_seqlens [S+1] in host memory. Returns two [T].
     """
@@ -64,7 +71,7 @@ def packed_logprobs_and_entropy(
 def packed_logprobs_of_logits(
     logits: Tensor, input_ids: Tensor, cu_seqlens: Tensor, temperature: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """The same from logits [T, V] of a model that only gives them whole."""
+    """``packed_logprobs_and_entropy`` from logits [T, V], for models that return only these."""
     (rest,) = upload([following_tokens(cu_seqlens)], logits.device)
     logq = (logits.index_select(0, rest - 1).to(wide(logits.dtype)) / temperature).log_softmax(-1)
     logp = logq.gather(-1, input_ids[rest, None]).squeeze(-1)
@@ -83,9 +90,6 @@ def following_tokens(cu_seqlens: Tensor) -> Tensor:
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
-    """With z = logits / temperature, L = logsumexp(z), p = exp(z - L):
-    d logp / dz_j = [j = target] - p_j and dH / dz_j = -p_j (z_j - L + H)."""
-
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
@@ -101,20 +105,19 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx: Any, grad_logp: Tensor, grad_entropy: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, *per_token = ctx.saved_tensors
-        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        grad_weight = torch.zeros_like(weight, dtype=wide(weight.dtype)) if wants_weight else None
-        for span in spans(hidden.shape[0], ctx.chunk):
-            h = hidden[span]
-            others = [x[span] for x in (*per_token, grad_logp, grad_entropy)]
-            dz = _logit_gradient(h, weight, ctx.temperature, *others).to(h.dtype)
-            if grad_hidden is not None:
-                torch.mm(dz, weight, out=grad_hidden[span])
-            if grad_weight is not None:
-                grad_weight += dz.t() @ h
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight.dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return (
+            *gradients(
+                hidden,
+                weight,
+                (*per_token, grad_logp, grad_entropy),
+                ctx.temperature,
+                ctx.chunk,
+                ctx.needs_input_grad[:2],
+            ),
+            None,
+            None,
+            None,
+        )
 
 
 def statistics(
@@ -122,43 +125,71 @@ def statistics(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normalizer, entropy and log p(target) of softmax(hidden @ weight.T / temperature), each
     [T]."""
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    parts = [
+        _statistics(wide_product(hidden[span], weight.t()), targets[span], 1.0 / temperature)
+        for span in spans(hidden.shape[0], chunk)
+    ]
+    normalizer, entropy, logp = (torch.cat(of_spans) for of_spans in zip(*parts, strict=True))
+    return normalizer, entropy, logp
+
+
+def gradients(
+    hidden: Tensor,
+    weight: Tensor,
+    per_token: tuple[Tensor, ...],
+    temperature: float,
+    chunk: int,
+    wanted: tuple[bool, bool] = (True, True),
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of hidden and weight, as far as they are ``wanted``.
+
+    per_token: targets, normalizers and entropies of the whole vocabulary, and the gradients of
+    log p(target) and of the entropy, each [T]. A target out of range is another rank's.
+    """
+    grad_hidden = torch.empty_like(hidden) if wanted[0] else None
+    grad_weight = torch.zeros_like(weight, dtype=wide(weight.dtype)) if wanted[1] else None
     for span in spans(hidden.shape[0], chunk):
-        z = scaled_logits(hidden[span], weight, temperature)
-        normalizer = z.logsumexp(-1)
-        logq = z.sub_(normalizer[:, None])
-        logp = logq.gather(-1, targets[span, None]).squeeze(-1)
-        found.append((normalizer, -logq.exp().mul_(logq).sum(-1), logp))
-    normalizers, entropies, logps = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return normalizers, entropies, logps
+        h = hidden[span]
+        logits = wide_product(h, weight.t())
+        dz = _logit_gradient(logits, tuple(x[span] for x in per_token), 1.0 / temperature, h.dtype)
+        if grad_hidden is not None:
+            torch.mm(dz, weight, out=grad_hidden[span])
+        if grad_weight is not None:
+            add_product(grad_weight, dz.t(), h)
+    return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
 def spans(tokens: int, chunk: int) -> list[slice]:
-    """Slices of at most ``chunk`` tokens; one empty slice where there are none."""
+    """Slices of at most ``chunk`` tokens; one empty slice if there are none."""
     return [slice(start, start + chunk) for start in range(0, max(tokens, 1), chunk)]
 
 
-def scaled_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Tensor:
-    """hidden [t, h], weight [V, h] -> logits [t, V] / temperature, in float32 or float64."""
-    logits = hidden @ weight.t()
-    logits = logits.to(wide(logits.dtype))
-    return logits if temperature == 1.0 else logits.div_(temperature)
+def _statistics(logits: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalizer, entropy and log p(target), each [t], from logits [t, V], which it overwrites."""
+    if fused.fits(logits):
+        return fused.softmax_statistics(logits, targets, scale)
+    z = logits if scale == 1.0 else logits.mul_(scale)
+    normalizer = z.logsumexp(-1)
+    logq = z.sub_(normalizer[:, None])
+    logp = logq.gather(-1, targets[:, None]).squeeze(-1)
+    return normalizer, -logq.exp().mul_(logq).sum(-1), logp
 
 
 def _logit_gradient(
-    hidden: Tensor,
-    weight: Tensor,
-    temperature: float,
-    targets: Tensor,
-    normalizer: Tensor,
-    entropy: Tensor,
-    grad_logp: Tensor,
-    grad_entropy: Tensor,
+    logits: Tensor, per_token: tuple[Tensor, ...], scale: float, dtype: torch.dtype
 ) -> Tensor:
-    """Gradient with respect to the unscaled logits of one chunk [t, V]."""
-    z = scaled_logits(hidden, weight, temperature)
+    """The gradient of one chunk of logits [t, V] in ``dtype``; it overwrites the logits.
+
+    With z = scale * logits, L = logsumexp(z), p = exp(z - L):
+    d logp / dz_j = [j = target] - p_j and dH / dz_j = -p_j (z_j - L + H).
+    """
+    if fused.fits(logits):
+        return fused.logit_gradient(logits, per_token, scale, dtype)
+    targets, normalizer, entropy, grad_logp, grad_entropy = per_token
+    z = logits if scale == 1.0 else logits.mul_(scale)
     logq = z.sub_(normalizer[:, None])
     p = logq.exp()
     dz = logq.add_(entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logp[:, None]).mul_(p)
-    dz.scatter_add_(-1, targets[:, None], grad_logp[:, None])
-    return dz.div_(temperature)
+    here = (targets >= 0) & (targets < dz.shape[1])
+    dz.scatter_add_(-1, (targets * here)[:, None], (grad_logp * here)[:, None])
+    return (dz if scale == 1.0 else dz.mul_(scale)).to(dtype)

@@ -8,8 +8,8 @@ import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.mlp import ACTIVATIONS
 from slurmrl.models.recompute import Recompute
+from slurmrl.ops.gated import ACTIVATIONS
 from slurmrl.parallel.groups import ParallelContext
 
 
@@ -32,7 +32,7 @@ def transformer_config(
         kv_channels=config.head_dim,
         ffn_hidden_size=config.intermediate_size,
         gated_linear_unit=True,
-        activation_func=ACTIVATIONS[config.activation],
+        activation_func=ACTIVATIONS[config.activation].value,
         bias_activation_fusion=False,
         normalization="RMSNorm",
         layernorm_epsilon=config.norm_eps,

@@ -23,7 +23,11 @@ class RowLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if self.split.tensor.size == 1:
             return super().forward(x)
-        out = self.split.leave(F.linear(x, self.weight))
+        return self.whole(F.linear(x, self.weight))
+
+    def whole(self, products: Tensor) -> Tensor:
+        """The output, from this rank's products of inputs and weight."""
+        out = self.split.leave(products)
         return out if self.bias is None else out + self.bias
 
 

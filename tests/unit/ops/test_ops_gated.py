@@ -1,0 +1,87 @@
+"""The gated feed-forward part and products with wider results, in torch's form."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.mlp import GatedMLP
+from slurmrl.ops.gated import ACTIVATIONS, gated_linear, gated_product
+from slurmrl.ops.products import add_product, wide_linear, wide_product
+
+TOKENS, INNER, HIDDEN = 11, 24, 8
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradients_equal_those_of_autograd(activation: str) -> None:
+    inputs = [random(TOKENS, INNER), random(INNER, TOKENS).t(), random(HIDDEN, INNER)]
+    mix = random(TOKENS, HIDDEN)
+    value = ACTIVATIONS[activation].value
+    results = []
+    for exact in (False, True):
+        gate, up, weight = leaves = [(x.double() if exact else x.clone()) for x in inputs]
+        for leaf in leaves:
+            leaf.requires_grad_()
+        if exact:
+            product, out = value(gate) * up, (value(gate) * up) @ weight.t()
+        else:
+            product = gated_product(gate, up, activation)
+            out = gated_linear(gate, up, weight, activation)
+        ((out * mix).sum() + product.square().sum()).backward()  # type: ignore[no-untyped-call]
+        results.append((out.detach(), *(leaf.grad for leaf in leaves)))
+    for ours, exact_result in zip(*results, strict=True):
+        assert ours is not None
+        assert exact_result is not None
+        torch.testing.assert_close(ours.double(), exact_result, rtol=2e-6, atol=2e-5)
+
+
+def test_a_block_keeps_two_activations_of_its_inner_size() -> None:
+    """The gate and the other half; neither the activated gate nor the product."""
+    architecture = {
+        "model_type": "llama",
+        "vocab_size": 8,
+        "hidden_size": HIDDEN,
+        "intermediate_size": INNER,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    block = GatedMLP(ModelConfig.from_hf(architecture))
+    kept: set[int] = set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.shape == (TOKENS, INNER):
+            kept.add(tensor.data_ptr())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = block(random(TOKENS, HIDDEN))
+    assert len(kept) == 2
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_products_are_summed_and_returned_wide(dtype: torch.dtype) -> None:
+    a, b = random(5, 700, dtype=dtype), random(700, 6, dtype=dtype)
+    exact = a.double() @ b.double()
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    product, total = wide_product(a, b), torch.ones((5, 6), dtype=wide)
+    add_product(total, a, b)
+    x, weight = a.clone().requires_grad_(), b.t().contiguous().requires_grad_()
+    out = wide_linear(x, weight)
+    for result in (product, total - 1, out.detach()):
+        assert result.dtype == wide
+        torch.testing.assert_close(result.double(), exact, rtol=1e-5, atol=1e-4)
+    out.sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    assert weight.grad is not None
+    assert x.grad.dtype == weight.grad.dtype == dtype
+    expected = b.double().sum(1).expand(5, -1), a.double().sum(0).expand(6, -1)
+    for gradient, exact_gradient in zip((x.grad, weight.grad), expected, strict=True):
+        torch.testing.assert_close(gradient.double(), exact_gradient, rtol=1e-2, atol=1e-4)
