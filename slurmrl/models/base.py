@@ -55,6 +55,16 @@ class PackedModel(nn.Module, ABC):
     def layers(self) -> Iterable[nn.Module]:
         """The units of sharding and checkpointing."""
 
+    @property
+    def embedding(self) -> nn.Module | None:
+        """The embedding, if it is a sharding unit: it shares its weight with no other module."""
+        return None
+
+    @property
+    def projection(self) -> nn.Module | None:
+        """The vocabulary projection, if it is a sharding unit."""
+        return None
+
     @abstractmethod
     def use(self, recompute: Recompute) -> None:
         """Set which activations are recomputed in the backward pass instead of kept."""

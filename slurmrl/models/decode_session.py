@@ -24,6 +24,7 @@ from slurmrl.models.packed import inverse, packed_positions
 from slurmrl.models.parallel.heads import rows_of
 from slurmrl.models.parallel.split import Split
 from slurmrl.ops.attention import Packing
+from slurmrl.ops.products import wide_product
 from slurmrl.ops.upload import upload
 from slurmrl.ops.vocab_parallel import Rows
 
@@ -62,7 +63,7 @@ class CachedSession:
         last = torch.cat([self._prefill(input_ids, part) for part in parts])
         order = torch.tensor([row for part in parts for row in part])
         (back,) = upload([inverse(order)], last.device)
-        return last[back] @ self._head.t()
+        return wide_product(last[back], self._head.t())
 
     def _prefill(self, input_ids: Tensor, part: Sequence[int]) -> Tensor:
         """The hidden states [S, h] after the prompts of some rows, which are stored."""
@@ -83,7 +84,7 @@ class CachedSession:
         core = DecodeCore(self._cache, longest)
         hidden = self._decoder.run_unhooked(tokens, self.lengths, core)
         self._cache.lengths = self.lengths + alive
-        return hidden @ self._head.t()
+        return wide_product(hidden, self._head.t())
 
     def keep(self, rows: Tensor) -> None:
         self._cache.keep(rows)

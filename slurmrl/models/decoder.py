@@ -14,7 +14,6 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from slurmrl.models.attention import Attention, AttentionCore, PackedCore
 from slurmrl.models.balance import Balance
@@ -27,13 +26,13 @@ from slurmrl.models.norm import RMSNorm
 from slurmrl.models.packed import inverse, length_order, packed_positions
 from slurmrl.models.parallel.core import split_core
 from slurmrl.models.parallel.heads import split_logprobs, split_values
-from slurmrl.models.parallel.linear import VocabEmbedding, vocabulary_rows
+from slurmrl.models.parallel.linear import LogProbs, VocabEmbedding, VocabProjection
 from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.models.recompute import LayerCall, Recompute, layer_call, unhooked
 from slurmrl.models.rotary import RotaryTable, Rotation
 from slurmrl.ops.attention import Packing
-from slurmrl.ops.checks import wide
 from slurmrl.ops.logprobs import packed_logprobs_and_entropy
+from slurmrl.ops.products import wide_linear
 from slurmrl.ops.upload import OnHost, upload
 from slurmrl.registry import resolve
 
@@ -95,8 +94,7 @@ class Decoder(PackedModel):
         if head == "value":
             self.score = nn.Linear(config.hidden_size, 1, bias=False)
         elif not config.tie_embeddings:
-            first, last = vocabulary_rows(config.vocab_size, split)
-            self.lm_head = nn.Linear(config.hidden_size, last - first, bias=False)
+            self.lm_head = VocabProjection(config.hidden_size, config.vocab_size, split)
         self._scale = config.hidden_size**0.5 if config.family.scaled_embedding else None
         self._rotary = RotaryTable(config.rope, config.head_dim) if config.rope else None
         self.balance = self._balance()
@@ -104,6 +102,15 @@ class Decoder(PackedModel):
     @property
     def layers(self) -> Iterable[nn.Module]:
         return self._body.layers
+
+    @property
+    def embedding(self) -> nn.Module | None:
+        tied = self.head == "lm" and self.config.tie_embeddings
+        return None if tied else self._body.embed_tokens
+
+    @property
+    def projection(self) -> nn.Module | None:
+        return getattr(self, "lm_head", None)
 
     @property
     def _body(self) -> Body:
@@ -149,20 +156,21 @@ class Decoder(PackedModel):
         for block in self._sparse_blocks:
             block.tokens = last - first
         input_ids, positions = split.own_tokens(input_ids), split.own_tokens(positions)
-        x = self.embed(input_ids, positions)
+        embedding = self._body.embed_tokens
+        tokens = embedding.forward(input_ids) if call is unhooked else embedding(input_ids)
+        x = self.embed(tokens, positions)
         rotation = self._rotary.rotation(positions, x.dtype) if self._rotary else None
         for layer in self.layers:
             x = call(layer, x, rotation, core)
         out: Tensor = self._body.norm(x)
         return out
 
-    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Tokens [T] at positions [T] -> [T, h]."""
-        x: Tensor = self._body.embed_tokens(input_ids)
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The input of the layers [T, h] from embeddings of tokens [T, h] at positions [T]."""
         if self._scale is None:
-            return x
+            return tokens
         # The scale is rounded to the model's dtype, as in transformers.
-        return x * torch.tensor(self._scale, dtype=x.dtype, device="cpu").item()
+        return tokens * torch.tensor(self._scale, dtype=tokens.dtype, device="cpu").item()
 
     def head_weight(self) -> Tensor:
         """The vocabulary projection [V, h]; the embedding if they are tied."""
@@ -173,23 +181,20 @@ class Decoder(PackedModel):
     def logprobs(
         self, features: Tensor, input_ids: Tensor, cu_seqlens: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
-        weight = self.head_weight()
-        if self.split.whole:
-            return packed_logprobs_and_entropy(features, weight, input_ids, cu_seqlens, temperature)
-        return split_logprobs(
-            self.split,
-            features,
-            weight,
-            self.config.vocab_size,
-            input_ids,
-            cu_seqlens,
-            temperature,
-        )
+        def use(features: Tensor, weight: Tensor) -> LogProbs:
+            batch = (input_ids, cu_seqlens, temperature)
+            if self.split.whole:
+                return packed_logprobs_and_entropy(features, weight, *batch)
+            return split_logprobs(self.split, features, weight, self.config.vocab_size, *batch)
+
+        if self.projection is None:
+            return use(features, self.head_weight())
+        both: LogProbs = self.projection(features, use)
+        return both
 
     def values(self, features: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         assert self.head == "value", "a language model has no value head"
-        values = F.linear(features, self.score.weight).squeeze(-1)
-        values = values.to(wide(values.dtype))
+        values = wide_linear(features, self.score.weight).squeeze(-1)
         if self.split.whole:
             return values
         assert cu_seqlens is not None, "a split model needs cu_seqlens"

@@ -53,9 +53,8 @@ class GPT2(Decoder):
 
     body = GPT2Body
 
-    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
         body = cast(GPT2Body, self.model)
-        tokens: Tensor = body.embed_tokens(input_ids)
         places: Tensor = body.embed_positions(self.split.between(positions))
         return tokens + places
 

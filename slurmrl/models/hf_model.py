@@ -30,9 +30,9 @@ from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_head import only_multiplies
 from slurmrl.models.hf_session import HFSession
 from slurmrl.models.packed import packed_positions, packed_rows
-from slurmrl.models.recompute import Recompute
-from slurmrl.ops.checks import wide
+from slurmrl.models.recompute import CHECKPOINT_OPTIONS, Recompute
 from slurmrl.ops.logprobs import packed_logprobs_and_entropy, packed_logprobs_of_logits
+from slurmrl.ops.products import wide_linear
 from slurmrl.ops.upload import OnHost, upload
 
 POSITIONS = re.compile(r"posit|\bwpe\b")
@@ -65,6 +65,7 @@ class HFModel(PackedModel):
             positions=_positions(self.inner),
         )
         """The config with transformers' defaults."""
+        refuse_dropout(self.inner)
         self._multiplies = head == "lm" and only_multiplies(self.inner)
         if head == "value" and not isinstance(getattr(self.inner, "score", None), nn.Linear):
             raise UsageError(
@@ -85,8 +86,8 @@ class HFModel(PackedModel):
         if recompute == "selective":
             raise UsageError("implementation hf supports activation checkpointing off or full only")
         if recompute == "full":
-            enable: Callable[[], None] = self.inner.activation_checkpointing_enable
-            enable()
+            enable: Callable[..., None] = self.inner.activation_checkpointing_enable
+            enable(dict(CHECKPOINT_OPTIONS))
             self.inner.train()  # it recomputes only in training mode; the config has no dropout
 
     def forward(
@@ -128,8 +129,8 @@ class HFModel(PackedModel):
 
     def values(self, features: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         score = cast(nn.Linear, self.inner.score)
-        values: Tensor = score(features)
-        return values.squeeze(-1).to(wide(values.dtype))
+        values = wide_linear(features, score.weight).squeeze(-1)
+        return values if score.bias is None else values + score.bias
 
     def session(self, lengths: Sequence[int], new_tokens: int, prefill_tokens: int) -> HFSession:
         self._made.check_length(max(lengths) + new_tokens)
@@ -166,6 +167,21 @@ def _model(
         nn.init.zeros_(model.score.weight)  # a new critic's values start at zero
     made: PreTrainedModel = model
     return made
+
+
+def refuse_dropout(model: nn.Module) -> None:
+    """Recomputation does not restore random states. Raises UsageError for dropout that the config
+    does not control."""
+    dropout = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    ]
+    if dropout:
+        raise UsageError(
+            f"{type(model).__name__} has dropout that no field of its config turns off "
+            f"({dropout[0]}), so old and new policies would be evaluated on different models"
+        )
 
 
 def _positions(model: nn.Module) -> int | None:

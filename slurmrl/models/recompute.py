@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -19,6 +19,8 @@ Recompute = Literal["off", "selective", "full"]
 attention, so that only cheap operations are repeated."""
 LayerCall = Callable[[nn.Module, Tensor, Rotation | None, AttentionCore], Tensor]
 
+CHECKPOINT_OPTIONS: Mapping[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+"""Layers draw no random numbers, because decoders have no dropout."""
 KEPT = (
     "aten::mm",
     "aten::addmm",
@@ -52,14 +54,14 @@ def unhooked(layer: nn.Module, x: Tensor, rotation: Rotation | None, core: Atten
 
 
 def _full(layer: nn.Module, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
-    out: Tensor = checkpoint(layer, x, rotation, core, use_reentrant=False)
+    out: Tensor = checkpoint(layer, x, rotation, core, **CHECKPOINT_OPTIONS)
     return out
 
 
 def selective(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call with checkpointing; the backward pass recomputes everything except ``KEPT``."""
     contexts = partial(create_selective_checkpoint_contexts, _kept_operators())
-    return checkpoint(call, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return checkpoint(call, *args, context_fn=contexts, **CHECKPOINT_OPTIONS, **kwargs)
 
 
 @cache

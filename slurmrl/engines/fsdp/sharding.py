@@ -35,7 +35,8 @@ class ShardPlan:
     """Whether FSDP2 is used; one float32 rank needs none."""
     small: bool
     """One unit for the whole model that stays gathered from the first micro-batch's forward to
-    the last one's backward; else one unit a layer, gathered when needed."""
+    the last one's backward; else one unit for each layer, the embedding and the vocabulary
+    projection, gathered when needed."""
     mixed: bool
     """Float32 shards, gathered and computed in bfloat16, gradients reduced in float32."""
     offload: bool = False
@@ -129,8 +130,8 @@ class Shards:
                 yield self.decoder
             finally:
                 for unit in self._units():
-                    is_root = cast(nn.Module, unit) is self.decoder
-                    unit.set_reshard_after_forward(not is_root, recurse=False)
+                    again = cast(nn.Module, unit) not in _kept_after_forward(self.decoder)
+                    unit.set_reshard_after_forward(again, recurse=False)
 
     def _clear(self) -> None:
         self.decoder.zero_grad()  # of the parameters that are gathered
@@ -156,15 +157,22 @@ def _wrap(decoder: PackedModel, plan: ShardPlan, context: ParallelContext) -> No
     pinned = context.device.type == "cuda"
     place = CPUOffloadPolicy(pin_memory=pinned) if plan.offload else OffloadPolicy()
     wrap = partial(fully_shard, mesh=context.mesh, mp_policy=policy, offload_policy=place)
-    for layer in () if plan.small else decoder.layers:
-        wrap(layer, reshard_after_forward=True)
-    # The head is used after the root's forward, so the root keeps its parameters until backward.
+    ends = [unit for unit in (decoder.embedding, decoder.projection) if unit is not None]
+    kept = _kept_after_forward(decoder)
+    for unit in () if plan.small else (*decoder.layers, *ends):
+        wrap(unit, reshard_after_forward=unit not in kept)
     wrap(decoder, reshard_after_forward=False)
     # The engine divides the loss by the global denominator, so gradients are summed, not averaged.
     for unit in decoder.modules():
         if isinstance(unit, FSDPModule):
             unit.set_gradient_divide_factor(1.0)
             unit.set_force_sum_reduction_for_comms(True)
+
+
+def _kept_after_forward(decoder: PackedModel) -> tuple[nn.Module | None, ...]:
+    """The units that stay gathered until backward: the root, whose head is used after its forward,
+    and the projection, whose backward comes first."""
+    return decoder, decoder.projection
 
 
 def _local(tensor: Tensor) -> Tensor:

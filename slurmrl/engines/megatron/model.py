@@ -18,7 +18,6 @@ from megatron.core.tensor_parallel.layers import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from slurmrl.engines.base import Outputs
 from slurmrl.engines.megatron.layers import Modules, block_spec
@@ -32,6 +31,7 @@ from slurmrl.ops.collectives import (
     whole_to_partial,
 )
 from slurmrl.ops.logprobs import following_tokens, logprobs_and_entropy
+from slurmrl.ops.products import wide_linear
 from slurmrl.ops.upload import upload
 from slurmrl.ops.vocab_parallel import Rows, vocab_parallel_logprobs_and_entropy
 
@@ -113,7 +113,7 @@ class Chunk(GPTModel):  # type: ignore[misc]
         if self.head == "value":
             if self.config.sequence_parallel:
                 hidden = own_to_whole(hidden, tp)
-            values = F.linear(hidden, self.output_layer.weight).squeeze(-1).float()
+            values = wide_linear(hidden, self.output_layer.weight).squeeze(-1)
             whole = own_to_whole(values, cp) if cp.size() > 1 else values
             return {"values": whole[micro.back]}
         if tp.size() > 1:

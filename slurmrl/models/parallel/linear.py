@@ -5,10 +5,15 @@ A matrix that is split by rows is a plain ``nn.Linear`` after ``Split.enter``.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slurmrl.models.parallel.split import Split
+
+LogProbs = tuple[Tensor, Tensor]
+"""Log-probabilities and entropies, each [T]."""
 
 
 class RowLinear(nn.Linear):
@@ -29,6 +34,21 @@ class RowLinear(nn.Linear):
         """The output, from this rank's products of inputs and weight."""
         out = self.split.leave(products)
         return out if self.bias is None else out + self.bias
+
+
+class VocabProjection(nn.Linear):
+    """The vocabulary projection, split by rows. It calls a function with its weight, because logits
+    are never stored; a sharded engine gathers the weight for that call."""
+
+    def __init__(self, hidden: int, vocabulary: int, split: Split) -> None:
+        first, last = vocabulary_rows(vocabulary, split)
+        super().__init__(hidden, last - first, bias=False)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, use: Callable[[Tensor, Tensor], LogProbs]
+    ) -> LogProbs:
+        """use(x, weight)."""
+        return use(x, self.weight)
 
 
 class VocabEmbedding(nn.Embedding):

@@ -15,7 +15,7 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Outputs
 from slurmrl.engines.initial_weights import init_tensor
 from slurmrl.models.config import ModelConfig
-from tests.distributed.engines.cases import ARCHITECTURE, LENGTHS, Setup, make, model
+from tests.distributed.engines.cases import ARCHITECTURE, LENGTHS, Setup, batch, make, model
 from tests.pool import RankPool
 
 HERE = "tests.distributed.engines.test_engines_bfloat16"
@@ -50,6 +50,24 @@ def first_moments(folder: Path) -> dict[str, Tensor]:
     """The gradients of the last step."""
     saved = RoleCheckpoint(folder, "actor")
     return {name: torch.from_numpy(saved.read(f"exp_avg/{name}")) for name, _ in saved.weights()}
+
+
+def values_after_a_step(setup: Setup) -> Tensor:
+    """Of a critic, which starts at zero."""
+    engine = make(setup)
+    engine.train_batch(batch(), lambda outputs, _: (-outputs["values"].sum(), {}), 1.0)
+    return engine.forward(batch())["values"]
+
+
+@pytest.mark.parametrize(("engine", "options"), KINDS)
+def test_values_are_summed_in_float32(
+    ranks: RankPool, engine: str, options: dict[str, Any]
+) -> None:
+    """They are finer than bfloat16, which the features and the head's weight are in."""
+    setup = Setup(model=model(dtype="bfloat16"), engine=engine, head="value", options=options)
+    (values,) = ranks(1, f"{HERE}:values_after_a_step", setup)
+    assert values.dtype == torch.float32
+    assert (values != values.bfloat16().float()).float().mean() > 0.5
 
 
 @pytest.mark.parametrize(("engine", "options"), KINDS)

@@ -10,20 +10,25 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from slurmrl.checkpoint.export import export
 from slurmrl.checkpoint.manifest import read_manifest, verify, write_manifest
 from slurmrl.checkpoint.shards import RoleCheckpoint
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.base import Outputs
+from slurmrl.engines.fsdp.engine import FSDPEngine
 from slurmrl.engines.initial_weights import init_tensor
 from slurmrl.errors import CheckpointError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import build
-from slurmrl.models.shapes import parameter_shapes
-from tests.distributed.engines.cases import ARCHITECTURE, Setup, model
+from slurmrl.models.shapes import EMBEDDING, LM_HEAD, parameter_shapes
+from tests.distributed.engines.cases import ARCHITECTURE, Setup, batch, make, model
 from tests.pool import RankError, RankPool
 
 HERE = "tests.distributed.engines.cases"
+HERE_TOO = "tests.distributed.engines.test_engines_fsdp"
 CONFIG = ModelConfig.from_hf(ARCHITECTURE)
 
 
@@ -156,3 +161,29 @@ def test_a_missing_rank_file_is_refused(ranks: RankPool, tmp_path: Path) -> None
     (tmp_path / "actor.1.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"actor\.1\.safetensors does not exist"):
         RoleCheckpoint(tmp_path, "actor")
+
+
+def gathered_before_backward(setup: Setup) -> dict[str, bool]:
+    """Which ends of the decoder are gathered between forward and backward, and after a step."""
+    engine = make(setup)
+    assert isinstance(engine, FSDPEngine)
+    decoder, seen = engine._shards.decoder, {}
+
+    def gathered() -> set[str]:
+        return {name for name, p in decoder.named_parameters() if not isinstance(p, DTensor)}
+
+    def loss(outputs: Outputs, _: SequenceSample) -> tuple[Tensor, dict[str, Tensor]]:
+        names = gathered()
+        seen.update({name: name in names for name in (EMBEDDING, LM_HEAD)})
+        return outputs["logp"].sum(), {}
+
+    engine.train_batch(batch(), loss, 1.0)
+    assert not gathered()
+    return seen
+
+
+def test_embedding_and_projection_are_gathered_only_for_their_use(ranks: RankPool) -> None:
+    """The embedding is freed during the layers; the projection is kept for its backward pass."""
+    setup = Setup(model=model(), options={"small_bytes": 0})
+    for seen in ranks(2, f"{HERE_TOO}:gathered_before_backward", setup):
+        assert seen == {EMBEDDING: False, LM_HEAD: True}

@@ -12,7 +12,7 @@ from slurmrl.models.config import Head
 from slurmrl.models.generate import GenerationOptions, generate
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_head import only_multiplies
-from slurmrl.models.hf_model import HFModel
+from slurmrl.models.hf_model import HFModel, refuse_dropout
 from slurmrl.ops import logprobs
 from tests.support.largest_tensor import LargestTensor
 
@@ -216,6 +216,13 @@ def test_recomputation_changes_no_gradient() -> None:
         assert torch.equal(plain, recomputed)
     with pytest.raises(UsageError, match="checkpointing off or full only"):
         model.use("selective")
+
+
+def test_dropout_that_the_config_does_not_control_is_refused() -> None:
+    model = made(GEMMA2)
+    model.inner.add_module("noise", torch.nn.Dropout(0.1))
+    with pytest.raises(UsageError, match=r"has dropout that no field .* \(noise\)"):
+        refuse_dropout(model.inner)
 
 
 def test_layers_are_found_for_sharding() -> None:
