@@ -3,7 +3,7 @@
 They are for tensors such as [tokens, vocabulary], over which torch makes several passes, which
 together cost as much as a matrix product. Callers use their torch form where ``fits`` is false.
 
-t rows, V columns, T tokens, H heads, D head size.
+t rows, V columns, T tokens, i inner units, H heads, D head size.
 """
 
 from __future__ import annotations
@@ -118,41 +118,49 @@ def _logit_gradient(
 
 
 def gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up, of one shape and dtype."""
+    """activation(gate) * up, [T, i] each."""
     product: Tensor = _gated_product(gate, up, ACTIVATIONS[activation])
     return product
 
 
 @torch.library.custom_op("slurmrl::gated_product", mutates_args=())
 def _gated_product(gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    product = torch.empty_like(gate, memory_format=torch.contiguous_format)
-    _kernels().gated_product[(-(-gate.numel() // BLOCK),)](
-        gate.contiguous(), up.contiguous(), product, gate.numel(), activation, BLOCK
+    gate, up, stride = _rows(gate, up)
+    rows, columns = gate.shape
+    product = gate.new_empty(rows, columns)
+    _kernels().gated_product[(rows * -(-columns // BLOCK),)](
+        gate, up, product, columns, stride, activation, BLOCK
     )
     return product
 
 
 def gated_gradient(
     gate: Tensor, up: Tensor, grad: Tensor, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The product activation(gate) * up, and the gradients of gate and up from the product's."""
-    results: tuple[Tensor, Tensor, Tensor] = _gated_gradient(
-        gate, up, grad, ACTIVATIONS[activation]
-    )
+) -> tuple[Tensor, Tensor]:
+    """The product activation(gate) * up [T, i], and the gradients of gate and up from the
+    product's, side by side [T, 2i]."""
+    results: tuple[Tensor, Tensor] = _gated_gradient(gate, up, grad, ACTIVATIONS[activation])
     return results
 
 
 @torch.library.custom_op("slurmrl::gated_gradient", mutates_args=())
 def _gated_gradient(
     gate: Tensor, up: Tensor, grad: Tensor, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    contiguous = torch.contiguous_format
-    results = [torch.empty_like(gate, memory_format=contiguous) for _ in range(3)]
-    inputs = [x.contiguous() for x in (gate, up, grad)]
-    _kernels().gated_gradient[(-(-gate.numel() // BLOCK),)](
-        *inputs, *results, gate.numel(), activation, BLOCK
+) -> tuple[Tensor, Tensor]:
+    gate, up, stride = _rows(gate, up)
+    rows, columns = gate.shape
+    product, gradients = gate.new_empty(rows, columns), gate.new_empty(rows, 2 * columns)
+    _kernels().gated_gradient[(rows * -(-columns // BLOCK),)](
+        gate, up, grad.contiguous(), product, gradients, columns, stride, activation, BLOCK
     )
-    return results[0], results[1], results[2]
+    return product, gradients
+
+
+def _rows(gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Both with contiguous rows that are equally far apart; halves of one tensor are not copied."""
+    if gate.stride() != up.stride() or gate.stride(1) != 1:
+        gate, up = gate.contiguous(), up.contiguous()
+    return gate, up, gate.stride(0)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:

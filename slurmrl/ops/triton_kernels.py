@@ -90,13 +90,18 @@ def _activated(x, activation: tl.constexpr):
 
 
 @triton.jit
-def gated_product(gate, up, product, elements, activation: tl.constexpr, block: tl.constexpr):
-    """product = activation(gate) * up."""
-    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = place < elements
-    value, _ = _activated(tl.load(gate + place, mask=inside, other=0.0).to(tl.float32), activation)
-    result = value * tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(product + place, result.to(product.dtype.element_ty), mask=inside)
+def gated_product(
+    gate, up, product, columns, stride, activation: tl.constexpr, block: tl.constexpr
+):
+    """product [t, columns] = activation(gate) * up, whose rows are ``stride`` elements apart."""
+    blocks = tl.cdiv(columns, block)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * block + tl.arange(0, block)
+    inside = column < columns
+    source = row * stride + column
+    value, _ = _activated(tl.load(gate + source, mask=inside, other=0.0).to(tl.float32), activation)
+    result = value * tl.load(up + source, mask=inside, other=0.0).to(tl.float32)
+    tl.store(product + row * columns + column, result.to(product.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -105,24 +110,28 @@ def gated_gradient(
     up,
     grad_product,
     product,
-    grad_gate,
-    grad_up,
-    elements,
+    gradients,
+    columns,
+    stride,
     activation: tl.constexpr,
     block: tl.constexpr,
 ):
-    """The product again, and the gradients of its factors."""
-    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = place < elements
+    """The product again, and the gradients of its factors side by side [t, 2 columns]."""
+    blocks = tl.cdiv(columns, block)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = tl.program_id(0) % blocks * block + tl.arange(0, block)
+    inside = column < columns
+    source, place = row * stride + column, row * columns + column
     value, slope = _activated(
-        tl.load(gate + place, mask=inside, other=0.0).to(tl.float32), activation
+        tl.load(gate + source, mask=inside, other=0.0).to(tl.float32), activation
     )
-    factor = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
+    factor = tl.load(up + source, mask=inside, other=0.0).to(tl.float32)
     grad = tl.load(grad_product + place, mask=inside, other=0.0).to(tl.float32)
     dtype = product.dtype.element_ty
     tl.store(product + place, (value * factor).to(dtype), mask=inside)
-    tl.store(grad_gate + place, (grad * factor * slope).to(dtype), mask=inside)
-    tl.store(grad_up + place, (grad * value).to(dtype), mask=inside)
+    both = gradients + 2 * row * columns + column
+    tl.store(both, (grad * factor * slope).to(dtype), mask=inside)
+    tl.store(both + columns, (grad * value).to(dtype), mask=inside)
 
 
 @triton.jit

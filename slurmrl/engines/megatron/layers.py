@@ -39,6 +39,7 @@ from slurmrl.models.norm import RMSNorm
 from slurmrl.models.recompute import Recompute, selective
 from slurmrl.ops.attention import packed_attention
 from slurmrl.ops.collectives import exchange
+from slurmrl.ops.gated import gated_halves
 from slurmrl.ops.rotary import rotate
 
 
@@ -136,6 +137,20 @@ class KeptRow(RowParallelLinear):  # type: ignore[misc]
         return product if apart else product.clone()
 
 
+class GatedHalves(nn.Module):
+    """The gated product of the halves of a first linear layer's outputs. (megatron's own form keeps
+    three tensors of the inner size more.)"""
+
+    def __init__(self, config: TransformerConfig, *, activation: str) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., 2i] -> [..., i]."""
+        product = gated_halves(x.flatten(0, -2), self.activation)
+        return product.view(*x.shape[:-1], product.shape[1])
+
+
 class BalancedRouter(TopKRouter):  # type: ignore[misc]
     """A router with the gradient of the load-balancing loss over the whole batch. (megatron's own
     loss is per micro-batch, or uses counts that change between micro-batches.)"""
@@ -173,12 +188,15 @@ class Modules:
     column: type
     row: type
     experts: ModuleSpec
+    activation: ModuleSpec | None = None
+    """Of dense layers; None for megatron's own."""
     router: Callable[..., TopKRouter] = TopKRouter
 
 
 def own_modules(config: ModelConfig, device: torch.device, recompute: Recompute) -> Modules:
     """Norms of the built-in decoder, megatron's linear layers, one expert after the other."""
-    matrices = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    activation = ModuleSpec(GatedHalves, {"activation": config.activation})
+    matrices = MLPSubmodules(ColumnParallelLinear, activation, RowParallelLinear)
     kept = recompute == "selective"
     return Modules(
         layer=SelectiveLayer if kept else TransformerLayer,
@@ -188,6 +206,7 @@ def own_modules(config: ModelConfig, device: torch.device, recompute: Recompute)
         column=ColumnParallelLinear,
         row=KeptRow if kept else RowParallelLinear,
         experts=ModuleSpec(SequentialMLP, submodules=matrices),
+        activation=activation,
     )
 
 
@@ -226,5 +245,5 @@ def _feed_forward(config: ModelConfig, layer: int, modules: Modules) -> ModuleSp
     if config.moe is not None and layer in config.moe.layers:
         parts = MoESubmodules(experts=modules.experts, router=modules.router)
         return ModuleSpec(MoELayer, submodules=parts)
-    matrices = MLPSubmodules(linear_fc1=modules.column, linear_fc2=modules.row)
+    matrices = MLPSubmodules(modules.column, modules.activation, modules.row)
     return ModuleSpec(MLP, submodules=matrices)

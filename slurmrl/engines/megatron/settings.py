@@ -34,6 +34,7 @@ def transformer_config(
         gated_linear_unit=True,
         activation_func=ACTIVATIONS[config.activation].value,
         bias_activation_fusion=False,
+        use_te_activation_func=not transformer_engine,  # then layers.py chooses the module
         normalization="RMSNorm",
         layernorm_epsilon=config.norm_eps,
         layernorm_zero_centered_gamma=transformer_engine and config.family.norm_offset,

@@ -45,7 +45,7 @@ def split_logprobs(
     both = torch.stack(parts)
     whole = both.new_zeros((2, tokens)).index_copy(1, places, both)
     logp, entropy = split.over_context(whole).unbind()
-    return logp, entropy
+    return logp.clone(), entropy.clone()  # FSDP's hooks of a unit's outputs do not support views
 
 
 def split_values(split: Split, values: Tensor, cu_seqlens: Tensor) -> Tensor:

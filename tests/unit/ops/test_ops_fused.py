@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.ops import fused
-from slurmrl.ops.gated import ACTIVATIONS, gated_linear, gated_product
+from slurmrl.ops.gated import ACTIVATIONS, gated_halves, gated_linear, gated_product
 from slurmrl.ops.logprobs import gradients, logprobs_and_entropy
 from slurmrl.ops.rotary import rotate
 
@@ -96,17 +96,24 @@ def test_a_target_of_another_rank_adds_nothing() -> None:
 def test_gated_products_and_their_gradients(
     activation: str, dtype: torch.dtype, launched: list[str]
 ) -> None:
-    tensors = [random(41, 53, dtype=dtype, scale=2.0), random(41, 53, dtype=dtype)]
-    tensors.append(random(3, 53, dtype=dtype))
-    mix = random(41, 3).double()
-    for call, inputs in ((gated_linear, tensors), (gated_product, tensors[:2])):
+    inner = fused.BLOCK + 5
+    tensors = [random(9, inner, dtype=dtype, scale=2.0), random(9, inner, dtype=dtype)]
+    tensors.append(random(3, inner, dtype=dtype) / 16)
+    mix = random(9, 1).double()
+    halves = [torch.cat(tensors[:2], -1)]
+    calls: list[tuple[Callable[..., Tensor], list[Tensor]]] = [
+        (gated_linear, tensors),
+        (gated_product, tensors[:2]),
+        (gated_halves, halves),
+    ]
+    for call, inputs in calls:
         results = []
         for exact in (False, True):
             leaves = [x.double() if exact else x.clone() for x in inputs]
             for leaf in leaves:
                 leaf.requires_grad_()
-            out = call(*leaves, activation)  # type: ignore[call-arg, arg-type]
-            (out * mix[:, :1]).sum().backward()
+            out = call(*leaves, activation)
+            (out * mix).sum().backward()
             results.append((out.detach(), *(leaf.grad for leaf in leaves)))
         for actual, exact_result in zip(*results, strict=True):
             assert_near(actual, exact_result, dtype)

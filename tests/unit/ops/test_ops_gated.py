@@ -8,7 +8,7 @@ from torch import Tensor
 
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.mlp import GatedMLP
-from slurmrl.ops.gated import ACTIVATIONS, gated_linear, gated_product
+from slurmrl.ops.gated import ACTIVATIONS, gated_halves, gated_linear, gated_product
 from slurmrl.ops.products import add_product, wide_linear, wide_product
 
 TOKENS, INNER, HIDDEN = 11, 24, 8
@@ -33,6 +33,9 @@ def test_gradients_equal_those_of_autograd(activation: str) -> None:
             product, out = value(gate) * up, (value(gate) * up) @ weight.t()
         else:
             product = gated_product(gate, up, activation)
+            halves = gated_halves(torch.cat((gate, up), -1), activation)
+            torch.testing.assert_close(product, halves)
+            product = 0.25 * product + 0.75 * halves
             out = gated_linear(gate, up, weight, activation)
         ((out * mix).sum() + product.square().sum()).backward()  # type: ignore[no-untyped-call]
         results.append((out.detach(), *(leaf.grad for leaf in leaves)))
