@@ -87,14 +87,14 @@ def _set_aside(
     paths: RunPaths, records: list[Record], times: dict[str, float]
 ) -> list[StoredCommit]:
     """Checkpoints set aside as damaged that still exist; a run may remove them meanwhile."""
-    found = []
+    damaged = []
     for record in records:
         if record.kind is Kind.DELETE and "reason" in record.data:
             directory = str(record.data["directory"])
             kept = paths.damaged_checkpoint(directory)
             with suppress(FileNotFoundError):
                 sizes = [file.stat().st_size for file in kept.iterdir()]
-                found.append(
+                damaged.append(
                     StoredCommit(
                         record.data["step"],
                         record.incarnation,
@@ -108,7 +108,7 @@ def _set_aside(
                         set_aside=True,
                     )
                 )
-    return found
+    return damaged
 
 
 def kept_by(

@@ -32,12 +32,12 @@ MOST_HOSTS = 4
     default=600.0,
     show_default=True,
     metavar="SECONDS",
-    help="Longest wait for the job to start.",
+    help="Maximum wait for the job to start.",
 )
 @click.option(
     "--scheduler",
     type=click.Choice(["auto", "local", "slurm"]),
-    help="Where to run the job. Default: cluster.scheduler; auto is slurm where sbatch answers.",
+    help="Where to run the job. Default: cluster.scheduler; auto is slurm if sbatch responds.",
 )
 @checking
 @json_option

@@ -42,7 +42,7 @@ def submitting(command: F) -> F:
     scheduler = click.option(
         "--scheduler",
         type=click.Choice(["auto", "local", "slurm"]),
-        help="Where to run. Default: cluster.scheduler; auto is slurm where sbatch answers.",
+        help="Where to run. Default: cluster.scheduler; auto is slurm if sbatch responds.",
     )
     wait = click.option(
         "--wait/--detach",
@@ -72,7 +72,7 @@ def checking(command: F) -> F:
         default=120.0,
         show_default=True,
         metavar="SECONDS",
-        help="Time limit of these checks; those that did not finish are named.",
+        help="Time limit of these checks; unfinished ones are listed.",
     )
     return no_check(timeout(command))
 

@@ -19,11 +19,11 @@ from slurmrl.cli.options import common
 @click.option(
     "--scheduler",
     type=click.Choice(["auto", "local", "slurm"]),
-    help="Plan for this scheduler. Default: cluster.scheduler; auto is slurm where sbatch answers.",
+    help="Plan for this scheduler. Default: cluster.scheduler; auto is slurm if sbatch responds.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option(
-    "--table", "as_table", is_flag=True, help="Print tables, also beside --svg. The default."
+    "--table", "as_table", is_flag=True, help="Print tables (the default), in addition to --svg."
 )
 @click.option("--svg", type=click.Path(path_type=Path), help="Write the plan to this SVG file.")
 @common

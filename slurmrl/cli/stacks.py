@@ -19,7 +19,7 @@ WAIT_S = 60.0
     default=WAIT_S,
     show_default=True,
     metavar="SECONDS",
-    help="Longest wait for the answers.",
+    help="Maximum wait for the answers.",
 )
 @common
 def stacks(trial: str, rank: int | None, timeout_s: float, root: str | None) -> int:

@@ -69,7 +69,7 @@ def try_reward(
 ) -> int:
     """Score some completions with the reward of CONFIG and print scores and times.
 
-    The reward runs in a process of its own on this machine, without Slurm, models or a GPU.
+    The reward runs in a separate process on this machine, without Slurm, models or a GPU.
     """
     from slurmrl.plan.settings import load_settings
     from slurmrl.submission import own_code

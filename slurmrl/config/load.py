@@ -127,7 +127,7 @@ def _resolve_paths(model: M, source: Source, prefix: KeyPath) -> M:
             changes[name] = _absolute(value, source, here)
         elif isinstance(value, tuple) and _is_path(field):
             changes[name] = tuple(
-                _absolute(one, source, (*here, index)) for index, one in enumerate(value)
+                _absolute(text, source, (*here, index)) for index, text in enumerate(value)
             )
     changes = {name: value for name, value in changes.items() if value != getattr(model, name)}
     return model.model_copy(update=changes) if changes else model

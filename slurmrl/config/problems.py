@@ -41,11 +41,11 @@ def problems_from(
     error: ValidationError, source: Source, prefix: KeyPath, schema: type[BaseModel]
 ) -> list[Problem]:
     """One problem for each violation of ``schema`` by the values at ``prefix``."""
-    found = error.errors()
-    places = {details["loc"] for details in found}
+    violations = error.errors()
+    places = {details["loc"] for details in violations}
     return [
         _problem(details, source, prefix, schema)
-        for details in found
+        for details in violations
         # (one message for both switches)
         if not (details["loc"][-1:] == ("bf16",) and (*details["loc"][:-1], "fp16") in places)
     ]

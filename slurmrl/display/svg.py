@@ -118,16 +118,16 @@ def _file(title: str, drawing: Drawing) -> str:
 
 def _series(document: Document) -> Iterable[str]:
     """All series of a document, in order of appearance."""
-    found: dict[str, None] = {}
+    series: dict[str, None] = {}
     for block in document.blocks:
         match block:
             case Legend():
-                found |= dict.fromkeys(block.series)
+                series |= dict.fromkeys(block.series)
             case Grid():
-                found |= {name: None for row in block.rows for cell in row.cells for name in cell}
+                series |= {name: None for row in block.rows for cell in row.cells for name in cell}
             case Flow():
-                found |= dict.fromkeys(node.series for node in block.nodes if node.series)
-    return found
+                series |= dict.fromkeys(node.series for node in block.nodes if node.series)
+    return series
 
 
 def _legend(drawing: Drawing, legend: Legend) -> None:

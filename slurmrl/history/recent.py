@@ -77,8 +77,8 @@ def begin_of(directory: Path, incarnation: int, *, calls: SystemCalls = REAL) ->
     history = History(directory, calls=calls)
     count = history.count()
     slot = _slot_of(history, incarnation, count)
-    found = history.record(slot) if slot < count else None
-    return found if found is not None and found.incarnation == incarnation else None
+    record = history.record(slot) if slot < count else None
+    return record if record is not None and record.incarnation == incarnation else None
 
 
 def _backwards(history: History, before: int, stop: int = 0) -> Iterator[Record]:
@@ -140,5 +140,5 @@ def _slot_of(history: History, incarnation: int, count: int) -> int:
 
 
 def _commit_before(history: History, slot: int, stop: int) -> Record | None:
-    found = (record for record in _backwards(history, slot, stop) if record.kind is Kind.COMMIT)
-    return next(found, None)
+    commits = (record for record in _backwards(history, slot, stop) if record.kind is Kind.COMMIT)
+    return next(commits, None)

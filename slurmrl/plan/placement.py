@@ -59,16 +59,16 @@ def _by_copies(allocation: Allocation) -> tuple[int, ...]:
 def placements(config: Config, roles: Iterable[str]) -> dict[str, Placement]:
     """The placements of the roles' models and, under ``rollout``, of a separate generation engine.
     Invalid ones are left out."""
-    found = {}
+    placed = {}
     sections = {role: getattr(config, role) for role in roles}
     if config.rollout.backend:
         sections[ROLLOUTS] = config.rollout
     for role, section in sections.items():
         try:
-            found[role] = place(section.backend, section.gpus)
+            placed[role] = place(section.backend, section.gpus)
         except AllocationError:
             continue
-    return found
+    return placed
 
 
 def model_of(config: Config, name: str) -> Model:

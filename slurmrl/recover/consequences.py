@@ -31,14 +31,14 @@ def follow_actor(config: Config, overrides: Sequence[str]) -> list[str]:
 def keep_precision(old: Config, new: Config, source: Source) -> list[str]:
     """Return overrides that keep the data types of a trial that began with ``old`` where the
     configuration sets none: the default depends on the hosts and on slurmrl's version."""
-    found = []
+    overrides = []
     for role in ("actor", *FOLLOWERS):
         before, now = getattr(old, role), getattr(new, role)
         section = source.values.get(role)
         written = isinstance(section, dict) and section.get("dtype") is not None
         if before is not None and now is not None and before.dtype != now.dtype and not written:
-            found.append(f"{role}.dtype={before.dtype}")
-    return found
+            overrides.append(f"{role}.dtype={before.dtype}")
+    return overrides
 
 
 def _moves(role: str, overrides: Sequence[str]) -> bool:
@@ -73,7 +73,7 @@ def moved_schedules(
     """Describe how the learning rates of the ``trained`` roles change when the trial resumes after
     ``step``, as lines for the user; empty if they do not change. Each step of the run has
     ``optimizer_steps`` optimizer steps."""
-    found = []
+    lines = []
     for role in trained:
         before, now = _optimizer(old, role), _optimizer(new, role)
         ends = before.last_step(old.total_steps * optimizer_steps) + 1
@@ -82,13 +82,13 @@ def moved_schedules(
             continue
         made = step * optimizer_steps
         rates = before.learning_rate(made, ends), now.learning_rate(made, moved)
-        found.append(
+        lines.append(
             f"{role}: the {now.schedule} schedule of its learning rate ends after {moved} "
             f"optimizer steps, not {ends}: after step {step} the rate continues from "
             f"{rates[1]:.3g}, not {rates[0]:.3g}; "
             f"set {role}.optimizer.schedule_steps={ends} to keep it"
         )
-    return found
+    return lines
 
 
 def _optimizer(config: Config, role: str) -> Optimizer:

@@ -56,18 +56,20 @@ SCHEDULES = frozenset(f"{role}.optimizer.schedule_steps" for role in ("actor", *
 def differences(old: Config, new: Config) -> list[str]:
     """Settings that keep a trial that began with ``old`` from continuing with ``new``. One line for
     each, ``actor.optimizer.lr: 1e-05 in the trial, 3e-05 now``; empty if they agree."""
-    found = _differing(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
+    differing = _differing(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
     return [
         f"{key}: {before} in the trial, {now} now"
-        for key, before, now in found
+        for key, before, now in differing
         if not _is_at_or_below(key, MAY_CHANGE | LAYOUT | SCHEDULES)
     ]
 
 
 def changes(old: Config, new: Config, keys: frozenset[str]) -> list[str]:
     """Settings at or below ``keys`` that differ: ``actor.backend: 'fsdp:d2' -> 'fsdp:d4'``."""
-    found = _differing(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
-    return [f"{key}: {before} -> {now}" for key, before, now in found if _is_at_or_below(key, keys)]
+    differing = _differing(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
+    return [
+        f"{key}: {before} -> {now}" for key, before, now in differing if _is_at_or_below(key, keys)
+    ]
 
 
 def may_change() -> str:

@@ -212,8 +212,8 @@ def too_long(text: str) -> bool:
     return len(text) > LONGEST_FORMULA and "\n" not in text and not PROSE.search(bare(text))
 
 
-def the_only(found: list[str]) -> str | None:
-    return found[0].strip() if len(found) == 1 else None
+def the_only(formulas: list[str]) -> str | None:
+    return formulas[0].strip() if len(formulas) == 1 else None
 
 
 def bare(text: str) -> str:

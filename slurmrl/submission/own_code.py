@@ -44,27 +44,27 @@ def find(config: Config, source: Source, folders: Sequence[Path]) -> OwnCode:
     ]
     if problems:
         raise ConfigError(tuple(problems))
-    found = {Path(path).stem: Path(path) for path in config.code}
-    notes, modules = [], list(found)
+    own = {Path(path).stem: Path(path) for path in config.code}
+    notes, modules = [], list(own)
     importlib.invalidate_caches()
     for key, module in _references(config):
         top = module.partition(".")[0]
         if top == "slurmrl":
             continue
-        if top in found:
+        if top in own:
             modules.append(module)
             continue
         place = _locate(top, folders)
         if place is None:
             notes.append(
-                f"{key}: module '{top}' was not found here; the run must find it on its own path"
+                f"{key}: module '{top}' was not found here; it must be on the path of the run"
             )
         elif not _installed(place):
-            found[top] = place
+            own[top] = place
             modules.append(module)
-    found = with_imported(found, modules)
-    _check_sizes([path for path in found.values() if str(path) not in config.code], source)
-    return OwnCode(tuple(folders), tuple(found.values()), tuple(notes))
+    own = with_imported(own, modules)
+    _check_sizes([path for path in own.values() if str(path) not in config.code], source)
+    return OwnCode(tuple(folders), tuple(own.values()), tuple(notes))
 
 
 def _wrong(path: Path, before: Sequence[Path]) -> Iterator[str]:

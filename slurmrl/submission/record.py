@@ -119,10 +119,10 @@ def recorded_folders(snapshot: Path) -> list[Path]:
 
 def _named_files(config: Config) -> list[Path]:
     """Return the files that settings name and that are not copied as code."""
-    found = [config.dataset.path]
+    named = [config.dataset.path]
     if config.evaluation is not None:
-        found.append(config.evaluation.dataset.path)
-    return [Path(os.path.realpath(path)) for path in dict.fromkeys(found)]
+        named.append(config.evaluation.dataset.path)
+    return [Path(os.path.realpath(path)) for path in dict.fromkeys(named)]
 
 
 def _slurm_version() -> str | None:

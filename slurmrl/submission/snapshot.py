@@ -66,8 +66,8 @@ def current(paths: RunPaths) -> int:
             request = documents.read(path, {"snapshot": COUNT})
         except FileNotFoundError:
             continue
-        found: int = request.get("snapshot") or 1
-        return found
+        snapshot: int = request.get("snapshot") or 1
+        return snapshot
     return 1
 
 
@@ -105,8 +105,8 @@ def _build(paths: RunPaths, code: OwnCode, record: Record) -> Path:
 
 
 def _numbers(paths: RunPaths) -> list[int]:
-    found = (re.fullmatch(r"code\.([0-9]{1,9})", name) for name in os.listdir(paths.run))
-    return [1, *(int(match[1]) for match in found if match)]
+    matches = (re.fullmatch(r"code\.([0-9]{1,9})", name) for name in os.listdir(paths.run))
+    return [1, *(int(match[1]) for match in matches if match)]
 
 
 def _is_empty(folder: Path) -> bool:

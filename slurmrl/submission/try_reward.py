@@ -158,16 +158,16 @@ def try_reward(
     }
     with tempfile.TemporaryDirectory(prefix="slurmrl-reward-") as folder:
         environ = environment(Path(folder), Code(paths=code.paths), data.variables)
-        found = _ask(request, environ, timeout_s)
-    each = zip(lines, ids, items, answers, found["scores"], strict=True)
+        reply = _ask(request, environ, timeout_s)
+    each = zip(lines, ids, items, answers, reply["scores"], strict=True)
     return Tried(
         tuple(
             Judged(line, name, item.completion, answer, score)
             for line, name, item, answer, score in each
         ),
-        {name: total / count for name, (total, count) in found["stats"].items() if count},
-        found["made_s"],
-        found["scored_s"],
+        {name: total / count for name, (total, count) in reply["stats"].items() if count},
+        reply["made_s"],
+        reply["scored_s"],
     )
 
 
@@ -192,10 +192,10 @@ def _ask(request: dict[str, Any], environ: dict[str, str], timeout_s: float) -> 
             ) from error
     if process.returncode not in (0, 2) or not output:
         raise RunFailedError(f"reward '{name}' failed, see above (exit code {process.returncode})")
-    found: dict[str, Any] = json.loads(output)
-    if "error" in found:
-        raise UsageError(found["error"])
-    return found
+    reply: dict[str, Any] = json.loads(output)
+    if "error" in reply:
+        raise UsageError(reply["error"])
+    return reply
 
 
 @contextlib.contextmanager

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 def packages() -> dict[str, str]:
     """Return every installed distribution and its version, by name. Of two with one name the first
     on the path counts, as for imports."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for distribution in metadata.distributions():
         known = distribution.metadata  # a file, parsed anew at each use
         if known["Name"]:  # missing in what a killed installation left
-            found.setdefault(known["Name"], known["Version"])
-    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+            versions.setdefault(known["Name"], known["Version"])
+    return dict(sorted(versions.items(), key=lambda item: item[0].lower()))
 
 
 def version_of(name: str) -> str | None:

@@ -83,7 +83,7 @@ def generation(draft: Draft) -> Iterator[Problem]:
     if config.evaluation is not None:
         calls += algorithm.evaluation_calls(config)
     if any(call.method is Method.GENERATE for call in calls):
-        able = ", ".join(name for name, one in ENGINES.items() if one.generates)
+        able = ", ".join(name for name, other in ENGINES.items() if other.generates)
         message = (
             f"'{allocation}' is not allowed: the actor generates, which {allocation.backend} does "
             f"not do in this version; allowed: {able}"

@@ -121,13 +121,13 @@ def stop_when(draft: Draft) -> Iterator[Problem]:
 def known_metrics(config: Config, algorithm: Algorithm) -> list[str]:
     """The metrics that lines of ``metrics.jsonl`` can have; a user's own reward may add more."""
     calls = algorithm.calls(config)
-    found = {"step", "epoch", *STEP_METRICS, "rows_left_out", "time/total", "time/checkpoint_stall"}
-    found |= {f"time/{call.name}" for call in calls} | {"time/step"}
-    found |= {name for call in calls for name in call.metrics}
+    names = {"step", "epoch", *STEP_METRICS, "rows_left_out", "time/total", "time/checkpoint_stall"}
+    names |= {f"time/{call.name}" for call in calls} | {"time/step"}
+    names |= {name for call in calls for name in call.metrics}
     if config.evaluation is not None:
         judged = {name for call in algorithm.evaluation_calls(config) for name in call.metrics}
-        found |= {f"eval/{name}" for name in judged | set(STEP_METRICS)} | {"time/evaluation"}
-    return sorted(found)
+        names |= {f"eval/{name}" for name in judged | set(STEP_METRICS)} | {"time/evaluation"}
+    return sorted(names)
 
 
 def _stops_by_evaluation(draft: Draft, text: str) -> Iterator[Problem]:

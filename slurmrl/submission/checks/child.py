@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
@@ -91,7 +92,8 @@ class CheckProcess:
             if model.implementation == "builtin" and not wrong:
                 values = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
                 config = ModelConfig.from_hf(values)
-                wrong = [f"{model.path}: {one}" for one in mismatches(headers, config, use.head)]
+                misfits = mismatches(headers, config, use.head)
+                wrong = [f"{model.path}: {misfit}" for misfit in misfits]
                 if extra := unused(headers, config, use.head):
                     message = f"{model.path}: {len(extra)} tensors are not used, such as {extra[0]}"
                     yield Finding("weights", Weight.WARNING, message, key)
@@ -103,7 +105,7 @@ class CheckProcess:
             try:
                 rows = self.rows[key] = DatasetRows(dataset, most_bytes=MOST_BYTES)
             except ConfigError as error:
-                yield from (_of_data(key, one) for one in error.problems)
+                yield from (_of_data(key, problem) for problem in error.problems)
                 continue
             if not rows.records.whole:
                 message = (
@@ -149,8 +151,9 @@ class CheckProcess:
                 {**row, "answer": answer}
                 for row, answer in zip(rows.records.rows, answers, strict=True)
             ]
-            told = list(zip(rows.records.lines, function.check_rows(lines), strict=True))
-            for line, message in [one for one in told if one[1]][:MOST_PROBLEMS]:
+            messages = zip(rows.records.lines, function.check_rows(lines), strict=True)
+            refused = ((line, message) for line, message in messages if message)
+            for line, message in islice(refused, MOST_PROBLEMS):
                 yield Finding(
                     "reward", Weight.FAILED, message, dataset.answer_key, f"{dataset.path}:{line}"
                 )
@@ -188,7 +191,7 @@ class CheckProcess:
             try:
                 left = len(rows) - len(rows.usable(tokenizer))
             except ConfigError as error:
-                yield from (_of_data(key, one) for one in error.problems)
+                yield from (_of_data(key, problem) for problem in error.problems)
                 continue
             if left:
                 weight = Weight.WARNING if 2 * left > len(rows) else Weight.NOTE
@@ -224,7 +227,7 @@ def describe(error: BaseException) -> str:
     """``KeyError: 'x' (my_rewards.py:12)``: the error and its last frame in the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     others = ("slurmrl", "importlib", "<frozen importlib._bootstrap>")
-    own = [one for one in frames if not set(others) & set(Path(one.filename).parts)]
+    own = [frame for frame in frames if not set(others) & set(Path(frame.filename).parts)]
     where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
     return f"{type(error).__name__}: {error}{where}"
 

@@ -22,22 +22,22 @@ SCALAR_BYTES: Final = 4
 def check(settings: Settings) -> list[Finding]:
     """Check the disk space. Raises OSError for a file system that does not answer."""
     config = settings.config
-    one, export = checkpoint_bytes(settings), 0
+    checkpoint, export = checkpoint_bytes(settings), 0
     if config.checkpoint.export_at_end:
         export = _parameters(settings, "actor", "lm") * SCALAR_BYTES
     paths = RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)
     there = _checkpoints(paths)
     copies = max(config.checkpoint.keep_last + 1 - there, 1)
-    needed = copies * one + export
+    needed = copies * checkpoint + export
     folder = next(path for path in (paths.run, *paths.run.parents) if path.exists())
-    found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
+    disk = os.statvfs(folder)
+    free = disk.f_bavail * disk.f_frsize
     if free >= needed:
         return []
     message = (
-        f"{_size(free)} are free in {folder}, and the run needs about {_size(needed)}: {copies} "
-        f"checkpoints of {_size(one)}{f', an export of {_size(export)}' if export else ''}; choose "
-        "another root, or lower checkpoint.keep_last"
+        f"{_size(free)} are free in {folder}, but the run needs about {_size(needed)}: {copies} "
+        f"checkpoints of {_size(checkpoint)}{f', an export of {_size(export)}' if export else ''}; "
+        "choose another root, or lower checkpoint.keep_last"
     )
     return [Finding("disk space", Weight.FAILED, message, "root")]
 

@@ -49,16 +49,16 @@ def check(
 
     Raises EnvironmentFailure, OSError where nothing can be checked.
     """
-    found = [*_places(settings), *_torch(settings, plan), *room.check(settings)]
-    found += _in_child(settings, code, timeout_s)
+    findings = [*_places(settings), *_torch(settings, plan), *room.check(settings)]
+    findings += _in_child(settings, code, timeout_s)
     order = list(Weight)
-    placed = [_placed(one, settings) for one in found]
-    return sorted(placed, key=lambda one: order.index(one.weight))
+    placed = [_placed(finding, settings) for finding in findings]
+    return sorted(placed, key=lambda finding: order.index(finding.weight))
 
 
 def refuse(findings: Sequence[Finding]) -> None:
     """Raise ConfigError with all findings that would make the run fail."""
-    failed = tuple(one.problem for one in findings if one.weight is Weight.FAILED)
+    failed = tuple(finding.problem for finding in findings if finding.weight is Weight.FAILED)
     if failed:
         raise ConfigError(failed)
 
@@ -66,17 +66,17 @@ def refuse(findings: Sequence[Finding]) -> None:
 def _places(settings: Settings) -> list[Finding]:
     """Check the packages and files that settings name."""
     config = settings.config
-    found = []
+    findings = []
     try:
         sinks.check(config.logging)
     except SlurmrlError as error:
-        found.append(Finding("logging", Weight.FAILED, str(error), "logging"))
+        findings.append(Finding("logging", Weight.FAILED, str(error), "logging"))
     try:
         if file := config.cluster.variables_file:
             variables.read(Path(file))
     except SlurmrlError as error:
-        found.append(Finding("variables", Weight.FAILED, str(error), "cluster.variables_file"))
-    return found
+        findings.append(Finding("variables", Weight.FAILED, str(error), "cluster.variables_file"))
+    return findings
 
 
 def _torch(settings: Settings, plan: Plan) -> list[Finding]:
@@ -165,7 +165,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _read(folder: Path, ended: int | None, timeout_s: float) -> list[Finding]:
     """Return the child's findings, and what it could not check. ``ended`` is its exit code, None if
     it ran out of time."""
-    found, begun = [], {"begins": "starting to check", "subject": "checks"}
+    findings, begun = [], {"begins": "starting to check", "subject": "checks"}
     path = folder / FINDINGS
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     for line in lines:
@@ -173,19 +173,19 @@ def _read(folder: Path, ended: int | None, timeout_s: float) -> list[Finding]:
         if "begins" in values:
             begun = values
         else:
-            found.append(Finding.from_json(values))
+            findings.append(Finding.from_json(values))
     doing, subject = begun["begins"], begun["subject"]
     if not doing and ended is not None:
-        return found
+        return findings
     if ended is None:
         text = (
             f"{doing or 'ending'} took longer than {timeout_s:g} s; {UNCHECKED} (--check-timeout)"
         )
-        return [*found, Finding(subject, Weight.WARNING, text)]
-    said = (folder / "output").read_bytes()[-4096:].decode(errors="replace").strip()
-    last = said.splitlines()[-1][:SHOWN] if said else "no output"
+        return [*findings, Finding(subject, Weight.WARNING, text)]
+    output = (folder / "output").read_bytes()[-4096:].decode(errors="replace").strip()
+    last = output.splitlines()[-1][:SHOWN] if output else "no output"
     if ended == -signal.SIGKILL:
         text = f"the check was killed while {doing}, perhaps for its memory; {UNCHECKED}"
-        return [*found, Finding(subject, Weight.WARNING, text)]
+        return [*findings, Finding(subject, Weight.WARNING, text)]
     text = f"{doing} ended the process with code {ended}: {last}"
-    return [*found, Finding(subject, Weight.FAILED, text)]
+    return [*findings, Finding(subject, Weight.FAILED, text)]
