@@ -43,6 +43,16 @@ def test_disturbed_ends_like_undisturbed(
     folder: Path, algorithm: str, ranks: int, seed: int, causes: tuple[str, ...]
 ) -> None:
     setting = Setting(algorithm, ranks, len(causes))
+    check(folder, setting, seed, causes)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_models_with_layouts_of_their_own_end_like_undisturbed(folder: Path) -> None:
+    check(folder, Setting("ppo", 2, 2, mixed=True), 15, ("worker", "master"))
+
+
+def check(folder: Path, setting: Setting, seed: int, causes: tuple[str, ...]) -> None:
     calm = undisturbed(setting, folder / "undisturbed")
     differences, kills = chaos(setting, folder / "disturbed", seed, causes, calm)
     assert not differences, f"seed {seed}, {kills}"

@@ -9,6 +9,9 @@ import pytest
 from tests.distributed.test_local_elastic import assert_close, config_of
 from tests.support.trials import Site
 
+REWARDED = {"reward_bias": 1.0, "mask_no_eos_with_zero": True}
+"""A random model never answers correctly; all numbers would be rounding errors."""
+
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["sft", "ppo"])
@@ -18,8 +21,7 @@ def test_a_trial_learns_the_same_on_tensor_and_context_ranks(tmp_path: Path, kin
     for layout in ("d1", "t2", "c2"):
         config = config_of(kind, trial=layout, total_steps=6)
         if kind == "ppo":
-            # A random model never answers correctly; all numbers would be rounding errors.
-            config["algorithm"] |= {"reward_bias": 1.0, "mask_no_eos_with_zero": True}
+            config["algorithm"] |= REWARDED
         config["actor"]["backend"] = f"fsdp:{layout}"
         if layout == "t2":
             config["actor"]["model"] = {"sequence_parallel": True}
@@ -30,3 +32,25 @@ def test_a_trial_learns_the_same_on_tensor_and_context_ranks(tmp_path: Path, kin
     assert_close(found["c2"], found["d1"])
     site.slurmrl("resume", f"{kind}/c2", "actor.backend=fsdp:t2", "total_steps=8", "--wait")
     assert site.metrics(f"{kind}/c2")[-1]["step"] == 8
+
+
+def test_models_with_layouts_and_ranks_of_their_own(tmp_path: Path) -> None:
+    """The actor on two tensor ranks, the critic on two data-parallel ones, the reference on the
+    second rank alone: the numbers are those of one rank."""
+    site = Site(tmp_path)
+    layouts = {
+        "one": {"actor": {"backend": "fsdp:d1"}},
+        "mixed": {
+            "actor": {"backend": "fsdp:t2"},
+            "critic": {"backend": "fsdp:d2"},
+            "ref": {"backend": "fsdp:d1", "gpus": "1"},
+        },
+    }
+    for trial, roles in layouts.items():
+        config = config_of("ppo", trial=trial, total_steps=3)
+        config["algorithm"] |= REWARDED
+        for role, section in roles.items():
+            config[role] = config.get(role, {}) | section
+        file = site.write(f"{trial}.yaml", config)
+        site.slurmrl("submit", str(file), "--scheduler", "local", "--wait")
+    assert_close(site.metrics("ppo/mixed"), site.metrics("ppo/one"))

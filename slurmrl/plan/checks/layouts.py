@@ -91,30 +91,6 @@ def generation(draft: Draft) -> Iterator[Problem]:
         yield draft.problem(("actor", "backend"), message)
 
 
-def same_ranks(draft: Draft) -> Iterator[Problem]:
-    """In this version all models share the actor's ranks, which are all ranks of the trial."""
-    placed = draft.placements()
-    actor = placed.get("actor")
-    if actor is None:
-        return
-    if actor.ranks != tuple(range(actor.allocation.world_size)):
-        written = draft.config.actor.gpus
-        message = f"'{written}' is not allowed: in this version the actor uses all GPUs from 0"
-        yield draft.problem(("actor", "gpus"), message)
-    for role, place in placed.items():
-        if role in ("actor", ROLLOUTS):
-            continue
-        if place.allocation.sizes != actor.allocation.sizes:
-            message = (
-                f"'{place.allocation}' is not allowed: in this version all models have the actor's "
-                f"layout, '{actor.allocation}'"
-            )
-            yield draft.problem((role, "backend"), message)
-        elif place.ranks != actor.ranks:
-            message = "is not allowed: in this version all models share the actor's GPUs"
-            yield draft.problem((role, "gpus"), message)
-
-
 def gpus(draft: Draft) -> Iterator[Problem]:
     """Lists of GPUs are valid, and every GPU of the trainers' job holds a model."""
     sections = dict(draft.models()) | {ROLLOUTS: draft.config.rollout}
@@ -272,4 +248,4 @@ LAYOUT_CHECKS: Final = (
     architectures,
     memory,
 )
-SUBMISSION_CHECKS: Final = (runnable, generation, same_ranks)
+SUBMISSION_CHECKS: Final = (runnable, generation)

@@ -30,8 +30,8 @@ class Row:
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """``uses`` are ``global``, ``model NAME``, ``transfer NAME-NAME``, and ``NAME AXIS`` (``NAME
-    expert AXIS`` of the experts' own grid). Uses of the same ranks share one group."""
+    """``uses`` are ``global``, ``model NAME``, and ``NAME AXIS`` (``NAME expert AXIS`` of the
+    experts' own grid). Uses of the same ranks share one group."""
 
     uses: tuple[str, ...]
     ranks: tuple[int, ...]
@@ -79,7 +79,6 @@ def _wanted(plan: Plan) -> Iterator[Wanted]:
         experts = expert_topology(model)
         if experts is not None:
             yield from _of_axes(model, experts, f"{name} expert")
-    yield from _transfers(fixed)
 
 
 def _of_axes(model: ModelPlan, grid: ProcessTopology, name: str) -> Iterator[Wanted]:
@@ -88,16 +87,6 @@ def _of_axes(model: ModelPlan, grid: ProcessTopology, name: str) -> Iterator[Wan
             continue
         for members in grid.groups(axis):
             yield f"{name} {axis}", tuple(model.ranks[index] for index in members)
-
-
-def _transfers(models: dict[str, ModelPlan]) -> Iterator[Wanted]:
-    """The ranks of any two models with different placements, between which inputs of calls move."""
-    names = list(models)
-    for index, first in enumerate(names):
-        for second in names[index + 1 :]:
-            source, target = models[first], models[second]
-            if (source.ranks, source.sizes) != (target.ranks, target.sizes):
-                yield f"transfer {first}-{second}", tuple(sorted({*source.ranks, *target.ranks}))
 
 
 def split_over_hosts(plan: Plan) -> list[str]:

@@ -69,3 +69,11 @@ def wait_for_all(store: Store, name: str, world_size: int, timeout: timedelta) -
     if store.add(name, 1) == world_size:
         store.set(done, "")
     store.wait([done], timeout)
+
+
+def host_group(accelerator: Accelerator, timeout: timedelta) -> dist.ProcessGroup | None:
+    """All ranks, for tensors in host memory; None is the world's own group. Collective."""
+    if accelerator.backend == "gloo":
+        return None
+    group: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=timeout)
+    return group

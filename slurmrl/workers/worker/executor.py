@@ -14,42 +14,19 @@ from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.data.dataset import TokenizedDataset
 from slurmrl.data.packing import balanced_partition, even_partition
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines.base import Engine
+from slurmrl.data.spread import Spread
+from slurmrl.engines.base import TOKENS, Engine
 from slurmrl.graph.call import Method
-from slurmrl.parallel.groups import ParallelContext
+from slurmrl.parallel.activity import Activity
+from slurmrl.parallel.groups import ParallelContext, topology_of
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
 from slurmrl.workers.messages import Message
+from slurmrl.workers.worker.batch import Batch
 from slurmrl.workers.worker.saver import Saver
-from slurmrl.workers.worker.sharing import share
-
-
-class SampleStore:
-    """This rank's part of the current batch. A call takes the keys that it reads and adds the keys
-    that it makes; the next batch replaces everything."""
-
-    def __init__(self) -> None:
-        self._sample: SequenceSample | None = None
-
-    def replace(self, sample: SequenceSample | None) -> None:
-        self._sample = sample
-
-    @property
-    def sample(self) -> SequenceSample:
-        if self._sample is None:
-            raise RuntimeError("no batch was loaded before this call")
-        return self._sample
-
-    def add(self, produced: SequenceSample) -> None:
-        self.sample.update_(produced)
-
-    def tokens(self, key: str = "input_ids") -> int:
-        """Return the number of tokens under ``key``; 0 if the batch has no such key yet."""
-        if self._sample is None or key not in self._sample.keys:
-            return 0
-        return sum(sum(lengths) for lengths in self._sample.lengths[key])
+from slurmrl.workers.worker.sharing import Mail
 
 
 class Executor:
@@ -67,6 +44,8 @@ class Executor:
         tokenizer: Any,
         stop_token_ids: tuple[int, ...],
         cores: int,
+        mail: Mail,
+        activity: Activity,
     ) -> None:
         self.paths = paths
         self.settings = settings
@@ -77,9 +56,10 @@ class Executor:
         self.evaluation_dataset = evaluation_dataset
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
-        self.store = SampleStore()
         self._cores = cores
-        self._batch: tuple[str, ...] = ()
+        self.batch: Batch | None = None
+        self._mail = mail
+        self._activity = activity
         self._interfaces: dict[str, Interface] = {}
         self._saver = Saver(rank)
 
@@ -101,25 +81,27 @@ class Executor:
     # -- messages ----------------------------------------------------------------------------
 
     def load(self, message: Message) -> Message:
-        """Take this rank's part of a batch. Every rank reads the whole batch, so all agree on the
-        parts without communication. Ranks of one tp or cp group take the same part."""
+        """Begin a batch. Every rank reads the whole batch, so all agree on the parts of all calls
+        without communication."""
         began = time.monotonic()
-        first = self._calls(message)[0]
-        part = None
-        if self.rank in first.ranks:
-            place = self._place(first)
-            whole = self._read(message)
-            self._batch = whole.ids
-            part = whole.take(self._parts(whole, first, place.dp_size)[place.dp_rank])
-        self.store.replace(part)
+        self._mail.finish()
+        calls = self._calls(message)
+        whole = self._read(message)
+        spreads = {call.name: self._spread(whole, calls[0], call) for call in calls}
+        self.batch = Batch(whole, calls, spreads, self.rank, self._mail, self._activity)
         return self._answer(began)
 
     def call(self, message: Message) -> Message:
         """Execute one call of the dataflow graph on this rank's part, if the rank takes part in the
         call. Of ranks with the same part, only the first one's results count."""
         began = time.monotonic()
+        if self.batch is None:
+            raise RuntimeError("no batch was loaded before this call")
         call = next(call for call in self._calls(message) if call.name == message["name"])
-        if self.rank not in call.ranks:
+        place = self._place(call) if self.rank in call.ranks else None
+        sample = self.batch.inputs(call, place)
+        if sample is None or place is None:
+            self.batch.add(call, None)
             return self._answer(began)
         context = CallContext(
             step=message["step"],
@@ -128,21 +110,18 @@ class Executor:
             tokenizer=self.tokenizer,
             settings=self.settings,
             stop_token_ids=self.stop_token_ids,
-            batch=self._batch,
+            batch=self.batch.ids,
             cores=self._cores,
             evaluation=message["evaluation"],
         )
-        place = self._place(call)
-        result = self._run(call, context) if call.role or place.is_leader else CallResult()
-        if call.method != Method.TRAIN_STEP:
-            made = share(result.sample, place)
-            if made is not None:
-                self.store.add(made)
+        result = self._run(call, sample, context) if call.role or place.is_leader else CallResult()
+        self.batch.add(call, result.sample)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         if not place.is_leader:
-            return {**self._answer(began), "tokens": 0}
-        return self._answer(began, stats=result.stats, texts=result.texts)
+            return self._answer(began)
+        tokens = sum(sample.item_lengths(TOKENS)) if TOKENS in sample.keys else 0
+        return self._answer(began, tokens=tokens, stats=result.stats, texts=result.texts)
 
     def save(self, message: Message, say: Callable[[Message], None]) -> Message:
         """Write this rank's part of a checkpoint of every trained model. An asynchronous save only
@@ -166,19 +145,31 @@ class Executor:
     def _calls(self, message: Message) -> Sequence[CallPlan]:
         return self.plan.evaluation_calls if message["evaluation"] else self.plan.calls
 
-    def _parts(self, whole: SequenceSample, first: CallPlan, ranks: int) -> list[list[int]]:
-        """Return the items of each data-parallel rank. They have about equal numbers of tokens; if
-        the first call generates, equal numbers of items of each minibatch, because completions,
-        whose lengths are not known yet, cost more than prompts."""
+    def _spread(self, whole: SequenceSample, first: CallPlan, call: CallPlan) -> Spread:
+        """Return the items of each data-parallel rank of a call. They have about equal numbers of
+        tokens; if the first call generates, equal numbers of items of each minibatch, because
+        completions, whose lengths are not known yet, cost more than prompts."""
+        model = self.plan.models[self._layout(call)]
+        topology = topology_of(model)
+        ranks = topology.size("dp")
         if first.method != Method.GENERATE:
-            return balanced_partition(whole.item_lengths(), ranks)
-        minibatches = self.settings.algorithm.minibatches
-        return even_partition(whole.item_lengths(), ranks, minibatches)
+            parts = balanced_partition(whole.item_lengths(), ranks)
+        else:
+            minibatches = self.settings.algorithm.minibatches
+            parts = even_partition(whole.item_lengths(), ranks, minibatches)
+        members = (topology.filter(dp=part) for part in range(ranks))
+        return Spread(
+            tuple(map(tuple, parts)),
+            tuple(tuple(model.ranks[index] for index in indices) for indices in members),
+        )
+
+    def _layout(self, call: CallPlan) -> str:
+        """Return the model whose layout a call runs on. A call without a model has the actor's."""
+        return call.layout or call.role or "actor"
 
     def _place(self, call: CallPlan) -> ParallelContext:
-        """Return this rank's place in the layout of a call. A call without a model has the actor's
-        layout."""
-        return self.engines[call.layout or call.role or "actor"].context
+        """Return this rank's place in the layout of a call."""
+        return self.engines[self._layout(call)].context
 
     def _read(self, message: Message) -> SequenceSample:
         """Read the whole batch; items of one epoch are read together."""
@@ -191,17 +182,18 @@ class Executor:
             ]
         )
 
-    def _run(self, call: CallPlan, context: CallContext) -> CallResult:
+    def _run(self, call: CallPlan, sample: SequenceSample, context: CallContext) -> CallResult:
         if call.interface not in self._interfaces:
             self._interfaces[call.interface] = resolve(call.interface)()
         interface = self._interfaces[call.interface]
         engine = self.engines[call.role] if call.role is not None else None
         method = getattr(interface, call.method.value)
-        result: CallResult = method(engine, self.store.sample.only(call.inputs), context)
+        result: CallResult = method(engine, sample, context)
         return result
 
     def close(self) -> None:
         self._saver.wait()
+        self._mail.finish()
         for interface in self._interfaces.values():
             interface.close()
 
@@ -209,12 +201,13 @@ class Executor:
         self,
         began: float,
         *,
+        tokens: int = 0,
         stats: Mapping[str, tuple[float, float]] | None = None,
         texts: Sequence[Mapping[str, Any]] = (),
     ) -> Message:
         return {
             "stats": dict(stats or {}),
             "seconds": time.monotonic() - began,
-            "tokens": self.store.tokens(),
+            "tokens": tokens,
             "texts": list(texts),
         }

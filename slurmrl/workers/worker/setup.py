@@ -29,8 +29,14 @@ from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.workers.messages import Message
-from slurmrl.workers.worker.distributed import collective_timeout, join, wait_for_all
+from slurmrl.workers.worker.distributed import (
+    collective_timeout,
+    host_group,
+    join,
+    wait_for_all,
+)
 from slurmrl.workers.worker.executor import Executor
+from slurmrl.workers.worker.sharing import Mail
 
 T = TypeVar("T")
 
@@ -76,7 +82,8 @@ def build(
         verified = partial(wait_for_all, store, "checkpoint verified", plan.world_size, timeout)
         load(paths.checkpoints / start["base"], rank, plan.world_size, engines.values(), verified)
     activity.phase("opening the dataset")
-    return _executor(paths, settings, plan, rank, engines, cores)
+    mail = Mail(host_group(accelerator, timeout), accelerator.device)
+    return _executor(paths, settings, plan, rank, engines, cores, mail, activity)
 
 
 def load(
@@ -145,6 +152,8 @@ def _executor(
     rank: int,
     engines: Mapping[str, Engine],
     cores: int,
+    mail: Mail,
+    activity: Activity,
 ) -> Executor:
     config = settings.config
     assert config.actor.tokenizer is not None, "checked at submission"
@@ -164,6 +173,8 @@ def _executor(
         tokenizer,
         _read("the stop tokens", lambda: stop_tokens(config, end_id(tokenizer))),
         cores,
+        mail,
+        activity,
     )
 
 

@@ -1,7 +1,5 @@
-"""Broadcast of what a call made, so that ranks with the same samples hold the same data.
-
-The first of these ranks sends its result to the others, which drop their own.
-"""
+"""Samples on their way between ranks: between two ranks, and from the first of the ranks with the
+same part of a batch to the others."""
 
 from __future__ import annotations
 
@@ -17,7 +15,44 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.parallel.groups import ParallelContext
 
 ALL = "data"
-"""Name of the group of these ranks; a context without it has no such ranks."""
+"""Name of the group of ranks with the same part; a context without it has no such ranks."""
+
+
+class Mail:
+    """Samples from rank to rank, through host memory. A rank sends without waiting; messages
+    between two ranks arrive in the order in which they were sent."""
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """``group`` moves tensors in host memory between all ranks (gloo); ``device`` is where
+        received tensors go."""
+        self._group = group
+        self._device = device
+        self._sent: list[tuple[dist.Work, Tensor]] = []
+
+    def send(self, sample: SequenceSample, to: int) -> None:
+        header = json.dumps(_header(sample)).encode()
+        parts = [_bytes(sample.tensor(key)).cpu() for key in _header(sample)["tensors"]]
+        content = torch.cat([torch.frombuffer(bytearray(header), dtype=torch.uint8), *parts])
+        sizes = torch.tensor([len(header), content.numel()])
+        for tensor in (sizes, content):
+            work = dist.isend(tensor, to, group=self._group)
+            assert work is not None, "this rank is in the group"
+            self._sent.append((work, tensor))
+
+    def receive(self, sender: int) -> SequenceSample:
+        sizes = torch.empty(2, dtype=torch.int64)
+        dist.recv(sizes, sender, group=self._group)
+        header_size, size = sizes.tolist()
+        content = torch.empty(size, dtype=torch.uint8)
+        dist.recv(content, sender, group=self._group)
+        header = json.loads(bytes(content[:header_size].numpy()))
+        return _unpacked(header, content[header_size:], self._device)
+
+    def finish(self) -> None:
+        """Wait until everything sent has arrived."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
 
 
 def share(sample: SequenceSample | None, context: ParallelContext) -> SequenceSample | None:
@@ -31,19 +66,11 @@ def share(sample: SequenceSample | None, context: ParallelContext) -> SequenceSa
     if sample is not None and context.is_leader:
         held = [_bytes(sample.tensor(key)) for key in header["tensors"]]
         buffer = torch.cat([part.to(context.device) for part in (buffer, *held)])
-    sizes = [_size(spec) for spec in header["tensors"].values()]
-    buffer = _broadcast(buffer, sum(sizes), context)
-    data: dict[str, Tensor | None] = dict.fromkeys(header["lengths"])
-    for (key, spec), (first, last) in zip(
-        header["tensors"].items(), pairwise(accumulate(sizes, initial=0)), strict=True
-    ):
-        values = buffer[first:last].clone().view(getattr(torch, spec["dtype"]))
-        device = "cpu" if spec["host"] else context.device
-        data[key] = values.view(spec["shape"]).to(device)
-    return SequenceSample(tuple(header["ids"]), header["lengths"], header["metadata"], data)
+    size = sum(_size(spec) for spec in header["tensors"].values())
+    return _unpacked(header, _broadcast(buffer, size, context), context.device)
 
 
-def _header(sample: SequenceSample | None) -> dict[str, Any] | None:
+def _header(sample: SequenceSample | None) -> Any:
     if sample is None:
         return None
     return {
@@ -60,6 +87,18 @@ def _header(sample: SequenceSample | None) -> dict[str, Any] | None:
             if tensor is not None
         },
     }
+
+
+def _unpacked(header: dict[str, Any], buffer: Tensor, device: torch.device) -> SequenceSample:
+    """The sample whose tensors' bytes are in ``buffer``."""
+    sizes = [_size(spec) for spec in header["tensors"].values()]
+    data: dict[str, Tensor | None] = dict.fromkeys(header["lengths"])
+    for (key, spec), (first, last) in zip(
+        header["tensors"].items(), pairwise(accumulate(sizes, initial=0)), strict=True
+    ):
+        values = buffer[first:last].clone().view(getattr(torch, spec["dtype"]))
+        data[key] = values.view(spec["shape"]).to("cpu" if spec["host"] else device)
+    return SequenceSample(tuple(header["ids"]), header["lengths"], header["metadata"], data)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

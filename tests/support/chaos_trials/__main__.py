@@ -57,6 +57,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--gpu", action="store_true", help="a GPU for each rank, in bfloat16 (default: on CPUs)"
     )
+    parser.add_argument(
+        "--mixed", action="store_true", help="ppo on 2 ranks, each model with a layout of its own"
+    )
     parser.add_argument("--folder", type=Path, help="where to work, and leave the runs")
     options = parser.parse_args()
     options.causes = options.causes.split(",")
@@ -64,13 +67,21 @@ def parse() -> argparse.Namespace:
         parser.error(f"--causes: {', '.join(sorted(unknown))}; known are {', '.join(CAUSES)}")
     if options.kills < 1:
         parser.error("--kills must be at least 1")
+    if options.mixed and (options.algorithm, options.ranks) != ("ppo", 2):
+        parser.error("--mixed needs --algorithm ppo --ranks 2")
     return options
 
 
 def attack(options: argparse.Namespace, folder: Path) -> list[str]:
     hosts = 2 if options.scheduler == "slurm" and options.ranks > 1 else 1
     setting = Setting(
-        options.algorithm, options.ranks, options.kills, options.scheduler, hosts, options.gpu
+        options.algorithm,
+        options.ranks,
+        options.kills,
+        options.scheduler,
+        hosts,
+        options.gpu,
+        options.mixed,
     )
     began = time.monotonic()
     calm = undisturbed(setting, folder / "undisturbed")

@@ -48,24 +48,12 @@ def test_one_gpu_has_different_places_in_different_models(plan_ppo: Load) -> Non
 def test_the_groups_of_separate_and_shared_models(plan_ppo: Load) -> None:
     groups = {group.ranks: group.uses for group in process_groups(plan(plan_ppo, *SEED))}
     assert groups == {
-        (0, 1, 2, 3): (
-            "global",
-            "model ref",
-            "transfer actor-critic",
-            "transfer actor-ref",
-            "transfer critic-ref",
-        ),
+        (0, 1, 2, 3): ("global", "model ref"),
         (0, 1): ("model actor", "actor tp", "ref tp"),
         (2, 3): ("model critic", "critic pp", "ref tp"),
         (0, 2): ("ref pp",),
         (1, 3): ("ref pp",),
     }
-
-
-def test_models_that_lie_alike_need_no_transfer(plan_ppo: Load) -> None:
-    [group] = process_groups(plan(plan_ppo, "actor.backend=fsdp:d4"))
-    assert group.ranks == (0, 1, 2, 3)
-    assert not any(use.startswith("transfer") for use in group.uses)
 
 
 def test_experts_have_groups_of_their_own(plan_ppo: Load) -> None:

@@ -100,7 +100,7 @@ def test_a_run_directory_gives_the_same_settings(load_ppo: Load, folder: Path) -
         (["actor.backend=fsdp:x2"], "actor.backend", "at character 6"),
         (["actor.backend=megatron:d2"], "actor.backend", "generates, which megatron does not"),
         (["actor.optimizer.name=sgdm"], "actor.optimizer.name", "sgdm"),
-        (["critic.backend=fsdp:d4"], "critic.backend", "all models have the actor's layout"),
+        (["critic.backend=fsdp:d6"], "algorithm.batch_size", "must be a multiple of 6"),
         (["rollout.backend=sglang:d2"], "rollout.backend", "leave it empty"),
         (["cluster.workers_per_host=3"], "cluster.workers_per_host", "must divide 2"),
         (["actor.path=/no/where"], "actor.path", "there is no such folder"),

@@ -20,12 +20,14 @@ from slurmrl.data.dataset import TokenizedDataset
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Engine
 from slurmrl.fsio.failures import explain
+from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.groups import ParallelContext
 from slurmrl.parallel.topology import ProcessTopology
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.workers.worker import executor as executor_module
 from slurmrl.workers.worker.executor import Executor
+from slurmrl.workers.worker.sharing import Mail
 
 
 class FakeDataset:
@@ -104,6 +106,8 @@ class FakeInterface(Interface):
             [{"id": one} for one in sample.ids[:1]],
         )
 
+    generate = inference
+
     def train_step(self, engine: Any, sample: SequenceSample, context: CallContext) -> CallResult:
         self.given.append((engine, sample, context))
         return CallResult(None, {"loss": (0.1, 1.0)})
@@ -141,6 +145,8 @@ class Ranks:
                 tokenizer=FakeTokenizer(),
                 stop_token_ids=(7, 2),
                 cores=3,
+                mail=Mail(None, torch.device("cpu")),
+                activity=Activity(),
             )
             for rank in range(world)
         ]
@@ -158,7 +164,15 @@ class Ranks:
         return [executor.call({**message, "evaluation": evaluation}) for executor in self.executors]
 
     def parts(self) -> list[tuple[str, ...]]:
-        return [executor.store.sample.ids for executor in self.executors]
+        """This rank's items of the first call."""
+        found = []
+        for executor in self.executors:
+            call = executor.plan.calls[0]
+            assert executor.batch is not None
+            place = executor.engines["actor"].context
+            sample = executor.batch.inputs(call, place if executor.rank in call.ranks else None)
+            found.append(() if sample is None else sample.ids)
+        return found
 
 
 @pytest.fixture
@@ -174,15 +188,25 @@ def make_ranks(
         ranks: tuple[int, ...] | None = None,
         sizes: dict[str, int] | None = None,
         first: str = "inference",
+        reads: tuple[str, ...] = ("input_ids", "rewards"),
     ) -> Ranks:
         on = ranks or tuple(range(world))
         sizes = sizes or {"dp": len(on)}
-        train = calls("train", ranks=on, method="train_step", interface="fake:Trainer")
+        train = calls(
+            "train",
+            ranks=on,
+            method="train_step",
+            interface="fake:Trainer",
+            inputs=reads,
+        )
         judge = calls(
             "judge", ranks=on, role=None, outputs=("rewards",), interface="fake:Judge", method=first
         )
         held_out = calls("held_out", ranks=on, interface="fake:Judge")
         plan = plans(per_host=world, calls=(judge, train), evaluation_calls=(held_out,))
+        placed = {"sizes": sizes, "ranks": on}
+        models = {role: model.model_copy(update=placed) for role, model in plan.models.items()}
+        plan = plan.model_copy(update={"models": models})
         found = Ranks(paths, make_settings(), plan, world, sizes)
         monkeypatch.setattr(executor_module, "resolve", lambda name: found.make_interface)
         return found
@@ -199,8 +223,9 @@ def test_load_spreads_every_item_to_one_rank(make_ranks: Callable[..., Ranks], w
     together = list(itertools.chain.from_iterable(parts))
     assert sorted(together) == sorted(f"{index}@0" for _, index in items)
     assert all(parts)
-    for executor in ranks.executors:
-        sample = executor.store.sample
+    ranks.call("judge")
+    for interface in ranks.interfaces:
+        sample = interface.given[0][1]
         owners = sample.tensor("input_ids").tolist()
         wanted = [int(one.partition("@")[0]) for one in sample.ids]
         assert owners == [index for index in wanted for _ in range(index % 7 + 1)]
@@ -209,7 +234,8 @@ def test_load_spreads_every_item_to_one_rank(make_ranks: Callable[..., Ranks], w
 
 def test_load_balances_tokens(make_ranks: Callable[..., Ranks]) -> None:
     ranks = make_ranks(2)
-    answers = ranks.load([[0, index] for index in range(28)])
+    ranks.load([[0, index] for index in range(28)])
+    answers = ranks.call("judge")
     assert sum(answer["tokens"] for answer in answers) == 4 * sum(range(1, 8))
     assert abs(answers[0]["tokens"] - answers[1]["tokens"]) <= 1
 
@@ -226,6 +252,7 @@ def test_load_spreads_every_minibatch_evenly_where_completions_are_made(
         numbers = [len({*part} & {*order[start:stop]}) for part in ranks.parts()]
         assert sum(numbers) == stop - start
         assert max(numbers) - min(numbers) <= 1
+    ranks.call("judge")
     ranks.call("train")
     assert all(one.given[0][2].batch == tuple(order) for one in ranks.interfaces)
 
@@ -251,7 +278,7 @@ def test_call_gets_its_inputs_and_adds_its_outputs(make_ranks: Callable[..., Ran
     ranks = make_ranks(2)
     ranks.load([[0, 1], [0, 2], [0, 3]])
     answers = ranks.call("judge")
-    for executor, interface, answer in zip(ranks.executors, ranks.interfaces, answers, strict=True):
+    for interface, answer in zip(ranks.interfaces, answers, strict=True):
         engine, sample, context = interface.given[0]
         assert engine is None
         assert sample.keys == ("input_ids",)
@@ -259,25 +286,28 @@ def test_call_gets_its_inputs_and_adds_its_outputs(make_ranks: Callable[..., Ran
         assert isinstance(context.tokenizer, FakeTokenizer)
         assert context.stop_token_ids == (7, 2)
         assert context.cores == 3
-        assert set(executor.store.sample.keys) == {"input_ids", "prompt_mask", "rewards"}
         assert answer["stats"] == {"reward": (0.5 * sample.bs, float(sample.bs))}
         assert answer["texts"] == [{"id": sample.ids[0]}]
+    ranks.call("train")
+    for interface in ranks.interfaces[2:]:
+        _, sample, _ = interface.given[0]
+        assert set(sample.keys) == {"input_ids", "rewards"}
+        assert sample.tensor("rewards").tolist() == [0.5] * sample.bs
 
 
 def test_call_with_a_role_gets_its_engine(make_ranks: Callable[..., Ranks]) -> None:
     ranks = make_ranks(1)
     ranks.load([[0, 1]])
+    ranks.call("judge")
     ranks.call("train")
-    engine, _, _ = ranks.interfaces[0].given[0]
+    engine, _, _ = ranks.interfaces[1].given[0]
     assert engine is ranks.executors[0].engines["actor"]
 
 
 def test_ranks_outside_a_call_answer_empty(make_ranks: Callable[..., Ranks]) -> None:
     ranks = make_ranks(3, ranks=(2, 0))
-    answers = ranks.load([[0, 1], [0, 2], [0, 3], [0, 4]])
-    assert answers[1]["tokens"] == 0
-    held = [ranks.executors[rank].store.sample.ids for rank in (2, 0)]
-    assert sorted(itertools.chain(*held)) == ["1@0", "2@0", "3@0", "4@0"]
+    ranks.load([[0, 1], [0, 2], [0, 3], [0, 4]])
+    assert sorted(itertools.chain(*ranks.parts())) == ["1@0", "2@0", "3@0", "4@0"]
     outside = ranks.call("judge")[1]
     assert (outside["stats"], outside["texts"], outside["tokens"]) == ({}, [], 0)
     assert len(ranks.interfaces) == 2
@@ -287,8 +317,8 @@ def test_ranks_outside_a_call_answer_empty(make_ranks: Callable[..., Ranks]) -> 
 def test_ranks_of_one_part_hold_the_same_and_one_speaks(
     make_ranks: Callable[..., Ranks], inner: str
 ) -> None:
-    """What it says of the rewards reaches the others by a collective, which has no group here."""
-    ranks = make_ranks(4, sizes={"dp": 2, inner: 2})
+    """Rewards would reach the others by a collective, which has no group here."""
+    ranks = make_ranks(4, sizes={"dp": 2, inner: 2}, reads=("input_ids",))
     ranks.load([[0, 1], [0, 2], [0, 3], [0, 4]])
     first, second, third, fourth = ranks.parts()
     assert first == second

@@ -61,11 +61,12 @@ def test_models_that_cannot_fit_end_the_first_start_before_they_are_built(
     monkeypatch.setattr(setup, "require_inputs", lambda _: None)
     monkeypatch.setattr(setup.Plan, "read", lambda _: plans())
     monkeypatch.setattr(setup.device, "choose", lambda gpus: setup.device.GPU)
+    monkeypatch.setattr(setup.gpu_memory, "wait_until_free", lambda *_, **__: None)
     monkeypatch.setattr(setup.device, "set_up", _reached)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     expected = KeyError if base else UsageError
     with pytest.raises(expected, match="built" if base else "the tiny GPU has 0.0 GiB"):
-        setup.build(paths, 0, {"base": base}, None, Activity())
+        setup.build(paths, 0, {"base": base, "exclusive": True}, None, Activity())
 
 
 def _reached(*_: object, **__: object) -> None:

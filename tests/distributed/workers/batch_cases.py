@@ -1,0 +1,130 @@
+"""What ranks do in the tests of batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from slurmrl.data.packing import balanced_partition
+from slurmrl.data.sample import SequenceSample
+from slurmrl.data.spread import Spread
+from slurmrl.graph.call import Method
+from slurmrl.parallel.activity import Activity
+from slurmrl.parallel.groups import build, topology_of
+from slurmrl.plan.model import CallPlan
+from slurmrl.workers.worker.batch import Batch
+from slurmrl.workers.worker.sharing import Mail
+
+
+@dataclass(frozen=True)
+class Where:
+    role: str
+    sizes: dict[str, int]
+    ranks: tuple[int, ...]
+
+
+def lengths(items: int) -> list[int]:
+    return [1 + (item * 5) % 7 for item in range(items)]
+
+
+def prompts(items: int) -> SequenceSample:
+    sizes = lengths(items)
+    tokens = torch.arange(items).repeat_interleave(torch.tensor(sizes, dtype=torch.int64))
+    ids = [f"{item}@0" for item in range(items)]
+    metadata = {"row": [{"number": item} for item in range(items)]}
+    return SequenceSample.from_default(sizes, ids, {"prompt_ids": tokens}, metadata)
+
+
+def made(sample: SequenceSample, keys: tuple[str, ...]) -> SequenceSample:
+    """A call's outputs, which follow from the items alone. Completions are longer than prompts."""
+    numbers = [int(name.partition("@")[0]) for name in sample.ids]
+    sizes = [lengths(number + 1)[-1] + number % 3 for number in numbers]
+    data: dict[str, Any] = {}
+    for key in keys:
+        if key == "rewards":
+            data[key] = torch.tensor(numbers, dtype=torch.float64) / 3
+            continue
+        each = [torch.full((n,), number) for n, number in zip(sizes, numbers, strict=True)]
+        whole = torch.cat([torch.empty(0, dtype=torch.int64), *each])
+        data[key] = whole if key == "input_ids" else whole.to(torch.float32) + 0.5
+    return SequenceSample.from_default(sizes, sample.ids, data)
+
+
+def run(
+    layouts: list[Where],
+    calls: list[tuple[str, int, tuple[str, ...], tuple[str, ...]]],
+    batches: list[int],
+) -> list[list[str]]:
+    """Execute calls (name, number of the layout, inputs, outputs) on batches of so many items, and
+    check every input. Returns the events of this rank for each batch."""
+    rank, device = dist.get_rank(), torch.device("cpu")
+    contexts = build(layouts, rank=rank, device=device)
+    plans = [
+        CallPlan(
+            name=name,
+            role=layouts[layout].role,
+            method=Method.INFERENCE,
+            interface="nowhere:Nothing",
+            inputs=inputs,
+            outputs=outputs,
+            ranks=layouts[layout].ranks,
+        )
+        for name, layout, inputs, outputs in calls
+    ]
+    mail = Mail(None, device)
+    events = []
+    for items in batches:
+        whole = prompts(items)
+        spreads = {
+            plan.name: spread(whole, layouts[layout])
+            for plan, (_, layout, _, _) in zip(plans, calls, strict=True)
+        }
+        mail.finish()
+        batch = Batch(whole, plans, spreads, rank, mail, Activity())
+        events.append([])
+        for plan, (_, layout, _, _) in zip(plans, calls, strict=True):
+            where = layouts[layout]
+            context = contexts[where.role] if rank in where.ranks else None
+            sample = batch.inputs(plan, context)
+            assert (sample is None) == (context is None)
+            result = None
+            if sample is not None and context is not None:
+                events[-1].append(plan.name)
+                check(sample, plan, [spreads[plan.name].parts[context.dp_rank]])
+                if context.is_leader and plan.outputs:
+                    result = made(sample, plan.outputs)
+            batch.add(plan, result)
+        kept = {
+            key for held in (batch._made, batch._held) for one in held.values() for key in one.keys
+        }
+        assert not kept, f"{kept} are read by no later call"
+    mail.finish()
+    return events
+
+
+def spread(whole: SequenceSample, where: Where) -> Spread:
+    topology = topology_of(where)
+    ranks = topology.size("dp")
+    return Spread(
+        tuple(map(tuple, balanced_partition(whole.item_lengths(), ranks))),
+        tuple(
+            tuple(where.ranks[index] for index in topology.filter(dp=part)) for part in range(ranks)
+        ),
+    )
+
+
+def check(sample: SequenceSample, plan: CallPlan, parts: list[tuple[int, ...]]) -> None:
+    """All inputs are those of this part, in its order."""
+    assert sample.ids == tuple(f"{item}@0" for part in parts for item in part)
+    assert sample.keys == plan.inputs
+    expected = made(sample, tuple(key for key in plan.inputs if key != "prompt_ids"))
+    for key in expected.keys:
+        assert sample.lengths[key] == expected.lengths[key], key
+        assert sample.tensor(key).dtype == expected.tensor(key).dtype
+        assert torch.equal(sample.tensor(key), expected.tensor(key)), key
+    assert [row["number"] for row in sample.metadata["row"]] == [
+        int(name.partition("@")[0]) for name in sample.ids
+    ]

@@ -1,0 +1,62 @@
+"""Calls with layouts of their own find their inputs, on real ranks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.distributed.workers.batch_cases import Where
+from tests.pool import RankPool
+
+HERE = "tests.distributed.workers.batch_cases"
+LAYOUTS = [
+    Where("actor", {"dp": 4}, (0, 1, 2, 3)),
+    Where("critic", {"dp": 2, "tp": 2}, (0, 1, 2, 3)),
+    Where("ref", {"dp": 1}, (2,)),
+    Where("reward", {"dp": 2}, (1, 3)),
+    Where("scorer", {"pp": 2, "dp": 2}, (0, 1, 2, 3)),
+]
+ROLLOUT = ("input_ids", "logprobs")
+CALLS = [
+    ("generate", 0, ("prompt_ids",), ROLLOUT),
+    ("judge", 0, ("input_ids",), ("rewards",)),
+    ("ref", 2, ("input_ids",), ("ref_logprobs",)),
+    ("values", 1, ("input_ids", "logprobs"), ("values",)),
+    ("again", 1, ("input_ids", "values", "rewards"), ()),
+    ("stages", 4, ("prompt_ids", "logprobs"), ()),
+    ("train", 3, ("input_ids", "rewards", "ref_logprobs", "values"), ()),
+]
+
+
+def test_every_call_finds_its_inputs(ranks: RankPool) -> None:
+    """Also where parts are empty, and where a batch is smaller than a layout."""
+    events = ranks(4, f"{HERE}:run", LAYOUTS, CALLS, [13, 1, 2, 8], deadline_s=60.0)
+    everywhere = ["generate", "judge", "values", "again", "stages"]
+    for rank, batches in enumerate(events):
+        own = (
+            set(everywhere) | ({"ref"} if rank == 2 else set()) | ({"train"} if rank % 2 else set())
+        )
+        assert [set(names) for names in batches] == [own] * 4
+
+
+def test_a_rank_that_only_sends_does_not_wait(ranks: RankPool) -> None:
+    """Ranks 0 and 1 finish a batch although rank 2 has not begun to read what they made: it waits
+    for rank 3, which waits for them."""
+    layouts = [
+        Where("actor", {"dp": 2}, (0, 1)),
+        Where("ref", {"dp": 1}, (3,)),
+        Where("critic", {"dp": 1}, (2,)),
+    ]
+    calls = [
+        ("generate", 0, ("prompt_ids",), ROLLOUT),
+        ("ref", 1, ("input_ids",), ("ref_logprobs",)),
+        ("values", 2, ("input_ids", "ref_logprobs"), ()),
+    ]
+    events = ranks(4, f"{HERE}:run", layouts, calls, [6, 6, 6], deadline_s=60.0)
+    assert events == [[["generate"]] * 3] * 2 + [[["values"]] * 3, [["ref"]] * 3]
+
+
+@pytest.mark.parametrize("items", [1, 5])
+def test_one_rank_sends_nothing(ranks: RankPool, items: int) -> None:
+    layouts = [Where("actor", {"dp": 1}, (0,))]
+    calls = [("generate", 0, ("prompt_ids",), ROLLOUT), ("train", 0, ROLLOUT, ())]
+    assert ranks(1, f"{HERE}:run", layouts, calls, [items]) == [[["generate", "train"]]]
