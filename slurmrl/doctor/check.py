@@ -55,7 +55,7 @@ def failed(name: str, measured: str, advice: str, **values: float) -> Check:
 def guarded(name: str, advice: str, look: Callable[[], Check | list[Check]]) -> list[Check]:
     """The checks that ``look`` returns; its error becomes a failed check called ``name``."""
     try:
-        found = look()
+        result = look()
     except (SlurmrlError, OSError) as error:
         return [failed(name, str(error), advice)]
-    return found if isinstance(found, list) else [found]
+    return result if isinstance(result, list) else [result]

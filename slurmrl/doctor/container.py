@@ -75,7 +75,7 @@ def _seen_inside(folder: Path, task: int, took_s: float) -> list[Check]:
         measured = "a file written inside is not visible on the host"
         return [failed("container", measured, _ADVICE[-1])]
     with documents.expecting(path):
-        found = [Check.from_json(one) for one in values["checks"]]
+        checks = [Check.from_json(check) for check in values["checks"]]
     measured = f"starts, sees the directory and has slurmrl; {seconds(took_s)}"
-    named = [replace(one, name=f"{one.name} in container") for one in found]
+    named = [replace(check, name=f"{check.name} in container") for check in checks]
     return [ok("container", measured, took_s=took_s), *named]

@@ -46,15 +46,15 @@ def owner(folder: Path) -> Check:
     path = folder / f"owner.{uuid.uuid4().hex}"
     try:
         write_new(path, b"", False, REAL)
-        found = path.stat()
+        status = path.stat()
         path.unlink()
     except OSError as error:
         raise explain(error, "make a file in", folder) from error
-    mode = found.st_mode & 0o777
-    if found.st_uid != os.geteuid() or mode != 0o600:
+    mode = status.st_mode & 0o777
+    if status.st_uid != os.geteuid() or mode != 0o600:
         return failed(
             "ownership",
-            f"a file made by {os.geteuid()} with mode 0600 belongs to {found.st_uid}, {mode:04o}",
+            f"a file made by {os.geteuid()} with mode 0600 belongs to {status.st_uid}, {mode:04o}",
             "the file system maps users or modes (root squash, idmap, ACLs): use another one",
         )
     if warnings:
@@ -67,8 +67,8 @@ def latency(folder: Path) -> Check:
     """Latencies of the file operations that the protocols use; medians of a few rounds."""
     rounds = [_round(folder / f"latency.{uuid.uuid4().hex}") for _ in range(ROUNDS)]
     times = {name: [one[name] for one in rounds] for name in rounds[0]}
-    medians = {name: statistics.median(found) for name, found in times.items()}
-    longest = max(max(found) for found in times.values())
+    medians = {name: statistics.median(spans) for name, spans in times.items()}
+    longest = max(map(max, times.values()))
     shown = ", ".join(f"{name} {seconds(median)}" for name, median in medians.items())
     measured = f"{shown} (medians; longest {seconds(longest)})"
     values = {f"{name.replace('+', '_')}_s": median for name, median in medians.items()}
@@ -105,9 +105,9 @@ def _read(path: Path) -> None:
 
 
 def _umask() -> int:
-    found = os.umask(ownership.PRIVATE_UMASK)
-    os.umask(found)
-    return found
+    mask = os.umask(ownership.PRIVATE_UMASK)
+    os.umask(mask)
+    return mask
 
 
 def seconds(value: float) -> str:

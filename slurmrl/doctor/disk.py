@@ -23,8 +23,8 @@ NUMBERS = (1, 2, 3, 5, 6, 7)
 
 def space(folder: Path) -> Check:
     """Raises OSError for a folder that does not answer."""
-    found = os.statvfs(folder)
-    free, size = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+    system = os.statvfs(folder)
+    free, size = system.f_bavail * system.f_frsize, system.f_blocks * system.f_frsize
     measured = f"{_size(free)} free of {_size(size)}"
     advice = "delete old runs or choose another --root; a commit needs room for one more checkpoint"
     if free < LEAST_BYTES:
@@ -36,14 +36,14 @@ def space(folder: Path) -> Check:
 
 def inodes(folder: Path) -> Check:
     """Raises OSError for a folder that does not answer."""
-    found = os.statvfs(folder)
-    if found.f_files == 0:
+    system = os.statvfs(folder)
+    if system.f_files == 0:
         return ok("inodes", "the file system does not count them")
-    measured = f"{found.f_favail} free of {found.f_files}"
-    if found.f_favail < FEW_INODES:
+    measured = f"{system.f_favail} free of {system.f_files}"
+    if system.f_favail < FEW_INODES:
         advice = "delete old runs: each one keeps some thousand small files"
-        return warning("inodes", measured, advice, free=float(found.f_favail))
-    return ok("inodes", measured, free=float(found.f_favail))
+        return warning("inodes", measured, advice, free=float(system.f_favail))
+    return ok("inodes", measured, free=float(system.f_favail))
 
 
 @dataclass(frozen=True)
@@ -74,15 +74,15 @@ class Quota:
 def parse_quota(text: str) -> list[Quota]:
     """The lines with numbers in what ``quota -w -p`` or ``lfs quota`` print: file system, KiB used,
     quota, limit, grace, files used, quota, limit, grace. The lower of quota and limit counts."""
-    found = []
+    quotas = []
     for line in text.splitlines():
         words = [word.rstrip("*") for word in line.split()]
         if len(words) < 8 or not all(words[place].isdigit() for place in NUMBERS):
             continue
         used, soft, hard, files, soft_files, hard_files = (int(words[place]) for place in NUMBERS)
         limits = _lower(soft, hard), _lower(soft_files, hard_files)
-        found.append(Quota(words[0], used, limits[0], files, limits[1]))
-    return found
+        quotas.append(Quota(words[0], used, limits[0], files, limits[1]))
+    return quotas
 
 
 def quota(folder: Path) -> Check:
@@ -91,27 +91,21 @@ def quota(folder: Path) -> Check:
         "quota": ["quota", "-w", "-p"],
         "lfs": ["lfs", "quota", "-q", "-u", user_name(), str(folder)],
     }
-    asked = [name for name in commands if shutil.which(name)]
-    found = [one for name in asked for one in parse_quota(_ask(commands[name]))]
-    if not found:
-        tools = " and ".join(asked)
-        return ok(
-            "quota",
-            f"{tools} report no quota"
-            if len(asked) > 1
-            else f"{tools} reports no quota"
-            if asked
-            else "no quota tool found",
-        )
-    worst = max(found, key=lambda one: one.used)
-    measured = "; ".join(map(str, found))
+    tools = [name for name in commands if shutil.which(name)]
+    quotas = [one for name in tools for one in parse_quota(_output(commands[name]))]
+    if not quotas:
+        report = "report" if len(tools) > 1 else "reports"
+        named = " and ".join(tools)
+        return ok("quota", f"{named} {report} no quota" if tools else "no quota tool found")
+    worst = max(quotas, key=lambda quota: quota.used)
+    measured = "; ".join(map(str, quotas))
     if worst.used >= NEARLY:
         advice = "delete old runs, or choose another --root; a full quota stops commits"
         return warning("quota", measured, advice, used=worst.used)
     return ok("quota", measured, used=worst.used)
 
 
-def _ask(command: Sequence[str]) -> str:
+def _output(command: Sequence[str]) -> str:
     try:
         done = subprocess.run(
             command,

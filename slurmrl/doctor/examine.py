@@ -44,19 +44,19 @@ class Examination:
 def examine(what: Examination, say: Say) -> list[Check]:
     """Run all checks; ``say`` reports progress."""
     settings: Settings | None = None
-    found: list[Check] = []
+    checks: list[Check] = []
     if what.config is not None:
-        settings, found = login.configuration(
+        settings, checks = login.configuration(
             what.config, what.overrides, what.root, what.scheduler
         )
     config = settings.config if settings else None
     cluster = config.cluster if config else Cluster()
-    asked = what.scheduler or cluster.scheduler
-    kind = choose(asked)
+    requested = what.scheduler or cluster.scheduler
+    kind = choose(requested)
     hosts = inventory.ask(settings.config) if settings and kind == "slurm" else None
     plan = make_plan(settings, scheduler=kind, hosts=hosts) if settings else None
-    found += _trial(settings, plan, what.check_timeout_s)
-    found += [*login.scheduler(asked, kind, settings, plan, hosts), *login.machine()]
+    checks += _trial(settings, plan, what.check_timeout_s)
+    checks += [*login.scheduler(requested, kind, settings, plan, hosts), *login.machine()]
     root = Path(config.root) if config else what.root or what.fallback
 
     def look_at_root() -> list[Check]:
@@ -71,7 +71,7 @@ def examine(what: Examination, say: Say) -> list[Check]:
             return [*_here(beside), *job.run()]
 
     more = guarded("root", login.ROOT_ADVICE, look_at_root)
-    return _here([*found, *more, *software.same_everywhere(found, more)])
+    return _here([*checks, *more, *software.same_everywhere(checks, more)])
 
 
 def _trial(settings: Settings | None, plan: Plan | None, timeout_s: float | None) -> list[Check]:

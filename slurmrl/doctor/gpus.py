@@ -10,7 +10,7 @@ from slurmrl.parallel import driver
 from slurmrl.parallel.gpu import Device, DeviceKind, parse_visible
 
 _LINE = re.compile(r"GPU (\d+): .*\(UUID: (GPU-[0-9A-Fa-f-]+)\)")
-ASK = (
+ADVICE = (
     "look at 'scontrol show node' for the site's name of GPUs and set cluster.slurm.gpu_directive "
     "and gpu_type"
 )
@@ -23,13 +23,15 @@ def check(expected: int, visible: str, seen: list[str] | None) -> Check:
     given = parse_visible(visible)
     names = ",".join(device.text for device in given) or "none"
     there = "nvidia-smi is not here" if seen is None else f"nvidia-smi sees {len(seen)}"
-    measured = f"{expected} asked, given {names}; {there}"
+    measured = f"{expected} requested, granted {names}; {there}"
     values = {"asked": float(expected), "given": float(len(given))}
     if len(given) < expected:
-        return failed("gpus", measured, f"the job got too few: {ASK}", **values)
+        return failed("gpus", measured, f"the job got too few: {ADVICE}", **values)
     unseen = [device.text for device in given if seen is not None and not _is_seen(device, seen)]
     if unseen:
-        advice = "the driver does not show what Slurm gave: report the host and set slurm.exclude"
+        advice = (
+            "the driver does not show what Slurm granted: report the host and set slurm.exclude"
+        )
         return failed("gpus", f"{measured}; not {', '.join(unseen)}", advice, **values)
     if seen is not None and expected and len(seen) > len(given):
         advice = (

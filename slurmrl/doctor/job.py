@@ -112,14 +112,14 @@ class ProbeJob:
             clear_away(jobs)
             raise
         results = self._results()
-        found = [check for task in sorted(results) for check in results[task]]
-        found += guarded("job", "end it with scancel", lambda: _clear(jobs))
+        checks = [check for task in sorted(results) for check in results[task]]
+        checks += guarded("job", "end it with scancel", lambda: _clear(jobs))
         missing = sorted(set(range(self.shape.hosts)) - set(results))
         if missing:
-            found.append(self._lost(missing, ended))
+            checks.append(self._lost(missing, ended))
         elif hosts == 1:
-            found.append(ok("other hosts", "the job had one host: nothing was compared"))
-        return found
+            checks.append(ok("other hosts", "the job had one host: nothing was compared"))
+        return checks
 
     def request(self) -> SubmissionRequest:
         once = {"time": MINUTES, "signal_lead_s": LEAD_S, "continue": Continue.NONE.value}
@@ -154,7 +154,7 @@ class ProbeJob:
         content = os.urandom(CONTENT_BYTES)
         atomic.replace(self.folder / directory.CONTENT, content)
         script = self.paths.submission_script(1, "doctor") if self.kind != "local" else None
-        asked = {
+        request = {
             "token": secrets.token_hex(32),
             "hosts": self.shape.hosts,
             "gpus": self.shape.gpus,
@@ -163,7 +163,7 @@ class ProbeJob:
             "script": str(script) if script else None,
             "content": hashlib.sha256(content).hexdigest(),
         }
-        atomic.replace(self.folder / directory.ASK, json.dumps(asked).encode())
+        atomic.replace(self.folder / directory.ASK, json.dumps(request).encode())
 
     def _wait(self, jobs: Jobs) -> str:
         """Wait until the job has ended; returns how it stands then, in words."""
@@ -196,7 +196,7 @@ class ProbeJob:
         return _shown(ended[0]) if ended else "the job is gone"
 
     def _results(self) -> dict[int, list[Check]]:
-        found = {}
+        results = {}
         for task in range(self.shape.hosts):
             path = self.folder / probe.result_name(task)
             try:
@@ -204,8 +204,8 @@ class ProbeJob:
             except FileNotFoundError:
                 continue
             with documents.expecting(path):
-                found[task] = [Check.from_json(one) for one in values["checks"]]
-        return found
+                results[task] = [Check.from_json(check) for check in values["checks"]]
+        return results
 
     def _lost(self, missing: list[int], ended: str) -> Check:
         hosts = ", ".join(map(str, missing))

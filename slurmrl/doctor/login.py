@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from slurmrl.doctor import directory, disk, limits, software
+from slurmrl.doctor import directory, disk, limits, slurm, software
 from slurmrl.doctor.check import Check, State, failed, guarded, ok, warning
 from slurmrl.errors import ConfigError, UnreadableInputError
 from slurmrl.plan.checks import inventory
@@ -39,8 +39,8 @@ def trial(settings: Settings, plan: Plan, timeout_s: float) -> list[Check]:
     """What ``submit`` looks at before it queues the trial of a configuration."""
     folders = [settings.source.path.parent.absolute(), Path.cwd()]
     code = own_code.find(settings.config, settings.source, folders)
-    found = check(settings, plan, Code(paths=code.paths), timeout_s=timeout_s)
-    checks = [_check_of(one) for one in found]
+    findings = check(settings, plan, Code(paths=code.paths), timeout_s=timeout_s)
+    checks = [_check_of(finding) for finding in findings]
     fine = ok("trial", "data, weights, tokenizer, reward and room are as its run needs them")
     return checks if any(one.state != State.OK for one in checks) else [*checks, fine]
 
@@ -52,28 +52,28 @@ def _check_of(finding: Finding) -> Check:
 
 
 def scheduler(
-    asked: str,
+    requested: str,
     kind: str,
     settings: Settings | None,
     plan: Plan | None,
     hosts: Sequence[HostRow] | None,
 ) -> list[Check]:
     """Whether Slurm answers and has what the configuration needs. ``kind`` is the scheduler that
-    ``asked`` stands for; ``hosts`` are the cluster's."""
+    ``requested`` stands for; ``hosts`` are the cluster's."""
     advice = "see whether Slurm's commands work in your shell (module load slurm, SLURM_CONF)"
-    if kind == "local" and asked == AUTO and shutil.which("sbatch"):
+    if kind == "local" and requested == AUTO and shutil.which("sbatch"):
         return [warning("scheduler", "local: sbatch is here, but no controller answers", advice)]
     if kind == "local":
         return [ok("scheduler", "local: this machine alone")]
-    found = [
-        *guarded("slurm version", advice, software.slurm),
-        *guarded("scontrol", advice, software.controller),
+    checks = [
+        *guarded("slurm version", advice, slurm.version),
+        *guarded("scontrol", advice, slurm.controller),
     ]
     if settings is None or plan is None:
-        return found
+        return checks
     lacking = inventory.lacking(plan, settings.config, hosts)
-    found += [failed("hosts", one, "see 'sinfo -N -o \"%N %t %G %c %m\"'") for one in lacking]
-    return found if lacking else [*found, ok("hosts", "the cluster has what the layout takes")]
+    checks += [failed("hosts", one, "see 'sinfo -N -o \"%N %t %G %c %m\"'") for one in lacking]
+    return checks if lacking else [*checks, ok("hosts", "the cluster has what the layout takes")]
 
 
 def machine() -> list[Check]:

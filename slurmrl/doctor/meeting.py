@@ -49,25 +49,25 @@ class ProbeHost:
 def check(host: ProbeHost) -> list[Check]:
     """All checks of one host; only the first host measures between pairs of hosts."""
     own = fabric_address(host.interface, host.hosts)
-    found = [ok("interface", f"{interface_of(own)} at {own}; there are: {_interfaces()}")]
+    checks = [ok("interface", f"{interface_of(own)} at {own}; there are: {_interfaces()}")]
     if host.hosts == 1:
-        return found
+        return checks
     server = peers.Server(host.folder, host.token, own)
     try:
         atomic.replace(_address(host, host.task), f"{own}:{server.port}".encode())
         known, waited_s = _wait_for_addresses(host)
-        found.append(_met(host, known, waited_s))
-        found.append(_connections(host, known))
+        checks.append(_met(host, known, waited_s))
+        checks.append(_connections(host, known))
         server.has_connected.set()
         others = {task: address for task, address in known.items() if task != host.task}
         if host.task == 0:
-            found += _pairs(host, others)
+            checks += _pairs(host, others)
             _part(host, others)
         else:
             _wait_for_bye(host, server)
     finally:
         server.close()
-    return found
+    return checks
 
 
 def _wait_for_addresses(host: ProbeHost) -> tuple[dict[int, str], float]:
@@ -112,7 +112,7 @@ def _connections(host: ProbeHost, known: Mapping[int, str]) -> Check:
 def _pairs(host: ProbeHost, others: Mapping[int, str]) -> list[Check]:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         results = pool.map(lambda item: _pair(host, *item), others.items())
-        return [check for found in results for check in found]
+        return [check for pair in results for check in pair]
 
 
 def _pair(host: ProbeHost, task: int, address: str) -> list[Check]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from slurmrl import env
 from slurmrl.config.schema.cluster import Slurm
-from slurmrl.doctor import commands, container, directory, disk, gpus, limits, meeting, software
+from slurmrl.doctor import container, directory, disk, gpus, limits, meeting, slurm, software
 from slurmrl.doctor.check import Check, failed, guarded, ok
 from slurmrl.fsio import atomic, documents, ownership
 
@@ -31,30 +31,30 @@ def result_name(task: int) -> str:
 def look(folder: Path, task: int, request: dict[str, Any]) -> list[Check]:
     """All checks of one host."""
     expected = int(request["gpus"])
-    slurm = Slurm.model_validate(request["slurm"])
+    settings = Slurm.model_validate(request["slurm"])
     own = folder / f"own.{task}"
     own.mkdir(mode=0o700, exist_ok=True)
-    found = [
+    checks = [
         *guarded("same directory", DIRECTORY_ADVICE, lambda: directory.content(folder, request)),
         *guarded("ownership", DIRECTORY_ADVICE, lambda: directory.owner(own)),
         *guarded("directory", DIRECTORY_ADVICE, lambda: directory.latency(own)),
         *limits.check(),
-        *guarded("gpus", gpus.ASK, lambda: _gpus(expected)),
+        *guarded("gpus", gpus.ADVICE, lambda: _gpus(expected)),
         software.driver(expected > 0),
         software.python(),
-        *(software.packages(expected > 0) if slurm.container is None else ()),
+        *(software.packages(expected > 0) if settings.container is None else ()),
         *guarded("temporary space", "set TMPDIR", _temporary),
     ]
     if request["script"] is not None:
-        found += commands.check(Path(request["script"]))
+        checks += slurm.in_jobs(Path(request["script"]))
     interface = request["interface"]
     place = meeting.ProbeHost(folder, str(request["token"]), task, int(request["hosts"]), interface)
-    found += guarded("interface", meeting.NETWORK_ADVICE, lambda: meeting.check(place))
-    if slurm.container is not None:  # at the end: the others do not wait for its start
-        look_inside = partial(container.check, folder, task, slurm)
-        found += guarded("container", DIRECTORY_ADVICE, look_inside)
+    checks += guarded("interface", meeting.NETWORK_ADVICE, lambda: meeting.check(place))
+    if settings.container is not None:  # at the end: the others do not wait for its start
+        look_inside = partial(container.check, folder, task, settings)
+        checks += guarded("container", DIRECTORY_ADVICE, look_inside)
     name = env.NODE_NAME.get() or socket.gethostname()
-    return [one.at(name) for one in found]
+    return [check.at(name) for check in checks]
 
 
 def _gpus(expected: int) -> Check:
@@ -64,8 +64,8 @@ def _gpus(expected: int) -> Check:
 def _temporary() -> Check:
     """Space for libraries' temporary files; few of them report that it is full."""
     folder = tempfile.gettempdir()
-    found = os.statvfs(folder)
-    free = found.f_bavail * found.f_frsize
+    system = os.statvfs(folder)
+    free = system.f_bavail * system.f_frsize
     measured = f"{free / disk.GIB:.1f} GiB free in {folder}"
     if free < disk.LEAST_BYTES:
         advice = "set TMPDIR to another folder in cluster.slurm.setup"
@@ -79,7 +79,7 @@ def main(arguments: list[str]) -> int:
     task = env.NODE_ID.get()
     request = documents.read(folder / directory.ASK)
     checks = look(folder, task, request)
-    text = json.dumps({"checks": [one.to_json() for one in checks]})
+    text = json.dumps({"checks": [check.to_json() for check in checks]})
     atomic.replace(folder / result_name(task), text.encode())
     return 0
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import sys
 
 from slurmrl.doctor.check import Check, failed, ok, warning
-from slurmrl.errors import SchedulerError
 from slurmrl.parallel.driver import LEAST_DRIVER, driver_version, newest_cuda
-from slurmrl.scheduler.client import SlurmClient
 from slurmrl.submission.versions import interpreter, torch_build, version_of
 
 LEAST_PYTHON = (3, 11)
@@ -20,12 +18,11 @@ OPTIONAL = {
 }
 BUILDS = {12: "cu129", 13: "cu130"}
 """For each release of CUDA, a build of torch that scripts/setup can install."""
-TIMEOUT_S = 20.0
 
 
 def python() -> Check:
-    found = interpreter()
-    measured = f"{found['python']} ({found['executable']})"
+    known = interpreter()
+    measured = f"{known['python']} ({known['executable']})"
     if sys.version_info < LEAST_PYTHON:
         return failed("python", measured, "install slurmrl with Python 3.11 or newer")
     return ok("python", measured)
@@ -57,7 +54,7 @@ def torch_on_gpus() -> Check:
     release = int(build.cuda.partition(".")[0])
     if driver is None or newest is None:
         return ok(name, measured)  # the check of the driver reports that
-    if release > newest:
+    if newest < release:
         advice = f"scripts/setup --torch {fitting}"
         if least := LEAST_DRIVER.get(release):
             advice += f", or a driver of branch {least} or newer on these hosts"
@@ -67,16 +64,11 @@ def torch_on_gpus() -> Check:
 
 def optional_packages() -> Check:
     """Optional packages. A configuration that needs a missing one is refused elsewhere."""
-    found = [
+    shown = [
         f"{name} {version}" if (version := version_of(name)) else f"{name} not installed ({use})"
         for name, use in OPTIONAL.items()
     ]
-    return ok("optional packages", ", ".join(found))
-
-
-def slurm() -> Check:
-    """Raises SchedulerError."""
-    return ok("slurm version", SlurmClient(timeout_s=TIMEOUT_S).version())
+    return ok("optional packages", ", ".join(shown))
 
 
 def driver(gpus: bool) -> Check:
@@ -101,12 +93,3 @@ def same_everywhere(login: list[Check], hosts: list[Check]) -> list[Check]:
     measured = "; ".join(f"{one.where}: {one.name} {one.measured}" for one in others)
     advice = "the batch script must find the same environment: see cluster.slurm.setup"
     return [warning("same software", measured, advice)]
-
-
-def controller() -> Check:
-    """Raises SchedulerError where no controller answers."""
-    try:
-        SlurmClient(timeout_s=TIMEOUT_S).ping()
-    except SchedulerError as error:
-        return failed("scontrol", str(error), "see whether Slurm's commands work in your shell")
-    return ok("scontrol", "the controller answers")

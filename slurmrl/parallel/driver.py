@@ -28,11 +28,15 @@ def driver_version() -> str | None:
 
 
 def newest_cuda(version: str) -> int | None:
-    """Return the newest CUDA release whose builds a driver of this version serves; None if it is
-    unknown."""
+    """Return the newest CUDA release whose builds a driver of this version serves (10: none that
+    torch still supports); None if the version is unknown. A newer libcuda (the package cuda-compat)
+    counts, as nvidia-smi reports it."""
     branch = re.match(r"\d+", version)
-    served = [cuda for cuda, least in LEAST_DRIVER.items() if branch and int(branch[0]) >= least]
-    return max(served, default=None)
+    if branch is None:
+        return None
+    served = [cuda for cuda, least in LEAST_DRIVER.items() if int(branch[0]) >= least]
+    loaded = re.search(r"CUDA Version:\s*(\d+)", nvidia_smi() or "")
+    return max([10, *served, *([int(loaded[1])] if loaded else [])])
 
 
 def nvidia_smi(*arguments: str) -> str | None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import paced
 from tests.support.trials import Site, ppo_config, processes, sft_config, wait_until
 
 BROKEN_REWARD = '''
@@ -115,6 +116,25 @@ def test_reward_that_is_not_finite_fails_the_trial_at_its_first_start(
     assert "reward_inf: reward nan_reward:judge returned nan for" in status["reason"]
     assert "train.jsonl:" in status["reason"]
     assert status["traceback"] is None
+
+
+@pytest.mark.long
+def test_a_gpu_that_fails_on_the_only_machine_fails_the_trial_in_the_end(
+    make_site: Callable[[str], Site],
+) -> None:
+    """The first fault is the host's; nothing replaces it, so the same fault counts from then on."""
+    site = make_site("site")
+    (site.folder / "faulty").write_text("here")
+    config = paced.config(site.folder, "Faulty")
+    path = str(site.write("config.yaml", {**config, "total_steps": 2}))
+    site.slurmrl("submit", path, "--scheduler", "local", "--wait", code=1)
+    status = site.status("ppo/1")
+    assert (status["state"], status["incarnation"]) == ("FAILED", 4)
+    assert "3 starts in a row without a new commit" in status["reason"]
+    assert {one["cause"] for one in status["incarnations"]} == {"gpu_fault"}
+    assert all(
+        "uncorrectable ECC error encountered" in one["how"] for one in status["incarnations"]
+    )
 
 
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch may find a GPU")

@@ -56,13 +56,15 @@ class Stuck(Paced):
 
 
 class Faulty(Paced):
-    """The GPU of the node that the file ``faulty`` names fails in every call."""
+    """The GPU of the node that the file ``faulty`` names fails in every call; without Slurm the
+    node is ``here``."""
 
     def __call__(self, prompts, completions, rows):
         import torch
 
         faulty = os.path.join(os.path.dirname(self.hurry), "faulty")
-        if os.path.exists(faulty) and open(faulty).read() == os.environ["SLURMD_NODENAME"]:
+        node = os.environ.get("SLURMD_NODENAME", "here")
+        if os.path.exists(faulty) and open(faulty).read() == node:
             error = torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
             error.error_code = 214
             raise error

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from slurmrl.doctor import commands, directory, disk, gpus, limits, software
+from slurmrl.doctor import directory, disk, gpus, limits, slurm, software
 from slurmrl.doctor.check import Check, State, failed, guarded, ok
 from slurmrl.errors import EnvironmentFailure, SchedulerError
 from slurmrl.fsio import atomic
@@ -259,6 +259,6 @@ def test_commands_that_do_not_work_in_jobs_are_no_failure(
 
     monkeypatch.setattr(SlurmClient, "ping", lambda self: None)
     monkeypatch.setattr(SlurmClient, "try_out", refuse)
-    found = commands.check(tmp_path / "script.sh")
+    found = slurm.in_jobs(tmp_path / "script.sh")
     assert states(found) == {"scontrol in jobs": State.OK, "sbatch in jobs": State.WARNING}
     assert "slurmrl resume" in found[1].advice

@@ -82,10 +82,27 @@ def test_a_worker_with_a_gpu_computes_there(cuda: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("version", "newest"),
-    [("450.80.02", 11), ("525.60.13", 12), ("570.86", 12), ("580.65.06", 13), ("390.1", None)],
+    [
+        ("450.80.02", 11),
+        ("525.60.13", 12),
+        ("570.86", 12),
+        ("580.65.06", 13),
+        ("390.1", 10),
+        ("of unknown version", None),
+    ],
 )
-def test_the_newest_cuda_of_a_driver(version: str, newest: int | None) -> None:
+def test_the_newest_cuda_of_a_driver(
+    version: str, newest: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "nvidia_smi", lambda: None)
     assert driver.newest_cuda(version) == newest
+
+
+def test_a_newer_libcuda_beside_an_older_driver_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NVIDIA's forward compatibility (cuda-compat), of which only nvidia-smi knows."""
+    head = "| NVIDIA-SMI 535.54.03    Driver Version: 535.54.03    CUDA Version: 13.0     |"
+    monkeypatch.setattr(driver, "nvidia_smi", lambda: head)
+    assert driver.newest_cuda("535.54.03") == 13
 
 
 @pytest.mark.parametrize(
