@@ -19,6 +19,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
+from slurmrl.errors import RunFailedError
 from slurmrl.models.base import PackedModel
 from slurmrl.parallel.groups import ParallelContext
 
@@ -63,6 +64,7 @@ class Shards:
         """Allocates the parameters of a ``decoder`` on the meta device, uninitialised."""
         self.decoder = decoder
         self.plan = plan
+        self._stuck = False
         bare = any(p.is_meta for p in decoder.parameters())
         if plan.wrapped:
             _wrap(decoder, plan, context)
@@ -112,7 +114,12 @@ class Shards:
     @contextmanager
     def cleared_on_error(self) -> Iterator[None]:
         """After an exception in forward or backward passes, drop gathered parameters and
-        gradients."""
+        gradients. Raises RunFailedError where torch could not do that after an earlier one."""
+        if self._stuck:
+            raise RunFailedError(
+                f"an earlier step failed, and torch {torch.__version__} cannot reset FSDP after "
+                "that (2.13 can): make the engine anew"
+            )
         try:
             yield
         except BaseException:
@@ -137,12 +144,14 @@ class Shards:
         self.decoder.zero_grad()  # of the parameters that are gathered
         root = cast(FSDPModule, self.decoder)
         if self.plan.wrapped and root._get_fsdp_state()._is_root:  # set by the first forward
-            root.reset_iter_state()
+            self._stuck = not hasattr(root, "reset_iter_state")  # torch before 2.13
+            if not self._stuck:
+                root.reset_iter_state()
             self.decoder.zero_grad()  # of the shards
         for unit in self._units():  # torch 2.13 keeps these despite its documentation
-            for group in unit._get_fsdp_state()._fsdp_param_groups:
-                for parameter in group.fsdp_params:
-                    parameter.unsharded_accumulated_grad = None
+            group = unit._get_fsdp_state()._fsdp_param_group
+            for parameter in group.fsdp_params if group else ():
+                parameter.unsharded_accumulated_grad = None
 
     def _units(self) -> list[FSDPModule]:
         return [module for module in self.decoder.modules() if isinstance(module, FSDPModule)]

@@ -9,16 +9,18 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine, Outputs
-from slurmrl.errors import UsageError
+from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.parallel.groups import ParallelContext, build
 from tests.support import megatron_cpu
@@ -293,6 +295,24 @@ def saved_after_failed_training(setup: Setup, folder: Path) -> tuple[str, bool, 
         one.train_batch(sample, loss, denominator(sample))
         found.append(one.save(folder)[0].checksum)
     return message, sharded, found[0], found[1]
+
+
+def refused_after_failed_training(setup: Setup) -> str:
+    """The error of a step after one that failed, with a torch that cannot reset FSDP."""
+    engine, sample = make(setup), batch().take(setup.split[0])
+
+    def failing(outputs: Outputs, part: SequenceSample) -> tuple[Tensor, dict[str, Tensor]]:
+        raise KeyError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(FSDPModule, "reset_iter_state", raising=False)
+        with contextlib.suppress(KeyError):
+            engine.train_batch(sample, failing, denominator(sample))
+        try:
+            engine.train_batch(sample, loss, denominator(sample))
+        except RunFailedError as error:
+            return str(error)
+    return ""
 
 
 def saved_after_failed_generation(setup: Setup, folder: Path) -> tuple[str, str, str]:

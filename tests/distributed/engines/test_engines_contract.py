@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.engines.initial_weights import init_tensor
@@ -207,6 +208,16 @@ def test_a_failed_generation_leaves_the_engine_as_it_was(
         assert after == fresh
 
 
+def test_torch_that_cannot_reset_fsdp_refuses_a_step_after_one_that_failed(ranks: RankPool) -> None:
+    """Gradients of the failed step would count in the next one without a word."""
+    setup = Setup(model=model(), options=UNITS["layers"], split=[[0, 1, 2], [3, 4]])
+    for message in ranks(2, f"{HERE}:refused_after_failed_training", setup):
+        assert "an earlier step failed" in message
+
+
+@pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="torch before 2.13 cannot reset FSDP"
+)
 @pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_failed_loss_leaves_nothing_behind(
