@@ -88,7 +88,7 @@ def follow(
             except EnvironmentFailure as error:
                 problem = str(error)
                 if problem != before:
-                    click.echo(f"cannot look, trying again: {problem}", err=True)
+                    click.echo(f"cannot read the trial, trying again: {problem}", err=True)
             if seen is Seen.END:
                 return
             if seen is Seen.NEWS:

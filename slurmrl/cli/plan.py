@@ -45,7 +45,9 @@ def plan(
         raise click.UsageError("--json and --table exclude each other")
     if _is_allocation(target):
         if overrides or svg or scheduler:
-            raise click.UsageError("an allocation takes no overrides, --scheduler or --svg")
+            raise click.UsageError(
+                "overrides, --scheduler and --svg are not allowed with an allocation"
+            )
         _explain(target, as_json)
         return 0
     report = _report(Path(target), overrides, scheduler, root)

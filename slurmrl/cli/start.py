@@ -135,7 +135,7 @@ def _lines(submitted: Submitted) -> list[str]:
         return [
             f"{trial} is already complete; nothing was submitted",
             f"  train longer:  slurmrl resume {trial} total_steps=N{where}",
-            "  start anew:    the same command with --new",
+            "  start again:   the same command with --new",
         ]
     return [
         _headline(submitted),

@@ -33,7 +33,7 @@ class Template:
                 if end < 0 or "{" in name:
                     raise UsageError(f"the brace at {_place(text, at)} is not closed; {DOUBLING}")
                 if not name.strip():
-                    raise UsageError(f"the braces at {_place(text, at)} hold no key; {DOUBLING}")
+                    raise UsageError(f"the braces at {_place(text, at)} enclose no key; {DOUBLING}")
                 fields.append(name)
                 literals.append("")
                 at = end + 1

@@ -41,7 +41,7 @@ def trial(settings: Settings, plan: Plan, timeout_s: float) -> list[Check]:
     code = own_code.find(settings.config, settings.source, folders)
     findings = check(settings, plan, Code(paths=code.paths), timeout_s=timeout_s)
     checks = [_check_of(finding) for finding in findings]
-    fine = ok("trial", "data, weights, tokenizer, reward and room are as its run needs them")
+    fine = ok("trial", "data, weights, tokenizer, reward and disk space are ready for the run")
     return checks if any(one.state != State.OK for one in checks) else [*checks, fine]
 
 
@@ -73,7 +73,7 @@ def scheduler(
         return checks
     lacking = inventory.lacking(plan, settings.config, hosts)
     checks += [failed("hosts", one, "see 'sinfo -N -o \"%N %t %G %c %m\"'") for one in lacking]
-    return checks if lacking else [*checks, ok("hosts", "the cluster has what the layout takes")]
+    return checks if lacking else [*checks, ok("hosts", "the cluster has what the layout needs")]
 
 
 def machine() -> list[Check]:

@@ -56,7 +56,7 @@ TEXTS: Final = {re.compile(text, re.IGNORECASE): fault for text, fault in _TEXTS
 
 
 def find_fault(error: BaseException) -> GpuFault | None:
-    """Return the fault that an exception reports. A code counts more than the text."""
+    """Return the fault that an exception reports. A code takes precedence over the text."""
     if not isinstance(error, RuntimeError):
         return None
     code = getattr(error, "error_code", None)

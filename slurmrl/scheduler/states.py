@@ -29,7 +29,7 @@ BASE_STATES: dict[str, SlurmState] = {
     "PREEMPTED": SlurmState(JobState.PREEMPTED, "preempted by another job"),
     "BOOT_FAIL": SlurmState(JobState.NODE_FAIL, "a host did not boot"),
     "DEADLINE": SlurmState(JobState.TIMEOUT, "reached its deadline"),
-    "OUT_OF_MEMORY": SlurmState(JobState.OUT_OF_MEMORY, "used more memory than it asked for"),
+    "OUT_OF_MEMORY": SlurmState(JobState.OUT_OF_MEMORY, "used more memory than it requested"),
 }
 
 FLAGS: dict[str, SlurmState] = {

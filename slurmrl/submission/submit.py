@@ -237,7 +237,7 @@ def submit(proposal: Proposal) -> Submitted:
     code = _snapshot(proposal)
     number = claims.claim(proposal.paths, before, _request(proposal, code))
     if proposal.update_code:
-        notes += (f"runs the present code: {proposal.paths.snapshot(code)}",)
+        notes += (f"runs the current code: {proposal.paths.snapshot(code)}",)
     if not fresh:
         rewrite(proposal.paths, proposal.settings, proposal.plan)
     if state.end is not None:

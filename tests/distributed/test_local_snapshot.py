@@ -30,6 +30,6 @@ def test_edits_reach_a_run_only_when_it_is_told_to_take_them(tmp_path: Path) -> 
     kept = site.slurmrl("resume", "ppo/1", "total_steps=14", "--wait")
     assert "using the slurmrl of the trial" in kept.stderr
     updated = site.slurmrl("resume", "ppo/1", "total_steps=16", "--update-code", "--wait")
-    assert "runs the present code" in updated.stdout
+    assert "runs the current code" in updated.stdout
     found = rewards(site.metrics("ppo/1"))
     assert [found[step] for step in (12, 13, 14, 15, 16)] == [1.0, 1.0, 1.0, 0.25, 0.25]

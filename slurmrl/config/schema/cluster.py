@@ -98,7 +98,7 @@ class Slurm(Section):
     reservation: Word | None = None
     """Reservation to run in."""
     licenses: Word | None = None
-    """Licences that the job takes."""
+    """Licences that the job uses."""
     links: Annotated[int, Field(gt=0, le=1000)] = 8
     """Length of the chain: the number of elements in the job array, which run one after the other.
     When they run out, a trial that has committed submits as many again if sbatch works on compute
@@ -169,7 +169,7 @@ class Cluster(Section):
     otherwise the interface of the default route."""
     env: Annotated[dict[str, Line], AfterValidator(_check_env)] = Field(default_factory=dict)
     """Environment variables of the run's processes: `{NCCL_DEBUG: INFO, NCCL_IB_HCA: mlx5}`. They
-    count more than those of the submitting shell. Not for secrets (see `variables_file`)."""
+    override those of the submitting shell. Not for secrets (see `variables_file`)."""
     variables_file: PathText | None = None
     """File of `NAME=VALUE` lines that are added to the environment of the run's processes, for
     example access tokens. You must own it and its mode must be 0600. It is read when a job starts

@@ -1,6 +1,6 @@
 """The environment of fork servers, which their workers inherit. Pure functions.
 
-Variables of the submitter, of ``cluster.env`` and of set-up lines count more than the defaults.
+Variables of the submitter, of ``cluster.env`` and of set-up lines override the defaults.
 """
 
 from __future__ import annotations

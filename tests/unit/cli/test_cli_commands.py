@@ -267,7 +267,7 @@ def test_following_survives_a_directory_that_does_not_answer(
     monkeypatch.setattr("slurmrl.cli.follow.time.sleep", lambda seconds: next(waits)())
     assert main([words[0], "add/1", words[1]]) == 0
     captured = capsys.readouterr()
-    assert captured.err.count("cannot look, trying again: ") == 1
+    assert captured.err.count("cannot read the trial, trying again: ") == 1
     assert "the end" in captured.out
 
 

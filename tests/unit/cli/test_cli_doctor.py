@@ -11,7 +11,7 @@ CHECKS = [
     warning("open files", "limit 1024 (hard 4096), below 4096", "put 'ulimit -n 65536' in").at(
         "n1"
     ),
-    failed("gpus", "4 asked, given 0,1", "look at 'scontrol show node'").at("n0"),
+    failed("gpus", "4 requested, granted 0,1", "look at 'scontrol show node'").at("n0"),
     ok("open files", "limit 65536 (hard 65536)").at("login"),
     *(ok("directory", f"{host} ms", link_s=host / 1000.0).at(f"n{host}") for host in range(6)),
     ok("interface", "ib0 at 10.0.0.1").at("n0"),
@@ -40,7 +40,7 @@ def test_what_is_to_be_done_stands_at_the_end(capsys: pytest.CaptureFixture[str]
         "ok       python      login,n0  3.11.7",
         "WARNING  open files  n1        limit 1024 (hard 4096), below 4096",
         "         -> put 'ulimit -n 65536' in",
-        "FAILED   gpus        n0        4 asked, given 0,1",
+        "FAILED   gpus        n0        4 requested, granted 0,1",
         "         -> look at 'scontrol show node'",
         "11 ok, 1 warning, 1 failed; compute nodes were not checked: add --job",
     ]

@@ -68,8 +68,8 @@ def test_a_string_that_is_not_allowed_is_2(text: str, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("fsdp:d2", "--svg", "x.svg"), "takes no overrides"),
-        (("fsdp:d2", "trial=2"), "takes no overrides"),
+        (("fsdp:d2", "--svg", "x.svg"), "are not allowed with an allocation"),
+        (("fsdp:d2", "trial=2"), "are not allowed with an allocation"),
         (("fsdp:d2", "--json", "--table"), "exclude each other"),
         (("none.yaml",), "cannot be read"),
     ],

@@ -31,7 +31,7 @@ def test_fields_are_filled_in_and_doubled_braces_are_braces(template: str, text:
         ("{ {prompt}", "at character 1 .* is not closed"),
         ("{prompt}} {x", "at character 9 .* was not opened|is not closed"),
         ("{prompt}}", "at character 9 .* was not opened"),
-        (r"\boxed{} {prompt}", "at character 7 .* hold no key; write {{ and }}"),
+        (r"\boxed{} {prompt}", "at character 7 .* enclose no key; write {{ and }}"),
         ("prompt", "no {key}"),
         ("{{prompt}}", "no {key}"),
     ],

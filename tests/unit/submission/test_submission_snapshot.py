@@ -189,7 +189,7 @@ def test_update_code_takes_the_present_code(
         patch.setattr(scheduler, "scripts", lambda request: {"trainer": str(request.code)})
         assert proposal.scripts() == {"trainer": str(second)}, "a dry run shows what will run"
     updated = submit(proposal)
-    assert updated.notes == (f"runs the present code: {second}",)
+    assert updated.notes == (f"runs the current code: {second}",)
     assert (second / "helper.py").read_text() == "SCORE = 2\n"
     assert (paths.code / "helper.py").read_text() == "SCORE = 1\n"
     assert recorded_folders(second) == [user, user.parent, elsewhere]
