@@ -32,6 +32,7 @@ logger = log.get(__name__)
 IGNORED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 PIPE_FD_OPTION = "--pipe-fd"
 PULSE_OPTION = "--pulse-s"
+_PR_SET_PTRACER = 0x59616D61
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
 _PR_SET_CHILD_SUBREAPER = 36
@@ -63,6 +64,12 @@ def ignore_signals() -> None:
     this, but a container runtime may reset it (Apptainer does), so they call it again."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
+
+
+def allow_tracing() -> None:
+    """Let the user's other processes read this one's stacks, as py-spy does, where Yama restricts
+    that to ancestors. A process does not inherit this."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PTRACER, ctypes.c_ulong(-1), 0, 0, 0)
 
 
 def die_with(parent: int, number: signal.Signals = signal.SIGKILL) -> None:

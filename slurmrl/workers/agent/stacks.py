@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,17 +25,25 @@ PAUSE_S = 0.05
 MOST_BYTES = 256 * 1024
 """Longest text of one process."""
 PY_SPY = "py-spy"
-PY_SPY_S = 5.0
-MOST_PY_SPY = 4
-"""Processes on which py-spy is tried, one after another: each may take `PY_SPY_S`."""
+PY_SPY_S = 8.0
+"""How long py-spy may take for all processes, one after another."""
+HELD = "Tt"
+"""States in which a process cannot be interrupted for its C frames."""
+BLOCKED = "D"
 STATES = {
     "T": "it is stopped (SIGSTOP)",
     "t": "a debugger holds it",
-    "D": "it is blocked in the kernel (a file system or a device does not answer)",
+    BLOCKED: "it is blocked in the kernel (a file system or a device does not answer)",
+    "S": "it waits outside of Python, with signals blocked",
+    "R": "it runs outside of Python, with signals blocked",
     "Z": "it has ended",
 }
 MAIN_THREAD = re.compile(r"^(?:Current thread|Thread) 0x\w+.*?\(most recent call first\):\n", re.M)
 FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<name>.*)$', re.M)
+DENIED = "; it may be restricted by kernel.yama.ptrace_scope or the container"
+SEEN = f"Seen by {PY_SPY}:\n"
+SEEN_THREAD = re.compile(r"^Thread .*\n", re.M)
+SEEN_FRAME = re.compile(r"^    (?P<name>.+) \((?P<file>.+\.py|<.+>):(?P<line>\d+)\)$", re.M)
 
 
 @dataclass(frozen=True)
@@ -70,51 +79,69 @@ def collect(
 
 
 def _answers(children: Children, ranks: Sequence[int | None]) -> Iterator[StacksAnswer]:
-    py_spy_left = MOST_PY_SPY
+    deadline = time.monotonic() + PY_SPY_S
     for rank in ranks:
         name = children.name(rank)
         text, complete = stacks.take(children.stacks_fd(rank), MOST_BYTES)
         stacks.clear(children.stacks_fd(rank))
-        if text and not complete:
-            text += "(no Python code ran: something holds the interpreter lock)\n"
-        if text:
+        if complete:
             yield StacksAnswer(rank, name, text, True)
             continue
         pid = children.find_pid(rank)
-        why = f"{name} did not answer" + (f": {_state(pid)}" if pid is not None else "")
-        py_spy_left -= 1
-        seen = _py_spy(pid) if pid is not None and py_spy_left >= 0 else ""
-        yield StacksAnswer(rank, name, f"({why})\n{seen}", False)
+        state = _state(pid) if pid is not None else ""
+        seen = _py_spy(pid, state, deadline) if pid is not None else ""
+        if text:
+            why = "(no Python code ran: something holds the interpreter lock)"
+            yield StacksAnswer(rank, name, f"{text}{why}\n{seen}", True)
+        else:
+            why = STATES.get(state, f"it is in state {state}") if state else ""
+            words = f"({name} did not answer{f': {why}' if why else ''})\n"
+            yield StacksAnswer(rank, name, f"{words}{seen}", False)
 
 
 def _state(pid: int) -> str:
+    """Return the letter of a process's state, as in ``ps``."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return STATES["Z"]
-    return STATES.get(state, f"it is in state {state}")
+        return "Z"
 
 
-def _py_spy(pid: int) -> str:
-    """Return what py-spy reads from outside, even of a stopped process, or why it could not."""
-    program = shutil.which(PY_SPY)
+def _py_spy(pid: int, state: str, deadline: float) -> str:
+    """Return what py-spy reads from outside, or why it could not: with C frames, for which it
+    pauses the process, and without them if the process is stopped or blocked. Empty if it is not
+    installed."""
+    beside = Path(sys.executable).with_name(PY_SPY)  # PATH of a job need not have the environment
+    program = str(beside) if beside.exists() else shutil.which(PY_SPY)
     if program is None:
         return ""
-    command = [program, "dump", "--nonblocking", "--pid", str(pid)]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, timeout=PY_SPY_S, check=False, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"({PY_SPY}: {error})\n"
-    output = (done.stdout or done.stderr).decode(errors="replace")[:MOST_BYTES]
-    return f"Seen by {PY_SPY}:\n{output}"
+    failed = ""
+    for option in (
+        ("--nonblocking",) if state in (*HELD, BLOCKED) else ("--native", "--nonblocking")
+    ):
+        try:
+            done = subprocess.run(
+                [program, "dump", option, "--pid", str(pid)],
+                capture_output=True,
+                timeout=max(0.0, deadline - time.monotonic()),
+                check=False,
+                stdin=subprocess.DEVNULL,
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"({PY_SPY}: {error})\n"
+        if done.returncode == 0:
+            return SEEN + done.stdout.decode(errors="replace")[:MOST_BYTES]
+        failed = done.stderr.decode(errors="replace").strip().partition("\n")[0]
+    return f"({PY_SPY} cannot read it: {failed}{DENIED if 'ermission' in failed else ''})\n"
 
 
 def top_frame(text: str) -> str:
-    """Return where the main thread (the last one listed) is: ``rewards.py:44 in __call__``."""
-    parts = MAIN_THREAD.split(text)
+    """Return where the main thread is: ``rewards.py:44 in __call__``."""
+    own, _, seen = text.partition(SEEN)
+    parts = MAIN_THREAD.split(own)  # the last one listed
     found = FRAME.search(parts[-1]) if len(parts) > 1 else None
+    parts = SEEN_THREAD.split(seen)  # the first one listed
+    found = found or (SEEN_FRAME.search(parts[1]) if len(parts) > 1 else None)
     if found is None:
         return ""
     return f"{Path(found['file']).name}:{found['line']} in {found['name']}"

@@ -12,7 +12,7 @@ from slurmrl.channel.pipe import Connection
 from slurmrl.fsio import ownership
 from slurmrl.workers import output, pulse, stacks
 from slurmrl.workers.master.serve import serve
-from slurmrl.workers.process import PIPE_FD_OPTION, PULSE_OPTION
+from slurmrl.workers.process import PIPE_FD_OPTION, PULSE_OPTION, allow_tracing
 
 
 def main() -> int:
@@ -25,6 +25,7 @@ def main() -> int:
     parser.add_argument(stacks.OPTION, type=int, required=True)
     options = parser.parse_args()
     stacks.answer(options.stacks_fd)
+    allow_tracing()
     ownership.make_umask_private()
     output.forgive()
     log.configure("master")

@@ -15,7 +15,7 @@ from slurmrl.channel.pipe import Connection
 from slurmrl.fsio import ownership
 from slurmrl.parallel.activity import Activity
 from slurmrl.workers import output, pulse, stacks
-from slurmrl.workers.process import PIPE_FD_OPTION, PULSE_OPTION, ignore_signals
+from slurmrl.workers.process import PIPE_FD_OPTION, PULSE_OPTION, allow_tracing, ignore_signals
 
 
 def main() -> int:
@@ -39,6 +39,7 @@ def main() -> int:
     pipe = fork_server.serve(Connection.from_fd(options.pipe_fd), options.rank)
     if pipe is None:
         return 0
+    allow_tracing()
     activity = Activity()
     collectives = Collectives()
 

@@ -1,0 +1,119 @@
+"""Stacks of processes that do not answer, as py-spy reads them from outside."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slurmrl.workers.agent import stacks
+from tests.support.trials import wait_until
+
+HEAD = """\
+Process 25670: python -c def spins(): ...
+Python v3.11.7 (/opt/python/bin/python3.11)
+
+"""
+NATIVE = f"""{HEAD}Thread 25670 (idle): "MainThread"
+    clock_nanosleep (libc.so.6)
+    0x7f3b2ee5ff7a (libffi.so.8.1.2)
+    PyCFuncPtr_call (_ctypes.c:4201)
+    blocked (/code/my reward.py:4)
+    <module> (/code/train.py:5)
+Thread 25671 (idle): "pulse"
+    beat (pulse.py:70)
+"""
+PYTHON = f"""{HEAD}Thread 25670 (idle)
+    waits (<string>:3)
+    <module> (<string>:4)
+"""
+FAKE = """\
+#!/bin/sh
+case "$2 $FAKE" in
+    "--native broken") echo "Error: frame not found" >&2; exit 1;;
+    *denied) printf 'Permission Denied: Try again\\nmore\\n' >&2; exit 1;;
+    --native*) echo native;;
+    --nonblocking*) echo python;;
+esac
+"""
+
+
+@pytest.fixture
+def py_spy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stand-in beside the interpreter, as pip installs it, and not on PATH."""
+    program = tmp_path / "py-spy"
+    program.write_text(FAKE)
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+
+
+@pytest.mark.parametrize(
+    ("state", "fake", "expected"),
+    [
+        ("S", "", "Seen by py-spy:\nnative\n"),
+        ("S", "broken", "Seen by py-spy:\npython\n"),
+        ("T", "", "Seen by py-spy:\npython\n"),
+        ("D", "", "Seen by py-spy:\npython\n"),
+        (
+            "R",
+            "denied",
+            "(py-spy cannot read it: Permission Denied: Try again; it may be",
+        ),
+    ],
+)
+def test_c_frames_are_shown_where_the_process_can_be_paused(
+    py_spy: None, monkeypatch: pytest.MonkeyPatch, state: str, fake: str, expected: str
+) -> None:
+    monkeypatch.setenv("FAKE", fake)
+    assert stacks._py_spy(1, state, time.monotonic() + 60).startswith(expected)
+
+
+def test_py_spy_gets_no_more_time_than_is_left(py_spy: None) -> None:
+    assert "timed out" in stacks._py_spy(1, "S", time.monotonic() - 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "frame"),
+    [
+        (f"(rank 0 did not answer)\n{stacks.SEEN}{NATIVE}", "my reward.py:4 in blocked"),
+        (f"(rank 0 did not answer)\n{stacks.SEEN}{PYTHON}", "<string>:3 in waits"),
+        ("(rank 0 did not answer)\n(py-spy cannot read it: Permission Denied)\n", ""),
+    ],
+)
+def test_the_frame_of_a_process_that_did_not_answer(text: str, frame: str) -> None:
+    assert stacks.top_frame(text) == frame
+
+
+@pytest.fixture
+def blocked() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that waits in C and holds the interpreter lock."""
+    code = "import ctypes\ndef blocked():\n    ctypes.PyDLL(None).sleep(600)\nprint(); blocked()"
+    with subprocess.Popen([sys.executable, "-uc", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        wait_until("the process to wait", lambda: stacks._state(process.pid) == "S")
+        yield process
+        process.kill()
+
+
+@pytest.mark.skipif(
+    shutil.which("py-spy") is None and not Path(sys.executable).with_name("py-spy").exists(),
+    reason="py-spy is optional",
+)
+def test_the_real_py_spy(blocked: subprocess.Popen[bytes]) -> None:
+    """It shows C and Python frames of a running process, and Python frames of a stopped one."""
+    seen = stacks._py_spy(blocked.pid, "S", time.monotonic() + 60)
+    assert "nanosleep (libc" in seen
+    assert stacks.top_frame(seen) == "<string>:3 in blocked"
+    os.kill(blocked.pid, signal.SIGSTOP)
+    wait_until("the process to stop", lambda: stacks._state(blocked.pid) == "T")
+    seen = stacks._py_spy(blocked.pid, "T", time.monotonic() + 60)
+    assert stacks.top_frame(seen) == "<string>:3 in blocked"
