@@ -13,8 +13,6 @@ from slurmrl.plan.estimates import hardware
 from slurmrl.plan.estimates.flops import call_flops, compute_seconds, decode_seconds
 from slurmrl.plan.estimates.lengths import Lengths, lengths_of
 from slurmrl.plan.estimates.memory import (
-    PASSING,
-    STANDING,
     Memory,
     MemoryDemand,
     estimate,
@@ -85,6 +83,7 @@ def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
             computes=bool(methods - {Method.GENERATE}),
             generates=Method.GENERATE in methods,
             lengths=lengths,
+            minibatches=int(getattr(algorithm, "n_minibatches", 1)) if use.trained else 1,
         )
         found[name] = estimate(demand)
     return found
@@ -108,12 +107,18 @@ def fullest(placed: dict[str, Placement], sizes: dict[str, Memory]) -> Fullest:
 
 
 def _parts(models: Mapping[str, Memory]) -> dict[str, int]:
-    found = {part: sum(getattr(one, part) for one in models.values()) for part in STANDING}
-    transient = {
-        f"{part} of {name}": getattr(one, part) for name, one in models.items() for part in PASSING
+    computing = {f"activations of {name}": (one.computing, one) for name, one in models.items()}
+    generating = {f"kv_cache of {name}": (one.kv_cache, one) for name, one in models.items()}
+    largest, (size, busy) = max({**computing, **generating}.items(), key=lambda item: item[1][0])
+    gradients = sum(0 if one.frees_gradients else one.gradients for one in models.values())
+    if busy.frees_gradients and largest in computing:
+        gradients, size = gradients + busy.gradients, busy.activations
+    return {
+        "weights": sum(one.weights for one in models.values()),
+        "gradients": gradients,
+        "optimizer": sum(one.optimizer for one in models.values()),
+        largest: size,
     }
-    largest = max(transient, key=transient.__getitem__)
-    return {**found, largest: transient[largest]}
 
 
 def fullest_gpu(checked: Checked, *, certain: bool = False) -> Fullest:

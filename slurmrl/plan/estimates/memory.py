@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Final
 
 from slurmrl.allocation import Allocation
@@ -21,6 +21,10 @@ UNSHARDED_LAYERS: Final = 2
 LOGITS: Final = 2**22
 LOGIT_TOKENS: Final = 512
 """Logits are computed ``LOGITS`` elements at a time, but for at least ``LOGIT_TOKENS`` tokens."""
+FINAL_HIDDEN: Final = 3
+"""Hidden states that are kept at the end of the forward pass."""
+REDUCED: Final = 4
+"""Bytes per element of a gradient that is being reduced: float32."""
 DRAWING_BYTES: Final = 20
 """To draw a token, each of its logits is held in float32 and its probability twice in 64 bits."""
 STANDING: Final = ("weights", "gradients", "optimizer")
@@ -29,7 +33,8 @@ PASSING: Final = ("activations", "kv_cache")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on one GPU: of `STANDING` all the time, of `PASSING` one at a time."""
+    """Bytes on one GPU: of `STANDING` all the time, of `PASSING` one at a time. Sharded engines
+    free gradients after each optimizer step."""
 
     weights: int
     gradients: int
@@ -41,12 +46,24 @@ class Memory:
     """Keys and values of all sequences of a rank at full length, and what generation needs besides:
     the gathered weights, and memory to read a micro-batch of prompts or to draw tokens."""
 
+    frees_gradients: bool = False
+
     @property
     def standing(self) -> int:
-        return sum(getattr(self, part) for part in STANDING)
+        return self.weights + self.optimizer + (0 if self.frees_gradients else self.gradients)
+
+    @property
+    def computing(self) -> int:
+        """Bytes of the largest micro-batch, with gradients that exist only then."""
+        return self.activations + (self.gradients if self.frees_gradients else 0)
+
+    @property
+    def together(self) -> int:
+        return self.standing + max(self.computing, self.kv_cache)
 
     def explain(self) -> dict[str, int]:
-        return {f"{name}_bytes": size for name, size in asdict(self).items()}
+        parts = {part: getattr(self, part) for part in (*STANDING, *PASSING, "together")}
+        return {f"{part}_bytes": size for part, size in parts.items()}
 
 
 @dataclass(frozen=True)
@@ -62,6 +79,8 @@ class MemoryDemand:
     """Whether it executes calls other than generation."""
     generates: bool
     lengths: Lengths | None
+    minibatches: int = 1
+    """Optimizer steps of a step."""
 
 
 def estimate(job: MemoryDemand) -> Memory:
@@ -71,8 +90,9 @@ def estimate(job: MemoryDemand) -> Memory:
         weights=size,
         gradients=gradients,
         optimizer=optimizer,
-        activations=_activations(job) if job.computes else 0,
+        activations=_activations(job, gradients) if job.computes else 0,
         kv_cache=_generation(job) if job.generates else 0,
+        frees_gradients=job.allocation.backend in SHARDED,
     )
 
 
@@ -161,23 +181,31 @@ def _training_bytes(job: MemoryDemand) -> tuple[int, int]:
     return round(own * 4), round(sharded * (4 * moments + master))
 
 
-def _gathered_layer(job: MemoryDemand) -> float:
+def _layer_total(job: MemoryDemand) -> float:
+    """Elements of the largest layer on one rank."""
+    moe = job.shape.expert_layers > 0
+    return layer_parameters(job.shape, job.allocation, moe=moe).total
+
+
+def _gathered_layers(job: MemoryDemand) -> float:
     """Bytes of the gathered weights while one layer computes."""
     if job.allocation.backend not in SHARDED:
         return 0
-    moe = job.shape.expert_layers > 0
-    layer = layer_parameters(job.shape, job.allocation, moe=moe).total
-    return UNSHARDED_LAYERS * layer * BYTES[job.model.dtype]
+    return UNSHARDED_LAYERS * _layer_total(job) * BYTES[job.model.dtype]
 
 
 def tokens_of_microbatch(job: MemoryDemand) -> int:
     """Tokens of a micro-batch on one rank; context-parallel ranks share each sequence."""
     most = job.model.max_tokens_per_microbatch
     if job.lengths is not None:
-        dp = job.allocation.sizes["dp"]
-        share = -(-job.lengths.sequences // dp) * job.lengths.longest
-        most = max(min(most, share), job.lengths.longest)
+        most = max(min(most, _tokens_of_rank(job, job.lengths)), job.lengths.longest)
     return -(-most // job.allocation.sizes["cp"])
+
+
+def _tokens_of_rank(job: MemoryDemand, lengths: Lengths) -> int:
+    """Tokens of one optimizer step, or of one step without training, on one data-parallel rank."""
+    sequences = -(-lengths.sequences // (job.allocation.sizes["dp"] * job.minibatches))
+    return sequences * lengths.longest
 
 
 def uses_sequence_parallel(model: Model, allocation: Allocation) -> bool:
@@ -194,15 +222,34 @@ def layer_activations(job: MemoryDemand, *, products: bool = False) -> float:
     tp = sizes["tp"]
     split = tp if uses_sequence_parallel(job.model, job.allocation) else 1
     attention = 2 * shape.queries / tp + 2 * shape.kv_heads_of_rank(tp) * shape.head_dim
-    inner = shape.inner / tp
+    kept = _inner_tensors(job) * _inner(job)
+    if products and _may_use_transformer_engine(job):
+        return 2 * shape.hidden / split + attention + kept
+    if products:
+        return 3 * shape.hidden / split + attention + (shape.mlp_matrices - 1) * _inner(job)
+    return 4 * shape.hidden / split + attention + kept
+
+
+def _inner(job: MemoryDemand) -> float:
+    """Inner units of a feed-forward block that are active for a token on one rank."""
+    shape = job.shape
+    inner = shape.inner / job.allocation.sizes["tp"]
     if shape.expert_layers:
         routed = shape.experts_per_token * shape.expert_inner / _expert_tp(job.allocation)
-        inner = routed + shape.shared_inner / tp
-    if products and _may_use_transformer_engine(job):
-        return 2 * shape.hidden / split + attention + (shape.mlp_matrices + 1) * inner
-    if products:
-        return 3 * shape.hidden / split + attention + (shape.mlp_matrices - 1) * inner
-    return 4 * shape.hidden / split + attention + (shape.mlp_matrices + 1) * inner
+        inner = routed + shape.shared_inner / job.allocation.sizes["tp"]
+    return inner
+
+
+def _inner_tensors(job: MemoryDemand) -> int:
+    """Tensors of that size that a feed-forward block keeps: the built-in dense one keeps its gate
+    and its other half; experts and megatron's blocks also keep their product, and transformers'
+    blocks the activated gate as well."""
+    gated = job.shape.mlp_matrices == 3
+    if job.model.implementation == "hf":
+        return 4 if gated else 2
+    if job.allocation.backend not in SHARDED or job.shape.expert_layers:
+        return 3 if gated else 2
+    return 2
 
 
 def _may_use_transformer_engine(job: MemoryDemand) -> bool:
@@ -213,21 +260,84 @@ def _may_use_transformer_engine(job: MemoryDemand) -> bool:
     )
 
 
-def _activations(job: MemoryDemand) -> int:
-    shape, sizes, width = job.shape, job.allocation.sizes, BYTES[job.model.dtype]
-    tokens = tokens_of_microbatch(job)
-    vocabulary = shape.vocabulary / sizes["tp"] if job.head == "lm" else 1
-    logits = 2 * 4 * min(tokens * vocabulary, max(LOGITS, LOGIT_TOKENS * vocabulary))
-    one = layer_activations(job) * tokens * width
+def _activations(job: MemoryDemand, gradients: int) -> int:
+    """Bytes beside weights, optimizer state and ``gradients``. With one micro-batch per optimizer
+    step gradients grow only while activations are freed, so these bytes do not add up."""
+    tokens, width = tokens_of_microbatch(job), BYTES[job.model.dtype]
     if not job.trained:
-        return round(one + logits + _gathered_layer(job))
-    layers = _layers_in_flight(job)
-    kept = layers * one
-    if job.model.recompute == "full":
-        kept = layers * shape.hidden * tokens * width + one
-    elif job.model.recompute == "selective":
-        kept = layers * layer_activations(job, products=True) * tokens * width + one
-    return round(kept + logits + _gathered_layer(job))
+        head = _projection(job) * width if job.allocation.backend in SHARDED else 0
+        layer = layer_activations(job) * tokens * width
+        return round(layer + _logits(job, tokens) + head + _gathered_layers(job))
+    backward = max(_head_backward(job, tokens), _layer_backward(job, tokens))
+    peak, last = _kept(job, tokens) + backward, _embedding_backward(job)
+    if _accumulates(job) or job.allocation.backend not in SHARDED:
+        return round(max(peak, last))
+    return round(max(peak - gradients, last))
+
+
+def _kept(job: MemoryDemand, tokens: int) -> float:
+    """Bytes that the forward pass keeps: activations of all layers, and the inputs and outputs of
+    the final norm and of the head."""
+    layers, hidden = _layers_in_flight(job), job.shape.hidden
+    each: float = hidden
+    if job.model.recompute != "full":
+        each = layer_activations(job, products=job.model.recompute == "selective")
+    return (layers * each + FINAL_HIDDEN * hidden) * tokens * BYTES[job.model.dtype]
+
+
+def _head_backward(job: MemoryDemand, tokens: int) -> float:
+    """Bytes at the start of the backward pass: logits, and of a sharded engine the gathered
+    projection and its gradient, in float32 and in the type of the computation."""
+    if job.allocation.backend not in SHARDED:
+        return _logits(job, tokens)
+    width = BYTES[job.model.dtype]
+    return _logits(job, tokens) + _projection(job) * (2 * width + REDUCED)
+
+
+def _layer_backward(job: MemoryDemand, tokens: int) -> float:
+    """Bytes of the backward pass of one layer: what it recomputes, gradients of its activations,
+    and of a sharded engine gathered weights and the gradient that is being reduced."""
+    shape, width = job.shape, BYTES[job.model.dtype]
+    split = job.allocation.sizes["tp"]
+    elements = 4 * _inner(job) + 2 * shape.hidden / split
+    if job.model.recompute != "off":
+        products = job.model.recompute == "selective"
+        again = layer_activations(job) - (layer_activations(job, products=True) if products else 0)
+        elements += again
+    found = elements * tokens * width
+    if job.allocation.backend in SHARDED:
+        found += _gathered_layers(job) + _layer_total(job) * (width + REDUCED)
+    return found
+
+
+def _embedding_backward(job: MemoryDemand) -> float:
+    """Bytes at the end of the backward pass: the embedding's gradient that is being reduced."""
+    if job.allocation.backend not in SHARDED:
+        return 0
+    embedding = job.shape.vocabulary / job.allocation.sizes["tp"] * job.shape.hidden
+    return embedding * (BYTES[job.model.dtype] + REDUCED)
+
+
+def _logits(job: MemoryDemand, tokens: int) -> float:
+    vocabulary = _vocabulary(job)
+    return 2 * 4 * min(tokens * vocabulary, max(LOGITS, LOGIT_TOKENS * vocabulary))
+
+
+def _vocabulary(job: MemoryDemand) -> float:
+    """Outputs of the head on one rank."""
+    return job.shape.vocabulary / job.allocation.sizes["tp"] if job.head == "lm" else 1
+
+
+def _projection(job: MemoryDemand) -> float:
+    """Elements of the head's matrix on one rank."""
+    return _vocabulary(job) * job.shape.hidden
+
+
+def _accumulates(job: MemoryDemand) -> bool:
+    """Whether an optimizer step may have several micro-batches."""
+    return job.lengths is None or _tokens_of_rank(job, job.lengths) > (
+        job.model.max_tokens_per_microbatch
+    )
 
 
 def _layers_in_flight(job: MemoryDemand) -> float:

@@ -116,11 +116,8 @@ def _memory(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
         if memory is None:
             yield [name, *("-" for _ in MEMORY), "unknown architecture"]
             continue
-        standing, passing = (
-            [memory[f"{part}_bytes"] for part in parts] for parts in (STANDING, PASSING)
-        )
-        together = sum(standing) + max(passing)
-        yield [name, *map(_size, (*standing, *passing)), _size(together)]
+        sizes = [memory[f"{part}_bytes"] for part in (*MEMORY, "together")]
+        yield [name, *map(_size, sizes)]
 
 
 def _fullest(memory: Mapping[str, Any]) -> str:

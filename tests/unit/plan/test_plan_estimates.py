@@ -113,7 +113,8 @@ def test_standing_bytes_per_parameter(backend: str, per_parameter: float) -> Non
     with everything in shards."""
     found = estimate(job(LLAMA_8B, backend))
     count = parameters(shape_of(LLAMA_8B), parse("fsdp:d1"), "lm").total
-    assert found.standing / count == pytest.approx(per_parameter, rel=1e-6)
+    kept = found.weights + found.gradients + found.optimizer
+    assert kept / count == pytest.approx(per_parameter, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -160,7 +161,7 @@ def test_recomputed_activations_are_one_tensor_a_layer() -> None:
     model = Model(dtype="bfloat16", max_tokens_per_microbatch=4096, gradient_checkpointing=True)
     again = estimate(job(LLAMA_8B, "fsdp:d8", model=model))
     kept = 32 * 4096 * 4096 * 2
-    assert again.activations < plain.activations / 5
+    assert again.activations < plain.activations / 3
     assert again.activations > kept
     some = model.model_copy(update={"gradient_checkpointing": "selective"})
     between = estimate(job(LLAMA_8B, "fsdp:d8", model=some)).activations
@@ -180,7 +181,8 @@ def test_transformer_engine_keeps_all_but_norms() -> None:
         )
         found[said] = estimate(job(LLAMA_8B, "megatron:d8", model=model)).activations
     assert found[None] == found[True]
-    more = (2 * 14336 - 4096) * 32 * 4096 * 2  # elements a token, layers, tokens, bytes
+    # Elements per token, layers without the one that is recomputed, tokens, bytes:
+    more = (14336 - 4096) * (32 - 1) * 4096 * 2
     assert found[True] - found[False] == more
 
 
@@ -222,8 +224,10 @@ def test_models_on_one_gpu_add_up_and_their_calls_take_turns(plan_ppo: Load) -> 
     settings = plan_ppo()
     found = costs.memories(settings)
     fullest = costs.fullest_gpu(settings)
-    passing = max(max(one.activations, one.kv_cache) for one in found.values())
+    passing = max(max(one.computing, one.kv_cache) for one in found.values())
     assert fullest.size == sum(one.standing for one in found.values()) + passing
+    gradients = sum(one.gradients for one in found.values())
+    assert passing > gradients - found["critic"].gradients, "each role's are freed after its step"
     assert fullest.models == ("actor", "critic", "ref")
 
 

@@ -14,7 +14,12 @@ from slurmrl.plan.settings import Settings
 from tests.unit.plan.test_plan_resources import SEVEN_BILLION
 
 Load = Callable[..., Settings]
-LAYOUT = ("cluster.gpus_per_worker=1", "actor.backend=fsdp:d16", "dataset.max_prompt_tokens=3840")
+LAYOUT = (
+    "cluster.gpus_per_worker=1",
+    "actor.backend=fsdp:d16",
+    "dataset.max_prompt_tokens=3840",
+    "algorithm.n_minibatches=1",
+)
 
 
 def message_of(plan_ppo: Load, *overrides: str) -> str:
