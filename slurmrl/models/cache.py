@@ -19,7 +19,7 @@ FIRST_ROOM_TOKENS = 32
 """Initial room for new tokens: most rows end long before their limit."""
 GROWTH = 1.5
 """Factor on the capacity when a row outgrows it."""
-MULTIPLE = 16
+MULTIPLE = 8
 """Attention reads a multiple of this many keys: its kernels copy biases of other lengths."""
 
 

@@ -4,6 +4,7 @@ figures."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,7 +19,13 @@ from slurmrl.models.decoder import Decoder
 from slurmrl.plan.estimates import costs, hardware
 from slurmrl.plan.estimates.flops import call_flops
 from slurmrl.plan.estimates.lengths import Lengths
-from slurmrl.plan.estimates.memory import MemoryDemand, estimate, kv_bytes_per_token, parameters
+from slurmrl.plan.estimates.memory import (
+    MemoryDemand,
+    estimate,
+    kv_bytes_per_token,
+    layer_activations,
+    parameters,
+)
 from slurmrl.plan.estimates.shape import ModelShape, read
 from slurmrl.plan.settings import Settings
 
@@ -67,6 +74,10 @@ def job(values: dict[str, Any], backend: str, **changes: Any) -> MemoryDemand:
         "lengths": LENGTHS,
     }
     return MemoryDemand(**(options | changes))
+
+
+WIDE = replace(shape_of(LLAMA_8B), hidden=64, inner=64, heads=1, kv_heads=1, head_dim=64)
+"""Almost nothing but a vocabulary."""
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -200,6 +211,25 @@ def test_keys_and_values_of_a_token() -> None:
     assert kv_bytes_per_token(shape, parse("sglang:t16"), "bfloat16") == 16384  # a head is copied
     found = estimate(job(LLAMA_8B, "sglang:d4", trained=False, computes=False, generates=True))
     assert found.kv_cache == 16 * 1024 * 131072
+
+
+def test_generation_needs_a_micro_batch_of_prompts_or_the_logits_of_one_token_each() -> None:
+    """Prompts are read ``max_tokens_per_microbatch`` at a time, or one longer prompt by itself."""
+
+    def besides_cache_and_weights(tokens: int) -> float:
+        model = Model(dtype="bfloat16", max_tokens_per_microbatch=tokens)
+        demand = job(LLAMA_8B, "fsdp:d4", model=model, generates=True, computes=False)
+        return estimate(demand).kv_cache - 16 * 1024 * 131072 - 2 * 8.03e9
+
+    element = 2 * layer_activations(job(LLAMA_8B, "fsdp:d4"))
+    assert besides_cache_and_weights(4096) == pytest.approx(4096 * element, rel=0.05)
+    assert besides_cache_and_weights(10**6) == pytest.approx(16 * 512 * element, rel=0.05)
+    assert besides_cache_and_weights(1) == pytest.approx(512 * element, rel=0.1)
+    drawing = replace(job(LLAMA_8B, "fsdp:d1", generates=True, computes=False), shape=WIDE)
+    narrow = replace(drawing, shape=replace(WIDE, vocabulary=1000))
+    more = estimate(drawing).kv_cache - estimate(narrow).kv_cache
+    weights = 2 * 2 * WIDE.hidden * (WIDE.vocabulary - 1000)
+    assert more - weights > 0.9 * 64 * 22 * (WIDE.vocabulary - 1000)
 
 
 @pytest.mark.parametrize(
