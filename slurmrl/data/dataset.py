@@ -34,7 +34,7 @@ def make(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> Tokenized
 
 
 class TokenizedDataset(ABC):
-    """Rows that a run can use, in the file's order; longer ones than allowed are left out.
+    """The usable rows of a file, in its order. Rows above the length limits are left out.
 
     :raises ConfigError: see `DatasetRows`.
     """
@@ -57,7 +57,7 @@ class TokenizedDataset(ABC):
 
     @property
     def fingerprint(self) -> str:
-        """Changes when the file, or what is made of it, changes."""
+        """Changes if the file, the dataset's settings or the number of usable rows changes."""
         settings = self._config.model_dump_json(exclude={"path", "shuffle"})
         text = f"{self._lines.records.fingerprint} {settings} {self.size}"
         return blake2b(text.encode(), digest_size=16).hexdigest()
@@ -98,8 +98,8 @@ class PromptDataset(TokenizedDataset):
 
 class PromptAnswerDataset(TokenizedDataset):
     """Keys ``input_ids`` (prompt, answer, end-of-text token) and ``prompt_mask`` (bool, True on
-    the prompt). Prompt and answer are tokenised apart, so that a prompt's tokens are those that
-    generation will see."""
+    the prompt). Prompt and answer are tokenised separately, so that a prompt has the same tokens as
+    in generation."""
 
     def _sample(self, rows: Sequence[int], ids: Sequence[str]) -> SequenceSample:
         prompts = self._lines.prompt_ids(self._tokenizer, rows)

@@ -44,7 +44,7 @@ class SampleMeta:
         return [sum(inner) for inner in self.lengths[key or self.main_key()]]
 
     def main_key(self) -> str:
-        """The key with the largest total length; the first one of equals."""
+        """The key with the largest total length; of several, the first."""
         if not self.lengths:
             raise ValueError("a sample without keys has no main key")
         return max(self.lengths, key=lambda key: sum(map(sum, self.lengths[key])))

@@ -46,7 +46,7 @@ class DataOrder:
         self._indices: list[int] = []
 
     def indices(self, epoch: int) -> list[int]:
-        """The order of one epoch; the latest one is kept."""
+        """The order of an epoch; the last one computed is cached."""
         if epoch != self._epoch:
             size = self.size
             self._indices = (
@@ -67,23 +67,23 @@ class DataOrder:
         return items, end
 
     def advance(self, cursor: Cursor, n: int) -> Cursor:
-        """The cursor ``n`` items further on."""
+        """The cursor after ``n`` more items."""
         epochs, position = divmod(cursor.position + n, self.size)
         return Cursor(cursor.epoch + epochs, position)
 
     def ranges(self, start: Cursor, stop: Cursor) -> list[list[int]]:
         """The ranges between two cursors: [epoch, first position, position after the last]."""
-        found = []
+        ranges = []
         for epoch in range(start.epoch, stop.epoch + 1):
             first = start.position if epoch == start.epoch else 0
-            behind = stop.position if epoch == stop.epoch else self.size
-            if first < behind:
-                found.append([epoch, first, behind])
-        return found
+            end = stop.position if epoch == stop.epoch else self.size
+            if first < end:
+                ranges.append([epoch, first, end])
+        return ranges
 
 
 def merge_ranges(ranges: Iterable[list[int]]) -> list[list[int]]:
-    """Ranges in order, touching ones joined. ValueError when two overlap: an item would have
+    """Sort the ranges and join adjacent ones. Raises ValueError if two overlap: an item would have
     been consumed twice."""
     merged: list[list[int]] = []
     for epoch, start, stop in sorted(ranges):

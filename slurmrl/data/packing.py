@@ -9,8 +9,9 @@ from itertools import accumulate, pairwise
 
 
 def balanced_partition(lengths: Sequence[int], k: int) -> list[list[int]]:
-    """Indices in ``k`` parts of about equal total length: the longest first, each to the part
-    that holds least (LPT: the largest part is at most 4/3 - 1/3k of the optimum, Graham 1969).
+    """Partition the indices into ``k`` parts of about equal total length: the longest first, each
+    into the part with the smallest total (LPT: the largest part is at most 4/3 - 1/3k of the
+    optimum, Graham 1969).
 
     Every part is sorted; none is empty when there are at least ``k`` lengths.
     """
@@ -28,10 +29,10 @@ def balanced_partition(lengths: Sequence[int], k: int) -> list[list[int]]:
 
 
 def even_partition(lengths: Sequence[int], k: int, sections: int = 1) -> list[list[int]]:
-    """Indices in ``k`` parts of equal numbers: of each of ``sections`` consecutive sections of the
-    indices, and so of all together, no part has more than one more than another. Total lengths are
-    about equal as far as that allows: the longest first, each to the part that holds least of the
-    section and has room.
+    """Partition the indices into ``k`` parts of equal size: of each of ``sections`` consecutive
+    sections, and therefore of all indices, the numbers in two parts differ by at most one. Within
+    that limit total lengths are about equal: the longest first, each into the part with the
+    smallest total of the section that has room.
 
     Every part is sorted.
     """
@@ -59,7 +60,8 @@ def even_partition(lengths: Sequence[int], k: int, sections: int = 1) -> list[li
 
 
 def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Indices in few parts of at most ``max_tokens`` each; a longer sequence stands alone.
+    """Partition the indices into few parts of at most ``max_tokens`` each; a longer sequence gets a
+    part of its own.
 
     Best fit decreasing (at most 11/9 of the optimal number of parts, plus one; Johnson 1974).
     Parts are sorted, and ordered by their first index.
@@ -82,11 +84,11 @@ def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
 
 
 def padded_microbatches(lengths: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Like ``microbatches``, of items with sequences of these ``lengths`` that are padded to the
-    longest of their part: its sequences times the longest are at most ``max_tokens``.
+    """Like ``microbatches`` for items whose sequences, of these ``lengths``, are padded to the
+    longest of their part: the number of its sequences times the longest is at most ``max_tokens``.
 
-    Parts are filled one after the other, the longest items first. Where each has one sequence
-    there is no way with fewer parts.
+    Parts are filled one after the other, the longest items first. If each item has one sequence,
+    fewer parts are impossible.
     """
     _check_budget(max_tokens)
     longest = [max(item, default=0) for item in lengths]

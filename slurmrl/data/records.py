@@ -12,7 +12,7 @@ from slurmrl.data.text import wrong_text
 from slurmrl.errors import ConfigError, EnvironmentFailure, Problem
 
 MOST_PROBLEMS = 20
-"""Problems of one file that are reported."""
+"""Maximum number of problems to report for a file."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,11 @@ class Records:
 
 
 def read_records(path: Path, id_key: str, *, most_bytes: int | None = None) -> Records:
-    """All rows, or the whole lines in the first ``most_bytes``. Where no row has an id, a row's id
-    is its line number; blank lines are skipped.
+    """Read all rows, or the complete lines in the first ``most_bytes``. If no row has an id, the
+    line numbers are the ids. Blank lines are skipped.
 
-    :raises ConfigError: lines that are no objects, ids that are missing or there twice, an empty
-        file; each problem names its line.
+    :raises ConfigError: lines that are not JSON objects, missing or duplicate ids, an empty file;
+        each problem names its line.
     :raises EnvironmentFailure: the file cannot be read.
     """
     content, whole = _read(path, most_bytes)
@@ -99,8 +99,8 @@ def _ids(
         elif isinstance(name, str) and (message := wrong_text(name)):
             problems.append(Problem(where, id_key, message))
         elif str(name) in first:
-            told = f"'{name}' is the id of line {first[str(name)]} too"
-            problems.append(Problem(where, id_key, told))
+            message = f"'{name}' is already the id of line {first[str(name)]}"
+            problems.append(Problem(where, id_key, message))
         else:
             first[str(name)] = number
     return tuple(first)

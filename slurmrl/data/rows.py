@@ -28,14 +28,14 @@ KEYS: Final[Mapping[str, str]] = {"prompt": "prompt_key", "answer": "answer_key"
 
 
 class DatasetRows:
-    """The lines of a file, all of them checked to make valid texts.
+    """The lines of a file, each checked to fill in the templates.
 
-    :raises ConfigError: lines or settings that make no texts; each problem names its line, or the
-        setting.
+    :raises ConfigError: lines or settings that do not; each problem names its line or the setting.
     """
 
     def __init__(self, config: DatasetConfig, *, most_bytes: int | None = None) -> None:
-        """``most_bytes`` reads the whole lines in as many bytes from the top of the file."""
+        """``most_bytes``: read only the complete lines in that many bytes from the start of the
+        file."""
         self._config = config
         self.records = read_records(Path(config.path), config.id_key, most_bytes=most_bytes)
         self._templates = {
@@ -52,61 +52,60 @@ class DatasetRows:
         return self._texts("prompt_template", rows)
 
     def answers(self, rows: Sequence[int]) -> list[str]:
-        """Target answers (``prompt_answer``) or the prompts' references; "" where there is none."""
+        """The target answers (``prompt_answer``) or the prompts' reference answers; "" for none."""
         if "answer_template" in self._templates:
             return self._texts("answer_template", rows)
         return [self.records.rows[row].get(self._config.answer_key, "") for row in rows]
 
     @property
     def have_references(self) -> bool:
-        """Whether prompts come with an answer; if one does, all do."""
+        """Whether the prompts have reference answers: all have one, or none."""
         return self._config.answer_key in self.records.rows[0]
 
     def prompt_ids(
         self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[int]
     ) -> list[list[int]]:
-        """Tokens of the prompts. Raises ConfigError for one that has none."""
-        found = text_ids(tokenizer, self.prompts(rows), begin=True)
+        """Tokens of the prompts. Raises ConfigError for prompts without tokens."""
+        prompts = text_ids(tokenizer, self.prompts(rows), begin=True)
         message = f"the tokenizer {tokenizer.name_or_path} makes no token of this prompt"
         problems = [
             Problem(self._where(row), "", message)
-            for row, ids in zip(rows, found, strict=True)
+            for row, ids in zip(rows, prompts, strict=True)
             if not ids
         ]
         if problems:
             raise ConfigError(tuple(problems[:MOST_PROBLEMS]))
-        return found
+        return prompts
 
     def answer_ids(
         self, tokenizer: PreTrainedTokenizerBase, rows: Sequence[int]
     ) -> list[list[int]]:
-        """Tokens of the answers that the samples hold, with the end-of-text token; none for
-        prompts alone."""
+        """Tokens of the target answers with the end-of-text token; none in a dataset of prompts."""
         if "answer_template" not in self._templates:
             return [[] for _ in rows]
         end = end_id(tokenizer)
         return [[*ids, end] for ids in text_ids(tokenizer, self.answers(rows), begin=False)]
 
     def usable(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Rows within the length limits. Without limits nothing is tokenised.
+        """The rows within the length limits. Without limits nothing is tokenised.
 
-        Raises ConfigError if there are none.
+        Raises ConfigError if all rows are too long.
         """
         rows = range(len(self))
         most_prompt, most = self._config.max_prompt_tokens, self._config.max_tokens
         if most_prompt is None and most is None:
             return list(rows)
         prompts, answers = self.prompt_ids(tokenizer, rows), self.answer_ids(tokenizer, rows)
-        found = [
+        usable = [
             row
             for row, prompt, answer in zip(rows, prompts, answers, strict=True)
             if (most_prompt is None or len(prompt) <= most_prompt)
             and (most is None or len(prompt) + len(answer) <= most)
         ]
-        if not found:
+        if not usable:
             message = "every row is longer than max_prompt_tokens or max_tokens allows"
             raise ConfigError((Problem(self._config.path, "dataset", message),))
-        return found
+        return usable
 
     def _texts(self, name: str, rows: Sequence[int]) -> list[str]:
         template = self._templates[name]
@@ -119,14 +118,14 @@ class DatasetRows:
 
 
 def _key(config: DatasetConfig, field: str) -> str:
-    """The key of the line that a template's field stands for."""
+    """The line's key for a field of a template."""
     return str(getattr(config, KEYS[field])) if field in KEYS else field
 
 
 def _problems(
     config: DatasetConfig, records: Records, templates: Mapping[str, Template]
 ) -> Iterator[Problem]:
-    """A field that no line has is reported for the setting, any other one for its line."""
+    """A key that no line has is a problem of the setting, one that some lack is one of those."""
     count = Counter(key for row in records.rows for key in row)
     wanted: dict[str, str] = {}
     for name, template in templates.items():
@@ -149,18 +148,18 @@ def _problems(
 
 
 def _no_such_key(config: DatasetConfig, setting: str, field: str, known: list[str]) -> Problem:
-    """``setting`` names the field; a field of KEYS may stand for another key."""
+    """``setting`` contains the field; for a field of KEYS, another setting names the key."""
     key = _key(config, field)
     if field in KEYS:
-        told = f"{{{field}}} stands for '{key}', which is no key of any line of {config.path}"
-        return Problem("", KEYS[field], f"{told}; {near(key, known)}")
+        message = f"no line of {config.path} has the key '{key}', which {{{field}}} inserts"
+        return Problem("", KEYS[field], f"{message}; {near(key, known)}")
     fields = list(dict.fromkeys([*known, *KEYS]))
-    told = f"'{key}' is no key of any line of {config.path}; {near(key, fields)}"
-    return Problem("", setting, f"{told}; {DOUBLING}")
+    message = f"no line of {config.path} has the key '{key}'; {near(key, fields)}"
+    return Problem("", setting, f"{message}; {DOUBLING}")
 
 
 def _wrong(row: Mapping[str, Any], key: str, *, empty: bool) -> str:
-    """Why a line's value cannot be filled in; "" if it can. ``empty`` allows an empty text."""
+    """Why a line's value cannot be inserted; "" if it can. ``empty`` allows an empty text."""
     if key not in row:
         return f"missing; the line has {', '.join(row) or 'no keys'}"
     return wrong_text(row[key]) or ("" if empty or row[key].strip() else "must not be empty")

@@ -1,6 +1,6 @@
 """``SequenceSample``: a batch of items whose sequences are packed, key by key, into 1-D tensors.
 
-Per-token keys are aligned with the tokens: position t speaks about token t of its sequence, so
+Per-token keys are aligned with the tokens: entry t belongs to token t of its sequence. So
 ``logprobs[t]`` is log p(x_t | x_<t), and 0 at the first token.
 """
 
@@ -57,7 +57,7 @@ class SequenceSample(SampleMeta):
         data: Mapping[str, Tensor | None],
         metadata: Mapping[str, list[Any]] | None = None,
     ) -> SequenceSample:
-        """One sequence per item, of ``lengths`` tokens; keys must be of the well-known ones."""
+        """One sequence per item, of ``lengths`` tokens; only known keys are allowed."""
         rows = {key: _default_lengths(key, lengths) for key in data}
         return SequenceSample(tuple(ids), rows, dict(metadata or {}), dict(data))
 
@@ -65,10 +65,10 @@ class SequenceSample(SampleMeta):
     def gather(
         samples: Sequence[SequenceSample], keys: Iterable[str] | None = None
     ) -> SequenceSample:
-        """Items of all samples in order. The first sample decides which keys there are, which
-        of them are None, and which metadata."""
+        """The items of all samples in order. The first sample determines the keys, which of them
+        are None, and the metadata."""
         if not samples:
-            raise ValueError("nothing to gather")
+            raise ValueError("there are no samples to gather")
         first = samples[0]
         wanted = first.keys if keys is None else tuple(keys)
         return SequenceSample(
@@ -108,7 +108,7 @@ class SequenceSample(SampleMeta):
         return self._with_items(range(start, stop), data)
 
     def take(self, indices: Sequence[int]) -> SequenceSample:
-        """The items at ``indices``, in that order (none is allowed)."""
+        """The items at ``indices``, in that order; ``indices`` may be empty."""
         data: dict[str, Tensor | None] = {}
         for key, tensor in self.data.items():
             cuts = [0, *accumulate(self.item_lengths(key))]
@@ -126,7 +126,7 @@ class SequenceSample(SampleMeta):
         )
 
     def update_(self, other: SequenceSample) -> None:
-        """Take over the keys and the metadata of ``other``, which has the same ids; shares."""
+        """Add the keys and metadata of ``other``, which has the same ids; tensors are shared."""
         if other.ids != self.ids:
             raise ValueError(f"update needs the same ids in the same order: {self._differs(other)}")
         self.lengths.update(other.lengths)

@@ -10,8 +10,8 @@ SHOWN = 60
 
 
 def wrong_text(value: Any) -> str:
-    """Why a value is not a text; "" if it is one. Other values are never converted to strings:
-    their Python form (``None``, ``True``, ``[{'role': …``) is not what the user meant."""
+    """Why a value is not a text; "" if it is. Other values are never converted to strings: their
+    Python form (``None``, ``True``, ``[{'role': …``) is not what the user meant."""
     if not isinstance(value, str):
         return f"must be a string, but is {_kind(value)}{_advice(value)}"
     try:
@@ -46,5 +46,5 @@ def _is_messages(value: Any) -> bool:
     return (
         isinstance(value, list)
         and bool(value)
-        and all(isinstance(one, dict) and "role" in one for one in value)
+        and all(isinstance(message, dict) and "role" in message for message in value)
     )

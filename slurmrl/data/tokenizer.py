@@ -20,8 +20,8 @@ END, PAD = "<|endoftext|>", "<|pad|>"
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder; nothing is downloaded.
 
-    :raises UsageError: no tokenizer there, or one without an end-of-text token or without a
-        vocabulary (transformers makes an empty one from a ``config.json`` alone).
+    :raises UsageError: the folder has no tokenizer, or it has no end-of-text token or no vocabulary
+        (transformers makes an empty tokenizer from a ``config.json`` alone).
     :raises UnreadableInputError: the folder or its files cannot be read.
     """
     from transformers import AutoTokenizer
@@ -37,13 +37,13 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(f"no tokenizer in {folder}: {reason}") from error
     if set(tokenizer.get_vocab().values()) <= set(tokenizer.all_special_ids):
-        raise UsageError(f"no tokenizer in {folder}: no file of a vocabulary (tokenizer.json, …)")
+        raise UsageError(f"no tokenizer in {folder}: no vocabulary file (tokenizer.json, …)")
     end_id(tokenizer)
     return tokenizer
 
 
 def vocabulary(folder: Path) -> dict[str, int] | None:
-    """Ids of all tokens, read without transformers, which takes seconds to import. None where only
+    """Ids of all tokens, read without transformers, which takes seconds to import. None if only
     transformers can read them (no ``tokenizer.json``, or no end-of-text token in the files)."""
     from tokenizers import Tokenizer
 
@@ -58,7 +58,7 @@ def vocabulary(folder: Path) -> dict[str, int] | None:
 
 
 def end_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The end-of-text token, which ends answers and is one of those that end completions."""
+    """The end-of-text token, which ends answers and is among the stop tokens of completions."""
     if tokenizer.eos_token_id is None:
         raise UsageError(f"tokenizer {tokenizer.name_or_path} has no end-of-text token (eos_token)")
     return int(tokenizer.eos_token_id)
@@ -67,8 +67,8 @@ def end_id(tokenizer: PreTrainedTokenizerBase) -> int:
 def text_ids(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, begin: bool
 ) -> list[list[int]]:
-    """Tokens of each text. ``begin`` puts the begin-of-text token in front where the tokenizer
-    does so by itself (llama) and the text does not have it already (chat templates)."""
+    """Tokens of each text. ``begin`` prepends the begin-of-text token if the tokenizer does so by
+    itself (llama) and the text does not begin with it already (chat templates)."""
     if not texts:
         return []
     rows: list[list[int]] = tokenizer(list(texts), add_special_tokens=False).input_ids
@@ -93,8 +93,8 @@ def save_tokenizer(core: Tokenizer, folder: Path, *, end: str, pad: str) -> None
 
 
 def train_bpe(texts: Iterable[str], vocabulary: int, folder: Path) -> None:
-    """Learn a byte-level BPE of ``vocabulary`` tokens from texts, and save it. Digits stand
-    alone, so that numbers of any length are read alike."""
+    """Train a byte-level BPE tokenizer of ``vocabulary`` tokens, and save it. Each digit is a token
+    of its own, so that numbers of any length are tokenised alike."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     core = Tokenizer(models.BPE())

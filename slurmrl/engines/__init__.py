@@ -1,6 +1,6 @@
 """Engines, which execute models: one contract (``base.Engine``), one folder per engine.
 
-A new engine is one class and one line in ``ENGINES``. This file is torch-free.
+To add an engine, write a class and add a line to ``ENGINES``. This file is torch-free.
 """
 
 from __future__ import annotations

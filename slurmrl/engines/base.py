@@ -58,7 +58,7 @@ class Engine(ABC):
         """Number of optimizer steps taken."""
 
     def all_reduce_sum(self, tensor: Tensor) -> Tensor:
-        """Add up ``tensor`` over the data-parallel ranks, in place."""
+        """Sum ``tensor`` over the data-parallel ranks, in place."""
         if self.context.dp_size > 1:
             dist.all_reduce(tensor, group=self.context.group("dp"))
         return tensor
@@ -122,15 +122,15 @@ class Engine(ABC):
         step: int,
         keys: Tensor,
     ) -> GenerationOutput:
-        """Continue the prompts of key ``prompt_ids``. ``keys`` [S] int64 names each sequence's
-        stream of draws, so the draws do not depend on how a batch is spread."""
+        """Continue the prompts of key ``prompt_ids``. ``keys`` [S] int64 identify each sequence's
+        random stream, so that the draws do not depend on the ranks' shares of a batch."""
 
     @abstractmethod
     def snapshot(self, *, copy: bool = True) -> RoleSnapshot | None:
         """This rank's part of a checkpoint; None if the model is not trained.
 
         It is a copy in host memory: training does not change it, the next snapshot overwrites it.
-        Without ``copy`` it must be written before any other call.
+        Without ``copy`` it must be written before any other call of the engine.
         """
 
     def save(self, directory: Path) -> list[SavedFile]:

@@ -28,7 +28,7 @@ class BoxReader(Protocol):
 
 
 def model_config(role: str, model: Model, source: Path | None) -> ModelConfig | HFConfig:
-    """The architecture of the source folder, else the one in the run's config."""
+    """The architecture of the source folder, or else of the run's config."""
     kind = HFConfig if model.implementation == "hf" else ModelConfig
     if source is not None:
         return kind.from_hf(read_values(source))

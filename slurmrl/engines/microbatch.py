@@ -1,4 +1,4 @@
-"""Micro-batches by a token budget, and the schedule that data-parallel ranks agree on."""
+"""Micro-batches within a token budget, and their schedule, common to data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def no_outputs(head: Head, device: torch.device) -> Outputs:
 def in_order(
     sample: SequenceSample, parts: Sequence[Sequence[int]], results: Sequence[Outputs]
 ) -> Outputs:
-    """Per-token results of micro-batches, put back into the sample's order."""
+    """Per-token results of micro-batches in the sample's order."""
     tokens = item_tokens(sample)
     found: dict[str, list[Tensor]] = {name: [torch.empty(0)] * sample.bs for name in results[0]}
     for part, outputs in zip(parts, results, strict=True):
@@ -157,7 +157,7 @@ def _gather(values: list[float], context: ParallelContext) -> list[list[float]]:
 
 
 def _names_of_any(names: list[str], context: ParallelContext) -> list[str]:
-    """Return the names on any rank that has some. (Ranks without names contribute zeros to a
+    """Return the names of the ranks that have some. (Ranks without names contribute zeros to a
     maximum.)
 
     Raises UsageError if ranks have different names.

@@ -32,8 +32,8 @@ class DecodeSession(Protocol):
         ...
 
     def next(self, tokens: Tensor, alive: Tensor, longest: int) -> Tensor:
-        """Read one more token [S] of each row, after which no row has more than ``longest``. Return
-        the logits [S, V] after it. Rows that are not ``alive`` [S] do not advance, and their logits
+        """Read one more token [S] of each row; then no row has more than ``longest``. Return the
+        logits [S, V] after it. Rows that are not ``alive`` [S] do not advance, and their logits
         are meaningless."""
         ...
 

@@ -78,7 +78,7 @@ class DecodeCore:
     """Attention of one new token per row; its key and value are stored first."""
 
     def __init__(self, cache: KVCache, longest: int) -> None:
-        """No row has more than ``longest`` tokens, the new one included."""
+        """``longest`` is an upper bound of the tokens of a row, the new one included."""
         cache.reserve(longest)
         self._cache, self._keys = cache, _multiple(longest)
         self._rows = torch.arange(cache.lengths.shape[0], device=cache.lengths.device)
@@ -93,7 +93,7 @@ class DecodeCore:
         return cached_attention(q, keys[:, :, seen], values[:, :, seen], bias, spec.scale)
 
     def _bias(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """The same for all layers with the same window."""
+        """Shared by all layers with the same window."""
         if window not in self._biases:
             lengths = self._cache.lengths + 1
             self._biases[window] = cache_bias(lengths, self._keys, window, dtype)

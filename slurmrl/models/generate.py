@@ -16,12 +16,12 @@ KEEP_FRACTION = 0.75
 """Finished rows leave the batch once no more than this part of it is unfinished."""
 CHECK_TOKENS = {"cpu": 1, "cuda": 8}
 """Tokens, by type of device, between two checks of which rows have ended. Each makes the host wait
-for a GPU. Rows that end in between draw on; what they draw is cut."""
+for a GPU. Rows that end in between draw further tokens, which are cut."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """How to continue prompts."""
+    """Settings of generation."""
 
     max_new_tokens: int
     min_new_tokens: int = 0
@@ -59,7 +59,7 @@ class GenerationOutput:
     """[T] log p(x_t | x_<t) at the sampling temperature; 0 on prompt tokens;
     float64 where the model is, else float32."""
     finished: Tensor
-    """[S] bool: ended with a stop token rather than at the limit; in host memory."""
+    """[S] bool: ended with a stop token, not at the limit; in host memory."""
 
 
 @torch.no_grad()
@@ -99,7 +99,7 @@ def generate(
 
 @dataclass(frozen=True)
 class _Drawn:
-    """What the rows of the batch drew between two checks."""
+    """The tokens that the rows of the batch drew between two checks."""
 
     rows: list[int]
     first: int
@@ -110,9 +110,9 @@ class _Drawn:
 
 
 class _Batch:
-    """Which rows still generate, and what all rows have drawn so far.
+    """The rows that still generate, and the tokens that all rows have drawn so far.
 
-    Every unfinished row has drawn the same number of tokens. The host learns every CHECK_TOKENS
+    Every unfinished row has drawn the same number of tokens. The host reads every CHECK_TOKENS
     tokens which rows have ended.
     """
 
@@ -144,11 +144,11 @@ class _Batch:
 
     @property
     def longest(self) -> int:
-        """No row in the batch has more tokens, those drawn last included."""
+        """Upper bound of the tokens of a row in the batch, those drawn last included."""
         return max(self._longest_open + self._count, self._longest_ended)
 
     def draw(self, logits: Tensor, seed: int, step: int, positions: Tensor) -> None:
-        """One more token for every row in the batch, from logits [S, V]."""
+        """Draw a token for every row in the batch from logits [S, V]."""
         options = self._options
         tokens, logprobs = sample(
             logits,
@@ -168,7 +168,7 @@ class _Batch:
         self.last = tokens
 
     def ended(self, session: DecodeSession) -> bool:
-        """Whether no row generates any more, as far as the host knows. Ended rows leave the batch
+        """Whether all rows have ended, as far as the host knows. Removes ended rows from the batch
         once there are enough of them to pay for the copy.
 
         Raises RunFailedError if logits were not finite.
@@ -184,7 +184,7 @@ class _Batch:
         return False
 
     def _check(self) -> list[int]:
-        """Read which rows of the batch are alive; return their places in it."""
+        """Read which rows of the batch are alive; return their indices in it."""
         state = (self.alive.long(), self._counts, self._finite.long()[None])
         *values, finite = torch.cat(state).tolist()
         if not finite:
@@ -206,7 +206,7 @@ class _Batch:
         self._longest_ended = max(lengths, default=0)
 
     def _keep(self, left: list[int], session: DecodeSession) -> None:
-        """Leave only these places of the batch."""
+        """Remove all rows of the batch but these."""
         self._rows = [self._rows[place] for place in left]
         self._find_longest()
         (index,) = upload([torch.tensor(left)], self._keys.device)
@@ -215,7 +215,7 @@ class _Batch:
         self.alive, self._counts = self.alive[index], self._counts[index]
 
     def output(self, input_ids: Tensor) -> GenerationOutput:
-        """Prompts [T] and what was drawn, packed."""
+        """Prompts [T] and the tokens drawn, packed."""
         prompts, new = (torch.tensor(x, dtype=torch.int64) for x in (self._prompts, self._new))
         lengths = prompts + new
         (source,) = upload([self._sources(prompts, new)], input_ids.device)
@@ -228,7 +228,7 @@ class _Batch:
         return GenerationOutput(tokens[source], lengths, prompts, logprobs[source], finished)
 
     def _sources(self, prompts: Tensor, new: Tensor) -> Tensor:
-        """Where each token of the output is among the prompts' tokens and all drawn ones."""
+        """Index of each token of the output in the prompts' tokens followed by all drawn tokens."""
         lengths, total = prompts + new, int(prompts.sum())
         starts = lengths.cumsum(0) - lengths
         before = starts - (prompts.cumsum(0) - prompts)

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class HFSession:
-    """The ``DecodeSession`` of transformers' models. Prompts are padded on the left."""
+    """The ``DecodeSession`` of transformers' models. Prompts are padded on the left and read all at
+    once: caches of all kinds of layers cannot be joined."""
 
     def __init__(self, model: HFModel, settings: Any, lengths: Sequence[int]) -> None:
         self._prompts = torch.tensor(lengths, dtype=torch.int64)

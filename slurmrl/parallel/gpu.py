@@ -61,8 +61,8 @@ def parse_visible(visible: str) -> list[Device]:
 def assign(visible: str, workers: int, per_worker: int) -> list[str]:
     """The value of CUDA_VISIBLE_DEVICES for each worker of a host; empty for no device.
 
-    Devices are dealt in the order given. Raises EnvironmentFailure where there are too few, and
-    for several workers on MIG slices, which cannot talk to each other over NCCL.
+    Devices are assigned in the order given. Raises EnvironmentFailure if there are too few, or for
+    several workers on MIG slices, which cannot communicate over NCCL.
     """
     if per_worker == 0:
         return [""] * workers

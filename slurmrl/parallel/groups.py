@@ -1,4 +1,4 @@
-"""Process groups of each model's layout. Nothing is global: a ParallelContext is passed on."""
+"""Process groups of each model's layout, passed on in a ParallelContext. Nothing is global."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Folded(ModelRanks, Protocol):
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """One model's place in the process world, as this rank sees it."""
+    """The ranks and process groups of one model, as this rank sees them."""
 
     role: str
     device: torch.device
@@ -135,10 +135,10 @@ def build(
     timeout: timedelta | None = None,
     activity: Activity | None = None,
 ) -> dict[str, ParallelContext]:
-    """The contexts, by role, of the models that the global rank ``rank`` holds a part of.
+    """The contexts, by role, of the models of which the global rank ``rank`` holds a part.
 
-    Collective over the whole process world: every rank calls it with the same models in plan
-    order, whether it holds them or not. Models that need the same ranks share a group.
+    Collective over all processes: every rank calls it with the same models in plan order, whether
+    it holds them or not. Models on the same ranks share process groups.
     ``timeout`` bounds one collective (None: the backend's default, which may differ from the
     world's).
     """

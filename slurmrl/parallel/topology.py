@@ -1,4 +1,4 @@
-"""Coordinates and ranks of a grid of processes, row-major: the last axis changes fastest."""
+"""Coordinates and ranks of a grid of processes in row-major order: the last axis varies fastest."""
 
 from __future__ import annotations
 

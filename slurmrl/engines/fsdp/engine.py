@@ -1,5 +1,5 @@
-"""The fsdp engine: the built-in decoder or a model of transformers, FSDP2 over the data-parallel
-ranks, and one of our optimizers."""
+"""The fsdp engine: the built-in decoder or a model of transformers, sharded by FSDP2, with one of
+slurmrl's optimizers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class FSDPEngine(Engine):
     """One role's model on the data-parallel ranks of ``context``.
 
     Trained models keep float32 weights and compute in ``model.dtype``; frozen models are stored
-    in that dtype. Weights come from the folder ``source``; without one they are random, for
+    in that dtype. Weights are read from the folder ``source``, or drawn at random for
     ``model.architecture``. ``total_steps`` counts optimizer steps. Models of up to ``small_bytes``
     use one collective for all parameters instead of one for each layer.
     """

@@ -1,4 +1,4 @@
-"""Gradients in chunks on many ranks: sums over copies, the global norm, clipping."""
+"""Gradients that are sharded over ranks: sums over copies, the global norm, clipping."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sum_copies(
 def _sum(
     gradients: Sequence[Tensor], tensor: Axis, device: torch.device, *, count: int, row: int
 ) -> None:
-    """Sum all gradients in one collective; each of ``count`` sets of ranks uses its own row."""
+    """Sum the gradients in one collective, in which each of ``count`` sets of ranks has a row."""
     if not gradients:
         return
     flat = torch.cat([gradient.flatten() for gradient in gradients])

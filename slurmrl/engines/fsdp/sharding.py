@@ -58,7 +58,7 @@ def shard_plan(
 
 
 class Shards:
-    """A decoder and this rank's share of its parameters. Between calls it is always sharded."""
+    """A decoder and this rank's chunks of its parameters, sharded between calls."""
 
     def __init__(self, decoder: PackedModel, plan: ShardPlan, context: ParallelContext) -> None:
         """Allocates the parameters of a ``decoder`` on the meta device, uninitialised."""
@@ -82,7 +82,7 @@ class Shards:
         return {name: _local(p.detach()) for name, p in self.decoder.named_parameters()}
 
     def take_gradients(self) -> dict[str, Tensor]:
-        """This rank's chunk of every gradient, summed over ranks; the decoder forgets them."""
+        """This rank's chunk of every gradient, summed over ranks; the decoder's are cleared."""
         gradients = {
             name: _local(p.grad)
             for name, p in self.decoder.named_parameters()

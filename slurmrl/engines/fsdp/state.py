@@ -41,7 +41,7 @@ def snapshot(
 def load(
     directory: Path, role: str, rank: int, layout: Layout, tensors: Mapping[str, Tensor]
 ) -> int:
-    """Fill this rank's chunks and set its random state; returns the optimizer steps made.
+    """Fill this rank's chunks and set its random state. Return the number of optimizer steps.
 
     If another number of ranks wrote the checkpoint, the random state is seeded from the step and
     the rank. Raises CheckpointError for a checkpoint of another model.

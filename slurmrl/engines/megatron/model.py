@@ -39,7 +39,7 @@ SPLIT = (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
 
 
 class Chunk(GPTModel):  # type: ignore[misc]
-    """One chunk of a pipeline stage. Rotation is the business of attention."""
+    """One chunk of a pipeline stage. Attention applies the rotation."""
 
     def __init__(
         self,
@@ -138,8 +138,8 @@ class Chunk(GPTModel):  # type: ignore[misc]
         else:
             logp, entropy = logprobs_and_entropy(states, weight, targets, temperature)
         zeros = logp.new_zeros(2, micro.ids.shape[0])
-        found = zeros.index_copy(1, rest, torch.stack((logp, entropy)))
-        whole = partial_to_whole(found, cp) if cp.size() > 1 else found
+        own = zeros.index_copy(1, rest, torch.stack((logp, entropy)))
+        whole = partial_to_whole(own, cp) if cp.size() > 1 else own
         logp, entropy = whole[:, micro.back].unbind()
         return {"logp": logp, "entropy": entropy}
 

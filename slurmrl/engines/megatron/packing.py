@@ -1,4 +1,4 @@
-"""Packed sequences as megatron's layers get them.
+"""Packed sequences as the input of megatron's layers.
 
 T packed tokens, S sequences. Ranks along the context axis hold equal consecutive parts of the
 packed tokens, padded with a last sequence of their own; attention sees whole sequences.
@@ -20,7 +20,7 @@ from slurmrl.ops.upload import upload
 
 @dataclass
 class Packed(PackedSeqParams):  # type: ignore[misc]
-    """What attention must know of a micro-batch beside its tokens."""
+    """A micro-batch's offsets and rotation, which attention needs."""
 
     packing: Packing | None = None
     rotation: Rotation | None = None
@@ -38,10 +38,10 @@ class Micro:
     """[T] index of each token of the sample's order."""
     params: Packed
     real: Tensor | None = None
-    """[T + padding] whether a token is one of the batch; None where nobody asks."""
+    """[T + padding] whether a token belongs to the batch; None without load-balancing loss."""
 
     def share(self, rank: int, ranks: int) -> dict[str, Tensor | None]:
-        """The tokens of one context-parallel rank, as a chunk reads them."""
+        """The arguments of a chunk for the tokens of one context-parallel rank."""
         real = None if self.real is None else self.real.chunk(ranks)[rank][None]
         return {"input_ids": self.ids.chunk(ranks)[rank][None], "padding_mask": real}
 

@@ -1,8 +1,8 @@
 """The shards of a model's parameters in the parameters of megatron's modules. Torch-free.
 
-Every shard is contiguous in its storage: queries, keys and values of one head group stand behind
-each other in ``linear_qkv``, gates before the other half in ``linear_fc1``; rows of the vocabulary
-beyond its size are padding. A storage is named by its chunk and its parameter:
+Every shard is contiguous in its storage. ``linear_qkv`` holds the queries, keys and values of one
+head group after those of another, ``linear_fc1`` the gates before the other half. Rows of the
+vocabulary beyond its size are padding. A storage is named by its chunk and its parameter:
 ``0.output_layer.weight``.
 """
 
@@ -137,7 +137,7 @@ class _Parts:
         self.found[storage] = shards
 
     def _columns(self, storage: str, rows: list[Rows]) -> None:
-        """Rows of several matrices, one behind the other, and of their biases."""
+        """Rows of several matrices, concatenated, and of their biases."""
         for kind in SHAPES:
             if f"{rows[0][0]}.{kind}" in self.shapes:
                 own = [(f"{name}.{kind}", first, number) for name, first, number in rows]

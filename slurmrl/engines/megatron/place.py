@@ -52,7 +52,7 @@ class Place:
 def place_of(
     topology: ProcessTopology, experts: ProcessTopology | None, virtual: int, rank: int
 ) -> Place:
-    """The place of one rank. Experts without a grid of their own are split as other matrices."""
+    """The place of one rank. Experts without their own grid are split like other matrices."""
     sizes, at = dict(zip(topology.axes, topology.sizes, strict=True)), topology.coordinates(rank)
     tp, tp_rank = sizes.get("tp", 1), at.get("tp", 0)
     own: Mapping[str, int] = {"tp": tp, "ep": 1}
@@ -101,9 +101,9 @@ def misfits(
     if moe is not None:
         parts.append((f"e{place.ep}", place.ep, "the number of experts", moe.experts))
         parts.append((f"t{place.etp} of experts", place.etp, "their inner size", moe.inner))
-    for said, size, what, number in parts:
+    for spelled, size, what, number in parts:
         if number % size:
-            yield f"{said} does not divide {what} {number}"
+            yield f"{spelled} does not divide {what} {number}"
     if moe is not None and place.tp > 1 and trains_whole:
         yield f"experts are trained on t{place.tp} with sequence parallelism only"
     if vocabulary // place.tp * (place.tp - 1) >= config.vocab_size:

@@ -41,13 +41,13 @@ class PipelineSchedule:
         self._hidden = settings.hidden_size
 
     def micro_batches(self, wanted: int) -> int:
-        """Micro-batches to run where ``wanted`` are needed: interleaving takes whole groups."""
+        """Number of micro-batches to run for ``wanted`` ones: interleaving needs whole groups."""
         group = self.groups.pp.size() if self._virtual else 1
         return -(-wanted // group) * group
 
     def run(self, count: int, micro: Callable[[int], Micro], use: Use, *, backward: bool) -> None:
-        """``count`` micro-batches, forwards and maybe backwards, and then the gradients reduced
-        over ranks."""
+        """Run the forward and optionally the backward passes of ``count`` micro-batches, then
+        reduce the gradients over ranks."""
         self._run(
             forward_step_func=partial(self._step, micro=micro, use=use),
             data_iterator=[iter(range(count)) for _ in self._chunks],
@@ -79,7 +79,7 @@ class PipelineSchedule:
         )
 
         def loss(hidden: Tensor) -> tuple[Tensor, Tensor, None]:
-            # Megatron counts tokens where it divides by them; the engine has divided already.
+            # Megatron would divide by this number of tokens; the engine has divided already.
             counted = torch.zeros((), dtype=torch.int, device=hidden.device)
             return use(number, hidden, batch, chunk), counted, None
 
@@ -116,5 +116,5 @@ def _finalize(
     pg_collection: ProcessGroupCollection | None = None,
     **_: Any,
 ) -> None:
-    """Gradients are sums already divided by the engine, so no number of tokens counts."""
+    """Reduce gradients without scaling: the engine has divided the losses already."""
     finalize_model_grads(chunks, None, pg_collection=pg_collection)

@@ -65,7 +65,7 @@ def _pipeline(context: ParallelContext, dtype: str) -> dict[str, Any]:
         "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
         "pipeline_dtype": getattr(torch, dtype),
         "variable_seq_lengths": True,
-        "moe_token_dispatcher_type": "alltoall",  # the other one wants equal lengths
+        "moe_token_dispatcher_type": "alltoall",  # the other one requires equal lengths
         # Interleaved schedules are silently wrong without overlapped sends.
         "overlap_p2p_comm": virtual > 1,
         "batch_p2p_comm": virtual == 1,

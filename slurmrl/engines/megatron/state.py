@@ -35,7 +35,8 @@ def fill(held: Iterable[tuple[Tensor, list[Shard]]], read: BoxReader) -> None:
 def snapshot(
     role: str, rank: int, ranks: int, step: int, specs: Mapping[str, TensorSpec], held: Held
 ) -> RoleSnapshot:
-    """This rank's part of a checkpoint: its tensors as they are then, the random state of now."""
+    """This rank's part of a checkpoint. The tensors are read when it is written, the random state
+    now."""
     shards = tuple(shard for _, own in held.values() for shard in own)
     arrays = (
         TensorEntry(name, TensorSpec(tuple(tensor.shape), "float32"), partial(as_array, tensor))

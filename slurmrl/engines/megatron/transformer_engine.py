@@ -24,7 +24,7 @@ HINT = f"pip install --no-build-isolation 'transformer_engine[pytorch]>={FIRST},
 
 
 def chosen(wanted: bool | None, device: torch.device, dtype: str) -> bool:
-    """Whether layers use TransformerEngine's modules. With ``wanted`` None they do if it is
+    """Whether layers use TransformerEngine's modules. If ``wanted`` is None, they do if it is
     installed, on GPUs in half precision (its float32 products use TF32). Raises UsageError if they
     are wanted and missing."""
     if wanted is None:

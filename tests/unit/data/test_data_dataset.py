@@ -143,8 +143,16 @@ def test_what_is_no_text_is_refused_with_line_and_key(
     [
         ({"prompt_template": "{prmpt}"}, "prompt_template", "'prmpt' is no key .* 'prompt'?"),
         ({"answer_template": "{anwser}"}, "answer_template", "'anwser' is no key .* 'answer'?"),
-        ({"prompt_key": "promt"}, "prompt_key", "{prompt} stands for 'promt', .* 'prompt'?"),
-        ({"answer_key": "Answer"}, "answer_key", "{answer} stands for 'Answer', .* 'answer'?"),
+        (
+            {"prompt_key": "promt"},
+            "prompt_key",
+            "has the key 'promt', which {prompt} inserts.* 'prompt'?",
+        ),
+        (
+            {"answer_key": "Answer"},
+            "answer_key",
+            "has the key 'Answer', which {answer} inserts.* 'answer'?",
+        ),
     ],
 )
 def test_keys_that_no_line_has_are_the_setting_s_fault(

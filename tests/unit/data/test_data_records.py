@@ -39,7 +39,7 @@ def test_all_wrong_lines_are_named_at_once(tmp_path: Path) -> None:
     found = {
         (problem.where.rpartition(":")[2], problem.message) for problem in caught.value.problems
     }
-    assert ("2", "'a' is the id of line 1 too") in found
+    assert ("2", "'a' is already the id of line 1") in found
     assert ("3", "missing here, though other lines have it") in found
     assert ("5", "must be a JSON object") in found
     assert any(line == "4" and text.startswith("not JSON") for line, text in found)

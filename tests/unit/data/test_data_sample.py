@@ -91,7 +91,7 @@ def test_a_gather_follows_the_first_sample() -> None:
 
 
 def test_gathering_nothing_or_a_twice_named_item_is_an_error() -> None:
-    with pytest.raises(ValueError, match="nothing to gather"):
+    with pytest.raises(ValueError, match="no samples to gather"):
         SequenceSample.gather([])
     with pytest.raises(ValueError, match="duplicate sample ids"):
         SequenceSample.gather([make([1]), make([2])])
