@@ -151,10 +151,10 @@ def _no_such_key(config: DatasetConfig, setting: str, field: str, known: list[st
     """``setting`` contains the field; for a field of KEYS, another setting names the key."""
     key = _key(config, field)
     if field in KEYS:
-        message = f"no line of {config.path} has the key '{key}', which {{{field}}} inserts"
+        message = f"{{{field}}} inserts '{key}', which is not a key of any line of {config.path}"
         return Problem("", KEYS[field], f"{message}; {near(key, known)}")
     fields = list(dict.fromkeys([*known, *KEYS]))
-    message = f"no line of {config.path} has the key '{key}'; {near(key, fields)}"
+    message = f"'{key}' is not a key of any line of {config.path}; {near(key, fields)}"
     return Problem("", setting, f"{message}; {DOUBLING}")
 
 

@@ -141,17 +141,17 @@ def test_what_is_no_text_is_refused_with_line_and_key(
 @pytest.mark.parametrize(
     ("settings", "key", "message"),
     [
-        ({"prompt_template": "{prmpt}"}, "prompt_template", "'prmpt' is no key .* 'prompt'?"),
-        ({"answer_template": "{anwser}"}, "answer_template", "'anwser' is no key .* 'answer'?"),
+        ({"prompt_template": "{prmpt}"}, "prompt_template", "'prmpt' is not a key .* 'prompt'?"),
+        ({"answer_template": "{anwser}"}, "answer_template", "'anwser' is not a key .* 'answer'?"),
         (
             {"prompt_key": "promt"},
             "prompt_key",
-            "has the key 'promt', which {prompt} inserts.* 'prompt'?",
+            "{prompt} inserts 'promt', .* 'prompt'?",
         ),
         (
             {"answer_key": "Answer"},
             "answer_key",
-            "has the key 'Answer', which {answer} inserts.* 'answer'?",
+            "{answer} inserts 'Answer', .* 'answer'?",
         ),
     ],
 )
@@ -184,7 +184,7 @@ def test_references_are_there_for_all_prompts_or_for_none(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"rows\.jsonl:2: answer: missing"):
         make(Dataset(type="prompt", path=rows(tmp_path, SUM, {**without, "id": "c"})), tokenizer)
     config = Dataset(type="prompt", path=rows(tmp_path, SUM), answer_key="solution")
-    with pytest.raises(ConfigError, match=r"answer_key: .*'solution', which is no key"):
+    with pytest.raises(ConfigError, match=r"answer_key: .*'solution', which is not a key"):
         make(config, tokenizer)
 
 
