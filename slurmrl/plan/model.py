@@ -86,7 +86,7 @@ class CallPlan(_PlanPart):
     layout: str | None = None
     """The model of the plan whose layout it runs on, if that is not the role's own."""
     pre_hooks: tuple[str, ...] = ()
-    """What happens before it: ``reallocate actor -> rollout``."""
+    """Actions before the call: ``reallocate actor -> rollout``."""
     post_hooks: tuple[str, ...] = ()
 
 
@@ -135,6 +135,6 @@ class Plan(_PlanPart):
 
 
 def _first(error: ValidationError) -> str:
-    """The first of the problems, with where it is."""
+    """The first problem with its location."""
     details = error.errors(include_url=False)[0]
     return f"{'.'.join(map(str, details['loc']))}: {details['msg']}"

@@ -70,11 +70,11 @@ REPEATING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\(?:overline|bar)\s*(?:\{\s*(\d+
 DIGITS = r"(?:\d[\dA-F]*|\d[\da-f]*\d|[A-F][\dA-F]+)(?:\.[\dA-F]+)?"
 GROUP = r"\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}"
 BASED = re.compile(
-    rf"(?<![\w\\.^])(?:\(\s*({DIGITS})\s*\)|({DIGITS}))\s*_\s*(\d|(?:\\text\s*)?{GROUP})"
+    rf"(?<![\w\\.^])(?:\(\s*({DIGITS})\s*\)|({DIGITS}))\s*_\s*([^\W_]|(?:\\text\s*)?{GROUP})"
 )
 NUMERALS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 RESIDUE = re.compile(
-    r"(?:[A-Za-z]\s*\\equiv\s*)?(?<![\w.])(-?\d+)\s*"
+    r"(?:[A-Za-z]\s*\\equiv\s*|(?<![\w.]))(-?\d+)\s*"
     r"(?:\\pmod\s*(?:\{\s*(\d+)\s*\}|(\d+))|\(\s*(?:\\[bp]?mod|\\text\s*\{\s*mod\s*\}|mod)\s*(\d+)\s*\))"
 )
 """``x \\equiv 2 \\pmod 5`` or ``2 (mod 5)``."""

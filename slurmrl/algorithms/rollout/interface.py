@@ -55,7 +55,7 @@ def generation_options(context: CallContext) -> GenerationOptions:
 
 
 def sampling_keys(ids: tuple[str, ...]) -> Tensor:
-    """[S] int64, a stable hash of each sample id: what is drawn for a sample depends on it and
+    """[S] int64, a stable hash of each sample id: the tokens drawn for a sample depend on its hash,
     not on the batch or the rank."""
     return torch.tensor([_hash64(name) for name in ids], dtype=torch.int64)
 

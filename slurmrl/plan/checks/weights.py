@@ -46,7 +46,7 @@ def _of_role(draft: Draft, role: str, model: Model) -> Iterator[Problem]:
 
 
 def _folder(draft: Draft, role: str, model: Model, folder: Path) -> str | None:
-    """What is wrong with a folder in Hugging Face form."""
+    """The problem with a folder in Hugging Face form; None if there is none."""
     if not folder.is_dir():
         return "there is no such folder"
     try:

@@ -1,2 +1,2 @@
-"""Settings that stand for others, replaced by what they mean: ``allocation_mode``, ``trial:``
-references, sizes in Megatron's words, and what critic and reference take from the actor."""
+"""Replacement of shorthand: ``allocation_mode``, ``trial:`` references, sizes in Megatron's terms,
+and settings that critic and reference inherit from the actor."""

@@ -146,8 +146,8 @@ def environment(folder: Path, code: Code, variables: Mapping[str, str]) -> dict[
 
 
 def _variables(settings: Settings) -> dict[str, str]:
-    """Return ``cluster.env`` and the variables of ``variables_file``, without the latter where it
-    cannot be read, which is a finding of its own."""
+    """Return ``cluster.env`` and the variables of ``variables_file``, if that can be read. (If not,
+    another check reports it.)"""
     cluster = settings.config.cluster
     file = cluster.variables_file
     with contextlib.suppress(SlurmrlError):

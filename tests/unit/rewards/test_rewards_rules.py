@@ -73,6 +73,7 @@ CASES = [
     ("2", r"since $x \equiv 17 \pmod 5$, \boxed{2 \pmod 5}", 1.0),
     (r"x \equiv 2 \pmod{5}", r"$17 \equiv 2 \pmod 5$, so \boxed{2}", 1.0),
     ("7 (mod 5)", r"\boxed{x ≡ 2 \pmod{5}}", 1.0),
+    ("2", r"\boxed{x\equiv2\pmod5}", 1.0),
     (r"(2,\infty)", r"\boxed{x>2}", 1.0),
     ("x < 2", r"\boxed{(-\infty,2)}", 1.0),
     ("[2,5)", r"\boxed{2 \le x < 5}", 1.0),
