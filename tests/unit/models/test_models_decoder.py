@@ -197,6 +197,18 @@ def test_a_decoder_from_the_meta_device_keeps_its_positions(
     assert torch.equal(late(*inputs), plain(*inputs))
 
 
+def test_logits_of_a_bfloat16_decoder_are_float32(small_decoder: Callable[..., Decoder]) -> None:
+    """In decoding as in training; the products are exact, so only their sums are rounded."""
+    decoder = small_decoder("llama").to(torch.bfloat16)
+    session = decoder.session([3, 5], 1, 8)
+    hidden: list[torch.Tensor] = []
+    decoder.model.norm.register_forward_hook(lambda *call: hidden.append(call[2]))
+    logits = session.prompts(torch.arange(8))
+    exact = hidden[0][[2, 7]].double() @ decoder.head_weight().double().t()
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-5)
+
+
 def test_bfloat16_stays_near_float32(small_decoder: Callable[..., Decoder]) -> None:
     decoder = small_decoder("llama")
     inputs = pack(random_sequences(LENGTHS))

@@ -1,13 +1,18 @@
-"""The gated feed-forward part and products with wider results, in torch's form."""
+"""The gated feed-forward part and products with wider results, in torch's form, which is also used
+where Triton does not work."""
 
 from __future__ import annotations
+
+import logging
 
 import pytest
 import torch
 from torch import Tensor
 
+from slurmrl.errors import EnvironmentFailure
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.mlp import GatedMLP
+from slurmrl.ops import fused
 from slurmrl.ops.gated import ACTIVATIONS, gated_halves, gated_linear, gated_product
 from slurmrl.ops.products import add_product, wide_linear, wide_product
 
@@ -88,3 +93,27 @@ def test_products_are_summed_and_returned_wide(dtype: torch.dtype) -> None:
     expected = b.double().sum(1).expand(5, -1), a.double().sum(0).expand(6, -1)
     for gradient, exact_gradient in zip((x.grad, weight.grad), expected, strict=True):
         torch.testing.assert_close(gradient.double(), exact_gradient, rtol=1e-2, atol=1e-4)
+
+
+def test_without_a_compiler_torch_is_used_after_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(fused, "_kernels", fail)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    fused._failure.cache_clear()
+    try:
+        gate, up = random(3, 4), random(4, 3).t()
+        with caplog.at_level(logging.WARNING):
+            for _ in range(2):
+                product = gated_product(gate, up, "silu")
+        assert torch.equal(product, torch.nn.functional.silu(gate) * up)
+        (warning,) = caplog.messages
+        assert "Failed to find C compiler" in warning
+        monkeypatch.setenv("SLURMRL_OPS", "native")
+        with pytest.raises(EnvironmentFailure, match="do not run on cpu: RuntimeError: Failed to"):
+            gated_product(gate, up, "silu")
+    finally:
+        fused._failure.cache_clear()
