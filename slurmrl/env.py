@@ -74,7 +74,7 @@ TRITON_INTERPRET: Variable[bool] = Variable(
     lambda text: text == "1",
     False,
     USER,
-    "`1`: Triton's interpreter runs the fused operators, on CPUs too; for debugging.",
+    "With `1`, Triton's interpreter runs the fused operators, on CPUs too, for debugging.",
 )
 XDG_CACHE_HOME: Variable[str] = Variable(
     "XDG_CACHE_HOME", str, "", USER, "The user's cache directory. Default: `~/.cache`."
