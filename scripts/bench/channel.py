@@ -29,7 +29,7 @@ from slurmrl.channel import wakeup
 from slurmrl.channel.follower import Follower
 from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.channel.pipe import Connection
-from slurmrl.fsio.local import is_local
+from slurmrl.fsio.calls import is_local
 
 POLL_S = 0.05
 IDLE_S = 5.0

@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from slurmrl.fsio.local import is_local
+from slurmrl.fsio.calls import is_local
 
 SAFETY_S = 1.0
 """Longest pause between polls while every change is reported."""

@@ -50,7 +50,7 @@ COMMANDS = {
     "names": Command(
         "slurmrl.cli.names:names", "Show the name store of a trial: keys, values, owners."
     ),
-    "cancel": Command("slurmrl.cli.cancel:cancel", "Cancel a trial and its jobs."),
+    "cancel": Command("slurmrl.cli.submit:cancel", "Cancel a trial and its jobs."),
     "resume": Command("slurmrl.cli.resume:resume", "Continue a trial from its last commit."),
     "doctor": Command("slurmrl.cli.doctor:doctor", "Check whether trials can run here."),
 }

@@ -1,4 +1,4 @@
-"""``slurmrl submit``."""
+"""``slurmrl submit`` and ``slurmrl cancel``."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from slurmrl.cli.options import common, submitting
+from slurmrl.cli.options import again, common, submitting
 from slurmrl.cli.start import look_over, show, start
 
 
@@ -39,3 +39,21 @@ def submit(
     if dry_run:
         return show(proposal, checked, as_json=as_json)
     return start(proposal, checked, wait=wait, as_json=as_json)
+
+
+@click.command()
+@click.argument("trial", metavar="EXPERIMENT/TRIAL")
+@common
+def cancel(trial: str, root: str | None) -> int:
+    """Cancel a trial and its jobs. Its checkpoints stay."""
+    from slurmrl.history.record import Kind
+    from slurmrl.submission import trials
+    from slurmrl.submission.live import cancel as cancel_trial
+
+    folder = trials.root_folder(root)
+    kind = cancel_trial(trials.find(folder, trial))
+    if kind is Kind.CANCELLED:
+        click.echo(f"{trial} is cancelled; to continue it: slurmrl resume {trial}{again(folder)}")
+    else:
+        click.echo(f"{trial} has already ended: {kind}")
+    return 0

@@ -1,4 +1,5 @@
-"""Optional metrics sinks. Each package is imported only if its sink is configured."""
+"""The recorder of a run's metrics, and its optional sinks. Each sink's package is imported only if
+the sink is configured."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from slurmrl.config.schema import Logging, Wandb
 from slurmrl.errors import MissingDependencyError
 from slurmrl.fsio import documents
 from slurmrl.fsio.shapes import TEXT
+from slurmrl.monitor import metrics
 from slurmrl.paths import RunPaths
 
 
@@ -102,3 +104,26 @@ class WeightsAndBiases:
 
     def close(self) -> None:
         self._run.finish()
+
+
+class MetricsRecorder:
+    """Records the metrics of one incarnation, which continues after ``last_step``. Lines of later
+    steps, which an earlier incarnation wrote and did not commit, are dropped; -1 drops all."""
+
+    def __init__(self, paths: RunPaths, logging: Logging, *, last_step: int) -> None:
+        metrics.cut(paths.metrics, last_step)
+        self._file = metrics.MetricsWriter(paths.metrics)
+        self._sinks = make_sinks(paths, logging, first_step=last_step + 1)
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """``line`` holds ``step`` and JSON values."""
+        self._file.write(line)
+        for sink in self._sinks:
+            sink.log(line["step"], line)
+
+    def sync(self) -> None:
+        self._file.sync()
+
+    def close(self) -> None:
+        for sink in self._sinks:
+            sink.close()

@@ -228,7 +228,7 @@ def test_how_an_element_ended_and_what_is_left_of_it(
 def test_a_lost_task_of_an_elastic_group_is_replaced(
     scheduler: SlurmScheduler, tmp_path: Path, elements: int
 ) -> None:
-    """A queued spare replaces it, or one that the group's keeper submits."""
+    """A queued spare replaces it, or one that the trainers' link submits."""
     request = chain(tmp_path, STAY, elements, hosts=3, elastic=True)
     group = ElasticGroup(request.run, 1, "trainer", by="me")
     with everything_gone(scheduler, request):

@@ -24,7 +24,7 @@ from slurmrl.history.record import Kind
 from slurmrl.history.state import TrialState
 from slurmrl.history.writer import IncarnationWriter
 from slurmrl.monitor.events import EventWriter
-from slurmrl.monitor.recorder import MetricsRecorder
+from slurmrl.monitor.sinks import MetricsRecorder
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import CallPlan, Plan

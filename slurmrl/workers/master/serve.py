@@ -21,7 +21,7 @@ from slurmrl.history.record import Record
 from slurmrl.history.state import TrialState, fold
 from slurmrl.history.writer import IncarnationWriter
 from slurmrl.monitor.events import EventWriter
-from slurmrl.monitor.recorder import MetricsRecorder
+from slurmrl.monitor.sinks import MetricsRecorder
 from slurmrl.name_resolve import make
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import DAMAGED_PREFIX, RunPaths

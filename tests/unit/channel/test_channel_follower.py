@@ -15,8 +15,7 @@ from slurmrl.channel.frame import encode
 from slurmrl.channel.log import LogReader, LogWriter, segment_path
 from slurmrl.channel.wakeup import SAFETY_S, Wakeup
 from slurmrl.errors import CorruptFileError
-from slurmrl.fsio.calls import SystemCalls
-from slurmrl.fsio.local import is_local
+from slurmrl.fsio.calls import SystemCalls, is_local
 
 LONGEST_S = 5.0
 

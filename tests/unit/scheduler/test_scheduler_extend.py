@@ -139,7 +139,7 @@ def test_void_claims_wait_where_squeue_does_not_answer(
 
 
 def keep_beside(run: RunPaths, slurm: Slurm, when: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The keeper of link 1 looks after the group; that of link 0, which is still alive, adds a task
+    """The upkeep of link 1 looks after the group; that of link 0, which is still alive, adds a task
     at the moment when the first one's squeue has been answered."""
     ask = getattr(slurm, when)
 
@@ -157,7 +157,7 @@ def keep_beside(run: RunPaths, slurm: Slurm, when: str, monkeypatch: pytest.Monk
     elastic.ElasticGroup(run, 1, "trainer", slurm, by="40_1").keep(2)
 
 
-def test_a_keeper_waits_for_the_tasks_that_another_one_is_adding(
+def test_upkeep_waits_for_the_tasks_that_another_link_is_adding(
     run: RunPaths, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two links of the trainers are alive at once; neither may take the other's claim for its own
@@ -170,7 +170,7 @@ def test_a_keeper_waits_for_the_tasks_that_another_one_is_adding(
     assert list(slurm.jobs) == ["41", "42"]
 
 
-def test_a_keeper_waits_for_another_one_until_its_link_ends(run: RunPaths, slurm: Slurm) -> None:
+def test_upkeep_waits_for_another_link_until_its_own_ends(run: RunPaths, slurm: Slurm) -> None:
     slurm.running = ("41", 2)
     theirs = extensions.Claim.of_this_process(index=1, first=3, count=1, by="40_0", records=0)
     extensions.take(run, 1, "trainer", theirs)
@@ -187,7 +187,7 @@ def test_a_keeper_waits_for_another_one_until_its_link_ends(run: RunPaths, slurm
     assert list(slurm.jobs) == ["41"]
 
 
-def test_a_keeper_adds_nothing_to_what_another_one_added_since_it_looked(
+def test_upkeep_adds_nothing_to_what_another_link_added_since_it_looked(
     run: RunPaths, slurm: Slurm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slurm.running = ("41", 2)
