@@ -33,24 +33,30 @@ class Placing:
     """Tensors of the model that are not parameters; whole on every rank."""
 
     @cached_property
-    def _shard_groups(self) -> list[list[int]]:
-        return self.context.topology.blocks(JOINT["shard"])
+    def _chunks(self) -> dict[int, tuple[int, int]]:
+        """The number of chunks that each rank's group makes of a part, and which one it has."""
+        return {
+            rank: (len(members), index)
+            for members in self.context.topology.blocks(JOINT["shard"])
+            for index, rank in enumerate(members)
+        }
 
-    def _tensor_rank(self, rank: int) -> int:
-        return self.context.topology.coordinates(rank).get("tp", 0)
+    @cached_property
+    def _tensor_ranks(self) -> list[int]:
+        topology = self.context.topology
+        return [topology.coordinates(rank).get("tp", 0) for rank in range(topology.world_size)]
 
     def whole_box(self, name: str, rank: int) -> Box:
         """The part of a parameter on a rank's tensor rank."""
         shape = self.shapes[name]
         if self.tensor is None:
             return Box.whole(shape)
-        return self.tensor.box(name, shape, self._tensor_rank(rank))
+        return self.tensor.box(name, shape, self._tensor_ranks[rank])
 
     def box(self, name: str, rank: int) -> Box:
         """The part of a parameter that a rank stores; may be empty."""
         whole = self.whole_box(name, rank)
-        group = next(members for members in self._shard_groups if rank in members)
-        part = chunk(whole.size, len(group), group.index(rank))
+        part = chunk(whole.size, *self._chunks[rank])
         return Box((whole.start[0] + part.start[0], *whole.start[1:]), part.size)
 
     def own_boxes(self) -> dict[str, Box]:
@@ -79,7 +85,7 @@ class Placing:
                     Shard.contiguous(prefix + name, box)
                     for prefix in prefixes
                     for name in self.shapes
-                    if (copies or self._tensor_rank(rank) % self.copies(name) == 0)
+                    if (copies or self._tensor_ranks[rank] % self.copies(name) == 0)
                     and (box := self.box(name, rank)).count
                 )
                 + (constants if copies or rank == 0 else ())
