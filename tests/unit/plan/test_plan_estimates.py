@@ -40,6 +40,15 @@ LLAMA_8B = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 8192,
 }
+SEVEN_BILLION = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+}
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe",
     "vocab_size": 151936,
@@ -195,6 +204,42 @@ def test_transformer_engine_keeps_all_but_norms() -> None:
     # Elements per token, layers without the one that is recomputed, tokens, bytes:
     more = (14336 - 4096) * (32 - 1) * 4096 * 2
     assert found[True] - found[False] == more
+
+
+@pytest.mark.parametrize(
+    ("mode", "tokens", "measured_gib"),
+    [
+        ("off", 4096, 28.64),
+        ("off", 16384, 67.96),
+        ("selective", 4096, 27.87),
+        ("selective", 16384, 65.01),
+        ("full", 4096, 17.32),
+        ("full", 16384, 21.09),
+    ],
+)
+def test_peaks_are_those_that_were_measured_on_the_null_gpu(
+    mode: Any, tokens: int, measured_gib: float
+) -> None:
+    """Allocated bytes of one of eight FSDP ranks with 7.6 billion parameters (`SEVEN_BILLION`), one
+    micro-batch of sequences of 4,096 tokens, in bfloat16 with AdamW."""
+    model = Model(dtype="bfloat16", max_tokens_per_microbatch=16384, gradient_checkpointing=mode)
+    lengths = Lengths(sequences=8 * tokens // 4096, longest=4096, new_tokens=0, assumed=False)
+    found = estimate(job(SEVEN_BILLION, "fsdp:d8", model=model, lengths=lengths))
+    assert found.together / 2**30 == pytest.approx(measured_gib, rel=0.05)
+
+
+def test_gradients_count_beside_activations_where_an_update_has_several_micro_batches() -> None:
+    """Those of the first micro-batch are there while the second one computes."""
+    one = Lengths(sequences=32, longest=4096, new_tokens=0, assumed=False)
+    several = Lengths(sequences=64, longest=4096, new_tokens=0, assumed=False)
+    model = Model(dtype="bfloat16", max_tokens_per_microbatch=16384)
+    alone, added = (
+        estimate(job(LLAMA_8B, "fsdp:d8", model=model, lengths=lengths))
+        for lengths in (one, several)
+    )
+    assert added.together - alone.together == added.gradients
+    split = estimate(job(LLAMA_8B, "fsdp:d8", model=model, lengths=several, minibatches=2))
+    assert split == alone
 
 
 def test_a_model_that_is_not_trained_has_weights_only() -> None:

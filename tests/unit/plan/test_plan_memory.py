@@ -11,7 +11,7 @@ from slurmrl.plan.checks.memory import refusal
 from slurmrl.plan.estimates.costs import fullest_gpu
 from slurmrl.plan.estimates.hardware import GIB, margin
 from slurmrl.plan.settings import Settings
-from tests.unit.plan.test_plan_resources import SEVEN_BILLION
+from tests.unit.plan.test_plan_estimates import SEVEN_BILLION
 
 Load = Callable[..., Settings]
 LAYOUT = (

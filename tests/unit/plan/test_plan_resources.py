@@ -15,22 +15,13 @@ from slurmrl.plan.report.values import report
 from slurmrl.plan.resolve import hardware_defaults
 from slurmrl.plan.settings import Settings
 from slurmrl.scheduler.parse import HostRow
+from tests.unit.plan.test_plan_estimates import SEVEN_BILLION
 
 Load = Callable[..., Settings]
 GIB = 2**30
 LARGE_HOST = HostRow("large", "idle", 8, 128, 2_000_000)
 SMALL_HOST = HostRow("small", "idle", 4, 8, 16_000)
 UNKNOWN_HOST = HostRow("unknown", "idle", 8)
-SEVEN_BILLION = {
-    "model_type": "qwen2",
-    "vocab_size": 152064,
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-}
-"""7.6 billion parameters: 10.6 GiB of weights and moments a rank on eight ranks."""
 
 
 def group_of(settings: Settings, hosts: Sequence[HostRow] | None = None) -> GroupPlan:
