@@ -61,8 +61,8 @@ def _servers(draft: Draft, limit: int) -> Iterator[Problem]:
 
 
 def refusal(checked: Checked, name: str, total_bytes: int) -> str | None:
-    """Why models cannot fit into a real GPU, whatever the data; None if they can. Where
-    ``cluster.gpu_memory`` is set, it was compared at submission."""
+    """Why models do not fit into a real GPU; None if they may. Assumed lengths of sequences do not
+    count, and a ``cluster.gpu_memory`` was compared at submission."""
     if checked.config.cluster.gpu_memory is not None:
         return None
     found = fullest_gpu(checked, certain=True)
@@ -70,7 +70,8 @@ def refusal(checked: Checked, name: str, total_bytes: int) -> str | None:
         return None
     return (
         f"a GPU {_needs(found)}; the {name} has {_gib(total_bytes)}: "
-        f"{advice(checked, total_bytes)}; cluster.gpu_memory takes precedence over this check"
+        f"{advice(checked, total_bytes)}. If its sequences are shorter than the configuration "
+        "allows, set cluster.gpu_memory to more than the estimate to skip this check"
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from slurmrl.config.schema import Config, Model
@@ -73,7 +73,7 @@ def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
         use = uses.get(name) or RoleUse(name, trained=False)
         lengths = lengths_of(config, algorithm, shape)
         if certain and lengths is not None and lengths.assumed:
-            lengths = None
+            lengths = replace(lengths, longest=max(lengths.new_tokens, 1))
         demand = MemoryDemand(
             model=model,
             shape=shape,

@@ -297,9 +297,8 @@ def _head_backward(job: MemoryDemand, tokens: int) -> float:
 def _layer_backward(job: MemoryDemand, tokens: int) -> float:
     """Bytes of the backward pass of one layer: what it recomputes, gradients of its activations,
     and of a sharded engine gathered weights and the gradient that is being reduced."""
-    shape, width = job.shape, BYTES[job.model.dtype]
-    split = job.allocation.sizes["tp"]
-    elements = 4 * _inner(job) + 2 * shape.hidden / split
+    width = BYTES[job.model.dtype]
+    elements = 4 * _inner(job) + 2 * job.shape.hidden
     if job.model.recompute != "off":
         products = job.model.recompute == "selective"
         again = layer_activations(job) - (layer_activations(job, products=True) if products else 0)
