@@ -57,12 +57,11 @@ def choose(gpus: int) -> Accelerator:
 
 
 def _unusable(error: BaseException) -> UnusableGpuError:
+    """Return an error whose text is the same on all hosts that lack the same: see
+    `workers.master.judgement`."""
     reason = " ".join(str(error).split())
-    return UnusableGpuError(
-        f"{reason} [torch {torch.__version__} for CUDA {torch.version.cuda}, driver "
-        f"{driver_version() or 'not loaded'}, "
-        f"CUDA_VISIBLE_DEVICES={env.VISIBLE_DEVICES.get()!r}]"
-    )
+    build = f"torch {torch.__version__} for CUDA {torch.version.cuda}"
+    return UnusableGpuError(f"{reason} [{build}, driver {driver_version() or 'not loaded'}]")
 
 
 def pending_error() -> RuntimeError | None:

@@ -40,6 +40,8 @@ def wait_until_free(
     After `WAIT_S`: raises UnusableGpuError, which names the processes, if the scheduler gave the
     GPU to this job alone (``exclusive``); otherwise logs that and returns.
     """
+    if torch.cuda.get_device_properties(device).is_integrated:
+        return  # its memory is that of the host
     deadline = clock() + WAIT_S
     warned = False
     while (held := _held(device)) is not None:

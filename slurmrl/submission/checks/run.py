@@ -90,6 +90,8 @@ def _torch(settings: Settings, plan: Plan) -> list[Finding]:
         "only: install a CUDA build ('scripts/setup --torch cuda', or see "
         "pytorch.org/get-started), or set gpus_per_worker: 0 to compute on CPUs"
     )
+    if settings.config.cluster.slurm.setup:
+        message += "; where cluster.slurm.setup brings another torch, add --no-check"
     return [Finding("torch", Weight.FAILED, message, "cluster.gpus_per_worker")]
 
 

@@ -44,15 +44,16 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_a_gpu_that_torch_cannot_use_is_the_hosts_failure_with_torchs_reason(
     cuda: pytest.MonkeyPatch, reason: Exception
 ) -> None:
-    """Another host may have a newer driver; this one is named."""
+    """Another host may have a newer driver. The failure names host and GPU; the text does not, so
+    that the same lack on another host is recognised."""
     cuda.setattr(torch.cuda, "init", lambda: refuse(reason))
     cuda.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UnusableGpuError) as caught:
         device.choose(1)
     said = str(caught.value)
     assert " ".join(str(reason).split()) in said
-    for words in ("for CUDA 13.0", "driver 535.54.03", "CUDA_VISIBLE_DEVICES='GPU-1234'"):
-        assert words in said
+    assert said.endswith(f"[torch {torch.__version__} for CUDA 13.0, driver 535.54.03]")
+    assert device.describe_gpu() == "GPU GPU-1234"
 
 
 def test_a_cpu_build_of_torch_is_a_user_error_where_workers_need_gpus(

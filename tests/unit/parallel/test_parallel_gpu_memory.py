@@ -19,9 +19,14 @@ HOLDER = "4711, /usr/bin/python3, 37000 MiB\n"
 class Card:
     """80 GiB, of which others hold ``held(now)`` GiB."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, held: Callable[[float], float]) -> None:
+    def __init__(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        held: Callable[[float], float],
+        integrated: int = 0,
+    ) -> None:
         self.now, self.held = 0.0, held
-        known = SimpleNamespace(uuid="1f-2")
+        known = SimpleNamespace(uuid="1f-2", is_integrated=integrated)
         monkeypatch.setattr(torch.cuda, "mem_get_info", self.look)
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: known)
@@ -75,6 +80,12 @@ def test_memory_that_never_becomes_free_is_the_hosts_failure_and_its_holder_is_n
 def test_a_gpu_that_several_may_use_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """One's own machine: two small trials may share its GPU."""
     assert Card(monkeypatch, lambda now: 37).wait(exclusive=False) == gpu_memory.WAIT_S
+
+
+def test_a_gpu_that_shares_the_hosts_memory_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert Card(monkeypatch, lambda now: 37, integrated=1).wait() == 0
 
 
 def test_a_fault_while_looking_is_not_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,8 @@ def test_a_torch_for_cpus_is_refused_where_workers_get_gpus(
         with pytest.raises(ConfigError, match="gpus_per_worker"):
             refuse([problem])
         assert problems(TorchBuild("2.13.0", "13.0", gpus=True), *overrides) == []
+    (problem,) = problems(cpu, "cluster.slurm.setup=['module load cuda']")
+    assert (problem.weight, "--no-check" in problem.message) == (Weight.FAILED, True)
     assert problems(cpu, "cluster.gpus_per_worker=0") == []
     assert problems(cpu, "cluster.slurm.container=apptainer exec image.sif") == []
 
