@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-HEAD_CHARACTERS, TAIL_CHARACTERS = 6_000, 18_000
+HEAD_CHARACTERS, TAIL_CHARACTERS = 6_000, 40_000
 """Of a section's output that the report keeps."""
-ENDING = ((signal.SIGINT, 8.0), (signal.SIGABRT, 3.0), (signal.SIGKILL, 10.0))
+ENDING = ((signal.SIGINT, 12.0), (signal.SIGABRT, 3.0), (signal.SIGKILL, 10.0))
 """What a section that takes too long gets, and seconds to end after each: KeyboardInterrupt lets it
 clean up, SIGABRT has faulthandler print all stacks."""
 PR_SET_CHILD_SUBREAPER = 36
