@@ -134,7 +134,7 @@ class HFModel(PackedModel):
 
     def session(self, lengths: Sequence[int], new_tokens: int, prefill_tokens: int) -> HFSession:
         self._made.check_length(max(lengths) + new_tokens)
-        return HFSession(self, self.inner.config, lengths)
+        return HFSession(self, self.inner.config, lengths, prefill_tokens)
 
 
 def _model(

@@ -22,17 +22,22 @@ if TYPE_CHECKING:
 
 
 class HFSession:
-    """The ``DecodeSession`` of transformers' models. Prompts are padded on the left and read all at
-    once: caches of all kinds of layers cannot be joined."""
+    """The ``DecodeSession`` of transformers' models. Prompts are padded on the left to the longest
+    one, and the padding counts towards ``prefill_tokens``."""
 
-    def __init__(self, model: HFModel, settings: Any, lengths: Sequence[int]) -> None:
+    def __init__(
+        self, model: HFModel, settings: Any, lengths: Sequence[int], prefill_tokens: int
+    ) -> None:
         self._prompts = torch.tensor(lengths, dtype=torch.int64)
         device = next(model.inner.parameters()).device
         (self.lengths,) = upload([self._prompts], device)
-        self._model = model
+        self._model, self._settings, self._prefill_tokens = model, settings, prefill_tokens
         self._parameters = frozenset(inspect.signature(model.inner.forward).parameters)
-        self._cache = DynamicCache(config=settings)
-        self._mask = self.lengths.new_zeros((len(lengths), 0))
+        self._begin(len(lengths))
+
+    def _begin(self, rows: int) -> None:
+        self._cache = DynamicCache(config=self._settings)
+        self._mask = self.lengths.new_zeros((rows, 0))
 
     def prompts(self, input_ids: Tensor) -> Tensor:
         tokens, longest = input_ids.shape[0], int(self._prompts.max())
@@ -44,7 +49,17 @@ class HFSession:
         ids[rows, columns] = input_ids
         mask = torch.zeros_like(ids)
         mask[rows, columns] = 1
-        return self._read(ids, mask, (mask.cumsum(-1) - 1).clamp(min=0))
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        each = max(1, self._prefill_tokens // longest)
+        logits: list[Tensor] = []
+        caches: list[DynamicCache] = []
+        for first in range(0, len(ids), each):
+            part = slice(first, first + each)
+            self._begin(len(ids[part]))
+            logits.append(self._read(ids[part], mask[part], positions[part]))
+            caches.append(self._cache)
+        self._cache, self._mask = _joined(caches), mask
+        return torch.cat(logits)
 
     def next(self, tokens: Tensor, alive: Tensor, longest: int) -> Tensor:
         logits = self._read(
@@ -78,3 +93,27 @@ class HFSession:
         output = self._model(ids, ids, 0, step)
         logits: Tensor = output.logits[:, -1]
         return logits
+
+
+def _joined(caches: Sequence[DynamicCache]) -> DynamicCache:
+    """One cache of the rows of all. The first one is changed, the others are emptied."""
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        states = [vars(layer) for layer in layers]
+        for name in states[0]:
+            joined = _joined_values([state[name] for state in states])
+            for state in states[1:]:
+                state[name] = None  # frees its memory before the next one is joined
+            states[0][name] = joined
+    return caches[0]
+
+
+def _joined_values(values: Sequence[Any]) -> Any:
+    """Tensors that have a dim of rows, also in lists and dicts, joined; others are alike."""
+    first = values[0]
+    if isinstance(first, Tensor) and first.dim():
+        return torch.cat(list(values))
+    if isinstance(first, list):
+        return [_joined_values(items) for items in zip(*values, strict=True)]
+    if isinstance(first, dict):
+        return {key: _joined_values([value[key] for value in values]) for key in first}
+    return first

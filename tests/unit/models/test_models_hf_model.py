@@ -151,6 +151,9 @@ def test_generated_logprobs_are_those_of_the_training_forward(values: dict[str, 
     options = GenerationOptions(max_new_tokens=14, temperature=0.8, stop_token_ids=(3, 4, 5, 6))
     keys = torch.arange(len(LENGTHS))
     output = generate(model, ids, cu, options, seed=1, step=2, keys=keys)
+    parts = generate(model, ids, cu, options, seed=1, step=2, keys=keys, prefill_tokens=20)
+    assert torch.equal(parts.tokens, output.tokens)  # with one prompt read at a time
+    assert (parts.logprobs - output.logprobs).abs().max() < 1e-4
     lengths = output.lengths
     assert len(set(lengths - torch.tensor(LENGTHS))) > 1  # some rows left the batch
     whole = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
