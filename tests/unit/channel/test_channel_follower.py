@@ -48,7 +48,7 @@ def test_what_is_known_to_be_local(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("told")
-def test_a_write_is_told(tmp_path: Path) -> None:
+def test_a_write_is_announced(tmp_path: Path) -> None:
     writer = LogWriter(tmp_path / "a")
     LogWriter(tmp_path / "b")
     follower = follow(tmp_path / "a", tmp_path / "b")
@@ -146,7 +146,7 @@ def test_a_log_that_does_not_answer_hides_no_other(tmp_path: Path) -> None:
     assert follower.answers
 
 
-def test_hostile_bytes_are_told(tmp_path: Path) -> None:
+def test_hostile_bytes_are_reported(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(encode({"$log": {"next": 7}}))
     with pytest.raises(CorruptFileError, match="not a valid internal frame"):
         follow(tmp_path / "a").read()

@@ -80,7 +80,7 @@ def test_garbage_is_an_error() -> None:
     raw.close()
 
 
-def test_sending_never_blocks_and_queued_messages_go_on(pair: Pair) -> None:
+def test_sending_never_blocks_and_queued_messages_are_sent(pair: Pair) -> None:
     ours, theirs = pair
     sent = [{"n": number, "long": "x" * 100_000} for number in range(20)]
     for message in sent:
@@ -158,7 +158,7 @@ def test_a_descriptor_waits_its_turn_behind_queued_messages(pair: Pair) -> None:
     os.close(read_end)
 
 
-def test_descriptors_that_nobody_took_are_closed(pair: Pair) -> None:
+def test_descriptors_that_were_not_taken_are_closed(pair: Pair) -> None:
     ours, theirs = pair
     read_end, write_end = os.pipe()
     ours.send_with_fd({}, write_end)

@@ -121,7 +121,9 @@ def test_a_table_says_why_each_stays(trial: Trial, capsys: pytest.CaptureFixture
     assert (rows[2]["files"], rows[2]["bytes"]) == (2, total)
 
 
-def test_damage_is_told_and_exits_with_1(trial: Trial, capsys: pytest.CaptureFixture[str]) -> None:
+def test_damage_is_reported_and_exits_with_1(
+    trial: Trial, capsys: pytest.CaptureFixture[str]
+) -> None:
     for step in (2, 4):
         trial.commit(step)
     path = trial.paths.checkpoint(4, 1) / "actor.0.safetensors"
@@ -244,7 +246,7 @@ class Deleting(RoleCheckpoint):
 def test_a_commit_that_goes_while_it_is_exported(
     trial: Trial, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The newest is another one then; a step that was asked for is not there any more."""
+    """The newest commit is another one then; a requested step no longer exists."""
     trial.commit(4)
     Deleting.trial = trial
     monkeypatch.setattr(manifest_module, "RoleCheckpoint", Deleting)
@@ -377,7 +379,7 @@ def test_an_export_states_the_stop_tokens_of_the_run(
     assert trial.run("export") == 0
     folder = trial.paths.export(4)
     assert json.loads((folder / "generation_config.json").read_text()) == expected
-    # a trial that goes on from it ends completions with the same tokens
+    # a trial that resumes from it ends completions with the same tokens
     config = load_resolved(trial.paths.config)
     actor = config.actor.model_copy(update={"path": str(folder)})
     follower = config.model_copy(update={"actor": actor})

@@ -52,7 +52,7 @@ sys.exit(main())
 
 
 class Desk:
-    """A folder in which somebody types commands."""
+    """A folder in which a user types commands."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -132,7 +132,7 @@ def test_a_failed_run_is_1_and_says_why(desk: Desk) -> None:
     assert Kind.RESUME in desk.kinds()
 
 
-def test_ctrl_c_stops_at_a_step_and_resume_goes_on(desk: Desk) -> None:
+def test_ctrl_c_stops_at_a_step_and_resume_continues(desk: Desk) -> None:
     process = desk.start("submit", str(desk.config), "--scheduler", "local", steps=100_000)
     wait(lambda: len(read(desk.paths.metrics)) >= 3)
     process.send_signal(signal.SIGINT)

@@ -33,7 +33,7 @@ def test_a_file_that_others_can_read_is_not_read(tmp_path: Path, mode: int) -> N
         variables.read(private(tmp_path, "A=secret\n", mode))
 
 
-def test_a_file_of_somebody_else_is_not_read(
+def test_a_file_of_another_user_is_not_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = private(tmp_path, "A=secret\n")

@@ -87,7 +87,7 @@ def test_a_begin_that_loses_its_slot_takes_the_next(tmp_path: Path) -> None:
     assert kinds(tmp_path) == [(Kind.BEGIN, 1), (Kind.BEGIN, 2), (Kind.BEGIN, 3)]
 
 
-def test_a_current_writer_goes_on_after_losing_a_slot(tmp_path: Path) -> None:
+def test_a_current_writer_continues_after_losing_a_slot(tmp_path: Path) -> None:
     calls = Interrupted()
     writer = begin(History(tmp_path, calls=calls), {})
     other = IncarnationWriter(History(tmp_path), 1)
@@ -164,7 +164,7 @@ class AlwaysLate(History):
         raise SlotTakenError(-1)
 
 
-def test_losing_for_ever_is_bounded(tmp_path: Path) -> None:
+def test_losing_every_slot_is_bounded(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match="in a row"):
         begin(AlwaysLate(tmp_path), {})
 

@@ -91,7 +91,7 @@ def test_a_missing_lease_and_a_missing_directory_differ(tmp_path: Path) -> None:
         Lease(tmp_path / "gone" / "lease").beat()
 
 
-def test_a_moving_counter_is_alive_for_ever(watcher: Watcher) -> None:
+def test_a_moving_counter_stays_alive(watcher: Watcher) -> None:
     for _ in range(100):
         watcher.lease.beat()
         assert watcher.look() == LeaseView(True, 0.0, read_counter(watcher.observer._path))
@@ -116,7 +116,7 @@ def test_a_holder_that_never_beat_dies_too(tmp_path: Path) -> None:
     assert not watcher.look().alive
 
 
-def test_a_directory_that_fails_kills_nobody(watcher: Watcher) -> None:
+def test_a_directory_that_fails_declares_no_holder_dead(watcher: Watcher) -> None:
     watcher.directory.fails = True
     assert watcher.look_for(3600) == LeaseView(True, 0.0, 1)
     watcher.directory.fails = False
@@ -124,13 +124,13 @@ def test_a_directory_that_fails_kills_nobody(watcher: Watcher) -> None:
     assert not watcher.look_for(TTL_S).alive
 
 
-def test_a_directory_that_hangs_kills_nobody(watcher: Watcher) -> None:
+def test_a_directory_that_hangs_declares_no_holder_dead(watcher: Watcher) -> None:
     watcher.directory.hangs_s = 600.0
     view = watcher.look()
     assert (view.alive, view.age_s) == (True, POLL_S)
 
 
-def test_a_directory_that_is_deleted_kills_nobody(tmp_path: Path) -> None:
+def test_a_directory_that_is_deleted_declares_no_holder_dead(tmp_path: Path) -> None:
     folder = tmp_path / "leases"
     folder.mkdir()
     watcher = Watcher(folder / "lease")
@@ -141,7 +141,7 @@ def test_a_directory_that_is_deleted_kills_nobody(tmp_path: Path) -> None:
     assert watcher.look_for(3600).alive
 
 
-def test_an_observer_that_was_suspended_kills_nobody(watcher: Watcher) -> None:
+def test_an_observer_that_was_suspended_declares_no_holder_dead(watcher: Watcher) -> None:
     view = watcher.look(seconds=3600.0)
     assert (view.alive, view.age_s) == (True, TTL_S / 4)
     assert watcher.look(seconds=3600.0).alive

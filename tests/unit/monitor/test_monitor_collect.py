@@ -13,7 +13,7 @@ from tests.fake_runs import FakeRun, FakeScheduler, task
 
 
 class Time:
-    """A clock that moves when somebody sleeps, and things that happen meanwhile."""
+    """A clock that moves during sleeps, and things that happen meanwhile."""
 
     def __init__(self, *leases: Lease, beat_at_s: float = 0.1) -> None:
         self.now = 0.0

@@ -75,7 +75,7 @@ def test_a_rank_outside_the_group_is_not_blamed() -> None:
     assert "rank 2" not in explain(grouped(pair))
 
 
-def test_nobody_waits() -> None:
+def test_no_rank_waits() -> None:
     assert explain([]) == ""
     told = explain(grouped([row(0, ""), row(1, "reward_inf"), row(2, "")]))
     assert told == "rank 1 has been in reward_inf for 2.3 min"

@@ -138,7 +138,7 @@ def test_cut_drops_what_an_older_master_wrote_between(path: Path) -> None:
     assert steps(path) == [1, 2, 3, 4]
 
 
-def test_recorder_goes_on_after_the_last_commit(tmp_path: Path) -> None:
+def test_the_recorder_continues_after_the_last_commit(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     write(paths.metrics, 1, 2, 3)
     recorder = MetricsRecorder(paths, Logging(), last_step=2)

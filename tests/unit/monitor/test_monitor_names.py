@@ -11,7 +11,7 @@ from tests.fake_runs import FakeRun
 
 
 class Time:
-    """A clock that moves when somebody sleeps; a lease beats meanwhile."""
+    """A clock that moves during sleeps; a lease beats meanwhile."""
 
     def __init__(self, lease: Lease) -> None:
         self.now = 0.0

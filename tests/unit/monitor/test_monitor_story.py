@@ -175,7 +175,7 @@ def test_the_scheduler_knows_better_who_sent_a_signal(
         (JobState.UNKNOWN, "killed"),
     ],
 )
-def test_where_nobody_said_anything_the_scheduler_may_know(
+def test_where_nothing_was_reported_the_scheduler_may_know(
     run: FakeRun, state: JobState, cause: str
 ) -> None:
     start(run)
@@ -258,7 +258,7 @@ def test_the_next_start_of_a_job_does_not_revive_an_incarnation(
     assert status["findings"][0]["code"] == ("running" if lives else "restarting")
 
 
-def test_only_the_newest_are_told_of(run: FakeRun) -> None:
+def test_only_the_newest_are_shown(run: FakeRun) -> None:
     for number in range(STORY + 5):
         start(run, f"{number}.0.0", number, f"41_{number}")
     found = rows(run)

@@ -1,4 +1,4 @@
-"""What is special to names in files: several stores on one directory, and what lies in it."""
+"""Names in files: several stores on one directory, and its contents."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def test_owners_are_judged_by_their_leases(tmp_path: Path) -> None:
 
 
 class PausedReplace(SystemCalls):
-    """Stops before the first rename, to let somebody else go on, and does it afterwards."""
+    """Stops before the first rename, to let another process continue, and does it afterwards."""
 
     def __init__(self, meanwhile: Callable[[], None]) -> None:
         self.meanwhile: Callable[[], None] | None = meanwhile

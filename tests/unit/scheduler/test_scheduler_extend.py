@@ -30,7 +30,7 @@ def test_an_answer_that_was_lost_is_found_by_name(
     assert list(slurm.jobs) == ["41", "42"]
 
 
-def test_somebody_who_is_about_to_submit_is_waited_for(
+def test_a_claimant_that_is_about_to_submit_is_waited_for(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
     """Their claim is younger than their job; ours would be one array too many."""
@@ -72,7 +72,7 @@ def test_arrays_are_known_after_the_first_one_was_forgotten(
     assert slurm.options[-1][-1] == "--dependency=afterany:42"
 
 
-def test_a_void_claim_is_not_looked_for_for_ever(
+def test_a_void_claim_is_not_looked_for_again(
     run: RunPaths, slurm: Slurm, scheduler: SlurmScheduler
 ) -> None:
     """Once a later array was submitted, each look costs what it did before."""

@@ -73,7 +73,9 @@ def test_time_that_goes_by_is_no_change(
     assert poll.pause_s > SHARED_SHORTEST_S
 
 
-def test_nobody_is_asked_before_it_is_due(poll: SchedulerPoll, scheduler: FakeScheduler) -> None:
+def test_no_scheduler_is_queried_before_it_is_due(
+    poll: SchedulerPoll, scheduler: FakeScheduler
+) -> None:
     first = poll.query(JOBS)
     assert poll.query(JOBS) == first
     assert scheduler.questions == 1

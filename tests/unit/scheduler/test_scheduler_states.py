@@ -43,7 +43,7 @@ def test_every_state_is_known(name: str) -> None:
     assert (name in states.BASE_STATES) != (name in states.FLAGS)
 
 
-def test_no_state_is_called_an_end_while_the_job_can_go_on() -> None:
+def test_no_state_counts_as_an_end_while_the_job_can_continue() -> None:
     ended = {
         name
         for table in (states.BASE_STATES, states.FLAGS)

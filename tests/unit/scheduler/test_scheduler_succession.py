@@ -1,5 +1,5 @@
-"""What a link sees to: more links, its own requeue, the end of the chain. Slurm is scripted; the
-real one is in tests/slurm."""
+"""The duties of a link at its end: more links, its own requeue, the end of the chain. Slurm is
+scripted; the real one is in tests/slurm."""
 
 from __future__ import annotations
 
@@ -207,7 +207,7 @@ def test_a_link_without_sbatch_breaks_nothing(
 
 @pytest.fixture
 def _everywhere(monkeypatch: pytest.MonkeyPatch, slurm: Slurm) -> None:
-    """Whoever makes a scheduler gets the scripted one, and nobody waits long."""
+    """Every scheduler is the scripted one, and waits are short."""
     monkeypatch.setattr(succession, "slurm", lambda: SlurmScheduler(slurm))
     for pause in ("RETRY_S", "COMMIT_S", "KEEP_S"):
         monkeypatch.setattr(upkeep, pause, 0.01)

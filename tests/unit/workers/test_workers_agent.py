@@ -290,7 +290,7 @@ def test_a_directory_that_does_not_answer_after_a_failure(
 
 
 @pytest.mark.parametrize(("visible", "first"), [(None, "0"), ("3,4", "3")])
-def test_gpus_where_nobody_deals_them_out(
+def test_gpus_where_slurm_does_not_assign_them(
     host: Host, monkeypatch: pytest.MonkeyPatch, visible: str | None, first: str
 ) -> None:
     """On one's own machine, and where Slurm does not know of GPUs, the variable is not set."""

@@ -118,7 +118,7 @@ def test_an_agent_that_hangs_beside_us(bed: Bed) -> None:
         bed.names.get(keys.lost("n0"))
 
 
-def test_nobody_is_lost(bed: Bed) -> None:
+def test_no_host_is_lost(bed: Bed) -> None:
     bed.registry.report_lost([])
 
 

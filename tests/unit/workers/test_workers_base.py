@@ -1,4 +1,4 @@
-"""Which commit an incarnation goes on from when files are damaged."""
+"""The commit that an incarnation resumes from when files are damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of several jobs goes on with a trial. Slurm is scripted; the real one is in tests/slurm."""
+"""Which job continues a trial is decided once. Slurm is scripted; tests/slurm has the real one."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def baton(
 RUNS = TaskStart("RUNNING", 0, ("n0", "n1"))
 
 
-def test_of_jobs_that_are_alive_at_once_one_goes_on(paths: RunPaths, names: NameStore) -> None:
+def test_of_jobs_that_are_alive_at_once_one_continues(paths: RunPaths, names: NameStore) -> None:
     cluster = Cluster({"41_0": RUNS})
     assert baton(paths, names, link(paths), "41.0", cluster).take() is None
     holder = baton(paths, names, link(paths, index=1), "42.0", cluster).take()

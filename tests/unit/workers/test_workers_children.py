@@ -149,7 +149,7 @@ def test_signs_of_life_are_heard_and_not_passed_on(ear: Ear) -> None:
     assert {message["echo"] for message in ear.said} == {"after"}
 
 
-def test_end_is_told_once(ear: Ear) -> None:
+def test_an_end_is_reported_once(ear: Ear) -> None:
     ear.children.slots[0].send({"exit": 0})
     ear.until(lambda: bool(ear.ended))
     assert ear.ended == [Ended("rank 2 on n1", 0, 2)]
@@ -159,14 +159,14 @@ def test_end_is_told_once(ear: Ear) -> None:
     assert ear.children.all_ended()
 
 
-def test_death_is_told_with_name_and_signal(ear: Ear) -> None:
+def test_a_death_is_reported_with_name_and_signal(ear: Ear) -> None:
     os.kill(ear.of(3)["pid"], signal.SIGKILL)
     ear.until(lambda: bool(ear.ended))
     assert ear.ended == [Ended("rank 3 on n1", -signal.SIGKILL, 3)]
     assert str(ear.ended[0]) == "rank 3 on n1 was ended by SIGKILL"
 
 
-def test_exit_code_is_told(ear: Ear) -> None:
+def test_the_exit_code_is_reported(ear: Ear) -> None:
     ear.children.slots[0].send({"exit": 5})
     ear.until(lambda: bool(ear.ended))
     assert str(ear.ended[0]) == "rank 2 on n1 exited with code 5"
@@ -313,7 +313,7 @@ def test_master_is_heard_and_ended(ear: Ear, tmp_path: Path) -> None:
     assert not ear.children.master_runs
 
 
-def test_silence_is_told_of_those_that_were_heard(
+def test_silence_is_reported_of_those_that_were_heard(
     ear: Ear, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.monotonic()

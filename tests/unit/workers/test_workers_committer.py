@@ -55,7 +55,7 @@ class FakeWorkforce:
         self.error: Exception | None = None
         """Raised by waiting."""
         self.says: dict[int, dict[str, Any]] = {}
-        """What a rank says in place of its files."""
+        """A rank's report in place of its files."""
         self.answers: dict[int, dict[int, dict[str, Any]]] = {}
 
     def post(self, *batch: dict[str, Any]) -> list[int]:
@@ -380,7 +380,7 @@ def _run_directory(folder: Path) -> RunPaths:
 
 
 def test_killed_at_any_operation(tmp_path: Path) -> None:
-    """There is always a whole commit to go on from: the old one until the new one's slot, then
+    """There is always a whole commit to resume from: the old one until the new one's slot, then
     the new one. The next incarnation removes what is not named, and commits."""
     total = operations_of_a_commit(tmp_path / "count")
     assert total > 20

@@ -26,7 +26,7 @@ def raised(error: Exception) -> Exception:
         return caught
 
 
-def test_what_an_error_carries_is_told() -> None:
+def test_what_an_error_carries_is_reported() -> None:
     known = {"cause": "hung", "reason": "rank 3 is silent", "rank": 3}
     assert describe(RunFailedError("rank 3 is silent", known), "master") == known
 

@@ -181,14 +181,14 @@ def test_orders_before_the_fork_server_is_ready_wait(slot: Slot) -> None:
     assert start(slot)["pid"] > 0
 
 
-def test_an_order_for_nobody(slot: Slot) -> None:
+def test_an_order_without_a_worker(slot: Slot) -> None:
     """The worker ended by itself while the message was in transit."""
     assert slot.line is not None
     slot.line.send({"type": messages.KILL})
     assert start(slot)["pid"] > 0
 
 
-def test_a_pipe_is_held_by_nobody_else(slot: Slot) -> None:
+def test_a_pipe_is_held_by_one_worker_only(slot: Slot) -> None:
     said = start(slot)
     os.kill(said["pid"], signal.SIGKILL)
     assert slot.pipe is not None

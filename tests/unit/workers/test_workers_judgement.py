@@ -167,7 +167,7 @@ def test_preemption_between_does_not_matter(past: Past) -> None:
 
 
 def test_resume_begins_anew(past: Past) -> None:
-    """The user may have mended it: the failures before do not count, the two after it do."""
+    """The user may have fixed the cause: only failures after a resume count."""
     past.raises("ValueError: a")
     past.raises("ValueError: a")
     end(past.history, Kind.FAILED, {})
@@ -291,7 +291,7 @@ def test_rounds_of_one_job_count(past: Past) -> None:
 
 
 def test_damaged_checkpoints_do_not_count(past: Past) -> None:
-    """Each start that finds one damaged makes the next go on from the one before."""
+    """Each start that finds one damaged makes the next one resume from the one before."""
     for _ in range(10):
         past.ends(
             reason="checkpoint is damaged",

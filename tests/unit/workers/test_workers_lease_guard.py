@@ -79,7 +79,7 @@ def test_a_failed_beat_fences_until_beat_and_look_got_through(host: Host) -> Non
     assert len(host.checks) == looks + 1
 
 
-def test_a_host_that_was_suspended_looks_before_it_goes_on(host: Host) -> None:
+def test_a_host_that_was_suspended_looks_before_it_continues(host: Host) -> None:
     host.turn()
     host.now += TTL_S
     assert not host.lease_guard.may_start()
@@ -98,7 +98,7 @@ def test_a_lost_lease_needs_a_look_although_beats_get_through(host: Host) -> Non
     assert host.turn()
 
 
-def test_a_history_that_cannot_be_read_alone_fences_nobody(host: Host) -> None:
+def test_a_history_that_cannot_be_read_alone_fences_no_host(host: Host) -> None:
     host.turn()
     host.reading_fails = True
     assert all(host.turn() for _ in range(1000))

@@ -22,7 +22,7 @@ class Events:
         self.said.append((kind, values))
 
 
-def test_lines_that_are_left_out_are_told_by_file(caplog: pytest.LogCaptureFixture) -> None:
+def test_lines_that_are_left_out_are_reported_by_file(caplog: pytest.LogCaptureFixture) -> None:
     config = SimpleNamespace(
         dataset=SimpleNamespace(path="/train"),
         evaluation=SimpleNamespace(dataset=SimpleNamespace(path="/held")),
@@ -46,7 +46,7 @@ def test_lines_that_are_left_out_are_told_by_file(caplog: pytest.LogCaptureFixtu
         ("reward >= 1", [{"step": 1, "reward": 0.0}], False),
     ],
 )
-def test_a_condition_on_a_metric_that_never_comes_is_told_once(
+def test_a_condition_on_a_metric_that_never_comes_is_reported_once(
     condition: str, lines: list[dict[str, Any]], told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     progress = SimpleNamespace(stop_when=StopWhen.parse(condition))

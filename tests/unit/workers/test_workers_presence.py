@@ -46,7 +46,7 @@ def spend(presence: Presence, calls: Watched, seconds: float) -> None:
         presence.sleep(0.5)
 
 
-def test_a_run_that_is_gone_is_told_after_a_while(
+def test_a_run_that_is_gone_is_reported_after_a_while(
     presence: Presence, calls: Watched, paths: RunPaths
 ) -> None:
     spend(presence, calls, 600.0)

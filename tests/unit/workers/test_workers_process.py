@@ -152,7 +152,7 @@ def test_child_dies_with_its_parent(tmp_path: Path, environment: dict[str, str])
 
 
 def test_parent_that_is_gone_already(tmp_path: Path) -> None:
-    """The parent can die before the kernel is asked: then nobody would ever send the signal."""
+    """The parent can die before the kernel is asked: then the signal would never be sent."""
     code = (
         "import os\n"
         "from slurmrl.workers.process import die_with\n"

@@ -55,7 +55,7 @@ def test_taking_is_not_consuming(make_settings: Any) -> None:
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5, 6])
-def test_restored_run_goes_on_as_if_nothing_had_happened(make_settings: Any, stop: int) -> None:
+def test_a_restored_run_continues_as_if_nothing_had_happened(make_settings: Any, stop: int) -> None:
     kl = {"kind": "adaptive", "target": 1.0, "horizon": 100}
     settings = make_settings(algorithm={"name": "ppo", "batch_size": 4, "kl": kl}, total_steps=9)
 

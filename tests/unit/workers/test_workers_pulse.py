@@ -92,7 +92,7 @@ def test_pulses_come_while_messages_do() -> None:
     theirs.close()
 
 
-def test_a_pipe_that_nobody_reads_is_not_filled_up() -> None:
+def test_a_pipe_without_a_reader_is_not_filled_up() -> None:
     ours, theirs = Connection.pair()
     theirs.send({"type": "large", "text": "x" * 5_000_000})
     pulse.start(theirs, 0.001)

@@ -1,4 +1,4 @@
-"""What an incarnation goes on from."""
+"""The state that an incarnation resumes from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The batch process: when it has nothing to do, what it starts, and which signals go on."""
+"""The batch process: when it has nothing to do, what it starts, and which signals it forwards."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def submission(paths: RunPaths, number: int) -> None:
     paths.submission_request(number).write_text(json.dumps(request))
 
 
-def test_new_trial_and_interrupted_trial_go_on(paths: RunPaths) -> None:
+def test_new_and_interrupted_trials_continue(paths: RunPaths) -> None:
     assert reason_to_leave(paths, 1) is None
     submission(paths, 1)
     begin(History(paths.history), {})
@@ -334,7 +334,7 @@ def test_agent_dies_with_its_supervisor(tmp_path: Path) -> None:
 
 
 class Said(list[str]):
-    """What a link does around its rounds, in its order."""
+    """Records the order in which a link acts around its rounds."""
 
     def upkeep(self, link: Link, elastic: Mapping[str, int], told: Callable[[str], None]) -> Said:
         self.append(f"upkeep of {link.group} and {dict(elastic)}")

@@ -174,7 +174,7 @@ def test_a_real_exception_comes_before_an_echo(bed: Bed) -> None:
     assert bed.failure(echo, error(3, "KeyError: 1"))["rank"] == 3
 
 
-def test_an_echo_that_stays_alone_is_told(bed: Bed) -> None:
+def test_an_echo_that_stays_alone_is_reported(bed: Bed) -> None:
     bed.see(error(2, "RuntimeError: Connection closed by peer", echo=True))
     assert bed.symptoms.longest_turn_s < ECHO_GRACE_S
     bed.see(error(3, "RuntimeError: Connection closed by peer", echo=True))

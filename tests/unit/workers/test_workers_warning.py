@@ -73,7 +73,7 @@ def test_a_local_run_is_interrupted_by_its_user(monkeypatch: pytest.MonkeyPatch)
     assert warned(monkeypatch, "", local=True) == Warned("SIGUSR2", "interrupt", None)
 
 
-def test_the_first_signal_is_told_once() -> None:
+def test_the_first_signal_is_reported_once() -> None:
     warnings = Warnings(local=True, lead_s=120.0)
     warnings.listen()
     for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):

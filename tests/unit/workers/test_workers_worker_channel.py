@@ -137,7 +137,7 @@ def test_error_of_a_rank_ends_the_wait(site: Site) -> None:
     assert caught.value.failure == failure
 
 
-def test_the_end_is_told_once_and_never_waited_for(
+def test_the_end_is_announced_once_and_never_waited_for(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.channel.end()

@@ -191,7 +191,7 @@ def test_last_words_come_whole_to_a_slow_agent(rank: Rank) -> None:
     assert rank.hear()["exception"] == "ValueError: bad"
 
 
-def test_rank_that_nobody_ends_leaves_by_itself(
+def test_a_rank_that_is_not_ended_leaves_by_itself(
     ready: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(serve_module, "LINGER_S", 0.05)

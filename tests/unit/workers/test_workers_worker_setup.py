@@ -1,4 +1,4 @@
-"""What a rank needs on its host before it joins the others."""
+"""Inputs, models and checkpoints of a rank before it takes part in training."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_models_that_cannot_fit_end_the_first_start_before_they_are_built(
     monkeypatch: pytest.MonkeyPatch,
     base: str | None,
 ) -> None:
-    """A user error names host and GPU; a start from a checkpoint goes on, for its models fitted."""
+    """A user error names host and GPU; a start from a checkpoint is not checked again."""
     settings = make_settings()
     gpu = SimpleNamespace(name="tiny GPU", total_memory=2**10)
     monkeypatch.setattr(setup, "load_run_settings", lambda _: settings)
