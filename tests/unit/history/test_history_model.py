@@ -291,6 +291,10 @@ def _files_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     def write(directory: ModelPath, **options: Any) -> None:
         directory.replay.act("write", directory.name)
 
+    def known_names(directory: ModelPath) -> list[str]:
+        return [path.name for path in directory.iterdir()]
+
+    monkeypatch.setattr(serve, "known_names", known_names)
     for module in (committer_module, serve):
         monkeypatch.setattr(module, "shutil", SimpleNamespace(rmtree=remove))
     monkeypatch.setattr(committer_module, "make_private_directory", lambda path: None)

@@ -242,7 +242,7 @@ KINDS = {
         "rollout.backend",
         "GiB of weights",
         "rollout.backend=sglang:d2",
-        "cluster.gpu_memory=16G",
+        "cluster.gpu_memory=20G",
         "cluster.gpus_per_worker=1",
         "actor.backend=fsdp:d64",
         "actor.max_tokens_per_microbatch=512",
