@@ -33,8 +33,8 @@ GPU = Accelerator(torch.device("cuda", 0), "nccl")
 
 
 def choose(gpus: int) -> Accelerator:
-    """Return the device of a worker that the plan gives ``gpus`` GPUs: the CPU for 0, even on a
-    machine with GPUs, and never for more.
+    """Return the device of a worker with ``gpus`` GPUs in the plan. Without any it is the CPU, even
+    on a machine with GPUs; with one it is never the CPU.
 
     Raises UsageError for a CPU build of torch: all hosts run the environment that submitted, so no
     other start would do better. Whatever else is missing (driver, device) may be missing on this
@@ -57,8 +57,8 @@ def choose(gpus: int) -> Accelerator:
 
 
 def _unusable(error: BaseException) -> UnusableGpuError:
-    """Return an error whose text is the same on all hosts that lack the same: see
-    `workers.master.judgement`."""
+    """Return the error. Its text names no host and no device, so that the same lack on two hosts
+    reads the same (see `workers.master.judgement`)."""
     reason = " ".join(str(error).split())
     build = f"torch {torch.__version__} for CUDA {torch.version.cuda}"
     return UnusableGpuError(f"{reason} [{build}, driver {driver_version() or 'not loaded'}]")
