@@ -306,7 +306,14 @@ def _layer_backward(job: MemoryDemand, tokens: int) -> float:
     found = elements * tokens * width
     if job.allocation.backend in SHARDED:
         found += _gathered_layers(job) + _layer_total(job) * (width + REDUCED)
+        found += _tied_projection(job) * 2 * width
     return found
+
+
+def _tied_projection(job: MemoryDemand) -> float:
+    """Elements of a head's matrix that is the embedding, too: the matrix and its gradient stay
+    whole until the end of the backward pass."""
+    return _projection(job) if job.shape.tied and job.head == "lm" else 0
 
 
 def _embedding_backward(job: MemoryDemand) -> float:
@@ -314,7 +321,8 @@ def _embedding_backward(job: MemoryDemand) -> float:
     if job.allocation.backend not in SHARDED:
         return 0
     embedding = job.shape.vocabulary / job.allocation.sizes["tp"] * job.shape.hidden
-    return embedding * (BYTES[job.model.dtype] + REDUCED)
+    width = BYTES[job.model.dtype]
+    return embedding * (width + REDUCED) + _tied_projection(job) * width
 
 
 def _logits(job: MemoryDemand, tokens: int) -> float:

@@ -49,6 +49,16 @@ SEVEN_BILLION = {
     "num_attention_heads": 28,
     "num_key_value_heads": 4,
 }
+TIED = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 1536,
+    "intermediate_size": 8960,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": True,
+}
 QWEN3_30B_A3B = {
     "model_type": "qwen3_moe",
     "vocab_size": 151936,
@@ -207,24 +217,26 @@ def test_transformer_engine_keeps_all_but_norms() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mode", "tokens", "measured_gib"),
+    ("architecture", "mode", "tokens", "measured_gib"),
     [
-        ("off", 4096, 28.64),
-        ("off", 16384, 67.96),
-        ("selective", 4096, 27.87),
-        ("selective", 16384, 65.01),
-        ("full", 4096, 17.32),
-        ("full", 16384, 21.09),
+        (SEVEN_BILLION, "off", 4096, 28.64),
+        (SEVEN_BILLION, "off", 16384, 67.96),
+        (SEVEN_BILLION, "selective", 4096, 27.87),
+        (SEVEN_BILLION, "selective", 16384, 65.01),
+        (SEVEN_BILLION, "full", 4096, 17.32),
+        (SEVEN_BILLION, "full", 16384, 21.09),
+        (TIED, "off", 16384, 28.80),
+        (TIED, "full", 16384, 6.70),
     ],
 )
 def test_peaks_are_those_that_were_measured_on_the_null_gpu(
-    mode: Any, tokens: int, measured_gib: float
+    architecture: dict[str, Any], mode: Any, tokens: int, measured_gib: float
 ) -> None:
-    """Allocated bytes of one of eight FSDP ranks with 7.6 billion parameters (`SEVEN_BILLION`), one
+    """Allocated bytes of one of eight FSDP ranks with 7.6 or 1.5 billion parameters, for one
     micro-batch of sequences of 4,096 tokens, in bfloat16 with AdamW."""
     model = Model(dtype="bfloat16", max_tokens_per_microbatch=16384, gradient_checkpointing=mode)
     lengths = Lengths(sequences=8 * tokens // 4096, longest=4096, new_tokens=0, assumed=False)
-    found = estimate(job(SEVEN_BILLION, "fsdp:d8", model=model, lengths=lengths))
+    found = estimate(job(architecture, "fsdp:d8", model=model, lengths=lengths))
     assert found.together / 2**30 == pytest.approx(measured_gib, rel=0.05)
 
 
