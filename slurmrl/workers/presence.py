@@ -1,7 +1,7 @@
 """Detection of a removed run directory.
 
 A directory that does not answer is waited for. One that was removed does not come back, and without
-it nobody sees what a process does.
+it no other process sees what a process does.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.checkpoint.export import export
-from slurmrl.checkpoint.manifest import open_verified, read_state
+from slurmrl.checkpoint.manifest import open_verified, read_state, until_certain
 from slurmrl.checkpoint.precision import FLOATS, Precision
 from slurmrl.checkpoint.tensors import DTYPES
 from slurmrl.config.load import load_resolved
@@ -93,7 +93,7 @@ def export_actor(paths: RunPaths, config: Config, commit: Commit) -> Path:
     Raises DamagedCheckpointError before anything is written.
     """
     exporter = Exporter(paths, config, ROLE, "lm", config.checkpoint.export_dtype)
-    return exporter.write(commit, paths.export(commit.step))
+    return until_certain(lambda: exporter.write(commit, paths.export(commit.step)))
 
 
 def export_step(

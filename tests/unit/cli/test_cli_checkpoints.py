@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -22,6 +23,7 @@ from slurmrl.cli.checkpoints import size
 from slurmrl.cli.main import main
 from slurmrl.config.load import dump, load_resolved
 from slurmrl.errors import DamagedCheckpointError
+from slurmrl.fsio.calls import SystemCalls
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.state import fold
@@ -311,6 +313,23 @@ def test_of_a_damaged_checkpoint_nothing_is_exported(
     trial.delete(2)
     assert trial.run("export") == 1
     assert "there is no other checkpoint" in capsys.readouterr().err
+
+
+def test_a_run_exports_once_io_errors_have_passed(
+    trial: Trial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the export calls damaged is set aside for good, so it has to be certain."""
+    trial.commit(4)
+    real, failures = SystemCalls.open, iter(range(2))
+
+    def failing(self: SystemCalls, path: Path, flags: int, mode: int = 0o600) -> int:
+        if path.name == FILE and next(failures, None) is not None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(self, path, flags, mode)
+
+    monkeypatch.setattr(SystemCalls, "open", failing)
+    commit = fold(History(trial.paths.history).read()).commits[-1]
+    assert export_actor(trial.paths, load_resolved(trial.paths.config), commit).is_dir()
 
 
 def test_the_files_of_other_roles_do_not_matter(trial: Trial) -> None:
