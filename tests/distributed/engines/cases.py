@@ -53,7 +53,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Setup:
-    """An engine to make, and how its items are spread over the ranks."""
+    """An engine, and the items of each of its ranks."""
 
     engine: str = "fsdp"
     head: str = "lm"
@@ -66,7 +66,7 @@ class Setup:
     split: Sequence[Sequence[int]] = ()
     """Item indices of each data-parallel rank."""
     sizes: dict[str, int] = field(default_factory=dict)
-    """Axes of the layout, the outermost first; data parallelism over all ranks where empty."""
+    """Axes of the layout, the outermost first; default: data parallelism over all ranks."""
 
     @property
     def ranks(self) -> int:
@@ -86,7 +86,7 @@ def model(**changes: Any) -> dict[str, Any]:
 
 
 def context(setup: Setup) -> ParallelContext:
-    """All ranks of the job, as data-parallel ranks where the setup does not say."""
+    """All ranks of the job, as data-parallel ranks by default."""
     size = dist.get_world_size()
     sizes = setup.sizes or {"dp": size}
     placed = Placed("actor", tuple(range(size)), sizes, setup.engine)
@@ -172,7 +172,7 @@ def start_values(setup: Setup) -> list[tuple[str, tuple[int, ...], Tensor]]:
 
 
 def frozen(setup: Setup, folder: Path) -> tuple[list[Any], str]:
-    """What a frozen engine saves, and what it says to training."""
+    """The files that a frozen engine saves, and its error about training."""
     engine = make(setup)
     engine.load(folder)
     try:
@@ -246,13 +246,13 @@ def padded_tokens(setup: Setup) -> tuple[list[int], list[int]]:
 
 
 def prompts(sample: SequenceSample) -> SequenceSample:
-    """The same sequences, to be gone on with."""
+    """The same sequences as prompts."""
     data: dict[str, Tensor | None] = {"prompt_ids": sample.tensor("input_ids")}
     return SequenceSample(sample.ids, {"prompt_ids": sample.lengths["input_ids"]}, {}, data)
 
 
 def completions(setup: Setup, options: GenerationOptions) -> dict[str, list[Any]]:
-    """What each item's prompt was continued with: tokens and log-probabilities by id."""
+    """The completed sequence of each item by id: tokens and log-probabilities."""
     engine = make(setup)
     share = setup.split[engine.context.dp_rank]
     sample = prompts(batch().take(share))

@@ -72,7 +72,7 @@ def several(layouts: dict[str, dict[str, int]], models: dict[str, dict[str, Any]
 
 
 def shared(setup: Setup) -> list[Any]:
-    """What ranks have after the first of those with the same samples sent its own."""
+    """The sample of each rank after the first of those with the same samples sent its own."""
     place = context(setup)
     rank = dist.get_rank()
     sample = SequenceSample.from_default(

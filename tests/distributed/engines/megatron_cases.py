@@ -48,7 +48,7 @@ def placed(
 
 @dataclass(frozen=True)
 class Case:
-    """A megatron engine to make."""
+    """A megatron engine."""
 
     where: Placed
     model: dict[str, Any]
@@ -104,13 +104,13 @@ def train(
 
 
 def outputs(case: Case) -> tuple[dict[str, Tensor], list[int]]:
-    """Outputs of this rank's items, and which these are."""
+    """Outputs of this rank's items, and the items' indices."""
     engine = make(case)
     return engine.forward(batch().take(share(engine))), share(engine)
 
 
 def held(case: Case) -> tuple[Layout, dict[str, Tensor]]:
-    """The layout, and what this rank's storages hold."""
+    """The layout, and the contents of this rank's storages."""
     engine: Any = make(case)
     return engine.layout(), {name: flat.clone() for name, (flat, _) in engine._weights().items()}
 
@@ -131,7 +131,7 @@ def offloaded(case: Case) -> tuple[int, int, list[dict[str, float]], list[dict[s
 
 
 def held_bytes(engine: Any) -> int:
-    """Of weights and, where they are trained, moments and gradients."""
+    """Bytes of weights and, for a trained model, of moments and gradients."""
     tensors = [t for t, _ in (*engine._weights().values(), *engine._shards().values())]
     for chunk in engine._chunks if engine.trained else ():
         buffers = (*chunk.buffers, *chunk.expert_parallel_buffers)
@@ -156,7 +156,7 @@ def resaved(case: Case, source: Path, target: Path) -> None:
 
 
 def frozen(case: Case, folder: Path) -> tuple[list[Any], str]:
-    """What a frozen engine saves, and what it says to training."""
+    """The files that a frozen engine saves, and its error about training."""
     engine = make(case)
     engine.load(folder)
     try:

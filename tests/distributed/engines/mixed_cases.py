@@ -54,7 +54,7 @@ ROLES = (
 
 
 def context(step: int, batch: tuple[str, ...]) -> CallContext:
-    """What PPO's calls need to know: one update a step, all parts of the losses in use."""
+    """The context of PPO's calls: one update per step, with all terms of the losses."""
     ppo = PPO(batch_size=10, n_minibatches=1, gae_lambda=0.95, discount=0.99, entropy_coef=0.01)
     config = SimpleNamespace(rollout=Rollout(max_new_tokens=6), evaluation=None)
     settings: Any = SimpleNamespace(algorithm=ppo, config=config)
@@ -63,7 +63,7 @@ def context(step: int, batch: tuple[str, ...]) -> CallContext:
 
 
 def inference(role: str, engine: Any, sample: SequenceSample, about: CallContext) -> SequenceSample:
-    """What a role's model makes of a batch before anything is trained."""
+    """The outputs of a role's model for a batch before any training."""
     if role == "reward":
         values = engine.forward(sample.only(["input_ids"]))["values"]
         last = sample.cu_seqlens("input_ids")[1:].long() - 1
@@ -81,9 +81,9 @@ def inference(role: str, engine: Any, sample: SequenceSample, about: CallContext
 @dataclass(frozen=True)
 class Step:
     made: dict[str, SequenceSample]
-    """What each role's inference made of this rank's own items."""
+    """The results of each role's inference for this rank's items."""
     stats: dict[str, Stats]
-    """Of the training of each role."""
+    """Statistics of each role's training."""
 
 
 def replay(
@@ -122,8 +122,8 @@ def share(engine: Any) -> list[int]:
 
 
 def everyone(engine: Any, own: SequenceSample) -> SequenceSample:
-    """What all ranks of a model made, each item once: in this worker's other layouts its items are
-    on other ranks."""
+    """The results of all ranks of a model, each item once. Other layouts of this worker have the
+    items on other ranks."""
     if not dist.is_initialized():
         return own
     found: list[SequenceSample | None] = [None] * dist.get_world_size()

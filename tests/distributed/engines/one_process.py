@@ -25,7 +25,7 @@ from tests.pool import RankPool
 def random_model(
     folder: Path, architecture: dict[str, Any], head: Any = "lm", seed: int = 7
 ) -> Decoder:
-    """A model of which every tensor has values of its own, also the biases and norms that begin
+    """A model in which every tensor has different values, also the biases and norms that begin
     as zeros and ones; and its folder."""
     folder.mkdir(exist_ok=True)
     config = ModelConfig.from_hf(architecture)
@@ -68,7 +68,7 @@ def assert_as_one_process(
 
 
 def assert_routed(decoder: Decoder) -> None:
-    """No rounding sends a token of the batch to another expert; the decoder is float64 then."""
+    """Check that rounding changes no token's expert; the decoder is in float64 then."""
     with margins(decoder.double()) as routed, torch.no_grad():
         outputs_of(decoder, batch())
     assert min(routed) > MARGIN
@@ -91,6 +91,6 @@ def gradients(decoder: Decoder) -> dict[str, Tensor]:
 
 
 def norm_of(tensors: dict[str, Tensor]) -> float:
-    """Of all of them together."""
+    """The norm of all gradients together."""
     squares = sum(one.double().square().sum().item() for one in tensors.values())
     return float(squares**0.5)

@@ -86,7 +86,7 @@ def setup_at(folder: Path, sizes: dict[str, int], options: dict[str, Any]) -> Se
 def test_gradients_are_those_of_the_whole_batch(
     ranks: RankPool, tmp_path: Path, layout: str, options: dict[str, Any]
 ) -> None:
-    """In d4 a rank has nothing at all, in the others the numbers of micro-batches differ."""
+    """In d4 a rank has no item; in the others the numbers of micro-batches differ."""
     random_model(tmp_path / "model", {**ARCHITECTURE, **BALANCED})
     decoder = random_model(tmp_path / "plain", ARCHITECTURE).double()
     setup = setup_at(tmp_path / "model", LAYOUTS.get(layout, {"dp": 1}), dict(options))
@@ -114,7 +114,7 @@ def test_gradients_are_those_of_the_whole_batch(
 def test_gradients_of_megatron_are_those_of_the_whole_batch(
     ranks: RankPool, tmp_path: Path, where: Placed, options: dict[str, Any]
 ) -> None:
-    """Which has pipelines, and parts of sequences that padding fills up."""
+    """megatron has pipelines, and padded parts of sequences."""
     for name, architecture in (("model", {**MOE, **BALANCED}), ("plain", MOE)):
         (tmp_path / name).mkdir()
         decoder = start(tmp_path / name, architecture, "lm")

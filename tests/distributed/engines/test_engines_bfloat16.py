@@ -53,7 +53,7 @@ def first_moments(folder: Path) -> dict[str, Tensor]:
 
 
 def values_after_a_step(setup: Setup) -> Tensor:
-    """Of a critic, which starts at zero."""
+    """The values of a critic, whose head starts at zero."""
     engine = make(setup)
     engine.train_batch(batch(), lambda outputs, _: (-outputs["values"].sum(), {}), 1.0)
     return engine.forward(batch())["values"]

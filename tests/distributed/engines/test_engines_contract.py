@@ -54,7 +54,7 @@ def plain_decoder(head: Any, *, new_head: bool = True, **architecture: Any) -> D
 
 
 def value_model(folder: Path, **architecture: Any) -> Decoder:
-    """A model that has values, and its folder."""
+    """A model whose values are not all zero, and its folder."""
     folder.mkdir(exist_ok=True)
     decoder = plain_decoder("value", new_head=False, **architecture)
     to_hf(decoder, folder)
@@ -209,7 +209,7 @@ def test_a_failed_generation_leaves_the_engine_as_it_was(
 
 
 def test_torch_that_cannot_reset_fsdp_refuses_a_step_after_one_that_failed(ranks: RankPool) -> None:
-    """Gradients of the failed step would count in the next one without a word."""
+    """Otherwise gradients of the failed step would silently be added to those of the next one."""
     setup = Setup(model=model(), options=UNITS["layers"], split=[[0, 1, 2], [3, 4]])
     for message in ranks(2, f"{HERE}:refused_after_failed_training", setup):
         assert "an earlier step failed" in message
@@ -223,7 +223,7 @@ def test_torch_that_cannot_reset_fsdp_refuses_a_step_after_one_that_failed(ranks
 def test_a_failed_loss_leaves_nothing_behind(
     ranks: RankPool, tmp_path: Path, units: str, dtype: str
 ) -> None:
-    """No gathered weights, no gradients of the rounds before it."""
+    """Neither gathered weights nor gradients of earlier micro-batches."""
     split = [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
     setup = Setup(model=model(dtype=dtype, **BUDGET), options=UNITS[units], split=split)
     for message, sharded, after, fresh in ranks(

@@ -140,7 +140,7 @@ def test_gradients_of_value_models_are_those_of_one_process(
 def test_every_family_in_every_layout(
     ranks: RankPool, tmp_path: Path, family: str, layout: str, sequence: bool
 ) -> None:
-    """With sequence parallelism too where there are tensor ranks."""
+    """Also with sequence parallelism if there are tensor ranks."""
     for layers in (False, True):
         setup = setup_of(LAYOUTS[layout], MODELS[family], sequence=sequence, layers=layers)
         folder = tmp_path / str(layers)
@@ -215,7 +215,7 @@ FEW_LAYOUTS = [("qwen3", "d2t2"), ("qwen3", "t4"), ("mixtral", "c2t2"), ("gpt2",
 def test_a_layout_says_where_every_element_lies(
     ranks: RankPool, tmp_path: Path, family: str, layout: str
 ) -> None:
-    """Of a folder in which all elements differ, and of weights drawn from the seed."""
+    """For a folder in which all elements differ, and for weights drawn from the seed."""
     config = ModelConfig.from_hf(MODELS[family])
     shapes = parameter_shapes(config, "lm")
     drawn = setup_of(LAYOUTS[layout], MODELS[family])
@@ -289,7 +289,7 @@ def test_resuming_is_bit_exact(ranks: RankPool, tmp_path: Path) -> None:
 
 
 def test_models_with_several_layouts_live_in_one_worker(ranks: RankPool) -> None:
-    """What each gives is what it gives alone in one process."""
+    """Each computes the same as alone in one process."""
     layouts = {"actor": D2T2, "critic": D2C2, "ref": {"dp": 4}, "reward": {"dp": 2, "tp": 2}}
     settings = {role: model(architecture=MODELS["qwen3"]) for role in layouts}
     settings["actor"]["model"] = {"sequence_parallel": True}

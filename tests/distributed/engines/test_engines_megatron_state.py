@@ -251,7 +251,7 @@ def test_layouts_that_do_not_fit_are_refused(
 
 @pytest.mark.long
 def test_sequences_beyond_all_positions_are_refused(ranks: RankPool) -> None:
-    """Angles that grow with the sequence are not computed."""
+    """Dynamic rotations would depend on the length of the sequence there."""
     rope = {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 10000.0}
     architecture = {**EVEN, "rope_scaling": rope, "max_position_embeddings": 10}
     case = Case(placed(), model(architecture=architecture, **BUDGET))

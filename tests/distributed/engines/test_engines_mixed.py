@@ -35,7 +35,7 @@ STEPS = len(SHARES)
 
 
 class OneProcess:
-    """In an engine's place: a model in one process, with torch's optimizer."""
+    """A stand-in for an engine: a model in one process, with torch's optimizer."""
 
     def __init__(self, decoder: Decoder, options: dict[str, Any]) -> None:
         self.context = SimpleNamespace(dp_rank=0, dp_size=1, device=torch.device("cpu"))
@@ -89,7 +89,7 @@ def recorded(engine: Any, number: int) -> SequenceSample:
 
 
 def assert_same(ours: Step, theirs: Step) -> None:
-    """What inference made of a rank's items, and the statistics of training."""
+    """The results of inference for a rank's items, and the statistics of training."""
     for role, made in ours.made.items():
         whole = theirs.made[role]
         wanted = whole.take([whole.ids.index(name) for name in made.ids])

@@ -34,7 +34,7 @@ class Role:
 
 
 def roles(folder: Path) -> dict[str, Role]:
-    """``folder`` has the model with values."""
+    """``folder`` holds the model whose values are not all zero."""
     found = {
         "virtual": Role(placed(tp=2, sp=True, pp=2, v=2), model(architecture=TIED, **BUDGET)),
         "experts": Role(
