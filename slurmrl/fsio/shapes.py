@@ -5,6 +5,7 @@ Every reader of a document checks it once and can rely on its fields afterwards.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,13 @@ def _number(value: Any, least: float, most: float) -> bool:
 
 
 def _file_name(value: Any) -> bool:
-    return isinstance(value, str) and value not in ("", ".", "..") and not set("/\0") & set(value)
+    if not isinstance(value, str) or value in ("", ".", "..") or set("/\0") & set(value):
+        return False
+    try:
+        os.fsencode(value)
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
+    return True
 
 
 MOST_COUNT = 10**7

@@ -30,6 +30,7 @@ def test_round_trip() -> None:
         {"incarnation": True},
         {"time": None},
         {"data": []},
+        *({"data": {"directory": name}} for name in ("", "..", "a/b", "a\0", "\ud800", 1)),
     ],
 )
 def test_wrong_fields_are_corrupt(change: dict[str, object]) -> None:
