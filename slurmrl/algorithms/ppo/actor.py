@@ -67,9 +67,8 @@ class RecomputeInterface(Interface):
     def inference(
         self, engine: Engine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """The log-probabilities of the completions before the updates, as ``old_logprobs``, and how
-        far from them those of generation are: the mean and the largest absolute difference of a
-        response token's."""
+        """The training engine's log-probabilities of the completions, as ``old_logprobs``. Reports
+        the mean and largest absolute difference to those of generation, over response tokens."""
         assert engine is not None
         sample = sample.to(engine.context.device)
         output = _logprobs(engine, sample, context, OLD_LOGPROBS)
