@@ -143,7 +143,8 @@ def attempts(names: NameStore) -> list[Said]:
 
 def _said(names: NameStore, key: str, fields: Fields) -> Said:
     try:
-        return documents.parse(names.get(key), f"the name {key}", fields)
+        said = documents.parse(names.get(key), f"the name {key}", fields)
+        return {name: value for name, value in said.items() if value is not None}
     except NameNotFoundError:
         return {}
     except CorruptFileError:

@@ -120,6 +120,13 @@ def test_files_that_are_not_ours_are_named(tmp_path: Path) -> None:
         read(run.paths)
 
 
+@pytest.mark.parametrize("field", ["tasks", "step", "phase", "metrics", "checkpoint", "doing"])
+def test_null_in_what_the_master_published_counts_as_missing(tmp_path: Path, field: str) -> None:
+    run = live(tmp_path, 1)
+    run.say(1, **{field: None})
+    assert assemble(read(run.paths, STORY), [])["step"] is not None
+
+
 def test_an_export_is_found_behind_later_records(tmp_path: Path) -> None:
     run = live(tmp_path, 2)
     run.paths.export(4).mkdir()
