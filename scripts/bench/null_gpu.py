@@ -28,9 +28,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from slurmrl.algorithms.ppo.loss import policy_loss
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines.base import Engine, Outputs
+from slurmrl.engines.base import Engine
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.flops import forward_flops, train_flops
 from slurmrl.models.generate import GenerationOptions
@@ -43,19 +42,20 @@ GIB = 2**30
 MODELS = {"1.5B": cases.QWEN_1_5B, "7B": cases.QWEN_7B}
 LENGTH = 4096
 PROMPT = {"prefill": 2048, "decode": 256}
-FEW, MORE = 17, 81
+FEW, MORE = 9, 25
 """New tokens of two generations; their difference is that of as many decode steps."""
+TITLES = {
+    "launches": "launches",
+    "waits": "host waits",
+    "sent_gb": "sent GB",
+    "allocated_gib": "allocated GiB",
+    "reserved_gib": "reserved GiB",
+    "traffic_gb": "traffic GB",
+    "roofline_ms": "roofline ms",
+    "mfu_percent": "MFU %",
+}
 Figures = dict[str, float]
 Case = Callable[[], tuple[Figures, Roofline]]
-
-
-def ppo_loss(
-    outputs: Outputs, sample: SequenceSample
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    keys = ("logprobs", "advantages", "response_mask")
-    return policy_loss(
-        outputs["logp"], outputs["entropy"], *(sample.tensor(key) for key in keys), clip_ratio=0.2
-    )
 
 
 def training(architecture: dict[str, Any], sequences: int, mode: str) -> tuple[Figures, Roofline]:
@@ -64,7 +64,7 @@ def training(architecture: dict[str, Any], sequences: int, mode: str) -> tuple[F
         architecture, gradient_checkpointing=mode, max_tokens_per_microbatch=tokens
     )
     sample = cases.batch([LENGTH] * sequences)
-    step = partial(engine.train_batch, sample, ppo_loss, float(tokens))
+    step = partial(engine.train_batch, sample, cases.ppo_loss, float(tokens))
     step()
     found = measured(step)
     roofline = traced(step)
@@ -89,9 +89,7 @@ def decode(architecture: dict[str, Any], rows: int) -> tuple[Figures, Roofline]:
     counts = [measured(run) for run in (few, more)]
     rooflines = [traced(run) for run in (few, more)]
     steps = MORE - FEW
-    found = {name: (counts[1][name] - counts[0][name]) / steps for name in counts[0]}
-    for name in ("allocated_gib", "reserved_gib"):
-        found[name] = counts[1][name]
+    found = {name: (counts[1][name] - counts[0][name]) / steps for name in ("launches", "waits")}
     totals = [roofline.total for roofline in rooflines]
     found["traffic_gb"] = (totals[1].bytes - totals[0].bytes) / steps / 1e9
     found["roofline_ms"] = 1e3 * (totals[1].seconds - totals[0].seconds) / steps
@@ -147,7 +145,7 @@ def all_cases() -> dict[str, Case]:
                 found[label] = partial(training, architecture, sequences, mode)
         found[f"prefill {name}, 256 x 2,048"] = partial(prefill, architecture, 256)
         for rows in (1, 64, 256):
-            found[f"decode {name}, {rows} rows"] = partial(decode, architecture, rows)
+            found[f"decode {name}, {rows} sequences"] = partial(decode, architecture, rows)
     return found
 
 
@@ -162,8 +160,8 @@ def clean() -> Iterator[None]:
 
 
 def table(kind: str, rows: dict[str, Figures], before: dict[str, Figures]) -> list[str]:
-    columns = list(next(iter(rows.values())))
-    lines = [f"| {kind} | " + " | ".join(name.replace("_", " ") for name in columns) + " |"]
+    columns = [name for name in TITLES if name in next(iter(rows.values()))]
+    lines = [f"| {kind} | " + " | ".join(TITLES[name] for name in columns) + " |"]
     lines.append("|---" * (1 + len(columns)) + "|")
     for label, figures in rows.items():
         cells = [cell(name, figures, before.get(label)) for name in columns]

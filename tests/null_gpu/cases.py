@@ -8,11 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from slurmrl.algorithms.ppo.loss import policy_loss
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
-from slurmrl.engines.base import Engine
+from slurmrl.engines.base import Engine, Outputs
 from slurmrl.models.config import Head
 from slurmrl.parallel import device
 from slurmrl.parallel.groups import build
@@ -104,6 +106,14 @@ def engine(
         source=None,
     )
     return found
+
+
+def ppo_loss(outputs: Outputs, sample: SequenceSample) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of PPO's actor, on what `batch` has."""
+    keys = ("logprobs", "advantages", "response_mask")
+    return policy_loss(
+        outputs["logp"], outputs["entropy"], *(sample.tensor(key) for key in keys), clip_ratio=0.2
+    )
 
 
 def batch(lengths: Sequence[int]) -> SequenceSample:

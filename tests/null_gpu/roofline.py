@@ -38,7 +38,8 @@ OVERWRITING: Final = ("copy_", "fill_", "zero_")
 GATHERING: Final = ("embedding", "gather", "index", "index_select")
 """Operations that read as much as they write, not all of their first argument."""
 WITHOUT_KERNEL: Final = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-aten = torch.ops.aten
+PRODUCTS: Final = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "addmm": 1, "baddbmm": 1}
+"""The place of the left factor among their arguments."""
 
 
 @dataclass
@@ -147,14 +148,15 @@ def _work(
         query, lengths = (args[1], args[6]) if backward else (args[0], args[3])
         flops = _causal_flops(query, lengths) * (BACKWARD_OF_ATTENTION if backward else 1.0)
         return "attention", flops, ATTENTION_FLOPS_PER_S
+    if name in PRODUCTS:
+        left = args[PRODUCTS[name]]
+        exact = left.dtype == torch.float32
+        flops = 2.0 * result.numel() * left.shape[-1]
+        return "product", flops, FLOAT32_FLOPS_PER_S if exact else PRODUCT_FLOPS_PER_S
     formula: Callable[..., float] | None = flop_registry.get(packet)
     if formula is None:
         return "memory", 0.0, PRODUCT_FLOPS_PER_S
-    flops = float(formula(*args, **kwargs, out_val=result))
-    if "attention" in name:
-        return "attention", flops, ATTENTION_FLOPS_PER_S
-    exact = args[0].dtype == torch.float32
-    return "product", flops, FLOAT32_FLOPS_PER_S if exact else PRODUCT_FLOPS_PER_S
+    return "attention", float(formula(*args, **kwargs, out_val=result)), ATTENTION_FLOPS_PER_S
 
 
 def _causal_flops(query: Tensor, cu_seqlens: Tensor) -> float:

@@ -1,0 +1,109 @@
+"""The calls of a step, PPO's and SFT's, run on a GPU with all tensors where they belong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytest
+import torch
+
+from slurmrl.algorithms.base import CallContext
+from slurmrl.algorithms.ppo.actor import PPOActorInterface, RecomputeInterface
+from slurmrl.algorithms.ppo.critic import PPOCriticInterface
+from slurmrl.algorithms.ppo.schema import PPO
+from slurmrl.algorithms.rollout.interface import RolloutInterface
+from slurmrl.algorithms.sft.interface import SFTInterface
+from slurmrl.config.schema import Config, Dataset, Model
+from slurmrl.data.sample import SequenceSample
+from slurmrl.plan.settings import Settings
+from tests.null_gpu import cases
+from tests.null_gpu.values import SmallValues
+
+PROMPTS = (7, 20, 12, 33, 20, 5, 9, 31)
+NEW_TOKENS = 20
+pytestmark = pytest.mark.filterwarnings("ignore")  # megatron-core warns of its own settings
+
+
+@pytest.fixture(autouse=True)
+def _ranks() -> Iterator[None]:
+    with cases.first_of(1), SmallValues():
+        yield
+
+
+def call_context() -> CallContext:
+    """Of a PPO step with a value for every setting that adds work on the GPU."""
+    names = tuple(f"item{index}" for index in range(len(PROMPTS)))
+    ppo = PPO(
+        batch_size=len(PROMPTS),
+        n_minibatches=2,
+        n_epochs=2,
+        entropy_coef=0.01,
+        early_stop_importance_ratio=10.0,
+        recompute_logprobs=True,
+    )
+    config = Config(
+        experiment="test",
+        total_steps=1,
+        algorithm={"name": "ppo"},
+        actor=Model(architecture=cases.TINY),
+        rollout={"max_new_tokens": NEW_TOKENS, "min_new_tokens": 2, "top_p": 0.9, "top_k": 50},
+        dataset=Dataset(type="prompt", path="unused"),
+    )
+    settings = Settings(config, ppo, cast(Any, None))
+    return CallContext(1, 1, {"kl_coef": 0.1}, cast(Any, None), settings, (3,), names)
+
+
+@pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
+def test_a_step_of_ppo(experts: bool) -> None:
+    """Generation, inference of reference and critic, recomputation, training of both."""
+    architecture = cases.TINY_EXPERTS if experts else cases.TINY
+    context = call_context()
+    actor = cases.engine(architecture)
+    critic = cases.engine(architecture, head="value")
+    reference = cases.engine(architecture, trained=False)
+    lengths = {"prompt_ids": [[length] for length in PROMPTS]}
+    prompts = SequenceSample(
+        context.batch, lengths, data={"prompt_ids": torch.arange(sum(PROMPTS)) % 100}
+    )
+    sample = RolloutInterface().generate(actor, prompts, context).sample
+    assert sample is not None
+    assert sum(sample.item_lengths("input_ids")) == sum(PROMPTS) + NEW_TOKENS * len(PROMPTS)
+    rewards: dict[str, Any] = {"rewards": torch.arange(float(len(PROMPTS)))}
+    sample.update_(SequenceSample.from_default([1] * len(PROMPTS), context.batch, rewards))
+    for interface, engine in (
+        (PPOActorInterface(), reference),
+        (PPOCriticInterface(), critic),
+        (RecomputeInterface(), actor),
+    ):
+        found = interface.inference(engine, sample, context).sample
+        assert found is not None
+        sample.update_(found)
+    for trainer, engine in ((PPOActorInterface(), actor), (PPOCriticInterface(), critic)):
+        stats = trainer.train_step(engine, sample, context).stats
+        assert stats[f"{'actor' if engine is actor else 'critic'}_updates"][0] == 4.0
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+def test_a_step_of_ppo_s_training_with_every_engine(engine: str) -> None:
+    context = call_context()
+    sample = cases.batch([2 * length for length in PROMPTS])
+    sample.update_(
+        SequenceSample.from_default(
+            [2 * length for length in PROMPTS],
+            context.batch,
+            {"old_logprobs": sample.tensor("logprobs")},
+        )
+    )
+    for head, interface in (("lm", PPOActorInterface()), ("value", PPOCriticInterface())):
+        made = cases.engine(cases.TINY_EXPERTS, name=engine, head=cast(Any, head))
+        assert interface.train_step(made, sample, context).stats
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+def test_a_step_and_an_evaluation_of_sft(engine: str) -> None:
+    context = call_context()
+    sample = cases.batch(PROMPTS)
+    made = cases.engine(cases.TINY, name=engine)
+    assert SFTInterface().train_step(made, sample, context).stats["skipped"] == (0.0, 1.0)
+    assert SFTInterface().inference(made, sample, context).stats["loss"][1] > 0
