@@ -249,19 +249,19 @@ def test_cores_decide_how_many_judges_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[Path] = []
+    accepting = tmp_path / "agree.py"
+    reply = '{"refused": "", "correct": true}'
+    accepting.write_text(
+        f"import sys\nprint('{{}}', flush=True)\n"
+        f"for line in sys.stdin:\n    print('{reply}', flush=True)\n"
+    )
 
     class Judge(judges_module.Judge):
         """Accepts every completion."""
 
         def __init__(self, program: Path) -> None:
             started.append(program)
-            program = tmp_path / "agree.py"
-            reply = '{"refused": "", "correct": true}'
-            program.write_text(
-                f"import sys\nprint('{{}}', flush=True)\n"
-                f"for line in sys.stdin:\n    print('{reply}', flush=True)\n"
-            )
-            super().__init__(program)
+            super().__init__(accepting)
 
     monkeypatch.setattr(judges_module, "Judge", Judge)
     reward = make("math", options, cores=cores)
