@@ -111,7 +111,7 @@ def wrong(values: Mapping[str, Any], fields: Fields, required: Collection[str] =
             if name in required:
                 return f"has no '{name}' ({kind.expected})"
         elif not kind.accepts(value):
-            return f"has {_shown(value)} in '{name}', expected {kind.expected}"
+            return f"has {shown(value)} in '{name}', expected {kind.expected}"
     return None
 
 
@@ -129,6 +129,7 @@ def check(
         raise corrupt(where, problem, remedy)
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return a value as it appears in messages, which it must not fill."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 1]}…"

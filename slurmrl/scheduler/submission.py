@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.failures import corrupt
-from slurmrl.fsio.shapes import FILE_NAME, TEXT, FieldType
+from slurmrl.fsio.shapes import FILE_NAME, TEXT, FieldType, shown
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.base import JobIds
 
@@ -42,7 +42,7 @@ def read_jobs(run: RunPaths, number: int) -> dict[str, tuple[str, ...]] | None:
         return None
     for group, job in jobs.items():
         if not FILE_NAME.accepts(group) or not JOB.accepts(job):
-            raise corrupt(path, f"has {job!r} in {group!r} and not {JOB.expected}")
+            raise corrupt(path, f"has {shown(job)} in {shown(group)}, expected {JOB.expected}")
     return {group: (job,) for group, job in jobs.items()}
 
 
