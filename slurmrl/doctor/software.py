@@ -16,7 +16,7 @@ OPTIONAL = {
     "vllm": "rollout by vllm",
     "flash-attn": "faster attention",
 }
-BUILDS = {12: "cu129", 13: "cu130"}
+BUILDS = {12: "cu126", 13: "cu130"}
 """For each release of CUDA, a build of torch that scripts/setup can install."""
 
 

@@ -31,7 +31,7 @@ def version_of(name: str) -> str | None:
 
 class TorchBuild(NamedTuple):
     version: str
-    """``2.13.0+cu129``; PyPI's builds have no suffix in their metadata, but here."""
+    """``2.13.0+cu126``; PyPI's builds have no suffix in their metadata, but here."""
     cuda: str | None
     """Version of CUDA, ``12.9``; None for a build without CUDA."""
     gpus: bool

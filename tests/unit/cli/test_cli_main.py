@@ -190,7 +190,8 @@ def test_no_sbatch_is_3(
 ) -> None:
     config = write_config(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
-    arguments = [str(config), "--scheduler", "slurm", "--root", str(tmp_path / "runs")]
+    where = ["--scheduler", "slurm", "--root", str(tmp_path / "runs")]
+    arguments = [str(config), "cluster.gpus_per_worker=0", *where]
     assert main(["submit", *arguments]) == 3
     assert "sbatch is not on PATH" in capsys.readouterr().err
     assert main(["submit", *arguments, "--dry-run"]) == 0

@@ -205,7 +205,7 @@ def test_torch_for_cpus_does_not_serve_gpus(monkeypatch: pytest.MonkeyPatch) -> 
         ("13.0", "580.65.06", State.OK, ""),
         ("12.9", "580.65.06", State.OK, ""),
         ("12.9", "535.54.03", State.OK, ""),
-        ("13.0", "575.57.08", State.FAILED, "--torch cu129, or a driver of branch 580 or newer"),
+        ("13.0", "575.57.08", State.FAILED, "--torch cu126, or a driver of branch 580 or newer"),
         ("12.9", "470.82.01", State.FAILED, "a driver of branch 525 or newer"),
         ("13.0", None, State.OK, ""),
         ("14.1", "580.65.06", State.FAILED, "--torch cu130"),
@@ -224,7 +224,7 @@ def test_the_build_advised_for_a_torch_for_cpus_fits_the_driver(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     install(monkeypatch, CPU_BUILD, "535.54.03")
-    assert "--torch cu129" in software.torch_on_gpus().advice
+    assert "--torch cu126" in software.torch_on_gpus().advice
 
 
 def test_the_driver_is_read_from_the_kernel(

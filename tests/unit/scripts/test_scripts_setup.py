@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[3]
 DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
 HERE = "cuda" if any(map(os.path.exists, DRIVERS)) else "cpu"
 """The build that a set-up on this machine chooses by itself."""
-BUILDS = {"cpu": "cpu", "cuda": "13.0", "cu129": "12.9"}
+BUILDS = {"cpu": "cpu", "cuda": "13.0", "cu126": "12.6"}
 PYTHON = """#!/bin/sh
 cd "{folder}"
 case "$*" in
@@ -21,7 +21,7 @@ case "$*" in
 *uninstall*) rm -f torch ;;
 *torch==={version}) cp pypi torch ;;
 *torch=={version}+cpu) [ ! -e no-cpu ] && echo "{version} cpu" >torch ;;
-*torch=={version}+cu129) echo "{version} 12.9" >torch ;;
+*torch=={version}+cu126) echo "{version} 12.6" >torch ;;
 *torch=={version}) cp pypi torch ;;
 "-") cat torch 2>/dev/null ;;
 *constraints.txt*) [ ! -e killed ] || exit 9 ;;
@@ -76,7 +76,7 @@ def test_a_choice_is_kept_by_set_ups_that_make_none(set_up: SetUp) -> None:
     assert set_up.torch == BUILDS["cuda"]
 
 
-@pytest.mark.parametrize(("before", "build"), [("cpu", "cuda"), ("cuda", "cpu"), ("cuda", "cu129")])
+@pytest.mark.parametrize(("before", "build"), [("cpu", "cuda"), ("cuda", "cpu"), ("cuda", "cu126")])
 def test_the_build_that_was_chosen_replaces_another(set_up: SetUp, before: str, build: str) -> None:
     """pip alone counts 2.13.0+cpu as 2.13.0 and would keep it."""
     set_up.run("--torch", before)
@@ -101,9 +101,9 @@ def test_without_a_choice_the_driver_decides_and_the_cpu_build_is_announced(set_
 
 def test_a_cuda_build_that_is_there_stays(set_up: SetUp) -> None:
     """Installed by hand, or by a set-up from before builds could be chosen."""
-    (set_up.folder / "torch").write_text(f"{set_up.version} 12.9\n")
+    (set_up.folder / "torch").write_text(f"{set_up.version} 12.6\n")
     set_up.run()
-    assert set_up.torch == "12.9"
+    assert set_up.torch == "12.6"
 
 
 def test_a_cuda_build_that_cannot_be_had_is_an_error(set_up: SetUp) -> None:
