@@ -118,7 +118,9 @@ class ProbeJob:
         if missing:
             checks.append(self._lost(missing, ended))
         elif hosts == 1:
-            checks.append(ok("other hosts", "the job had one host: nothing was compared"))
+            checks.append(
+                ok("other hosts", "the job had one host, so there was no other to compare with")
+            )
         return checks
 
     def request(self) -> SubmissionRequest:

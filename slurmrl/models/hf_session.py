@@ -87,7 +87,8 @@ class HFSession:
         if missing:
             name = type(self._model.inner).__name__
             raise UsageError(
-                f"{name} cannot generate here: its forward takes no {', '.join(sorted(missing))}"
+                f"{name} cannot generate with a key-value cache: its forward() lacks the arguments "
+                f"{', '.join(sorted(missing))}"
             )
         step = {name: value for name, value in arguments.items() if name in self._parameters}
         output = self._model(ids, ids, 0, step)

@@ -210,8 +210,8 @@ def _last_link(status: Status) -> Iterator[StatusFinding]:
         return
     if left_s > link["time_left_s"]:
         text = (
-            f"this is the last link: it ends in {age(link['time_left_s'])}, about {age(left_s)} "
-            f"of training are left; then slurmrl resume {status['trial']}"
+            f"the last link ends in {age(link['time_left_s'])}, but about {age(left_s)} of "
+            f"training are left; when it has ended: slurmrl resume {status['trial']}"
         )
         yield StatusFinding("last_link", text)
 

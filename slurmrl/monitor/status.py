@@ -24,7 +24,7 @@ This object is a contract: fields may be added, none is ever changed or removed.
                                               first; never empty. Codes: docs/status.md
       "phase": "starting" | "running" | "finished" | null,   of the present incarnation; null before
                                               its master reports and after it ended
-      "warned": null,                         why the present incarnation was told to end
+      "warned": null,                         the warning that its job will end
       "waiting": {"for": [3], "hosts": ["n1"], "what": "to finish gen of step 3",
                   "since_s": 2.1, "of": 16,
                   "explained": "ranks 0-2 have waited 3 s in …"} | null,

@@ -23,8 +23,8 @@ OWN_FAULTS = ("exception", "gpu_fault", "oom", "hung", "deadline", "master")
 WARNINGS = {
     "time_limit": "time limit",
     "preemption": "preempted ({signal})",
-    "interrupt": "told to stop ({signal})",
-    "unknown": "told to end ({signal})",
+    "interrupt": "interrupted ({signal})",
+    "unknown": "warned of its end ({signal})",
 }
 CLOCKS_S = 5.0
 """Largest difference of two hosts' clocks."""
@@ -232,7 +232,7 @@ def _infer(failure: Mapping[str, Any]) -> str:
 
 
 def warning(traces: Traces) -> str | None:
-    """Return why an incarnation was told to end, in words."""
+    """Return in words the warning that an incarnation's job would end."""
     if not traces.warned:
         return None
     words = WARNINGS.get(str(traces.warned.get("cause")), WARNINGS["unknown"])
@@ -254,7 +254,7 @@ def _unsaid(traces: Traces) -> End | None:
             return _cancelled(traces)
         return End("gave_up", f"gave up: {first_line(traces.begun.end.data.get('reason'))}")
     if stopped := _newest(traces.master, "stopped"):
-        return End("interrupt", f"told to end, handed over at step {stopped.get('step')}")
+        return End("interrupt", f"interrupted, handed over at step {stopped.get('step')}")
     if failed := _newest(traces.master, "failed"):
         return End("master", first_line(failed.get("reason")) or "the master failed")
     if lost := _newest(traces.supervisor, "lost_host"):

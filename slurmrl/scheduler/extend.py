@@ -149,7 +149,7 @@ class Extender:
                 else:
                     extensions.note(self._run, self._number, self._group, index, job)
         except EnvironmentFailure as error:
-            logger.info("void extensions are left to the next top-up: %s", error)
+            logger.info("void extensions were not recorded; the next top-up tries again: %s", error)
 
     def _noted(self, last: Extension) -> str | None:
         for one in extensions.read(self._run, self._number, self._group):

@@ -15,7 +15,7 @@ _HELD: Final = "scontrol release JOBID releases it"
 
 REASONS: Final[dict[str, tuple[str, str]]] = {
     "Priority": (
-        "jobs of higher priority are in front of it",
+        "jobs of higher priority are ahead of it",
         "wait, or request a shorter time or another partition",
     ),
     "Resources": ("it is next, but the hosts it needs are busy", _WAIT),

@@ -35,8 +35,8 @@ def add_links(paths: RunPaths, *, dry_run: bool = False) -> Submitted | None:
     words = ", ".join(f"{group}: {job}" for group, job in added.items() if job)
     if not words:
         return None
-    done = "more links would be queued" if dry_run else "more were queued behind them"
-    note = f"it is live and has few links left; {done} ({words})"
+    done = "more would be added to its chain" if dry_run else "more were added to its chain"
+    note = f"the trial is live and has few links left: {done} ({words})"
     return Submitted(paths, submission.scheduler, newest_jobs(paths), notes=(note,))
 
 

@@ -47,5 +47,5 @@ def _reason(paths: RunPaths, submission: int) -> str | None:
         return f"the trial has ended ({end.kind})"
     newest = newest_submission(paths)
     if newest is not None and newest.number > submission:
-        return f"submission {submission} was followed by a newer one"
+        return f"submission {submission} was superseded by a newer one"
     return None

@@ -22,8 +22,8 @@ class Rollout(Section):
     """Generation of completions."""
 
     backend: Line = ""
-    """Engine and layout for generation: `sglang:d4t2`. Default: the actor's engine, on its
-    ranks."""
+    """Engine and layout for generation: `sglang:d4t2`. In this version only `slurmrl plan`
+    accepts it; a submission is refused. Default: the actor's engine, on its ranks."""
     gpus: Line = ""
     """GPUs of the trainers' job for generation. Default: sglang and vllm run on separate hosts,
     other engines from GPU 0 of the trainers."""

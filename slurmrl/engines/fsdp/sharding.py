@@ -118,7 +118,7 @@ class Shards:
         if self._stuck:
             raise RunFailedError(
                 f"an earlier step failed, and torch {torch.__version__} cannot reset FSDP after "
-                "that (2.13 can): make the engine anew"
+                "a failure (2.13 and newer can): create a new engine"
             )
         try:
             yield

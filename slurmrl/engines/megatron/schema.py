@@ -33,13 +33,16 @@ def check(config: ModelConfig) -> None:
         )
     elif config.o_bias != config.mlp_bias or (config.o_bias and not config.qkv_bias):
         problems.append(
-            "megatron-core has biases in all matrices or in those of queries, keys and values, "
-            "not in some others"
+            "megatron-core supports biases in all matrices, or only in those of queries, keys and "
+            "values"
         )
     if moe and config.o_bias:
-        problems.append("megatron-core has no experts with biases elsewhere")
+        problems.append("megatron-core does not support experts in a model with attention_bias")
     if moe and moe.normalized and moe.per_token == 1:
-        problems.append("with one expert per token, always of weight 1, the router has no gradient")
+        problems.append(
+            "num_experts_per_tok 1 with norm_topk_prob gives every expert the weight 1, so the "
+            "router would get no gradient"
+        )
     if problems:
         raise UsageError(
             f"the megatron engine does not run this {config.model_type} model: "

@@ -38,8 +38,8 @@ def _suits() -> bool:
     if is_te_min_version(FIRST) and not is_te_min_version(END):
         return True
     warnings.warn(
-        f"TransformerEngine {get_te_version()} is not used: megatron-core supports {FIRST} to "
-        f"below {END}; set transformer_engine: true to use it anyway",
+        f"TransformerEngine {get_te_version()} is not used: megatron-core supports "
+        f">={FIRST},<{END}; set transformer_engine: true to use it anyway",
         RuntimeWarning,
         stacklevel=2,
     )

@@ -23,11 +23,11 @@ def document(report: Mapping[str, Any]) -> Document:
         Table(groups, list(_groups(report)), note=_host_memory(report)),
         Legend({name: _model(model) for name, model in report["models"].items()}),
         *(_grid(report, group) for group in report["groups"]),
-        Table(memory, list(_memory(report)), note=_fullest(report["memory"])),
+        Table(memory, list(_memory(report)), note=_fullest(report)),
         Table(calls, list(_calls(report))),
         _process_groups(report),
     ]
-    ends = {"warnings": "warnings", "notes": "notes", "missing": "before it can be submitted"}
+    ends = {"warnings": "warnings", "notes": "notes", "missing": "to fix before submission"}
     blocks += [Lines(f"{title}:", report[key]) for key, title in ends.items() if report[key]]
     workers = f"{report['gpus']} GPUs, {report['world_size']} workers in the fixed job"
     return Document(f"{report['experiment']}/{report['trial']}", blocks, workers)
@@ -120,13 +120,16 @@ def _memory(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
         yield [name, *map(_size, sizes)]
 
 
-def _fullest(memory: Mapping[str, Any]) -> str:
+def _fullest(report: Mapping[str, Any]) -> str:
+    memory, device = report["memory"], "GPU" if report["gpus"] else "worker"
     if memory["bytes"] is None:
-        return "memory of a GPU: not estimated"
+        return f"memory of a {device}: not estimated"
+    models, size = ", ".join(memory["models"]), _size(memory["bytes"])
+    fullest = f"fullest {device}: {memory['fullest_gpu']} with {models}: {size}"
+    if not report["gpus"]:
+        return fullest
     limit = f", of {_size(memory['gpu_bytes'])}" if memory["gpu_bytes"] else ""
-    needed = f"{_size(memory['bytes'])} and a margin of {_size(memory['margin_bytes'])}{limit}"
-    models = ", ".join(memory["models"])
-    return f"fullest GPU: {memory['fullest_gpu']} with {models}: {needed}"
+    return f"{fullest} and a margin of {_size(memory['margin_bytes'])}{limit}"
 
 
 def _size(number: int) -> str:

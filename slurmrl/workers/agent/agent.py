@@ -150,7 +150,7 @@ class Agent:
         try:
             publish_loss(self.host.names, identity.host, incarnation, identity.job)
         except EnvironmentFailure as error:
-            logger.warning("cannot report that this host is given up: %s", error)
+            logger.warning("cannot report this host as lost: %s", error)
 
     def _record_start(self, failed: Failure) -> None:
         """Record that this host cannot serve, so that other hosts are tried."""

@@ -88,7 +88,7 @@ def test_release_that_megatron_does_not_take_is_passed_over(te_ranks: RankPool) 
     assert te_ranks(1, f"{HERE}:chosen", "2.11.0", "float32") == [(False, [])]
     (found,) = te_ranks(1, f"{HERE}:chosen", "2.12.0", "bfloat16")
     message = (
-        "TransformerEngine 2.12.0 is not used: megatron-core supports 2.9.0a0 to below 2.12; set "
+        "TransformerEngine 2.12.0 is not used: megatron-core supports >=2.9.0a0,<2.12; set "
         "transformer_engine: true to use it anyway"
     )
     assert found == (False, [message])

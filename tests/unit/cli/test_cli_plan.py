@@ -98,6 +98,19 @@ def test_a_configuration_is_planned_as_tables(
     assert "process groups: global 1, model actor 1, actor tp 1" in out
 
 
+@pytest.mark.parametrize(("gpus", "device"), [("0", "worker"), ("1", "GPU")])
+def test_only_a_plan_with_gpus_names_a_gpu_and_its_margin(
+    gpus: str, device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = str(write_config(tmp_path))
+    code, out, _ = run(
+        capsys, "plan", config, f"cluster.gpus_per_worker={gpus}", "--scheduler", "slurm"
+    )
+    assert code == 0
+    assert f"fullest {device}: 0 with actor" in out
+    assert ("and a margin of" in out) == (device == "GPU")
+
+
 def test_a_configuration_is_planned_as_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -63,7 +63,7 @@ def test_one_trial() -> None:
 
 
 def test_nothing_is_wider_than_the_terminal() -> None:
-    words = "jobs of higher priority are in front of it; " * 3
+    words = "jobs of higher priority are ahead of it; " * 3
     waits = pending("Priority", words, incarnations=[incarnation(1, how=words)])
     for one in (waits, status(state="FAILED", reason=words)):
         for text in (render.one(one, 80), render.many([one, one], 80)):

@@ -144,8 +144,8 @@ def test_flat_ranges_together_hold_what_the_pieces_hold(cuts: list[int]) -> None
             {"model_type": "gpt2", "vocab_size": 8, "n_embd": 8, "n_layer": 2, "n_head": 2},
             "needs rotary positions",
         ),
-        ({**DENSE, "model_type": "qwen3", "attention_bias": True}, "not in some others"),
-        ({**SPARSE, "num_experts_per_tok": 1, "norm_topk_prob": True}, "always of weight 1"),
+        ({**DENSE, "model_type": "qwen3", "attention_bias": True}, "only in those of queries"),
+        ({**SPARSE, "num_experts_per_tok": 1, "norm_topk_prob": True}, "every expert the weight 1"),
         ({**DENSE, "model_type": "gpt9"}, "is not supported"),
     ],
 )

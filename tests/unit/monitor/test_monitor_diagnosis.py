@@ -82,7 +82,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "restarting",
         "restarting after: rank 3 on n1 died: SIGKILL",
     ),
-    "told to stop": (
+    "warned of its end": (
         status(warned="time limit"),
         "stopping",
         "time limit: stops at the next step and commits",
@@ -143,8 +143,8 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
     "last link": (
         status(links_left=0, timing=timing(left_s=7200.0)),
         "last_link",
-        "this is the last link: it ends in 20 min, about 2 h of training are left; then slurmrl "
-        "resume add/1",
+        "the last link ends in 20 min, but about 2 h of training are left; when it has ended: "
+        "slurmrl resume add/1",
     ),
     "last link, long enough": (
         status(links_left=0),

@@ -114,8 +114,8 @@ def test_failures_of_older_versions_name_no_cause(
         ("time_limit", True, "time_limit", "time limit, handed over at step 12"),
         ("preemption", True, "preemption", "preempted (SIGTERM), handed over at step 12"),
         ("preemption", False, "preemption", "preempted (SIGTERM), before it could commit"),
-        ("interrupt", True, "interrupt", "told to stop (SIGTERM), handed over at step 12"),
-        ("unknown", True, "unknown", "told to end (SIGTERM), handed over at step 12"),
+        ("interrupt", True, "interrupt", "interrupted (SIGTERM), handed over at step 12"),
+        ("unknown", True, "unknown", "warned of its end (SIGTERM), handed over at step 12"),
     ],
 )
 def test_warnings_in_words(run: FakeRun, warned: str, stopped: bool, cause: str, how: str) -> None:

@@ -51,7 +51,7 @@ def test_a_dry_run_says_so_and_queues_nothing(paths: RunPaths, scheduler: FakeSc
     last_link(scheduler, queued=1)
     found = add_links(paths, dry_run=True)
     assert found is not None
-    assert "more links would be queued (trainer: one job array)" in found.notes[0]
+    assert "more would be added to its chain (trainer: one job array)" in found.notes[0]
     assert scheduler.done == []
 
 
