@@ -91,13 +91,13 @@ def in_order(
 ) -> Outputs:
     """Per-token results of micro-batches in the sample's order."""
     tokens = item_tokens(sample)
-    found: dict[str, list[Tensor]] = {name: [torch.empty(0)] * sample.bs for name in results[0]}
+    by_name: dict[str, list[Tensor]] = {name: [torch.empty(0)] * sample.bs for name in results[0]}
     for part, outputs in zip(parts, results, strict=True):
         for name, values in outputs.items():
             pieces = torch.split(values, [tokens[index] for index in part])
             for index, piece in zip(part, pieces, strict=True):
-                found[name][index] = piece
-    return {name: torch.cat(pieces) for name, pieces in found.items()}
+                by_name[name][index] = piece
+    return {name: torch.cat(pieces) for name, pieces in by_name.items()}
 
 
 class Sums:
@@ -151,8 +151,8 @@ def _gather(values: list[float], context: ParallelContext) -> list[list[float]]:
     if context.dp_size == 1:
         return [values]
     own = torch.tensor(values, dtype=torch.float64, device=context.device)
-    found = collectives.gathered(own, context.group("dp"))
-    rows: list[list[float]] = found.view(context.dp_size, -1).tolist()
+    gathered = collectives.gathered(own, context.group("dp"))
+    rows: list[list[float]] = gathered.view(context.dp_size, -1).tolist()
     return rows
 
 
@@ -170,11 +170,11 @@ def _names_of_any(names: list[str], context: ParallelContext) -> list[str]:
     padded[: len(text)] = torch.tensor(list(text), dtype=torch.int32)
     padded = padded.to(context.device)
     dist.all_reduce(padded, dist.ReduceOp.MAX, group=group)
-    found = bytes(padded.tolist())
-    if names and found != text:
+    encoded = bytes(padded.tolist())
+    if names and encoded != text:
         raise UsageError(
             f"the loss function returns the statistics {', '.join(names)} on this rank and others "
             "on another rank: it must return the same names for every micro-batch"
         )
-    named: list[str] = json.loads(found)
+    named: list[str] = json.loads(encoded)
     return named

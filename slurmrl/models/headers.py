@@ -63,7 +63,7 @@ def read_headers(folder: Path) -> tuple[dict[str, Header], list[str]]:
         files = weight_files(folder)
     except UsageError as error:
         return {}, [str(error)]
-    found: dict[str, Header] = {}
+    headers: dict[str, Header] = {}
     problems = []
     for file, names in files.items():
         try:
@@ -76,8 +76,8 @@ def read_headers(folder: Path) -> tuple[dict[str, Header], list[str]]:
             continue
         if absent := sorted(names - held.keys()):
             problems.append(f"{folder / file} lacks {_some(absent)}, which {INDEX_FILE} lists")
-        found |= held
-    return found, problems
+        headers |= held
+    return headers, problems
 
 
 def mismatches(headers: Mapping[str, Header], config: ModelConfig, head: Head) -> list[str]:
@@ -92,16 +92,16 @@ def mismatches(headers: Mapping[str, Header], config: ModelConfig, head: Head) -
             other.append(f"{name} {list(header.shape)} instead of {list(shape)}")
         elif header.dtype not in FLOATS:
             quantised.append(f"{name} ({header.dtype})")
-    found = []
+    messages = []
     if missing:
-        found.append(f"the files lack {_some(missing)}, which config.json implies")
+        messages.append(f"the files lack {_some(missing)}, which config.json implies")
     if other:
-        found.append(f"shapes differ from those that config.json implies: {_some(other)}")
+        messages.append(f"shapes differ from those that config.json implies: {_some(other)}")
     if quantised:
-        found.append(
+        messages.append(
             f"{_some(quantised)}: quantised weights are not supported, only {', '.join(FLOATS)}"
         )
-    return found
+    return messages
 
 
 def stored_name(name: str, names: Container[str]) -> str | None:
@@ -128,12 +128,12 @@ def implied_shapes(config: ModelConfig, head: Head) -> dict[str, tuple[int, ...]
 
 def _held(path: Path) -> dict[str, Header]:
     """Raises FileNotFoundError, OSError, SafetensorError (also for a truncated file)."""
-    found = {}
+    headers = {}
     with safe_open(path, framework="np") as file:
         for name in file.keys():  # noqa: SIM118 - not a mapping
             view = file.get_slice(name)
-            found[name] = Header(tuple(view.get_shape()), str(view.get_dtype()))
-    return found
+            headers[name] = Header(tuple(view.get_shape()), str(view.get_dtype()))
+    return headers
 
 
 def _some(names: list[str]) -> str:

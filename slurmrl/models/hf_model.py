@@ -116,8 +116,8 @@ class HFModel(PackedModel):
         mask = (columns < lengths[:, None]).long()
         whole = self.head == "lm" and not self._multiplies
         inner = self.inner if whole else self.inner.base_model
-        found = inner(input_ids=ids, attention_mask=mask, use_cache=False)
-        return (found.logits if whole else found.last_hidden_state)[rows, places]
+        output = inner(input_ids=ids, attention_mask=mask, use_cache=False)
+        return (output.logits if whole else output.last_hidden_state)[rows, places]
 
     def logprobs(
         self, features: Tensor, input_ids: Tensor, cu_seqlens: Tensor, temperature: float

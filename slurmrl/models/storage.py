@@ -41,9 +41,9 @@ def experts(config: ModelConfig, name: str, shape: Index) -> tuple[TensorSlice, 
     """Files have one tensor per expert, with the family's names."""
     names = config.family.experts
     assert names is not None
-    prefix, found, matrix = name.partition(".mlp.experts.")
+    prefix, separator, matrix = name.partition(".mlp.experts.")
     block = f".{names.block}."
-    if not found:
+    if not separator:
         return (TensorSlice(name.replace(".mlp.gate.", f"{block}gate.")),)
     theirs = {"gate_proj": names.gate, "up_proj": names.up, "down_proj": names.down}[matrix]
     return tuple(

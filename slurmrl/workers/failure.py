@@ -124,10 +124,10 @@ def publish(
 def publish_loss(names: NameStore, host: str, incarnation: int, job: str) -> None:
     """Publish that a host is of no further use in this start of a job. Raises EnvironmentFailure
     if the directory does not answer."""
-    said = json.dumps({"incarnation": incarnation, "job": job})
+    note = json.dumps({"incarnation": incarnation, "job": job})
     retry(
         "report a lost host",
-        lambda: names.add(keys.lost(host), said, replace=True, delete_on_exit=False),
+        lambda: names.add(keys.lost(host), note, replace=True, delete_on_exit=False),
         timeout_s=PUBLISH_TIMEOUT_S,
     )
 

@@ -138,14 +138,14 @@ def find_descendant(pid: int, name: str) -> int | None:
 def kill_descendant(pid: int, name: str) -> int | None:
     """Send SIGKILL to the descendant of ``pid`` that has this name. Return a descriptor that is
     readable once it has ended and its memory and devices are freed; None if there is none."""
-    found = find_descendant(pid, name)
-    if found is None:
+    descendant = find_descendant(pid, name)
+    if descendant is None:
         return None
     try:
-        pidfd = os.pidfd_open(found)
+        pidfd = os.pidfd_open(descendant)
     except ProcessLookupError:
         return None
-    if find_descendant(pid, name) == found:  # and not another process that got its number
+    if find_descendant(pid, name) == descendant:  # and not another process that got its number
         with suppress(ProcessLookupError):
             signal.pidfd_send_signal(pidfd, signal.SIGKILL)
     return pidfd

@@ -69,11 +69,11 @@ def read(names: NameStore, number: int) -> Turn | None:
     """Return the turn with a number; None if there is none. Raises CorruptFileError."""
     key = keys.baton(number)
     try:
-        said = documents.parse(names.get(key), f"the name {key}", FIELDS, FIELDS)
+        values = documents.parse(names.get(key), f"the name {key}", FIELDS, FIELDS)
     except NameNotFoundError:
         return None
-    left = Left(said["left"])
-    return Turn(said["start"], said["element"], said["host"], said["before"], left)
+    left = Left(values["left"])
+    return Turn(values["start"], values["element"], values["host"], values["before"], left)
 
 
 def read_intact(names: NameStore, number: int) -> Turn | None:
@@ -87,7 +87,7 @@ def read_intact(names: NameStore, number: int) -> Turn | None:
 
 def put_back(names: NameStore) -> frozenset[str]:
     """Return the starts of jobs that Slurm took away from the trial."""
-    found = names.find_subtree(keys.batons())
-    numbers = [int(tail) for key in found if (tail := key.rpartition("/")[2]).isdecimal()]
+    batons = names.find_subtree(keys.batons())
+    numbers = [int(tail) for key in batons if (tail := key.rpartition("/")[2]).isdecimal()]
     turns = [turn for number in numbers if (turn := read_intact(names, number)) is not None]
     return frozenset(turn.before for turn in turns if turn.left is Left.PUT_BACK)

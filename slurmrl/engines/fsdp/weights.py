@@ -49,17 +49,17 @@ def whole_shapes(model: PackedModel) -> dict[str, Index]:
 def constant_specs(model: PackedModel, *, trained: bool) -> dict[str, TensorSpec]:
     """The model's constants, by name. Raises UsageError if a checkpoint of a trained model cannot
     store them."""
-    found = {
+    specs = {
         name: TensorSpec(tuple(values.shape), str(values.dtype).removeprefix("torch."))
         for name, values in model.constants().items()
     }
-    odd = sorted(name for name, spec in found.items() if spec.dtype != "float32")
+    odd = sorted(name for name, spec in specs.items() if spec.dtype != "float32")
     if trained and odd:
         raise UsageError(
             f"{model.config.model_type} models cannot be trained here: {odd[0]} is "
-            f"{found[odd[0]].dtype}, not float32"
+            f"{specs[odd[0]].dtype}, not float32"
         )
-    return found
+    return specs
 
 
 @torch.no_grad()

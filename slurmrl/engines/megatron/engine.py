@@ -86,14 +86,14 @@ class MegatronEngine(Engine):
         self._vocabulary = _padded(config, model.model or ParallelSizes(), context.axis_size("tp"))
         self._place = self._place_of(context.rank)
         trains_whole = trained and not context.sequence_parallel
-        found = misfits(
+        problems = misfits(
             config,
             self._place,
             context.axis_size("cp"),
             self._vocabulary,
             trains_whole=trains_whole,
         )
-        if text := "; ".join(found):
+        if text := "; ".join(problems):
             raise UsageError(f"{role}: {text}")
         self._groups = collection(context)
         self._te = transformer_engine.chosen(model.transformer_engine, context.device, model.dtype)
@@ -181,14 +181,14 @@ class MegatronEngine(Engine):
         if self._optimizer is None:
             return {}
         names = {parameter: name for name, parameter in self._parameters().items()}
-        found: Held = {}
+        held: Held = {}
         for shard in self._optimizer.shards():
             storage = names[shard.parameter]
             own = list(part_of_flat(self._parts[storage], shard.first, shard.last))
-            found[storage] = (shard.weight, own)
+            held[storage] = (shard.weight, own)
             for moment, values in shard.moments.items() if moments else ():
-                found[f"{moment}/{storage}"] = (values, [_of_moment(moment, p) for p in own])
-        return found
+                held[f"{moment}/{storage}"] = (values, [_of_moment(moment, p) for p in own])
+        return held
 
     @property
     def steps(self) -> int:

@@ -47,8 +47,8 @@ class Inner:
         self.ours: ShardOptimizer = kind(options, total_steps, self.shards, matrices)
 
     def step(self) -> None:
-        found = {name: shard.grad for name, shard in self.shards.items()}
-        gradients = {name: grad for name, grad in found.items() if grad is not None}
+        all_gradients = {name: shard.grad for name, shard in self.shards.items()}
+        gradients = {name: grad for name, grad in all_gradients.items() if grad is not None}
         self.ours.step(self.shards, gradients)
 
     def moments(self, name: str) -> dict[str, Tensor]:
@@ -116,9 +116,9 @@ class ShardedOptimizer:
         """All shards of this rank, in a fixed order."""
         for optimizer, inner in zip(self._all.chained_optimizers, self._inner, strict=True):
             for name, whole in inner.wholes.items():
-                found = optimizer._get_model_param_range_map(whole)["param"]
+                part = optimizer._get_model_param_range_map(whole)["param"]
                 weight = inner.shards[name].detach()
-                yield OptimizerShard(whole, found.start, found.end, weight, inner.moments(name))
+                yield OptimizerShard(whole, part.start, part.end, weight, inner.moments(name))
 
     def continue_from(self, steps: int) -> None:
         """Set the step count to that of the loaded moments."""

@@ -33,7 +33,7 @@ def parts_of(
 ) -> Parts:
     """All shards of a rank; ``vocabulary`` is the padded number of rows; ``grouped`` where one
     module has the experts of a layer."""
-    return _Parts(config, head, place, vocabulary, EXPERTS[grouped]).found
+    return _Parts(config, head, place, vocabulary, EXPERTS[grouped]).parts
 
 
 def part_of_flat(shards: Iterable[Shard], first: int, last: int) -> Iterator[Shard]:
@@ -54,7 +54,7 @@ class _Parts:
     ) -> None:
         self.config, self.place, self.expert = config, place, expert
         self.shapes: Mapping[str, Index] = parameter_shapes(config, head)
-        self.found: Parts = {}
+        self.parts: Parts = {}
         for stage in place.stages(config.num_layers):
             if stage.embeds:
                 self._vocabulary(stage, "embedding.word_embeddings.weight", EMBEDDING, vocabulary)
@@ -134,7 +134,7 @@ class _Parts:
             box = Box(tuple(start), tuple(size))
             shards.append(Shard.contiguous(full, box, storage, offset))
             offset += box.count
-        self.found[storage] = shards
+        self.parts[storage] = shards
 
     def _columns(self, storage: str, rows: list[Rows]) -> None:
         """Rows of several matrices, concatenated, and of their biases."""
@@ -149,7 +149,7 @@ class _Parts:
         width = columns // parts
         box = Box((0, width * part), (rows, width))
         weight = f"{storage}.weight"
-        self.found[weight] = [Shard.contiguous(f"{name}.weight", box, weight)]
+        self.parts[weight] = [Shard.contiguous(f"{name}.weight", box, weight)]
         if f"{name}.bias" in self.shapes:
             self._whole(f"{storage}.bias", f"{name}.bias")
 
@@ -161,8 +161,8 @@ class _Parts:
             if box.count:
                 shards.append(Shard.contiguous(name, box, storage, offset))
             offset += box.count
-        self.found[storage] = shards
+        self.parts[storage] = shards
 
     def _whole(self, storage: str, name: str) -> None:
         box = Box.whole(self.shapes[name])
-        self.found[storage] = [Shard.contiguous(name, box, storage)]
+        self.parts[storage] = [Shard.contiguous(name, box, storage)]

@@ -22,12 +22,12 @@ def main() -> int:
         metavar="{cpu,cuda}",
         help="cpu needs a C++ compiler, cuda nvcc as well (default: both)",
     )
-    found = toolchain.find()
+    tools = toolchain.find()
     status = 0
     for half in parser.parse_args().half or list(Half):
         try:
             path = build.library(
-                recipe.make(half, found), build.cache_folder(), build.host_folder()
+                recipe.make(half, tools), build.cache_folder(), build.host_folder()
             )
         except SlurmrlError as error:
             print(f"build-ops: {half}: {error}", file=sys.stderr)

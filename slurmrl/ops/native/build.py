@@ -81,8 +81,8 @@ def ready_made(half: Half, cache: Path) -> list[Path]:
     if not cache.is_dir():
         return []
     ownership.check(cache)
-    found = cache.glob(f"{stem(half)}-*.so")
-    return sorted(found, key=lambda path: path.stat().st_mtime, reverse=True)
+    libraries = cache.glob(f"{stem(half)}-*.so")
+    return sorted(libraries, key=lambda path: path.stat().st_mtime, reverse=True)
 
 
 def run_compiler(recipe: Recipe, folder: Path) -> Path:

@@ -57,8 +57,8 @@ def load(half: Half) -> Any:
     """
     folder = build.cache_folder()
     try:
-        found = recipe.make(half, toolchain.find())
-        paths = [build.library(found, folder, build.host_folder())]
+        wanted = recipe.make(half, toolchain.find())
+        paths = [build.library(wanted, folder, build.host_folder())]
     except EnvironmentFailure:
         paths = build.ready_made(half, folder)
         if not paths:
@@ -77,14 +77,14 @@ def load(half: Half) -> Any:
 @cache
 def _ready(device: torch.device) -> Any:
     """The operators, once they have run on the device. Raises EnvironmentFailure."""
-    found = load(HALVES[device.type])
+    operators = load(HALVES[device.type])
     if device.type == "cuda":
         try:
             with torch.cuda.device(device):
-                found.probe()
+                operators.probe()
         except RuntimeError as error:
             raise EnvironmentFailure(f"{device}: {error}") from error
-    return found
+    return operators
 
 
 @cache

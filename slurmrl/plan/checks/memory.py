@@ -34,10 +34,10 @@ def memory(draft: Draft) -> Iterator[Problem]:
     limit = hardware.memory_bytes(draft.config.cluster)
     if limit is None or draft.config.cluster.gpus_per_worker == 0:
         return
-    found = fullest_gpu(draft)
-    if found.size + margin(found.size) > limit:
-        spare = f" and a margin of {_gib(margin(found.size))}"
-        message = f"GPU {found.rank} {_needs(found, spare)}; it has {_gib(limit)}"
+    fullest = fullest_gpu(draft)
+    if fullest.size + margin(fullest.size) > limit:
+        spare = f" and a margin of {_gib(margin(fullest.size))}"
+        message = f"GPU {fullest.rank} {_needs(fullest, spare)}; it has {_gib(limit)}"
         where = ("cluster", "gpu_memory")
         yield draft.problem(
             where if draft.writes(*where) else ("actor", "backend"),
@@ -65,30 +65,30 @@ def refusal(checked: Checked, name: str, total_bytes: int) -> str | None:
     count, and a ``cluster.gpu_memory`` was compared at submission."""
     if checked.config.cluster.gpu_memory is not None:
         return None
-    found = fullest_gpu(checked, certain=True)
-    if found.size <= total_bytes:
+    fullest = fullest_gpu(checked, certain=True)
+    if fullest.size <= total_bytes:
         return None
     return (
-        f"a GPU {_needs(found)}; the {name} has {_gib(total_bytes)}: "
+        f"a GPU {_needs(fullest)}; the {name} has {_gib(total_bytes)}: "
         f"{advice(checked, total_bytes)}. If its sequences are shorter than the configuration "
         "allows, set cluster.gpu_memory to more than the estimate to skip this check"
     )
 
 
-def _needs(found: Fullest, spare: str = "") -> str:
-    parts = ", ".join(f"{part} {_gib(size)}" for part, size in found.parts.items() if size)
-    models = ", ".join(found.models)
-    return f"is estimated to need {_gib(found.size)} for {models} ({parts}){spare}"
+def _needs(fullest: Fullest, spare: str = "") -> str:
+    parts = ", ".join(f"{part} {_gib(size)}" for part, size in fullest.parts.items() if size)
+    models = ", ".join(fullest.models)
+    return f"is estimated to need {_gib(fullest.size)} for {models} ({parts}){spare}"
 
 
 def advice(checked: Checked, limit: int) -> str:
     """What to change so that the models fit, the cheapest first."""
-    found = [*_checkpointing(checked, limit), "lower max_tokens_per_microbatch"]
+    remedies = [*_checkpointing(checked, limit), "lower max_tokens_per_microbatch"]
     lengths = lengths_of(checked.config, checked.algorithm, shape_of(checked.config.actor))
     if lengths is not None and lengths.assumed:
         key = "max_prompt_tokens" if checked.config.dataset.type == "prompt" else "max_tokens"
-        found.append(f"set dataset.{key} (without it, {lengths.longest} tokens are assumed)")
-    return f"{', '.join(found)}, or split the models over more GPUs (see slurmrl plan)"
+        remedies.append(f"set dataset.{key} (without it, {lengths.longest} tokens are assumed)")
+    return f"{', '.join(remedies)}, or split the models over more GPUs (see slurmrl plan)"
 
 
 def _checkpointing(checked: Checked, limit: int) -> Iterator[str]:

@@ -63,8 +63,8 @@ def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
     uses = {use.role: use for use in algorithm.roles()}
     placed = placements(config, uses)
     on = [(call, layout_of(call, list(placed))) for call in algorithm.calls(config)]
-    found = {}
-    for name, one in placed.items():
+    estimates = {}
+    for name, placement in placed.items():
         model = model_of(config, name)
         shape = shape_of(model)
         if shape is None:
@@ -77,7 +77,7 @@ def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
         demand = MemoryDemand(
             model=model,
             shape=shape,
-            allocation=one.allocation,
+            allocation=placement.allocation,
             head=use.head,
             trained=use.trained,
             computes=bool(methods - {Method.GENERATE}),
@@ -85,38 +85,42 @@ def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
             lengths=lengths,
             minibatches=int(getattr(algorithm, "n_minibatches", 1)) if use.trained else 1,
         )
-        found[name] = estimate(demand)
-    return found
+        estimates[name] = estimate(demand)
+    return estimates
 
 
 def fullest(placed: dict[str, Placement], sizes: dict[str, Memory]) -> Fullest:
     """The GPU with the highest estimate. Calls run one after the other, so of the models' transient
     memory only the largest counts."""
     on: dict[int, list[str]] = {}
-    for name, one in placed.items():
-        if one.group == TRAINERS and name in sizes:
-            for rank in one.ranks:
+    for name, placement in placed.items():
+        if placement.group == TRAINERS and name in sizes:
+            for rank in placement.ranks:
                 on.setdefault(rank, []).append(name)
     best = Fullest()
     first_ranks = {tuple(names): rank for rank, names in sorted(on.items(), reverse=True)}
     for names, rank in first_ranks.items():
-        found = Fullest(rank, names, _parts({name: sizes[name] for name in names}))
-        if found.size > best.size:
-            best = found
+        candidate = Fullest(rank, names, _parts({name: sizes[name] for name in names}))
+        if candidate.size > best.size:
+            best = candidate
     return best
 
 
 def _parts(models: Mapping[str, Memory]) -> dict[str, int]:
-    computing = {f"activations of {name}": (one.computing, one) for name, one in models.items()}
-    generating = {f"kv_cache of {name}": (one.kv_cache, one) for name, one in models.items()}
+    computing = {
+        f"activations of {name}": (memory.computing, memory) for name, memory in models.items()
+    }
+    generating = {
+        f"kv_cache of {name}": (memory.kv_cache, memory) for name, memory in models.items()
+    }
     largest, (size, busy) = max({**computing, **generating}.items(), key=lambda item: item[1][0])
-    gradients = sum(0 if one.frees_gradients else one.gradients for one in models.values())
+    gradients = sum(0 if memory.frees_gradients else memory.gradients for memory in models.values())
     if busy.frees_gradients and largest in computing:
         gradients, size = gradients + busy.gradients, busy.activations
     return {
-        "weights": sum(one.weights for one in models.values()),
+        "weights": sum(memory.weights for memory in models.values()),
         "gradients": gradients,
-        "optimizer": sum(one.optimizer for one in models.values()),
+        "optimizer": sum(memory.optimizer for memory in models.values()),
         largest: size,
     }
 

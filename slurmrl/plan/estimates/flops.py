@@ -39,8 +39,8 @@ def attention_flops(shape: ModelShape, length: int) -> int:
 def call_flops(shape: ModelShape, head: Head, method: Method, lengths: Lengths, passes: int) -> int:
     """Operations for all sequences of a step at full length; a train_step makes ``passes`` passes
     over them."""
-    one = lengths.longest * forward_flops_per_token(shape, head)
-    total = lengths.sequences * (one + attention_flops(shape, lengths.longest))
+    products = lengths.longest * forward_flops_per_token(shape, head)
+    total = lengths.sequences * (products + attention_flops(shape, lengths.longest))
     return total * passes * (1 + BACKWARD) if method is Method.TRAIN_STEP else total
 
 

@@ -26,14 +26,14 @@ def worker_bytes(checked: Checked) -> int | None:
     placed = placements(checked.config, uses)
     on_rank: dict[int, int] = {}
     loading = 0
-    for name, one in placed.items():
-        if one.group != TRAINERS or name not in uses:
+    for name, placement in placed.items():
+        if placement.group != TRAINERS or name not in uses:
             continue
-        found = _model_bytes(checked.config, uses[name], one)
-        if found is None:
+        size = _model_bytes(checked.config, uses[name], placement)
+        if size is None:
             return None
-        for rank in one.ranks:
-            on_rank[rank] = on_rank.get(rank, 0) + found
+        for rank in placement.ranks:
+            on_rank[rank] = on_rank.get(rank, 0) + size
         loading = max(loading, _loading_bytes(checked.config, uses[name]))
     return WORKER + max(max(on_rank.values(), default=0), loading)
 
@@ -46,13 +46,13 @@ def _model_bytes(config: Config, use: RoleUse, placed: Placement) -> int | None:
     if shape is None:
         return None
     own = shard_parameters(shape, placed.allocation, use.head)
-    moments, found = len(model.optimizer.moments), 0.0
+    moments, size = len(model.optimizer.moments), 0.0
     if use.trained and config.checkpoint.asynchronous:
-        found += 4 * own * (1 + moments)
+        size += 4 * own * (1 + moments)
     if model.cpu_offload and placed.allocation.backend in SHARDED:
         width = 4 if use.trained else BYTES[model.dtype]
-        found += ROUNDED * width * own + (4 * own * (1 + moments) if use.trained else 0)
-    return round(found)
+        size += ROUNDED * width * own + (4 * own * (1 + moments) if use.trained else 0)
+    return round(size)
 
 
 def _loading_bytes(config: Config, use: RoleUse) -> int:

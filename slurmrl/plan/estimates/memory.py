@@ -210,8 +210,10 @@ def _tokens_of_rank(job: MemoryDemand, lengths: Lengths) -> int:
 
 def uses_sequence_parallel(model: Model, allocation: Allocation) -> bool:
     """The role's setting; by default megatron uses it with tensor parallelism."""
-    said = model.model.sequence_parallel if model.model else None
-    return allocation.backend == "megatron" and allocation.sizes["tp"] > 1 if said is None else said
+    setting = model.model.sequence_parallel if model.model else None
+    if setting is None:
+        return allocation.backend == "megatron" and allocation.sizes["tp"] > 1
+    return setting
 
 
 def layer_activations(job: MemoryDemand, *, products: bool = False) -> float:
@@ -254,9 +256,9 @@ def _inner_tensors(job: MemoryDemand) -> int:
 
 def _may_use_transformer_engine(job: MemoryDemand) -> bool:
     """Whether TransformerEngine is allowed; by default it is used if the host has it."""
-    said = job.model.transformer_engine
+    setting = job.model.transformer_engine
     return job.allocation.backend == "megatron" and (
-        job.model.dtype != "float32" if said is None else said
+        job.model.dtype != "float32" if setting is None else setting
     )
 
 
@@ -303,11 +305,11 @@ def _layer_backward(job: MemoryDemand, tokens: int) -> float:
         products = job.model.recompute == "selective"
         again = layer_activations(job) - (layer_activations(job, products=True) if products else 0)
         elements += again
-    found = elements * tokens * width
+    size = elements * tokens * width
     if job.allocation.backend in SHARDED:
-        found += _gathered_layers(job) + _layer_total(job) * (width + REDUCED)
-        found += _tied_projection(job) * 2 * width
-    return found
+        size += _gathered_layers(job) + _layer_total(job) * (width + REDUCED)
+        size += _tied_projection(job) * 2 * width
+    return size
 
 
 def _tied_projection(job: MemoryDemand) -> float:

@@ -74,8 +74,8 @@ def shape_of(model: Model) -> ModelShape | None:
 def read(values: Mapping[str, Any]) -> ModelShape | None:
     """The shape in a ``config.json`` object; None if sizes are missing."""
     family = resolve(FAMILIES).get(values.get("model_type"))
-    said = {name: value for name, value in values.items() if value is not None}
-    full = {**(family.defaults if family else {}), **said}
+    stated = {name: value for name, value in values.items() if value is not None}
+    full = {**(family.defaults if family else {}), **stated}
     hidden = _number(full, "hidden_size", "n_embd", "d_model")
     layers = _number(full, "num_hidden_layers", "n_layer")
     heads = _number(full, "num_attention_heads", "n_head")

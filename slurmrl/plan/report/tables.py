@@ -51,13 +51,13 @@ def expert_topology(model: ModelPlan) -> ProcessTopology | None:
 def rows(plan: Plan, model: ModelPlan) -> list[Row]:
     """The rows of a model's ranks, in their order."""
     group, grid, experts = plan.group(model.group), topology(model), expert_topology(model)
-    found = []
+    table = []
     for rank, place in enumerate(model.ranks):
         host, gpu = divmod(place, group.workers_per_host)
         coordinates = grid.coordinates(rank)
         own = experts.coordinates(rank) if experts else {}
-        found.append(Row(rank, place, host, gpu, coordinates, own))
-    return found
+        table.append(Row(rank, place, host, gpu, coordinates, own))
+    return table
 
 
 def process_groups(plan: Plan) -> list[ProcessGroup]:
@@ -91,12 +91,12 @@ def _of_axes(model: ModelPlan, grid: ProcessTopology, name: str) -> Iterator[Wan
 
 def split_over_hosts(plan: Plan) -> list[str]:
     """Models with a tensor-parallel group on several hosts that would fit on one."""
-    found = []
+    split = []
     for name, model in plan.models.items():
         per_host, size = plan.group(model.group).workers_per_host, model.sizes["tp"]
         if size == 1 or size > per_host:
             continue
         groups = topology(model).groups("tp")
         if any(len({model.ranks[i] // per_host for i in members}) > 1 for members in groups):
-            found.append(name)
-    return found
+            split.append(name)
+    return split

@@ -115,10 +115,10 @@ def _calls(
     """The calls of a step, with FLOPs of all ranks together and seconds where the GPU is known."""
     config = settings.config
     by_name: dict[str, Call] = {call.name: call for call in settings.algorithm.calls(config)}
-    found = []
+    calls = []
     for call in plan.calls:
         cost = costs.cost(settings, by_name[call.name], placed)
-        found.append(
+        calls.append(
             {
                 "name": call.name,
                 "model": call.layout or call.role,
@@ -132,18 +132,18 @@ def _calls(
                 "seconds": round(cost.seconds, 4) if cost and cost.seconds is not None else None,
             }
         )
-    return found
+    return calls
 
 
 def _fullest(
     settings: Settings, placed: dict[str, Placement], memories: dict[str, Memory]
 ) -> dict[str, Any]:
-    found = costs.fullest(placed, memories)
+    fullest = costs.fullest(placed, memories)
     return {
-        "fullest_gpu": found.rank,
-        "models": list(found.models),
-        "bytes": found.size if found.models else None,
-        "margin_bytes": hardware.margin(found.size) if found.models else None,
+        "fullest_gpu": fullest.rank,
+        "models": list(fullest.models),
+        "bytes": fullest.size if fullest.models else None,
+        "margin_bytes": hardware.margin(fullest.size) if fullest.models else None,
         "gpu_bytes": hardware.memory_bytes(settings.config.cluster),
     }
 

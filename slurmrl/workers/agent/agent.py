@@ -128,7 +128,7 @@ class Agent:
         if self.host.warnings.received:
             logger.info("this job will end soon: no further incarnation is formed")
             return FAILED
-        ends = [one.get("cause") for one in (failed, first) if one is not None]
+        ends = [failure.get("cause") for failure in (failed, first) if failure is not None]
         if self._without or any(cause in HOST_LOSSES for cause in ends):
             return AGAIN
         if failed is not None and failed["cause"] == Cause.ENVIRONMENT:

@@ -87,10 +87,10 @@ class Host:
 
     def _outputs(self, limit_bytes: int) -> list[Output]:
         groups = [self.group.name, *(["master"] if self.leads else [])]
-        found = [Output(self._log(name), limit_bytes, self.intervals.check_s) for name in groups]
-        for output in found:
+        outputs = [Output(self._log(name), limit_bytes, self.intervals.check_s) for name in groups]
+        for output in outputs:
             output.prune()
-        return found
+        return outputs
 
     @property
     def leads(self) -> bool:

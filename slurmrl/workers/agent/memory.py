@@ -28,16 +28,17 @@ class OomKills:
 
 def _counters(root: Path) -> list[Path]:
     """Return the files that may hold the count, the most precise one first."""
-    found: list[Path] = []
+    counters: list[Path] = []
     mounted = root / "sys/fs/cgroup"
     for line in _read(root / OWN_CGROUPS.relative_to("/")).splitlines():
         _, controllers, group = line.split(":", 2)
         own = group.lstrip("/")
         if not controllers:
-            found += [mounted / own / "memory.events", mounted / "unified" / own / "memory.events"]
+            folders = (mounted, mounted / "unified")
+            counters += [folder / own / "memory.events" for folder in folders]
         elif "memory" in controllers.split(","):
-            found.append(mounted / "memory" / own / "memory.oom_control")
-    return [*found, root / "proc/vmstat"]
+            counters.append(mounted / "memory" / own / "memory.oom_control")
+    return [*counters, root / "proc/vmstat"]
 
 
 def _count(path: Path) -> int | None:

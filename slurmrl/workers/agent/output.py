@@ -122,14 +122,14 @@ class Output:
     def _prune(self) -> None:
         task = self.path.name.partition(".")[0]
         pattern = re.compile(rf"{task}\.(\d+)\..+")
-        found = []
+        files = []
         for name in atomic.list_names(self.path.parent):
             match = pattern.fullmatch(name)
             if match and name not in (self.path.name, rotated(self.path).name):
                 stat = REAL.stat(self.path.with_name(name))
-                found.append((int(match[1]), stat.st_mtime, name, stat.st_size))
-        total = sum(size for *_, size in found)
-        for _, _, name, size in sorted(found):
+                files.append((int(match[1]), stat.st_mtime, name, stat.st_size))
+        total = sum(size for *_, size in files)
+        for _, _, name, size in sorted(files):
             if total <= self._limit_bytes // 2:
                 return
             atomic.remove(self.path.with_name(name))

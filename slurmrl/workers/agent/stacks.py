@@ -139,9 +139,9 @@ def top_frame(text: str) -> str:
     """Return where the main thread is: ``rewards.py:44 in __call__``."""
     own, _, seen = text.partition(SEEN)
     parts = MAIN_THREAD.split(own)  # the last one listed
-    found = FRAME.search(parts[-1]) if len(parts) > 1 else None
+    frame = FRAME.search(parts[-1]) if len(parts) > 1 else None
     parts = SEEN_THREAD.split(seen)  # the first one listed
-    found = found or (SEEN_FRAME.search(parts[1]) if len(parts) > 1 else None)
-    if found is None:
+    frame = frame or (SEEN_FRAME.search(parts[1]) if len(parts) > 1 else None)
+    if frame is None:
         return ""
-    return f"{Path(found['file']).name}:{found['line']} in {found['name']}"
+    return f"{Path(frame['file']).name}:{frame['line']} in {frame['name']}"

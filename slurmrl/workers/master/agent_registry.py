@@ -96,9 +96,9 @@ class AgentRegistry(Mapping[str, Message]):
 
 def _newest(claims: list[str], root: str) -> dict[int, int]:
     """Return the newest attempt of each task."""
-    found: dict[int, int] = {}
+    newest: dict[int, int] = {}
     for key in claims:
         task, _, attempt = key.removeprefix(f"{root}/").partition("/")
         if task.isdecimal() and attempt.isdecimal():
-            found[int(task)] = max(found.get(int(task), -1), int(attempt))
-    return found
+            newest[int(task)] = max(newest.get(int(task), -1), int(attempt))
+    return newest

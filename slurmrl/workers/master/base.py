@@ -117,9 +117,9 @@ def _damage(directory: Path, sleep: Callable[[float], None]) -> str | None:
 def _reported_damage(names: NameStore, state: TrialState) -> dict[str, str]:
     """Return the reasons by directory of checkpoints that recent incarnations found damaged: ranks
     when loading, masters when exporting."""
-    found: dict[str, str] = {}
+    damage: dict[str, str] = {}
     for number in range(max(1, state.incarnation - LOOK_BACK + 1), state.incarnation + 1):
-        said = published.failure(names, number)
-        if "damaged" in said:
-            found[str(said["damaged"])] = str(said.get("exception") or said.get("reason"))
-    return found
+        failure = published.failure(names, number)
+        if "damaged" in failure:
+            damage[str(failure["damaged"])] = str(failure.get("exception") or failure.get("reason"))
+    return damage

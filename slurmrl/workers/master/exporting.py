@@ -83,8 +83,8 @@ class Exporter:
 
     def _stop_tokens(self, checkpoint: Path) -> list[int]:
         """Return the stop tokens of the run; those of the model files if none were committed."""
-        said = read_state(checkpoint).get("stop_token_ids")
-        return list(said if said is not None else stop_tokens(self.config, None))
+        committed = read_state(checkpoint).get("stop_token_ids")
+        return list(committed if committed is not None else stop_tokens(self.config, None))
 
 
 def export_actor(paths: RunPaths, config: Config, commit: Commit) -> Path:
@@ -146,11 +146,11 @@ def _choose(paths: RunPaths, step: int | None) -> Commit:
     commits = fold(History(paths.history).read()).commits
     if not commits:
         raise UsageError(f"{paths.experiment}/{paths.trial} has no checkpoint yet")
-    found = [commit for commit in commits if step in (None, commit.step)]
-    if not found:
+    matching = [commit for commit in commits if step in (None, commit.step)]
+    if not matching:
         known = ", ".join(str(commit.step) for commit in commits)
         raise UsageError(f"no checkpoint of step {step}; there are: {known}")
-    return found[-1]
+    return matching[-1]
 
 
 def _head(paths: RunPaths, role: str) -> Head:
@@ -199,8 +199,8 @@ def _source_dtypes(folder: Path) -> dict[str, str]:
     """The types of the tensors in a model folder's files; quantised ones are left out."""
     inputs.check_folder(folder)
     headers, _ = read_headers(folder)
-    found = {name: DTYPES.get(header.dtype, "") for name, header in headers.items()}
-    return {name: dtype for name, dtype in found.items() if dtype in FLOATS}
+    dtypes = {name: DTYPES.get(header.dtype, "") for name, header in headers.items()}
+    return {name: dtype for name, dtype in dtypes.items() if dtype in FLOATS}
 
 
 def _sweep(paths: RunPaths) -> None:

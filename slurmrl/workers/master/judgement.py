@@ -137,27 +137,27 @@ def judge(
 def _with_shared_losses(endings: list[Ending]) -> list[Ending]:
     """Mark incarnations that ended with a broken connection because a host had died: only the next
     incarnation of the same job finds the host missing."""
-    found: list[Ending] = []
+    marked: list[Ending] = []
     for ending in reversed(endings):
-        follower = found[-1] if found else None
+        follower = marked[-1] if marked else None
         lost = follower is not None and follower.lost and follower.start == ending.start
-        found.append(replace(ending, shared_loss=ending.echo and lost))
-    return found[::-1]
+        marked.append(replace(ending, shared_loss=ending.echo and lost))
+    return marked[::-1]
 
 
 def _with_repeated_faults(endings: list[Ending]) -> list[Ending]:
     """Mark GPU faults of a host that failed before, since nothing replaces it, and those that the
     same call met at the same step on another host, since the code may cause them."""
-    found: list[Ending] = []
+    marked: list[Ending] = []
     for ending in endings:
-        before = [one for one in found if ending.cause == one.cause == Cause.GPU_FAULT]
+        before = [fault for fault in marked if ending.cause == fault.cause == Cause.GPU_FAULT]
         repeated = any(
-            one.host == ending.host
-            or (not ending.certain and (one.what, one.step) == (ending.what, ending.step))
-            for one in before
+            fault.host == ending.host
+            or (not ending.certain and (fault.what, fault.step) == (ending.what, ending.step))
+            for fault in before
         )
-        found.append(replace(ending, repeated=repeated))
-    return found
+        marked.append(replace(ending, repeated=repeated))
+    return marked
 
 
 def read_ending(
@@ -166,32 +166,32 @@ def read_ending(
     """Return how the incarnation of a BEGIN record ended. ``next_job`` is the job of the next
     incarnation; ``taken`` are the starts of jobs that Slurm has taken away."""
     incarnation = begin.incarnation
-    said = published.failure(names, incarnation)
+    failure = published.failure(names, incarnation)
     warned = published.warned(names, incarnation).get("cause") or ""
     job = str(begin.data.get("job", ""))
     requeued = _requeued(job, next_job) or _start(job) in taken
-    what = said.get("exception") or said.get("reason") or said.get(published.DAMAGE) or ""
-    what = what or ("unknown" if said else "")
+    what = failure.get("exception") or failure.get("reason") or failure.get(published.DAMAGE) or ""
+    what = what or ("unknown" if failure else "")
     rank = ""
-    if "rank" in said:
-        rank, what = f"rank {said['rank']}, ", f"{said.get('call')}: {what}"
+    if "rank" in failure:
+        rank, what = f"rank {failure['rank']}, ", f"{failure.get('call')}: {what}"
     return Ending(
         incarnation,
         _start(job),
         f"{rank}{what}",
         what,
-        said.get("cause") or (RAISED[0] if said.get("traceback") else ""),
-        said.get("step"),
-        said.get("traceback") or "",
-        bool(said.get("final")),
-        bool(said.get("damaged")),
-        said.get("absent") or "",
+        failure.get("cause") or (RAISED[0] if failure.get("traceback") else ""),
+        failure.get("step"),
+        failure.get("traceback") or "",
+        bool(failure.get("final")),
+        bool(failure.get("damaged")),
+        failure.get("absent") or "",
         warned,
         requeued,
-        bool(said.get("echo")),
-        first_line(published.hang(names, incarnation).get("text")) if is_hang(said) else "",
-        said.get("host") or "",
-        bool(said.get("certain")),
+        bool(failure.get("echo")),
+        first_line(published.hang(names, incarnation).get("text")) if is_hang(failure) else "",
+        failure.get("host") or "",
+        bool(failure.get("certain")),
     )
 
 
@@ -237,7 +237,7 @@ def _absent(last_two: list[Ending]) -> Verdict | None:
 
 
 def _time_limit(last_two: list[Ending], explain: Callable[[Ending], str]) -> Verdict | None:
-    if len(last_two) < 2 or any(one.warned != TIME_LIMIT for one in last_two):
+    if len(last_two) < 2 or any(ending.warned != TIME_LIMIT for ending in last_two):
         return None
     why = explain(last_two[-1])
     text = "the time limit is too short: two jobs in a row reached it before their first commit"
@@ -246,7 +246,7 @@ def _time_limit(last_two: list[Ending], explain: Callable[[Ending], str]) -> Ver
 
 def _lost(endings: list[Ending], most: int) -> Verdict | None:
     """A trial that loses host after host may itself be the reason."""
-    lost = [one for one in endings if one.lost and not one.warned]
+    lost = [ending for ending in endings if ending.lost and not ending.warned]
     if len(lost) < most:
         return None
     text = f"{len(lost)} starts in a row were lost with a host before a commit"
@@ -257,7 +257,7 @@ def _too_many(vain: list[Ending], max_begins: int) -> Verdict | None:
     if len(vain) < max_begins:
         return None
     last = vain[-1]
-    traceback = next((one.traceback for one in reversed(vain) if one.traceback), "")
+    traceback = next((ending.traceback for ending in reversed(vain) if ending.traceback), "")
     why = last.reason or "its processes ended without reporting a reason"
     hang = f"; {last.hang}" if last.hang else ""
     starts = "1 start" if len(vain) == 1 else f"{len(vain)} starts in a row"

@@ -147,15 +147,15 @@ class Master:
 
     def _wait_for_ranks(self) -> None:
         ready = self.channel.wait_ready(self.config.cluster.start_timeout_s)
-        found = {
+        seen = {
             (answer["size"], answer["fingerprint"], answer["evaluation_size"])
             for answer in ready.values()
         }
-        if len(found) > 1:
-            raise CheckpointError(f"the ranks see different datasets: {sorted(found)}")
-        self.progress.use_dataset(*found.pop())
+        if len(seen) > 1:
+            raise CheckpointError(f"the ranks see different datasets: {sorted(seen)}")
+        self.progress.use_dataset(*seen.pop())
         self._tell_left_out(ready[0])
-        self._use_stop_tokens({tuple(map(tuple, one["stop_tokens"])) for one in ready.values()})
+        self._use_stop_tokens({tuple(map(tuple, rank["stop_tokens"])) for rank in ready.values()})
 
     def _tell_left_out(self, ready: Message) -> None:
         """Report rows that are longer than the configuration allows."""
@@ -184,15 +184,15 @@ class Master:
             logger.warning("stop_when: this step has no '%s'; %s", condition.metric, hint)
             self.events.write("no_such_metric", condition=str(condition))
 
-    def _use_stop_tokens(self, found: set[tuple[tuple[int, str], ...]]) -> None:
-        """``found`` holds the ids and texts that each rank has read from the model's files."""
-        if len(found) > 1:
-            raise CheckpointError(f"the ranks see different stop tokens: {sorted(found)}")
-        tokens = found.pop()
-        self.progress.stop_token_ids = [one for one, _ in tokens]
+    def _use_stop_tokens(self, seen: set[tuple[tuple[int, str], ...]]) -> None:
+        """``seen`` holds the ids and texts that each rank has read from the model's files."""
+        if len(seen) > 1:
+            raise CheckpointError(f"the ranks see different stop tokens: {sorted(seen)}")
+        tokens = seen.pop()
+        self.progress.stop_token_ids = [token for token, _ in tokens]
         calls = (*self.plan.calls, *self.plan.evaluation_calls)
         if any(call.method == Method.GENERATE for call in calls):
-            named = ", ".join(f"{text!r} ({one})" for one, text in tokens)
+            named = ", ".join(f"{text!r} ({token})" for token, text in tokens)
             logger.info("a completion ends with one of these tokens: %s", named)
 
     def _start(self) -> None:
@@ -234,7 +234,7 @@ class Master:
             {"type": messages.CALL, "step": step, "name": call.name, "scalars": scalars}
             for call in calls
         ]
-        numbers = self.channel.post(*({**one, "evaluation": evaluation} for one in batch))
+        numbers = self.channel.post(*({**message, "evaluation": evaluation} for message in batch))
         timeout_s = self.config.step_timeout_s
         self.channel.collect(numbers[0], f"loading the batch of step {step}", timeout_s)
         answered: list[tuple[CallPlan, step_metrics.Answers]] = [

@@ -84,13 +84,13 @@ class Progress:
         Raises:
             CheckpointError: it differs from the dataset of the committed cursor.
         """
-        found = {"size": size, "fingerprint": fingerprint}
-        if self.dataset is not None and self.dataset != found:
+        dataset = {"size": size, "fingerprint": fingerprint}
+        if self.dataset is not None and self.dataset != dataset:
             raise CheckpointError(
                 f"the dataset {self.config.dataset.path} has changed since the last commit: "
                 f"{self.dataset['size']} items then, {size} now; the data order cannot be kept"
             )
-        self.dataset = found
+        self.dataset = dataset
         self.evaluation_size = evaluation_size
         self._order = DataOrder(size, self.config.seed, shuffle=self.config.dataset.shuffle)
 

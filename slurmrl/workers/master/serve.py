@@ -59,8 +59,8 @@ def serve(run: Path, submission: int, job: str, link: int) -> int:
     events = EventWriter(paths, f"master.{writer.incarnation}")
     master = None
     try:
-        said = {"incarnation": writer.incarnation, "base": writer.check().base}
-        events.write("begin", **said, job=job, link=link)
+        begun = {"incarnation": writer.incarnation, "base": writer.check().base}
+        events.write("begin", **begun, job=job, link=link)
         set_aside(paths, writer, damages, events)
         master = _prepare(paths, names, history, writer)
         master.run()
@@ -150,8 +150,8 @@ def _end(master: Master, names: NameStore, events: EventWriter, failure: Failure
         return
     master.channel.end(stacks=str(failure["reason"]))
     taken = master.channel.collect_stacks(evidence.COLLECT_S)
-    rows = [row for one in taken for row in one["ranks"]] or master.status.doing()
-    files = [one["file"] for one in taken]
+    rows = [row for stacked in taken for row in stacked["ranks"]] or master.status.doing()
+    files = [stacked["file"] for stacked in taken]
     evidence.publish(names, events, master.writer.incarnation, rows, files)
 
 

@@ -118,14 +118,14 @@ class WorkerChannel:
 
     def collect_stacks(self, timeout_s: float) -> list[Message]:
         """Return STACKED of all agents that have said hello, or of those that answer in time."""
-        found: dict[str, Message] = {}
+        stacked: dict[str, Message] = {}
         deadline = time.monotonic() + timeout_s
-        while self.mailbox.agents.keys() - found and time.monotonic() < deadline:
+        while self.mailbox.agents.keys() - stacked and time.monotonic() < deadline:
             for message in self._agents.read():
                 if message["type"] == messages.STACKED and message["number"] == 0:
-                    found[f"{message['group']}/{message['task']}"] = message
+                    stacked[f"{message['group']}/{message['task']}"] = message
             time.sleep(STACKS_POLL_S)
-        return [message for _, message in sorted(found.items())]
+        return [message for _, message in sorted(stacked.items())]
 
     def wait_ready(self, timeout_s: float) -> dict[int, Message]:
         """Wait for READY of every rank."""

@@ -59,10 +59,10 @@ class Baton:
             if holder is not None:
                 if holder.start == self._mine.start:
                     return None  # an earlier attempt succeeded after all
-                found = self._left(holder)
-                if found is None:
+                departure = self._left(holder)
+                if departure is None:
                     return holder
-                left = found
+                left = departure
             before = holder.start if holder is not None else ""
             mine = replace(self._mine, before=before, left=left)
             try:
@@ -102,8 +102,8 @@ class Baton:
     def _beats(self, holder: Turn) -> bool:
         """Return whether the first agent of a job renews its lease and the job has not reported its
         end."""
-        said = events.read_ends(self._paths, f"supervisor.{self._link.group}.{holder.start}")
-        if any(event["kind"] == "end" for event in said):
+        ends = events.read_ends(self._paths, f"supervisor.{self._link.group}.{holder.start}")
+        if any(event["kind"] == "end" for event in ends):
             return False
         root = keys.attempts(self._link.group, 0)
         for key in reversed(self._names.find_subtree(root)):

@@ -21,7 +21,7 @@ CAUSES = (Cause.LOST_HOST, Cause.GPU_FAULT, Cause.ENVIRONMENT)
 
 def _avoid(paths: RunPaths, options: Namespace, host: str, why: str) -> None:
     """Exclude a host from jobs, unless it already is or no job could start then."""
-    if host not in {one.host for one in hosts.avoided(paths)}:
+    if host not in {avoided.host for avoided in hosts.avoided(paths)}:
         SlurmScheduler().avoid(paths, options.submission, options.group, host, why)
 
 

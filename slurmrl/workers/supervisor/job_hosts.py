@@ -44,7 +44,7 @@ class JobHosts:
 
     def choose(self) -> tuple[str, ...] | None:
         """Return the hosts of the next round, the first usable ones; None if too few are left."""
-        failed = {one.host for one in self.failed_starts()}
+        failed = {start.host for start in self.failed_starts()}
         good = usable_hosts(self.hosts, self.lost() | failed)
         return good[: self.needed] if len(good) >= self.needed else None
 

@@ -39,12 +39,12 @@ def wait_for_turn(
     each requeue; if Slurm refuses that, it waits for its turn.
     """
     waited_s, longest_s = 0.0, min(LOOK_S * link.restart, LONGEST_WAIT_S)
-    told = False
+    reported = False
     while (holder := retry("take the trial over", baton.take)) is not None:
-        if not told:
+        if not reported:
             logger.warning("%s holds this trial, so this job does not run it", holder.element)
             events.write("surplus", job=link.element, holder=holder.element)
-            told = True
+            reported = True
         if reason_to_leave(link.run, link.submission) is not None or not _in_chain(link, scheduler):
             return False
         if waited_s >= longest_s:
