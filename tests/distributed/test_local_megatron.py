@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.test_local_elastic import assert_close, config_of
+from tests.distributed.test_local_layouts import REWARDED
 from tests.support.trials import Site
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,12 +26,14 @@ sys.meta_path.insert(0, Hook())
 """Installed before the engine's import, so that megatron-core works on a CPU."""
 
 
-def let_megatron_compute_here(site: Site, folder: Path, trial: str) -> dict[str, str]:
+def let_megatron_compute_here(
+    site: Site, folder: Path, trial: str, kind: str = "sft"
+) -> dict[str, str]:
     """The part of ``cluster`` that installs the hook in the trial's processes."""
     hook, variables = folder / "hook", folder / f"{trial}.variables"
     hook.mkdir(exist_ok=True)
     (hook / "sitecustomize.py").write_text(HOOK)
-    code = site.paths(f"sft/{trial}").code
+    code = site.paths(f"{kind}/{trial}").code
     variables.write_text(f"PYTHONPATH={code}:{hook}:{ROOT}\n")
     variables.chmod(0o600)
     return {"variables_file": str(variables)}
@@ -56,3 +59,22 @@ def test_a_trial_learns_the_same_on_megatron(tmp_path: Path, layout: str) -> Non
     site.slurmrl("resume", "sft/many", *other, "--wait")
     assert site.metrics("sft/many")[-1]["step"] == 7
     assert site.paths("sft/many").export(7).is_dir()
+
+
+@pytest.mark.long
+def test_models_with_engines_of_their_own(tmp_path: Path) -> None:
+    """The actor on fsdp, the critic on two pipeline stages and the reference on two tensor ranks of
+    megatron: the numbers are those of one fsdp rank."""
+    site = Site(tmp_path)
+    for trial in ("one", "mixed"):
+        config = config_of("ppo", trial=trial, total_steps=3)
+        config["algorithm"] |= REWARDED
+        if trial == "mixed":
+            config["actor"]["backend"] = "fsdp:d2"
+            sizes = {"make_vocab_size_divisible_by": 1}
+            config["critic"] = config.get("critic", {}) | {"backend": "megatron:p2", "model": sizes}
+            config["ref"] = config.get("ref", {}) | {"backend": "megatron:t2", "model": sizes}
+            config["cluster"] |= let_megatron_compute_here(site, tmp_path, trial, "ppo")
+        file = site.write(f"{trial}.yaml", config)
+        site.slurmrl("submit", str(file), "--scheduler", "local", "--wait")
+    assert_close(site.metrics("ppo/mixed"), site.metrics("ppo/one"))

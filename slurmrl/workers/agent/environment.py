@@ -51,7 +51,7 @@ def of_fork_server(
     rank's devices, ``more`` are `defaults`."""
     ours = {**FLIGHT_RECORDER, **(ALLOCATOR if visible else {}), **more}
     return {
-        **{name: ours[name] for name in ours if OLDER_NAMES.get(name) not in environ},
+        **{name: ours[name] for name in ours if OLDER_NAMES.get(name, name) not in environ},
         **environ,
         **SINGLE_THREADED,
         "OMP_NUM_THREADS": str(group.threads_per_worker),

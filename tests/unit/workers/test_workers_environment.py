@@ -58,10 +58,12 @@ def test_one_connection_to_the_gpu_where_megatron_needs_the_order_of_kernels(
     sizes: dict[str, int],
     capability: float | None,
     connections: str | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """And nowhere else: FSDP's all-gathers would wait behind computation."""
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
     defaults = environment.defaults(with_engine(plan, engine, **sizes), capability)
-    given = environment.of_fork_server(plan.groups[0], "0", {}, defaults)
+    given = environment.of_fork_server(plan.groups[0], "0", os.environ, defaults)
     assert given.get("CUDA_DEVICE_MAX_CONNECTIONS") == connections
 
 
