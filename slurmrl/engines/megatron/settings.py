@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn import functional as F
 
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.recompute import Recompute
@@ -32,9 +33,11 @@ def transformer_config(
         kv_channels=config.head_dim,
         ffn_hidden_size=config.intermediate_size,
         gated_linear_unit=True,
-        activation_func=ACTIVATIONS[config.activation].value,
+        # Without TransformerEngine the module of layers.py is used, and the function, which must
+        # be one that megatron knows, is not.
+        activation_func=ACTIVATIONS[config.activation].value if transformer_engine else F.silu,
         bias_activation_fusion=False,
-        use_te_activation_func=not transformer_engine,  # then layers.py chooses the module
+        use_te_activation_func=not transformer_engine,
         normalization="RMSNorm",
         layernorm_epsilon=config.norm_eps,
         layernorm_zero_centered_gamma=transformer_engine and config.family.norm_offset,

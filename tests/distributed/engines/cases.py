@@ -22,6 +22,7 @@ from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine, Outputs
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
+from slurmrl.ops.upload import OnHost
 from slurmrl.parallel.groups import ParallelContext, build
 from tests.support import megatron_cpu
 
@@ -233,9 +234,9 @@ def padded_tokens(setup: Setup) -> tuple[list[int], list[int]]:
     sample = batch().take(setup.split[engine.context.dp_rank])
     found: list[int] = []
 
-    def watch(_: Any, inputs: tuple[Tensor, Tensor, int]) -> None:
+    def watch(_: Any, inputs: tuple[Tensor, OnHost, int]) -> None:
         _, cu_seqlens, longest = inputs
-        found.append((len(cu_seqlens) - 1) * longest)
+        found.append((len(cu_seqlens.tensor) - 1) * longest)
 
     engine._shards.decoder.register_forward_pre_hook(watch)  # type: ignore[attr-defined]
     engine.forward(sample)
