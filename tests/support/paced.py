@@ -87,7 +87,7 @@ def config(folder: Path, reward: str = "Paced", **options: Any) -> dict[str, Any
     (folder / "paced_reward.py").write_text(REWARD)
     given = {"folder": str(folder), "pause_s": 0.5} if reward != "Failing" else {}
     return ppo_config(
-        total_steps=30,
+        total_steps=50,
         evaluation=None,
         reward={"name": f"paced_reward:{reward}", "options": {**given, **options}},
         cluster=cluster(folder),
