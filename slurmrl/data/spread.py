@@ -3,7 +3,7 @@ Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -50,8 +50,3 @@ def deliveries(source: Spread, target: Spread) -> Iterator[Delivery]:
             items = tuple(item for item in part if item in wanted)
             if items:
                 yield Delivery(sender, receiver, items)
-
-
-def last_readers(calls: Sequence[Sequence[str]]) -> dict[str, int]:
-    """The index of the last of the calls, given by their inputs, that reads each key."""
-    return {key: index for index, inputs in enumerate(calls) for key in inputs}

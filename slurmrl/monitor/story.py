@@ -257,8 +257,6 @@ def _unsaid(traces: Traces) -> End | None:
         return End("interrupt", f"interrupted, handed over at step {stopped.get('step')}")
     if failed := _newest(traces.master, "failed"):
         return End("master", first_line(failed.get("reason")) or "the master failed")
-    if lost := _newest(traces.supervisor, "lost_host"):
-        return End("lost_host", f"host {lost.get('host')} lost")
     return None
 
 

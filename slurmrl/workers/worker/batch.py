@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.spread import Spread, deliveries, last_readers
+from slurmrl.data.spread import Spread, deliveries
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.groups import ParallelContext
 from slurmrl.plan.model import CallPlan
@@ -37,7 +37,7 @@ class Batch:
         self._spreads = spreads
         self._order = {call.name: index for index, call in enumerate(calls)}
         self._makers = {key: call.name for call in calls for key in call.outputs}
-        self._last = last_readers([call.inputs for call in calls])
+        self._last_readers = {key: index for index, call in enumerate(calls) for key in call.inputs}
         self._rank = rank
         self._mail = mail
         self._activity = activity
@@ -76,7 +76,7 @@ class Batch:
                 )
             self._made[call.name] = made
         now = self._order[call.name]
-        read_later = {key for key, last in self._last.items() if last > now}
+        read_later = {key for key, last in self._last_readers.items() if last > now}
         self._made = {name: _having(sample, read_later) for name, sample in self._made.items()}
         self._held = {spread: _having(sample, read_later) for spread, sample in self._held.items()}
 
@@ -92,6 +92,8 @@ class Batch:
         """The keys that a call made, of all items of this rank's part; None on a rank that does not
         speak for a part. Sends what other ranks need of this one."""
         source = self._spreads[maker]
+        if source == target:
+            return self._made[maker].only(keys) if source.speaks(self._rank) else None
         received: list[SequenceSample] = []
         for delivery in deliveries(source, target):
             if self._rank not in (delivery.sender, delivery.receiver):

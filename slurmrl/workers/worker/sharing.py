@@ -30,10 +30,11 @@ class Mail:
         self._sent: list[tuple[dist.Work, Tensor]] = []
 
     def send(self, sample: SequenceSample, to: int) -> None:
-        header = json.dumps(_header(sample)).encode()
-        parts = [_bytes(sample.tensor(key)).cpu() for key in _header(sample)["tensors"]]
-        content = torch.cat([torch.frombuffer(bytearray(header), dtype=torch.uint8), *parts])
-        sizes = torch.tensor([len(header), content.numel()])
+        header = _header(sample)
+        parts = [_bytes(sample.tensor(key)).cpu() for key in header["tensors"]]
+        encoded = json.dumps(header).encode()
+        content = torch.cat([torch.frombuffer(bytearray(encoded), dtype=torch.uint8), *parts])
+        sizes = torch.tensor([len(encoded), content.numel()])
         for tensor in (sizes, content):
             work = dist.isend(tensor, to, group=self._group)
             assert work is not None, "this rank is in the group"
