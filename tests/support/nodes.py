@@ -59,9 +59,12 @@ def kill_node(directory: Path, run: Path, name: str, also: Sequence[int] = ()) -
     pids = [*on_node(run, name), *also]
     daemons = {parent(Path(f"/proc/{pid}")) for pid in pids}
     kill_daemon(directory, name)
-    for pid in {pid for pid in daemons if is_step_daemon(pid)} | set(pids):
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    victims = {pid for pid in daemons if is_step_daemon(pid)} | set(pids)
+    # All stop before the first is killed: nothing survives long enough to report another's death.
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in victims:
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
 def is_step_daemon(pid: int) -> bool:
