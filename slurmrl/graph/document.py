@@ -26,9 +26,8 @@ class PlannedCall(Protocol):
     @property
     def outputs(self) -> tuple[str, ...]: ...
     @property
-    def pre_hooks(self) -> tuple[str, ...]: ...
-    @property
-    def post_hooks(self) -> tuple[str, ...]: ...
+    def pre_hooks(self) -> Sequence[object]:
+        """Their ``str`` describes them."""
 
 
 def values(
@@ -51,8 +50,7 @@ def _call(call: PlannedCall) -> dict[str, Any]:
         "inputs": list(call.inputs),
         "outputs": list(call.outputs),
         "layout": call.layout,
-        "pre_hooks": list(call.pre_hooks),
-        "post_hooks": list(call.post_hooks),
+        "pre_hooks": list(map(str, call.pre_hooks)),
     }
 
 
@@ -96,8 +94,6 @@ def _lines(call: Mapping[str, Any], makers: Mapping[str, str]) -> Iterator[NodeL
         yield NodeLine(f"{key} ({makers[key]})", "in")
     for key in call["outputs"]:
         yield NodeLine(key, "out")
-    for hook in call["post_hooks"]:
-        yield NodeLine(f"after: {hook}")
 
 
 def _levels(graph: Mapping[str, Any]) -> dict[str, int]:

@@ -12,7 +12,7 @@ from slurmrl.graph.graph import Graph
 from slurmrl.plan import placement, resources
 from slurmrl.plan.estimates.host import worker_bytes
 from slurmrl.plan.estimates.memory import uses_sequence_parallel
-from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Plan
+from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Plan, Reallocation
 from slurmrl.plan.placement import ROLLOUTS, TRAINERS, Placement, layout_of, model_of
 from slurmrl.plan.resolve.hardware_defaults import gpus_per_worker
 from slurmrl.plan.settings import Settings
@@ -150,7 +150,9 @@ def _with_resources(
 def _call(call: Call, models: Mapping[str, ModelPlan]) -> CallPlan:
     """A call without a model runs where the actor does."""
     layout = layout_of(call, list(models)) or "actor"
-    elsewhere = call.role is not None and layout != call.role
+    hooks: tuple[Reallocation, ...] = ()
+    if call.role is not None and layout != call.role:
+        hooks = (Reallocation(source=call.role, target=layout),)
     return CallPlan(
         name=call.name,
         role=call.role,
@@ -159,6 +161,6 @@ def _call(call: Call, models: Mapping[str, ModelPlan]) -> CallPlan:
         inputs=call.inputs,
         outputs=call.outputs,
         ranks=models[layout].ranks,
-        layout=layout if elsewhere else None,
-        pre_hooks=(f"reallocate {call.role} -> {layout}",) if elsewhere else (),
+        layout=layout if hooks else None,
+        pre_hooks=hooks,
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from slurmrl.allocation import Allocation
-from slurmrl.allocation.allocation import AXIS_OF
+from slurmrl.allocation.allocation import AXIS_OF, BACKENDS
 from slurmrl.errors import AllocationError
 
 
@@ -37,7 +37,7 @@ class EngineRules:
     """Whether it trains experts on several tensor ranks without sequence parallelism."""
 
 
-NATIVE: Final = EngineRules(
+FSDP: Final = EngineRules(
     "dtc",
     "slurmrl.models.config:ModelConfig",
     hf_architectures="slurmrl.models.hf_config:HFConfig",
@@ -47,8 +47,8 @@ NATIVE: Final = EngineRules(
 )
 """FSDP2 around the built-in decoder; ``archon`` is another name for it."""
 ENGINES: Final = {
-    "fsdp": NATIVE,
-    "archon": NATIVE,
+    "fsdp": FSDP,
+    "archon": FSDP,
     "megatron": EngineRules(
         "dtpce",
         "slurmrl.engines.megatron.schema:MegatronModel",
@@ -58,6 +58,12 @@ ENGINES: Final = {
         context_heads=True,
         experts_of_whole_sequences=False,
     ),
+    "native": EngineRules(
+        "dt",
+        "slurmrl.models.config:ModelConfig",
+        hf_architectures="slurmrl.models.hf_config:HFConfig",
+        own_experts=False,
+    ),
 }
 
 
@@ -66,9 +72,11 @@ def rules_of(allocation: Allocation) -> EngineRules:
     without an engine."""
     rules = ENGINES.get(allocation.backend)
     if rules is None:
+        trains = BACKENDS[allocation.backend].trains
+        able = [name for name in ENGINES if BACKENDS[name].trains == trains]
         raise AllocationError(
             f"'{allocation}': there is no engine for {allocation.backend} in this version; "
-            f"allowed: {', '.join(ENGINES)}"
+            f"allowed: {', '.join(able)}"
         )
     for letter, axis in AXIS_OF.items():
         if allocation.sizes[axis] > 1 and letter not in rules.dimensions:

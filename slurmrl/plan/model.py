@@ -72,6 +72,17 @@ class ModelPlan(_PlanPart):
     sequence_parallel: bool = False
 
 
+class Reallocation(_PlanPart):
+    """The weights of one model of the plan go into the layout of another one, if they have changed
+    since they did so last."""
+
+    source: str
+    target: str
+
+    def __str__(self) -> str:
+        return f"reallocate {self.source} -> {self.target}"
+
+
 class CallPlan(_PlanPart):
     """One call of the graph and the ranks that execute it. Data-parallel ranks get equal parts of
     the batch; ranks that differ only along other axes work on the same part."""
@@ -85,9 +96,8 @@ class CallPlan(_PlanPart):
     ranks: tuple[int, ...]
     layout: str | None = None
     """The model of the plan whose layout it runs on, if that is not the role's own."""
-    pre_hooks: tuple[str, ...] = ()
-    """Actions before the call: ``reallocate actor -> rollout``."""
-    post_hooks: tuple[str, ...] = ()
+    pre_hooks: tuple[Reallocation, ...] = ()
+    """What the ranks of both layouts do before the call."""
 
 
 class Plan(_PlanPart):

@@ -35,10 +35,11 @@ def backends(draft: Draft) -> Iterator[Problem]:
         except AllocationError as error:
             yield draft.problem((role, "backend"), str(error))
             continue
-        if role != ROLLOUTS and not BACKENDS[allocation.backend].trains:
-            able = ", ".join(backend.name for backend in BACKENDS.values() if backend.trains)
-            rule = f"{allocation.backend} only generates; allowed: {able}"
-            message = f"'{text}' is not allowed: {rule}"
+        trains = role != ROLLOUTS
+        if BACKENDS[allocation.backend].trains != trains:
+            able = ", ".join(other.name for other in BACKENDS.values() if other.trains == trains)
+            does = "only generates" if trains else "is for training"
+            message = f"'{text}' is not allowed: {allocation.backend} {does}; allowed: {able}"
             yield draft.problem((role, "backend"), message)
 
 
@@ -71,22 +72,26 @@ def runnable(draft: Draft) -> Iterator[Problem]:
 
 
 def generation(draft: Draft) -> Iterator[Problem]:
-    """The actor's own engine must be able to generate."""
+    """If a call generates, the actor's own engine or that of ``rollout.backend`` does so."""
     allocation = draft.allocations().get("actor")
     config, algorithm = draft.config, draft.algorithm
-    if allocation is None or config.rollout.backend:
-        return
-    rules = ENGINES.get(allocation.backend)
-    if rules is None or rules.generates:
-        return
     calls = [*algorithm.calls(config)]
     if config.evaluation is not None:
         calls += algorithm.evaluation_calls(config)
-    if any(call.method is Method.GENERATE for call in calls):
-        able = ", ".join(name for name, other in ENGINES.items() if other.generates)
+    generates = any(call.method is Method.GENERATE for call in calls)
+    if config.rollout.backend:
+        if not generates:
+            message = f"'{config.rollout.backend}' is not allowed: no call of this trial generates"
+            yield draft.problem((ROLLOUTS, "backend"), message)
+        return
+    rules = ENGINES.get(allocation.backend) if allocation else None
+    if generates and allocation and rules and not rules.generates:
+        size = allocation.world_size
+        able = [name for name, other in ENGINES.items() if other.generates]
+        trained = ", ".join(name for name in able if BACKENDS[name].trains)
         message = (
-            f"'{allocation}' is not allowed: the actor generates, which {allocation.backend} does "
-            f"not do in this version; allowed: {able}"
+            f"'{allocation}' is not allowed: the actor generates, which {allocation.backend} "
+            f"cannot; set rollout.backend, for example to native:d{size}, or use {trained}"
         )
         yield draft.problem(("actor", "backend"), message)
 
@@ -125,17 +130,19 @@ def batches(draft: Draft) -> Iterator[Problem]:
         if size in reported or BACKENDS[placed.allocation.backend].serves:
             continue  # servers handle requests one by one
         reported.add(size)
-        if draft.algorithm.batch_size * (1 if role == "actor" else group) % size:
+        sequences = draft.algorithm.batch_size * (1 if role in ("actor", ROLLOUTS) else group)
+        if sequences % size:
             message = (
                 f"{draft.algorithm.batch_size} is not allowed: must be a multiple of {size}, the "
                 f"data-parallel size of {role}.backend '{placed.allocation}'"
             )
             yield draft.problem(("algorithm", "batch_size"), message)
-    actor = draft.placements().get("actor")
     evaluation = draft.config.evaluation
-    if actor is None or evaluation is None or evaluation.samples is None:
+    if evaluation is None or evaluation.samples is None:
         return
-    size = actor.allocation.sizes["dp"]
+    placed = draft.placements()
+    used = [placed[role].allocation for role in ("actor", ROLLOUTS) if role in placed]
+    size = max((each.sizes["dp"] for each in used if not BACKENDS[each.backend].serves), default=1)
     if evaluation.samples < size:
         message = f"{evaluation.samples} is not allowed: must be at least {size}, one for each rank"
         yield draft.problem(("evaluation", "samples"), message)

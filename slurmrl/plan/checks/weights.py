@@ -16,6 +16,7 @@ from slurmrl.plan import model_files
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engines import ENGINES
 from slurmrl.plan.estimates.lengths import longest
+from slurmrl.plan.placement import ROLLOUTS
 from slurmrl.registry import resolve
 
 LENGTH_LIMIT = "slurmrl.models.length_limit:length_limit"
@@ -87,6 +88,11 @@ def implementations(draft: Draft) -> Iterator[Problem]:
             continue  # the actor's own problem
         for message in _hf_problems(model, allocation):
             yield draft.problem((where, "implementation"), f"'hf' is not allowed: {message}")
+    rollout = draft.allocations().get(ROLLOUTS)
+    if rollout is not None and draft.config.actor.implementation == "hf":
+        for message in _hf_problems(draft.config.actor, rollout):
+            text = f"'{rollout}' is not allowed with actor.implementation hf: {message}"
+            yield draft.problem((ROLLOUTS, "backend"), text)
 
 
 def _hf_problems(model: Model, allocation: Allocation) -> Iterator[str]:

@@ -16,6 +16,8 @@ BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2}
 SHARDED: Final = frozenset({"fsdp", "archon"})
 """Engines that shard weights, gradients and optimizer state over data- and context-parallel ranks
 (ZeRO stage 3)."""
+BUILT_IN: Final = SHARDED | {"native"}
+"""Engines that generate with the built-in decoder."""
 UNSHARDED_LAYERS: Final = 2
 """Layers that are gathered at a time: the current and the prefetched one."""
 LOGITS: Final = 2**22
@@ -371,6 +373,7 @@ def _generation(job: MemoryDemand) -> int:
     size = cache * kv_bytes_per_token(job.shape, job.allocation, job.model.dtype)
     if job.allocation.backend in SHARDED:
         size += whole_weights(job.shape, job.allocation, job.model.dtype)
+    if job.allocation.backend in BUILT_IN:
         size += max(_prefill(job, job.lengths, sequences), _drawing(job, sequences))
     return round(size)
 

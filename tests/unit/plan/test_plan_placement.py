@@ -8,7 +8,7 @@ import pytest
 
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.checks import inventory
-from slurmrl.plan.model import Plan
+from slurmrl.plan.model import Plan, Reallocation
 from slurmrl.plan.placement import place, workers_per_host
 from slurmrl.plan.report.tables import process_groups, rows, split_over_hosts
 from slurmrl.plan.settings import Settings
@@ -75,7 +75,31 @@ def test_servers_are_an_array_with_a_task_for_each_copy(plan_ppo: Load) -> None:
         assert row.host == row.coordinates["dp"]
     generate = found.calls[0]
     assert (generate.layout, generate.role, len(generate.ranks)) == ("rollout", "actor", 12)
-    assert generate.pre_hooks == ("reallocate actor -> rollout",)
+    assert generate.pre_hooks == (Reallocation(source="actor", target="rollout"),)
+
+
+@pytest.mark.parametrize(("gpus", "ranks"), [("0-3", (0, 1, 2, 3)), ("4-7", (4, 5, 6, 7))])
+def test_native_generation_has_a_layout_of_its_own_in_the_trainers_job(
+    plan_ppo: Load, gpus: str, ranks: tuple[int, ...]
+) -> None:
+    settings = plan_ppo(
+        "actor.backend=megatron:t2p2", "rollout.backend=native:d2t2", f"rollout.gpus={gpus}"
+    )
+    assert {problem.key for problem in settings.missing} == {
+        "actor.tokenizer",
+        "rollout.backend",
+    }
+    found = make_plan(settings, scheduler="slurm")
+    [group] = found.groups
+    assert group.world_size == max(ranks) + 1
+    assert found.models["rollout"].ranks == ranks
+    hook = Reallocation(source="actor", target="rollout")
+    on_rollout = {call.name for call in found.calls if call.layout == "rollout"}
+    assert on_rollout == {"actor_gen"}
+    assert [call.name for call in found.calls if hook in call.pre_hooks] == ["actor_gen"]
+    assert found.evaluation_calls[0].layout == "rollout"
+    assert found.evaluation_calls[0].pre_hooks == (hook,)
+    assert Plan.from_json(found.to_json()) == found
 
 
 def test_servers_on_the_trainers_gpus_are_part_of_their_job(plan_ppo: Load) -> None:
