@@ -140,9 +140,8 @@ def batches(draft: Draft) -> Iterator[Problem]:
     evaluation = draft.config.evaluation
     if evaluation is None or evaluation.samples is None:
         return
-    placed = draft.placements()
-    used = [placed[role].allocation for role in ("actor", ROLLOUTS) if role in placed]
-    size = max((each.sizes["dp"] for each in used if not BACKENDS[each.backend].serves), default=1)
+    used = [draft.allocations().get(role) for role in ("actor", ROLLOUTS)]
+    size = max((a.sizes["dp"] for a in used if a and not BACKENDS[a.backend].serves), default=1)
     if evaluation.samples < size:
         message = f"{evaluation.samples} is not allowed: must be at least {size}, one for each rank"
         yield draft.problem(("evaluation", "samples"), message)
