@@ -5,8 +5,7 @@ Subclasses keep everything they carry in ``args``, so that the default pickling 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class SlurmrlError(Exception):
@@ -16,15 +15,17 @@ class SlurmrlError(Exception):
 
 
 class RunFailedError(SlurmrlError, RuntimeError):
-    """The run itself failed (a call raised, or there was no progress). ``args[1]`` is optional: the
-    description of the failure (see `workers.failure`)."""
+    """The run itself failed (a call raised, or there was no progress). ``args[1]`` is optional: its
+    `failure`."""
 
     def __str__(self) -> str:
         return str(self.args[0]) if self.args else ""
 
     @property
-    def failure(self) -> Mapping[str, Any]:
-        return self.args[1] if len(self.args) > 1 else {}
+    def failure(self) -> object:
+        """The `monitor.reports.Failure` to publish, where the raiser knows more than the message;
+        else None."""
+        return self.args[1] if len(self.args) > 1 else None
 
 
 class UsageError(SlurmrlError, ValueError):

@@ -25,7 +25,7 @@ def describe(
     newest = snapshot.incarnations[-1] if snapshot.incarnations else None
     return {
         "phase": snapshot.said.get("phase") if lives or snapshot.state.end else None,
-        "warned": story.warning(newest) if lives and newest is not None else None,
+        "warned": story.warning(newest.warned) if lives and newest and newest.warned else None,
         "waiting": _waiting(snapshot) if lives else None,
         "doing": list(snapshot.said.get("doing", [])) if lives else [],
         "link": _link(tasks, snapshot.now) if state == "RUNNING" else None,

@@ -1,22 +1,20 @@
 """Typed readers of what processes publish in the name store.
 
-A key that was not published reads as an empty object. A damaged failure, warning, hang, status or
-lost host reads as an object with nothing but `DAMAGE`: a trial continues without them.
+A trial continues without reports that are damaged (see `reports.Report`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from slurmrl import keys
 from slurmrl.errors import CorruptFileError, NameNotFoundError
-from slurmrl.fsio import documents
+from slurmrl.fsio import documents, objects
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import (
     COUNT,
-    FLAG,
     INTEGER,
     SECONDS,
     TEXT,
@@ -26,6 +24,7 @@ from slurmrl.fsio.shapes import (
     list_of,
     table,
 )
+from slurmrl.monitor.reports import Failure, Hang, LostHost, Report, Warned
 from slurmrl.name_resolve.base import NameStore
 
 Said = Mapping[str, Any]
@@ -38,23 +37,6 @@ ATTEMPT: Fields = {
     "host": TEXT,
     "job": TEXT,
     "job_id": TEXT,
-}
-FAILURE: Fields = {
-    "cause": TEXT,
-    "reason": TEXT,
-    "host": TEXT,
-    "rank": COUNT,
-    "call": TEXT,
-    "step": INTEGER,
-    "exception": TEXT,
-    "traceback": TEXT,
-    "damaged": TEXT,
-    "absent": TEXT,
-    "final": FLAG,
-    "echo": FLAG,
-    "gpu": TEXT,
-    "certain": FLAG,
-    "agent": TEXT,
 }
 _DOES: Fields = {
     "call": TEXT,
@@ -74,9 +56,7 @@ DOING = list_of(table(_GROUP, ("ranks",)))
 """Groups of ranks (see `monitor.hang`)."""
 NOTE: Fields = {"incarnation": COUNT, "doing": list_of(table(_ROW, ("rank",)))}
 """The note that an agent writes after the counter of its lease."""
-HANG: Fields = {"text": TEXT, "files": list_of(TEXT)}
 REQUEST: Fields = {"ranks": list_of(COUNT)}
-WARNED: Fields = {"signal": TEXT, "cause": TEXT, "time_left_s": SECONDS}
 STATUS: Fields = {
     "incarnation": COUNT,
     "step": COUNT,
@@ -92,34 +72,38 @@ STATUS: Fields = {
     "doing": DOING,
     "tasks": each(table({"host": TEXT, "attempt": COUNT, "lease_age_s": SECONDS}, ("host",))),
 }
-LOST: Fields = {"incarnation": COUNT, "job": TEXT}
-DAMAGE = "damage"
-"""Field of a damaged entry: which one it is."""
+R = TypeVar("R", bound=Report)
 
 
-def failure(names: NameStore, incarnation: int) -> Said:
-    """Return the first failure of an incarnation (see `workers.failure`)."""
-    return _said(names, keys.failure(incarnation), FAILURE)
+def failure(names: NameStore, incarnation: int) -> Failure | None:
+    """Return the first failure of an incarnation."""
+    return _report(names, keys.failure(incarnation), Failure)
 
 
-def warned(names: NameStore, incarnation: int) -> Said:
+def warned(names: NameStore, incarnation: int) -> Warned | None:
     """Return the warning that the job of an incarnation will end."""
-    return _said(names, keys.warned(incarnation), WARNED)
+    return _report(names, keys.warned(incarnation), Warned)
 
 
-def hang(names: NameStore, incarnation: int) -> Said:
+def hang(names: NameStore, incarnation: int) -> Hang | None:
     """Return who waited for whom when silence or a deadline ended an incarnation."""
-    return _said(names, keys.hang(incarnation), HANG)
+    return _report(names, keys.hang(incarnation), Hang)
+
+
+def lost(names: NameStore, host: str) -> LostHost | None:
+    """Return the incarnation and the job that gave up a host."""
+    return _report(names, keys.lost(host), LostHost)
 
 
 def status(names: NameStore) -> Said:
-    """Return the last status that the newest master published."""
-    return _said(names, keys.status(), STATUS)
-
-
-def lost(names: NameStore, host: str) -> Said:
-    """Return the incarnation and the job that gave up a host."""
-    return _said(names, keys.lost(host), LOST)
+    """Return the last status that the newest master published; empty if there is none, or if it is
+    damaged."""
+    key = keys.status()
+    try:
+        said = documents.parse(names.get(key), f"the name {key}", STATUS)
+    except (NameNotFoundError, CorruptFileError):
+        return {}
+    return {name: value for name, value in said.items() if value is not None}
 
 
 def attempt(names: NameStore, group: str, task: int, number: int) -> Said:
@@ -141,11 +125,12 @@ def attempts(names: NameStore) -> list[Said]:
     return [documents.parse(text, where, ATTEMPT, ATTEMPT) for text in texts]
 
 
-def _said(names: NameStore, key: str, fields: Fields) -> Said:
+def _report(names: NameStore, key: str, kind: type[R]) -> R | None:
+    """Return None if there is no report."""
+    where = f"the name {key}"
     try:
-        said = documents.parse(names.get(key), f"the name {key}", fields)
-        return {name: value for name, value in said.items() if value is not None}
+        return objects.from_json(kind, documents.parse(names.get(key), where), where)
     except NameNotFoundError:
-        return {}
+        return None
     except CorruptFileError:
-        return {DAMAGE: f"the name {key} is damaged; the trial continues without it"}
+        return kind(damage=f"{where} is damaged; the trial continues without it")

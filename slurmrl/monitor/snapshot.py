@@ -25,6 +25,7 @@ from slurmrl.fsio.shapes import (
 from slurmrl.history.recent import Begun, Recent, recent
 from slurmrl.monitor import events, metrics, published, throughput
 from slurmrl.monitor.events import Event
+from slurmrl.monitor.reports import Failure, Hang, Warned
 from slurmrl.name_resolve import make
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
@@ -91,11 +92,11 @@ class Traces:
     """What one incarnation wrote. Each part may be empty."""
 
     begun: Begun
-    failure: Mapping[str, Any]
+    failure: Failure | None
     """Its first failure."""
-    warned: Mapping[str, Any]
+    warned: Warned | None
     """The warning that its job will end."""
-    hang: Mapping[str, Any]
+    hang: Hang | None
     """Who waited for whom when silence or a deadline ended it."""
     attempt: Mapping[str, Any]
     """The claim of the first agent of its job."""

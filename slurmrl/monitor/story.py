@@ -8,17 +8,24 @@ nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from slurmrl.history.record import Kind
 from slurmrl.monitor.events import Event
-from slurmrl.monitor.published import DAMAGE
+from slurmrl.monitor.reports import Cause, Failure, Warned
 from slurmrl.monitor.snapshot import Traces, TrialSnapshot
-from slurmrl.monitor.words import first_line, plain
+from slurmrl.monitor.words import exit_words, first_line, plain
 from slurmrl.scheduler.base import JobState, TaskState
 
-OWN_FAULTS = ("exception", "gpu_fault", "oom", "hung", "deadline", "master")
+OWN_FAULTS = (
+    Cause.EXCEPTION,
+    Cause.GPU_FAULT,
+    Cause.OOM,
+    Cause.HUNG,
+    Cause.DEADLINE,
+    Cause.MASTER,
+)
 """Failures that explain an end better than a warning that the job got as well."""
 WARNINGS = {
     "time_limit": "time limit",
@@ -38,8 +45,6 @@ JOB_ENDS = {
     JobState.CANCELLED: "interrupt",
     JobState.FAILED: "killed",
 }
-_SILENT = re.compile(r"no sign of life for [\d.]+ s")
-_CHILD_ENDED = re.compile(r"SIG[A-Z0-9]+|exited with code \d+")
 
 
 class End(NamedTuple):
@@ -88,7 +93,7 @@ def _row(
     state: str,
 ) -> dict[str, Any]:
     begun, newest = traces.begun, traces.begun.number == snapshot.state.incarnation
-    running = newest and state == "RUNNING" and not traces.failure and _in_job(traces, tasks)
+    running = newest and state == "RUNNING" and traces.failure is None and _in_job(traces, tasks)
     end = _running(snapshot) if running else ending(traces, tasks)
     until = float(snapshot.said.get("time", snapshot.now)) if running else _ended_at(traces, after)
     commit = begun.commit.data["step"] if begun.commit else None
@@ -139,8 +144,8 @@ def _from_step(traces: Traces) -> int:
 
 def _to_step(traces: Traces, commit: int | None, said: Any) -> int:
     ends = [event.get("step") for event in traces.master if event["kind"] in ("stopped", "commit")]
-    failed = traces.failure.get("step")
-    before = failed - 1 if isinstance(failed, int) else None
+    failed = traces.failure.step if traces.failure is not None else None
+    before = failed - 1 if failed is not None else None
     steps = [*ends, before, commit, said, _from_step(traces)]
     return max(step for step in steps if isinstance(step, int))
 
@@ -159,88 +164,97 @@ def hosts(snapshot: TrialSnapshot, traces: Traces) -> list[str]:
 
 def ending(traces: Traces, tasks: Sequence[TaskState]) -> End:
     """Return how an incarnation that no longer runs ended."""
-    own = traces.failure.get("cause") or _infer(traces.failure)
+    failure = traces.failure if traces.failure is not None else Failure()
+    own = _cause(failure)
     if traces.begun.end is not None and traces.begun.end.kind is Kind.FINISHED:
         return End("finished", "finished")
     if own in OWN_FAULTS:
-        return End(own, failure_words(own, traces.failure) + _explained(traces))
+        return End(own, failure_words(failure) + _explained(traces))
     if _was_cancelled(traces):
         return _cancelled(traces)
-    if (words := warning(traces)) is not None:
-        return _contradicted(traces, tasks) or _warned(traces, words)
+    if traces.warned is not None:
+        return _contradicted(traces, tasks, traces.warned) or _warned(traces, traces.warned)
     if own:
-        return End(own, failure_words(own, traces.failure))
+        return End(own, failure_words(failure))
     return _unsaid(traces) or _by_scheduler(traces, tasks) or _silent(traces)
 
 
-def failure_words(cause: str, failure: Mapping[str, Any]) -> str:
+def _cause(failure: Failure) -> str:
+    """Return the cause; empty if nothing was reported. Very old versions reported no cause."""
+    if failure.cause:
+        return failure.cause
+    if failure.exception:
+        return Cause.EXCEPTION
+    return "unknown" if failure.reason else ""
+
+
+def failure_words(failure: Failure) -> str:
     """Return what went wrong, on one line."""
-    reason = first_line(failure.get("exception") or failure.get("reason"))
-    host = f" on {failure['host']}" if failure.get("host") else ""
-    worker = f"rank {failure['rank']}{host}" if "rank" in failure else f"a process{host}"
-    if cause == "died":
-        found = _CHILD_ENDED.search(reason)
-        return f"{worker} died: {found[0] if found and 'rank' in failure else reason}"
-    if cause == "oom":
-        return f"{worker} was killed: out of memory"
-    if cause == "hung":
-        silent = _SILENT.search(reason)
-        return f"{worker} hung{f': {silent[0]}' if silent else ''}{_where(failure)}"
-    if cause == "lost_host":
-        return f"host {failure.get('host') or '(unknown)'} lost"
-    if cause == "gpu_fault":
-        return f"{worker}: {plain(str(failure.get('gpu') or 'its GPU'))} failed: {reason}"
-    if cause == "exception" and "rank" in failure:
-        return f"{worker}: {reason}{_where(failure)}"
-    words = {"deadline": "too slow: ", "environment": f"cannot continue{host}: "}.get(cause, "")
-    return f"{words}{reason}" or cause
+    reason = first_line(failure.exception or failure.reason)
+    host = f" on {failure.host}" if failure.host else ""
+    worker = f"a process{host}" if failure.rank is None else f"rank {failure.rank}{host}"
+    match _cause(failure):
+        case Cause.DIED:
+            code = failure.exit_code
+            return f"{worker} died: {reason if code is None else exit_words(code)}"
+        case Cause.OOM:
+            return f"{worker} was killed: out of memory"
+        case Cause.HUNG:
+            return f"{worker} hung{_silence(failure, reason)}{_where(failure)}"
+        case Cause.LOST_HOST:
+            return f"host {failure.host or '(unknown)'} lost"
+        case Cause.GPU_FAULT:
+            return f"{worker}: {plain(failure.gpu) or 'its GPU'} failed: {reason}"
+        case Cause.EXCEPTION if failure.rank is not None:
+            return f"{worker}: {reason}{_where(failure)}"
+        case Cause.DEADLINE:
+            return f"too slow: {reason}"
+        case Cause.ENVIRONMENT:
+            return f"cannot continue{host}: {reason}"
+        case cause:
+            return reason or cause
+
+
+def _silence(failure: Failure, reason: str) -> str:
+    """Return how long a process was silent; the reason where a report does not have that."""
+    if failure.silent_s is not None:
+        return f": no sign of life for {failure.silent_s:g} s"
+    return f": {reason}" if reason else ""
 
 
 def _damages(traces: Traces) -> str:
     """Return which reports of an incarnation are damaged."""
     reports = (traces.failure, traces.warned, traces.hang)
-    return "".join(f"; {report[DAMAGE]}" for report in reports if DAMAGE in report)
+    damages = (report.damage for report in reports if report is not None)
+    return "".join(f"; {damage}" for damage in damages if damage)
 
 
 def _explained(traces: Traces) -> str:
     """Return who waited for whom in a hang, and where the stacks are."""
-    text = first_line(traces.hang.get("text"))
-    files = [plain(str(name)) for name in _list(traces.hang.get("files"))]
+    if traces.hang is None:
+        return ""
+    text = first_line(traces.hang.text)
+    files = [plain(name) for name in traces.hang.files]
     more = f" and {len(files) - SHOWN_FILES} more" if files[SHOWN_FILES:] else ""
     stacks = f"stacks in {', '.join(files[:SHOWN_FILES])}{more}" if files else ""
     return "".join(f"; {part}" for part in (text, stacks) if part)
 
 
-def _where(failure: Mapping[str, Any]) -> str:
+def _where(failure: Failure) -> str:
     """Return ``, train_step of step 4``."""
-    parts = [str(failure[key]) for key in ("call",) if failure.get(key)]
-    step = failure.get("step")
-    parts += [f"of step {step}" if parts else f"step {step}"] if step is not None else []
-    return f", {' '.join(parts)}" if parts else ""
+    step = "" if failure.step is None else f"step {failure.step}"
+    place = " of ".join(part for part in (failure.call, step) if part)
+    return f", {place}" if place else ""
 
 
-def _infer(failure: Mapping[str, Any]) -> str:
-    """Return the cause of a failure that does not name it; empty if nothing was reported."""
-    reason = str(failure.get("reason") or "")
-    if failure.get("exception"):
-        return "exception"
-    if not failure or DAMAGE in failure:
-        return ""
-    if reason.startswith("master: "):
-        return "master"
-    return "died" if _CHILD_ENDED.search(reason) else "environment"
-
-
-def warning(traces: Traces) -> str | None:
+def warning(warned: Warned) -> str:
     """Return in words the warning that an incarnation's job would end."""
-    if not traces.warned:
-        return None
-    words = WARNINGS.get(str(traces.warned.get("cause")), WARNINGS["unknown"])
-    return words.format(signal=traces.warned.get("signal", "a signal"))
+    words = WARNINGS.get(warned.cause, WARNINGS["unknown"])
+    return words.format(signal=warned.signal or "a signal")
 
 
-def _warned(traces: Traces, words: str) -> End:
-    cause = str(traces.warned.get("cause") or "unknown")
+def _warned(traces: Traces, warned: Warned) -> End:
+    cause, words = warned.cause or "unknown", warning(warned)
     stopped = _newest(traces.master, "stopped")
     if stopped:
         return End(cause, f"{words}, handed over at step {stopped.get('step')}")
@@ -290,16 +304,16 @@ def _task(traces: Traces, tasks: Sequence[TaskState]) -> TaskState | None:
     return next((task for task in tasks if job_id and task.job_id == job_id), None)
 
 
-def _contradicted(traces: Traces, tasks: Sequence[TaskState]) -> End | None:
+def _contradicted(traces: Traces, tasks: Sequence[TaskState], warned: Warned) -> End | None:
     """Return the scheduler's reason if it contradicts one guessed from a signal: steps of a killed
     or cancelled job get the same signals as those of a preempted one."""
     task = _task(traces, tasks)
-    if traces.warned.get("cause") not in GUESSED or task is None:
+    if warned.cause not in GUESSED or task is None:
         return None
     if task.state is JobState.FAILED and task.signal is None:
         return None  # the exit code is our own
     end = _by_scheduler(traces, tasks)
-    return end if end is not None and end.cause != traces.warned["cause"] else None
+    return end if end is not None and end.cause != warned.cause else None
 
 
 def _silent(traces: Traces) -> End:

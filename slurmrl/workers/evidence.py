@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from slurmrl import keys, log
 from slurmrl.errors import EnvironmentFailure, NameExistsError
+from slurmrl.fsio import objects
 from slurmrl.monitor import hang
 from slurmrl.monitor.events import EventWriter
+from slurmrl.monitor.reports import Cause, Failure, Hang
 from slurmrl.name_resolve.base import NameStore
-from slurmrl.workers.failure import Cause
 from slurmrl.workers.messages import Message
 
 logger = log.get(__name__)
@@ -22,8 +22,8 @@ CAUSES = (Cause.HUNG, Cause.DEADLINE)
 """Failures that need an explanation."""
 
 
-def is_hang(failure: Mapping[str, Any]) -> bool:
-    return failure.get("cause") in CAUSES
+def is_hang(failure: Failure) -> bool:
+    return failure.cause in CAUSES
 
 
 def publish(
@@ -35,11 +35,12 @@ def publish(
 ) -> None:
     """Log the explanation, write it as an event and add it to the name store, where `status` reads
     it. ``rows``: see `monitor.hang`; ``files`` hold the stacks."""
-    explanation = {"text": hang.explain(hang.grouped(rows)), "files": list(files)}
-    logger.error("%s; stacks: %s", explanation["text"], ", ".join(files) or "none")
-    events.write("hang", incarnation=incarnation, **explanation)
+    explained = Hang(text=hang.explain(hang.grouped(rows)), files=tuple(files))
+    logger.error("%s; stacks: %s", explained.text, ", ".join(files) or "none")
+    events.write("hang", incarnation=incarnation, text=explained.text, files=list(files))
+    value = json.dumps(objects.to_json(explained))
     try:
-        names.add(keys.hang(incarnation), json.dumps(explanation), delete_on_exit=False)
+        names.add(keys.hang(incarnation), value, delete_on_exit=False)
     except NameExistsError:
         return
     except EnvironmentFailure as error:

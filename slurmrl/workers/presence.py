@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable
 
 from slurmrl.backoff import Interval
-from slurmrl.errors import RunFailedError, RunGoneError
+from slurmrl.errors import RunGoneError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.monitor.reports import Cause, Failure
 from slurmrl.paths import RunPaths
-from slurmrl.workers.failure import Cause
+from slurmrl.workers.failure import failed
 
 ITSELF = "."
 LOOK_S = 5.0
@@ -61,8 +62,7 @@ class Presence:
             f"{', '.join(f'{name}/' for name in missing)} in {run} was removed while the trial ran"
         )
         no_host = ""  # is to blame, so none is avoided for it
-        failure = {"cause": Cause.ENVIRONMENT, "reason": reason, "host": no_host}
-        raise RunFailedError(reason, failure)
+        raise failed(Failure(cause=Cause.ENVIRONMENT, reason=reason, host=no_host))
 
     def sleep(self, seconds: float) -> None:
         """Pause between two attempts. Raises as `check`."""

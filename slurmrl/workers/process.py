@@ -25,6 +25,7 @@ from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.failures import explain
 from slurmrl.fsio.primitives import make_private
+from slurmrl.monitor.words import signal_name
 from slurmrl.workers import stacks
 
 logger = log.get(__name__)
@@ -39,14 +40,6 @@ _PR_SET_CHILD_SUBREAPER = 36
 KILL_TIMEOUT_S = 10.0
 """How long killed children may take to end. One that is blocked in the kernel (a file system or a
 GPU does not answer) takes longer, and nothing can be done about that."""
-
-
-def signal_name(number: int) -> str:
-    """Return ``SIGKILL``, or ``signal 40`` for a signal without a name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def name_process(name: str) -> None:

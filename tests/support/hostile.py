@@ -42,7 +42,7 @@ from slurmrl.layout.box import Box
 from slurmrl.layout.layout import TensorSpec
 from slurmrl.layout.shard import Shard
 from slurmrl.lease import Lease, LeaseObserver
-from slurmrl.monitor import metrics
+from slurmrl.monitor import metrics, published
 from slurmrl.monitor.collect import collect
 from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
@@ -57,7 +57,6 @@ from slurmrl.scheduler.processes import ProcessId
 from slurmrl.scheduler.succession import Link
 from slurmrl.submission import snapshot
 from slurmrl.submission.prepare import trial_uuid
-from slurmrl.workers.failure import first
 from slurmrl.workers.link import reason_to_leave
 from slurmrl.workers.master.base import choose
 from slurmrl.workers.master.judgement import judge
@@ -341,7 +340,7 @@ def _master(paths: RunPaths) -> None:
         judge(records, names, "9.0.0", 3)
         state = fold(records)
         choose(paths, names, state, lambda seconds: None)
-        first(names, 1)
+        published.failure(names, 1)
         Progress(load_run_settings(paths), restore(paths, state))
 
 

@@ -21,13 +21,14 @@ from slurmrl.errors import (
     UsageError,
 )
 from slurmrl.fsio import ownership
+from slurmrl.monitor import published
+from slurmrl.monitor.reports import Cause, Failure
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler import hosts
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.incarnation import FORM_TIMEOUT_S, Incarnation
 from slurmrl.workers.agent.leader import leave_without
-from slurmrl.workers.failure import HOST_LOSSES, Cause, Failure, publish_loss
-from slurmrl.workers.failure import first as first_failure
+from slurmrl.workers.failure import HOST_LOSSES, publish_loss
 from slurmrl.workers.link import end_as_failed
 from slurmrl.workers.presence import Presence, make_channels
 
@@ -97,14 +98,14 @@ class Agent:
             logger.info("%s", error)
         except SlurmrlError as error:
             failed = incarnation.fail(error)
-            if failed["cause"] == Cause.LOST_HOST:
-                self._without = str(failed["host"])
-            elif failed["cause"] == Cause.GPU_FAULT:
+            if failed.cause == Cause.LOST_HOST:
+                self._without = failed.host or ""
+            elif failed.cause == Cause.GPU_FAULT:
                 self._give_up_host(incarnation.number)
         finally:
             incarnation.close()
         self._unborn = 0 if incarnation.number else self._unborn + 1
-        if failed is not None and self._unborn and failed["cause"] == Cause.ENVIRONMENT:
+        if failed is not None and self._unborn and failed.cause == Cause.ENVIRONMENT:
             self._record_start(failed)
         self._served = max(self._served, incarnation.number)
         return self._verdict(failed)
@@ -122,16 +123,16 @@ class Agent:
         if superseded:
             logger.info("the newest incarnation belongs to another job; this one ends")
             return OK
-        if failed is not None and failed.get("final") and self._unborn:
-            end_as_failed(self.host.paths, self.host.submission, str(failed["reason"]))
+        if failed is not None and failed.final and self._unborn:
+            end_as_failed(self.host.paths, self.host.submission, failed.reason)
             return FAILED
         if self.host.warnings.received:
             logger.info("this job will end soon: no further incarnation is formed")
             return FAILED
-        ends = [failure.get("cause") for failure in (failed, first) if failure is not None]
+        ends = [failure.cause for failure in (failed, first) if failure is not None]
         if self._without or any(cause in HOST_LOSSES for cause in ends):
             return AGAIN
-        if failed is not None and failed["cause"] == Cause.ENVIRONMENT:
+        if failed is not None and failed.cause == Cause.ENVIRONMENT:
             return FAILED
         if self._unborn > self.host.most_failures:
             logger.error("gave up: failed %d times in a row before a BEGIN", self._unborn)
@@ -142,7 +143,7 @@ class Agent:
         """Return whether another job began the newest incarnation, and the first failure of the one
         that has ended."""
         superseded = self.host.superseded(self._served)
-        return superseded, first_failure(self.host.names, self._served)
+        return superseded, published.failure(self.host.names, self._served)
 
     def _give_up_host(self, incarnation: int) -> None:
         """Let this job continue on its other hosts."""
@@ -158,7 +159,7 @@ class Agent:
         start = identity.job.rpartition(".")[0]
         try:
             slots = self.host.history.count()
-            hosts.record_start(self.host.paths, slots, start, identity.host, str(failed["reason"]))
+            hosts.record_start(self.host.paths, slots, start, identity.host, failed.reason)
         except EnvironmentFailure as error:
             logger.warning("cannot record the failed start: %s", error)
 

@@ -15,6 +15,8 @@ from slurmrl import log
 from slurmrl.channel.follower import Follower
 from slurmrl.channel.pipe import Connection
 from slurmrl.config.schema.cluster import Cluster
+from slurmrl.fsio import objects
+from slurmrl.monitor.reports import Failure
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import GroupPlan
 from slurmrl.workers import messages, process, pulse, stacks
@@ -42,7 +44,9 @@ class News:
     """Events of one turn."""
 
     received: list[Message] = field(default_factory=list)
-    """Messages of workers, without signs of life."""
+    """Messages of workers for the master."""
+    failures: list[Failure] = field(default_factory=list)
+    """Exceptions that workers reported."""
     ended: list[Ended] = field(default_factory=list)
 
 
@@ -189,12 +193,18 @@ class Children:
         if received:
             self._watch.heard(slot.rank)
         for message in received:
-            if message["type"] != messages.PULSE:
-                self._news.received.append(message)
-            elif "doing" in message:
-                self._doing[slot.rank] = message["doing"], time.monotonic()
+            self._take(slot, message)
         if pipe.closed:
             self._unlisten(pipe.fileno())
+
+    def _take(self, slot: Slot, message: Message) -> None:
+        if message["type"] == messages.ERROR:
+            where = f"a message of {slot.name}"
+            self._news.failures.append(objects.from_json(Failure, message, where))
+        elif message["type"] != messages.PULSE:
+            self._news.received.append(message)
+        elif "doing" in message:
+            self._doing[slot.rank] = message["doing"], time.monotonic()
 
     def _hear_fork_server(self, slot: Slot) -> None:
         if slot.line is not None:

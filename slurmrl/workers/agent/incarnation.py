@@ -14,6 +14,7 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeVar
 
 from slurmrl import keys, log
@@ -28,13 +29,15 @@ from slurmrl.errors import (
     StaleIncarnationError,
     WaitTimeoutError,
 )
+from slurmrl.fsio import objects
 from slurmrl.history.state import TrialState
+from slurmrl.monitor.reports import Cause, Failure
 from slurmrl.workers import evidence, messages
 from slurmrl.workers.agent import address
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.symptoms import Symptoms
 from slurmrl.workers.agent.witness import Witness
-from slurmrl.workers.failure import Cause, Failure, describe, publish
+from slurmrl.workers.failure import describe, publish
 from slurmrl.workers.messages import Message
 
 logger = log.get(__name__)
@@ -263,19 +266,18 @@ class Incarnation:
             output.look()
         news = self.host.children.turn(min(timeout_s, self._symptoms.longest_turn_s))
         self._send_warning()
-        self.send(*(sent for sent in news.received if sent["type"] != messages.ERROR))
+        self.send(*news.received)
         self._symptoms.judge(news)
 
     def _send_warning(self) -> None:
         """Report a warning to the master and in the name store, once there is an incarnation."""
         if self.replies is None or (warned := self.host.warnings.take()) is None:
             return
-        self.send({"type": messages.WARNING, **warned.known})
-        self.host.events.write("warned", **warned.known)
+        known = objects.to_json(warned)
+        self.send({"type": messages.WARNING, **known})
+        self.host.events.write("warned", **known)
         with contextlib.suppress(NameExistsError, EnvironmentFailure):  # or another host was first
-            self.host.names.add(
-                keys.warned(self.number), json.dumps(warned.known), delete_on_exit=False
-            )
+            self.host.names.add(keys.warned(self.number), json.dumps(known), delete_on_exit=False)
 
     def send(self, *news: Message) -> None:
         """Send messages to the master. Those that the directory does not take now are sent first
@@ -296,15 +298,17 @@ class Incarnation:
         which then ends the incarnation on the other hosts too."""
         host = self.host
         failure = describe(error, f"{host.identity.label} on {host.identity.host}")
-        failure.setdefault("host", host.identity.host)
-        logger.error("%s", failure["reason"])
-        if failure["cause"] != Cause.LOST_HOST:  # else there is no master left to begin
+        if failure.host is None:
+            failure = replace(failure, host=host.identity.host)
+        logger.error("%s", failure.reason)
+        if failure.cause != Cause.LOST_HOST:  # else there is no master left to begin
             self._await_begin()
         self._send_warning()
         if self.number == 0 or publish(host.names, self.number, failure):
-            short = {key: failure[key] for key in ("cause", "reason", "rank") if key in failure}
+            rank = {} if failure.rank is None else {"rank": failure.rank}
+            short = {"cause": failure.cause, "reason": failure.reason, **rank}
             host.events.write("failure", incarnation=self.number, **short)
-        self.send({"type": messages.FAILED, "failure": failure})
+        self.send({"type": messages.FAILED, "failure": objects.to_json(failure)})
         if evidence.is_hang(failure) and self.number:
             self._explain(failure)
         return failure
@@ -312,8 +316,8 @@ class Incarnation:
     def _explain(self, failure: Failure) -> None:
         """Keep the evidence of a hang: the stacks of all hosts if the master can still request
         them, else those of this host."""
-        if failure["cause"] == Cause.HUNG and "rank" not in failure:  # the master
-            taken = self._witness.take(self.number, 0, failure["reason"], self._idle)
+        if failure.cause == Cause.HUNG and failure.rank is None:  # the master
+            taken = self._witness.take(self.number, 0, failure.reason, self._idle)
             evidence.publish(
                 self.host.names, self.host.events, self.number, taken["ranks"], [taken["file"]]
             )
@@ -323,7 +327,7 @@ class Incarnation:
             if any(message["type"] == messages.OVER for message in self._master_log.read()):
                 break
             self._idle(LOOK_S)
-        self._send_stacks(failure["reason"])
+        self._send_stacks(failure.reason)
 
     def _send_stacks(self, why: str) -> None:
         self.send(self._witness.take(self.number, 0, why, self._idle))

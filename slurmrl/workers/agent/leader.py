@@ -15,11 +15,11 @@ from slurmrl.errors import (
     CorruptFileError,
     EnvironmentFailure,
     NameNotFoundError,
-    RunFailedError,
     SlurmrlError,
 )
 from slurmrl.fsio import documents
 from slurmrl.lease import GAPS_PER_TTL, LeaseObserver
+from slurmrl.monitor.reports import Cause, Failure
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.base import Continue
@@ -27,7 +27,7 @@ from slurmrl.scheduler.chain import continues
 from slurmrl.scheduler.client import SlurmClient, usable_hosts
 from slurmrl.scheduler.succession import TIMEOUT_S, Link
 from slurmrl.workers.agent.identity import Identity
-from slurmrl.workers.failure import Cause
+from slurmrl.workers.failure import failed
 
 logger = log.get(__name__)
 
@@ -64,8 +64,7 @@ class Leader:
         if lease is None or lease.observe().alive:
             return
         reason = f"host {self._host} and the master on it are lost: its agent's lease expired"
-        failure = {"cause": Cause.LOST_HOST, "reason": reason, "host": self._host}
-        raise RunFailedError(reason, failure)
+        raise failed(Failure(cause=Cause.LOST_HOST, reason=reason, host=self._host))
 
     def _find(self) -> LeaseObserver | None:
         """Return the lease of the first agent of our round, or None before that one has started."""

@@ -5,30 +5,17 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from types import FrameType
 
 from slurmrl import env, log
-from slurmrl.workers import process
+from slurmrl.monitor.reports import Warned
+from slurmrl.monitor.words import signal_name
 
 logger = log.get(__name__)
 
 SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 LATE_S = 90.0
 """Slurm may send a warning up to a minute early; the rest allows for a busy host."""
-
-
-@dataclass(frozen=True)
-class Warned:
-    signal: str
-    cause: str
-    """``time_limit``, ``preemption``, ``interrupt`` (of a local run) or ``unknown``."""
-    time_left_s: float | None
-    """Seconds until the time limit, if known."""
-
-    @property
-    def known(self) -> dict[str, object]:
-        return asdict(self)
 
 
 class Warnings:
@@ -60,7 +47,7 @@ class Warnings:
         if self._first is None or self._told:
             return None
         self._told = True
-        warned = self._judge(process.signal_name(self._first))
+        warned = self._judge(signal_name(self._first))
         logger.info("received %s (%s): this job will end soon", warned.signal, warned.cause)
         return warned
 
@@ -70,12 +57,12 @@ class Warnings:
 
     def _judge(self, name: str) -> Warned:
         if self._local:
-            return Warned(name, "interrupt", None)
+            return Warned(signal=name, cause="interrupt")
         end = env.JOB_END.get()
         if end is None:
-            return Warned(name, "unknown", None)
+            return Warned(signal=name, cause="unknown")
         left_s = end - self._clock()
         # Slurm warns of a time limit with USR2, and sends TERM when it is reached.
         lead_s = self._lead_s if name == "SIGUSR2" else 0.0
         cause = "time_limit" if left_s <= lead_s + LATE_S else "preemption"
-        return Warned(name, cause, round(left_s, 1))
+        return Warned(signal=name, cause=cause, time_left_s=round(left_s, 1))

@@ -7,17 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 
 from slurmrl import keys, log
 from slurmrl.backoff import Interval
-from slurmrl.errors import CorruptFileError, EnvironmentFailure, RunFailedError
+from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.monitor import published
+from slurmrl.monitor.reports import Cause, Failure
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.plan.model import Plan
-from slurmrl.workers.failure import Cause, publish_loss
+from slurmrl.workers.failure import failed, publish_loss
 from slurmrl.workers.messages import Message
 
 logger = log.get(__name__)
-
-HUNG_AGENT = "agent"
-"""In a failure: the agent that hangs on the master's own host."""
 
 
 class AgentRegistry(Mapping[str, Message]):
@@ -86,12 +84,12 @@ class AgentRegistry(Mapping[str, Message]):
             self._give_up(label, str(self[label]["host"]))
         if ours in labels:
             reason = f"the agent {ours} hangs: it no longer renews its lease, but its host is alive"
-            raise RunFailedError(reason, {"cause": Cause.HUNG, "reason": reason, HUNG_AGENT: ours})
+            raise failed(Failure(cause=Cause.HUNG, reason=reason, agent=ours))
 
     def _give_up(self, label: str, host: str) -> None:
         publish_loss(self._names, host, self._incarnation, self._job)
         reason = f"host {host} is lost: its agent {label} no longer renews its lease"
-        raise RunFailedError(reason, {"cause": Cause.LOST_HOST, "reason": reason, "host": host})
+        raise failed(Failure(cause=Cause.LOST_HOST, reason=reason, host=host))
 
 
 def _newest(claims: list[str], root: str) -> dict[int, int]:

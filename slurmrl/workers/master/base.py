@@ -120,6 +120,6 @@ def _reported_damage(names: NameStore, state: TrialState) -> dict[str, str]:
     damage: dict[str, str] = {}
     for number in range(max(1, state.incarnation - LOOK_BACK + 1), state.incarnation + 1):
         failure = published.failure(names, number)
-        if "damaged" in failure:
-            damage[str(failure["damaged"])] = str(failure.get("exception") or failure.get("reason"))
+        if failure is not None and failure.damaged:
+            damage[failure.damaged] = failure.exception or failure.reason
     return damage

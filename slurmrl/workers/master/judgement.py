@@ -12,13 +12,14 @@ from typing import Any
 from slurmrl.history.record import Kind, Record
 from slurmrl.history.state import fold
 from slurmrl.monitor import published
+from slurmrl.monitor.reports import Cause, Failure
 from slurmrl.monitor.words import first_line
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.workers.evidence import is_hang
-from slurmrl.workers.failure import HOST_LOSSES, Cause
+from slurmrl.workers.failure import HOST_LOSSES
 from slurmrl.workers.turns import put_back
 
-RAISED = ("exception", "master")
+RAISED = (Cause.EXCEPTION, Cause.MASTER)
 """Causes of failures that code of a worker or the master raised, and would raise again."""
 TIME_LIMIT = "time_limit"
 UNFAULTED = ("preemption", "interrupt")
@@ -165,33 +166,39 @@ def read_ending(
 ) -> Ending:
     """Return how the incarnation of a BEGIN record ended. ``next_job`` is the job of the next
     incarnation; ``taken`` are the starts of jobs that Slurm has taken away."""
-    incarnation = begin.incarnation
-    failure = published.failure(names, incarnation)
-    warned = published.warned(names, incarnation).get("cause") or ""
+    number = begin.incarnation
+    warned = published.warned(names, number)
     job = str(begin.data.get("job", ""))
-    requeued = _requeued(job, next_job) or _start(job) in taken
-    what = failure.get("exception") or failure.get("reason") or failure.get(published.DAMAGE) or ""
-    what = what or ("unknown" if failure else "")
+    ending = Ending(
+        number,
+        start=_start(job),
+        warned=warned.cause if warned is not None else "",
+        requeued=_requeued(job, next_job) or _start(job) in taken,
+    )
+    failure = published.failure(names, number)
+    return ending if failure is None else _with_failure(ending, failure, names)
+
+
+def _with_failure(ending: Ending, failure: Failure, names: NameStore) -> Ending:
+    what = failure.exception or failure.reason or failure.damage or "unknown"
     rank = ""
-    if "rank" in failure:
-        rank, what = f"rank {failure['rank']}, ", f"{failure.get('call')}: {what}"
-    return Ending(
-        incarnation,
-        _start(job),
-        f"{rank}{what}",
-        what,
-        failure.get("cause") or (RAISED[0] if failure.get("traceback") else ""),
-        failure.get("step"),
-        failure.get("traceback") or "",
-        bool(failure.get("final")),
-        bool(failure.get("damaged")),
-        failure.get("absent") or "",
-        warned,
-        requeued,
-        bool(failure.get("echo")),
-        first_line(published.hang(names, incarnation).get("text")) if is_hang(failure) else "",
-        failure.get("host") or "",
-        bool(failure.get("certain")),
+    if failure.rank is not None and failure.call:
+        rank, what = f"rank {failure.rank}, ", f"{failure.call}: {what}"
+    hang = published.hang(names, ending.incarnation) if is_hang(failure) else None
+    return replace(
+        ending,
+        reason=f"{rank}{what}",
+        what=what,
+        cause=failure.cause or (Cause.EXCEPTION if failure.traceback else ""),
+        step=failure.step,
+        traceback=failure.traceback,
+        final=failure.final,
+        damaged=bool(failure.damaged),
+        absent=failure.absent,
+        echo=failure.echo,
+        hang=first_line(hang.text) if hang is not None else "",
+        host=failure.host or "",
+        certain=failure.certain,
     )
 
 

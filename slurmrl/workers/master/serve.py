@@ -21,6 +21,7 @@ from slurmrl.history.record import Record
 from slurmrl.history.state import TrialState, fold
 from slurmrl.history.writer import IncarnationWriter
 from slurmrl.monitor.events import EventWriter
+from slurmrl.monitor.reports import Failure
 from slurmrl.monitor.sinks import MetricsRecorder
 from slurmrl.name_resolve import make
 from slurmrl.name_resolve.base import NameStore
@@ -28,9 +29,8 @@ from slurmrl.paths import DAMAGED_PREFIX, RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import load_run_settings
 from slurmrl.workers import evidence
-from slurmrl.workers.failure import Failure, describe, publish
+from slurmrl.workers.failure import describe, publish
 from slurmrl.workers.master import limits
-from slurmrl.workers.master.agent_registry import HUNG_AGENT
 from slurmrl.workers.master.base import begin_on_base, set_aside
 from slurmrl.workers.master.judgement import judge
 from slurmrl.workers.master.master import Master
@@ -73,7 +73,7 @@ def serve(run: Path, submission: int, job: str, link: int) -> int:
         failure = _fail(names, writer.incarnation, events, error)
         if master is not None:
             _end(master, names, events, failure)
-        if HUNG_AGENT in failure:
+        if failure.agent:
             kill_parent()  # it cannot see that we end
         return 1
     return 0
@@ -145,10 +145,10 @@ def _clean(paths: RunPaths, state: TrialState) -> None:
 
 def _end(master: Master, names: NameStore, events: EventWriter, failure: Failure) -> None:
     """Tell the agents that it is over; after a hang they first report what their ranks do."""
-    if not evidence.is_hang(failure) or HUNG_AGENT in failure:
+    if not evidence.is_hang(failure) or failure.agent:
         master.channel.end()
         return
-    master.channel.end(stacks=str(failure["reason"]))
+    master.channel.end(stacks=failure.reason)
     taken = master.channel.collect_stacks(evidence.COLLECT_S)
     rows = [row for stacked in taken for row in stacked["ranks"]] or master.status.doing()
     files = [stacked["file"] for stacked in taken]
@@ -162,6 +162,6 @@ def _fail(names: NameStore, incarnation: int, events: EventWriter, error: Except
     else:
         traceback.print_exc()
     failure = describe(error, "master")
-    events.write("failed", reason=failure["reason"])
+    events.write("failed", reason=failure.reason)
     publish(names, incarnation, failure)
     return failure

@@ -12,11 +12,13 @@ from slurmrl import log
 from slurmrl.backoff import retry
 from slurmrl.channel.follower import Follower
 from slurmrl.channel.log import LogReader, LogWriter
-from slurmrl.errors import EnvironmentFailure, RunFailedError, WaitTimeoutError
-from slurmrl.fsio import documents
+from slurmrl.errors import EnvironmentFailure, WaitTimeoutError
+from slurmrl.fsio import documents, objects
+from slurmrl.monitor.reports import Failure
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.workers import messages
+from slurmrl.workers.failure import failed
 from slurmrl.workers.messages import Message
 
 logger = log.get(__name__)
@@ -55,7 +57,7 @@ class Mailbox:
         elif kind == messages.WARNING:
             self.warning = message["signal"]
         elif kind == messages.FAILED:
-            raise RunFailedError(message["failure"]["reason"], message["failure"])
+            raise failed(objects.from_json(Failure, message["failure"], "a log of an agent"))
 
 
 class WorkerChannel:

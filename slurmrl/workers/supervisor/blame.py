@@ -7,11 +7,12 @@ from collections.abc import Iterable
 
 from slurmrl import log
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
+from slurmrl.monitor import published
+from slurmrl.monitor.reports import Cause
 from slurmrl.name_resolve import make as make_names
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler import hosts
 from slurmrl.scheduler.slurm import SlurmScheduler
-from slurmrl.workers.failure import Cause, first
 
 logger = log.get(__name__)
 
@@ -40,14 +41,12 @@ def blame_hosts(paths: RunPaths, options: Namespace, incarnations: Iterable[int]
     those whose GPU has certainly failed."""
     try:
         with make_names("file", directory=paths.names) as names:
-            failures = [(number, first(names, number)) for number in incarnations]
+            failures = [(number, published.failure(names, number)) for number in incarnations]
         for number, failure in failures:
-            host = str(failure.get("host", "")) if failure is not None else ""
-            if failure is None or failure.get("cause") not in CAUSES or not host:
+            if failure is None or failure.cause not in CAUSES or not failure.host:
                 continue
-            why = str(failure.get("reason", ""))
-            again = hosts.blame(paths, host, number, why)
-            if again or failure.get("certain"):
-                _avoid(paths, options, host, why)
+            again = hosts.blame(paths, failure.host, number, failure.reason)
+            if again or failure.certain:
+                _avoid(paths, options, failure.host, failure.reason)
     except (CorruptFileError, EnvironmentFailure) as error:
         logger.warning("cannot record host failures: %s", error)

@@ -66,7 +66,8 @@ class JobHosts:
             return set()
 
     def _is_lost(self, names: NameStore, host: str) -> bool:
-        return str(published.lost(names, host).get("job")).startswith(f"{self.job}.")
+        lost = published.lost(names, host)
+        return lost is not None and lost.job.startswith(f"{self.job}.")
 
 
 def _end_of_job() -> float | None:

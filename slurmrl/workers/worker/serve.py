@@ -7,8 +7,8 @@ import re
 import time
 import traceback
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,14 @@ from slurmrl.errors import (
     UnusableGpuError,
     UsageError,
 )
+from slurmrl.fsio import objects
+from slurmrl.monitor.reports import Cause, Failure
 from slurmrl.parallel import device
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.gpu_faults import GpuFault, find_fault
 from slurmrl.paths import RunPaths
 from slurmrl.workers import messages
-from slurmrl.workers.failure import Cause, concerned
+from slurmrl.workers.failure import concerning
 from slurmrl.workers.messages import Message
 from slurmrl.workers.worker.executor import Executor
 from slurmrl.workers.worker.setup import build
@@ -77,7 +79,8 @@ def serve(run: Path, rank: int, pipe: Connection, activity: Activity) -> int:
             logger.error("%s", error)
         else:
             traceback.print_exc()
-        pipe.send(_describe(error, rank, doing))
+        failure = _describe(error, rank, doing)
+        pipe.send({"type": messages.ERROR, **objects.to_json(failure)})
         log.flush()
         _linger(pipe)
     log.flush()
@@ -103,40 +106,43 @@ def _linger(pipe: Connection) -> None:
         pipe.receive(left_s)
 
 
-def _describe(error: BaseException, rank: int, doing: Message) -> dict[str, Any]:
-    """Return the ERROR message. A user error is final: its message needs no traceback, and another
-    start would raise it again. What one host lacks at the start, another one may have, and an input
-    that cannot be read now may be readable later."""
+def _describe(error: BaseException, rank: int, doing: Message) -> Failure:
+    """Return the failure, without the host. A user error is final: its message needs no traceback,
+    and another start would raise it again. What one host lacks at the start, another one may have,
+    and an input that cannot be read now may be readable later."""
     unreadable = isinstance(error, UnreadableInputError)
     lacking = isinstance(error, EnvironmentFailure) and doing["type"] == messages.START
     user_error = isinstance(error, UsageError)
     text = str(error) if user_error else f"{type(error).__name__}: {error}"
-    return {
-        **({"final": True} if user_error and not unreadable else {}),
-        **({"cause": Cause.ENVIRONMENT} if lacking or unreadable else {}),
-        **concerned(error),
-        **recognise(error),
-        "type": messages.ERROR,
-        "rank": rank,
-        "step": doing.get("step"),
-        "call": doing.get("name", doing["type"]),
-        "exception": text[:TEXT_CHARACTERS],
-        "traceback": "" if user_error else traceback.format_exc()[-TRACEBACK_CHARACTERS:],
-    }
+    exception = text[:TEXT_CHARACTERS]
+    failure = concerning(error, recognise(error))
+    if (lacking or unreadable) and failure.cause != Cause.GPU_FAULT:
+        failure = replace(failure, cause=Cause.ENVIRONMENT)
+    gpu = f"{failure.gpu} failed: " if failure.gpu else ""
+    return replace(
+        failure,
+        reason=f"rank {rank}: {gpu}{exception}",
+        rank=rank,
+        step=doing.get("step"),
+        call=str(doing.get("name", doing["type"])),
+        exception=exception,
+        traceback="" if user_error else traceback.format_exc()[-TRACEBACK_CHARACTERS:],
+        final=user_error and not unreadable,
+    )
 
 
-def recognise(error: BaseException) -> dict[str, Any]:
-    """Classify an exception. ``echo``: it looks like a consequence of another rank's end, which
-    explains more. ``oom``: memory ran out. Each is present only if true. A GPU that failed explains
-    both, also where the exception is a consequence of that (see `device.pending_error`)."""
+def recognise(error: BaseException) -> Failure:
+    """Classify an exception: its cause, the GPU that failed, and whether it is an echo. A GPU that
+    failed explains the others too, also where the exception is a consequence of that (see
+    `device.pending_error`)."""
     chain = list(_chain(error))
     fault = _gpu_fault(chain)
     if fault or isinstance(error, UnusableGpuError):
         certain = fault is not None and fault.certain
-        return {"cause": Cause.GPU_FAULT, "gpu": device.describe_gpu(), "certain": certain}
+        return Failure(cause=Cause.GPU_FAULT, gpu=device.describe_gpu(), certain=certain)
     echo = any(isinstance(error, ECHOES) or _says_echo(error) for error in chain)
     oom = any(isinstance(error, MemoryError | torch.OutOfMemoryError) for error in chain)
-    return {**({"echo": True} if echo else {}), **({"oom": True} if oom else {})}
+    return Failure(cause=Cause.OOM if oom else Cause.EXCEPTION, echo=echo)
 
 
 def _gpu_fault(chain: list[BaseException]) -> GpuFault | None:

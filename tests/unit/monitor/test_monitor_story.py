@@ -9,6 +9,7 @@ import pytest
 
 from slurmrl import keys
 from slurmrl.history.record import Kind
+from slurmrl.monitor.reports import Failure
 from slurmrl.monitor.snapshot import STORY, read
 from slurmrl.monitor.status import assemble
 from slurmrl.monitor.story import failure_words
@@ -46,24 +47,21 @@ def start(run: FakeRun, job: str = "7.0.0", number: int = 0, job_id: str = "41_0
             {"cause": "exception", "exception": "ValueError: x\nmore", **WORKER},
             "rank 3 on n1: ValueError: x, train_step of step 4",
         ),
+        ({"cause": "died", "exit_code": -9, **WORKER}, "rank 3 on n1 died: SIGKILL"),
+        ({"cause": "died", "exit_code": 7, "rank": 3}, "rank 3 died: exited with code 7"),
         (
-            {"cause": "died", "reason": "rank 3 was ended by SIGKILL", **WORKER},
-            "rank 3 on n1 died: SIGKILL",
+            {"cause": "died", "reason": "rank 3 on n1 was ended by SIGKILL", **WORKER},
+            "rank 3 on n1 died: rank 3 on n1 was ended by SIGKILL",
         ),
-        (
-            {"cause": "died", "reason": "rank 3 exited with code 7", "rank": 3},
-            "rank 3 died: exited with code 7",
-        ),
-        ({"cause": "died", "reason": "rank 0 was ended by SIGKILL", "host": "n1"}, None),
         ({"cause": "oom", **WORKER}, "rank 3 on n1 was killed: out of memory"),
         ({"cause": "hung", **WORKER}, "rank 3 on n1 hung, train_step of step 4"),
         (
-            {
-                "cause": "hung",
-                "reason": "rank 3 gave no sign of life for 60 s and was killed",
-                **WORKER,
-            },
+            {"cause": "hung", "silent_s": 60.0, "reason": "what was seen", **WORKER},
             "rank 3 on n1 hung: no sign of life for 60 s, train_step of step 4",
+        ),
+        (
+            {"cause": "hung", "reason": "rank 3 gave no sign of life for 60 s", **WORKER},
+            "rank 3 on n1 hung: rank 3 gave no sign of life for 60 s, train_step of step 4",
         ),
         ({"cause": "hung", "host": "n0"}, "a process on n0 hung"),
         ({"cause": "deadline", "reason": "waited 600 s"}, "too slow: waited 600 s"),
@@ -87,25 +85,40 @@ def start(run: FakeRun, job: str = "7.0.0", number: int = 0, job_id: str = "41_0
         ({"cause": "something new", "reason": "", "host": "n1"}, "something new"),
     ],
 )
-def test_failures_in_words(failure: dict[str, Any], words: str | None) -> None:
-    expected = words or "a process on n1 died: rank 0 was ended by SIGKILL"
-    assert failure_words(failure["cause"], failure) == expected
+def test_failures_in_words(failure: dict[str, Any], words: str) -> None:
+    """Exit codes and times come from fields. Where an older version wrote none, the line repeats
+    the reason, and nothing is guessed from its words."""
+    assert failure_words(Failure(**failure)) == words
 
 
 @pytest.mark.parametrize(
     ("failure", "cause"),
     [
         ({"exception": "ValueError", "rank": 1, "call": "loss", "step": 1}, "exception"),
-        ({"reason": "master: ValueError"}, "master"),
-        ({"reason": "rank 1 was ended by SIGKILL", "host": "n0"}, "died"),
-        ({"reason": "the directory is gone", "host": "n0"}, "environment"),
+        ({"reason": "rank 1 was ended by SIGKILL", "host": "n0"}, "unknown"),
     ],
 )
 def test_failures_of_older_versions_name_no_cause(
     run: FakeRun, failure: dict[str, Any], cause: str
 ) -> None:
+    """The line then shows what they report."""
     run.name(keys.failure(start(run)), **failure)
-    assert rows(run)[0]["cause"] == cause
+    row = rows(run)[0]
+    assert row["cause"] == cause
+    assert (failure.get("exception") or failure["reason"]) in row["how"]
+
+
+def test_fields_of_a_newer_version_are_ignored(run: FakeRun) -> None:
+    run.name(keys.failure(start(run)), cause="died", exit_code=-9, weather="rain", **WORKER)
+    assert rows(run)[0]["how"] == "rank 3 on n1 died: SIGKILL"
+
+
+@pytest.mark.parametrize("field", [{"exit_code": "SIGKILL"}, {"rank": -1}, {"silent_s": [60]}])
+def test_a_failure_with_a_field_of_another_type_is_damaged(
+    run: FakeRun, field: dict[str, Any]
+) -> None:
+    run.name(keys.failure(start(run)), **{"cause": "died", **WORKER, **field})
+    assert rows(run)[0]["how"].endswith("is damaged; the trial continues without it")
 
 
 @pytest.mark.parametrize(

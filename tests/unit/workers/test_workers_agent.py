@@ -14,7 +14,6 @@ from slurmrl import keys
 from slurmrl.channel.log import LogReader
 from slurmrl.errors import (
     EnvironmentFailure,
-    RunFailedError,
     SlurmrlError,
     StaleIncarnationError,
     TrialEndedError,
@@ -23,7 +22,8 @@ from slurmrl.errors import (
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.writer import begin, end
-from slurmrl.monitor import events
+from slurmrl.monitor import events, published
+from slurmrl.monitor.reports import Failure
 from slurmrl.paths import RunPaths
 from slurmrl.workers import messages
 from slurmrl.workers.agent import agent as agent_module
@@ -32,8 +32,9 @@ from slurmrl.workers.agent.agent import AGAIN, FAILED, OK, Agent
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.incarnation import Incarnation
 from slurmrl.workers.agent.warning import SIGNALS
+from slurmrl.workers.failure import failed
 
-DIED = RunFailedError("rank 1 died", {"cause": "died", "reason": "rank 1 died", "rank": 1})
+DIED = failed(Failure(cause="died", reason="rank 1 died", rank=1, exit_code=-9))
 Step = Callable[[Incarnation], None]
 
 
@@ -98,9 +99,9 @@ def live(host: Host, *steps: Step) -> int:
     return Agent(host).run()
 
 
-def failure(host: Host, number: int) -> dict[str, Any]:
-    names = Host(host.paths, 1, "trainer").names
-    found: dict[str, Any] = json.loads(names.get(keys.failure(number)))
+def failure(host: Host, number: int) -> Failure:
+    found = published.failure(Host(host.paths, 1, "trainer").names, number)
+    assert found is not None
     return found
 
 
@@ -140,7 +141,10 @@ def test_processes_that_do_not_leave_spoil_no_end(
 def test_after_a_failure_the_next_one_is_served(host: Host) -> None:
     assert live(host, both(begins(), fails(DIED)), both(begins(), fails(DIED)), begins()) == OK
     assert [record.incarnation for record in host.history.read()] == [1, 2, 3]
-    assert failure(host, 1) == failure(host, 2) == {**DIED.failure, "host": host.identity.host}
+    died = Failure(
+        cause="died", reason="rank 1 died", rank=1, exit_code=-9, host=host.identity.host
+    )
+    assert failure(host, 1) == failure(host, 2) == died
     said = LogReader(host.paths.agent_log(2, "trainer", 0)).read()
     assert [message["type"] for message in said] == [messages.HELLO, messages.FAILED]
     assert said[1]["failure"]["reason"] == "rank 1 died"
@@ -228,7 +232,7 @@ def test_a_lost_host_ends_the_round(host: Host) -> None:
 
 def test_a_gpu_that_fails_takes_its_host_out_of_the_job(host: Host) -> None:
     """Its own agent gives the host up; the agents on other hosts see the failure."""
-    fault = RunFailedError("ECC", {"cause": "gpu_fault", "reason": "ECC", "host": "me"})
+    fault = failed(Failure(cause="gpu_fault", reason="ECC", host="me"))
     assert live(host, both(begins(), fails(fault))) == AGAIN
     said = json.loads(Host(host.paths, 1, "trainer").names.get(keys.lost(host.identity.host)))
     assert said == {"incarnation": 1, "job": host.identity.job}
@@ -245,7 +249,7 @@ def test_a_gpu_that_failed_on_another_host_ends_the_round(host: Host) -> None:
 
 def test_an_environment_that_does_not_do(host: Host) -> None:
     assert live(host, both(begins(), fails(EnvironmentFailure("no such interface")))) == FAILED
-    assert failure(host, 1)["cause"] == "environment"
+    assert failure(host, 1).cause == "environment"
 
 
 def test_failures_before_anything_began_come_to_an_end(host: Host) -> None:
@@ -271,7 +275,7 @@ def test_a_failure_before_the_beginning_counts_for_what_begins(
     monkeypatch.setattr(host.children, "turn", turn)
     monkeypatch.setattr(type(host.children), "end", lambda children, **more: None)
     assert live(host, fails(EnvironmentFailure("cannot start rank 0 with 'nothing'"))) == FAILED
-    assert "cannot start rank 0" in failure(host, 1)["reason"]
+    assert "cannot start rank 0" in failure(host, 1).reason
     said = LogReader(host.paths.agent_log(1, "trainer", 0)).read()
     assert [message["type"] for message in said] == [messages.HELLO, messages.FAILED]
 

@@ -10,9 +10,10 @@ import pytest
 
 from slurmrl import keys
 from slurmrl.errors import EnvironmentFailure, NameNotFoundError, RunFailedError
+from slurmrl.monitor.reports import Failure
 from slurmrl.name_resolve.memory import MemoryNameStore
 from slurmrl.plan.model import Plan
-from slurmrl.workers.master.agent_registry import HUNG_AGENT, AgentRegistry
+from slurmrl.workers.master.agent_registry import AgentRegistry
 
 JOB = "41.0.0"
 
@@ -97,8 +98,8 @@ def test_a_lost_host_ends_the_incarnation_and_is_named(bed: Bed) -> None:
     bed.look()
     with pytest.raises(RunFailedError, match="host n1 is lost") as caught:
         bed.registry.report_lost(["trainer/0", "trainer/1"])
-    assert caught.value.failure["cause"] == "lost_host"
-    assert caught.value.failure["host"] == "n1"
+    assert isinstance(caught.value.failure, Failure)
+    assert (caught.value.failure.cause, caught.value.failure.host) == ("lost_host", "n1")
     assert json.loads(bed.names.get(keys.lost("n1"))) == {"incarnation": 5, "job": JOB}
     with pytest.raises(NameNotFoundError):
         bed.names.get(keys.lost("n0"))
@@ -110,10 +111,8 @@ def test_an_agent_that_hangs_beside_us(bed: Bed) -> None:
     bed.look()
     with pytest.raises(RunFailedError, match="agent trainer/0 hangs: it no longer") as caught:
         bed.registry.report_lost(["trainer/0"])
-    assert (caught.value.failure["cause"], caught.value.failure[HUNG_AGENT]) == (
-        "hung",
-        "trainer/0",
-    )
+    assert isinstance(caught.value.failure, Failure)
+    assert (caught.value.failure.cause, caught.value.failure.agent) == ("hung", "trainer/0")
     with pytest.raises(NameNotFoundError):
         bed.names.get(keys.lost("n0"))
 

@@ -21,12 +21,13 @@ from slurmrl.history.log import History
 from slurmrl.history.record import Kind, Record
 from slurmrl.history.state import TrialState, fold
 from slurmrl.history.writer import IncarnationWriter, begin
-from slurmrl.monitor import events
+from slurmrl.monitor import events, published
 from slurmrl.monitor.events import EventWriter
+from slurmrl.monitor.reports import Failure
 from slurmrl.name_resolve import make
 from slurmrl.name_resolve.names import encode
 from slurmrl.paths import RunPaths
-from slurmrl.workers.failure import describe, first, publish
+from slurmrl.workers.failure import describe, publish
 from slurmrl.workers.master import base as base_module
 from slurmrl.workers.master import serve
 from slurmrl.workers.master.base import Damage, begin_on_base, choose, set_aside
@@ -240,7 +241,7 @@ def test_a_damaged_report_of_a_past_incarnation_costs_nothing(
 ) -> None:
     """The next incarnation begins, on the newest commit."""
     if key is keys.hang:  # it is read after hangs only
-        publish(past.names, 1, {"cause": "hung", "reason": "rank 1 is silent"})
+        publish(past.names, 1, Failure(cause="hung", reason="rank 1 is silent"))
     path = past.paths.names / encode(key(1))
     if content == b"FIFO":
         os.mkfifo(path)
@@ -253,4 +254,4 @@ def test_a_damaged_report_of_a_past_incarnation_costs_nothing(
 
     begin_on_base(past.paths, past.names, past.history, {"job": "2.0.0"}, verdict)
     assert (past.state.incarnation, past.state.base) == (2, past.directory(6).name)
-    assert first(past.names, 1) is not None or key is keys.warned
+    assert published.failure(past.names, 1) is not None or key is keys.warned

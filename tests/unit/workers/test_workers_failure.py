@@ -10,13 +10,16 @@ from slurmrl import backoff
 from slurmrl.errors import (
     DamagedCheckpointError,
     EnvironmentFailure,
-    RunFailedError,
     UsageError,
     WaitTimeoutError,
 )
+from slurmrl.monitor import published
+from slurmrl.monitor.reports import Failure
 from slurmrl.name_resolve.memory import MemoryNameStore
 from slurmrl.workers import failure
-from slurmrl.workers.failure import describe, first, publish
+from slurmrl.workers.failure import describe, publish
+
+ONE = Failure(cause="died", reason="one", rank=0, exit_code=-9, host="")
 
 
 def raised(error: Exception) -> Exception:
@@ -27,8 +30,8 @@ def raised(error: Exception) -> Exception:
 
 
 def test_what_an_error_carries_is_reported() -> None:
-    known = {"cause": "hung", "reason": "rank 3 is silent", "rank": 3}
-    assert describe(RunFailedError("rank 3 is silent", known), "master") == known
+    known = Failure(cause="hung", reason="rank 3 is silent", rank=3)
+    assert describe(failure.failed(known), "master") == known
 
 
 @pytest.mark.parametrize(
@@ -39,33 +42,33 @@ def test_what_an_error_carries_is_reported() -> None:
     ],
 )
 def test_causes_by_type(error: Exception, cause: str) -> None:
-    assert describe(raised(error), "master") == {"cause": cause, "reason": f"master: {error}"}
+    assert describe(raised(error), "master") == Failure(cause=cause, reason=f"master: {error}")
 
 
 def test_other_exceptions_have_a_traceback() -> None:
     found = describe(raised(KeyError("x")), "master")
-    assert (found["cause"], found["reason"]) == ("exception", "master: KeyError: 'x'")
-    assert "test_workers_failure.py" in found["traceback"]
+    assert (found.cause, found.reason) == ("exception", "master: KeyError: 'x'")
+    assert "test_workers_failure.py" in found.traceback
 
 
 def test_a_mistake_of_the_users_is_final() -> None:
     found = describe(raised(UsageError("no such metric")), "master")
-    assert found == {"cause": "exception", "reason": "master: no such metric", "final": True}
+    assert found == Failure(cause="exception", reason="master: no such metric", final=True)
 
 
 def test_a_damaged_checkpoint_is_named() -> None:
     found = describe(raised(DamagedCheckpointError("too short", "step-4.1")), "master")
-    assert found["damaged"] == "step-4.1"
-    assert found["reason"] == "master: too short"
+    assert found.damaged == "step-4.1"
+    assert found.reason == "master: too short"
 
 
 def test_the_first_one_counts() -> None:
     names = MemoryNameStore()
-    assert first(names, 3) is None
-    assert publish(names, 3, {"cause": "died", "reason": "one"})
-    assert not publish(names, 3, {"cause": "died", "reason": "two"})
-    assert first(names, 3) == {"cause": "died", "reason": "one"}
-    assert first(names, 4) is None
+    assert published.failure(names, 3) is None
+    assert publish(names, 3, ONE)
+    assert not publish(names, 3, Failure(cause="died", reason="two"))
+    assert published.failure(names, 3) == ONE
+    assert published.failure(names, 4) is None
 
 
 class Stalling(MemoryNameStore):
@@ -81,7 +84,7 @@ class Stalling(MemoryNameStore):
 def test_a_directory_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backoff, "OUTAGE_S", (0.001, 0.002))
     names = Stalling()
-    assert publish(names, 3, {"cause": "died", "reason": "one"})
+    assert publish(names, 3, ONE)
     names.left = 10**9
     monkeypatch.setattr(failure, "PUBLISH_TIMEOUT_S", 0.0)
-    assert not publish(names, 4, {"cause": "died", "reason": "one"})
+    assert not publish(names, 4, ONE)

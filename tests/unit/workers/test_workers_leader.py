@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 
 from slurmrl import keys
 from slurmrl.errors import RunFailedError, SchedulerError
 from slurmrl.lease import Lease
+from slurmrl.monitor.reports import Failure
 from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.client import SlurmClient
@@ -26,7 +26,7 @@ class Bed:
     paths: RunPaths
     now: float = 0.0
     slept: list[float] = field(default_factory=list)
-    failure: dict[str, Any] = field(default_factory=dict)
+    failure: object = None
 
     def identity(self, task: int, job: str = "7.0.0") -> Identity:
         return Identity("trainer", task, 0, f"n{task}", job, "41_0", 1)
@@ -53,7 +53,7 @@ class Bed:
             try:
                 leader.look()
             except RunFailedError as error:
-                self.failure = error.args[1]
+                self.failure = error.failure
                 return self.now
         return None
 
@@ -69,7 +69,8 @@ def test_the_host_of_the_first_agent_is_lost(bed: Bed) -> None:
     when = bed.lost(bed.watcher())
     assert when is not None
     assert TTL_S <= when < 2 * TTL_S
-    assert (bed.failure["cause"], bed.failure["host"]) == ("lost_host", "n0")
+    assert isinstance(bed.failure, Failure)
+    assert (bed.failure.cause, bed.failure.host) == ("lost_host", "n0")
 
 
 def test_a_first_agent_that_lives_is_left_alone(bed: Bed) -> None:

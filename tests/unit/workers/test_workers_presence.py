@@ -8,6 +8,7 @@ import pytest
 
 from slurmrl.errors import RunFailedError, RunGoneError
 from slurmrl.fsio.calls import SystemCalls
+from slurmrl.monitor.reports import Failure
 from slurmrl.paths import RunPaths
 from slurmrl.workers.presence import GONE_S, LOOK_S, Presence, make_channels
 
@@ -73,8 +74,9 @@ def test_what_processes_talk_through_is_made_again(
     shutil.rmtree(paths.run / name)
     with pytest.raises(RunFailedError, match=f"{name}/ in .* was removed") as caught:
         spend(presence, calls, 600.0)
-    assert caught.value.failure["cause"] == "environment"
-    assert caught.value.failure["host"] == "", "no host is to blame"
+    assert isinstance(caught.value.failure, Failure)
+    assert caught.value.failure.cause == "environment"
+    assert caught.value.failure.host == "", "no host is to blame"
     make_channels(paths)
     spend(presence, calls, 600.0)
 

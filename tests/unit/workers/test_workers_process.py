@@ -14,6 +14,7 @@ import pytest
 
 from slurmrl.channel.pipe import Connection
 from slurmrl.errors import EnvironmentFailure
+from slurmrl.monitor.words import signal_name
 from slurmrl.workers import process
 from tests.support.trials import wait_until
 
@@ -112,6 +113,7 @@ def test_command_that_cannot_be_executed(tmp_path: Path) -> None:
 PARENT = """
 import os, sys, time
 from pathlib import Path
+from slurmrl.monitor.words import signal_name
 from slurmrl.workers import process
 with process.open_log(Path(sys.argv[1])) as output:
     child = process.spawn("the child", "stub_sleeper", [], output=output, environment=os.environ)
@@ -167,8 +169,8 @@ def test_parent_that_is_gone_already(tmp_path: Path) -> None:
 
 
 def test_names_of_signals() -> None:
-    assert process.signal_name(signal.SIGKILL) == "SIGKILL"
-    assert process.signal_name(signal.SIGRTMIN + 3) == f"signal {signal.SIGRTMIN + 3}"
+    assert signal_name(signal.SIGKILL) == "SIGKILL"
+    assert signal_name(signal.SIGRTMIN + 3) == f"signal {signal.SIGRTMIN + 3}"
     assert process.ending("x", -(signal.SIGRTMIN + 3)) == (
         f"x was ended by signal {signal.SIGRTMIN + 3}"
     )

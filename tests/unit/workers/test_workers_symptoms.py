@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from slurmrl.errors import RunFailedError
-from slurmrl.workers import messages
+from slurmrl.monitor.reports import Failure
 from slurmrl.workers.agent.children import News
 from slurmrl.workers.agent.slot import Ended
 from slurmrl.workers.agent.symptoms import ECHO_GRACE_S, Symptoms
@@ -48,14 +49,15 @@ class Bed:
             output=lambda: self.output,
         )
 
-    def see(self, *said: dict[str, Any], ended: tuple[Ended, ...] = ()) -> None:
-        self.symptoms.judge(News(list(said), list(ended)))
+    def see(self, *failures: Failure, ended: tuple[Ended, ...] = ()) -> None:
+        self.symptoms.judge(News(failures=list(failures), ended=list(ended)))
 
-    def failure(self, *said: dict[str, Any], ended: tuple[Ended, ...] = ()) -> dict[str, Any]:
+    def failure(self, *failures: Failure, ended: tuple[Ended, ...] = ()) -> Failure:
         with pytest.raises(RunFailedError) as caught:
-            self.see(*said, ended=ended)
-        assert str(caught.value) == caught.value.failure["reason"]
-        return dict(caught.value.failure)
+            self.see(*failures, ended=ended)
+        assert isinstance(caught.value.failure, Failure)
+        assert str(caught.value) == caught.value.failure.reason
+        return caught.value.failure
 
 
 @pytest.fixture
@@ -63,9 +65,10 @@ def bed() -> Bed:
     return Bed()
 
 
-def error(rank: int, exception: str, **more: Any) -> dict[str, Any]:
-    known = {"rank": rank, "step": 4, "call": "gen", "exception": exception, "traceback": "at x"}
-    return {"type": messages.ERROR, **known, **more}
+def error(rank: int, exception: str, **more: Any) -> Failure:
+    """What a rank reports."""
+    known = {"cause": "exception", "step": 4, "call": "gen", "traceback": "at x", **more}
+    return Failure(rank=rank, exception=exception, reason=f"rank {rank}: {exception}", **known)
 
 
 def died(rank: int | None, code: int = KILLED) -> Ended:
@@ -73,87 +76,67 @@ def died(rank: int | None, code: int = KILLED) -> Ended:
 
 
 def test_exception_of_a_rank(bed: Bed) -> None:
-    assert bed.failure(error(3, "ValueError: bad", damaged="step-4.1")) == {
-        "cause": "exception",
-        "reason": "rank 3: ValueError: bad",
-        "host": "n1",
-        "rank": 3,
-        "step": 4,
-        "call": "gen",
-        "exception": "ValueError: bad",
-        "traceback": "at x",
-        "damaged": "step-4.1",
-    }
-
-
-def test_what_a_rank_knows_of_the_cause_counts(bed: Bed) -> None:
-    assert bed.failure(error(3, "no mount", cause="environment"))["cause"] == "environment"
-
-
-def test_exception_for_want_of_memory_keeps_its_traceback(bed: Bed) -> None:
-    failure = bed.failure(error(3, "OutOfMemoryError: 80 GiB", oom=True))
-    assert (failure["cause"], failure["traceback"]) == ("oom", "at x")
-    assert "oom" not in failure
+    known = error(3, "ValueError: bad", damaged="step-4.1")
+    assert bed.failure(known) == replace(known, host="n1")
 
 
 def test_death_of_a_worker(bed: Bed) -> None:
-    assert bed.failure(ended=(died(3),)) == {
-        "cause": "died",
-        "reason": "rank 3 on n1 was ended by SIGKILL",
-        "host": "n1",
-        "rank": 3,
-    }
+    assert bed.failure(ended=(died(3),)) == Failure(
+        cause="died",
+        reason="rank 3 on n1 was ended by SIGKILL",
+        host="n1",
+        rank=3,
+        exit_code=KILLED,
+    )
 
 
 def test_death_of_the_master(bed: Bed) -> None:
     failure = bed.failure(ended=(died(None),))
-    assert failure == {
-        "cause": "master",
-        "reason": "the master was ended by SIGKILL",
-        "host": "n1",
-    }
+    assert failure == Failure(
+        cause="master", reason="the master was ended by SIGKILL", host="n1", exit_code=KILLED
+    )
 
 
 @pytest.mark.parametrize("rank", [3, None])
 def test_killed_by_the_kernel(bed: Bed, rank: int | None) -> None:
     bed.kernel.oom = True
     failure = bed.failure(ended=(died(rank),))
-    assert failure["cause"] == "oom"
-    assert "was ended by SIGKILL (the kernel's OOM killer)" in failure["reason"]
+    assert failure.cause == "oom"
+    assert "was ended by SIGKILL (the kernel's OOM killer)" in failure.reason
 
 
 def test_memory_has_nothing_to_do_with_other_ends(bed: Bed) -> None:
     bed.kernel.oom = True
-    assert bed.failure(ended=(died(3, -signal.SIGSEGV),))["cause"] == "died"
-    assert bed.failure(ended=(died(3, 1),))["cause"] == "died"
+    assert bed.failure(ended=(died(3, -signal.SIGSEGV),)).cause == "died"
+    assert bed.failure(ended=(died(3, 1),)).cause == "died"
 
 
 def test_signals_without_a_name(bed: Bed) -> None:
     failure = bed.failure(ended=(died(3, -(signal.SIGRTMIN + 3)),))
-    assert failure["reason"] == f"rank 3 on n1 was ended by signal {signal.SIGRTMIN + 3}"
+    assert failure.reason == f"rank 3 on n1 was ended by signal {signal.SIGRTMIN + 3}"
 
 
 def test_a_worker_that_leaves_too_early(bed: Bed) -> None:
     """``os._exit(0)`` in user code counts as a failure."""
     failure = bed.failure(ended=(died(3, 0),))
-    assert failure["reason"] == "rank 3 on n1 exited unexpectedly"
-    assert failure["cause"] == "died"
+    assert failure.reason == "rank 3 on n1 exited unexpectedly"
+    assert failure.cause == "died"
 
 
 def test_ends_as_they_should_be(bed: Bed) -> None:
     bed.see(ended=(died(None, 0),))  # the master; the history says why
     bed.symptoms.told_to_exit = True
     bed.see(ended=(died(3, 0), died(None, 0)))
-    assert bed.failure(ended=(died(3, 5),))["reason"] == "rank 3 on n1 exited with code 5"
+    assert bed.failure(ended=(died(3, 5),)).reason == "rank 3 on n1 exited with code 5"
 
 
 @pytest.mark.parametrize("rank", [2, None])
 def test_silence(bed: Bed, rank: int | None) -> None:
     bed.children.quiet = [rank]
     failure = bed.failure()
-    assert failure["cause"] == "hung"
-    assert failure["reason"].endswith("gave no sign of life for 60 s and was killed")
-    assert failure.get("rank") == rank
+    assert failure.cause == "hung"
+    assert failure.reason.endswith("gave no sign of life for 60 s and was killed")
+    assert (failure.rank, failure.silent_s) == (rank, 60.0)
 
 
 def test_silence_of_those_that_leave(bed: Bed) -> None:
@@ -166,12 +149,12 @@ def test_an_echo_waits_for_what_it_echoes(bed: Bed) -> None:
     bed.see(error(2, "RuntimeError: Connection closed by peer", echo=True))
     bed.now += ECHO_GRACE_S / 2
     bed.see()
-    assert bed.failure(ended=(died(3),))["reason"] == "rank 3 on n1 was ended by SIGKILL"
+    assert bed.failure(ended=(died(3),)).reason == "rank 3 on n1 was ended by SIGKILL"
 
 
 def test_a_real_exception_comes_before_an_echo(bed: Bed) -> None:
     echo = error(2, "RuntimeError: Connection reset by peer", echo=True)
-    assert bed.failure(echo, error(3, "KeyError: 1"))["rank"] == 3
+    assert bed.failure(echo, error(3, "KeyError: 1")).rank == 3
 
 
 def test_an_echo_that_stays_alone_is_reported(bed: Bed) -> None:
@@ -180,12 +163,12 @@ def test_an_echo_that_stays_alone_is_reported(bed: Bed) -> None:
     bed.see(error(3, "RuntimeError: Connection closed by peer", echo=True))
     bed.now += ECHO_GRACE_S
     failure = bed.failure()
-    assert (failure["rank"], failure["cause"]) == (2, "exception")
-    assert failure["echo"] is True, "a host may turn out to be lost"
+    assert (failure.rank, failure.cause) == (2, "exception")
+    assert failure.echo, "a host may turn out to be lost"
 
 
 def test_nothing_happened(bed: Bed) -> None:
-    bed.see({"type": messages.READY, "rank": 1})
+    bed.see()
     assert bed.symptoms.longest_turn_s == float("inf")
 
 
@@ -200,9 +183,8 @@ def test_a_gpu_that_failed_is_named_with_its_host(bed: Bed) -> None:
         certain=True,
     )
     failure = bed.failure(broken, fault)
-    assert (failure["cause"], failure["host"], failure["rank"]) == ("gpu_fault", "n1", 1)
-    assert failure["certain"] is True
-    assert failure["reason"].startswith("rank 1: GPU 3 (NVIDIA H100, GPU-1) failed: ")
+    assert (failure.cause, failure.host, failure.rank) == ("gpu_fault", "n1", 1)
+    assert failure.certain
 
 
 WATCHDOG = (
@@ -224,10 +206,10 @@ def test_a_rank_that_torchs_watchdog_aborted_for_its_gpu(bed: Bed, words: str, c
     """The watchdog thread may see the fault before the rank's own thread can report it."""
     bed.output = WATCHDOG.format(words)
     failure = bed.failure(ended=(Ended("rank 2 on n1", -int(signal.SIGABRT), 2),))
-    assert (failure["cause"], failure["host"], failure["rank"]) == (cause, "n1", 2)
+    assert (failure.cause, failure.host, failure.rank) == (cause, "n1", 2)
 
 
 def test_other_aborts_are_no_fault_of_the_gpu(bed: Bed) -> None:
     bed.output = "a sample about an uncorrectable ECC error\n"
     failure = bed.failure(ended=(Ended("rank 2 on n1", -int(signal.SIGABRT), 2),))
-    assert failure["cause"] == "died"
+    assert failure.cause == "died"

@@ -33,7 +33,6 @@ from slurmrl.models.hf import TensorSource, read_values
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.hf_model import HFModel
 from slurmrl.plan.model_files import config_values, generation_values
-from slurmrl.workers.agent.symptoms import Symptoms
 from slurmrl.workers.failure import describe
 from slurmrl.workers.master.exporting import _source_dtypes
 from slurmrl.workers.worker import serve as serve_module
@@ -103,13 +102,11 @@ def folder(original: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 
 def assert_tried_again(error: Exception) -> None:
-    """What the master makes of it, and what the agent does of a rank's report."""
+    """Whether the master or a rank raised it."""
     found = describe(error, "master")
-    assert (found["cause"], "final" in found) == ("environment", False), found
-    said = serve_module._describe(error, 3, {"type": "start"})
-    symptoms = Symptoms("n1", SimpleNamespace(), SimpleNamespace(), 60.0)  # type: ignore[arg-type]
-    found = symptoms._of_error(said)
-    assert (found["cause"], "final" in found) == ("environment", False), found
+    assert (found.cause, found.final) == ("environment", False), found
+    found = serve_module._describe(error, 3, {"type": "start"})
+    assert (found.cause, found.final) == ("environment", False), found
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -193,8 +190,8 @@ def break_reads(patched: pytest.MonkeyPatch, victim: Path, number: int) -> None:
 
 def test_user_errors_stay_final() -> None:
     error = UsageError("no such metric")
-    assert describe(error, "master")["final"] is True
-    assert serve_module._describe(error, 3, {"type": "start"})["final"] is True
+    assert describe(error, "master").final
+    assert serve_module._describe(error, 3, {"type": "start"}).final
 
 
 def test_an_input_is_read_again_until_it_is_there() -> None:
@@ -225,9 +222,9 @@ def test_an_input_that_certainly_does_not_exist_is_reported_soon(
         before = clock[0]
         with pytest.raises(UnreadableInputError) as caught:
             retry("read", lambda: inputs.require([folder / "rows.jsonl"]), pause, timeout_s=60)
-        absent = describe(caught.value, "master").get("absent")
+        absent = describe(caught.value, "master").absent
         said = serve_module._describe(caught.value, 3, {"type": "start"})
-        assert said.get("absent") == absent == (caught.value.absent or None)
+        assert said.absent == absent == caught.value.absent
         assert bool(absent) == folder.exists()
         return clock[0] - before
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from slurmrl import env
-from slurmrl.workers.agent.warning import SIGNALS, Warned, Warnings
+from slurmrl.monitor.reports import Warned
+from slurmrl.workers.agent.warning import SIGNALS, Warnings
 
 NOW = 1_000_000.0
 
@@ -57,7 +58,7 @@ def warned(
 def test_causes(
     monkeypatch: pytest.MonkeyPatch, end: str, cause: str, left_s: float | None
 ) -> None:
-    assert warned(monkeypatch, end) == Warned("SIGUSR2", cause, left_s)
+    assert warned(monkeypatch, end) == Warned(signal="SIGUSR2", cause=cause, time_left_s=left_s)
 
 
 @pytest.mark.parametrize(("left_s", "cause"), [(85.0, "time_limit"), (100.0, "preemption")])
@@ -66,11 +67,11 @@ def test_term_is_not_sent_ahead_of_a_limit(
 ) -> None:
     """Within the lead it can only be a preemption."""
     found = warned(monkeypatch, str(NOW + left_s), number=signal.SIGTERM)
-    assert found == Warned("SIGTERM", cause, left_s)
+    assert found == Warned(signal="SIGTERM", cause=cause, time_left_s=left_s)
 
 
 def test_a_local_run_is_interrupted_by_its_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert warned(monkeypatch, "", local=True) == Warned("SIGUSR2", "interrupt", None)
+    assert warned(monkeypatch, "", local=True) == Warned(signal="SIGUSR2", cause="interrupt")
 
 
 def test_the_first_signal_is_reported_once() -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import EnvironmentFailure, RunFailedError, WaitTimeoutError
+from slurmrl.fsio import objects
+from slurmrl.monitor.reports import Failure
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.workers import messages
@@ -130,8 +132,9 @@ def test_ready_ranks(site: Site) -> None:
 
 
 def test_error_of_a_rank_ends_the_wait(site: Site) -> None:
-    failure = {"cause": "exception", "reason": "rank 2: ValueError: bad", "rank": 2}
-    site.agents[1].append(done(3, 0), {"type": messages.FAILED, "failure": failure})
+    failure = Failure(cause="exception", reason="rank 2: ValueError: bad", rank=2)
+    sent = {"type": messages.FAILED, "failure": objects.to_json(failure)}
+    site.agents[1].append(done(3, 0), sent)
     with pytest.raises(RunFailedError, match="rank 2: ValueError: bad") as caught:
         site.channel.collect(0, "a call", 10)
     assert caught.value.failure == failure

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from slurmrl.errors import UnusableGpuError
+from slurmrl.monitor.reports import Failure
 from slurmrl.parallel import device
 from slurmrl.workers.worker.serve import recognise
 
@@ -31,14 +32,14 @@ GLOO = (
     ],
 )
 def test_echoes(error: Exception) -> None:
-    assert recognise(error) == {"echo": True}
+    assert recognise(error) == Failure(cause="exception", echo=True)
 
 
 @pytest.mark.parametrize(
     "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")]
 )
 def test_out_of_memory(error: Exception) -> None:
-    assert recognise(error) == {"oom": True}
+    assert recognise(error) == Failure(cause="oom")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +47,7 @@ def test_out_of_memory(error: Exception) -> None:
     [ValueError("Connection closed by peer"), RuntimeError("shapes differ"), SystemExit(0)],
 )
 def test_others_stand_for_themselves(error: BaseException) -> None:
-    assert recognise(error) == {}
+    assert recognise(error) == Failure(cause="exception")
 
 
 def accelerator_error(text: str, code: int | None = None) -> RuntimeError:
@@ -83,46 +84,42 @@ UNHANDLED = (
 )
 def test_a_gpu_that_fails_is_not_the_codes_fault(error: Exception, certain: bool) -> None:
     """Nor is it taken for the consequence of another rank's end."""
-    assert recognise(error) == {
-        "cause": "gpu_fault",
-        "gpu": device.describe_gpu(),
-        "certain": certain,
-    }
+    assert recognise(error) == Failure(
+        cause="gpu_fault", gpu=device.describe_gpu(), certain=certain
+    )
 
 
 def test_a_gpu_that_torch_cannot_use_is_a_fault_that_another_host_may_not_have() -> None:
     """Not certainly: the same old driver on two hosts counts against the trial."""
     found = recognise(UnusableGpuError("The NVIDIA driver on your system is too old"))
-    assert (found["cause"], found["certain"]) == ("gpu_fault", False)
+    assert (found.cause, found.certain) == ("gpu_fault", False)
 
 
 @pytest.mark.parametrize(
-    ("error", "known"),
+    ("error", "cause"),
     [
-        (accelerator_error("an illegal memory access was encountered", 700), {}),
-        (accelerator_error("device-side assert triggered", 710), {}),
-        (accelerator_error("misaligned address", 716), {}),
-        (accelerator_error("an illegal instruction was encountered", 715), {}),
-        (torch.OutOfMemoryError("CUDA out of memory. 3 GiB lost to fragmentation"), {"oom": True}),
-        (ValueError("row 3: unspecified launch failure of a rocket"), {}),
-        (RuntimeError("shapes differ: unknown error"), {}),
-        (accelerator_error("its code counts: unspecified launch failure", 700), {}),
+        (accelerator_error("an illegal memory access was encountered", 700), "exception"),
+        (accelerator_error("device-side assert triggered", 710), "exception"),
+        (accelerator_error("misaligned address", 716), "exception"),
+        (accelerator_error("an illegal instruction was encountered", 715), "exception"),
+        (torch.OutOfMemoryError("CUDA out of memory. 3 GiB lost to fragmentation"), "oom"),
+        (ValueError("row 3: unspecified launch failure of a rocket"), "exception"),
+        (RuntimeError("shapes differ: unknown error"), "exception"),
+        (accelerator_error("its code counts: unspecified launch failure", 700), "exception"),
     ],
 )
-def test_bugs_and_lack_of_memory_are_not_blamed_on_the_gpu(
-    error: Exception, known: dict[str, bool]
-) -> None:
-    assert recognise(error) == known
+def test_bugs_and_lack_of_memory_are_not_blamed_on_the_gpu(error: Exception, cause: str) -> None:
+    assert recognise(error) == Failure(cause=cause)
 
 
 def test_a_library_that_hides_the_fault_is_seen_through(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuBLAS and cuDNN name a status of their own; CUDA itself is asked then."""
     hidden = RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx`")
     monkeypatch.setattr(device, "pending_error", lambda: None)
-    assert recognise(hidden) == {}
+    assert recognise(hidden) == Failure(cause="exception")
     pending = accelerator_error("uncorrectable ECC error encountered", 214)
     monkeypatch.setattr(device, "pending_error", lambda: pending)
-    assert recognise(hidden)["cause"] == "gpu_fault"
+    assert recognise(hidden).cause == "gpu_fault"
 
 
 def test_the_gpu_is_asked_without_waiting_for_its_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,4 +138,4 @@ def test_the_gpu_is_asked_without_waiting_for_its_kernels(monkeypatch: pytest.Mo
 def test_what_an_exception_was_raised_from_counts() -> None:
     error = LookupError("no batch")
     error.__cause__ = RuntimeError(GLOO)
-    assert recognise(error) == {"echo": True}
+    assert recognise(error) == Failure(cause="exception", echo=True)

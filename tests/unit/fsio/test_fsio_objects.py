@@ -1,0 +1,83 @@
+"""Dataclasses as JSON objects, which are checked where they are read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import pytest
+
+from slurmrl.errors import CorruptFileError
+from slurmrl.fsio.objects import from_json, to_json
+from slurmrl.fsio.shapes import COUNT
+
+
+@dataclass(frozen=True)
+class Wheel:
+    size: Annotated[int, COUNT]
+    worn: bool = False
+
+
+@dataclass(frozen=True)
+class Cart:
+    name: str
+    wheels: tuple[Wheel, ...]
+    place: tuple[int, str]
+    loads: Mapping[str, tuple[float, int]]
+    spare: Wheel | None = None
+    limit: Annotated[int, COUNT] | None = None
+    speed: float = 0.0
+    notes: tuple[Any, ...] = ()
+
+
+CART = Cart("red", (Wheel(3), Wheel(4, worn=True)), (1, "n0"), {"hay": (0.5, 2)}, Wheel(9))
+VALUES = {
+    "name": "red",
+    "wheels": [{"size": 3}, {"size": 4, "worn": True}],
+    "place": [1, "n0"],
+    "loads": {"hay": [0.5, 2]},
+    "spare": {"size": 9},
+}
+
+
+def test_what_is_written_is_read_again() -> None:
+    """Fields with their default take no space."""
+    assert json.loads(json.dumps(to_json(CART))) == VALUES
+    assert from_json(Cart, VALUES, "a cart") == CART
+
+
+def test_null_counts_as_missing_and_unknown_fields_as_those_of_a_newer_version() -> None:
+    wheel = from_json(Wheel, {"size": 1, "worn": None, "spokes": 12}, "a wheel")
+    assert wheel == Wheel(1)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"name": None}, "a cart has no 'name' (a text)"),
+        ({"name": 3}, "a cart has 3 in 'name', expected a text"),
+        ({"wheels": [{"size": "3"}]}, "in 'wheels', expected a list, each item an object with"),
+        ({"wheels": [{"worn": True}]}, "in 'wheels'"),
+        ({"wheels": {"size": 3}}, "in 'wheels'"),
+        ({"place": [1]}, "has [1] in 'place', expected a list of a whole number, a text"),
+        ({"loads": {"hay": [1.0, 2, 3]}}, "in 'loads'"),
+        ({"spare": {"size": -1}}, "has {'size': -1} in 'spare'"),
+        ({"limit": True}, "has True in 'limit', expected a whole number from 0 to"),
+        ({"speed": "fast"}, "has 'fast' in 'speed', expected a number"),
+    ],
+)
+def test_a_value_of_another_type_is_named(change: dict[str, Any], problem: str) -> None:
+    with pytest.raises(CorruptFileError) as caught:
+        from_json(Cart, {**VALUES, **change}, "a cart")
+    assert problem in str(caught.value)
+
+
+def test_a_type_without_a_form_in_json_is_refused() -> None:
+    @dataclass(frozen=True)
+    class Odd:
+        value: complex
+
+    with pytest.raises(TypeError, match="no JSON form of"):
+        from_json(Odd, {"value": 1}, "here")
