@@ -12,7 +12,7 @@ from slurmrl.data.sample import SequenceSample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from slurmrl.engines.base import Engine
+    from slurmrl.engines.base import RolloutEngine, TrainEngine
     from slurmrl.plan.settings import Settings
 
 Stats = dict[str, tuple[float, float]]
@@ -62,17 +62,17 @@ class Interface(ABC):  # noqa: B024 - each interface implements some of the meth
     """
 
     def generate(
-        self, engine: Engine | None, sample: SequenceSample, context: CallContext
+        self, engine: RolloutEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         raise NotImplementedError(f"{type(self).__name__} does not generate")
 
     def inference(
-        self, engine: Engine | None, sample: SequenceSample, context: CallContext
+        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         raise NotImplementedError(f"{type(self).__name__} does not run inference")
 
     def train_step(
-        self, engine: Engine | None, sample: SequenceSample, context: CallContext
+        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         raise NotImplementedError(f"{type(self).__name__} does not train")
 

@@ -1,4 +1,4 @@
-"""Engines, which execute models: one contract (``base.Engine``), one folder per engine.
+"""Engines, which execute models: the contracts of ``base``, one folder per engine.
 
 To add an engine, write a class and add a line to ``ENGINES``. This file is torch-free.
 """
@@ -13,5 +13,6 @@ ENGINES = Registry(
         "fsdp": "slurmrl.engines.fsdp.engine:FSDPEngine",
         "archon": "slurmrl.engines.fsdp.engine:FSDPEngine",
         "megatron": "slurmrl.engines.megatron.entry:make",
+        "native": "slurmrl.engines.native.engine:NativeEngine",
     },
 )

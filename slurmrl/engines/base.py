@@ -1,4 +1,5 @@
-"""The contract of all engines. Algorithms do not depend on which engine they run on.
+"""The contracts of engines: those that train, and those that generate. One engine may fulfil both.
+Algorithms do not depend on which engine they run on.
 
 T packed tokens, S sequences. Per-token outputs are aligned with the tokens: ``logp[t]`` is
 log p(x_t | x_<t) and ``entropy[t]`` that of the distribution x_t was drawn from, both 0 at the
@@ -41,16 +42,39 @@ PROMPTS = "prompt_ids"
 class Engine(ABC):
     """One model of one role, spread over the ranks of ``context``.
 
-    All methods but ``layout`` are collective: every rank of the model calls them in the same
-    order. Each data-parallel rank has its own sample, which may be empty. Ranks that differ only
-    along other axes have the same sample and get the same results.
+    Methods that compute are collective: every rank of the model calls them in the same order. Each
+    data-parallel rank has its own sample, which may be empty. Ranks that differ only along other
+    axes have the same sample and get the same results.
     """
 
     role: str
     head: Head
-    trained: bool
     config: ModelConfig | HFConfig
     context: ParallelContext
+
+    @abstractmethod
+    def layout(self) -> Layout:
+        """The placement of the weights on the model's ranks."""
+
+    @abstractmethod
+    def storages(self) -> Mapping[str, Tensor]:
+        """This rank's tensors by the storage names of ``layout``, contiguous and without copies.
+        They may be other tensors after a call of the engine."""
+
+    @abstractmethod
+    def offload(self) -> None:
+        """Free the device memory of weights and optimizer state. Until ``onload``, methods that
+        need them raise UsageError."""
+
+    @abstractmethod
+    def onload(self) -> None:
+        """Undo ``offload``."""
+
+
+class TrainEngine(Engine):
+    """An engine that trains a model, or runs a frozen one on whole sequences."""
+
+    trained: bool
 
     @property
     @abstractmethod
@@ -113,19 +137,6 @@ class Engine(ABC):
         order of the sample."""
 
     @abstractmethod
-    def generate(
-        self,
-        sample: SequenceSample,
-        options: GenerationOptions,
-        *,
-        seed: int,
-        step: int,
-        keys: Tensor,
-    ) -> GenerationOutput:
-        """Continue the prompts of key ``prompt_ids``. ``keys`` [S] int64 identify each sequence's
-        random stream, so that the draws do not depend on the ranks' shares of a batch."""
-
-    @abstractmethod
     def snapshot(self, *, copy: bool = True) -> RoleSnapshot | None:
         """This rank's part of a checkpoint; None if the model is not trained.
 
@@ -145,19 +156,19 @@ class Engine(ABC):
         Raises CheckpointError for an incomplete checkpoint or one of another model.
         """
 
-    @abstractmethod
-    def layout(self) -> Layout:
-        """The placement of the weights on the model's ranks."""
+
+class RolloutEngine(Engine):
+    """An engine that generates."""
 
     @abstractmethod
-    def storages(self) -> Mapping[str, Tensor]:
-        """This rank's tensors by the storage names of ``layout``, contiguous and without copies."""
-
-    @abstractmethod
-    def offload(self) -> None:
-        """Move weights and optimizer state to host memory. Until ``onload``, methods that need
-        them raise UsageError."""
-
-    @abstractmethod
-    def onload(self) -> None:
-        """Undo ``offload``."""
+    def generate(
+        self,
+        sample: SequenceSample,
+        options: GenerationOptions,
+        *,
+        seed: int,
+        step: int,
+        keys: Tensor,
+    ) -> GenerationOutput:
+        """Continue the prompts of key ``prompt_ids``. ``keys`` [S] int64 identify each sequence's
+        random stream, so that the draws do not depend on the ranks' shares of a batch."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 from slurmrl.errors import LayoutError
 from slurmrl.layout.box import Box, Index
@@ -56,6 +57,27 @@ class Layout:
         for rank, shards in enumerate(self.shards):
             for shard in shards:
                 yield rank, shard
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; ranks with the same shards, which replicas have, share an entry."""
+        numbers: dict[tuple[Shard, ...], int] = {}
+        ranks = [numbers.setdefault(shards, len(numbers)) for shards in self.shards]
+        return {
+            "tensors": {name: [spec.shape, spec.dtype] for name, spec in self.tensors.items()},
+            "shards": [[shard.to_json() for shard in shards] for shards in numbers],
+            "ranks": ranks,
+        }
+
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> Layout:
+        held = [tuple(map(Shard.from_json, shards)) for shards in values["shards"]]
+        return Layout(
+            {
+                name: TensorSpec(tuple(shape), dtype)
+                for name, (shape, dtype) in values["tensors"].items()
+            },
+            tuple(held[number] for number in values["ranks"]),
+        )
 
     def check(self) -> None:
         """Check that every shard lies inside its tensor and that every element is held by a rank.

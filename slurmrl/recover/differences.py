@@ -15,6 +15,7 @@ MAY_CHANGE = frozenset(
         "max_restarts_without_commit",
         "step_timeout_s",
         "cluster",
+        "transfer",
         "logging",
         "checkpoint",
         "evaluation.every_steps",
@@ -32,17 +33,23 @@ FOLLOWERS = ("critic", "ref")
 """Roles that have the actor's layout unless they set their own."""
 
 LAYOUT = frozenset(
-    f"{role}.{name}"
-    for role in ("actor", *FOLLOWERS)
-    for name in (
-        "backend",
-        "gpus",
-        "model",
-        "max_tokens_per_microbatch",
-        "gradient_checkpointing",
-        "cpu_offload",
-        "transformer_engine",
-    )
+    {
+        f"{role}.{name}"
+        for role in ("actor", *FOLLOWERS)
+        for name in (
+            "backend",
+            "gpus",
+            "model",
+            "max_tokens_per_microbatch",
+            "gradient_checkpointing",
+            "cpu_offload",
+            "transformer_engine",
+        )
+    }
+    | {
+        f"rollout.{name}"
+        for name in ("backend", "gpus", "tensor_parallel_size", "pipeline_parallel_size")
+    }
 )
 """Dotted keys that change the number of ranks and the micro-batches of the same computation. They
 may change too; `consequences.consequences` reports what is not preserved."""

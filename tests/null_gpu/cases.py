@@ -14,7 +14,7 @@ from slurmrl.algorithms.ppo.loss import policy_loss
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
-from slurmrl.engines.base import Engine, Outputs
+from slurmrl.engines.base import Outputs, TrainEngine
 from slurmrl.models.config import Head
 from slurmrl.parallel import device
 from slurmrl.parallel.groups import build
@@ -87,12 +87,12 @@ def engine(
     head: Head = "lm",
     trained: bool = True,
     **settings: Any,
-) -> Engine:
+) -> TrainEngine:
     """An engine over all ranks of the job as data-parallel ones, in bfloat16."""
     ranks = tuple(range(dist.get_world_size()))
     sizes = {"dp": len(ranks)}
     placed = megatron_cases.placed(**sizes) if name == "megatron" else Placed("actor", ranks, sizes)
-    found: Engine = ENGINES.load(name)(
+    found: TrainEngine = ENGINES.load(name)(
         "actor",
         Model.model_validate(
             {"architecture": architecture, "dtype": "bfloat16", "optimizer": {"lr": 1e-5}}

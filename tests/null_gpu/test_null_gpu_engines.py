@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines.base import Engine, Outputs
+from slurmrl.engines.base import Outputs, TrainEngine
 from slurmrl.models.config import Head
 from slurmrl.models.generate import GenerationOptions, GenerationOutput
 from tests.null_gpu import cases
@@ -28,7 +28,7 @@ MODES = ("off", "selective", "full")
 pytestmark = pytest.mark.filterwarnings("ignore")  # megatron-core warns of its own settings
 
 
-def make(kind: str, experts: bool, **settings: Any) -> Engine:
+def make(kind: str, experts: bool, **settings: Any) -> TrainEngine:
     name = kind.partition(",")[0]
     return cases.engine(
         cases.TINY_EXPERTS if experts else cases.TINY,
@@ -85,7 +85,7 @@ def test_one_of_two_ranks_has_no_tensor_on_a_wrong_device(kind: str) -> None:
             generated(engine, sample)
 
 
-def generated(engine: Engine, sample: SequenceSample) -> GenerationOutput:
+def generated(engine: TrainEngine, sample: SequenceSample) -> GenerationOutput:
     prompts = SequenceSample(
         sample.ids,
         {"prompt_ids": sample.lengths["input_ids"]},

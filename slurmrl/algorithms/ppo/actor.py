@@ -25,18 +25,18 @@ from slurmrl.algorithms.ppo.updates import MeanStats, global_result, run_updates
 from slurmrl.data.sample import SequenceSample
 
 if TYPE_CHECKING:
-    from slurmrl.engines.base import Engine
+    from slurmrl.engines.base import TrainEngine
 
 
 class PPOActorInterface(Interface):
     def inference(
-        self, engine: Engine | None, sample: SequenceSample, context: CallContext
+        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """The model's log-probabilities of the completions, as ``ref_logprobs``."""
         return CallResult(_logprobs(engine, sample, context, "ref_logprobs"))
 
     def train_step(
-        self, engine: Engine | None, sample: SequenceSample, context: CallContext
+        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """Clipped policy updates on advantages that are normalised over the whole batch."""
         assert engine is not None
@@ -65,7 +65,7 @@ class PPOActorInterface(Interface):
 
 class RecomputeInterface(Interface):
     def inference(
-        self, engine: Engine | None, sample: SequenceSample, context: CallContext
+        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """The training engine's log-probabilities of the completions, as ``old_logprobs``. Reports
         the mean and largest absolute difference to those of generation, over response tokens."""
@@ -87,7 +87,7 @@ class RecomputeInterface(Interface):
 
 
 def _logprobs(
-    engine: Engine | None, sample: SequenceSample, context: CallContext, key: str
+    engine: TrainEngine | None, sample: SequenceSample, context: CallContext, key: str
 ) -> SequenceSample:
     """The engine's log-probabilities of all tokens under ``key``."""
     assert engine is not None

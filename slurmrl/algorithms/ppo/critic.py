@@ -15,12 +15,12 @@ from slurmrl.algorithms.ppo.updates import global_result, run_updates
 from slurmrl.data.sample import SequenceSample
 
 if TYPE_CHECKING:
-    from slurmrl.engines.base import Engine
+    from slurmrl.engines.base import TrainEngine
 
 
 class PPOCriticInterface(Interface):
     def inference(
-        self, engine: Engine | None, sample: SequenceSample, context: CallContext
+        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """``values``, aligned: position t holds the value of the state after token t."""
         assert engine is not None
@@ -30,7 +30,7 @@ class PPOCriticInterface(Interface):
         return CallResult(SequenceSample(sample.ids, lengths, data=data))
 
     def train_step(
-        self, engine: Engine | None, sample: SequenceSample, context: CallContext
+        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """Regression of the values before each response token to the returns."""
         assert engine is not None

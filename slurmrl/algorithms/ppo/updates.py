@@ -16,7 +16,7 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
 
 if TYPE_CHECKING:
-    from slurmrl.engines.base import Engine, LossFn
+    from slurmrl.engines.base import LossFn, TrainEngine
 
 MeanStats = dict[str, float]
 ENGINE_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "vetoed")
@@ -24,7 +24,7 @@ ENGINE_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "
 
 
 def run_updates(
-    engine: Engine,
+    engine: TrainEngine,
     sample: SequenceSample,
     batch: tuple[str, ...],
     mask_key: str,

@@ -15,7 +15,7 @@ from slurmrl.rewards import make
 from slurmrl.rewards.reward import CheckedReward
 
 if TYPE_CHECKING:
-    from slurmrl.engines.base import Engine
+    from slurmrl.engines.base import TrainEngine
 
 
 class RuleRewardInterface(Interface):
@@ -25,7 +25,7 @@ class RuleRewardInterface(Interface):
         self._reward: CheckedReward | None = None
 
     def inference(
-        self, engine: Engine | None, sample: SequenceSample, context: CallContext
+        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """``rewards`` [S] float32. The sample carries the dataset's metadata."""
         reward = self._prepare(context)

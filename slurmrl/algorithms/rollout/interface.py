@@ -13,12 +13,12 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.models.generate import GenerationOptions, GenerationOutput
 
 if TYPE_CHECKING:
-    from slurmrl.engines.base import Engine
+    from slurmrl.engines.base import RolloutEngine
 
 
 class RolloutInterface(Interface):
     def generate(
-        self, engine: Engine | None, sample: SequenceSample, context: CallContext
+        self, engine: RolloutEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """Prompt and completion as ``input_ids``, with ``prompt_mask``, ``logprobs`` under the
         sampling policy, and whether the completion ``finished`` with a stop token."""

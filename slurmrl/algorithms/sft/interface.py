@@ -12,12 +12,12 @@ from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.data.sample import SequenceSample
 
 if TYPE_CHECKING:
-    from slurmrl.engines.base import Engine
+    from slurmrl.engines.base import TrainEngine
 
 
 class SFTInterface(Interface):
     def train_step(
-        self, engine: Engine | None, sample: SequenceSample, context: CallContext
+        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """One update with the mean cross entropy of the answers' tokens."""
         assert engine is not None
@@ -27,7 +27,7 @@ class SFTInterface(Interface):
         return CallResult(stats={key: (x, 1.0) for key, x in means.items() if isfinite(x)})
 
     def inference(
-        self, engine: Engine | None, sample: SequenceSample, context: CallContext
+        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """The held-out ``loss`` per answer token; no output keys."""
         assert engine is not None

@@ -22,7 +22,7 @@ from slurmrl.config.schema.cluster import Cluster
 from slurmrl.config.schema.data import Dataset
 from slurmrl.config.schema.frequency import Checkpoint, Evaluation, Logging
 from slurmrl.config.schema.model import Model
-from slurmrl.config.schema.rollout import Reward, Rollout
+from slurmrl.config.schema.rollout import Reward, Rollout, Transfer
 
 
 class Config(Section):
@@ -68,6 +68,7 @@ class Config(Section):
     """The reference model of the KL penalty, for algorithms that have one. Default: the initial
     actor."""
     rollout: Rollout = Rollout()
+    transfer: Transfer = Transfer()
     reward: Reward | None = None
     dataset: Dataset
     evaluation: Evaluation | None = None

@@ -1,8 +1,8 @@
-"""Sampling and scoring of completions."""
+"""Sampling and scoring of completions, and moves of weights to the engine that generates."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -22,8 +22,9 @@ class Rollout(Section):
     """Generation of completions."""
 
     backend: Line = ""
-    """Engine and layout for generation: `sglang:d4t2`. In this version only `slurmrl plan`
-    accepts it; a submission is refused. Default: the actor's engine, on its ranks."""
+    """Engine and layout for generation: `native:d4`, `native:d2t2`. The actor's weights move there
+    before each generation. `sglang` and `vllm` can only be planned in this version. Default: the
+    actor's engine, on its ranks."""
     gpus: Line = ""
     """GPUs of the trainers' job for generation. Default: sglang and vllm run on separate hosts,
     other engines from GPU 0 of the trainers."""
@@ -55,6 +56,16 @@ class Rollout(Section):
                 f"min_new_tokens {self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}"
             )
         return self
+
+
+class Transfer(Section):
+    """Moves of weights from the layout in which they are trained to that in which they generate."""
+
+    verify: Literal["first", "always", "never"] = "first"
+    """Moves after which all ranks compare checksums of every tensor: the first one of each start,
+    all, or none. A difference ends the start with an error that names the tensor."""
+    staging_mib: PositiveInt = 256
+    """Buffers of a rank for what it sends and receives at a time, in MiB."""
 
 
 class Reward(Section):

@@ -14,16 +14,9 @@ from torch import Tensor
 from slurmrl.checkpoint.shards import RoleSnapshot
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines.base import (
-    PROMPTS,
-    TOKENS,
-    Engine,
-    LossFn,
-    OutputFn,
-    Outputs,
-    Veto,
-)
+from slurmrl.engines.base import TOKENS, LossFn, OutputFn, Outputs, TrainEngine, Veto
 from slurmrl.engines.fsdp import state
+from slurmrl.engines.fsdp.generation import GatheredGeneration
 from slurmrl.engines.fsdp.gradients import clip, global_norm, sum_copies
 from slurmrl.engines.fsdp.placing import Placing, split_of, tensor_split
 from slurmrl.engines.fsdp.sharding import SMALL_BYTES, Shards, shard_plan
@@ -45,13 +38,13 @@ from slurmrl.errors import UsageError
 from slurmrl.layout.layout import Layout
 from slurmrl.models.balance import Balance
 from slurmrl.models.config import Head, ModelConfig
-from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
 from slurmrl.ops.upload import OnHost
 from slurmrl.parallel.groups import ParallelContext
 
 
-class FSDPEngine(Engine):
-    """One role's model on the data-parallel ranks of ``context``.
+class FSDPEngine(TrainEngine, GatheredGeneration):
+    """One role's model on the data-parallel ranks of ``context``. It generates with all shards
+    gathered.
 
     Trained models keep float32 weights and compute in ``model.dtype``; frozen models are stored
     in that dtype. Weights are read from the folder ``source``, or drawn at random for
@@ -257,29 +250,6 @@ class FSDPEngine(Engine):
         """The zero loss of a rank that has no micro-batch left."""
         outputs = self._run(*self._tokens(None), temperature)
         return torch.stack([values.sum() for values in outputs.values()]).sum() * 0.0
-
-    def generate(
-        self,
-        sample: SequenceSample,
-        options: GenerationOptions,
-        *,
-        seed: int,
-        step: int,
-        keys: Tensor,
-    ) -> GenerationOutput:
-        self._offload.check()
-        sample = sample.to(self.context.device)
-        with torch.no_grad(), self._shards.gathered() as decoder:
-            return generate(
-                decoder,
-                sample.tensor(PROMPTS),
-                sample.cu_seqlens(PROMPTS),
-                options,
-                seed=seed,
-                step=step,
-                keys=keys.to(self.context.device),
-                prefill_tokens=self._max_tokens,
-            )
 
     def snapshot(self, *, copy: bool = True) -> RoleSnapshot | None:
         if self._optimizer is None:

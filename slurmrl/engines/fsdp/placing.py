@@ -1,7 +1,7 @@
 """The placement of each parameter's parts on the ranks of a model.
 
 Tensor ranks split a dim that depends on the parameter. Data- and context-parallel ranks split each
-of these parts into ceil-chunks of dim 0, as FSDP2 does."""
+of these parts into ceil-chunks of dim 0, as FSDP2 does, or hold copies of it."""
 
 from __future__ import annotations
 
@@ -31,10 +31,14 @@ class Placing:
     tensor: TensorSplit | None
     constants: Mapping[str, TensorSpec] = field(default_factory=dict)
     """Tensors of the model that are not parameters; whole on every rank."""
+    sharded: bool = True
+    """Whether data- and context-parallel ranks have chunks; otherwise each has the whole part."""
 
     @cached_property
     def _chunks(self) -> dict[int, tuple[int, int]]:
         """The number of chunks that each rank's group makes of a part, and which one it has."""
+        if not self.sharded:
+            return dict.fromkeys(range(self.context.size), (1, 0))
         return {
             rank: (len(members), index)
             for members in self.context.topology.blocks(JOINT["shard"])

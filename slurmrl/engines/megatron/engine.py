@@ -17,7 +17,7 @@ from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot
 from slurmrl.config.schema.model import Model, ParallelSizes
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import random_state
-from slurmrl.engines.base import OUTPUTS, TOKENS, Engine, LossFn, OutputFn, Outputs, Veto
+from slurmrl.engines.base import OUTPUTS, TOKENS, LossFn, OutputFn, Outputs, TrainEngine, Veto
 from slurmrl.engines.host import HostCopies
 from slurmrl.engines.initial_weights import initial_weights, model_config
 from slurmrl.engines.megatron import state, transformer_engine
@@ -47,7 +47,6 @@ from slurmrl.layout.layout import Layout, TensorSpec
 from slurmrl.layout.shard import Shard
 from slurmrl.models.balance import Balance
 from slurmrl.models.config import Head, ModelConfig
-from slurmrl.models.generate import GenerationOptions, GenerationOutput
 from slurmrl.models.rotary import RotaryTable
 from slurmrl.models.shapes import parameter_shapes
 from slurmrl.parallel.groups import ParallelContext
@@ -56,7 +55,7 @@ FUSED = 4
 """How many tensors to cache: at least those that megatron interleaves in one parameter."""
 
 
-class MegatronEngine(Engine):
+class MegatronEngine(TrainEngine):
     """One role's model on the ranks of ``context``; see ``FSDPEngine`` for the arguments."""
 
     config: ModelConfig
@@ -319,19 +318,6 @@ class MegatronEngine(Engine):
             return micro
         tokens = 0 if sample is None else ids.shape[0]
         return replace(micro, real=torch.arange(micro.ids.shape[0], device=device) < tokens)
-
-    def generate(
-        self,
-        sample: SequenceSample,
-        options: GenerationOptions,
-        *,
-        seed: int,
-        step: int,
-        keys: Tensor,
-    ) -> GenerationOutput:
-        raise UsageError(
-            f"{self.role}: the megatron engine does not generate; give the role the fsdp backend"
-        )
 
     def snapshot(self, *, copy: bool = True) -> RoleSnapshot | None:
         if self._optimizer is None:

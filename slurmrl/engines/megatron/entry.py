@@ -7,12 +7,12 @@ import importlib
 import importlib.util
 from typing import Any
 
-from slurmrl.engines.base import Engine
+from slurmrl.engines.base import TrainEngine
 from slurmrl.engines.megatron.schema import INSTALL_HINT
 from slurmrl.errors import UsageError
 
 
-def make(*args: Any, **kwargs: Any) -> Engine:
+def make(*args: Any, **kwargs: Any) -> TrainEngine:
     """A ``MegatronEngine``. Raises UsageError if megatron-core is not installed or has no GPU."""
     require()
     from slurmrl.engines.megatron.engine import MegatronEngine

@@ -54,13 +54,6 @@ def _written(draft: Draft) -> Iterator[tuple[str, str]]:
 def runnable(draft: Draft) -> Iterator[Problem]:
     """Layouts that the engines of this version cannot run yet."""
     for role, text in _written(draft):
-        if role == ROLLOUTS:
-            message = (
-                f"'{text}' is not allowed: the actor's own engine generates in this version; "
-                "leave it empty"
-            )
-            yield draft.problem((role, "backend"), message)
-            continue
         try:
             allocation = parse(text)
         except AllocationError:

@@ -15,7 +15,7 @@ from slurmrl.data.dataset import TokenizedDataset
 from slurmrl.data.packing import balanced_partition, even_partition
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.spread import Spread
-from slurmrl.engines.base import TOKENS, Engine
+from slurmrl.engines.base import TOKENS, Engine, TrainEngine
 from slurmrl.graph.call import Method
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.groups import ParallelContext, topology_of
@@ -25,6 +25,7 @@ from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
 from slurmrl.workers.messages import Message
 from slurmrl.workers.worker.batch import Batch
+from slurmrl.workers.worker.reallocation import Reallocations
 from slurmrl.workers.worker.saver import Saver
 from slurmrl.workers.worker.sharing import Mail
 
@@ -45,6 +46,7 @@ class Executor:
         stop_token_ids: tuple[int, ...],
         cores: int,
         mail: Mail,
+        reallocations: Reallocations,
         activity: Activity,
     ) -> None:
         self.paths = paths
@@ -59,6 +61,7 @@ class Executor:
         self._cores = cores
         self.batch: Batch | None = None
         self._mail = mail
+        self._reallocations = reallocations
         self._activity = activity
         self._interfaces: dict[str, Interface] = {}
         self._saver = Saver(rank)
@@ -98,6 +101,10 @@ class Executor:
         if self.batch is None:
             raise RuntimeError("no batch was loaded before this call")
         call = next(call for call in self._calls(message) if call.name == message["name"])
+        for hook in call.pre_hooks:
+            self._reallocations.run(hook)
+        if call.method is Method.TRAIN_STEP and call.role is not None:
+            self._reallocations.trained(call.role)
         place = self._place(call) if self.rank in call.ranks else None
         sample = self.batch.inputs(call, place)
         if sample is None or place is None:
@@ -131,8 +138,8 @@ class Executor:
         self._saver.wait()
         taken = (
             engine.snapshot(copy=message["asynchronous"])
-            for role, engine in self.engines.items()
-            if self.plan.models[role].trained
+            for engine in self.engines.values()
+            if isinstance(engine, TrainEngine)
         )
         snapshots = [snapshot for snapshot in taken if snapshot is not None]
         save = self._saver.start if message["asynchronous"] else self._saver.write
@@ -186,7 +193,7 @@ class Executor:
         if call.interface not in self._interfaces:
             self._interfaces[call.interface] = resolve(call.interface)()
         interface = self._interfaces[call.interface]
-        engine = self.engines[call.role] if call.role is not None else None
+        engine = self.engines[self._layout(call)] if call.role is not None else None
         method = getattr(interface, call.method.value)
         result: CallResult = method(engine, sample, context)
         return result

@@ -17,7 +17,7 @@ from slurmrl.config.schema import Model
 from slurmrl.data import dataset
 from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.engines import ENGINES
-from slurmrl.engines.base import Engine
+from slurmrl.engines.base import Engine, TrainEngine
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 from slurmrl.parallel import device, gpu_memory, groups, numa
@@ -27,8 +27,10 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.checks import memory
 from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import stop_tokens
+from slurmrl.plan.placement import model_of
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.workers.messages import Message
+from slurmrl.workers.worker import reallocation
 from slurmrl.workers.worker.distributed import (
     collective_timeout,
     host_group,
@@ -36,6 +38,7 @@ from slurmrl.workers.worker.distributed import (
     wait_for_all,
 )
 from slurmrl.workers.worker.executor import Executor
+from slurmrl.workers.worker.reallocation import Reallocations
 from slurmrl.workers.worker.sharing import Mail
 
 T = TypeVar("T")
@@ -80,17 +83,29 @@ def build(
     if start["base"] is not None:
         activity.phase("loading the checkpoint")
         verified = partial(wait_for_all, store, "checkpoint verified", plan.world_size, timeout)
-        load(paths.checkpoints / start["base"], rank, plan.world_size, engines.values(), verified)
+        trained = [engine for engine in engines.values() if isinstance(engine, TrainEngine)]
+        load(paths.checkpoints / start["base"], rank, plan.world_size, trained, verified)
+    activity.phase("planning moves of weights")
+    transfer = settings.config.transfer
+    moves = reallocation.prepare(
+        plan,
+        engines,
+        rank,
+        accelerator.device,
+        staging_bytes=transfer.staging_mib * 2**20,
+        timeout=timeout,
+    )
+    reallocations = Reallocations(moves, transfer.verify, activity)
     activity.phase("opening the dataset")
     mail = Mail(host_group(accelerator, timeout), accelerator.device)
-    return _executor(paths, settings, plan, rank, engines, cores, mail, activity)
+    return _executor(paths, settings, plan, rank, engines, cores, mail, reallocations, activity)
 
 
 def load(
     checkpoint: Path,
     rank: int,
     ranks: int,
-    engines: Iterable[Engine],
+    engines: Iterable[TrainEngine],
     wait_for_others: Callable[[], None],
 ) -> None:
     """Load a checkpoint after the ranks have verified it, a share each.
@@ -128,7 +143,7 @@ def _engines(
     optimizer_steps = config.total_steps * settings.algorithm.optimizer_steps
     engines: dict[str, Engine] = {}
     for role, context in contexts.items():
-        model: Model = getattr(config, role)
+        model = model_of(config, role)
         source = Path(model.path) if model.path is not None else None
         if source is not None:  # while no other rank waits in a collective
             _read(f"the model of {role}", partial(inputs.check_folder, source))
@@ -153,6 +168,7 @@ def _executor(
     engines: Mapping[str, Engine],
     cores: int,
     mail: Mail,
+    reallocations: Reallocations,
     activity: Activity,
 ) -> Executor:
     config = settings.config
@@ -174,6 +190,7 @@ def _executor(
         _read("the stop tokens", lambda: stop_tokens(config, end_id(tokenizer))),
         cores,
         mail,
+        reallocations,
         activity,
     )
 

@@ -60,15 +60,16 @@ def share(sample: SequenceSample | None, context: ParallelContext) -> SequenceSa
     """Return the first rank's ``sample`` on every rank of its group. Collective."""
     if ALL not in context.groups:
         return sample
-    header = json.loads(_broadcast_bytes(json.dumps(_header(sample)).encode(), context))
+    group, device = context.group(ALL), context.device
+    header = json.loads(broadcast_bytes(json.dumps(_header(sample)).encode(), group, device))
     if header is None:
         return None
-    buffer = torch.empty(0, dtype=torch.uint8)
+    buffer = torch.empty(0, dtype=torch.uint8, device=device)
     if sample is not None and context.is_leader:
         held = [_bytes(sample.tensor(key)) for key in header["tensors"]]
-        buffer = torch.cat([part.to(context.device) for part in (buffer, *held)])
+        buffer = torch.cat([part.to(device) for part in (buffer, *held)])
     size = sum(_size(spec) for spec in header["tensors"].values())
-    return _unpacked(header, _broadcast(buffer, size, context), context.device)
+    return _unpacked(header, _broadcast(buffer, size, group), device)
 
 
 def _header(sample: SequenceSample | None) -> Any:
@@ -111,16 +112,19 @@ def _size(spec: dict[str, Any]) -> int:
     return item * int(torch.Size(spec["shape"]).numel())
 
 
-def _broadcast_bytes(content: bytes, context: ParallelContext) -> bytes:
-    size = torch.tensor([len(content)], device=context.device)
-    dist.broadcast(size, group=context.group(ALL), group_src=0)
-    own = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(context.device)
-    return bytes(_broadcast(own, int(size), context).cpu().numpy())
+def broadcast_bytes(
+    content: bytes, group: dist.ProcessGroup, device: torch.device, *, source: int = 0
+) -> bytes:
+    """Return the ``content`` of the rank ``source`` of the group. Collective."""
+    size = torch.tensor([len(content)], device=device)
+    dist.broadcast(size, group=group, group_src=source)
+    own = torch.frombuffer(bytearray(content or b" "), dtype=torch.uint8).to(device)
+    return bytes(_broadcast(own, int(size), group, source).cpu().numpy())
 
 
-def _broadcast(own: Tensor, size: int, context: ParallelContext) -> Tensor:
-    """Return the first rank's ``size`` bytes."""
-    buffer = own if context.is_leader else own.new_empty(size, device=context.device)
+def _broadcast(own: Tensor, size: int, group: dist.ProcessGroup, source: int = 0) -> Tensor:
+    """Return the ``size`` bytes of the rank ``source`` of the group."""
+    buffer = own if dist.get_rank(group) == source else own.new_empty(size)
     if size:
-        dist.broadcast(buffer, group=context.group(ALL), group_src=0)
+        dist.broadcast(buffer, group=group, group_src=source)
     return buffer

@@ -15,7 +15,7 @@ from slurmrl.algorithms.ppo.schema import PPO
 from slurmrl.config.schema import Config, Dataset, Model, Optimizer
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
-from slurmrl.engines.base import Engine
+from slurmrl.engines.base import TrainEngine
 from slurmrl.parallel.groups import build
 from slurmrl.plan.model import ModelPlan
 from slurmrl.plan.settings import Settings
@@ -90,7 +90,7 @@ def train(size: int, engine: str = "fsdp", **options: Any) -> tuple[dict[str, fl
     contexts = build(plans, rank=rank, device=torch.device("cpu"))
     own = rollout().take(PARTS[size][rank])
     stats: dict[str, float] = {}
-    engines: dict[str, Engine] = {}
+    engines: dict[str, TrainEngine] = {}
     for plan, interface in zip(plans, (PPOActorInterface(), PPOCriticInterface()), strict=True):
         engines[plan.role] = ENGINES.load(engine)(
             plan.role,
@@ -110,7 +110,7 @@ def train(size: int, engine: str = "fsdp", **options: Any) -> tuple[dict[str, fl
     return stats, after
 
 
-def recompute(engine: Engine, own: SequenceSample, context: CallContext) -> dict[str, float]:
+def recompute(engine: TrainEngine, own: SequenceSample, context: CallContext) -> dict[str, float]:
     """Add the recomputed log-probabilities. Return the statistics, added up as the master does."""
     result = RecomputeInterface().inference(engine, own, context)
     assert result.sample is not None

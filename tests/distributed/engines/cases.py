@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
-from slurmrl.engines.base import Engine, Outputs
+from slurmrl.engines.base import Outputs, TrainEngine
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.ops.upload import OnHost
@@ -94,10 +94,10 @@ def context(setup: Setup) -> ParallelContext:
     return build([placed], rank=dist.get_rank(), device=torch.device("cpu"))["actor"]
 
 
-def make(setup: Setup) -> Engine:
+def make(setup: Setup) -> TrainEngine:
     if setup.engine == "megatron":
         megatron_cpu.install()
-    engine: Engine = ENGINES.load(setup.engine)(
+    engine: TrainEngine = ENGINES.load(setup.engine)(
         "actor",
         Model(**setup.model),
         head=setup.head,
@@ -202,7 +202,7 @@ def offloaded(setup: Setup) -> tuple[int, int, list[dict[str, float]], list[dict
     engine, kept = make(setup), make(setup)
     sample = batch().take(setup.split[engine.context.dp_rank])
 
-    def step(of: Engine) -> dict[str, float]:
+    def step(of: TrainEngine) -> dict[str, float]:
         return of.train_batch(sample, loss, denominator(sample))
 
     def held() -> int:

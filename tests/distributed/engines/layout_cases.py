@@ -11,7 +11,7 @@ from torch import Tensor
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
-from slurmrl.engines.base import Engine
+from slurmrl.engines.base import TrainEngine
 from slurmrl.parallel.groups import build
 from slurmrl.workers.worker.sharing import share
 from tests.distributed.engines.cases import Placed, Setup, batch, context, denominator, loss, make
@@ -41,7 +41,7 @@ def several(layouts: dict[str, dict[str, int]], models: dict[str, dict[str, Any]
     ranks = tuple(range(dist.get_world_size()))
     placed = [Placed(role, ranks, sizes) for role, sizes in layouts.items()]
     contexts = build(placed, rank=dist.get_rank(), device=torch.device("cpu"))
-    engines: dict[str, Engine] = {
+    engines: dict[str, TrainEngine] = {
         role: ENGINES.load("fsdp")(
             role,
             Model(**models[role]),

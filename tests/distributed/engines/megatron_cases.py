@@ -13,7 +13,7 @@ from torch import Tensor
 
 from slurmrl.config.schema.model import Model
 from slurmrl.engines import ENGINES
-from slurmrl.engines.base import Engine
+from slurmrl.engines.base import TrainEngine
 from slurmrl.errors import UsageError
 from slurmrl.layout.layout import Layout
 from slurmrl.parallel.groups import build
@@ -57,11 +57,11 @@ class Case:
     source: Path | None = None
 
 
-def make(case: Case) -> Engine:
+def make(case: Case) -> TrainEngine:
     on_cpu = transformer_engine_cpu if case.model.get("transformer_engine") else megatron_cpu
     on_cpu.install()
     contexts = build([case.where], rank=dist.get_rank(), device=torch.device("cpu"))
-    engine: Engine = ENGINES.load("megatron")(
+    engine: TrainEngine = ENGINES.load("megatron")(
         "actor",
         Model(**case.model),
         head=case.head,
@@ -74,13 +74,13 @@ def make(case: Case) -> Engine:
     return engine
 
 
-def share(engine: Engine) -> list[int]:
+def share(engine: TrainEngine) -> list[int]:
     """Item indices of this rank: unequal shares, the last data-parallel rank has most."""
     rank, size = engine.context.dp_rank, engine.context.dp_size
     return [index for index in range(10) if min(index // 2, size - 1) == rank]
 
 
-def step(engine: Engine, number: int) -> dict[str, float]:
+def step(engine: TrainEngine, number: int) -> dict[str, float]:
     sample = batch(number).take(share(engine))
     return engine.train_batch(sample, loss, denominator(sample))
 
@@ -138,15 +138,6 @@ def held_bytes(engine: Any) -> int:
         tensors += [buffer.grad_data for buffer in buffers]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
-
-
-def refused_generation(case: Case) -> str:
-    engine: Any = make(case)
-    try:
-        engine.generate(batch(), None, seed=0, step=0, keys=torch.zeros(10, 2))
-    except UsageError as error:
-        return str(error)
-    return "generated"
 
 
 def resaved(case: Case, source: Path, target: Path) -> None:

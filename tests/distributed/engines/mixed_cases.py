@@ -21,7 +21,7 @@ from slurmrl.config.schema.model import Model
 from slurmrl.config.schema.rollout import Rollout
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
-from slurmrl.engines.base import Engine
+from slurmrl.engines.base import TrainEngine
 from slurmrl.parallel.groups import build
 from tests.support.megatron_cpu import install
 
@@ -137,7 +137,7 @@ def run(
     """The replay on this rank; the states after each step are saved under its number."""
     install()
     contexts = build(ROLES, rank=dist.get_rank(), device=torch.device("cpu"))
-    engines: dict[str, Engine] = {}
+    engines: dict[str, TrainEngine] = {}
     for role in ROLES:
         engines[role.role] = ENGINES.load(role.engine)(
             role.role,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from slurmrl.engines.base import Engine
+from slurmrl.engines.base import TrainEngine
 from slurmrl.errors import UsageError
 from slurmrl.models.base import PackedModel
 from tests.distributed.engines import cases
@@ -87,7 +87,7 @@ def saved_and_loaded(setup: Setup, folder: Path) -> tuple[torch.Tensor, torch.Te
     return before, bias(engine)
 
 
-def bias(engine: Engine) -> torch.Tensor:
+def bias(engine: TrainEngine) -> torch.Tensor:
     decoder: PackedModel = engine._shards.decoder  # type: ignore[attr-defined]
     (found,) = decoder.constants().values()
     return found

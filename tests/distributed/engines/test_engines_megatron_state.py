@@ -214,13 +214,6 @@ def test_a_frozen_model_saves_nothing(ranks: RankPool, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_what_it_does_not_do_is_refused(ranks: RankPool) -> None:
-    settings = model(architecture=EVEN, **BUDGET)
-    (message,) = ranks(1, f"{HERE}:refused_generation", Case(placed(), settings), deadline_s=300.0)
-    assert "megatron engine does not generate" in message
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("where", "architecture", "message"),
     [

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from slurmrl.config.schema.model import Model
 from slurmrl.engines import ENGINES
-from slurmrl.engines.base import Engine
+from slurmrl.engines.base import TrainEngine
 from slurmrl.parallel.groups import build
 from tests.distributed.engines.cases import batch, model
 from tests.distributed.engines.megatron_cases import Placed, placed, share, step
@@ -51,7 +51,7 @@ def roles(folder: Path) -> dict[str, Role]:
     }
 
 
-def made(chosen: dict[str, Role]) -> dict[str, Engine]:
+def made(chosen: dict[str, Role]) -> dict[str, TrainEngine]:
     megatron_cpu.install()
     places = [role.where for role in chosen.values()]
     contexts = build(places, rank=dist.get_rank(), device=torch.device("cpu"))

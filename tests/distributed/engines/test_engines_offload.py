@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from slurmrl.engines.base import Engine
+from slurmrl.engines.base import TrainEngine
 from slurmrl.errors import UsageError
 from slurmrl.models.generate import GenerationOptions
 from tests.distributed.engines import cases, megatron_cases
@@ -41,7 +41,7 @@ def changed(case: Setup | Case, *, trained: bool, **settings: Any) -> dict[str, 
     return {**vars(case), "trained": trained, "model": {**case.model, **settings}}
 
 
-def made(case: Setup | Case) -> Engine:
+def made(case: Setup | Case) -> TrainEngine:
     return megatron_cases.make(case) if isinstance(case, Case) else cases.make(case)
 
 

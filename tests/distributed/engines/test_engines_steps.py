@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.checkpoint.shards import RoleCheckpoint
-from slurmrl.engines.base import Engine
+from slurmrl.engines.base import TrainEngine
 from slurmrl.models.decoder import Decoder
 from tests.distributed.engines import cases
 from tests.distributed.engines.cases import Setup, batch, denominator, model
@@ -98,7 +98,7 @@ def left_out(case: Setup | Case, folders: tuple[Path, Path], why: str) -> tuple[
     return lost, made_steps, *found
 
 
-def one_objects(engine: Engine, stats: Mapping[str, float]) -> bool:
+def one_objects(engine: TrainEngine, stats: Mapping[str, float]) -> bool:
     """To sums over all ranks; of ranks that work on the same samples the last one alone."""
     whole = sum(cases.LENGTHS)
     others = engine.context.size // engine.context.dp_size - 1

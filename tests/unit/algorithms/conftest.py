@@ -16,7 +16,6 @@ from slurmrl.algorithms.ppo.schema import PPO
 from slurmrl.algorithms.rollout.interface import RolloutInterface
 from slurmrl.config.schema import Config, Dataset, Model, Optimizer, Rollout
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines.base import Engine
 from slurmrl.engines.fsdp.engine import FSDPEngine
 from slurmrl.parallel.groups import ParallelContext
 from slurmrl.parallel.topology import ProcessTopology
@@ -42,9 +41,9 @@ class World:
 
     ppo: PPO
     settings: Settings
-    actor: Engine
-    critic: Engine
-    ref: Engine
+    actor: FSDPEngine
+    critic: FSDPEngine
+    ref: FSDPEngine
     seed: int
     stops: tuple[int, ...] = (END,)
 
@@ -52,7 +51,9 @@ class World:
         tokenizer = cast(Any, None)
         return CallContext(step, self.seed, scalars, tokenizer, self.settings, self.stops, batch)
 
-    def rollout(self, step: int, prompts: int = 48, ref: Engine | None = None) -> SequenceSample:
+    def rollout(
+        self, step: int, prompts: int = 48, ref: FSDPEngine | None = None
+    ) -> SequenceSample:
         """Completions with rewards, reference log-probabilities and values."""
         generator = torch.Generator().manual_seed(1000 * self.seed + step)
         ids = torch.randint(2, VOCABULARY, (3 * prompts,), generator=generator)

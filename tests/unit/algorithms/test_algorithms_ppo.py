@@ -12,7 +12,7 @@ from slurmrl.algorithms.ppo import advantages, critic
 from slurmrl.algorithms.ppo.advantages import estimate
 from slurmrl.algorithms.ppo.critic import critic_loss
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines.base import Engine
+from slurmrl.engines.base import TrainEngine
 from slurmrl.ops.gae import packed_gae
 from tests.support.host_waits import host_waits
 
@@ -173,7 +173,7 @@ def test_the_same_step_twice_gives_the_same_numbers(make_world: MakeWorld) -> No
     assert runs[0] == runs[1]
 
 
-def weights(engine: Engine) -> dict[str, torch.Tensor]:
+def weights(engine: TrainEngine) -> dict[str, torch.Tensor]:
     held = engine._shards.local()  # type: ignore[attr-defined]
     return {name: tensor.clone() for name, tensor in held.items()}
 

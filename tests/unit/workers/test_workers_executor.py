@@ -18,7 +18,7 @@ from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.data.dataset import TokenizedDataset
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines.base import Engine
+from slurmrl.engines.base import TrainEngine
 from slurmrl.fsio.failures import explain
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.groups import ParallelContext
@@ -27,6 +27,7 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.workers.worker import executor as executor_module
 from slurmrl.workers.worker.executor import Executor
+from slurmrl.workers.worker.reallocation import Reallocations
 from slurmrl.workers.worker.sharing import Mail
 
 
@@ -64,8 +65,11 @@ class FakeEngine:
         index = ranks.index(rank) if rank in ranks else 0
         self.context = ParallelContext(role, torch.device("cpu"), index, ranks, topology, {})
 
-    def snapshot(self, *, copy: bool) -> FakeSnapshot:
-        return FakeSnapshot(self.role, copy)
+    def snapshot(self, *, copy: bool) -> FakeSnapshot | None:
+        return FakeSnapshot(self.role, copy) if self.role == "actor" else None
+
+
+TrainEngine.register(FakeEngine)
 
 
 @dataclass
@@ -137,7 +141,7 @@ class Ranks:
                 plan,
                 rank,
                 {
-                    role: cast(Engine, FakeEngine(role, rank, sizes, on))
+                    role: cast(TrainEngine, FakeEngine(role, rank, sizes, on))
                     for role in ("actor", "ref")
                 },
                 cast(TokenizedDataset, self.dataset),
@@ -146,6 +150,7 @@ class Ranks:
                 stop_token_ids=(7, 2),
                 cores=3,
                 mail=Mail(None, torch.device("cpu")),
+                reallocations=Reallocations({}, "first", Activity()),
                 activity=Activity(),
             )
             for rank in range(world)

@@ -13,7 +13,7 @@ import torch
 
 from slurmrl.backoff import retry
 from slurmrl.checkpoint.manifest import read_state, write_manifest
-from slurmrl.engines.base import Engine
+from slurmrl.engines.base import TrainEngine
 from slurmrl.errors import UnreadableInputError, UsageError
 from slurmrl.parallel.activity import Activity
 from slurmrl.paths import RunPaths
@@ -93,6 +93,6 @@ def test_a_rank_loads_its_checkpoint_once_the_mount_is_back(
 
     monkeypatch.setattr(setup, "retry", partial(retry, pause=show))
     hide()
-    engine = cast(Engine, SimpleNamespace(load=read))
+    engine = cast(TrainEngine, SimpleNamespace(load=read))
     setup.load(checkpoint, 0, 1, [engine], hide)
     assert loaded == ["{}"]

@@ -1,0 +1,148 @@
+"""Reallocation: the weights of a model of the plan go into the layout of another one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from slurmrl.engines.base import Engine
+from slurmrl.errors import MoveError
+from slurmrl.layout.layout import Layout
+from slurmrl.parallel.activity import Activity
+from slurmrl.plan.model import ModelPlan, Plan, Reallocation
+from slurmrl.transfer.execute import Holdings, Mover, Storages
+from slurmrl.transfer.plan import MovePlan, plan_move
+from slurmrl.transfer.regions import PlacedLayout
+from slurmrl.transfer.verify import verify_move
+from slurmrl.workers.worker.sharing import broadcast_bytes
+
+Verify = Literal["first", "always", "never"]
+
+
+@dataclass(frozen=True)
+class PreparedMove:
+    """A reallocation that this rank takes part in. Its engines are None where the rank holds no
+    part of the model."""
+
+    name: str
+    engines: tuple[Engine | None, Engine | None]
+    """The source's and the target's."""
+    layouts: tuple[PlacedLayout, PlacedLayout]
+    plan: MovePlan
+    group: dist.ProcessGroup
+    device: torch.device
+
+    def run(self, *, verify: bool) -> None:
+        """Execute the move. Collective over the ranks of both models. Raises MoveError on every
+        rank if ``verify`` finds a difference."""
+        rank = dist.get_rank()
+        # (an engine's storages may be other ones than at the last move)
+        held, taken = (
+            Holdings(layout, rank, _storages(engine))
+            for layout, engine in zip(self.layouts, self.engines, strict=True)
+        )
+        Mover(self.plan, rank, held, taken, group=self.group, device=self.device).run()
+        if verify:
+            try:
+                verify_move(*self.layouts, rank, held, taken, group=self.group, device=self.device)
+            except MoveError as error:
+                raise MoveError(f"{self.name}: {error}") from error
+
+
+class Reallocations:
+    """The reallocations of a plan, each before calls whose weights have changed.
+
+    Every rank reports every call in the plan's order, whether it takes part in the call or not, so
+    all ranks agree without communication on which weights have changed since the last move.
+    """
+
+    def __init__(
+        self, moves: Mapping[Reallocation, PreparedMove], verify: Verify, activity: Activity
+    ) -> None:
+        self._moves = moves
+        self._verify = verify
+        self._activity = activity
+        self._trained: dict[str, int] = {}
+        """How often each model has been trained in this incarnation."""
+        self._arrived: dict[str, int] = {}
+        """The training count of the weights in each target; absent where they are undefined."""
+        self._verified: set[Reallocation] = set()
+
+    def run(self, hook: Reallocation) -> None:
+        """Move the weights unless the target has them already. Raises MoveError."""
+        version = self._trained.get(hook.source, 0)
+        if self._arrived.get(hook.target) == version:
+            return
+        first = hook not in self._verified
+        if (move := self._moves.get(hook)) is not None:
+            self._activity.phase(f"moving weights from {hook.source} to {hook.target}")
+            move.run(verify=self._verify == "always" or (self._verify == "first" and first))
+        self._arrived[hook.target] = version
+        self._verified.add(hook)
+
+    def trained(self, model: str) -> None:
+        """The weights of a model have changed."""
+        self._trained[model] = self._trained.get(model, 0) + 1
+
+
+def prepare(
+    plan: Plan,
+    engines: Mapping[str, Engine],
+    rank: int,
+    device: torch.device,
+    *,
+    staging_bytes: int,
+    timeout: timedelta,
+) -> dict[Reallocation, PreparedMove]:
+    """This rank's part of each reallocation of the plan. Collective over all ranks. ``timeout``
+    bounds one collective, ``staging_bytes`` the buffers of a rank."""
+    calls = (*plan.calls, *plan.evaluation_calls)
+    prepared = {}
+    for hook in dict.fromkeys(hook for call in calls for hook in call.pre_hooks):
+        sides = plan.models[hook.source], plan.models[hook.target]
+        ranks = sorted({member for side in sides for member in side.ranks})
+        group = dist.new_group(ranks, timeout=timeout)
+        if rank not in ranks:
+            continue
+        source, target = (_placed(engines, side, ranks, group, device) for side in sides)
+        dist.barrier(group)  # NCCL's first operation on a group needs all of its ranks
+        per_host = plan.group(sides[0].group).workers_per_host
+        hosts = {member: member // per_host for member in ranks}
+        prepared[hook] = PreparedMove(
+            str(hook),
+            (engines.get(hook.source), engines.get(hook.target)),
+            (source, target),
+            plan_move(source, target, hosts=hosts, budget=staging_bytes),
+            group,
+            device,
+        )
+    return prepared
+
+
+def _placed(
+    engines: Mapping[str, Engine],
+    model: ModelPlan,
+    ranks: list[int],
+    group: dist.ProcessGroup,
+    device: torch.device,
+) -> PlacedLayout:
+    """A model's layout on all ``ranks`` of the group; those without a part of the model get it from
+    its first rank. Collective."""
+    engine = engines.get(model.role)
+    layout = None if engine is None else engine.layout()
+    if len(model.ranks) < len(ranks):
+        content = b"" if layout is None else json.dumps(layout.to_json()).encode()
+        content = broadcast_bytes(content, group, device, source=ranks.index(model.ranks[0]))
+        layout = layout or Layout.from_json(json.loads(content))
+    assert layout is not None, "every rank of the group holds a part of the model"
+    return PlacedLayout(layout, model.ranks)
+
+
+def _storages(engine: Engine | None) -> Storages:
+    return {} if engine is None else engine.storages()
