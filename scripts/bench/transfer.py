@@ -63,7 +63,7 @@ def megatron(d: int, t: int, p: int) -> PlacedLayout:
             parts = parts_of(MODEL, "lm", place, MODEL.vocab_size, grouped=False)
             made[place] = tuple(shard for own in parts.values() for shard in own)
         shards.append(made[place])
-    return PlacedLayout(Layout(specs(), tuple(shards)), tuple(range(d * t * p)))
+    return PlacedLayout(Layout.of(specs(), shards), tuple(range(d * t * p)))
 
 
 def native(d: int, t: int) -> PlacedLayout:
@@ -75,7 +75,7 @@ def native(d: int, t: int) -> PlacedLayout:
         )
         for rank in range(t)
     ]
-    return PlacedLayout(Layout(tensors, tuple(own * d)), tuple(range(d * t)))
+    return PlacedLayout(Layout.of(tensors, own * d), tuple(range(d * t)))
 
 
 def lacking(source: PlacedLayout, target: PlacedLayout) -> int:

@@ -116,8 +116,8 @@ class RoleCheckpoint:
         opened = [(first_file, first), *map(self._open, range(1, first.ranks))]
         self._files = [file for file, _ in opened]
         self.step = first.step
-        self.layout = Layout(first.tensors, tuple(part.shards for _, part in opened))
         with documents.expecting(directory):
+            self.layout = Layout.of(first.tensors, [part.shards for _, part in opened])
             self._holders = self.layout.by_name()
 
     def _open(self, rank: int) -> tuple[TensorFile, ShardHeader]:

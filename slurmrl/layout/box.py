@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -37,6 +37,11 @@ class Box:
     def slices(self) -> tuple[slice, ...]:
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
 
+    def inside(self, outer: Box) -> tuple[slice, ...]:
+        """The slices of this box in an array that holds ``outer``."""
+        ahead = zip(self.start, outer.start, self.size, strict=True)
+        return tuple(slice(a - b, a - b + length) for a, b, length in ahead)
+
     def intersect(self, other: Box) -> Box | None:
         """The common elements; None if there are none."""
         start = tuple(map(max, self.start, other.start))
@@ -62,6 +67,44 @@ class Box:
                     )
             start[dim], size[dim] = low, high - low
         return rest
+
+
+def cover(box: Box, parts: Iterable[Box]) -> tuple[list[tuple[int, Box]], list[Box]]:
+    """Take each element of ``box`` from the first part that has it.
+
+    Returns the number of each part used with the elements taken from it, and the elements that no
+    part has, all as disjoint boxes.
+    """
+    taken: list[tuple[int, Box]] = []
+    rest = [box] if box.count else []
+    for number, part in enumerate(parts):
+        if not rest:
+            break
+        remaining: list[Box] = []
+        for open_box in rest:
+            common = open_box.intersect(part)
+            if common is None:
+                remaining.append(open_box)
+            else:
+                taken.append((number, common))
+                remaining += open_box.without(common)
+        rest = remaining
+    return taken, rest
+
+
+def blocks(box: Box, most: int) -> Iterator[Box]:
+    """The box in row-major order, cut into boxes of at most ``most`` elements."""
+    if box.count <= most:
+        if box.count:
+            yield box
+        return
+    dim = next(dim for dim, length in enumerate(box.size) if length > 1)
+    rows = max(1, most * box.size[dim] // box.count)
+    ahead, behind = box.start[:dim], box.start[dim + 1 :]
+    for first in range(0, box.size[dim], rows):
+        length = min(rows, box.size[dim] - first)
+        start = (*ahead, box.start[dim] + first, *behind)
+        yield from blocks(Box(start, (*box.size[:dim], length, *box.size[dim + 1 :])), most)
 
 
 def chunk(shape: Index, parts: int, index: int) -> Box:

@@ -1,14 +1,15 @@
-"""Layouts: all tensors of a model and the shards of them that each rank holds."""
+"""Layouts: all tensors of a model and the parts of them that each rank holds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from slurmrl.errors import LayoutError
-from slurmrl.layout.box import Box, Index
+from slurmrl.layout.box import Box, Index, cover
+from slurmrl.layout.holders import HeldBox, Holders, relative_storage
 from slurmrl.layout.shard import Shard
 
 ITEM_BYTES: dict[str, int] = {
@@ -35,16 +36,46 @@ class TensorSpec:
         return prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Layout:
-    """``shards[rank]`` are the shards that the rank holds; replicas are allowed."""
+    """All tensors, and for each the holders of its parts among ranks 0 to ``ranks - 1``; replicas
+    are allowed."""
 
     tensors: Mapping[str, TensorSpec]
-    shards: tuple[tuple[Shard, ...], ...]
+    holders: Mapping[str, Holders]
+    ranks: int
 
-    @property
-    def ranks(self) -> int:
-        return len(self.shards)
+    @staticmethod
+    def of(tensors: Mapping[str, TensorSpec], shards: Sequence[Sequence[Shard]]) -> Layout:
+        """The layout in which each rank r holds ``shards[r]``. Raises LayoutError for an unknown
+        tensor."""
+        rows: dict[int, list[int]] = {}
+        for rank, row in enumerate(shards):
+            rows.setdefault(id(row), []).append(rank)  # replicas may share one row
+        ranks: dict[str, dict[HeldBox, list[int]]] = {name: {} for name in tensors}
+        for alike in rows.values():
+            for shard in shards[alike[0]]:
+                if shard.name not in ranks:
+                    raise LayoutError(
+                        f"rank {alike[0]} holds a shard of unknown tensor '{shard.name}'"
+                    )
+                storage = relative_storage(shard.name, shard.storage)
+                part = HeldBox((), shard.box, storage, shard.offset, shard.strides)
+                ranks[shard.name].setdefault(part, []).extend(alike)
+        shared: dict[tuple[HeldBox, ...], Holders] = {}
+        holders = {}
+        for name, parts in ranks.items():
+            held = tuple(replace(part, ranks=tuple(sorted({*by}))) for part, by in parts.items())
+            holders[name] = shared.setdefault(held, Holders(held))
+        return Layout(tensors, holders, len(shards))
+
+    def held_by(self, rank: int) -> tuple[Shard, ...]:
+        """The shards of a rank, in the order of the tensors."""
+        return tuple(
+            part.shard(name)
+            for name, holders in self.holders.items()
+            for part in holders.by_rank.get(rank, ())
+        )
 
     def by_name(self) -> dict[str, list[tuple[int, Shard]]]:
         """(rank, shard) pairs of each tensor, in rank order."""
@@ -54,8 +85,8 @@ class Layout:
         return holders
 
     def all_shards(self) -> Iterator[tuple[int, Shard]]:
-        for rank, shards in enumerate(self.shards):
-            for shard in shards:
+        for rank in range(self.ranks):
+            for shard in self.held_by(rank):
                 yield rank, shard
 
     def to_json(self) -> dict[str, Any]:
@@ -80,31 +111,18 @@ class Layout:
         )
 
     def check(self) -> None:
-        """Check that every shard lies inside its tensor and that every element is held by a rank.
+        """Check that every part lies inside its tensor and that every element is held by a rank.
 
         Raises LayoutError naming the tensor and the box.
         """
-        for rank, shard in self.all_shards():
-            spec = self.tensors.get(shard.name)
-            if spec is None:
-                raise LayoutError(f"rank {rank} holds a shard of unknown tensor '{shard.name}'")
-            if not Box.whole(spec.shape).contains(shard.box):
-                raise LayoutError(
-                    f"rank {rank}: {shard.box} lies outside '{shard.name}' of shape {spec.shape}"
-                )
-        for name, holders in self.by_name().items():
-            missing = uncovered(Box.whole(self.tensors[name].shape), [p.box for _, p in holders])
+        for name, holders in self.holders.items():
+            whole = Box.whole(self.tensors[name].shape)
+            for part in holders.parts:
+                if not whole.contains(part.box):
+                    raise LayoutError(
+                        f"rank {part.ranks[0]}: {part.box} lies outside '{name}' of shape "
+                        f"{whole.size}"
+                    )
+            _, missing = cover(whole, (part.box for part in holders.parts))
             if missing:
                 raise LayoutError(f"no rank holds {missing[0]} of tensor '{name}'")
-
-
-def uncovered(box: Box, parts: list[Box]) -> list[Box]:
-    """The part of ``box`` that none of ``parts`` covers, as disjoint boxes."""
-    rest = [box] if box.count else []
-    for part in parts:
-        remaining: list[Box] = []
-        for open_box in rest:
-            common = open_box.intersect(part)
-            remaining += [open_box] if common is None else open_box.without(common)
-        rest = remaining
-    return rest

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from slurmrl.errors import LayoutError
-from slurmrl.layout.box import Box, Index
+from slurmrl.layout.box import Box, Index, cover
 from slurmrl.layout.layout import Layout
 from slurmrl.layout.shard import Shard
 
@@ -41,32 +41,21 @@ def plan(source: Layout, target: Layout, ranks: Iterable[int] | None = None) -> 
     holders = source.by_name()
     copies: list[Copy] = []
     for rank in range(target.ranks) if ranks is None else ranks:
-        for shard in target.shards[rank]:
+        for shard in target.held_by(rank):
             _check_same(shard.name, source, target)
             near = sorted(holders[shard.name], key=lambda h: (h[0] - rank) % source.ranks)
             copies += fill(rank, shard, near)
     return copies
 
 
-def fill(rank: int, shard: Shard, holders: Iterable[tuple[int, Shard]]) -> Iterator[Copy]:
+def fill(rank: int, shard: Shard, holders: Sequence[tuple[int, Shard]]) -> Iterator[Copy]:
     """Copies into one shard of ``rank`` from (rank, shard) holders, the first ones preferred."""
-    rest = [shard.box] if shard.box.count else []
-    for source_rank, held in holders:
-        if not rest:
-            return
-        remaining: list[Box] = []
-        for box in rest:
-            common = box.intersect(held.box)
-            if common is None:
-                remaining.append(box)
-                continue
-            yield Copy(
-                shard.name, common, _site(source_rank, held, common), _site(rank, shard, common)
-            )
-            remaining += box.without(common)
-        rest = remaining
+    taken, rest = cover(shard.box, (held.box for _, held in holders))
     if rest:
         raise LayoutError(f"no rank of the source holds {rest[0]} of tensor '{shard.name}'")
+    for number, box in taken:
+        source, held = holders[number]
+        yield Copy(shard.name, box, _site(source, held, box), _site(rank, shard, box))
 
 
 def _site(rank: int, shard: Shard, box: Box) -> Site:

@@ -27,7 +27,7 @@ class Holdings:
     def __init__(self, placed: PlacedLayout, rank: int, storages: Storages) -> None:
         self._shards: dict[str, list[Shard]] = defaultdict(list)
         if rank in placed.ranks:
-            for shard in placed.layout.shards[placed.ranks.index(rank)]:
+            for shard in placed.layout.held_by(placed.ranks.index(rank)):
                 self._shards[shard.name].append(shard)
         self._storages = storages
 

@@ -13,6 +13,7 @@ from itertools import product
 
 from slurmrl.errors import LayoutError
 from slurmrl.layout.box import Box, Index
+from slurmrl.layout.holders import Holders
 from slurmrl.layout.layout import Layout, TensorSpec
 
 Boxes = tuple[Box, ...]
@@ -41,15 +42,12 @@ class PlacedLayout:
     layout: Layout
     ranks: Numbers
 
-    def boxes(self) -> dict[str, dict[Box, list[int]]]:
-        """The distinct boxes of each tensor with the global ranks that have them."""
-        found: dict[str, dict[Box, list[int]]] = {name: {} for name in self.layout.tensors}
-        for rank, shards in zip(self.ranks, self.layout.shards, strict=True):
-            for shard in shards:
-                ranks = found[shard.name].setdefault(shard.box, [])
-                if not ranks or ranks[-1] != rank:
-                    ranks.append(rank)
-        return found
+    def boxes(self, holders: Holders) -> dict[Box, list[int]]:
+        """The distinct boxes of a tensor with the global ranks that have them."""
+        found: dict[Box, set[int]] = {}
+        for part in holders.parts:
+            found.setdefault(part.box, set()).update(self.ranks[rank] for rank in part.ranks)
+        return {box: sorted(ranks) for box, ranks in found.items()}
 
 
 def regions(source: PlacedLayout, target: PlacedLayout) -> Iterator[Region]:
@@ -58,14 +56,24 @@ def regions(source: PlacedLayout, target: PlacedLayout) -> Iterator[Region]:
     :raises LayoutError: a tensor that the source lacks, has in another shape, or of which no rank
         holds a part.
     """
-    held_boxes, taken_boxes = source.boxes(), target.boxes()
+    made: dict[tuple[Index, Holders, Holders], list[tuple[Box, Numbers, Numbers]]] = {}
     for name, spec in target.layout.tensors.items():
         _check_shape(name, source.layout.tensors.get(name), spec)
-        held, taken = held_boxes[name], taken_boxes[name]
-        for box, holders, takers in _cells(spec.shape, tuple(held), tuple(taken)):
+        held, taken = source.layout.holders[name], target.layout.holders[name]
+        key = spec.shape, held, taken
+        if key not in made:
+            made[key] = list(_held_alike(spec.shape, source.boxes(held), target.boxes(taken)))
+        for box, holders, takers in made[key]:
             if not holders:
                 raise LayoutError(f"no rank of the source holds {box} of tensor '{name}'")
-            yield Region(name, box, _ranks(held, holders), _ranks(taken, takers))
+            yield Region(name, box, holders, takers)
+
+
+def _held_alike(
+    shape: Index, held: dict[Box, list[int]], taken: dict[Box, list[int]]
+) -> Iterator[tuple[Box, Numbers, Numbers]]:
+    for box, holders, takers in _cells(shape, tuple(held), tuple(taken)):
+        yield box, _ranks(held, holders), _ranks(taken, takers)
 
 
 def _check_shape(name: str, ours: TensorSpec | None, theirs: TensorSpec) -> None:
@@ -80,7 +88,7 @@ def _check_shape(name: str, ours: TensorSpec | None, theirs: TensorSpec) -> None
 def _ranks(boxes: dict[Box, list[int]], numbers: Numbers) -> Numbers:
     groups = list(boxes.values())
     if len(numbers) == 1:
-        return tuple(sorted(groups[numbers[0]]))
+        return tuple(groups[numbers[0]])
     return tuple(sorted({rank for number in numbers for rank in groups[number]}))
 
 

@@ -256,7 +256,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
             return None
         self._offload.check()
         layout = self._saved_layout
-        own = {shard.name for shard in layout.shards[self.context.rank]}
+        own = {shard.name for shard in layout.held_by(self.context.rank)}
         tensors = {name: tensor for name, tensor in self._state().items() if name in own}
         return state.snapshot(
             self.role,

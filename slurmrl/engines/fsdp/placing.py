@@ -11,8 +11,8 @@ from functools import cached_property
 
 from slurmrl.errors import UsageError
 from slurmrl.layout.box import Box, Index, chunk
+from slurmrl.layout.holders import HeldBox, Holders
 from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.layout.shard import Shard
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.hf_config import HFConfig
 from slurmrl.models.parallel.boxes import TensorSplit, refusals
@@ -50,22 +50,22 @@ class Placing:
         topology = self.context.topology
         return [topology.coordinates(rank).get("tp", 0) for rank in range(topology.world_size)]
 
-    def whole_box(self, name: str, rank: int) -> Box:
-        """The part of a parameter on a rank's tensor rank."""
+    def _part(self, name: str, tensor_rank: int) -> Box:
         shape = self.shapes[name]
-        if self.tensor is None:
-            return Box.whole(shape)
-        return self.tensor.box(name, shape, self._tensor_ranks[rank])
+        return (
+            Box.whole(shape) if self.tensor is None else self.tensor.box(name, shape, tensor_rank)
+        )
 
-    def box(self, name: str, rank: int) -> Box:
-        """The part of a parameter that a rank stores; may be empty."""
-        whole = self.whole_box(name, rank)
+    def _chunk(self, whole: Box, rank: int) -> Box:
+        """The part of a tensor rank's box that a rank stores; may be empty."""
         part = chunk(whole.size, *self._chunks[rank])
         return Box((whole.start[0] + part.start[0], *whole.start[1:]), part.size)
 
     def own_boxes(self) -> dict[str, Box]:
         """The boxes that this rank stores."""
-        return {name: self.box(name, self.context.rank) for name in self.shapes}
+        rank = self.context.rank
+        tensor_rank = self._tensor_ranks[rank]
+        return {name: self._chunk(self._part(name, tensor_rank), rank) for name in self.shapes}
 
     def copies(self, name: str) -> int:
         """The number of tensor ranks that store each element."""
@@ -74,28 +74,43 @@ class Placing:
     def layout(self, prefixes: Sequence[str] = ("",), *, copies: bool = True) -> Layout:
         """The layout of every parameter, once for each prefix of its name, and of the constants.
         Without ``copies`` only the first rank that stores an element lists it."""
-        tensors = {
-            prefix + name: TensorSpec(shape, self.dtype)
-            for prefix in prefixes
-            for name, shape in self.shapes.items()
+        own = self._holders(copies=copies)
+        ranks = tuple(range(self.context.size if copies else 1))
+        constants = {
+            name: Holders((HeldBox.contiguous(ranks, Box.whole(spec.shape)),))
+            for name, spec in self.constants.items()
         }
-        constants = tuple(
-            Shard.contiguous(name, Box.whole(spec.shape)) for name, spec in self.constants.items()
-        )
+        names = {prefix + name: name for prefix in prefixes for name in self.shapes}
         return Layout(
-            {**tensors, **self.constants},
-            tuple(
-                tuple(
-                    Shard.contiguous(prefix + name, box)
-                    for prefix in prefixes
-                    for name in self.shapes
-                    if (copies or self._tensor_ranks[rank] % self.copies(name) == 0)
-                    and (box := self.box(name, rank)).count
-                )
-                + (constants if copies or rank == 0 else ())
-                for rank in range(self.context.size)
-            ),
+            {
+                **{full: TensorSpec(self.shapes[name], self.dtype) for full, name in names.items()},
+                **self.constants,
+            },
+            {**{full: own[name] for full, name in names.items()}, **constants},
+            self.context.size,
         )
+
+    def _holders(self, *, copies: bool) -> dict[str, Holders]:
+        """The holders of each parameter, shared by those that the tensor ranks split alike."""
+        tensor_ranks = range(1 if self.tensor is None else self.tensor.ranks)
+        made: dict[tuple[tuple[Box, ...], int], Holders] = {}
+        found = {}
+        for name in self.shapes:
+            wholes = tuple(self._part(name, tensor_rank) for tensor_rank in tensor_ranks)
+            every = 1 if copies else self.copies(name)
+            if (wholes, every) not in made:
+                made[wholes, every] = self._spread(wholes, every)
+            found[name] = made[wholes, every]
+        return found
+
+    def _spread(self, wholes: Sequence[Box], every: int) -> Holders:
+        """The chunks of each tensor rank's box; of ``every`` equal boxes, those of the first."""
+        ranks: dict[Box, list[int]] = {}
+        for rank, tensor_rank in enumerate(self._tensor_ranks):
+            box = self._chunk(wholes[tensor_rank], rank)
+            if tensor_rank % every == 0 and box.count:
+                ranks.setdefault(box, []).append(rank)
+        return Holders(tuple(HeldBox.contiguous(tuple(by), box) for box, by in ranks.items()))
 
 
 def split_of(

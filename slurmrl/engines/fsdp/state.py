@@ -25,7 +25,7 @@ def snapshot(
 
     The tensors are read when the snapshot is written; the random state is read now.
     """
-    part = ShardHeader(role, rank, layout.ranks, step, layout.tensors, layout.shards[rank])
+    part = ShardHeader(role, rank, layout.ranks, step, layout.tensors, layout.held_by(rank))
     entries = (
         TensorEntry(
             shard.name,
@@ -48,7 +48,7 @@ def load(
     """
     checkpoint = RoleCheckpoint(directory, role)
     checkpoint.check(layout.tensors)
-    for shard in layout.shards[rank]:
+    for shard in layout.held_by(rank):
         values = checkpoint.read(shard.name, shard.box)
         target = tensors[shard.name]
         target.copy_(_to_torch(values, target.dtype))

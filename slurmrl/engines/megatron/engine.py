@@ -111,7 +111,7 @@ class MegatronEngine(TrainEngine):
         self._random = RandomStates(seed, self._place)
         assert config.rope is not None, "checked"
         self._rotary = RotaryTable(config.rope, config.head_dim)
-        self._parts = self._parts_of(context.rank)
+        self._parts = self._parts_of(self._place)
         self._host, self._offload = HostCopies(), Offload(role)
         with self._random.used():  # TransformerEngine looks for them while it makes modules
             self._chunks: list[Any] = [*self._new_chunks()]
@@ -134,8 +134,7 @@ class MegatronEngine(TrainEngine):
         context = self.context
         return place_of(context.topology, context.experts, context.virtual_pipeline, rank)
 
-    def _parts_of(self, rank: int) -> Parts:
-        place = self._place_of(rank)
+    def _parts_of(self, place: Place) -> Parts:
         return parts_of(self.config, self.head, place, self._vocabulary, grouped=self._te)
 
     def _new_chunks(self) -> Iterator[Chunk]:
@@ -352,10 +351,14 @@ class MegatronEngine(TrainEngine):
 
     def layout(self) -> Layout:
         shapes = parameter_shapes(self.config, self.head)
-        ranks = (self._parts_of(rank) for rank in range(self.context.size))
-        return Layout(
+        places = [self._place_of(rank) for rank in range(self.context.size)]
+        rows = {
+            place: [shard for own in self._parts_of(place).values() for shard in own]
+            for place in set(places)
+        }
+        return Layout.of(
             {name: TensorSpec(shape, self._dtype) for name, shape in shapes.items()},
-            tuple(tuple(p for shards in own.values() for p in shards) for own in ranks),
+            [rows[place] for place in places],
         )
 
     def storages(self) -> Mapping[str, Tensor]:

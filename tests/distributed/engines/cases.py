@@ -167,7 +167,7 @@ def train(
 def start_values(setup: Setup) -> list[tuple[str, tuple[int, ...], Tensor]]:
     """This rank's chunks of the weights: name, start of the box, values; frozen models too."""
     engine = make(setup)
-    shards = engine.layout().shards[dist.get_rank()]
+    shards = engine.layout().held_by(dist.get_rank())
     local = engine._shards.local()  # type: ignore[attr-defined]
     return [(shard.name, shard.box.start, local[shard.name].clone()) for shard in shards]
 

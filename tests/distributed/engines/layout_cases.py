@@ -21,7 +21,7 @@ def held(setup: Setup) -> list[tuple[str, tuple[int, ...], Tensor]]:
     """This rank's shards: name, start of the box, values of the box."""
     engine = make(setup)
     local = engine._shards.local()  # type: ignore[attr-defined]
-    shards = engine.layout().shards[dist.get_rank()]
+    shards = engine.layout().held_by(dist.get_rank())
     assert {shard.name for shard in shards} == {n for n, p in local.items() if p.numel()}
     for shard in shards:
         assert tuple(local[shard.name].shape) == shard.box.size, shard.name

@@ -44,7 +44,7 @@ def assembled(results: list[tuple[Layout, dict[str, Tensor]]]) -> dict[str, np.n
     """Whole tensors, by the plan of copies from all ranks' storages."""
     layout = results[0][0]
     layout.check()
-    whole = Layout(
+    whole = Layout.of(
         layout.tensors,
         (tuple(Shard.contiguous(n, Box.whole(t.shape)) for n, t in layout.tensors.items()),),
     )

@@ -123,7 +123,7 @@ def _compare(
     if rank not in layout.ranks:
         return
     used = {name: torch.zeros(tensor.numel(), dtype=torch.bool) for name, tensor in first.items()}
-    for shard in layout.layout.shards[layout.ranks.index(rank)]:
+    for shard in layout.layout.held_by(layout.ranks.index(rank)):
         used[shard.storage].as_strided(shard.box.size, shard.strides, shard.offset).fill_(True)
     assert any(mask.any() for mask in used.values())
     for name, mask in used.items():

@@ -43,7 +43,7 @@ def all_parts(values: dict[str, Any], head: Any, grid: dict[str, int], **more: A
         found = parts_of(config, head, place, 12, grouped=more.get("grouped", False))
         shards.append(tuple(shard for part in found.values() for shard in part))
     shapes = parameter_shapes(config, head)
-    return Layout({n: TensorSpec(s, "float32") for n, s in shapes.items()}, tuple(shards))
+    return Layout.of({n: TensorSpec(s, "float32") for n, s in shapes.items()}, shards)
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])

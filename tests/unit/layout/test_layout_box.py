@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from slurmrl.layout.box import Box, chunk, flat_range
+from slurmrl.layout.box import Box, blocks, chunk, cover, flat_range
 
 SHAPES = st.lists(st.integers(1, 5), min_size=0, max_size=3).map(tuple)
 
@@ -66,6 +66,45 @@ def test_a_flat_range_is_its_boxes_in_order(shape: tuple[int, ...], data: st.Dat
     found = [value for box in boxes for value in flat[box.slices].reshape(-1).tolist()]
     assert found == list(range(first, last))
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
+
+
+@st.composite
+def boxes_of(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    start = tuple(draw(st.integers(0, length - 1)) for length in shape)
+    spans = zip(shape, start, strict=True)
+    return Box(start, tuple(draw(st.integers(0, length - first)) for length, first in spans))
+
+
+@given(SHAPES, st.data())
+def test_each_element_is_taken_once_from_the_first_part_that_has_it(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    box, *parts = (data.draw(boxes_of(shape)) for _ in range(data.draw(st.integers(1, 6))))
+    taken, missing = cover(box, parts)
+    found = np.array(mark(shape, missing) * (len(parts) + 1))
+    for number, common in taken:
+        found[common.slices] += number + 1
+    expected = np.zeros(shape, dtype=int)
+    expected[box.slices] = len(parts) + 1
+    for number, part in reversed([*enumerate(parts)]):
+        common = box.intersect(part) if box.count else None
+        if common is not None:
+            expected[common.slices] = number + 1
+    assert np.array_equal(found, expected)
+
+
+@given(SHAPES, st.integers(1, 40), st.data())
+def test_blocks_are_the_box_in_order_and_small(
+    shape: tuple[int, ...], most: int, data: st.DataObject
+) -> None:
+    box = data.draw(boxes_of(shape))
+    numbers = np.arange(int(np.prod(shape))).reshape(shape)
+    cut = list(blocks(box, most))
+    assert [n for block in cut for n in numbers[block.slices].flat] == [*numbers[box.slices].flat]
+    assert all(block.count <= most for block in cut)
+    assert len(cut) <= max(1, 2 * -(-box.count // most)) * max(1, len(shape))
+    within = numbers[box.slices]
+    assert all(np.array_equal(within[b.inside(box)], numbers[b.slices]) for b in cut)
 
 
 def test_a_scalar_has_one_element() -> None:

@@ -27,7 +27,7 @@ WHOLE = {
 def chunked(ranks: int) -> Layout:
     """Ceil-chunks of dim 0, like FSDP2."""
     boxes = [[(n, chunk(s, ranks, r)) for n, s in SHAPES.items()] for r in range(ranks)]
-    return Layout(
+    return Layout.of(
         TENSORS, tuple(tuple(Shard.contiguous(n, b) for n, b in row if b.count) for row in boxes)
     )
 
@@ -48,7 +48,7 @@ def flat(ranks: int) -> Layout:
                 row.append(Shard(name, box, "buffer", at, row_major(box.size)))
                 at += box.count
         begin += count
-    return Layout(TENSORS, tuple(map(tuple, rows)))
+    return Layout.of(TENSORS, rows)
 
 
 def columns(ranks: int) -> Layout:
@@ -62,7 +62,7 @@ def columns(ranks: int) -> Layout:
             targets = range(ranks) if name == "b" else [column % ranks]
             for rank in targets:
                 rows[rank].append(shard)
-    return Layout(TENSORS, tuple(map(tuple, rows)))
+    return Layout.of(TENSORS, rows)
 
 
 KINDS: dict[str, Callable[[int], Layout]] = {"chunked": chunked, "flat": flat, "columns": columns}
@@ -119,25 +119,25 @@ def test_one_ranks_part_of_a_plan() -> None:
 
 def test_what_is_not_there_is_named() -> None:
     whole = chunked(2)
-    half = Layout(TENSORS, whole.shards[:1])
+    half = Layout.of(TENSORS, [whole.held_by(0)])
     with pytest.raises(LayoutError, match=r"holds Box\(start=\(4, 0\).* of tensor 'a'"):
         plan(half, chunked(1))
     with pytest.raises(LayoutError, match=r"no rank holds .* of tensor 'a'"):
         half.check()
     other = {**TENSORS, "e": TensorSpec((1,), "float32")}
     with pytest.raises(LayoutError, match="the source has no tensor 'e'"):
-        plan(whole, Layout(other, ((Shard.contiguous("e", Box((0,), (1,))),),)))
+        plan(whole, Layout.of(other, ((Shard.contiguous("e", Box((0,), (1,))),),)))
     wider = {"b": TensorSpec((6,), "float32")}
     with pytest.raises(
         LayoutError, match=r"'b' has shape \(5,\) in the source and \(6,\) in the target"
     ):
-        plan(whole, Layout(wider, ((Shard.contiguous("b", Box((0,), (6,))),),)))
+        plan(whole, Layout.of(wider, ((Shard.contiguous("b", Box((0,), (6,))),),)))
 
 
 def test_a_piece_outside_its_tensor_is_refused() -> None:
     shard = Shard.contiguous("b", Box((3,), (3,)))
     with pytest.raises(LayoutError, match="lies outside 'b'"):
-        Layout({"b": TENSORS["b"]}, ((shard,),)).check()
+        Layout.of({"b": TENSORS["b"]}, ((shard,),)).check()
 
 
 def test_a_copy_never_leaves_its_storage() -> None:

@@ -53,7 +53,7 @@ def sides(draw: st.DrawFn) -> tuple[PlacedLayout, PlacedLayout]:
                     shards[rank].append(Shard.contiguous(f"t{number}", box, storage))
         dtype = draw(st.sampled_from(["float32", "bfloat16"]))
         tensors = {f"t{number}": TensorSpec(shape, dtype) for number, shape in enumerate(shapes)}
-        layout = Layout(tensors, tuple(map(tuple, shards)))
+        layout = Layout.of(tensors, shards)
         made.append(PlacedLayout(layout, tuple(members)))
     return made[0], made[1]
 
@@ -129,7 +129,7 @@ def check_hosts(plan: MovePlan, source: PlacedLayout, hosts: dict[int, int]) -> 
 
 def whole(ranks: tuple[int, ...], shape: tuple[int, ...], dtype: str = "float32") -> PlacedLayout:
     shard = Shard.contiguous("w", Box.whole(shape))
-    return PlacedLayout(Layout({"w": TensorSpec(shape, dtype)}, ((shard,),) * len(ranks)), ranks)
+    return PlacedLayout(Layout.of({"w": TensorSpec(shape, dtype)}, ((shard,),) * len(ranks)), ranks)
 
 
 def test_each_host_is_entered_once() -> None:
@@ -145,8 +145,8 @@ def test_senders_share_the_load() -> None:
     """Each of two holders sends half of what two others lack."""
     tensors = {f"w{n}": TensorSpec((8,), "float32") for n in range(4)}
     shards = tuple(Shard.contiguous(name, Box.whole((8,))) for name in tensors)
-    source = PlacedLayout(Layout(tensors, (shards, shards)), (0, 1))
-    target = PlacedLayout(Layout(tensors, (shards,)), (2,))
+    source = PlacedLayout(Layout.of(tensors, (shards, shards)), (0, 1))
+    target = PlacedLayout(Layout.of(tensors, (shards,)), (2,))
     plan = plan_move(source, target, hosts={0: 0, 1: 1, 2: 2}, budget=256)
     assert plan.links() == {(0, 2): 64, (1, 2): 64}
 
