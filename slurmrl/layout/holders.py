@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 from slurmrl.errors import LayoutError
 from slurmrl.layout.box import Box, Index, cover
@@ -34,6 +35,18 @@ class HeldBox:
 
     def shard(self, name: str) -> Shard:
         return Shard(name, self.box, storage_of(name, self.storage), self.offset, self.strides)
+
+    def to_json(self) -> list[Any]:
+        box = self.box
+        return [self.ranks, box.start, box.size, self.storage, self.offset, self.strides]
+
+    @staticmethod
+    def from_json(values: list[Any]) -> HeldBox:
+        ranks, start, size, storage, offset, strides = values
+        if not len(start) == len(size) == len(strides):
+            raise ValueError(f"a box from {start} of size {size} with strides {strides}")
+        box = Box(tuple(start), tuple(size))
+        return HeldBox(tuple(ranks), box, storage, offset, tuple(strides))
 
 
 @dataclass(frozen=True, eq=False)

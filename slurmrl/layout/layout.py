@@ -90,25 +90,31 @@ class Layout:
                 yield rank, shard
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; ranks with the same shards, which replicas have, share an entry."""
-        numbers: dict[tuple[Shard, ...], int] = {}
-        ranks = [numbers.setdefault(shards, len(numbers)) for shards in self.shards]
+        """Plain values, in which tensors that are held alike share an entry too."""
+        numbers = {holders: n for n, holders in enumerate(dict.fromkeys(self.holders.values()))}
         return {
-            "tensors": {name: [spec.shape, spec.dtype] for name, spec in self.tensors.items()},
-            "shards": [[shard.to_json() for shard in shards] for shards in numbers],
-            "ranks": ranks,
+            "ranks": self.ranks,
+            "tensors": {
+                name: [spec.shape, spec.dtype, numbers[self.holders[name]]]
+                for name, spec in self.tensors.items()
+            },
+            "holders": [[part.to_json() for part in holders.parts] for holders in numbers],
         }
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> Layout:
-        held = [tuple(map(Shard.from_json, shards)) for shards in values["shards"]]
-        return Layout(
-            {
-                name: TensorSpec(tuple(shape), dtype)
-                for name, (shape, dtype) in values["tensors"].items()
-            },
-            tuple(held[number] for number in values["ranks"]),
-        )
+        """Raises LookupError, TypeError or ValueError for values that `to_json` does not make."""
+        ranks = values["ranks"]
+        made = [Holders(tuple(map(HeldBox.from_json, parts))) for parts in values["holders"]]
+        if any(not 0 <= r < ranks for all_ in made for part in all_.parts for r in part.ranks):
+            raise ValueError(f"a rank beyond the {ranks} ranks")
+        tensors, holders = {}, {}
+        for name, (shape, dtype, number) in values["tensors"].items():
+            tensors[name] = TensorSpec(tuple(shape), dtype)
+            holders[name] = made[number]
+            if any(len(part.box.size) != len(shape) for part in made[number].parts):
+                raise ValueError(f"a box of other dims than '{name}' of shape {shape}")
+        return Layout(tensors, holders, ranks)
 
     def check(self) -> None:
         """Check that every part lies inside its tensor and that every element is held by a rank.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,5 +37,9 @@ def test_layers_moments_and_replicas_share_their_holders(moment: str) -> None:
     (holders,) = {*layout.holders.values()}
     assert [part.ranks for part in holders.parts] == [(0, 2, 4), (1, 3, 5)]
     assert layout.ranks == 6
+    restored = Layout.from_json(json.loads(json.dumps(layout.to_json())))
+    assert restored.tensors == layout.tensors
+    assert len({*restored.holders.values()}) == 1
+    assert [*restored.all_shards()] == [*layout.all_shards()]
     for rank in range(6):
         assert [*layout.held_by(rank)] == half[rank % 2]
