@@ -86,9 +86,9 @@ def _here(checks: list[Check]) -> list[Check]:
 
 def _shape(kind: str, cluster: Cluster, plan: Plan | None) -> JobShape:
     """That of the configuration's job, with a second host where there is one."""
-    group = next((one for one in plan.groups if not one.elastic), None) if plan else None
     shape = JobShape(hosts=1)
-    if group is not None:
+    if plan is not None:
+        group = plan.trainers
         shape = JobShape(
             group.hosts,
             group.workers_per_host,

@@ -3,8 +3,9 @@
 A **row** is the progress of one rank (a JSON object): ``rank``, ``call``, ``step``, ``phase``,
 ``part``, ``parts``, ``since_s``, ``collective`` (``name``, ``number``, ``group``, ``ranks``,
 ``since_s``) or null, ``silent_s`` (0 for a rank that gives signs of life), and optionally
-``frame``, its place in the code. A **group** is such an object for ranks that do the same:
-``ranks`` (``"0-2,5"``) in place of ``rank``, and the largest of their ages.
+``frame``, its place in the code, and ``world``, if that is not the trainers'. A **group** is such
+an object for ranks of one world that do the same: ``ranks`` (``"0-2,5"``) in place of ``rank``, and
+the largest of their ages.
 """
 
 from __future__ import annotations
@@ -22,17 +23,21 @@ MOST_GROUPS = 50
 
 
 def grouped(rows: Iterable[Row]) -> list[Group]:
-    """Return the groups, ordered by their first rank."""
+    """Return the groups, those of the trainers first, in the order of their first ranks."""
     found: dict[tuple[Any, ...], list[Row]] = {}
     for row in rows:
         found.setdefault(_kind(row), []).append(row)
     groups = [_together(alike) for alike in found.values()]
-    return sorted(groups, key=lambda group: _first(group["ranks"]))[:MOST_GROUPS]
+    return sorted(groups, key=_place)[:MOST_GROUPS]
+
+
+def _place(group: Group) -> tuple[str, int]:
+    return group.get("world", ""), _first(group["ranks"])
 
 
 def _kind(row: Row) -> tuple[Any, ...]:
     collective = row.get("collective") or {}
-    doing = (row.get(key) for key in ("call", "step", "phase", "part", "parts", "frame"))
+    doing = (row.get(key) for key in ("world", "call", "step", "phase", "part", "parts", "frame"))
     where = (collective.get(key) for key in ("name", "number", "group"))
     return (*doing, *where, _span(collective.get("ranks", ())), bool(row.get("silent_s")))
 
@@ -54,13 +59,14 @@ def _oldest(rows: Iterable[Row], key: str) -> float:
 
 
 def explain(groups: Sequence[Group]) -> str:
-    """Return one sentence, empty if no rank waits or is late.
+    """Return one sentence about the trainers, empty if no rank waits or is late.
 
     ``ranks 0-2 have waited 140 s in actor_train (all_reduce #1841) for rank 3, which has been in
     reward_inf for 140 s``
     """
-    waiting = [one for one in groups if one.get("collective") and not one.get("silent_s")]
-    others = [one for one in groups if one not in waiting]
+    trainers = [one for one in groups if "world" not in one]
+    waiting = [one for one in trainers if one.get("collective") and not one.get("silent_s")]
+    others = [one for one in trainers if one not in waiting]
     late = [one for one in others if one.get("call") or one.get("silent_s")] or others
     if not waiting:
         return "; ".join(f"{_who(one)} {_has_been(one)}" for one in late)
@@ -95,7 +101,7 @@ def _is_in(other: Group, waiting: Group) -> bool:
 
 
 def _who(group: Group) -> str:
-    return _named(group["ranks"])
+    return _named(group["ranks"]) + (f" of {group['world']}" if "world" in group else "")
 
 
 def _named(span: str) -> str:

@@ -39,9 +39,9 @@ def describe(
 def _waiting(snapshot: TrialSnapshot) -> dict[str, Any] | None:
     """Return what the master waits for, and the hosts of the ranks that it waits for."""
     said = snapshot.said.get("waiting")
-    if not said or not said.get("for") or not snapshot.groups:
+    group = snapshot.trainers
+    if not said or not said.get("for") or group is None:
         return None
-    group = snapshot.groups[0]  # the group of the ranks
     places = [f"{group.name}/{rank // group.workers_per_host}" for rank in said["for"]]
     tasks = snapshot.said.get("tasks", {})
     hosts = [tasks[place]["host"] for place in places if place in tasks]

@@ -39,6 +39,7 @@ ATTEMPT: Fields = {
     "job_id": TEXT,
 }
 _DOES: Fields = {
+    "world": TEXT,
     "call": TEXT,
     "step": INTEGER,
     "phase": TEXT,

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import Annotated
 
 from slurmrl.fsio.shapes import COUNT, SECONDS
+from slurmrl.worlds import TRAINERS
 
 
 class Cause(StrEnum):
@@ -52,6 +53,8 @@ class Failure(Report):
     """One sentence."""
     host: str | None = None
     """Where it happened; empty if no host is to blame."""
+    world: str = TRAINERS
+    """The world of the rank."""
     rank: Annotated[int, COUNT] | None = None
     call: str = ""
     step: int | None = None

@@ -16,6 +16,7 @@ from slurmrl.monitor.log_files import serving
 from slurmrl.monitor.snapshot import read_groups
 from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
+from slurmrl.worlds import TRAINERS
 
 POLL_S = (0.1, 2.0)
 """First and longest pause between two looks for answers."""
@@ -30,9 +31,9 @@ class Request:
 
     @classmethod
     def make(cls, paths: RunPaths, incarnation: int, rank: int | None) -> Request:
-        """Request the stacks of one rank, or of all processes. Raises UsageError for a rank that
-        does not exist, EnvironmentFailure."""
-        group = read_groups(paths)[0]  # the group of the ranks
+        """Request the stacks of one rank of the trainers, or of all their processes. Raises
+        UsageError for a rank that does not exist, EnvironmentFailure."""
+        group = next(group for group in read_groups(paths) if group.name == TRAINERS)
         count = group.hosts * group.workers_per_host
         if rank is not None and rank >= count:
             raise UsageError(f"no rank {rank}: the trial has ranks 0 to {count - 1}")

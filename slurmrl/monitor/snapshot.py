@@ -31,6 +31,7 @@ from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler import hosts
 from slurmrl.scheduler.hosts import BadHost
+from slurmrl.worlds import TRAINERS
 
 GLANCE = 3
 """Newest incarnations to read for a diagnosis."""
@@ -144,13 +145,14 @@ class TrialSnapshot:
     def trial(self) -> str:
         return f"{self.paths.experiment}/{self.paths.trial}"
 
+    @property
+    def trainers(self) -> Group | None:
+        return next((group for group in self.groups if group.name == TRAINERS), None)
+
     def lease(self) -> Path | None:
-        """Return the lease of the first group's first agent: it shows whether the master lives."""
-        if not self.groups:
-            return None
-        group = self.groups[0].name
-        attempt = self.attempts.get((group, 0))
-        return self.paths.lease(group, 0, attempt["attempt"]) if attempt else None
+        """Return the lease of the trainers' first agent: it shows whether the master lives."""
+        attempt = self.attempts.get((TRAINERS, 0))
+        return self.paths.lease(TRAINERS, 0, attempt["attempt"]) if attempt else None
 
 
 def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
@@ -162,7 +164,7 @@ def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
     with make("file", directory=paths.names) as names:
         said = _said(names, state.incarnation)
         attempts = _attempts(names, groups)
-        leaders = _leaders(names, groups, attempts, incarnations)
+        leaders = _leaders(names, attempts, incarnations)
         traces = [_traces(paths, names, begun, leaders) for begun in state.begun]
     return TrialSnapshot(
         paths,
@@ -314,14 +316,13 @@ def _attempt(names: NameStore, group: str, task: int, number: int) -> Mapping[st
 
 def _leaders(
     names: NameStore,
-    groups: tuple[Group, ...],
     attempts: Mapping[tuple[str, int], Mapping[str, Any]],
     count: int,
 ) -> list[Mapping[str, Any]]:
-    """Return the newest attempts of the first group's task 0, newest first: each incarnation began
-    in the job of one of them."""
-    if not groups or (groups[0].name, 0) not in attempts:
+    """Return the newest attempts of the trainers' task 0, newest first: each incarnation began in
+    the job of one of them."""
+    if (TRAINERS, 0) not in attempts:
         return []
-    newest = int(attempts[groups[0].name, 0]["attempt"])
+    newest = int(attempts[TRAINERS, 0]["attempt"])
     numbers = range(newest, max(-1, newest - count), -1)
-    return [_attempt(names, groups[0].name, 0, number) for number in numbers]
+    return [_attempt(names, TRAINERS, 0, number) for number in numbers]

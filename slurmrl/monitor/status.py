@@ -35,7 +35,8 @@ This object is a contract: fields may be added, none is ever changed or removed.
                  "collective": {"name": "all_reduce", "number": 1841, "ranks": "0-3",
                                 "since_s": 2.0, …} | null}, …],
                                               what the ranks of a running trial do, those that do
-                                              the same together; see monitor/hang.py
+                                              the same together; see monitor/hang.py. Ranks that are
+                                              not the trainers' have "world": "rollout/3", too
       "links_left": 6,                        queued successors, over all groups and arrays
       "link": {"job_id": "41_1", "time_left_s": 1200.0, "runs_s": 40.0} | null,
                                               null unless a job runs; the times are null where
@@ -90,6 +91,7 @@ from slurmrl.monitor import present, story
 from slurmrl.monitor.diagnosis import diagnose
 from slurmrl.monitor.snapshot import Group, TrialSnapshot
 from slurmrl.scheduler.base import JobState, TaskState
+from slurmrl.worlds import TRAINERS
 
 ENDS = {Kind.FINISHED: "COMPLETED", Kind.FAILED: "FAILED", Kind.CANCELLED: "CANCELLED"}
 
@@ -103,9 +105,10 @@ def assemble(
 ) -> dict[str, Any]:
     """Return the documented object. ``alive``: whether the master's lease moved, None if that was
     not checked; ``problem``: why the scheduler did not answer."""
-    state = trial_state(snapshot, tasks, alive=bool(alive))
+    own = [task for task in tasks if task.group == TRAINERS]
+    state = trial_state(snapshot, own, alive=bool(alive))
     end = snapshot.state.end
-    told = story.tell(snapshot, tasks, state)
+    told = story.tell(snapshot, own, state)
     lives = bool(told) and told[-1]["cause"] == "running"
     status: dict[str, Any] = {
         "trial": snapshot.trial,
@@ -127,10 +130,10 @@ def assemble(
         "free_bytes": snapshot.free_bytes,
     }
     status["links_left"] = sum(group["links_left"] for group in status["groups"])
-    status |= present.describe(snapshot, tasks, status)
+    status |= present.describe(snapshot, own, status)
     if problem is not None:
         status["problem"] = problem
-    should_beat = state == "RUNNING" and _has_agent(snapshot, tasks)
+    should_beat = state == "RUNNING" and _has_agent(snapshot, own)
     if alive is False and (should_beat or (problem is not None and end is None)):
         status["unconfirmed"] = True
     findings = diagnose(status)
@@ -149,8 +152,9 @@ def _failed_starts(snapshot: TrialSnapshot) -> dict[str, Any] | None:
 
 
 def trial_state(snapshot: TrialSnapshot, tasks: Sequence[TaskState], *, alive: bool) -> str:
-    """Return the state of a trial. How it ended comes from the history. Before that the scheduler
-    decides; a moving lease counts as running, also where the scheduler does not know the jobs."""
+    """Return the state of a trial from its trainers' tasks. How it ended comes from the history.
+    Before that the scheduler decides; a moving lease counts as running, also where the scheduler
+    does not know the jobs."""
     if snapshot.state.end is not None:
         return ENDS[snapshot.state.end.kind]
     states = {task.state for task in tasks}
@@ -161,9 +165,7 @@ def trial_state(snapshot: TrialSnapshot, tasks: Sequence[TaskState], *, alive: b
 
 def _has_agent(snapshot: TrialSnapshot, tasks: Sequence[TaskState]) -> bool:
     """Whether the first host of the present job has an agent, and so a heartbeat."""
-    group = snapshot.groups[0].name if snapshot.groups else ""
-    link = present_link([task for task in tasks if task.group == group])
-    return bool(_attempt(snapshot, group, 0, link))
+    return bool(_attempt(snapshot, TRAINERS, 0, present_link(tasks)))
 
 
 def _attempt(

@@ -41,8 +41,8 @@ FOLDING: Final = ("megatron",)
 
 
 class ModelRanks(Protocol):
-    """The ranks of a model in its plan. ``ranks[i]`` is the global rank of the model's i-th rank,
-    in row-major order of the axes in ``sizes``."""
+    """The ranks of a model in its plan. ``ranks[i]`` is the world's rank that is the model's
+    i-th rank, in row-major order of the axes in ``sizes``."""
 
     @property
     def role(self) -> str: ...
@@ -75,7 +75,7 @@ class ParallelContext:
     rank: int
     """This process's rank within the model, an index of ``ranks``."""
     ranks: tuple[int, ...]
-    """Global ranks of the model."""
+    """The model's ranks in the world."""
     topology: ProcessTopology
     groups: Mapping[str, dist.ProcessGroup]
     """The group of each axis, and of each entry of JOINT, that this rank belongs to."""
@@ -135,9 +135,9 @@ def build(
     timeout: timedelta | None = None,
     activity: Activity | None = None,
 ) -> dict[str, ParallelContext]:
-    """The contexts, by role, of the models of which the global rank ``rank`` holds a part.
+    """The contexts, by role, of the models of which rank ``rank`` of the world holds a part.
 
-    Collective over all processes: every rank calls it with the same models in plan order, whether
+    Collective over the world: every rank calls it with the same models in plan order, whether
     it holds them or not. Models on the same ranks share process groups.
     ``timeout`` bounds one collective (None: the backend's default, which may differ from the
     world's).

@@ -13,10 +13,11 @@ from slurmrl.plan import placement, resources
 from slurmrl.plan.estimates.host import worker_bytes
 from slurmrl.plan.estimates.memory import uses_sequence_parallel
 from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Plan, Reallocation
-from slurmrl.plan.placement import ROLLOUTS, TRAINERS, Placement, layout_of, model_of
+from slurmrl.plan.placement import ROLLOUTS, Placement, layout_of, model_of
 from slurmrl.plan.resolve.hardware_defaults import gpus_per_worker
 from slurmrl.plan.settings import Settings
 from slurmrl.scheduler.parse import HostRow
+from slurmrl.worlds import TRAINERS
 
 AXIS_ORDER: Final = ("pp", "dp", "cp", "tp")
 """From the outermost to the innermost: tensor-parallel ranks communicate most and are adjacent,

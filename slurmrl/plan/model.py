@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio import atomic, documents
@@ -16,6 +16,7 @@ from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import MOST_COUNT
 from slurmrl.graph.call import Head, Method
 from slurmrl.plan.estimates.hardware import memory_of
+from slurmrl.worlds import TRAINERS
 
 
 class _PlanPart(BaseModel):
@@ -23,9 +24,10 @@ class _PlanPart(BaseModel):
 
 
 class GroupPlan(_PlanPart):
-    """Workers of one kind and shape. Global rank = host * workers_per_host + index on the host."""
+    """Workers of one kind and shape. The trainers' rank = host * workers_per_host + index on the
+    host. Every other group is elastic: each of its tasks is a world of its own on one host."""
 
-    name: str = "trainer"
+    name: str = TRAINERS
     hosts: int = Field(ge=0, le=MOST_COUNT)
     workers_per_host: int = Field(ge=0, le=MOST_COUNT)
     gpus_per_worker: int
@@ -38,8 +40,13 @@ class GroupPlan(_PlanPart):
     elastic: bool = False
 
     @property
-    def world_size(self) -> int:
+    def workers(self) -> int:
         return self.hosts * self.workers_per_host
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one of its worlds (see `slurmrl.worlds`)."""
+        return self.hosts_of_job * self.workers_per_host
 
     @property
     def memory_bytes(self) -> int | None:
@@ -53,9 +60,9 @@ class GroupPlan(_PlanPart):
 
 
 class ModelPlan(_PlanPart):
-    """One role's placement. ``ranks[i]`` is the rank within its group of workers that holds the
-    model's i-th rank, in row-major order of the axes in ``sizes``: tensor-parallel ranks are
-    adjacent."""
+    """One role's placement. ``ranks[i]`` is the worker of its group that holds the model's i-th
+    rank, in row-major order of the axes in ``sizes``: tensor-parallel ranks are adjacent. Workers
+    are counted host by host; those of the trainers are their ranks."""
 
     role: str
     backend: str
@@ -64,7 +71,7 @@ class ModelPlan(_PlanPart):
     ranks: tuple[int, ...]
     trained: bool
     head: Head
-    group: str = "trainer"
+    group: str = TRAINERS
     """The group of workers that holds it."""
     expert_sizes: dict[str, int] = {}
     """The experts' own grid over the same ranks, also row-major; empty where there is none."""
@@ -111,10 +118,28 @@ class Plan(_PlanPart):
     calls: tuple[CallPlan, ...]
     evaluation_calls: tuple[CallPlan, ...]
 
+    @model_validator(mode="after")
+    def _has_trainers(self) -> Plan:
+        names = [group.name for group in self.groups]
+        if names.count(TRAINERS) != 1 or len(set(names)) < len(names):
+            raise ValueError(f"groups {names}: one of them must be '{TRAINERS}', and none twice")
+        wrong = [group.name for group in self.groups if group.elastic == (group.name == TRAINERS)]
+        if wrong:
+            raise ValueError(f"groups {wrong}: all groups but '{TRAINERS}' must be elastic")
+        return self
+
     @property
-    def world_size(self) -> int:
-        """Workers of all fixed groups."""
-        return sum(group.world_size for group in self.groups if not group.elastic)
+    def trainers(self) -> GroupPlan:
+        return self.group(TRAINERS)
+
+    @property
+    def hosts(self) -> int:
+        """Hosts of all groups."""
+        return sum(group.hosts for group in self.groups)
+
+    def models_of(self, group: str) -> dict[str, ModelPlan]:
+        """Return the models that the workers of a group hold, in the plan's order."""
+        return {name: model for name, model in self.models.items() if model.group == group}
 
     def group(self, name: str) -> GroupPlan:
         """Raises KeyError for an unknown name."""

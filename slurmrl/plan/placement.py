@@ -12,8 +12,8 @@ from slurmrl.allocation.gpus import parse_gpus
 from slurmrl.config.schema import Config, Model
 from slurmrl.errors import AllocationError
 from slurmrl.graph.call import Call, Method
+from slurmrl.worlds import TRAINERS
 
-TRAINERS: Final = "trainer"
 ROLLOUTS: Final = "rollout"
 LARGEST_HOST: Final = 8
 """Workers on one host, unless the user sets their number."""
@@ -21,7 +21,7 @@ LARGEST_HOST: Final = 8
 
 @dataclass(frozen=True)
 class Placement:
-    """``ranks[i]`` is the rank within its group of workers that holds the layout's i-th rank."""
+    """``ranks[i]`` is the worker of its group that holds the layout's i-th rank."""
 
     allocation: Allocation
     ranks: tuple[int, ...]

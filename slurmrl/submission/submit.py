@@ -396,13 +396,12 @@ def _snapshot(proposal: Proposal) -> int:
 def _request(proposal: Proposal, code: int) -> dict[str, Any]:
     """Return the content of a submission's request."""
     config = proposal.settings.config
-    hosts = sum(group.hosts for group in proposal.plan.groups)
     lead_s = config.cluster.slurm.signal_lead_s if proposal.kind == "slurm" else None
     return {
         "scheduler": proposal.kind,
         "snapshot": code,
         "continue": config.cluster.slurm.continue_,
         "total_steps": config.total_steps,
-        "heartbeat_s": PollIntervals.of(hosts, config.cluster.heartbeat_s).beat_s,
+        "heartbeat_s": PollIntervals.of(proposal.plan.hosts, config.cluster.heartbeat_s).beat_s,
         "signal_lead_s": lead_s,
     }

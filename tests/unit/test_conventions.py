@@ -28,6 +28,7 @@ ROWS: tuple[dict[str, tuple[str, ...]], ...] = (
         "log": (),
         "paths": (),
         "keys": (),
+        "worlds": (),
         "backoff": ("errors", "log"),
         "display": (),
         "env": ("errors",),

@@ -23,8 +23,9 @@ from slurmrl.plan.checks.memory import memory
 from slurmrl.plan.engines import ENGINES, rules_of
 from slurmrl.plan.estimates.lengths import lengths_of
 from slurmrl.plan.estimates.shape import shape_of
-from slurmrl.plan.placement import LARGEST_HOST, ROLLOUTS, TRAINERS, Placement
+from slurmrl.plan.placement import LARGEST_HOST, ROLLOUTS, Placement
 from slurmrl.plan.resolve import sizes
+from slurmrl.worlds import TRAINERS
 
 
 def backends(draft: Draft) -> Iterator[Problem]:

@@ -20,7 +20,8 @@ from slurmrl.plan.estimates.memory import (
     whole_weights,
 )
 from slurmrl.plan.estimates.shape import ModelShape, shape_of
-from slurmrl.plan.placement import TRAINERS, Placement, layout_of, model_of, placements
+from slurmrl.plan.placement import Placement, layout_of, model_of, placements
+from slurmrl.worlds import TRAINERS
 
 
 class Checked(Protocol):

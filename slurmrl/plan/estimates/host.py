@@ -10,7 +10,8 @@ from slurmrl.plan.estimates.costs import Checked
 from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.memory import BYTES, SHARDED, parameters, shard_parameters
 from slurmrl.plan.estimates.shape import shape_of
-from slurmrl.plan.placement import TRAINERS, Placement, model_of, placements
+from slurmrl.plan.placement import Placement, model_of, placements
+from slurmrl.worlds import TRAINERS
 
 WORKER: Final = 8 * GIB
 """Of a worker with a GPU, without its models: Python, torch and its libraries, the CUDA context,

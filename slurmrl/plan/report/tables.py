@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from slurmrl.parallel.topology import ProcessTopology
 from slurmrl.plan.model import ModelPlan, Plan
+from slurmrl.worlds import TRAINERS
 
 Wanted: TypeAlias = tuple[str, tuple[int, ...]]
 """The use of a group and its ranks."""
@@ -71,9 +72,8 @@ def process_groups(plan: Plan) -> list[ProcessGroup]:
 
 
 def _wanted(plan: Plan) -> Iterator[Wanted]:
-    fixed = {n: m for n, m in plan.models.items() if not plan.group(m.group).elastic}
-    yield "global", tuple(range(plan.world_size))
-    for name, model in fixed.items():
+    yield "global", tuple(range(plan.trainers.world_size))
+    for name, model in plan.models_of(TRAINERS).items():
         yield f"model {name}", model.ranks
         yield from _of_axes(model, topology(model), name)
         experts = expert_topology(model)

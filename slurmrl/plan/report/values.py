@@ -29,8 +29,8 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
     return {
         "experiment": plan.experiment,
         "trial": plan.trial,
-        "world_size": plan.world_size,
-        "gpus": sum(group.world_size * group.gpus_per_worker for group in plan.groups),
+        "world_size": plan.trainers.world_size,
+        "gpus": sum(group.workers * group.gpus_per_worker for group in plan.groups),
         "groups": [_group(group) for group in plan.groups],
         "worker_host_bytes": worker_bytes(settings) if _uses_gpus(plan) else None,
         "models": {

@@ -24,6 +24,7 @@ from slurmrl.workers.agent import container, environment
 from slurmrl.workers.agent.identity import Identity
 from slurmrl.workers.agent.slot import Ended, Slot
 from slurmrl.workers.messages import Message
+from slurmrl.worlds import RankId
 
 logger = log.get(__name__)
 
@@ -78,8 +79,13 @@ class Children:
         self._news = News()
 
     @property
+    def world(self) -> str:
+        return self.identity.world
+
+    @property
     def first_rank(self) -> int:
-        return self.identity.task * self.group.workers_per_host
+        """This host's first rank in its world."""
+        return self.identity.task * self.group.workers_per_host if self.identity.trains else 0
 
     @property
     def ranks(self) -> list[int]:
@@ -95,7 +101,11 @@ class Children:
         """
         if not self.slots:
             self.slots = [
-                Slot(rank, self.identity.host, partial(self._start_fork_server, rank, visible))
+                Slot(
+                    RankId(self.world, rank),
+                    self.identity.host,
+                    partial(self._start_fork_server, rank, visible),
+                )
                 for rank, visible in enumerate(devices, start=self.first_rank)
             ]
         for slot in self.slots:
@@ -121,14 +131,14 @@ class Children:
         return process.spawn_with_pipe(
             name,
             "slurmrl.workers.worker",
-            ["--run", str(self.paths.run), "--rank", str(rank), *self._pulse_option()],
+            [*self._run_option(), *RankId(self.world, rank).options, *self._pulse_option()],
             output=output,
             environment=given,
             interpreter=container.interpreter(cluster.slurm, given, cluster.env),
         )
 
     def start_master(self, submission: int, output: IO[bytes]) -> None:
-        arguments = ["--run", str(self.paths.run), "--submission", str(submission)]
+        arguments = [*self._run_option(), "--submission", str(submission)]
         arguments += ["--job", self.identity.job, *self._pulse_option()]
         self.master, self._master_pipe = process.spawn_with_pipe(
             MASTER,
@@ -139,6 +149,9 @@ class Children:
         )
         self._listen(self.master.pidfd, partial(self._master_ended, self.master))
         self._listen(self._master_pipe.fileno(), partial(self._hear_master, self._master_pipe))
+
+    def _run_option(self) -> list[str]:
+        return ["--run", str(self.paths.run)]
 
     def _pulse_option(self) -> list[str]:
         return [process.PULSE_OPTION, str(self._pulse_s)]
@@ -248,7 +261,8 @@ class Children:
             ago_s = now - heard_at
             silent_s = ago_s if ago_s > MISSED_PULSES * self._pulse_s else 0.0
             since_s = doing["since_s"] + ago_s
-            rows.append({"rank": rank, **doing, "since_s": since_s, "silent_s": silent_s})
+            who = RankId(self.world, rank).fields
+            rows.append({**who, **doing, "since_s": since_s, "silent_s": silent_s})
         return rows
 
     def witnesses(self) -> list[int | None]:

@@ -55,7 +55,7 @@ class Host:
         self.identity = claim(
             make("file", directory=paths.names), group, elastic=self.group.elastic
         )
-        self.intervals = PollIntervals.of(self.group.hosts, self.cluster.heartbeat_s)
+        self.intervals = PollIntervals.of(self.plan.hosts, self.cluster.heartbeat_s)
         lease = paths.lease(group, self.identity.task, self.identity.attempt)
         self.names = make("file", directory=paths.names, owner=lease.name)
         self.serving = 0
@@ -95,7 +95,7 @@ class Host:
     @property
     def leads(self) -> bool:
         """Whether the master runs here."""
-        return self.identity.task == 0
+        return self.identity.trains and self.identity.task == 0
 
     @property
     def deals_gpus(self) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from slurmrl import env, keys
 from slurmrl.errors import NameExistsError
 from slurmrl.name_resolve.base import NameStore
+from slurmrl.worlds import TRAINERS, world_of
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,16 @@ class Identity:
     @property
     def label(self) -> str:
         return f"{self.group}/{self.task}"
+
+    @property
+    def trains(self) -> bool:
+        """Whether this is an agent of the trainers."""
+        return self.group == TRAINERS
+
+    @property
+    def world(self) -> str:
+        """The world that its workers belong to."""
+        return world_of(self.group, self.task)
 
 
 def job_name(environ: Mapping[str, str]) -> str:

@@ -135,7 +135,7 @@ class Incarnation:
             start = {
                 "type": messages.START,
                 "store": self.wait("rank 0's address", self._find_store, FORM_TIMEOUT_S),
-                "world_size": host.plan.world_size,
+                "world_size": host.group.world_size,
                 "interface": address.interface_of(own),
                 "base": state.base,
                 "exclusive": host.deals_gpus,

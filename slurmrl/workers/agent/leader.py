@@ -39,7 +39,7 @@ LOOK_S = 3.0
 
 
 class Leader:
-    """Observes the lease of the first agent."""
+    """Observes the lease of the trainers' first agent."""
 
     def __init__(
         self,
@@ -58,7 +58,8 @@ class Leader:
 
     def look(self) -> None:
         """Read the lease when due. Raises RunFailedError if the first agent's host is lost."""
-        if not 0 < self._identity.task <= WATCHERS or not self._looks.due():
+        watches = self._identity.trains and 0 < self._identity.task <= WATCHERS
+        if not watches or not self._looks.due():
             return
         lease = self._lease = self._lease or self._find()
         if lease is None or lease.observe().alive:

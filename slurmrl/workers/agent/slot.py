@@ -9,6 +9,7 @@ from typing import IO, TypeAlias
 from slurmrl.channel.pipe import Connection
 from slurmrl.workers import messages, process
 from slurmrl.workers.messages import Message
+from slurmrl.worlds import RankId
 
 Start: TypeAlias = Callable[[str, IO[bytes]], tuple[process.Child, Connection]]
 """(name, output) -> a fork server, and the pipe on which it receives messages."""
@@ -29,9 +30,9 @@ class Ended:
 
 
 class Slot:
-    def __init__(self, rank: int, host: str, start: Start) -> None:
-        self.rank = rank
-        self.name = f"rank {rank} on {host}"
+    def __init__(self, rank: RankId, host: str, start: Start) -> None:
+        self.rank = rank.rank
+        self.name = f"{rank} on {host}"
         self.fork_server: process.Child | None = None
         self.line: Connection | None = None
         """To the fork server."""

@@ -83,6 +83,7 @@ class Symptoms:
                 cause=cause,
                 reason=reason,
                 host=self._host,
+                world=self._children.world,
                 rank=ended.rank,
                 exit_code=ended.code,
                 certain=certain,
@@ -102,6 +103,7 @@ class Symptoms:
             cause=Cause.HUNG,
             reason=f"{name} gave no sign of life for {self._silence_s:g} s and was killed",
             host=self._host,
+            world=self._children.world,
             rank=rank,
             silent_s=self._silence_s,
         )

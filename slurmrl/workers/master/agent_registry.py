@@ -14,6 +14,7 @@ from slurmrl.name_resolve.base import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.workers.failure import failed, publish_loss
 from slurmrl.workers.messages import Message
+from slurmrl.worlds import TRAINERS
 
 logger = log.get(__name__)
 
@@ -37,7 +38,7 @@ class AgentRegistry(Mapping[str, Message]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._names = names
-        self._fixed = [group for group in plan.groups if not group.elastic]
+        self._hosts = plan.trainers.hosts
         self._heard = heard
         self._incarnation = incarnation
         self._job = job
@@ -57,29 +58,28 @@ class AgentRegistry(Mapping[str, Message]):
         """When due, look for claims of agents that have not said hello."""
         if not self._looks.due():
             return
-        for group in self._fixed:
-            missing = {task for task in range(group.hosts) if f"{group.name}/{task}" not in self}
-            if missing:
-                self._take_claims(group.name, missing)
+        missing = {task for task in range(self._hosts) if f"{TRAINERS}/{task}" not in self}
+        if missing:
+            self._take_claims(missing)
 
-    def _take_claims(self, group: str, tasks: set[int]) -> None:
-        root = keys.group_attempts(group)
+    def _take_claims(self, tasks: set[int]) -> None:
+        root = keys.group_attempts(TRAINERS)
         try:
             claims = self._names.find_subtree(root)
             for task, attempt in _newest(claims, root).items():
                 if task in tasks:
-                    claim = published.attempt(self._names, group, task, attempt)
+                    claim = published.attempt(self._names, TRAINERS, task, attempt)
                     if claim.get("job") == self._job:
-                        self._claimed[f"{group}/{task}"] = dict(claim)
+                        self._claimed[f"{TRAINERS}/{task}"] = dict(claim)
         except (EnvironmentFailure, CorruptFileError) as error:
             logger.warning("cannot look for agents, will retry: %s", error)
 
     def report_lost(self, labels: list[str]) -> None:
-        """End the incarnation because of one of these agents. Its host is recorded as lost in the
-        name store, unless it is the master's own, where only the agent can hang. Raises
-        RunFailedError."""
-        ours = f"{self._fixed[0].name}/0" if self._fixed else ""
-        watched = {f"{group.name}/{task}" for group in self._fixed for task in range(group.hosts)}
+        """End the incarnation because of one of these agents, if it is one of the trainers'. Its
+        host is recorded as lost in the name store, unless it is the master's own, where only the
+        agent can hang. Raises RunFailedError."""
+        ours = f"{TRAINERS}/0"
+        watched = {f"{TRAINERS}/{task}" for task in range(self._hosts)}
         for label in watched.intersection(labels) - {ours}:
             self._give_up(label, str(self[label]["host"]))
         if ours in labels:

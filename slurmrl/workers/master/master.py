@@ -69,8 +69,7 @@ class Master:
         self.plan = plan
         self.writer = writer
         self.events = EventWriter(paths, f"master.{writer.incarnation}")
-        hosts = sum(group.hosts for group in plan.groups)
-        intervals = PollIntervals.of(hosts, config.cluster.heartbeat_s)
+        intervals = PollIntervals.of(plan.hosts, config.cluster.heartbeat_s)
         self.channel = WorkerChannel(
             paths,
             plan,

@@ -1,4 +1,4 @@
-"""The master's channel to all ranks: one log to write, one log per agent to read."""
+"""The master's channel to the trainers: one log to write, one log per agent to read."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from slurmrl.plan.model import Plan
 from slurmrl.workers import messages
 from slurmrl.workers.failure import failed
 from slurmrl.workers.messages import Message
+from slurmrl.worlds import TRAINERS
 
 logger = log.get(__name__)
 
@@ -61,7 +62,7 @@ class Mailbox:
 
 
 class WorkerChannel:
-    """Posts messages to all ranks and collects their answers.
+    """Posts messages to all ranks of the trainers and collects their answers.
 
     ``longest_poll_s`` bounds the pauses between looks at the agents' logs (see `Follower`).
     """
@@ -79,9 +80,8 @@ class WorkerChannel:
         self.mailbox = Mailbox()
         self._log = LogWriter(paths.master_log(incarnation))
         readers = [
-            LogReader(paths.agent_log(incarnation, group.name, task))
-            for group in plan.groups
-            for task in range(group.hosts)
+            LogReader(paths.agent_log(incarnation, TRAINERS, task))
+            for task in range(plan.trainers.hosts)
         ]
         self._agents = Follower(readers, paths.control, longest_poll_s=longest_poll_s)
         self._while_waiting = while_waiting
@@ -91,7 +91,7 @@ class WorkerChannel:
 
     @property
     def ranks(self) -> range:
-        return range(self.plan.world_size)
+        return range(self.plan.trainers.world_size)
 
     @property
     def warned(self) -> bool:
@@ -203,8 +203,8 @@ class WorkerChannel:
         return ", ".join(f"rank {rank}{self._where(rank)}" for rank in sorted(ranks))
 
     def _where(self, rank: int) -> str:
-        for group in self.plan.groups:
-            agent = self.mailbox.agents.get(f"{group.name}/{rank // group.workers_per_host}")
-            if agent is not None:
-                return f" ({agent['host']}, job {agent['job_id']})"
-        return " (its agent has not reported)"
+        task = rank // self.plan.trainers.workers_per_host
+        agent = self.mailbox.agents.get(f"{TRAINERS}/{task}")
+        if agent is None:
+            return " (its agent has not reported)"
+        return f" ({agent['host']}, job {agent['job_id']})"

@@ -1,4 +1,4 @@
-"""``python -m slurmrl.workers.worker --run RUN --rank R --pipe-fd FD --pulse-s S``
+"""``python -m slurmrl.workers.worker --run RUN --world W --rank R --pipe-fd FD --pulse-s S``
 
 Entry point of a rank's fork server; a forked child continues here as the worker.
 """
@@ -16,12 +16,14 @@ from slurmrl.fsio import ownership
 from slurmrl.parallel.activity import Activity
 from slurmrl.workers import output, pulse, stacks
 from slurmrl.workers.process import PIPE_FD_OPTION, PULSE_OPTION, allow_tracing, ignore_signals
+from slurmrl.worlds import RankId
 
 
 def main() -> int:
     ignore_signals()
     parser = argparse.ArgumentParser(prog="slurmrl.workers.worker")
     parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--world", required=True, help="see slurmrl.worlds")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument(PIPE_FD_OPTION, type=int, required=True)
     parser.add_argument(PULSE_OPTION, type=float, required=True, help="seconds between pulses")
@@ -30,7 +32,8 @@ def main() -> int:
     stacks.answer(options.stacks_fd)
     ownership.make_umask_private()
     output.forgive()
-    log.configure(f"rank {options.rank}")
+    who = RankId(options.world, options.rank)
+    log.configure(str(who))
     from slurmrl.workers.worker import fork_server
     from slurmrl.workers.worker.collectives import Collectives
     from slurmrl.workers.worker.serve import serve
@@ -51,7 +54,7 @@ def main() -> int:
 
     errand = pulse.Errand(stacks.wakeup(), tell_more)
     pulse.start(pipe, options.pulse_s, describe, errand)
-    return serve(options.run, options.rank, pipe, activity)
+    return serve(options.run, who, pipe, activity)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ from slurmrl.workers.failure import concerning
 from slurmrl.workers.messages import Message
 from slurmrl.workers.worker.executor import Executor
 from slurmrl.workers.worker.setup import build
+from slurmrl.worlds import RankId
 
 logger = log.get(__name__)
 
@@ -49,7 +50,7 @@ ECHO_TEXTS = re.compile(
 """Messages of torch.distributed, gloo and NCCL when another rank is gone or does not take part."""
 
 
-def serve(run: Path, rank: int, pipe: Connection, activity: Activity) -> int:
+def serve(run: Path, who: RankId, pipe: Connection, activity: Activity) -> int:
     """Execute messages until ``exit`` or until the agent is gone. Exits without the interpreter's
     clean-up: that would wait for the process groups of ranks that may be gone, and takes seconds in
     a process that was forked from a large one."""
@@ -59,9 +60,9 @@ def serve(run: Path, rank: int, pipe: Connection, activity: Activity) -> int:
         start = pipe.receive(timeout_s=None)
         if start is None:
             return 1
-        executor = build(RunPaths(run), rank, start, pipe.take_fd(), activity)
+        executor = build(RunPaths(run), who.rank, start, pipe.take_fd(), activity)
         activity.end()
-        pipe.send({"type": messages.READY, "rank": rank, **executor.describe_data()})
+        pipe.send({"type": messages.READY, "rank": who.rank, **executor.describe_data()})
         while (message := pipe.receive(timeout_s=None)) is not None:
             doing = message
             if message["type"] == messages.EXIT:
@@ -71,7 +72,7 @@ def serve(run: Path, rank: int, pipe: Connection, activity: Activity) -> int:
             activity.begin(str(message.get("name") or message["type"]), message.get("step"))
             answer = _execute(executor, message, pipe)
             activity.end()
-            pipe.send({"type": messages.DONE, "rank": rank, "seq": message["seq"], **answer})
+            pipe.send({"type": messages.DONE, "rank": who.rank, "seq": message["seq"], **answer})
         else:
             logger.warning("the agent is gone")
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the process boundary: report it
@@ -79,7 +80,7 @@ def serve(run: Path, rank: int, pipe: Connection, activity: Activity) -> int:
             logger.error("%s", error)
         else:
             traceback.print_exc()
-        failure = _describe(error, rank, doing)
+        failure = _describe(error, who, doing)
         pipe.send({"type": messages.ERROR, **objects.to_json(failure)})
         log.flush()
         _linger(pipe)
@@ -106,7 +107,7 @@ def _linger(pipe: Connection) -> None:
         pipe.receive(left_s)
 
 
-def _describe(error: BaseException, rank: int, doing: Message) -> Failure:
+def _describe(error: BaseException, who: RankId, doing: Message) -> Failure:
     """Return the failure, without the host. A user error is final: its message needs no traceback,
     and another start would raise it again. What one host lacks at the start, another one may have,
     and an input that cannot be read now may be readable later."""
@@ -121,8 +122,9 @@ def _describe(error: BaseException, rank: int, doing: Message) -> Failure:
     gpu = f"{failure.gpu} failed: " if failure.gpu else ""
     return replace(
         failure,
-        reason=f"rank {rank}: {gpu}{exception}",
-        rank=rank,
+        reason=f"{who}: {gpu}{exception}",
+        world=who.world,
+        rank=who.rank,
         step=doing.get("step"),
         call=str(doing.get("name", doing["type"])),
         exception=exception,

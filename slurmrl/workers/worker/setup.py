@@ -1,4 +1,4 @@
-"""Construction of a rank from the run directory: process group, models, datasets, tokenizer."""
+"""Construction of a trainer from the run directory: process group, models, datasets, tokenizer."""
 
 from __future__ import annotations
 
@@ -40,6 +40,7 @@ from slurmrl.workers.worker.distributed import (
 from slurmrl.workers.worker.executor import Executor
 from slurmrl.workers.worker.reallocation import Reallocations
 from slurmrl.workers.worker.sharing import Mail
+from slurmrl.worlds import TRAINERS
 
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ def build(
     settings = _read("the configuration", lambda: load_run_settings(paths))
     _read("the models and data", lambda: require_inputs(settings))
     plan = _read("the plan", lambda: Plan.read(paths.plan))
-    group = plan.groups[0]
+    group = plan.trainers
     cores = max(1, len(os.sched_getaffinity(0)) // group.workers_per_host)
     accelerator = device.choose(group.gpus_per_worker)
     if accelerator.device.type == "cuda":
@@ -67,12 +68,12 @@ def build(
         threads=group.threads_per_worker,
         deterministic=accelerator.device.type == "cpu" if deterministic is None else deterministic,
     )
-    torch.manual_seed(settings.config.seed * plan.world_size + rank)
+    torch.manual_seed(settings.config.seed * group.world_size + rank)
     timeout = collective_timeout(settings.config.step_timeout_s)
     activity.phase("joining the other ranks")
     store = join(start, rank, listener, accelerator, timeout)
     contexts = groups.build(
-        plan.models.values(),
+        plan.models_of(TRAINERS).values(),
         rank=rank,
         device=accelerator.device,
         timeout=timeout,
@@ -82,9 +83,10 @@ def build(
     engines = _engines(settings, plan, contexts)
     if start["base"] is not None:
         activity.phase("loading the checkpoint")
-        verified = partial(wait_for_all, store, "checkpoint verified", plan.world_size, timeout)
+        ranks = group.world_size
+        verified = partial(wait_for_all, store, "checkpoint verified", ranks, timeout)
         trained = [engine for engine in engines.values() if isinstance(engine, TrainEngine)]
-        load(paths.checkpoints / start["base"], rank, plan.world_size, trained, verified)
+        load(paths.checkpoints / start["base"], rank, ranks, trained, verified)
     activity.phase("planning moves of weights")
     transfer = settings.config.transfer
     moves = reallocation.prepare(

@@ -95,3 +95,17 @@ def test_ranks_that_do_the_same_are_one_group() -> None:
 def test_one_rank_on_one_line() -> None:
     assert hang.describe(THREE[1]) == "has waited 2.3 min in actor_train (all_reduce #1841)"
     assert hang.describe(row(3, "gen")) == "has been in gen for 2.3 min"
+
+
+def test_ranks_of_another_world_are_apart_and_named() -> None:
+    """Rank 0 of a rollout task is not rank 0 of the trainers: they are never one group, and no
+    explanation of what the trainers wait for blames it."""
+    away = {**row(3, "generate"), "world": "rollout/7"}
+    found = grouped([away, *THREE, row(3, "generate")])
+    assert [(one.get("world"), one["ranks"]) for one in found] == [
+        (None, "0-2"),
+        (None, "3"),
+        ("rollout/7", "3"),
+    ]
+    assert explain(grouped([away, *THREE])) == f"{FOR}, which reported nothing"
+    assert hang.describe(away) == "has been in generate for 2.3 min"

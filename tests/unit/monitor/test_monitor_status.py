@@ -257,6 +257,19 @@ def test_every_element_of_an_elastic_group_is_a_task(run: FakeRun) -> None:
     assert group["links_left"] == 0
 
 
+def test_tasks_of_other_groups_do_not_make_a_trial_run(run: FakeRun) -> None:
+    """A rollout task that holds its GPUs while the trainers' job waits in the queue is no running
+    trial: that has not begun, and its time left is not the task's."""
+    trainers = '{"name": "trainer", "hosts": 1, "elastic": false}'
+    rollout = '{"name": "rollout", "hosts": 1, "elastic": true}'
+    run.paths.plan.write_text(f'{{"groups": [{rollout}, {trainers}]}}')
+    rolls = task(0, RUNNING, group="rollout", hosts=("n1",))
+    found = look(run, task(0, PENDING, reason="Priority"), rolls)
+    assert (found["state"], found["link"]) == ("PENDING", None)
+    assert found["pending"]["reason"] == "Priority"
+    assert look(run, rolls)["state"] == "INTERRUPTED"
+
+
 def trained(step: int, skipped: float, updates: float = 2.0) -> dict[str, Any]:
     return {"step": step, "actor_updates": updates, "actor_skipped": skipped, "critic_skipped": 0.0}
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ Load = Callable[..., Settings]
 
 def test_the_plan_of_ppo_says_which_call_runs_where(load_ppo: Load) -> None:
     plan = make_plan(load_ppo("cluster.gpus_per_worker=0"), scheduler="local")
-    assert plan.world_size == 2
+    assert plan.trainers.world_size == 2
     [group] = plan.groups
     assert (group.name, group.hosts, group.workers_per_host, group.links) == ("trainer", 1, 2, 8)
     assert plan.group("trainer") is group
@@ -69,7 +70,7 @@ def test_workers_fill_their_hosts(
     plan = make_plan(settings, scheduler=scheduler)
     [group] = plan.groups
     assert (group.hosts, group.workers_per_host) == (hosts, per_host)
-    assert plan.world_size == workers
+    assert plan.trainers.world_size == workers
     assert list(plan.models["actor"].ranks) == list(range(workers))
 
 
@@ -114,3 +115,22 @@ def test_processors_follow_the_threads_unless_asked_for(load_ppo: Load) -> None:
 def test_an_unknown_group_raises(load_ppo: Load) -> None:
     with pytest.raises(KeyError, match="rollout"):
         make_plan(load_ppo(), scheduler="local").group("rollout")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ([{"name": "rollout", "elastic": True}], "one of them must be 'trainer'"),
+        ([{}, {"name": "rollout"}], "all groups but 'trainer' must be elastic"),
+        ([{}, {}], "none twice"),
+    ],
+)
+def test_the_trainers_are_the_one_fixed_group(
+    load_ppo: Load, changes: list[dict[str, Any]], problem: str
+) -> None:
+    """Every process of a run finds the trainers' world by this."""
+    plan = make_plan(load_ppo(), scheduler="local")
+    groups = [plan.trainers.model_copy(update=change) for change in changes]
+    wrong = plan.model_copy(update={"groups": tuple(groups)})
+    with pytest.raises(ValueError, match=problem):
+        Plan.from_json(wrong.to_json())

@@ -45,7 +45,7 @@ def test_an_example_can_be_planned(example: Path, scheduler: str, tmp_path: Path
     export_of(example, tmp_path)
     settings = load_settings(example, overrides(example, tmp_path), root=tmp_path)
     plan = make_plan(settings, scheduler=scheduler)
-    assert plan.world_size == 2
+    assert plan.trainers.world_size == 2
     assert plan.calls[-1].method == "train_step"
 
 

@@ -93,6 +93,7 @@ def make_plan(
     *,
     hosts: int = 1,
     per_host: int = 2,
+    tasks: int = 0,
     calls: tuple[CallPlan, ...] = (),
     evaluation_calls: tuple[CallPlan, ...] = (),
 ) -> Plan:
@@ -114,11 +115,12 @@ def make_plan(
         trained=True,
         head="lm",
     )
+    rollout = group.model_copy(update={"name": "rollout", "hosts": tasks, "elastic": True})
     ref = actor.model_copy(update={"role": "ref", "trained": False})
     return Plan(
         experiment="exp",
         trial="1",
-        groups=(group,),
+        groups=(group, rollout) if tasks else (group,),
         models={"actor": actor, "ref": ref},
         calls=calls,
         evaluation_calls=evaluation_calls,
@@ -127,7 +129,8 @@ def make_plan(
 
 @pytest.fixture
 def plans() -> Callable[..., Plan]:
-    """``plans(hosts=…, per_host=…, calls=…, evaluation_calls=…)``"""
+    """``plans(hosts=…, per_host=…, calls=…, evaluation_calls=…)``; ``tasks`` of a group "rollout"
+    beside the trainers."""
     return make_plan
 
 

@@ -128,3 +128,18 @@ def test_a_host_that_is_lost_again(bed: Bed) -> None:
     with pytest.raises(RunFailedError):
         bed.registry.report_lost(["trainer/1"])
     assert json.loads(bed.names.get(keys.lost("n1")))["job"] == JOB
+
+
+def test_only_agents_of_the_trainers_end_an_incarnation(plans: Callable[..., Plan]) -> None:
+    """A rollout task whose lease expires is nobody's host to lose, task 0 included, and claims of
+    its group are not looked for."""
+    bed = Bed(plans(hosts=1, tasks=2))
+    for task in range(2):
+        said = {"group": "rollout", "task": task, "attempt": 0, "job": JOB, "host": f"r{task}"}
+        bed.names.add(keys.attempt("rollout", task, 0), json.dumps(said))
+        bed.heard[f"rollout/{task}"] = said
+    bed.claim(0, 0)
+    assert bed.look() == ["rollout/0", "rollout/1", "trainer/0"]
+    bed.registry.report_lost(["rollout/0", "rollout/1"])
+    with pytest.raises(RunFailedError, match="agent trainer/0 hangs"):
+        bed.registry.report_lost(["rollout/0", "trainer/0"])

@@ -15,6 +15,7 @@ from slurmrl.channel.pipe import Connection
 from slurmrl.paths import RunPaths
 from slurmrl.workers import messages, process
 from slurmrl.workers.agent.slot import Slot
+from slurmrl.worlds import RankId
 from tests.support.trials import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
@@ -121,7 +122,7 @@ def slot(tmp_path: Path) -> Iterator[Slot]:
     (tmp_path / "stub.py").write_text(WORKER)
     environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{tmp_path}"}
     found = Slot(
-        0,
+        RankId("trainer", 0),
         "n1",
         lambda name, output: process.spawn_with_pipe(
             name, "stub", [], output=output, environment=environment

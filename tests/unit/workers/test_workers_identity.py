@@ -103,3 +103,13 @@ def test_starts_at_once_get_different_attempts(tmp_path: Path, starts: int) -> N
     for thread in threads:
         thread.join(timeout=60)
     assert sorted(taken) == list(range(starts))
+
+
+def test_the_world_of_an_agent() -> None:
+    """The trainers share one world; a task of another group is one of its own, and none of its
+    tasks is the first agent of the trial."""
+    store = MemoryNameStore()
+    trainer = claim(store, "trainer", elastic=False, environ={})
+    rollout = claim(store, "rollout", elastic=True, environ={"SLURM_ARRAY_TASK_ID": "0"})
+    assert (trainer.world, trainer.trains) == ("trainer", True)
+    assert (rollout.world, rollout.trains) == ("rollout/0", False)

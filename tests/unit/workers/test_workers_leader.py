@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -124,3 +124,14 @@ def test_a_second_agent_that_gives_the_job_back(bed: Bed, monkeypatch: pytest.Mo
     bed.paths.submission(1).mkdir()
     bed.paths.submission_request(1).write_text("{}")
     leave_without("n0", bed.paths, 1, bed.identity(1), bed.slept.append)
+
+
+def test_other_groups_do_not_watch_the_trainers(bed: Bed) -> None:
+    """The loss of the trainers' first host is theirs to act on: a rollout task keeps its job."""
+    lease = bed.claims(0, "n0", "7.0.0")
+    names = make("file", directory=bed.paths.names)
+    said = json.dumps({"job": "7.0.0", "host": "n0"})
+    names.add(keys.attempt("rollout", 0, 0), said, delete_on_exit=False)
+    rollout = replace(bed.identity(1), group="rollout")
+    assert bed.lost(Leader(bed.paths, names, rollout, TTL_S, lambda: bed.now)) is None
+    del lease

@@ -361,10 +361,7 @@ def test_what_a_link_does_around_its_rounds(
     began: bool,
     last: str,
 ) -> None:
-    plan = plans()
-    rollout = plan.groups[0].model_copy(update={"name": "rollout", "hosts": 3, "elastic": True})
-    plan = plan.model_copy(update={"groups": (*plan.groups, rollout)})
-    paths.plan.write_text(plan.to_json())
+    paths.plan.write_text(plans(tasks=3).to_json())
     said = Said()
 
     def run(self: Rounds) -> int:
@@ -501,13 +498,11 @@ def test_a_variables_file_without_its_mount_is_the_fault_of_the_host(
 def test_a_task_of_an_elastic_group_looks_after_nothing(
     paths: RunPaths, plans: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (group,) = plans().groups
-    plan = plans().model_copy(update={"groups": (group.model_copy(update={"elastic": True}),)})
-    paths.plan.write_text(plan.to_json())
+    paths.plan.write_text(plans(tasks=3).to_json())
     monkeypatch.setattr(supervisor, "Upkeep", pytest.fail)
     monkeypatch.setattr(Rounds, "run", lambda self: 3)
     its = Rounds(options(paths, "srun"), paths, JobHosts(paths, 1))
-    assert supervisor.run_link(Link(paths, 1, "trainer", "41", 0), its) == 3
+    assert supervisor.run_link(Link(paths, 1, "rollout", "41", 0), its) == 3
 
 
 def run_main(paths: RunPaths) -> subprocess.CompletedProcess[str]:

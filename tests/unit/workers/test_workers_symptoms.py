@@ -18,6 +18,8 @@ KILLED = -int(signal.SIGKILL)
 
 
 class FakeChildren:
+    world = "trainer"
+
     def __init__(self) -> None:
         self.quiet: list[int | None] = []
 
@@ -213,3 +215,13 @@ def test_other_aborts_are_no_fault_of_the_gpu(bed: Bed) -> None:
     bed.output = "a sample about an uncorrectable ECC error\n"
     failure = bed.failure(ended=(Ended("rank 2 on n1", -int(signal.SIGABRT), 2),))
     assert failure.cause == "died"
+
+
+def test_a_rank_of_another_world_is_named_with_it(bed: Bed) -> None:
+    """Its number alone would name a trainer."""
+    bed.children.world = "rollout/3"
+    assert bed.failure(ended=(died(1),)).world == "rollout/3"
+    bed = Bed()
+    bed.children.world = "rollout/3"
+    bed.children.quiet = [1]
+    assert bed.failure().world == "rollout/3"

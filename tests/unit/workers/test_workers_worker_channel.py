@@ -194,3 +194,18 @@ def test_mailbox_keeps_the_newest_hello() -> None:
     mailbox.put(hello(0))
     mailbox.put({**hello(0), "host": "n9"})
     assert mailbox.agents["trainer/0"]["host"] == "n9"
+
+
+def test_answers_are_those_of_the_trainers(paths: RunPaths, plans: Callable[..., Plan]) -> None:
+    """What an agent of another group sends is never taken for an answer, a failure or a warning of
+    the trainers, although its ranks have the same numbers."""
+    site = Site(paths, plans(hosts=2, per_host=2, tasks=3))
+    for task in range(3):
+        failure = {"cause": "died", "reason": "rank 0 of rollout/0", "rank": 0}
+        LogWriter(paths.agent_log(INCARNATION, "rollout", task)).append(
+            done(0, 5), done(1, 5), {"type": messages.FAILED, "failure": failure}
+        )
+    site.agents[0].append(done(0, 5, x=1), done(1, 5, x=2))
+    site.agents[1].append(hello(1), done(2, 5, x=3))
+    with pytest.raises(WaitTimeoutError, match=r"for rank 3 \(n1, job 41_2\) to finish a call"):
+        site.channel.collect(5, "a call", 0.0)

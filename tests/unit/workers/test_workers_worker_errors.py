@@ -11,7 +11,8 @@ import torch.distributed as dist
 from slurmrl.errors import UnusableGpuError
 from slurmrl.monitor.reports import Failure
 from slurmrl.parallel import device
-from slurmrl.workers.worker.serve import recognise
+from slurmrl.workers.worker.serve import _describe, recognise
+from slurmrl.worlds import RankId
 
 GLOO = (
     "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer "
@@ -139,3 +140,10 @@ def test_what_an_exception_was_raised_from_counts() -> None:
     error = LookupError("no batch")
     error.__cause__ = RuntimeError(GLOO)
     assert recognise(error) == Failure(cause="exception", echo=True)
+
+
+def test_a_rank_of_another_world_names_it() -> None:
+    """Its number alone would name a trainer."""
+    failure = _describe(ValueError("bad"), RankId("rollout/2", 0), {"type": "call", "name": "gen"})
+    assert failure.reason == "rank 0 of rollout/2: ValueError: bad"
+    assert (failure.world, failure.rank) == ("rollout/2", 0)

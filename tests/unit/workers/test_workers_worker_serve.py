@@ -14,6 +14,7 @@ from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure, RewardErr
 from slurmrl.parallel.activity import Activity
 from slurmrl.workers import messages
 from slurmrl.workers.worker import serve as serve_module
+from slurmrl.worlds import RankId
 
 START = {"type": messages.START, "store": "127.0.0.1:1"}
 
@@ -57,7 +58,7 @@ class Rank:
 
     def _serve(self) -> None:
         try:
-            self.code = serve_module.serve(Path("run"), 3, self.pipe, Activity())
+            self.code = serve_module.serve(Path("run"), RankId("trainer", 3), self.pipe, Activity())
         except LeftError as left:
             self.code = left.args[0]
         self.pipe.close()  # as the end of the process would

@@ -1,0 +1,40 @@
+"""Worlds: processes that share one process group and one fate, with ranks 0..n-1 of their own.
+
+The group of the trainers is one world on all of its hosts. In every other group each task is a
+world of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+TRAINERS: Final = "trainer"
+"""The group of the trainers, and the name of their world. Its end is the end of an incarnation."""
+
+
+def world_of(group: str, task: int) -> str:
+    """Return the name of a task's world: ``trainer``, or ``rollout/3``."""
+    return group if group == TRAINERS else f"{group}/{task}"
+
+
+@dataclass(frozen=True, order=True)
+class RankId:
+    """A rank of a world."""
+
+    world: str
+    rank: int
+
+    def __str__(self) -> str:
+        """``rank 3`` of the trainers, ``rank 0 of rollout/3`` elsewhere."""
+        return f"rank {self.rank}" + ("" if self.world == TRAINERS else f" of {self.world}")
+
+    @property
+    def options(self) -> list[str]:
+        """Return the command line's options that name it."""
+        return ["--world", self.world, "--rank", str(self.rank)]
+
+    @property
+    def fields(self) -> dict[str, str | int]:
+        """Return its fields in JSON objects: ``rank``, and ``world`` outside of the trainers'."""
+        return {"rank": self.rank} | ({} if self.world == TRAINERS else {"world": self.world})
