@@ -96,7 +96,28 @@ class UnusableRowError(RewardError):
 
 
 class AllocationError(UsageError):
-    """An allocation string is not valid."""
+    """An allocation string is not valid. ``args``: the message, and for a string that was refused
+    while it was read `position` and `reason`."""
+
+    @property
+    def position(self) -> int | None:
+        """Index of the character that is not allowed."""
+        return int(self.args[1]) if len(self.args) > 1 else None
+
+    @property
+    def reason(self) -> str:
+        """The message without the string and the position in it."""
+        return str(self.args[2]) if len(self.args) > 2 else str(self)
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class GraphError(UsageError):
+    """The calls of an algorithm do not fit together. ``args``: all problems."""
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
 
 
 class MoveError(SlurmrlError, RuntimeError):

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
-from slurmrl.allocation.allocation import AXIS_OF, Allocation
+from slurmrl.allocation.allocation import AXIS_OF, BACKENDS, Allocation
 from slurmrl.allocation.gpus import format_gpus
 from slurmrl.allocation.mesh import Mesh, mesh
 from slurmrl.allocation.parser import single
@@ -32,10 +32,15 @@ _DIMENSIONS_ONLY: Final = re.compile(r"([dmtpce]\s*[0-9]+\s*)+(?![\w\[])")
 
 @dataclass(frozen=True)
 class Placed:
-    """One role in the current spelling: its ``backend`` and its ``gpus`` (empty: the default)."""
+    """One role's layout and its ``gpus`` (empty: the default)."""
 
-    backend: str
+    allocation: Allocation
     gpus: str = ""
+
+    @property
+    def backend(self) -> str:
+        """The current spelling of the layout."""
+        return str(replace(self.allocation, name=""))
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ def _word(word: str, text: str, shape: HostShape) -> dict[str, Placed]:
         )
     if word == "search":
         Scanner(text).fail(f"searching for a layout is not supported; allowed: {', '.join(spread)}")
-    return {"actor": Placed(str(_trained(spread[word])))}
+    return {"actor": Placed(_trained(spread[word]))}
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ class _Reader:
         roles = {role: self._placed(part, hosts) for role, part in self._parts.items()}
         if self._generates_on_actor:
             size = self._parts["rollout"].allocation.world_size
-            roles["rollout"] = Placed(roles["rollout"].backend, format_gpus(range(size)))
+            roles["rollout"] = replace(roles["rollout"], gpus=format_gpus(range(size)))
         others = roles.pop(OTHERS, None)
         if others is not None:
             named = ("critic", "ref") if "actor" in roles else ("actor",)
@@ -120,7 +125,7 @@ class _Reader:
         gpus = ""
         if part.mesh is not None:
             gpus = format_gpus(part.mesh.numbers(hosts, self._shape.gpus_per_host))
-        return Placed(str(part.allocation), gpus)
+        return Placed(part.allocation, gpus)
 
     def _check(self) -> None:
         scanner, parts = self._scanner, self._parts
@@ -235,9 +240,8 @@ def _shifted(scanner: Scanner, prefix: str) -> Allocation:
     try:
         allocation = single(inner)
     except AllocationError as error:
-        match = re.search(r"at character (\d+) \(.*?\): (.*)", str(error))
-        assert match is not None
-        scanner.fail(match[2], min(start + max(int(match[1]) - 1 - len(prefix), 0), end))
+        position = start + max((error.position or 0) - len(prefix), 0)
+        scanner.fail(error.reason, min(position, end))
     scanner.position = end
     return allocation
 
@@ -276,9 +280,10 @@ def _generating(allocation: Allocation) -> Allocation:
 
 def _same_layout(rollout: Placed, actor: Placed) -> bool:
     """Whether generation has the actor's training layout."""
-    if rollout.gpus != actor.gpus or rollout.backend.startswith(("sglang", "vllm")):
+    if rollout.gpus != actor.gpus or BACKENDS[rollout.allocation.backend].serves:
         return False
-    return rollout.backend.partition(":")[2] == actor.backend.partition(":")[2]
+    first, second = rollout.allocation, actor.allocation
+    return (first.sizes, first.experts) == (second.sizes, second.experts)
 
 
 def spelled(placed: Mapping[str, Placed]) -> Iterator[str]:

@@ -187,7 +187,7 @@ def _halves(scanner: Scanner, backend: Backend, name: str) -> Allocation:
     try:
         return Allocation(backend.name, name, sizes, _experts(scanner, sizes, ffn, start))
     except AllocationError as error:
-        if "at character" in str(error):
+        if error.position is not None:
             raise
         scanner.fail(str(error), start)
 

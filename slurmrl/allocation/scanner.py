@@ -73,5 +73,7 @@ class Scanner:
         shown = f"'{character}'" if character else "the end"
         raise AllocationError(
             f"{self.text!r}: at character {position + 1} ({shown}): {message}\n"
-            f"    {self.text}\n    {' ' * position}^"
+            f"    {self.text}\n    {' ' * position}^",
+            position,
+            message,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from slurmrl.errors import UsageError
+from slurmrl.errors import GraphError
 from slurmrl.graph.call import DATASET_KEYS, Call
 from slurmrl.registry import near
 
@@ -22,7 +22,7 @@ class CallNode(Protocol):
 
 
 class Graph:
-    """A checked graph. Raises UsageError with all its errors: duplicate names and producers, inputs
+    """A checked graph. Raises GraphError with all its errors: duplicate names and producers, inputs
     without a producer, cycles."""
 
     def __init__(self, calls: Sequence[Call], dataset_keys: Sequence[str]) -> None:
@@ -33,7 +33,7 @@ class Graph:
         """The call that makes each key; the dataset's keys have none."""
         problems += self._missing()
         if problems:
-            raise UsageError("\n".join(problems))
+            raise GraphError(*problems)
         self.order: tuple[Call, ...] = self._sort()
         """All calls in a topological order that otherwise preserves theirs."""
 
@@ -79,7 +79,7 @@ class Graph:
         while len(order) < len(self.calls):
             ready = next((c for c in self.calls if c.name in waiting and not waiting[c.name]), None)
             if ready is None:
-                raise UsageError(f"the calls form a cycle: {self._cycle(waiting)}")
+                raise GraphError(f"the calls form a cycle: {self._cycle(waiting)}")
             del waiting[ready.name]
             for needs in waiting.values():
                 needs.discard(ready.name)

@@ -56,12 +56,13 @@ def consequences(old: Config, new: Config) -> list[str]:
     changed = changes(old, new, LAYOUT)
     if not changed:
         return []
-    moved = any(line.partition(":")[0].endswith(WHERE) for line in changed)
+    moved = any(change.key.rpartition(".")[2] in WHERE for change in changed)
+    shown = [f"{change.key}: {change.before} -> {change.now}" for change in changed]
     lost = ["sums have another order"]
     if moved:
         lost.append("each rank's random state is reseeded from the step and the rank")
     return [
-        "changed layout: " + "; ".join(changed),
+        "changed layout: " + "; ".join(shown),
         "preserved exactly: weights, optimizer state, order of the data and position in it",
         f"results are not bit-identical: {'; '.join(lost)}",
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from slurmrl.config.schema import Config
 
@@ -60,6 +60,15 @@ SCHEDULES = frozenset(f"{role}.optimizer.schedule_steps" for role in ("actor", *
 `consequences.moved_schedules` reports the effect."""
 
 
+class Difference(NamedTuple):
+    """A setting that differs between two configurations."""
+
+    key: str
+    """Dotted."""
+    before: str
+    now: str
+
+
 def differences(old: Config, new: Config) -> list[str]:
     """Settings that keep a trial that began with ``old`` from continuing with ``new``. One line for
     each, ``actor.optimizer.lr: 1e-05 in the trial, 3e-05 now``; empty if they agree."""
@@ -71,12 +80,10 @@ def differences(old: Config, new: Config) -> list[str]:
     ]
 
 
-def changes(old: Config, new: Config, keys: frozenset[str]) -> list[str]:
-    """Settings at or below ``keys`` that differ: ``actor.backend: 'fsdp:d2' -> 'fsdp:d4'``."""
+def changes(old: Config, new: Config, keys: frozenset[str]) -> list[Difference]:
+    """Settings at or below ``keys`` that differ."""
     differing = _differing(old.model_dump(mode="json"), new.model_dump(mode="json"), "")
-    return [
-        f"{key}: {before} -> {now}" for key, before, now in differing if _is_at_or_below(key, keys)
-    ]
+    return [difference for difference in differing if _is_at_or_below(difference.key, keys)]
 
 
 def may_change() -> str:
@@ -84,18 +91,20 @@ def may_change() -> str:
     return ", ".join(sorted(MAY_CHANGE | LAYOUT | SCHEDULES))
 
 
-def _differing(old: Any, new: Any, key: str) -> list[tuple[str, str, str]]:
-    """Dotted key and both values of every difference."""
+def _differing(old: Any, new: Any, key: str) -> list[Difference]:
     if isinstance(old, dict) and isinstance(new, dict):
         return [
-            line
+            difference
             for name in dict.fromkeys([*old, *new])
-            for line in _differing(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+            for difference in _differing(
+                old.get(name), new.get(name), f"{key}.{name}" if key else name
+            )
         ]
-    return [] if old == new else [(key, _shown(old), _shown(new))]
+    return [] if old == new else [Difference(key, _shown(old), _shown(new))]
 
 
 def _is_at_or_below(key: str, keys: frozenset[str]) -> bool:
+    """Whether a dotted key, or a section that it lies in, is one of ``keys``."""
     parts = key.split(".")
     return any(".".join(parts[:length]) in keys for length in range(1, len(parts) + 1))
 

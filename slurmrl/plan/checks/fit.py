@@ -1,7 +1,7 @@
 """Whether an architecture fits a layout: every rule that can be checked before anything runs.
 
-Each rule is a function that yields pairs of an axis and a message. To add one, write the function
-and list it in RULES.
+Each rule is a function that yields what does not fit. To add one, write the function and list it in
+RULES.
 """
 
 from __future__ import annotations
@@ -36,19 +36,31 @@ class Fit:
         return self.sizes.virtual_pipeline_model_parallel_size or 1
 
 
-Found: TypeAlias = Iterator[tuple[str, str]]
+@dataclass(frozen=True)
+class Misfit:
+    """A size that does not fit the architecture, the data or the other sizes."""
+
+    axis: str
+    """``tp``, ``pp``, ``cp``, ``ep``, ``etp``, ``dp``, ``length``, or a field of ``model``."""
+    reason: str
+    value: str = ""
+    """What is not allowed; empty: the layout as a whole."""
+
+
+Found: TypeAlias = Iterator[Misfit]
 Rule: TypeAlias = Callable[[Fit], Found]
 
 
 def check(fit: Fit) -> Found:
-    """Pairs of an axis (``tp``, ``pp``, ``cp``, ``ep``, ``etp``, ``dp``, or a field of ``model``)
-    and a message. Only the first problem of an axis is reported: another size may solve all."""
+    """Everything that does not fit; only the first misfit of an axis, because another size may
+    solve all."""
     reported = set()
     for rule in RULES:
-        for axis, message in rule(fit):
-            if PART_OF.get(axis, axis) not in reported:
-                yield axis, message
-            reported.add(PART_OF.get(axis, axis))
+        for misfit in rule(fit):
+            part = PART_OF.get(misfit.axis, misfit.axis)
+            if part not in reported:
+                yield misfit
+            reported.add(part)
 
 
 def divisors(number: int) -> str:
@@ -70,13 +82,13 @@ def _widths(fit: Fit) -> Found:
         widths.append(("the inner size of experts", shape.expert_inner))
     for what, number in widths:
         if number % tp:
-            yield "tp", _indivisible("t", tp, what, number)
+            yield Misfit("tp", _indivisible("t", tp, what, number))
             return
     rules = ENGINES.get(fit.allocation.backend)
     if shape.kv_heads % tp and rules is not None and not rules.copies_heads:
-        yield "tp", _indivisible("t", tp, "num_key_value_heads", shape.kv_heads)
+        yield Misfit("tp", _indivisible("t", tp, "num_key_value_heads", shape.kv_heads))
     elif shape.kv_heads % tp and tp % shape.kv_heads:
-        yield (
+        yield Misfit(
             "tp",
             f"t{tp} neither divides num_key_value_heads {shape.kv_heads} nor is a multiple of it "
             "(heads are divided, or replicated as a whole)",
@@ -99,7 +111,7 @@ def _vocabulary(fit: Fit) -> Found:
     if padded is None or fit.shape is None or tp == 1:
         return
     if padded // tp * (tp - 1) >= fit.shape.vocabulary:
-        yield (
+        yield Misfit(
             "make_vocab_size_divisible_by" if padded // tp > 1 else "tp",
             f"vocab_size {fit.shape.vocabulary}, padded to {padded}, leaves at least one of t{tp} "
             "ranks without a token",
@@ -109,25 +121,27 @@ def _vocabulary(fit: Fit) -> Found:
 def _layers(fit: Fit) -> Found:
     pp, virtual = fit.allocation.sizes["pp"], fit.virtual
     if virtual > 1 and pp == 1:
-        yield (
+        yield Misfit(
             "virtual_pipeline_model_parallel_size",
-            f"{virtual} is not allowed: it needs more than one pipeline stage (p above 1)",
+            "it needs more than one pipeline stage (p above 1)",
+            f"{virtual}",
         )
     elif fit.shape is not None and fit.shape.layers % pp:
-        yield "pp", _indivisible("p", pp, "num_hidden_layers", fit.shape.layers)
+        yield Misfit("pp", _indivisible("p", pp, "num_hidden_layers", fit.shape.layers))
     elif fit.shape is not None and fit.shape.layers % (pp * virtual):
-        yield (
+        yield Misfit(
             "virtual_pipeline_model_parallel_size",
-            f"{virtual} is not allowed: p{pp} times {virtual} does not divide num_hidden_layers "
-            f"{fit.shape.layers}",
+            f"p{pp} times {virtual} does not divide num_hidden_layers {fit.shape.layers}",
+            f"{virtual}",
         )
 
 
 def _sequence_parallel(fit: Fit) -> Found:
     if fit.sizes.sequence_parallel and fit.allocation.sizes["tp"] == 1:
-        yield (
+        yield Misfit(
             "sequence_parallel",
-            "true is not allowed: sequence parallelism needs tensor parallelism (t above 1)",
+            "sequence parallelism needs tensor parallelism (t above 1)",
+            "true",
         )
 
 
@@ -138,10 +152,11 @@ def _whole_sequences(fit: Fit) -> Found:
     trains_experts = fit.minibatches > 0 and fit.shape is not None and fit.shape.experts > 0
     split = fit.allocation.sizes["tp"] > 1
     if trains_experts and split and fit.sizes.sequence_parallel is False:
-        yield (
+        yield Misfit(
             "sequence_parallel",
-            f"false is not allowed: {fit.allocation.backend} trains experts on several tensor "
-            "ranks with sequence parallelism only",
+            f"{fit.allocation.backend} trains experts on several tensor ranks with sequence "
+            "parallelism only",
+            "false",
         )
 
 
@@ -153,9 +168,9 @@ def _context_heads(fit: Fit) -> Found:
         return
     heads, kv_heads = shape.heads // tp, shape.kv_heads_of_rank(tp)
     if heads % cp:
-        yield "cp", _indivisible("c", cp, "the attention heads of a rank,", heads)
+        yield Misfit("cp", _indivisible("c", cp, "the attention heads of a rank,", heads))
     elif kv_heads % cp and cp % kv_heads:
-        yield (
+        yield Misfit(
             "cp",
             f"c{cp} neither divides the {kv_heads} key and value heads of a rank nor is a multiple "
             "of them (heads are divided, or replicated as a whole)",
@@ -166,7 +181,7 @@ def _positions(fit: Fit) -> Found:
     if fit.shape is None or fit.lengths is None or fit.shape.positions is None:
         return
     if not fit.lengths.assumed and fit.lengths.longest > fit.shape.positions:
-        yield (
+        yield Misfit(
             "length",
             f"sequences of up to {fit.lengths.longest} tokens exceed max_position_embeddings "
             f"{fit.shape.positions}",
@@ -180,11 +195,11 @@ def _experts(fit: Fit) -> Found:
         return
     if not shape.experts:
         axis, size = ("ep", f"e{ep}") if ep > 1 else ("etp", f"t{etp} of ffn")
-        yield axis, f"{size} is not allowed: the model has no experts"
+        yield Misfit(axis, "the model has no experts", size)
     elif shape.experts % ep:
-        yield "ep", _indivisible("e", ep, "the number of experts", shape.experts)
+        yield Misfit("ep", _indivisible("e", ep, "the number of experts", shape.experts))
     elif shape.expert_inner % etp:
-        yield "etp", _indivisible("t", etp, "moe_intermediate_size", shape.expert_inner)
+        yield Misfit("etp", _indivisible("t", etp, "moe_intermediate_size", shape.expert_inner))
 
 
 def _microbatches(fit: Fit) -> Found:
@@ -195,22 +210,23 @@ def _microbatches(fit: Fit) -> Found:
     dp = fit.allocation.sizes["dp"]
     each = fit.lengths.sequences // dp // fit.minibatches
     if each < 1:
-        yield (
+        yield Misfit(
             "dp",
             f"d{dp} leaves a rank without a sequence in each of {fit.minibatches} minibatches of "
             f"{fit.lengths.sequences} sequences",
         )
     elif each < pp:
-        yield (
+        yield Misfit(
             "pp",
             f"p{pp} stages need at least as many micro-batches, but d{dp} and {fit.minibatches} "
             f"minibatches of {fit.lengths.sequences} sequences leave {each}",
         )
     elif fit.virtual > 1 and each % pp:
-        yield (
+        yield Misfit(
             "virtual_pipeline_model_parallel_size",
-            f"{fit.virtual} is not allowed: the interleaved schedule needs a multiple of p{pp} "
-            f"micro-batches, and a rank's minibatch has {each} sequences",
+            f"the interleaved schedule needs a multiple of p{pp} micro-batches, and a rank's "
+            f"minibatch has {each} sequences",
+            f"{fit.virtual}",
         )
 
 

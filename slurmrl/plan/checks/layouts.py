@@ -202,10 +202,10 @@ def architectures(draft: Draft) -> Iterator[Problem]:
         shape = shape_of(model)
         lengths = lengths_of(draft.config, draft.algorithm, shape)
         steps = minibatches if role in trained else 0
-        for axis, message in fit.check(fit.Fit(model, place.allocation, shape, lengths, steps)):
-            if role == ROLLOUTS and axis not in sizes.FIELDS:
+        for misfit in fit.check(fit.Fit(model, place.allocation, shape, lengths, steps)):
+            if role == ROLLOUTS and misfit.axis not in sizes.FIELDS:
                 continue
-            yield draft.problem(_key(draft, role, axis), _with_backend(axis, place, message))
+            yield draft.problem(_key(draft, role, misfit.axis), _refusal(misfit, place))
 
 
 def _model_on(draft: Draft, role: str) -> Model:
@@ -220,10 +220,11 @@ def _writes_layout(draft: Draft, role: str) -> bool:
     return draft.writes(role, "backend") or draft.writes(role, "model")
 
 
-def _with_backend(axis: str, placed: Placement, message: str) -> str:
-    if axis == "length" or message.endswith("(t above 1)") or "is not allowed" in message:
-        return message
-    return f"'{placed.allocation}' is not allowed: {message}"
+def _refusal(misfit: fit.Misfit, placed: Placement) -> str:
+    if misfit.axis == "length":
+        return misfit.reason
+    value = misfit.value or f"'{placed.allocation}'"
+    return f"{value} is not allowed: {misfit.reason}"
 
 
 def _key(draft: Draft, role: str, axis: str) -> KeyPath:

@@ -11,7 +11,7 @@ from slurmrl.config.conditions import StopWhen
 from slurmrl.config.schema import Config, Dataset
 from slurmrl.config.schema.optimizer import USERS
 from slurmrl.config.source import KeyPath
-from slurmrl.errors import Problem, UsageError
+from slurmrl.errors import GraphError, Problem
 from slurmrl.graph.call import DATASET_KEYS, Call
 from slurmrl.graph.graph import Graph
 from slurmrl.plan.algorithms import Algorithm
@@ -158,6 +158,6 @@ def _graph(
 ) -> Iterator[Problem]:
     try:
         Graph(calls, DATASET_KEYS[dataset.type])
-    except UsageError as error:
-        for line in str(error).splitlines():
-            yield draft.problem((section,), line)
+    except GraphError as error:
+        for problem in error.args:
+            yield draft.problem((section,), problem)

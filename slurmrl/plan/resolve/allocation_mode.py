@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from typing import Final
 
@@ -73,20 +72,15 @@ def of_components(components: Components) -> dict[str, Placed]:
                 raise AllocationError(f"'{components}' has two layouts for the {role}")
             pinned = not apart and (start > 0 or backend.serves)
             gpus = format_gpus(range(start, start + allocation.world_size)) if pinned else ""
-            roles[role] = Placed(_unnamed(str(allocation)), gpus)
+            roles[role] = Placed(allocation, gpus)
         start += 0 if apart else place[0].world_size
     if "actor" not in roles:
         raise AllocationError(f"'{components}': no component trains the actor")
     return roles
 
 
-def _unnamed(text: str) -> str:
-    return re.sub(r"\[.*?\]", "", text)
-
-
 def _position(error: AllocationError) -> int:
-    match = re.search(r"at character (\d+)", str(error))
-    return int(match[1]) if match else 0
+    return -1 if error.position is None else error.position
 
 
 def _written_twice(config: Config) -> Iterator[str]:

@@ -87,8 +87,11 @@ def _config_of(experiment: str, folder: Path) -> str:
 
 
 def _find(experiment: str, folder: Path) -> Path | None:
-    line = re.compile(rf"^experiment:\s*[\"']?{re.escape(experiment)}[\"']?\s*(#.*)?$", re.M)
     for path in sorted(folder.glob("*.yaml")):
-        if line.search(path.read_text(encoding="utf-8", errors="replace")):
+        try:
+            found = read(path).values.get("experiment")
+        except UsageError:
+            continue  # it is no configuration
+        if found == experiment:
             return path
     return None

@@ -82,6 +82,7 @@ def test_an_older_spelling_is_told_in_the_new_one(text: str, now: list[str]) -> 
         ("actor_train:d2,actor_inf:d4", 16, "only one is allowed"),
         ("actor:node01:0,1:d4m1p1", 1, "the mesh has 2 GPUs, the dimensions need 4"),
         ("", 1, "or one of pipe_model"),
+        ("sglang.d2 at character 90 (x): y", 11, "expected a dimension of sglang"),
     ],
 )
 def test_a_wrong_older_spelling_is_pointed_at(text: str, position: int, rule: str) -> None:

@@ -8,6 +8,7 @@ from slurmrl.allocation import parse
 from slurmrl.config.schema import Model
 from slurmrl.errors import AllocationError
 from slurmrl.plan.checks import fit
+from slurmrl.plan.checks.fit import Misfit
 from slurmrl.plan.engines import rules_of
 from slurmrl.plan.estimates.lengths import Lengths
 from slurmrl.plan.estimates.shape import read
@@ -46,7 +47,7 @@ def test_what_it_does_not_split_is_refused(text: str, message: str) -> None:
         rules_of(parse(text))
 
 
-def problems(layout: str) -> list[tuple[str, str]]:
+def problems(layout: str) -> list[Misfit]:
     lengths = Lengths(sequences=16, longest=13, new_tokens=0, assumed=False)
     allocation = parse(f"fsdp:{layout}")
     return list(fit.check(fit.Fit(Model(), allocation, SHAPE, lengths)))
@@ -67,6 +68,6 @@ def test_heads_are_split_or_copied_and_tokens_filled_up(layout: str) -> None:
     ],
 )
 def test_sizes_that_do_not_divide_are_refused(layout: str, axis: str, message: str) -> None:
-    [(found, text)] = problems(layout)
-    assert found == axis
-    assert message in text
+    [misfit] = problems(layout)
+    assert misfit.axis == axis
+    assert message in misfit.reason

@@ -8,12 +8,14 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
+from slurmrl.allocation.legacy_spellings import HostShape
 from slurmrl.config.load import dump
 from slurmrl.config.schema import Config, Section
-from slurmrl.errors import ConfigError, Problem
+from slurmrl.errors import AllocationError, ConfigError, Problem
 from slurmrl.graph.call import Call, Method, RoleUse
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.algorithms import ALGORITHMS
+from slurmrl.plan.resolve import allocation_mode
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.registry import Registry
 
@@ -211,8 +213,10 @@ def test_a_trial_stands_for_its_newest_export(load_ppo: Load, folder: Path) -> N
 def test_a_trial_without_export_names_the_configuration_to_submit_first(
     load_ppo: Load, folder: Path
 ) -> None:
+    """Other files are passed over, whether they are configurations or not."""
+    (folder / "broken.yaml").write_text("experiment: addition_sft\n  x: [")
     (folder / "other.yaml").write_text("experiment: addition_sft_2\n")
-    (folder / "start.yaml").write_text("# first\nexperiment: 'addition_sft' # tiny\n")
+    (folder / "start.yaml").write_text('{"experiment": addition_sft, total_steps: 3}\n')
     [problem] = problems(load_ppo, "actor.path=trial:addition_sft/1")
     assert f"slurmrl submit {folder / 'start.yaml'}" in problem.message
 
@@ -259,3 +263,11 @@ def test_loading_settings_imports_no_torch(folder: Path) -> None:
         "assert not {'torch', 'numpy', 'transformers'} & set(sys.modules), sorted(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_of_two_grammars_the_one_that_reads_further_explains_an_allocation_mode() -> None:
+    """Whatever words the string itself holds."""
+    with pytest.raises(AllocationError) as caught:
+        allocation_mode.read("fsdp:d2z at character 99", HostShape(1, 8))
+    assert caught.value.position == 7
+    assert caught.value.reason == "expected a dimension of fsdp: d, t, c"
