@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -81,7 +81,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Raises DamagedCheckpointError if it is missing or incomplete, CheckpointError if another
     version of slurmrl wrote it, EnvironmentFailure if it cannot be read."""
     path = directory / MANIFEST
-    values = _read(path, {"version": INTEGER})
+    values = _read(path, {"version": INTEGER}, ("version",))
     if values["version"] != VERSION:
         raise CheckpointError(
             f"{path} has version {values['version']}; this program reads version {VERSION}"
@@ -92,10 +92,12 @@ def read_manifest(directory: Path) -> Manifest:
     return Manifest(values["step"], files)
 
 
-def read_state(directory: Path) -> dict[str, Any]:
-    """Return the state that ``write_manifest`` was given. Raises DamagedCheckpointError,
-    EnvironmentFailure."""
-    return _read(directory / STATE, {})
+def read_state(
+    directory: Path, fields: Fields | None = None, required: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return the state that ``write_manifest`` was given. Raises DamagedCheckpointError, also for
+    fields of other types than ``fields``, and EnvironmentFailure."""
+    return _read(directory / STATE, fields or {}, required)
 
 
 def verify(directory: Path, *, checksums: bool = True) -> Manifest:
@@ -194,10 +196,10 @@ def _json(values: Mapping[str, Any]) -> bytes:
     return (json.dumps(values, indent=1) + "\n").encode()
 
 
-def _read(path: Path, fields: Fields) -> dict[str, Any]:
+def _read(path: Path, fields: Fields, required: Collection[str]) -> dict[str, Any]:
     """Raises DamagedCheckpointError, EnvironmentFailure."""
     try:
-        return documents.read(path, fields, fields)
+        return documents.read(path, fields, required)
     except CorruptFileError as error:
         raise DamagedCheckpointError(str(error), path.parent.name) from error
     except FileNotFoundError as error:

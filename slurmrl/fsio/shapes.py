@@ -13,6 +13,8 @@ from typing import Any
 from slurmrl.fsio.failures import REMEDY, corrupt
 
 SHOWN_CHARACTERS = 80
+FILE_NAME_BYTES = 255
+"""The longest file name that Linux file systems take."""
 
 
 @dataclass(frozen=True)
@@ -40,10 +42,9 @@ def _file_name(value: Any) -> bool:
     if not isinstance(value, str) or value in ("", ".", "..") or set("/\0") & set(value):
         return False
     try:
-        os.fsencode(value)
+        return len(os.fsencode(value)) <= FILE_NAME_BYTES
     except UnicodeEncodeError:  # a lone surrogate
         return False
-    return True
 
 
 MOST_COUNT = 10**7

@@ -15,6 +15,7 @@ from slurmrl.fsio import documents, objects
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import (
     COUNT,
+    FILE_NAME,
     INTEGER,
     SECONDS,
     TEXT,
@@ -31,10 +32,10 @@ Said = Mapping[str, Any]
 SPANS = re.compile(r"(\d{1,7}(-\d{1,7})?(,\d{1,7}(-\d{1,7})?)*)?")
 
 ATTEMPT: Fields = {
-    "group": TEXT,
+    "group": FILE_NAME,
     "task": COUNT,
     "attempt": COUNT,
-    "host": TEXT,
+    "host": FILE_NAME,
     "job": TEXT,
     "job_id": TEXT,
 }

@@ -7,10 +7,8 @@ from functools import lru_cache
 from urllib.parse import quote, unquote
 
 from slurmrl.errors import InvalidNameError
+from slurmrl.fsio.shapes import FILE_NAME_BYTES
 
-FILE_NAME_BYTES = 255
-"""Limit on an encoded key: the longest file name that Linux file systems take. Letters, digits,
-``_ . - ~`` and ``/`` count one byte, other ASCII characters three, others three per UTF-8 byte."""
 VALUE_BYTES = 1 << 20
 """Limit on a value in UTF-8: a name store holds addresses and short notes, not data."""
 

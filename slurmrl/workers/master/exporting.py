@@ -36,6 +36,7 @@ from slurmrl.models.storage import file_form
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import EOS, config_values, generation_values, stop_tokens, text_config
+from slurmrl.workers.master.progress import STATE
 
 ROLE = "actor"
 TOKEN_IDS = ("bos_token_id", EOS, "pad_token_id")
@@ -83,7 +84,7 @@ class Exporter:
 
     def _stop_tokens(self, checkpoint: Path) -> list[int]:
         """Return the stop tokens of the run; those of the model files if none were committed."""
-        committed = read_state(checkpoint).get("stop_token_ids")
+        committed = read_state(checkpoint, STATE).get("stop_token_ids")
         return list(committed if committed is not None else stop_tokens(self.config, None))
 
 

@@ -11,9 +11,37 @@ from slurmrl.config.conditions import Frequency, StopWhen
 from slurmrl.config.schema import Config
 from slurmrl.data.order import Cursor, DataOrder, merge_ranges
 from slurmrl.errors import CheckpointError
+from slurmrl.fsio.shapes import (
+    COUNT,
+    NUMBER,
+    SIZE,
+    TEXT,
+    Fields,
+    FieldType,
+    each,
+    items,
+    list_of,
+    table,
+)
 from slurmrl.monitor.metrics import finite
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
+
+_RANGE = items(COUNT, SIZE, SIZE)
+_TIMES = table({"step": COUNT, "epoch": COUNT}, ("step", "epoch"))
+STATE: Fields = {
+    "step": COUNT,
+    "cursor": items(COUNT, SIZE),
+    "consumed": list_of(_RANGE),
+    "dataset": table({"size": SIZE, "fingerprint": TEXT}, ("size", "fingerprint")),
+    "metrics": each(FieldType("any value", lambda value: True)),
+    "controller": each(NUMBER),
+    "commits": _TIMES,
+    "evaluations": _TIMES,
+    "stop_token_ids": list_of(SIZE),
+}
+"""Fields of a committed state. ``evaluations`` is null without evaluations."""
+REQUIRED = ("step", "cursor", "consumed", "metrics", "controller", "commits")
 
 
 def _frequency(section: Any) -> Frequency:
@@ -72,6 +100,8 @@ class Progress:
         self.dataset = state["dataset"]
         self.metrics = state["metrics"]
         self.commits.restore(state["commits"])
+        if missing := self.controller.state().keys() - state["controller"].keys():
+            raise CheckpointError(f"the committed state has no {', '.join(sorted(missing))}")
         self.controller.restore(state["controller"])
         if self.evaluations is not None and state["evaluations"] is not None:
             self.evaluations.restore(state["evaluations"])

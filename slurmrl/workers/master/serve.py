@@ -34,7 +34,7 @@ from slurmrl.workers.master import limits
 from slurmrl.workers.master.base import begin_on_base, set_aside
 from slurmrl.workers.master.judgement import judge
 from slurmrl.workers.master.master import Master
-from slurmrl.workers.master.progress import Progress
+from slurmrl.workers.master.progress import REQUIRED, STATE, Progress
 from slurmrl.workers.process import kill_parent
 
 logger = log.get(__name__)
@@ -116,7 +116,7 @@ def restore(paths: RunPaths, state: TrialState) -> dict[str, Any] | None:
     directory = paths.checkpoints / state.last_commit.directory
     return retry(
         "read the checkpoint",
-        partial(until_certain, partial(read_state, directory)),
+        partial(until_certain, partial(read_state, directory, STATE, REQUIRED)),
         timeout_s=READ_S,
     )
 

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from slurmrl.checkpoint.manifest import write_manifest
+from slurmrl.errors import DamagedCheckpointError
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.state import fold
 from slurmrl.history.writer import begin
 from slurmrl.paths import RunPaths
+from slurmrl.workers.master.progress import STATE, Progress
 from slurmrl.workers.master.serve import restore
 
 
-def test_restore_reads_what_the_last_commit_says(paths: RunPaths) -> None:
-    history = History(paths.history)
-    writer = begin(history, {})
-    assert restore(paths, fold(history.read())) is None
+def commit(paths: RunPaths, state: dict[str, Any]) -> None:
+    writer = begin(History(paths.history), {})
     directory = paths.checkpoint(2, 1)
     writer.append(Kind.COMMIT, {"step": 2, "directory": directory.name})
     directory.mkdir()
-    write_manifest(directory, step=2, files=[], state={"step": 2, "cursor": [0, 8]})
-    assert restore(paths, fold(history.read())) == {"step": 2, "cursor": [0, 8]}
+    write_manifest(directory, step=2, files=[], state=state)
+
+
+def test_restore_reads_what_the_last_commit_says(paths: RunPaths, make_settings: Any) -> None:
+    history = History(paths.history)
+    assert restore(paths, fold(history.read())) is None
+    state = Progress(make_settings(), None).state()
+    commit(paths, state)
+    assert restore(paths, fold(history.read())) == state
+
+
+@pytest.mark.parametrize("field", STATE)
+def test_a_state_of_another_form_is_damage(paths: RunPaths, make_settings: Any, field: str) -> None:
+    state = Progress(make_settings(), None).state()
+    commit(paths, {**state, field: [[0] * 7]})
+    with pytest.raises(DamagedCheckpointError, match=rf"state\.json has .* in '{field}'"):
+        restore(paths, fold(History(paths.history).read()))
