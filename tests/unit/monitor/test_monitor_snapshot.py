@@ -118,6 +118,10 @@ def test_files_that_are_not_ours_are_named(tmp_path: Path) -> None:
     run.name(keys.attempt("trainer", 0, 7), attempt=3)
     with pytest.raises(CorruptFileError, match="attempt/trainer/0/7"):
         read(run.paths)
+
+
+def test_a_host_of_any_length_fills_no_page(tmp_path: Path) -> None:
+    run = live(tmp_path, 1)
     run.name(keys.attempt("trainer", 0, 7), attempt=7, host="x" * 100_000)
     with pytest.raises(CorruptFileError, match="'host', expected the name of a file") as error:
         read(run.paths)
