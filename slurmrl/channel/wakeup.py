@@ -1,15 +1,13 @@
 """File change notification by inotify, on local file systems only.
 
 It is only a hint: callers also poll now and then. On a shared file system, or when the kernel has
-no watches left, a `Wakeup` follows nothing and waiting is sleeping.
+no watches left, a `Wakeup` follows nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import select
-import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -61,16 +59,6 @@ class Wakeup:
                 pass
         except BlockingIOError:
             return
-
-    def wait(self, timeout_s: float) -> None:
-        """Wait until a file has changed, at most ``timeout_s``."""
-        if self._descriptor < 0:
-            time.sleep(timeout_s)
-            return
-        poller = select.poll()
-        poller.register(self._descriptor, select.POLLIN)
-        poller.poll(timeout_s * 1000)
-        self.drain()
 
     def close(self) -> None:
         if self._descriptor >= 0:

@@ -16,7 +16,7 @@ from slurmrl.doctor.check import Check, failed, ok, warning
 from slurmrl.doctor.directory import seconds
 from slurmrl.doctor.peers import LONGEST_DELAY_S, ask
 from slurmrl.fsio import atomic
-from slurmrl.workers.agent.address import fabric_address, interface_of
+from slurmrl.workers.address import fabric_address, interface_of
 
 MEET_S = 15.0
 """How long hosts wait for each other's addresses."""

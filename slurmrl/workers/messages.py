@@ -11,13 +11,16 @@ exit      the incarnation ends normally
 over      the incarnation ends because of a failure; if ``stacks`` is there, it says why agents
           collect the stacks of their processes before they kill them
 stacks    ``number, ranks`` (null: all): a user requests the stacks of these ranks
+bell      ``host, port, token``: agents ring the master's bell when their logs have grown; not
+          numbered, and not for the workers
 ========  =====================================================================================
 
 Workers to master (through the agent's log): ``ready`` (``rank, size, fingerprint, left_out``),
 ``done`` (``rank, seq, stats, seconds, tokens, texts``), ``saved`` (``rank, seq`` of the ``save``,
 ``files``, or ``error``; that of an asynchronous ``save`` comes after its ``done``).
 
-Agent to master (its log): ``hello`` (``group, task, attempt, host, job``), ``warning`` (``signal,
+Agent to master (its log): ``hello`` (``group, task, attempt, host, job``, ``bell``: the address of
+the agent's bell, or null), ``warning`` (``signal,
 cause, time_left_s``: the job will end soon), ``failed`` (``failure``: why the incarnation must end,
 see `workers.failure`) and ``stacked`` (``group, task, number, file, ranks``: what these were doing,
 see `monitor.hang`).
@@ -41,6 +44,7 @@ SAVE = "save"
 EXIT = "exit"
 OVER = "over"
 STACKS = "stacks"
+BELL = "bell"
 
 START = "start"
 READY = "ready"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import socket
 import time
@@ -19,6 +20,7 @@ from typing import TypeVar
 
 from slurmrl import keys, log
 from slurmrl.backoff import Backoff, retry
+from slurmrl.channel.bell import BellAddress
 from slurmrl.channel.follower import Follower
 from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import (
@@ -32,9 +34,9 @@ from slurmrl.errors import (
 from slurmrl.fsio import objects
 from slurmrl.history.state import TrialState
 from slurmrl.monitor.reports import Cause, Failure
-from slurmrl.workers import evidence, messages
-from slurmrl.workers.agent import address
+from slurmrl.workers import address, doorbell, evidence, messages
 from slurmrl.workers.agent.host import Host
+from slurmrl.workers.agent.replies import Replies
 from slurmrl.workers.agent.symptoms import Symptoms
 from slurmrl.workers.agent.witness import Witness
 from slurmrl.workers.failure import describe, publish
@@ -68,9 +70,7 @@ class Incarnation:
         self.after = after
         self.number = 0
         """0 until it has begun."""
-        self.replies: LogWriter | None = None
-        self._unsent = False
-        """Whether `replies` holds messages that the directory has not taken yet."""
+        self.replies: Replies | None = None
         self._nonce = uuid.uuid4().hex
         self._symptoms = Symptoms(
             host.identity.host,
@@ -118,9 +118,15 @@ class Incarnation:
         self.retry("make a log", self._open_replies)
 
     def _open_replies(self) -> None:
-        path = self.host.paths.agent_log(self.number, self.host.group.name, self.host.identity.task)
-        self.replies = LogWriter(path, nonce=self._nonce)
-        self.send({"type": messages.HELLO, **vars(self.host.identity)})
+        host, paths = self.host, self.host.paths
+        path = paths.agent_log(self.number, host.group.name, host.identity.task)
+        writer = LogWriter(path, nonce=self._nonce)
+        bell = None
+        if host.identity.trains:
+            bell = doorbell.install(paths.control, host.cluster.interface, host.group.hosts)
+        self.replies = Replies(writer, host.group.workers_per_host, bell)
+        where = objects.to_json(bell.address) if bell is not None else None
+        self.send({"type": messages.HELLO, **vars(host.identity), "bell": where})
 
     def _form(self, state: TrialState) -> None:
         """Send each worker rank 0's address and the name of the commit to load."""
@@ -179,22 +185,28 @@ class Incarnation:
     def _relay(self) -> None:
         """Relay the master's messages to the workers until ``exit``; none while this host's lease
         may have expired."""
-        host = self.host
+        host, replies = self.host, self.replies
+        assert replies is not None
         master = self._master_log = Follower(
             [LogReader(host.paths.master_log(self.number))],
             host.paths.control,
             longest_poll_s=host.intervals.poll_s,
+            bell=replies.bell,
         )
         host.children.wake_on(master)
         waiting: deque[Message] = deque()
         while True:
-            for message in master.read():
+            for message in master.read_due():
                 if message["type"] == messages.OVER:
                     if why := message.get("stacks"):
                         self._send_stacks(why)
                     raise StaleIncarnationError(f"the master ended incarnation {self.number}")
                 if message["type"] == messages.STACKS:
                     self._answer(message)
+                elif message["type"] == messages.BELL:
+                    bell = objects.from_json(BellAddress, message, "the control log")
+                    replies.ring_at(bell)
+                    master.listen_for(bell.source, 0)
                 else:
                     waiting.append(message)
             while waiting and host.lease_guard.may_start():
@@ -207,12 +219,9 @@ class Incarnation:
 
     def _turn_until_news(self, master: Follower, *, may_stop: bool) -> None:
         """Take turns until the master's log is due to be read again; only one with ``may_stop``."""
-        beat_s = self.host.intervals.beat_s
-        end = time.monotonic() + master.pause_s()
         while True:
-            left_s = end - time.monotonic()
-            self.turn(min(max(left_s, 0.0), beat_s))
-            if may_stop or master.woken or left_s <= beat_s:
+            self.turn(min(master.pause_s(), self.host.intervals.beat_s))
+            if may_stop or master.woken or master.pause_s() <= 0:
                 return
 
     def _answer(self, request: Message) -> None:
@@ -264,9 +273,11 @@ class Incarnation:
         self.host.leader.look()
         for output in self.host.outputs:
             output.look()
-        news = self.host.children.turn(min(timeout_s, self._symptoms.longest_turn_s))
+        held_s = self.replies.answers.wait_s() if self.replies is not None else math.inf
+        news = self.host.children.turn(min(timeout_s, self._symptoms.longest_turn_s, held_s))
         self._send_warning()
-        self.send(*news.received)
+        if self.replies is not None:
+            self.replies.send(*self.replies.answers.take(news.received))
         self._symptoms.judge(news)
 
     def _send_warning(self) -> None:
@@ -280,16 +291,9 @@ class Incarnation:
             self.host.names.add(keys.warned(self.number), json.dumps(known), delete_on_exit=False)
 
     def send(self, *news: Message) -> None:
-        """Send messages to the master. Those that the directory does not take now are sent first
-        the next time."""
-        if self.replies is None or not (news or self._unsent):
-            return
-        self._unsent = True
-        try:
-            self.replies.append(*news)
-            self._unsent = False
-        except EnvironmentFailure as error:
-            logger.warning("cannot send to the master, will retry: %s", error)
+        """Send messages to the master, once there is an incarnation."""
+        if self.replies is not None:
+            self.replies.send(*news)
 
     # -- its end -----------------------------------------------------------------------------
 
@@ -308,7 +312,8 @@ class Incarnation:
             rank = {} if failure.rank is None else {"rank": failure.rank}
             short = {"cause": failure.cause, "reason": failure.reason, **rank}
             host.events.write("failure", incarnation=self.number, **short)
-        self.send({"type": messages.FAILED, "failure": objects.to_json(failure)})
+        held = self.replies.answers.release() if self.replies is not None else []
+        self.send(*held, {"type": messages.FAILED, "failure": objects.to_json(failure)})
         if evidence.is_hang(failure) and self.number:
             self._explain(failure)
         return failure
@@ -374,3 +379,5 @@ class Incarnation:
         if self._master_log is not None:
             host.children.sleep_on(self._master_log)
             self._master_log.close()
+        if self.replies is not None:
+            self.replies.close()

@@ -29,7 +29,7 @@ from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.registry import near
-from slurmrl.workers import messages
+from slurmrl.workers import doorbell, messages
 from slurmrl.workers.master import step_metrics
 from slurmrl.workers.master.agent_registry import AgentRegistry
 from slurmrl.workers.master.committer import Committer, Outcome
@@ -76,6 +76,7 @@ class Master:
             writer.incarnation,
             self._while_waiting,
             longest_poll_s=intervals.poll_s,
+            bell=doorbell.install(paths.control, config.cluster.interface, plan.trainers.hosts),
         )
         self.agents = AgentRegistry(
             names,

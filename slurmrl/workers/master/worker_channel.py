@@ -10,6 +10,7 @@ from typing import Any
 
 from slurmrl import log
 from slurmrl.backoff import retry
+from slurmrl.channel.bell import Bell, BellAddress
 from slurmrl.channel.follower import Follower
 from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import EnvironmentFailure, WaitTimeoutError
@@ -64,7 +65,8 @@ class Mailbox:
 class WorkerChannel:
     """Posts messages to all ranks of the trainers and collects their answers.
 
-    ``longest_poll_s`` bounds the pauses between looks at the agents' logs (see `Follower`).
+    ``longest_poll_s`` bounds the pauses between looks at the agents' logs (see `Follower`). With a
+    ``bell``, agents ring it, and theirs are rung, when there is something to read.
     """
 
     def __init__(
@@ -75,19 +77,29 @@ class WorkerChannel:
         while_waiting: Callable[[], None],
         *,
         longest_poll_s: float = 0.05,
+        bell: Bell | None = None,
     ) -> None:
         self.plan = plan
         self.mailbox = Mailbox()
         self._log = LogWriter(paths.master_log(incarnation))
-        readers = [
-            LogReader(paths.agent_log(incarnation, TRAINERS, task))
-            for task in range(plan.trainers.hosts)
-        ]
-        self._agents = Follower(readers, paths.control, longest_poll_s=longest_poll_s)
+        self._agents = Follower(
+            [
+                LogReader(paths.agent_log(incarnation, TRAINERS, task))
+                for task in range(plan.trainers.hosts)
+            ],
+            paths.control,
+            longest_poll_s=longest_poll_s,
+            bell=bell,
+        )
+        self._bell = bell
+        self._bells: dict[int, BellAddress] = {}
+        """The agents' bells by task."""
         self._while_waiting = while_waiting
         self._numbers = itertools.count()
         self._waits: tuple[str, Callable[[], set[int]], float] | None = None
         """What `_wait` waits for, from which ranks, and since when."""
+        if bell is not None:
+            self._append({"type": messages.BELL, **objects.to_json(bell.address)})
 
     @property
     def ranks(self) -> range:
@@ -101,8 +113,12 @@ class WorkerChannel:
         """Append messages in execution order; return their numbers. Retries while the directory
         does not answer."""
         numbered = [{**message, "seq": next(self._numbers)} for message in batch]
-        retry("post to the ranks", self._queue(*numbered))
+        self._append(*numbered)
         return [message["seq"] for message in numbered]
+
+    def _append(self, *batch: Message) -> None:
+        retry("post to the ranks", self._queue(*batch))
+        self._ring()
 
     def _queue(self, *batch: Message) -> Callable[[], None]:
         """Return a function that appends the batch, and on later calls what is still queued."""
@@ -115,6 +131,7 @@ class WorkerChannel:
         why = {} if stacks is None else {"stacks": stacks}
         try:
             self._log.append({"type": messages.OVER, **why})
+            self._ring()
         except EnvironmentFailure as error:
             logger.warning("cannot tell the agents that the incarnation is over: %s", error)
 
@@ -161,17 +178,28 @@ class WorkerChannel:
         """Pause before another attempt; errors of ranks are raised meanwhile."""
         end = time.monotonic() + seconds
         while (left_s := end - time.monotonic()) > 0:
-            if not self.poll():
+            if not self._take(self._agents.read()):
                 self._while_waiting()
                 time.sleep(min(left_s, REST_S))
 
-    def poll(self) -> bool:
-        """Read new messages; return whether there were any."""
-        news = self._agents.read()
+    def _take(self, news: list[Message]) -> bool:
+        """Sort messages into the mailbox; return whether there were any."""
         for message in news:
             with documents.expecting("a log of an agent"):
                 self.mailbox.put(message)
+                if message["type"] == messages.HELLO and message.get("bell") is not None:
+                    self._meet(message["task"], message["bell"])
         return bool(news)
+
+    def _meet(self, task: int, bell: Message) -> None:
+        """Ring this agent from now on, and know its rings by where they come from."""
+        address = objects.from_json(BellAddress, bell, "the bell in a log of an agent")
+        self._bells[task] = address
+        self._agents.listen_for(address.source, task)
+
+    def _ring(self) -> None:
+        if self._bell is not None:
+            self._bell.ring(self._bells.values())
 
     def waiting(self) -> dict[str, Any] | None:
         """Return which ranks are waited for, for what and since when; None if none are."""
@@ -186,7 +214,7 @@ class WorkerChannel:
         looked_at = time.monotonic()
         self._waits = what, missing, looked_at
         while missing():
-            if self.poll():
+            if self._take(self._agents.read_due()):
                 continue
             now = time.monotonic()
             left_s -= now - looked_at if self._agents.answers else 0.0

@@ -5,19 +5,30 @@ import os
 import select
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from slurmrl.channel import wakeup as module
+from slurmrl.channel.bell import Bell
 from slurmrl.channel.follower import FIRST_POLL_S, Follower
 from slurmrl.channel.frame import encode
 from slurmrl.channel.log import LogReader, LogWriter, segment_path
-from slurmrl.channel.wakeup import SAFETY_S, Wakeup
+from slurmrl.channel.wakeup import SAFETY_S
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio.calls import SystemCalls, is_local
 
 LONGEST_S = 5.0
+
+
+class Clock:
+    """Time that passes only when a test lets it."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @pytest.fixture
@@ -33,9 +44,14 @@ def shared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "is_local", lambda directory: False)
 
 
-def follow(*paths: Path, calls: SystemCalls | None = None) -> Follower:
+def follow(
+    *paths: Path,
+    calls: SystemCalls | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    bell: Bell | None = None,
+) -> Follower:
     readers = [LogReader(path, calls=calls or SystemCalls()) for path in paths]
-    return Follower(readers, paths[0].parent, longest_poll_s=LONGEST_S)
+    return Follower(readers, paths[0].parent, longest_poll_s=LONGEST_S, bell=bell, clock=clock)
 
 
 def readable(follower: Follower) -> bool:
@@ -51,7 +67,7 @@ def test_what_is_known_to_be_local(tmp_path: Path) -> None:
 def test_a_write_is_announced(tmp_path: Path) -> None:
     writer = LogWriter(tmp_path / "a")
     LogWriter(tmp_path / "b")
-    follower = follow(tmp_path / "a", tmp_path / "b")
+    follower = follow(tmp_path / "a", tmp_path / "b", clock=Clock())
     assert follower.read() == []
     assert (readable(follower), follower.pause_s()) == (False, SAFETY_S)
     writer.append({"n": 0})
@@ -85,7 +101,7 @@ def test_a_write_between_read_and_wait_ends_the_wait(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("told")
 def test_a_missing_log_is_polled_until_it_can_be_followed(tmp_path: Path) -> None:
-    follower = follow(tmp_path / "a")
+    follower = follow(tmp_path / "a", clock=Clock())
     assert follower.read() == []
     assert follower.pause_s() <= FIRST_POLL_S
     LogWriter(tmp_path / "a")
@@ -96,7 +112,7 @@ def test_a_missing_log_is_polled_until_it_can_be_followed(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("told")
 def test_the_next_segment_is_followed_at_once(tmp_path: Path) -> None:
     writer = LogWriter(tmp_path / "a", segment_bytes=200)
-    follower = follow(tmp_path / "a")
+    follower = follow(tmp_path / "a", clock=Clock())
     numbers: list[int] = []
     for number in range(40):
         writer.append({"n": number, "long": "x" * 50})
@@ -110,16 +126,21 @@ def test_the_next_segment_is_followed_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("shared")
 def test_without_news_polls_become_rare(tmp_path: Path) -> None:
-    writer = LogWriter(tmp_path / "a")
-    follower = follow(tmp_path / "a")
-    assert (follower.fileno(), follower.read()) == (-1, [])
-    pauses = [follower.pause_s() for _ in range(200)]
+    writer, clock = LogWriter(tmp_path / "a"), Clock()
+    follower = follow(tmp_path / "a", clock=clock)
+    assert follower.fileno() == -1
+    pauses = []
+    for _ in range(200):
+        assert follower.read_due() == []
+        pauses.append(follower.pause_s())
+        clock.now += pauses[-1]
     assert pauses[0] <= FIRST_POLL_S
     assert 0.75 * LONGEST_S <= pauses[-1] <= LONGEST_S
     assert all(pause <= 0.15 * sum(pauses[:number]) for number, pause in enumerate(pauses[40:], 40))
     writer.append({"n": 0})
-    assert follower.read() == [{"n": 0}]
+    assert follower.read_due() == [{"n": 0}]
     assert follower.pause_s() <= FIRST_POLL_S
+    assert follower.read_due() == []
 
 
 class Failing(SystemCalls):
@@ -158,9 +179,8 @@ def test_waiting_without_a_hint_is_sleeping(
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr(time, "sleep", slept.append)
-    wakeup = Wakeup(tmp_path)
-    assert not wakeup.follow([tmp_path])
-    wakeup.wait(3.0)
-    wakeup.drain()
-    wakeup.close()
-    assert slept == [3.0]
+    follower = follow(tmp_path / "a", clock=Clock())
+    assert follower.read_due() == []
+    follower.wait()
+    follower.close()
+    assert slept == [follower.pause_s()]

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.workers.agent import address
+from slurmrl.workers import address
 
 LOOPBACK_INTERFACE = "lo"
 

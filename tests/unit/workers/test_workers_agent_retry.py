@@ -16,6 +16,7 @@ from slurmrl.fsio.calls import SystemCalls
 from slurmrl.paths import RunPaths
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.incarnation import Incarnation
+from slurmrl.workers.agent.replies import Replies
 
 
 class Broken(SystemCalls):
@@ -68,7 +69,7 @@ def test_news_wait_for_the_directory_and_keep_their_order(
     incarnation: Incarnation, run: RunPaths
 ) -> None:
     calls = Broken()
-    incarnation.replies = LogWriter(run.agent_log(1, "trainer", 0), calls=calls)
+    incarnation.replies = Replies(LogWriter(run.agent_log(1, "trainer", 0), calls=calls), 1)
     reader = LogReader(run.agent_log(1, "trainer", 0))
     incarnation.send({"n": 0})
     calls.fails = True

@@ -1,0 +1,238 @@
+#!/usr/bin/env python3
+"""How late the ends of calls are noticed on a shared file system, with and without doorbells.
+
+scripts/bench/doorbells.py [--agents 8] [--workers 2] [--steps 4] [--pace 100 --pace 1000 ...]
+
+Agents are forked processes around the log reader, the log and the bell of a real agent; a worker
+is a process that sleeps for the duration of a call. The master is the one of a trial
+(`WorkerChannel`). Nothing uses inotify; polls have the intervals of a trial on ``--pace`` hosts.
+A step takes as long as its calls: what it takes beyond the time that its slowest worker spent in
+them is the loss: its median, in brackets the least and the most. A look of the master is a read of
+one agent's log: three file operations.
+
+Also how long the master takes to ring 1,000 agents.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import select
+import statistics
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from slurmrl.channel import wakeup
+from slurmrl.channel.bell import Bell, BellAddress
+from slurmrl.channel.follower import Follower
+from slurmrl.channel.log import LogReader, LogWriter
+from slurmrl.channel.pipe import Connection
+from slurmrl.fsio import objects
+from slurmrl.fsio.atomic import make_private_directory
+from slurmrl.paths import RunPaths
+from slurmrl.plan.model import GroupPlan, Plan
+from slurmrl.workers import messages
+from slurmrl.workers.agent.replies import Replies
+from slurmrl.workers.master import worker_channel
+from slurmrl.workers.master.worker_channel import WorkerChannel
+from slurmrl.workers.poll_intervals import PollIntervals
+
+GROUP = "trainer"
+LOOPBACK = "127.0.0.1"
+HEARTBEAT_S = 2.0
+TIMEOUT_S = 600.0
+RUNG_AT_ONCE = 1000
+
+
+class Counted(LogReader):
+    """Counts its reads."""
+
+    reads = 0
+
+    def read(self) -> list[messages.Message]:
+        Counted.reads += 1
+        return super().read()
+
+
+def fork(serve: Callable[[], None]) -> int:
+    pid = os.fork()
+    if pid == 0:
+        try:
+            serve()
+        except BaseException:  # noqa: BLE001 - the process boundary
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return pid
+
+
+def worker(pipe: Connection, rank: int) -> None:
+    while (message := pipe.receive(timeout_s=None)) is not None:
+        began = time.perf_counter()
+        time.sleep(message["seconds"])
+        worked_s = time.perf_counter() - began
+        seq = message["seq"]
+        pipe.send({"type": messages.DONE, "rank": rank, "seq": seq, "worked_s": worked_s})
+
+
+class Agent:
+    """The loop of an agent (`Incarnation._relay`) without its other duties."""
+
+    def __init__(self, paths: RunPaths, task: int, workers: int, poll_s: float, bells: bool):
+        self.bell = Bell(LOOPBACK) if bells else None
+        self.replies = Replies(LogWriter(paths.agent_log(1, GROUP, task)), workers, self.bell)
+        self.pipes: list[Connection] = []
+        for number in range(workers):
+            ours, theirs = Connection.pair()
+            fork(lambda: worker(theirs, task * workers + number))  # noqa: B023 - it runs at once
+            self.pipes.append(ours)
+        self.master = Follower(
+            [LogReader(paths.master_log(1))], paths.control, longest_poll_s=poll_s, bell=self.bell
+        )
+        where = objects.to_json(self.bell.address) if self.bell is not None else None
+        identity = {"group": GROUP, "task": task, "host": f"n{task}", "job_id": "1"}
+        self.replies.send({"type": messages.HELLO, **identity, "bell": where})
+
+    def serve(self) -> None:
+        while True:
+            for message in self.master.read_due():
+                if message["type"] == messages.BELL:
+                    address = objects.from_json(BellAddress, message, "the control log")
+                    self.replies.ring_at(address)
+                    self.master.listen_for(address.source, 0)
+                elif message["type"] == messages.EXIT:
+                    return
+                else:
+                    for pipe in self.pipes:
+                        pipe.send(message)
+            while not self.master.woken and self.master.pause_s() > 0:
+                self.turn()
+
+    def turn(self) -> None:
+        timeout_s = min(self.master.pause_s(), self.replies.answers.wait_s())
+        poller = select.poll()
+        for listener in (*self.pipes, *([self.bell] if self.bell is not None else [])):
+            poller.register(listener.fileno(), select.POLLIN)
+        ready = {descriptor for descriptor, _ in poller.poll(timeout_s * 1000)}
+        if self.bell is not None and self.bell.fileno() in ready:
+            self.master.drain()
+        answers = [
+            answer
+            for pipe in self.pipes
+            if pipe.fileno() in ready
+            for answer in pipe.receive_available()
+        ]
+        self.replies.send(*self.replies.answers.take(answers))
+
+
+def lost_ring(bell: Bell, others: object) -> None:
+    """Instead of `Bell.ring` where rings are cut off."""
+
+
+def a_plan(agents: int, workers: int) -> Plan:
+    group = GroupPlan(
+        hosts=agents,
+        workers_per_host=workers,
+        gpus_per_worker=0,
+        threads_per_worker=1,
+        cpus_per_worker=1,
+        links=1,
+    )
+    return Plan(
+        experiment="doorbells", trial="1", groups=(group,), models={}, calls=(), evaluation_calls=()
+    )
+
+
+def a_step(channel: WorkerChannel, seconds: list[float]) -> tuple[float, float]:
+    """Return how long it took, and how long its slowest worker worked."""
+    began = time.perf_counter()
+    numbers = channel.post(*({"type": messages.CALL, "seconds": each} for each in seconds))
+    worked_s: Counter[int] = Counter()
+    for number in numbers:
+        for rank, answer in channel.collect(number, "a call", TIMEOUT_S).items():
+            worked_s[rank] += answer["worked_s"]
+    return time.perf_counter() - began, max(worked_s.values())
+
+
+def measure(options: argparse.Namespace, pace: int, *, bells: bool) -> str:
+    poll_s = PollIntervals.of(pace, HEARTBEAT_S).poll_s
+    with tempfile.TemporaryDirectory(dir=options.directory) as folder:
+        paths = RunPaths(Path(folder) / "run")
+        for directory in paths.directories():
+            make_private_directory(directory)
+        plan = a_plan(options.agents, options.workers)
+        bell = Bell(LOOPBACK) if bells else None
+        channel = WorkerChannel(paths, plan, 1, lambda: None, longest_poll_s=poll_s, bell=bell)
+        agents = [
+            fork(lambda: Agent(paths, task, options.workers, poll_s, bells).serve())  # noqa: B023
+            for task in range(options.agents)
+        ]
+        for _ in range(3):
+            a_step(channel, [0.0])  # all have met
+        calls = options.calls * [options.step_s / options.calls]
+        Counted.reads = 0
+        times = [a_step(channel, [0.0, *calls]) for _ in range(options.steps)]
+        reads = Counted.reads / options.steps
+        channel.post({"type": messages.EXIT})
+        for pid in agents:
+            os.waitpid(pid, 0)
+        if bell is not None:
+            bell.close()
+    losses = [100 * (took_s / worked_s - 1) for took_s, worked_s in times]
+    return (
+        f"loss {statistics.median(losses):6.2f} % ({min(losses):.2f} to {max(losses):.2f})"
+        f"   looks of the master per step and agent {reads / options.agents:6.1f}"
+    )
+
+
+def ring_many(count: int) -> float:
+    """Return how long a round of rings takes, in milliseconds: the median of ten."""
+    ours, theirs = Bell(LOOPBACK), Bell(LOOPBACK)
+    times = []
+    for _ in range(10):
+        began = time.perf_counter()
+        ours.ring(count * [theirs.address])
+        times.append(time.perf_counter() - began)
+        theirs.hear()
+    return 1000 * statistics.median(times)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--directory", type=Path, default=Path("/dev/shm"))
+    parser.add_argument("--agents", type=int, default=8)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--calls", type=int, default=4)
+    parser.add_argument("--step-s", type=float, default=8.0)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--pace", type=int, action="append")
+    options = parser.parse_args()
+    wakeup.is_local = lambda directory: False
+    worker_channel.LogReader = Counted  # type: ignore[misc]
+    print(
+        f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}; {options.agents} agents with "
+        f"{options.workers} workers, {options.steps} steps of {options.step_s:g} s and "
+        f"{options.calls} calls"
+    )
+    ring = Bell.ring
+    for pace in options.pace or [100, 1000]:
+        for name, bells, function in (
+            ("no bells", False, ring),
+            ("rings cut off", True, lost_ring),
+            ("bells", True, ring),
+        ):
+            Bell.ring = function  # type: ignore[method-assign]
+            print(f"{pace:6} hosts  {name:14} {measure(options, pace, bells=bells)}", flush=True)
+    Bell.ring = ring  # type: ignore[method-assign]
+    print(f"ringing {RUNG_AT_ONCE} bells takes {ring_many(RUNG_AT_ONCE):.1f} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What an agent sends to the master: its log, and the master's bell.
+
+The master needs the answers of all ranks before it acts on any. A host whose workers answer one
+after the other therefore sends all their answers in one write, and not one write each.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from slurmrl import log
+from slurmrl.channel.bell import Bell, BellAddress
+from slurmrl.channel.log import LogWriter
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.workers import messages
+from slurmrl.workers.messages import Message
+
+logger = log.get(__name__)
+
+HOLD_S = 1.0
+"""Longest time that an answer waits for those of slower workers: then the master learns which ranks
+have answered, which `slurmrl status` and the message about a deadline show."""
+
+
+class Answers:
+    """Holds back answers until the last of ``workers`` has given the same one."""
+
+    def __init__(self, workers: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._workers = workers
+        self._clock = clock
+        self._held: list[Message] = []
+        self._given: Counter[tuple[str, int | None]] = Counter()
+        """How many workers have given an answer, by its type and the message that it answers."""
+        self._until = math.inf
+
+    def take(self, received: Sequence[Message]) -> list[Message]:
+        """Hold answers; return all held ones if it is time to send them."""
+        if received and not self._held:
+            self._until = self._clock() + HOLD_S
+        self._held += received
+        complete = [self._completes(answer) for answer in received]
+        return self.release() if any(complete) or self.wait_s() <= 0 else []
+
+    def release(self) -> list[Message]:
+        """Return the answers that are held, and hold them no longer."""
+        held, self._held, self._until = self._held, [], math.inf
+        return held
+
+    def wait_s(self) -> float:
+        """Return how long until `take` returns the answers that are held."""
+        return max(self._until - self._clock(), 0.0)
+
+    def _completes(self, answer: Message) -> bool:
+        if answer["type"] not in (messages.READY, messages.DONE, messages.SAVED):
+            return True
+        given = answer["type"], answer.get("seq")
+        self._given[given] += 1
+        if self._given[given] < self._workers:
+            return False
+        del self._given[given]
+        return True
+
+
+class Replies:
+    """The agent's log of one incarnation. With a ``bell``, which it owns, it rings the master's
+    bell after each write."""
+
+    def __init__(self, writer: LogWriter, workers: int, bell: Bell | None = None) -> None:
+        self.answers = Answers(workers)
+        self.bell = bell
+        self._writer = writer
+        self._unsent = False
+        """Whether the writer holds messages that the directory has not taken yet."""
+        self._masters_bell: BellAddress | None = None
+
+    def send(self, *news: Message) -> None:
+        """Send messages. Those that the directory does not take now are sent first the next
+        time."""
+        if not (news or self._unsent):
+            return
+        self._unsent = True
+        try:
+            self._writer.append(*news)
+        except EnvironmentFailure as error:
+            logger.warning("cannot send to the master, will retry: %s", error)
+            return
+        self._unsent = False
+        if self.bell is not None and self._masters_bell is not None:
+            self.bell.ring([self._masters_bell])
+
+    def ring_at(self, address: BellAddress) -> None:
+        """Ring the master's bell from now on."""
+        self._masters_bell = address
+
+    def close(self) -> None:
+        if self.bell is not None:
+            self.bell.close()

@@ -1,0 +1,304 @@
+"""Doorbells: what a ring may cause, and what no datagram can."""
+
+from __future__ import annotations
+
+import select
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from slurmrl.channel import bell as module
+from slurmrl.channel.bell import TOKEN_BYTES, Bell, BellAddress
+from slurmrl.channel.follower import FIRST_POLL_S, RINGING_FIRST_POLL_S, SPARE_LOOKS, Follower
+from slurmrl.channel.log import LogReader, LogWriter
+from slurmrl.errors import CorruptFileError
+from slurmrl.fsio import objects
+from slurmrl.fsio.calls import SystemCalls
+
+LOOPBACK = "127.0.0.1"
+LONGEST_S = 30.0
+ARRIVAL_S = 30.0
+"""Deadline for a datagram on loopback."""
+
+
+class Looks(SystemCalls):
+    """Counts the looks at each log."""
+
+    def __init__(self) -> None:
+        self.at: dict[str, int] = {}
+
+    def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
+        self.at[path.name] = self.at.get(path.name, 0) + 1
+        return super().open(path, flags, mode)
+
+    def take(self) -> dict[str, int]:
+        taken, self.at = self.at, {}
+        return taken
+
+
+class Site:
+    """A reader of three logs on a shared file system, whose writers have bells."""
+
+    def __init__(self, folder: Path) -> None:
+        self.now = 0.0
+        self.looks = Looks()
+        self.bell = Bell(LOOPBACK)
+        self.writers = {name: LogWriter(folder / name) for name in "abc"}
+        self.bells = {name: Bell(LOOPBACK) for name in "abc"}
+        readers = [LogReader(folder / name, calls=self.looks) for name in "abc"]
+        self.follower = Follower(
+            readers, folder, longest_poll_s=LONGEST_S, bell=self.bell, clock=lambda: self.now
+        )
+        for place, bell in enumerate(self.bells.values()):
+            self.follower.listen_for(bell.address.source, place)
+        assert self.follower.read_due() == []
+        self.looks.take()
+
+    def ring(self, name: str, address: BellAddress | None = None) -> None:
+        self.bells[name].ring([address or self.bell.address])
+        self.arrived()
+
+    def arrived(self) -> None:
+        readable, _, _ = select.select([self.follower.fileno()], [], [], ARRIVAL_S)
+        assert readable, "no datagram arrived"
+
+    def send(self, name: str, number: int) -> None:
+        """A writer appends, rings, and is read."""
+        self.writers[name].append({"n": number})
+        self.ring(name)
+        assert self.follower.read_due() == [{"n": number}]
+        self.looks.take()
+
+    def poll(self) -> list[dict[str, int]]:
+        """Let time pass until the next poll."""
+        self.now += self.follower.pause_s()
+        return self.follower.read_due()
+
+    def close(self) -> None:
+        for bell in (self.bell, *self.bells.values()):
+            bell.close()
+
+
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("slurmrl.channel.wakeup.is_local", lambda directory: False)
+
+
+@pytest.fixture
+def site(tmp_path: Path, shared: None) -> Iterator[Site]:
+    found = Site(tmp_path)
+    yield found
+    found.close()
+
+
+def test_a_ring_costs_one_look_at_the_log_of_its_sender(site: Site) -> None:
+    site.writers["b"].append({"n": 1})
+    site.ring("b")
+    site.follower.drain()
+    assert site.follower.woken
+    assert site.follower.read_due() == [{"n": 1}]
+    assert not site.follower.woken
+    assert site.follower.read_due() == []
+    assert site.looks.take() == {"b": 1}
+
+
+def test_a_wait_ends_with_a_ring_and_with_nothing_else(site: Site) -> None:
+    site.now += 1000.0
+    site.follower.read()
+    stranger = Bell(LOOPBACK)
+    stranger.ring([site.bell.address])
+    site.ring("c")
+    site.follower.wait()  # the clock stands still: only a ring can end it
+    site.looks.take()
+    assert site.follower.read_due() == []
+    assert site.looks.take() == {"c": 1}
+    stranger.close()
+
+
+def test_duplicates_that_arrive_together_cost_one_look(site: Site) -> None:
+    site.writers["a"].append({"n": 1})
+    for _ in range(50):
+        site.ring("a")
+    assert site.follower.read_due() == [{"n": 1}]
+    assert site.follower.read_due() == []
+    assert site.looks.take() == {"a": 1}
+
+
+@pytest.mark.parametrize("size", [0, 1, TOKEN_BYTES - 1, TOKEN_BYTES, TOKEN_BYTES + 1, 1400])
+def test_a_forged_ring_costs_no_look(site: Site, size: int) -> None:
+    """A token that is wrong, too short or too long, also one that begins with the right one."""
+    token = bytes.fromhex(site.bell.address.token)
+    for forged in (b"\0" * size, (token + b"\0" * size)[:size]):
+        if forged != token:
+            site.bells["a"]._socket.sendto(forged, site.bell.address.source)
+            site.arrived()
+            assert site.follower.read_due() == []
+            assert not site.follower.woken
+    assert site.looks.take() == {}
+
+
+def test_the_right_token_from_an_unknown_sender_costs_no_look(site: Site) -> None:
+    stranger = Bell(LOOPBACK)
+    stranger.ring([site.bell.address])
+    site.arrived()
+    assert site.follower.read_due() == []
+    assert site.looks.take() == {}
+    stranger.close()
+
+
+def test_a_ring_for_an_older_incarnation_costs_no_look(site: Site) -> None:
+    """The new bell got the port of the old one."""
+    older = Bell(LOOPBACK)
+    site.ring("a", BellAddress(*site.bell.address.source, older.address.token))
+    assert site.follower.read_due() == []
+    assert site.looks.take() == {}
+    older.close()
+
+
+def test_a_dead_port_keeps_no_ring_from_the_others(site: Site) -> None:
+    dead = Bell(LOOPBACK)
+    address = dead.address
+    dead.close()
+    for _ in range(3):
+        site.writers["a"].append({"n": 1})
+        site.bells["a"].ring([address, site.bell.address, address])
+        site.arrived()
+        assert site.follower.read_due() == [{"n": 1}]
+
+
+def test_a_bell_never_answers(site: Site) -> None:
+    site.ring("a")
+    site.follower.read_due()
+    assert not select.select([site.bells["a"]], [], [], 0)[0]
+
+
+def test_the_token_of_one_bell_is_not_that_of_another(site: Site) -> None:
+    tokens = {bell.address.token for bell in (site.bell, *site.bells.values())}
+    assert len(tokens) == 4
+    assert {bell.address.host for bell in site.bells.values()} == {LOOPBACK}
+
+
+def test_without_rings_polls_are_those_of_a_reader_without_a_bell(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("random.Random.random", lambda generator: 0.0)
+
+    def reader(bell: Bell | None) -> Follower:
+        logs = [LogReader(tmp_path / name) for name in "abc"]
+        return Follower(logs, tmp_path, longest_poll_s=LONGEST_S, bell=bell, clock=lambda: site.now)
+
+    with_bell, without = reader(site.bell), reader(None)
+    for number in range(200):
+        if number in (100, 101):
+            site.writers["a"].append({"n": number})
+        assert with_bell.read_due() == without.read_due()
+        assert with_bell.pause_s() == without.pause_s() > 0
+        site.now += without.pause_s()
+
+
+def test_a_lost_ring_delays_its_news_by_no_more_than_a_poll(site: Site) -> None:
+    """And the next lost one by no more than without bells: polls are quick again."""
+    site.send("a", 0)
+    began = site.now
+    site.writers["a"].append({"n": 1})
+    while not (news := site.poll()):
+        pass
+    assert news == [{"n": 1}]
+    assert site.now - began <= RINGING_FIRST_POLL_S
+    began = site.now
+    site.writers["a"].append({"n": 2})
+    assert site.poll() == [{"n": 2}]
+    assert site.now - began <= FIRST_POLL_S
+
+
+def test_logs_that_ring_are_polled_less(site: Site) -> None:
+    """Each log by itself: the rings of one writer do not delay the news of a silent one."""
+    for number, name in enumerate("ab" * 3):
+        site.send(name, number)
+    end = site.now + 10.0
+    while site.now < end:
+        site.poll()
+    looks = site.looks.take()
+    assert looks["a"] == looks["b"] <= 10
+    assert looks["c"] > 50
+
+
+def test_news_of_others_do_not_postpone_polls(site: Site) -> None:
+    site.send("a", 0)
+    site.send("b", 0)
+    began = site.now
+    site.writers["b"].append({"n": 1})  # this ring is lost
+    number = 0
+    while True:
+        number += 1
+        site.now += 0.25
+        site.writers["a"].append({"n": number})
+        site.ring("a")
+        if {"n": 1} in site.follower.read_due() and number > 1:
+            break
+        assert site.now - began <= 2 * RINGING_FIRST_POLL_S
+
+
+def test_a_flood_of_rings_costs_no_more_looks_than_polls_do(site: Site) -> None:
+    """With the right token and source, as one who listens on the fabric can replay it."""
+    for _ in range(200):
+        site.poll()  # a trial at rest
+    site.looks.take()
+    polls = 20
+    for _ in range(polls):
+        for _ in range(100):
+            site.ring("a")
+            assert site.follower.read_due() == []
+        assert site.poll() == []
+    looks = site.looks.take()
+    assert looks["b"] == looks["c"] == polls
+    assert looks["a"] <= 2 * polls + SPARE_LOOKS
+    site.writers["a"].append({"n": 1})  # and it hides no news for longer than a poll
+    assert site.poll() == [{"n": 1}]
+
+
+@pytest.mark.usefixtures("shared")
+def test_rings_that_the_kernel_dropped_are_no_lost_rings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thousand agents that answer at once overflow the buffer of the master's bell."""
+    monkeypatch.setattr(module, "RECEIVE_BUFFER_BYTES", 1)  # the kernel's least
+    site = Site(tmp_path)
+    for writer in site.writers.values():
+        writer.append({"n": 1})
+    for _ in range(100):
+        site.ring("a")
+    site.ring("b")
+    assert site.follower.read_due() == 3 * [{"n": 1}]
+    assert site.looks.take() == {"a": 1, "b": 1, "c": 1}
+    site.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"host": "localhost"}, "'host', expected an IPv4 address"),
+        ({"host": 7}, "'host', expected an IPv4 address"),
+        ({"port": 0}, "'port', expected a port"),
+        ({"port": 65536}, "'port', expected a port"),
+        ({"port": True}, "'port', expected a port"),
+        ({"token": "00"}, "'token', expected 32 hexadecimal digits"),
+        ({"token": "zz" * 16}, "'token', expected 32 hexadecimal digits"),
+        ({"token": None}, "has no 'token'"),
+    ],
+)
+def test_an_address_is_checked_before_it_is_used(changes: dict[str, object], message: str) -> None:
+    """A host name would be looked up, which can block for seconds."""
+    good = {"host": LOOPBACK, "port": 9, "token": "0f" * TOKEN_BYTES}
+    assert objects.to_json(objects.from_json(BellAddress, good, "a log")) == good
+    with pytest.raises(CorruptFileError, match=message):
+        objects.from_json(BellAddress, {**good, **changes}, "a log")
+
+
+def test_no_bell_without_the_address() -> None:
+    with pytest.raises(OSError, match="Cannot assign"):
+        Bell("192.0.2.1")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+        other.bind((LOOPBACK, 0))  # nothing is left behind that could not be bound again
