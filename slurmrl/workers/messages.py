@@ -20,10 +20,9 @@ Workers to master (through the agent's log): ``ready`` (``rank, size, fingerprin
 ``files``, or ``error``; that of an asynchronous ``save`` comes after its ``done``).
 
 Agent to master (its log): ``hello`` (``group, task, attempt, host, job``, ``bell``: the address of
-the agent's bell, or null), ``warning`` (``signal,
-cause, time_left_s``: the job will end soon), ``failed`` (``failure``: why the incarnation must end,
-see `workers.failure`) and ``stacked`` (``group, task, number, file, ranks``: what these were doing,
-see `monitor.hang`).
+the agent's own bell, or null), ``warning`` (``signal, cause, time_left_s``: the job will end soon),
+``failed`` (``failure``: why the incarnation must end, see `workers.failure`) and ``stacked``
+(``group, task, number, file, ranks``: what these were doing, see `monitor.hang`).
 
 Within a host (pipes): agent to worker, once, ``start``; worker to agent ``error`` (``rank, step,
 call, exception, traceback``, ``damaged``: a checkpoint's directory, ``absent``: an input's path,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from slurmrl.channel.bell import Bell
 from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import EnvironmentFailure, RunFailedError, WaitTimeoutError
 from slurmrl.fsio import objects
@@ -17,6 +18,9 @@ from slurmrl.workers import messages
 from slurmrl.workers.master.worker_channel import Mailbox, WorkerChannel
 
 INCARNATION = 3
+LOOPBACK = "127.0.0.1"
+LONGEST_S = 600.0
+"""Longer than a test: what is read before was rung for."""
 
 
 def hello(task: int) -> dict[str, Any]:
@@ -37,10 +41,10 @@ def done(rank: int, number: int, **more: Any) -> dict[str, Any]:
 class Site:
     """Two hosts with two ranks each, whose agents write what a test says."""
 
-    def __init__(self, paths: RunPaths, plan: Plan) -> None:
+    def __init__(self, paths: RunPaths, plan: Plan, **more: Any) -> None:
         self.waits = 0
         self.script: list[Callable[[], None]] = []
-        self.channel = WorkerChannel(paths, plan, INCARNATION, self._while_waiting)
+        self.channel = WorkerChannel(paths, plan, INCARNATION, self._while_waiting, **more)
         self.agents = [
             LogWriter(paths.agent_log(INCARNATION, "trainer", task)) for task in range(2)
         ]
@@ -209,3 +213,75 @@ def test_answers_are_those_of_the_trainers(paths: RunPaths, plans: Callable[...,
     site.agents[1].append(hello(1), done(2, 5, x=3))
     with pytest.raises(WaitTimeoutError, match=r"for rank 3 \(n1, job 41_2\) to finish a call"):
         site.channel.collect(5, "a call", 0.0)
+
+
+class RingingSite(Site):
+    """On a shared file system: two hosts and the master with bells."""
+
+    def __init__(self, paths: RunPaths, plan: Plan) -> None:
+        self.bell = Bell(LOOPBACK)
+        self.bells = [Bell(LOOPBACK) for _ in range(2)]
+        super().__init__(paths, plan, bell=self.bell, longest_poll_s=LONGEST_S)
+        for task, (agent, bell) in enumerate(zip(self.agents, self.bells, strict=True)):
+            agent.append({**hello(task), "bell": objects.to_json(bell.address)})
+        self.script = [lambda: self.agents[0].append(done(0, -1), done(1, -1), done(2, -1))]
+        self.script += [lambda: self.agents[1].append(done(3, -1))]
+        self.channel.collect(-1, "nothing", 30)
+        self.reads: list[str] = []
+
+    def rung(self) -> list[bool]:
+        """Which agents were rung since the last time."""
+        heard = [bell.hear().sources for bell in self.bells]
+        assert all(sources <= {self.bell.address.source} for sources in heard)
+        return [bool(sources) for sources in heard]
+
+    def answer(self, task: int, *answers: dict[str, Any]) -> None:
+        self.agents[task].append(*answers)
+        self.bells[task].ring([self.bell.address])
+
+
+@pytest.fixture
+def ringing(
+    paths: RunPaths, plans: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[RingingSite]:
+    monkeypatch.setattr("slurmrl.channel.wakeup.is_local", lambda directory: False)
+    monkeypatch.setattr("slurmrl.channel.follower.RINGING_FIRST_POLL_S", LONGEST_S)
+    found = RingingSite(paths, plans(hosts=2, per_host=2))
+    yield found
+    for bell in (found.bell, *found.bells):
+        bell.close()
+
+
+def test_the_log_begins_with_the_masters_bell(ringing: RingingSite) -> None:
+    address = objects.to_json(ringing.bell.address)
+    assert ringing.control.read() == [{"type": messages.BELL, **address}]
+
+
+def test_agents_are_rung_after_every_post(ringing: RingingSite) -> None:
+    assert ringing.rung() == [False, False]
+    ringing.channel.post({"type": "load"}, {"type": "call"})
+    assert ringing.rung() == [True, True]
+    ringing.channel.end()
+    assert ringing.rung() == [True, True]
+    assert ringing.rung() == [False, False]
+
+
+def test_a_ring_has_the_log_of_its_agent_read_and_no_other(
+    ringing: RingingSite, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the answers of a thousand hosts cost a thousand looks, not a million."""
+    read = LogReader.read
+    looks: list[int] = []
+
+    def counting(reader: LogReader) -> list[dict[str, Any]]:
+        looks.append(int(reader.path.name.rpartition(".")[2]))
+        return read(reader)
+
+    for task in (1, 0):  # after this, both are known to ring
+        ringing.answer(task, done(2 * task, 0), done(2 * task + 1, 0))
+    ringing.channel.collect(0, "a call", 30)
+    monkeypatch.setattr(LogReader, "read", counting)
+    ringing.script = [lambda: ringing.answer(0, done(0, 1), done(1, 1))]
+    ringing.script += [lambda: ringing.answer(1, done(2, 1), done(3, 1))]
+    assert set(ringing.channel.collect(1, "a call", 30)) == {0, 1, 2, 3}
+    assert looks == [0, 1]

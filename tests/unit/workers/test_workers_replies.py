@@ -1,0 +1,132 @@
+"""What an agent sends to the master: how many writes it takes, and who is rung after each."""
+
+from __future__ import annotations
+
+import select
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.channel.bell import Bell
+from slurmrl.channel.log import LogReader, LogWriter
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.workers import messages
+from slurmrl.workers.agent.replies import HOLD_S, Answers, Replies
+
+LOOPBACK = "127.0.0.1"
+ARRIVAL_S = 30.0
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def done(rank: int, seq: int) -> dict[str, Any]:
+    return {"type": messages.DONE, "rank": rank, "seq": seq}
+
+
+def saved(rank: int, seq: int) -> dict[str, Any]:
+    return {"type": messages.SAVED, "rank": rank, "seq": seq}
+
+
+def ready(rank: int) -> dict[str, Any]:
+    return {"type": messages.READY, "rank": rank}
+
+
+def test_answers_leave_with_the_last_one() -> None:
+    """One write per host and message, in whatever order its workers answer."""
+    clock = Clock()
+    answers = Answers(3, clock)
+    for seq in range(3):
+        assert answers.take([done(1, seq)]) == []
+        assert answers.take([done(0, seq)]) == []
+        assert answers.take([]) == []
+        assert answers.take([done(2, seq)]) == [done(1, seq), done(0, seq), done(2, seq)]
+    assert answers.wait_s() == float("inf")
+
+
+def test_a_worker_that_is_ahead_waits_for_the_others() -> None:
+    answers = Answers(2, Clock())
+    assert answers.take([done(0, 0), done(0, 1), done(0, 2)]) == []
+    assert answers.take([done(1, 0)]) == [done(0, 0), done(0, 1), done(0, 2), done(1, 0)]
+    assert answers.take([done(1, 1)]) == [done(1, 1)]
+    assert answers.take([done(1, 2)]) == [done(1, 2)]
+
+
+def test_kinds_of_answers_are_told_apart() -> None:
+    """DONE of one worker and SAVED of the other are not both answers of either kind."""
+    answers = Answers(2, Clock())
+    assert answers.take([ready(0)]) == []
+    assert answers.take([ready(1)]) == [ready(0), ready(1)]
+    assert answers.take([done(0, 7)]) == []
+    assert answers.take([saved(1, 7)]) == []
+    assert len(answers.take([done(1, 7)])) == 3
+    assert answers.take([saved(0, 7)]) == [saved(0, 7)]
+
+
+def test_no_answer_is_held_for_long() -> None:
+    """So the master learns which rank is missing; the rest leave with the last one as before."""
+    clock = Clock()
+    answers = Answers(3, clock)
+    assert answers.take([done(0, 0)]) == []
+    clock.now = HOLD_S / 2
+    assert answers.take([done(1, 0)]) == []
+    assert answers.wait_s() == HOLD_S / 2
+    clock.now = HOLD_S
+    assert answers.wait_s() == 0.0
+    assert answers.take([]) == [done(0, 0), done(1, 0)]
+    assert answers.wait_s() == float("inf")
+    assert answers.take([done(2, 0)]) == [done(2, 0)]
+
+
+def test_only_answers_are_held() -> None:
+    answers = Answers(2, Clock())
+    assert answers.take([done(0, 0)]) == []
+    other = {"type": "other"}
+    assert answers.take([other]) == [done(0, 0), other]
+
+
+def test_a_host_with_one_worker_holds_nothing() -> None:
+    assert Answers(1, Clock()).take([done(0, 0)]) == [done(0, 0)]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "agent"
+
+
+def test_the_master_is_rung_after_each_write_and_at_no_other_time(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ring before its message, or for none, would be a look in vain."""
+    master, replies = Bell(LOOPBACK), Replies(LogWriter(path), 1, Bell(LOOPBACK))
+    assert replies.bell is not None
+    reader = LogReader(path)
+
+    def rung() -> bool:
+        return bool(master.hear().sources)
+
+    replies.send({"n": 0})
+    assert (reader.read(), rung()) == ([{"n": 0}], False)  # the address is not known yet
+    replies.ring_at(master.address)
+    replies.send()
+    assert not rung()
+    append = LogWriter.append
+
+    def fail(*arguments: Any) -> None:
+        append(*arguments)
+        raise EnvironmentFailure("no answer")
+
+    monkeypatch.setattr(LogWriter, "append", fail)
+    replies.send({"n": 1})
+    assert not rung()
+    monkeypatch.setattr(LogWriter, "append", append)
+    replies.send()
+    assert select.select([master], [], [], ARRIVAL_S)[0]
+    assert (reader.read(), master.hear().sources) == ([{"n": 1}], {replies.bell.address.source})
+    replies.close()
+    master.close()
