@@ -1,14 +1,16 @@
-"""Order of a dataset's items and the cursor in it. Torch-free.
+"""Order of a dataset's items. Torch-free.
 
-The order is a pure function of the seed. The master commits the cursor, from which any process can
-compute the next items.
+The order is a pure function of the seed, so any process can compute it.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
+from functools import lru_cache
+
+EPOCHS_AT_ONCE = 2
+"""Epochs whose orders are kept: unfinished items of the previous epoch may be taken again."""
 
 
 def permutation(seed: int, epoch: int, size: int) -> list[int]:
@@ -18,23 +20,9 @@ def permutation(seed: int, epoch: int, size: int) -> list[int]:
     return order
 
 
-@dataclass(frozen=True, order=True)
-class Cursor:
-    """Items before ``position`` of ``epoch``, and all earlier epochs, are consumed."""
-
-    epoch: int = 0
-    position: int = 0
-
-    def to_json(self) -> list[int]:
-        return [self.epoch, self.position]
-
-    @staticmethod
-    def from_json(value: list[int]) -> Cursor:
-        return Cursor(*value)
-
-
 class DataOrder:
-    """The endless sequence of a dataset's items: epoch after epoch, each in its own order."""
+    """The endless sequence of a dataset's items, numbered from 0: epoch after epoch, each in its
+    own order."""
 
     def __init__(self, size: int, seed: int, *, shuffle: bool = True) -> None:
         if size < 1:
@@ -42,55 +30,18 @@ class DataOrder:
         self.size = size
         self._seed = seed
         self._shuffle = shuffle
-        self._epoch = -1
-        self._indices: list[int] = []
+        self._indices_of = lru_cache(EPOCHS_AT_ONCE)(self._make_indices)
 
     def indices(self, epoch: int) -> list[int]:
-        """The order of an epoch; the last one computed is cached."""
-        if epoch != self._epoch:
-            size = self.size
-            self._indices = (
-                permutation(self._seed, epoch, size) if self._shuffle else list(range(size))
-            )
-            self._epoch = epoch
-        return self._indices
+        """The order of an epoch."""
+        return self._indices_of(epoch)
 
-    def take(self, cursor: Cursor, n: int) -> tuple[list[tuple[int, int]], Cursor]:
-        """The next ``n`` items as (epoch, index), across epochs if necessary, and the cursor after
-        them."""
-        end = self.advance(cursor, n)
-        items = [
-            (epoch, index)
-            for epoch, start, stop in self.ranges(cursor, end)
-            for index in self.indices(epoch)[start:stop]
-        ]
-        return items, end
+    def items(self, numbers: Iterable[int]) -> list[tuple[int, int]]:
+        """The numbered items as (epoch, index)."""
+        places = (divmod(number, self.size) for number in numbers)
+        return [(epoch, self.indices(epoch)[position]) for epoch, position in places]
 
-    def advance(self, cursor: Cursor, n: int) -> Cursor:
-        """The cursor after ``n`` more items."""
-        epochs, position = divmod(cursor.position + n, self.size)
-        return Cursor(cursor.epoch + epochs, position)
-
-    def ranges(self, start: Cursor, stop: Cursor) -> list[list[int]]:
-        """The ranges between two cursors: [epoch, first position, position after the last]."""
-        ranges = []
-        for epoch in range(start.epoch, stop.epoch + 1):
-            first = start.position if epoch == start.epoch else 0
-            end = stop.position if epoch == stop.epoch else self.size
-            if first < end:
-                ranges.append([epoch, first, end])
-        return ranges
-
-
-def merge_ranges(ranges: Iterable[list[int]]) -> list[list[int]]:
-    """Sort the ranges and join adjacent ones. Raises ValueError if two overlap: an item would have
-    been consumed twice."""
-    merged: list[list[int]] = []
-    for epoch, start, stop in sorted(ranges):
-        if merged and merged[-1][0] == epoch and start <= merged[-1][2]:
-            if start < merged[-1][2]:
-                raise ValueError(f"epoch {epoch}: positions {start}.. were consumed twice")
-            merged[-1][2] = stop
-        else:
-            merged.append([epoch, start, stop])
-    return merged
+    def _make_indices(self, epoch: int) -> list[int]:
+        return (
+            permutation(self._seed, epoch, self.size) if self._shuffle else list(range(self.size))
+        )

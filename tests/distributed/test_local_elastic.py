@@ -23,12 +23,12 @@ def config_of(kind: str, **changes: Any) -> dict[str, Any]:
     return config
 
 
-def consumed(site: Site, trial: str) -> dict[str, Any]:
-    """The cursor and the consumed rows at each commit's step."""
+def ledgers(site: Site, trial: str) -> dict[str, Any]:
+    """The ledger and its dataset at each commit's step."""
     found = {}
     for folder in sorted(site.paths(trial).checkpoints.iterdir()):
         state = json.loads((folder / "state.json").read_bytes())
-        found[state["step"]] = [state["cursor"], state["consumed"], state["dataset"]]
+        found[state["step"]] = [state["ledger"], state["dataset"]]
     return found
 
 
@@ -68,7 +68,7 @@ def test_an_interrupted_run_goes_on_with_more_ranks(tmp_path: Path) -> None:
     assert "preserved exactly: weights, optimizer state, order of the data" in said
     assert "sums have another order" in said
     resume(site, "sft/killed", 1, "total_steps=44")
-    assert consumed(site, "sft/killed") == consumed(site, "sft/whole")
+    assert ledgers(site, "sft/killed") == ledgers(site, "sft/whole")
     assert_close(site.metrics("sft/killed"), site.metrics("sft/whole"))
 
 
@@ -86,5 +86,5 @@ def test_one_two_four_one_ranks(tmp_path: Path, kind: str) -> None:
         assert f"-> 'fsdp:d{ranks}'" in said
         last = sorted(site.paths(trial).checkpoints.iterdir())[-1]
         assert len(list(last.glob("actor.*.safetensors"))) == ranks
-    assert consumed(site, trial) == consumed(site, f"{kind}/whole")
+    assert ledgers(site, trial) == ledgers(site, f"{kind}/whole")
     assert_close(site.metrics(trial), site.metrics(f"{kind}/whole"))

@@ -139,8 +139,7 @@ def _commit(paths: RunPaths, step: int) -> None:
     file = RoleSnapshot(part, (entry,)).write(directory)
     state = {
         "step": step,
-        "cursor": {"epoch": 0, "position": 8},
-        "consumed": [],
+        "ledger": {"settled": 8, "next": 8},
         "dataset": {"size": 1, "fingerprint": "f"},
         "metrics": {"step": step},
         "controller": {},

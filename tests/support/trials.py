@@ -129,7 +129,7 @@ class Site:
 
     def outcome(self, trial: str) -> dict[str, Any]:
         """Everything that must not depend on how often a run was interrupted: weights, optimizer
-        state and random states of the last checkpoint, its data cursor, and all metrics except
+        state and random states of the last checkpoint, its ledger, and all metrics except
         times."""
         paths = self.paths(trial)
         commit = fold(History(paths.history).read()).last_commit
@@ -142,7 +142,7 @@ class Site:
         return {
             "files": {file.name: file.read_bytes() for file in sorted(last.glob("*.safetensors"))},
             "export": sorted(paths.exports.glob("*/model.safetensors"))[-1].read_bytes(),
-            "consumed": json.loads((last / "state.json").read_bytes())["consumed"],
+            "ledger": json.loads((last / "state.json").read_bytes())["ledger"],
             "metrics": [
                 {name: value for name, value in line.items() if not is_timing(name)}
                 for line in self.metrics(trial)

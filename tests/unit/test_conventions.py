@@ -87,6 +87,7 @@ TORCH_FREE = (
     "data",
     "data.meta",
     "data.order",
+    "data.ledger",
     "rewards",
     "rewards.*",
     "checkpoint",

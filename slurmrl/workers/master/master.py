@@ -253,7 +253,7 @@ class Master:
 
     def _record(self, metrics: dict[str, Any]) -> None:
         step = self.progress.step
-        line = {"step": step, "epoch": self.progress.cursor.epoch, **metrics}
+        line = {"step": step, "epoch": self.progress.epoch, **metrics}
         if self.rows_left_out:
             line["rows_left_out"] = self.rows_left_out
         self._tell_unknown_metric(line)

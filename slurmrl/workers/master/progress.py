@@ -1,4 +1,4 @@
-"""Progress of a run, committed with it: step, data cursor, consumed data, scalars, due times."""
+"""Progress of a run, committed with it: step, ledger of the data, scalars, due times."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from typing import Any
 from slurmrl.algorithms.scalars import ScalarController
 from slurmrl.config.conditions import Frequency, StopWhen
 from slurmrl.config.schema import Config
-from slurmrl.data.order import Cursor, DataOrder, merge_ranges
-from slurmrl.errors import CheckpointError
+from slurmrl.data.ledger import Ledger, LedgerRecord
+from slurmrl.data.order import DataOrder
+from slurmrl.errors import CheckpointError, CorruptFileError
+from slurmrl.fsio import objects
+from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import (
     COUNT,
     NUMBER,
@@ -27,21 +30,60 @@ from slurmrl.monitor.metrics import finite
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
 
+WHERE = "the state of the last commit"
+
+
+def _read_ledger(values: Mapping[str, Any]) -> LedgerRecord:
+    """Raises CorruptFileError."""
+    record = objects.from_json(LedgerRecord, values, WHERE)
+    record.check(WHERE)
+    return record
+
+
+def _is_ledger(value: Any) -> bool:
+    try:
+        return isinstance(value, dict) and bool(_read_ledger(value))
+    except CorruptFileError:
+        return False
+
+
 _RANGE = items(COUNT, SIZE, SIZE)
 _TIMES = table({"step": COUNT, "epoch": COUNT}, ("step", "epoch"))
 STATE: Fields = {
     "step": COUNT,
-    "cursor": items(COUNT, SIZE),
-    "consumed": list_of(_RANGE),
+    "ledger": FieldType("a ledger in which no item occurs twice", _is_ledger),
     "dataset": table({"size": SIZE, "fingerprint": TEXT}, ("size", "fingerprint")),
     "metrics": each(FieldType("any value", lambda value: True)),
     "controller": each(NUMBER),
     "commits": _TIMES,
     "evaluations": _TIMES,
     "stop_token_ids": list_of(SIZE),
+    "cursor": items(COUNT, SIZE),
+    "consumed": list_of(_RANGE),
 }
-"""Fields of a committed state. ``evaluations`` is null without evaluations."""
-REQUIRED = ("step", "cursor", "consumed", "metrics", "controller", "commits")
+"""Fields of a committed state. ``evaluations`` is null without evaluations; commits of older
+versions have ``cursor`` and ``consumed`` in place of ``ledger``."""
+REQUIRED = ("step", "metrics", "controller", "commits")
+
+
+def ledger_of(state: Mapping[str, Any]) -> LedgerRecord:
+    """Return the ledger of a committed state. Older versions committed the place (epoch, position)
+    before which all items are trained, and the trained ranges of each epoch.
+
+    Raises CorruptFileError.
+    """
+    if state.get("ledger") is not None:
+        return _read_ledger(state["ledger"])
+    if state.get("cursor") is None or state.get("consumed") is None:
+        raise corrupt(WHERE, "has no 'ledger'")
+    epoch, position = state["cursor"]
+    size = state["dataset"]["size"] if state["dataset"] is not None else 0
+    trained = epoch * size + position
+    if sum(stop - first for _, first, stop in state["consumed"]) != trained:
+        raise corrupt(
+            WHERE, f"has trained items other than the {trained} before {[epoch, position]}"
+        )
+    return LedgerRecord(settled=trained, next=trained)
 
 
 def _frequency(section: Any) -> Frequency:
@@ -64,8 +106,7 @@ class Progress:
         self.evaluations = _frequency(self.config.evaluation) if self.config.evaluation else None
         self.log_lines = _frequency(self.config.logging)
         self.step = 0
-        self.cursor = Cursor()
-        self.consumed: list[list[int]] = []
+        self.ledger = Ledger()
         self.dataset: dict[str, Any] | None = None
         self.metrics: dict[str, Any] = {}
         """Those of the last step, evaluation included."""
@@ -74,6 +115,8 @@ class Progress:
         self.stop_token_ids: list[int] = []
         """The tokens that end a completion; an export states them."""
         self._order: DataOrder | None = None
+        self._batch: list[int] = []
+        """The items in flight for the next step."""
         if state is not None:
             self._restore(state)
 
@@ -83,8 +126,7 @@ class Progress:
         """Return JSON values: with the ranks' files, all that a successor needs."""
         return {
             "step": self.step,
-            "cursor": self.cursor.to_json(),
-            "consumed": self.consumed,
+            "ledger": objects.to_json(self.ledger.record()),
             "dataset": self.dataset,
             "metrics": finite(self.metrics),
             "controller": self.controller.state(),
@@ -95,8 +137,7 @@ class Progress:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self.step = state["step"]
-        self.cursor = Cursor.from_json(state["cursor"])
-        self.consumed = state["consumed"]
+        self.ledger = Ledger(ledger_of(state))
         self.dataset = state["dataset"]
         self.metrics = state["metrics"]
         self.commits.restore(state["commits"])
@@ -112,7 +153,7 @@ class Progress:
         """Set the dataset that the ranks have read.
 
         Raises:
-            CheckpointError: it differs from the dataset of the committed cursor.
+            CheckpointError: it differs from the dataset that the last commit's ledger is about.
         """
         dataset = {"size": size, "fingerprint": fingerprint}
         if self.dataset is not None and self.dataset != dataset:
@@ -130,9 +171,17 @@ class Progress:
             raise RuntimeError("use_dataset comes first")
         return self._order
 
+    @property
+    def epoch(self) -> int:
+        """Epochs of which all items are trained or dropped."""
+        return self.ledger.settled // self.order.size
+
     def take_batch(self) -> list[tuple[int, int]]:
-        """Items (epoch, index) of the next step; they count as consumed by `advance` only."""
-        return self.order.take(self.cursor, self.batch_size)[0]
+        """Take the items (epoch, index) of the next step; `advance` counts them as trained."""
+        order = self.order
+        assert not self._batch, "one step at a time"
+        self._batch = self.ledger.take(self.batch_size, self.step + 1)
+        return order.items(self._batch)
 
     def evaluation_items(self) -> list[tuple[int, int]]:
         """Items of an evaluation: always the same ones, from the top of the dataset."""
@@ -146,11 +195,10 @@ class Progress:
         return self.controller.values()
 
     def advance(self, metrics: Mapping[str, Any]) -> None:
-        """Finish the step: consume its batch and update the scalars from its metrics."""
-        end = self.order.advance(self.cursor, self.batch_size)
-        self.consumed = merge_ranges([*self.consumed, *self.order.ranges(self.cursor, end)])
-        self.cursor = end
+        """Finish the step: its batch is trained, and its metrics change the scalars."""
         self.step += 1
+        self.ledger.finish(self._batch, self.step)
+        self._batch = []
         self.controller.update(metrics)
 
     def finish_reason(self) -> str | None:
@@ -163,12 +211,12 @@ class Progress:
     def evaluation_due(self) -> bool:
         if self.evaluations is None or self.config.evaluation is None:
             return False
-        due = self.evaluations.check(self.step, self.cursor.epoch, time.monotonic())
+        due = self.evaluations.check(self.step, self.epoch, time.monotonic())
         last = self.step >= self.config.total_steps
         return due or (last and self.config.evaluation.at_end)
 
     def log_due(self) -> bool:
-        return self.log_lines.check(self.step, self.cursor.epoch, time.monotonic())
+        return self.log_lines.check(self.step, self.epoch, time.monotonic())
 
     def commit_due(self) -> bool:
-        return self.commits.check(self.step, self.cursor.epoch, time.monotonic())
+        return self.commits.check(self.step, self.epoch, time.monotonic())

@@ -68,6 +68,6 @@ def test_a_mistake_of_the_user_s_has_no_traceback(
     names: Any = None
     error = ConfigError((Problem("ppo.yaml:3", "seed", "is wrong"),))
     failure = serve._fail(names, 1, events, error)
-    assert failure["final"]
+    assert failure.final
     assert "ppo.yaml:3: seed: is wrong" in caplog.text
     assert "Traceback" not in capsys.readouterr().err

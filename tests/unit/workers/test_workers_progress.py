@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from slurmrl.checkpoint.manifest import read_state, write_manifest
+from slurmrl.data.ledger import LedgerRecord
 from slurmrl.data.order import DataOrder
-from slurmrl.errors import CheckpointError
+from slurmrl.errors import CheckpointError, CorruptFileError, DamagedCheckpointError
 from slurmrl.plan.settings import Settings
-from slurmrl.workers.master.progress import Progress
+from slurmrl.workers.master.progress import REQUIRED, STATE, Progress
 
 SIZE = 10
 FINGERPRINT = "f1"
@@ -41,17 +44,20 @@ def test_batches_run_over_the_ends_of_epochs(make_settings: Any) -> None:
     progress = start(make_settings())
     taken = [item for _ in range(5) for item in step(progress)]
     assert sorted(taken) == [(epoch, index) for epoch in range(2) for index in range(SIZE)]
-    assert progress.consumed == [[0, 0, 10], [1, 0, 10]]
-    assert progress.cursor.to_json() == [2, 0]
+    assert progress.ledger.record() == LedgerRecord(settled=20, next=20)
+    assert progress.epoch == 2
     order = DataOrder(SIZE, 1)
     assert taken == [(e, i) for e in range(2) for i in order.indices(e)]
 
 
-def test_taking_is_not_consuming(make_settings: Any) -> None:
+def test_taking_is_not_training(make_settings: Any) -> None:
+    """A run that ends within a step begins it again with the same items."""
     progress = start(make_settings())
-    assert progress.take_batch() == progress.take_batch()
-    assert progress.consumed == []
-    assert progress.step == 0
+    step(progress)
+    items = progress.take_batch()
+    assert (progress.step, progress.ledger.settled) == (1, 4)
+    again = start(make_settings(), committed(progress))
+    assert again.take_batch() == items
 
 
 @pytest.mark.parametrize("stop", [1, 2, 3, 4, 5, 6])
@@ -78,7 +84,7 @@ def test_a_restored_run_continues_as_if_nothing_had_happened(make_settings: Any,
     parts += run(after, 9 - stop)
     assert parts == whole
     assert committed(after) == committed(undisturbed)
-    assert after.consumed == [[0, 0, 10], [1, 0, 10], [2, 0, 10], [3, 0, 6]]
+    assert after.ledger.record() == LedgerRecord(settled=36, next=36)
     assert len({str(scalars) for scalars, *_ in whole}) > 1, "the coefficient must have moved"
 
 
@@ -145,6 +151,36 @@ def test_stop_condition_holds_after_a_restart(make_settings: Any) -> None:
     assert progress.finish_reason() == "stop_when: eval/reward >= 0.5"
     again = start(settings, committed(progress))
     assert again.finish_reason() == "stop_when: eval/reward >= 0.5"
+
+
+def test_commits_of_older_versions_are_continued(make_settings: Any) -> None:
+    """They hold the place before which everything is trained, and the trained ranges."""
+    progress = start(make_settings())
+    for _ in range(3):
+        step(progress)
+    old = committed(progress)
+    del old["ledger"]
+    old |= {"cursor": [1, 2], "consumed": [[0, 0, 10], [1, 0, 2]]}
+    again = start(make_settings(), old)
+    assert again.ledger.record() == progress.ledger.record()
+    assert step(again) == step(progress)
+    with pytest.raises(CorruptFileError, match=r"other than the 12 before \[1, 2\]"):
+        Progress(make_settings(), old | {"consumed": [[0, 0, 10], [1, 1, 2]]})
+
+
+@pytest.mark.parametrize("ledger", [{"settled": 8, "next": 4}, {"settled": -1}, [], None])
+def test_a_ledger_that_contradicts_itself_is_damage(
+    make_settings: Any, ledger: Any, tmp_path: Path
+) -> None:
+    """It is found where the state is read, which makes an older commit the base, or at least
+    before anything is trained."""
+    state = committed(start(make_settings())) | {"ledger": ledger}
+    write_manifest(tmp_path, step=1, files=[], state=state)
+    if ledger is not None:
+        with pytest.raises(DamagedCheckpointError, match="in 'ledger', expected a ledger"):
+            read_state(tmp_path, STATE, REQUIRED)
+    with pytest.raises(CorruptFileError, match="the state of the last commit has"):
+        Progress(make_settings(), state | {"ledger": ledger or None})
 
 
 @pytest.mark.parametrize(("size", "fingerprint"), [(SIZE + 1, FINGERPRINT), (SIZE, "f2")])

@@ -1,0 +1,190 @@
+"""The ledger: the master's account of a trial's data. Torch-free.
+
+Items are numbered by their place in the endless order of the dataset (see `data.order`). Each item
+is queued, in flight for a step, trained at a step, or dropped for a reason. Items may finish in any
+order. A commit holds the ledger as a `LedgerRecord`, whose size depends on the number of items that
+are neither before the first unfinished item nor queued for the first time, and not on the length of
+the trial.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+from slurmrl.fsio.failures import corrupt
+from slurmrl.fsio.shapes import MOST_COUNT, SIZE
+
+Value = TypeVar("Value", int, str)
+Number = Annotated[int, SIZE]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRun:
+    """The items ``first`` to ``stop - 1``, in flight for a step or trained at it."""
+
+    first: Number
+    stop: Number
+    step: Number
+
+
+@dataclass(frozen=True, kw_only=True)
+class DroppedRun:
+    """The items ``first`` to ``stop - 1``, dropped for one reason."""
+
+    first: Number
+    stop: Number
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropCount:
+    reason: str
+    items: Number
+
+
+@dataclass(frozen=True, kw_only=True)
+class LedgerRecord:
+    """A ledger in a commit. All items from ``settled`` to ``next`` that are in no run are queued
+    again."""
+
+    settled: Number = 0
+    """All items before this one are trained or dropped."""
+    next: Number = 0
+    """This item and all after it were never taken."""
+    in_flight: tuple[StepRun, ...] = ()
+    trained: tuple[StepRun, ...] = ()
+    dropped: tuple[DroppedRun, ...] = ()
+    dropped_before: tuple[DropCount, ...] = ()
+    """Of the items before ``settled``."""
+
+    def check(self, where: object) -> None:
+        """Raises CorruptFileError that names ``where`` if the fields contradict each other."""
+        if not self.settled <= self.next <= self.settled + MOST_COUNT:
+            problem = f"has 'settled' {self.settled} and 'next' {self.next}: expected at most"
+            raise corrupt(where, f"{problem} {MOST_COUNT} items between them")
+        if sum(count.items for count in self.dropped_before) > self.settled:
+            raise corrupt(where, f"has more dropped items than the {self.settled} settled ones")
+        end = self.settled
+        runs: list[StepRun | DroppedRun] = [*self.in_flight, *self.trained, *self.dropped]
+        for run in sorted(runs, key=lambda run: (run.first, run.stop)):
+            if not end <= run.first < run.stop <= self.next:
+                problem = f"has the items {run.first} to {run.stop - 1} twice, or out of place"
+                raise corrupt(where, problem)
+            end = run.stop
+
+
+class Ledger:
+    """Begins with all items queued, or from the record of a commit: what was in flight then is
+    queued again."""
+
+    def __init__(self, record: LedgerRecord | None = None) -> None:
+        record = record or LedgerRecord()
+        self._settled = record.settled
+        self._next = record.next
+        self._in_flight: dict[int, int] = {}
+        """Step by item; the same of the others, which hold no item before `_settled`."""
+        self._trained = _expanded((run.first, run.stop, run.step) for run in record.trained)
+        self._dropped = _expanded((run.first, run.stop, run.reason) for run in record.dropped)
+        self._dropped_before = Counter(
+            {count.reason: count.items for count in record.dropped_before}
+        )
+        done = self._trained.keys() | self._dropped.keys()
+        self._queued_again = set(range(self._settled, self._next)) - done
+
+    @property
+    def settled(self) -> int:
+        """The first item that is neither trained nor dropped."""
+        return self._settled
+
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Numbers of dropped items by reason."""
+        return self._dropped_before + Counter(self._dropped.values())
+
+    def take(self, count: int, step: int) -> list[int]:
+        """Take the first queued items for a step: they are in flight then.
+
+        Raises ValueError if too many items would be unfinished for a commit.
+        """
+        again = sorted(self._queued_again)[:count]
+        end = self._next + count - len(again)
+        if end - self._settled > MOST_COUNT:
+            raise ValueError(f"more than {MOST_COUNT} items since the first unfinished one")
+        taken = [*again, *range(self._next, end)]
+        self._queued_again.difference_update(again)
+        self._next = end
+        self._in_flight.update(dict.fromkeys(taken, step))
+        return taken
+
+    def finish(self, items: Iterable[int], step: int) -> None:
+        """Count items in flight as trained at a step. Raises ValueError, before any change, for an
+        item that is not in flight: it would be trained twice."""
+        self._trained.update(dict.fromkeys(self._landed(items), step))
+        self._settle()
+
+    def drop(self, items: Iterable[int], reason: str) -> None:
+        """Count items in flight as dropped: they are never trained. Raises as `finish`."""
+        self._dropped.update(dict.fromkeys(self._landed(items), reason))
+        self._settle()
+
+    def give_back(self, items: Iterable[int]) -> None:
+        """Queue items in flight again, before all that were never taken. Raises as `finish`."""
+        self._queued_again.update(self._landed(items))
+
+    def record(self) -> LedgerRecord:
+        return LedgerRecord(
+            settled=self._settled,
+            next=self._next,
+            in_flight=_step_runs(self._in_flight),
+            trained=_step_runs(self._trained),
+            dropped=tuple(
+                DroppedRun(first=first, stop=stop, reason=reason)
+                for first, stop, reason in _runs(self._dropped)
+            ),
+            dropped_before=tuple(
+                DropCount(reason=reason, items=items)
+                for reason, items in sorted(self._dropped_before.items())
+            ),
+        )
+
+    def _landed(self, items: Iterable[int]) -> list[int]:
+        """Remove items from those in flight."""
+        landed = list(items)
+        if len(set(landed)) < len(landed) or not self._in_flight.keys() >= set(landed):
+            wrong = sorted(item for item in landed if item not in self._in_flight) or landed
+            raise ValueError(f"items {wrong} are not in flight, each once")
+        for item in landed:
+            del self._in_flight[item]
+        return landed
+
+    def _settle(self) -> None:
+        """Move `_settled` past the finished items and forget which ones these were."""
+        while True:
+            if (reason := self._dropped.pop(self._settled, None)) is not None:
+                self._dropped_before[reason] += 1
+            elif self._trained.pop(self._settled, None) is None:
+                return
+            self._settled += 1
+
+
+def _expanded(runs: Iterable[tuple[int, int, Value]]) -> dict[int, Value]:
+    return {item: value for first, stop, value in runs for item in range(first, stop)}
+
+
+def _runs(values: Mapping[int, Value]) -> Sequence[tuple[int, int, Value]]:
+    """Return the runs (first, stop, value) of adjacent items with one value, in order."""
+    runs: list[tuple[int, int, Value]] = []
+    for item in sorted(values):
+        value = values[item]
+        if runs and runs[-1][1:] == (item, value):
+            runs[-1] = (runs[-1][0], item + 1, value)
+        else:
+            runs.append((item, item + 1, value))
+    return runs
+
+
+def _step_runs(steps: Mapping[int, int]) -> tuple[StepRun, ...]:
+    return tuple(StepRun(first=first, stop=stop, step=step) for first, stop, step in _runs(steps))
