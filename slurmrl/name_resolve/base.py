@@ -71,7 +71,7 @@ class NameStore(ABC):
     # -- implemented by each kind of store --------------------------------------------------
 
     @abstractmethod
-    def _add(self, key: str, entry: NameEntry, replace: bool) -> bool:
+    def _add(self, key: str, entry: NameEntry, *, replace: bool, durable: bool) -> bool:
         """Store an entry; False if the key exists and ``replace`` is false."""
 
     @abstractmethod
@@ -103,16 +103,24 @@ class NameStore(ABC):
     # -- public interface --------------------------------------------------------------------
 
     def add(
-        self, name: str, value: object, *, replace: bool = False, delete_on_exit: bool = True
+        self,
+        name: str,
+        value: object,
+        *,
+        replace: bool = False,
+        delete_on_exit: bool = True,
+        durable: bool = True,
     ) -> None:
-        """Set the value of a key to ``str(value)``.
+        """Set the value of a key to ``str(value)``. Without ``durable``, a crash of the server that
+        holds the key may lose or damage the value.
 
         Raises NameExistsError if the key exists and ``replace`` is false, InvalidNameError.
         """
         key = normalise(name)
         owner = self._owner if delete_on_exit else ""
         entry = NameEntry(checked_value(key, value), uuid.uuid4().hex, owner)
-        if not self._add(key, entry, replace) and not self._inherit(key, entry):
+        added = self._add(key, entry, replace=replace, durable=durable)
+        if not added and not self._inherit(key, entry):
             raise NameExistsError(f"key {key!r} exists already")
         if delete_on_exit:
             self._added[key] = entry

@@ -47,12 +47,12 @@ class FileNameStore(NameStore):
             path = self._paths[key] = self._directory / encode(key)
         return path
 
-    def _add(self, key: str, entry: NameEntry, replace: bool) -> bool:
+    def _add(self, key: str, entry: NameEntry, *, replace: bool, durable: bool) -> bool:
         path, data = self._path(key), entry.to_json()
         if replace:
-            atomic.replace(path, data, calls=self._calls)
+            atomic.replace(path, data, durable=durable, calls=self._calls)
             return True
-        return atomic.exclusive_create(path, data, calls=self._calls)
+        return atomic.exclusive_create(path, data, durable=durable, calls=self._calls)
 
     def _get(self, key: str) -> NameEntry | None:
         path = self._path(key)

@@ -24,7 +24,7 @@ class MemoryNameStore(NameStore):
         super().__init__(owner=owner, alive=alive)
         self._entries: dict[str, NameEntry] = {} if entries is None else entries
 
-    def _add(self, key: str, entry: NameEntry, replace: bool) -> bool:
+    def _add(self, key: str, entry: NameEntry, *, replace: bool, durable: bool) -> bool:
         with _LOCK:
             if key in self._entries and not replace:
                 return False

@@ -59,7 +59,7 @@ class RedisNameStore(NameStore):
             url, socket_timeout=TIMEOUT_S, socket_connect_timeout=TIMEOUT_S
         )
 
-    def _add(self, key: str, entry: NameEntry, replace: bool) -> bool:
+    def _add(self, key: str, entry: NameEntry, *, replace: bool, durable: bool) -> bool:
         data = entry.to_json()
         added = self._ask(lambda: self._client.set(self._prefix + key, data, nx=not replace))
         # After a lost reply the entry there tells whether it was ours.

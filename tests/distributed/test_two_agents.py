@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,17 @@ LEAVE_S = 120.0
 class Job:
     """A trial on two hosts with one worker each; the test is its supervisor."""
 
-    def __init__(self, folder: Path, **settings: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        steps: int = 100_000,
+        environment: Mapping[str, str] | None = None,
+        **settings: Any,
+    ) -> None:
         """``settings`` are further ones of the cluster."""
-        site = Site(folder)
+        site = self.site = Site(folder)
+        self._environment = environment or {}
         cluster = {
             "hosts": 2,
             "workers_per_host": 1,
@@ -43,7 +51,7 @@ class Job:
             "lease_ttl_s": 20,
             **settings,
         }
-        config = sft_config(total_steps=100_000, cluster=cluster, checkpoint={"every_seconds": 1})
+        config = sft_config(total_steps=steps, cluster=cluster, checkpoint={"every_seconds": 1})
         path = site.write("config.yaml", config)
         proposal = propose(path, [], root=str(site.root), scheduler="slurm")
         prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)
@@ -59,6 +67,7 @@ class Job:
             "SLURM_JOB_ID": "41",
             "SLURM_NODEID": str(task),
             "SLURMD_NODENAME": f"n{task}",
+            **self._environment,
         }
         return subprocess.Popen(command, env=environment)
 
@@ -82,11 +91,35 @@ class Job:
                 return pid
         raise AssertionError(f"host {task} has no {role}")
 
+    def kill(self) -> None:
+        for agent in self.agents:
+            agent.kill()
+            agent.wait()
+        wait_until("all processes to leave", lambda: not any(processes(self.paths.run).values()))
+
     def end(self) -> list[int]:
         """Tell the agents that the job ends; their exit codes."""
         for agent in self.agents:
             agent.send_signal(signal.SIGUSR2)
         return [agent.wait(LEAVE_S) for agent in self.agents]
+
+
+SHARED = REPOSITORY / "tests" / "support" / "shared_directory"
+
+
+def on_a_shared_directory(folder: Path, *, cut_off: bool) -> tuple[dict[str, Any], set[str]]:
+    """Return the outcome of a trial, and which of its programs heeded rings."""
+    rings = folder / "rings"
+    rings.mkdir(parents=True)
+    environment = {"PYTHONPATH": f"{SHARED}:{REPOSITORY}", "SLURMRL_TEST_RINGS": str(rings)}
+    if cut_off:
+        environment["SLURMRL_TEST_CUT_OFF"] = "1"
+    job = Job(folder, steps=6, environment=environment)
+    try:
+        assert [agent.wait(LEAVE_S) for agent in job.agents] == [OK, OK]
+        return job.site.outcome("sft/1"), {file.name for file in rings.iterdir()}
+    finally:
+        job.kill()
 
 
 def ancestors(pid: int) -> list[int]:
@@ -102,10 +135,7 @@ def ancestors(pid: int) -> list[int]:
 def job(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
     found = Job(tmp_path, **getattr(request, "param", {}))
     yield found
-    for agent in found.agents:
-        agent.kill()
-        agent.wait()
-    wait_until("all processes to leave", lambda: not any(processes(found.paths.run).values()))
+    found.kill()
 
 
 def test_a_failure_of_one_host_is_the_end_for_both(job: Job) -> None:
@@ -135,6 +165,16 @@ def test_a_failure_of_one_host_is_the_end_for_both(job: Job) -> None:
         ("agent.trainer.1.0", 1),
         ("agent.trainer.0.0", 2),
     ]
+
+
+def test_doorbells_change_nothing_but_when_messages_are_noticed(tmp_path: Path) -> None:
+    """Agents and master heed each other's rings; with all of them lost the trial is the same to the
+    bit."""
+    rung, heeded = on_a_shared_directory(tmp_path / "rung", cut_off=False)
+    assert heeded == {"agent", "master"}
+    polled, heeded = on_a_shared_directory(tmp_path / "polled", cut_off=True)
+    assert heeded == set()
+    assert rung == polled
 
 
 @pytest.mark.long

@@ -115,7 +115,9 @@ class StatusPublisher:
             "time": time.time(),
         }
         try:
-            self._names.add(keys.status(), json.dumps(value), replace=True, delete_on_exit=False)
+            self._names.add(
+                keys.status(), json.dumps(value), replace=True, delete_on_exit=False, durable=False
+            )
         except EnvironmentFailure as error:  # only the display is delayed
             logger.warning("cannot publish the status, will retry: %s", error)
 

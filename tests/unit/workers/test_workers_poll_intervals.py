@@ -172,5 +172,7 @@ def test_operations_of_the_substrate(tmp_path: Path) -> None:
     assert count(lambda: store.get("key")) == 4
     assert count(lambda: store.add("other", "1")) == 8
     assert count(lambda: store.add("other", "2", replace=True)) == 7
+    assert count(lambda: store.add("other", "3", replace=True, durable=False)) == 5
+    assert calls.count["fsync"] == 0
     assert count(lambda: store.find_subtree("")) == 1
     assert count(history.read) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,11 @@ import pytest
 from slurmrl import keys
 from slurmrl.channel import frame
 from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio.calls import SystemCalls
 from slurmrl.lease import Lease
+from slurmrl.monitor import published
+from slurmrl.name_resolve.base import NameStore
+from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.name_resolve.memory import MemoryNameStore
 from slurmrl.paths import RunPaths
 from slurmrl.workers.master import publish
@@ -48,12 +53,12 @@ class CountingStore(MemoryNameStore):
 
 
 class Desk:
-    def __init__(self, paths: RunPaths, clock: Clock) -> None:
+    def __init__(self, paths: RunPaths, clock: Clock, names: NameStore | None = None) -> None:
         self.clock = clock
         self.names = CountingStore()
         self.agents: dict[str, dict[str, Any]] = {}
         self.publisher = StatusPublisher(
-            self.names,
+            names or self.names,
             paths,
             self.agents,
             incarnation=2,
@@ -153,3 +158,28 @@ def test_what_ranks_do_comes_with_the_leases(desk: Desk, paths: RunPaths) -> Non
         desk.publisher.tick()
         found.append([group["ranks"] for group in desk.names.said()["doing"]])
     assert found == [["0-7"], [], []]
+
+
+class Syncs(SystemCalls):
+    count = 0
+
+    def fsync(self, descriptor: int) -> None:
+        self.count += 1
+
+    def fsync_directory(self, directory: Path) -> None:
+        self.count += 1
+
+
+def test_a_step_waits_for_no_disk_because_of_its_status(paths: RunPaths) -> None:
+    """What a crash of the server leaves of the status is replaced by the next one."""
+    calls = Syncs()
+    names = FileNameStore(paths.names, calls=calls)
+    desk = Desk(paths, Clock(), names)
+    desk.publisher.update(step=1)
+    assert (calls.count, published.status(names)["step"]) == (0, 1)
+    for content in (b"", b"\0" * 100):
+        (file,) = paths.names.iterdir()
+        file.write_bytes(content)
+        assert published.status(names) == {}
+        desk.publisher.update(step=2)
+        assert published.status(names)["step"] == 2

@@ -1,0 +1,93 @@
+"""The doorbells of agents: where there is one, what it takes to heed it, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from slurmrl.channel.bell import TOKEN_BYTES, Bell, BellAddress
+from slurmrl.channel.follower import Follower
+from slurmrl.channel.log import LogReader
+from slurmrl.fsio import objects
+from slurmrl.fsio.calls import is_local
+from slurmrl.paths import RunPaths
+from slurmrl.workers import doorbell
+from slurmrl.workers.agent.host import Host
+from slurmrl.workers.agent.incarnation import Incarnation
+
+
+@pytest.fixture
+def incarnation(run: RunPaths) -> Iterator[Incarnation]:
+    host = Host(run, 1, "trainer")
+    yield Incarnation(host, 0)
+    host.children.close()
+
+
+def test_the_masters_log_is_read_when_it_rings_and_not_for_anything_else(
+    incarnation: Incarnation, run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither what its children send nor a forged ring has an agent look at the log."""
+    monkeypatch.setattr("slurmrl.channel.wakeup.is_local", lambda directory: False)
+    monkeypatch.setattr("slurmrl.channel.follower.FIRST_POLL_S", 600.0)
+    ours, masters, stranger = (Bell("127.0.0.1") for _ in range(3))
+    reader = LogReader(run.master_log(1))
+    log = Follower([reader], run.control, longest_poll_s=600.0, bell=ours)
+    log.listen_for(masters.address.source, 0)
+    incarnation.host.children.wake_on(log)
+    assert log.read_due() == []
+    turns: list[str] = []
+    arrivals = [
+        ("nothing", lambda: None),
+        ("from elsewhere", lambda: stranger.ring([ours.address])),
+        ("forged", lambda: masters.ring([replace(ours.address, token="00" * TOKEN_BYTES)])),
+        ("a ring", lambda: masters.ring([ours.address])),
+    ]
+    turn = incarnation.turn
+
+    def arriving(timeout_s: float) -> None:
+        what, send = arrivals[len(turns)]
+        turns.append(what)
+        send()
+        turn(0.0)
+
+    monkeypatch.setattr(incarnation, "turn", arriving)
+    incarnation._turn_until_news(log, may_stop=False)
+    assert turns == [what for what, _ in arrivals]
+    incarnation.host.children.sleep_on(log)
+    for bell in (ours, masters, stranger):
+        bell.close()
+
+
+def test_each_incarnation_has_a_bell_of_its_own(
+    incarnation: Incarnation, run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rings for an older one do not reach it; its socket is closed when the incarnation ends."""
+    monkeypatch.setattr("slurmrl.workers.doorbell.is_local", lambda directory: False)
+    addresses = []
+    for number in (1, 2):
+        served = Incarnation(incarnation.host, number - 1)
+        served._join(number)
+        (hello,) = LogReader(run.agent_log(number, "trainer", 0)).read()
+        addresses.append(objects.from_json(BellAddress, hello["bell"], "hello"))
+        served.close()
+        assert served.replies is not None
+        assert served.replies.bell is not None
+        assert served.replies.bell.fileno() == -1
+    assert addresses[0].token != addresses[1].token
+    assert addresses[0].host == "127.0.0.1"  # the fabric address of a trial on one host
+
+
+def test_a_host_without_a_fabric_address_polls(
+    paths: RunPaths, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doorbell, "is_local", lambda directory: False)
+    assert doorbell.install(paths.control, "no-such-interface", 2) is None
+    assert "noticed by polling only" in caplog.text
+
+
+def test_where_the_kernel_reports_changes_no_port_is_opened(paths: RunPaths) -> None:
+    if not is_local(paths.control):
+        pytest.skip(f"{paths.control} is not on a file system that is known to be local")
+    assert doorbell.install(paths.control, None, 1) is None
