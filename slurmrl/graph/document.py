@@ -28,6 +28,10 @@ class PlannedCall(Protocol):
     @property
     def pre_hooks(self) -> Sequence[object]:
         """Their ``str`` describes them."""
+        ...
+
+    @property
+    def post_hooks(self) -> Sequence[object]: ...
 
 
 def values(
@@ -51,6 +55,7 @@ def _call(call: PlannedCall) -> dict[str, Any]:
         "outputs": list(call.outputs),
         "layout": call.layout,
         "pre_hooks": list(map(str, call.pre_hooks)),
+        "post_hooks": list(map(str, call.post_hooks)),
     }
 
 
@@ -94,6 +99,8 @@ def _lines(call: Mapping[str, Any], makers: Mapping[str, str]) -> Iterator[NodeL
         yield NodeLine(f"{key} ({makers[key]})", "in")
     for key in call["outputs"]:
         yield NodeLine(key, "out")
+    for hook in call["post_hooks"]:
+        yield NodeLine(f"after: {hook}")
 
 
 def _levels(graph: Mapping[str, Any]) -> dict[str, int]:

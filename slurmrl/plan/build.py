@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Final
 
 from slurmrl.allocation import Allocation
@@ -12,7 +12,7 @@ from slurmrl.graph.graph import Graph
 from slurmrl.plan import placement, resources
 from slurmrl.plan.estimates.host import worker_bytes
 from slurmrl.plan.estimates.memory import uses_sequence_parallel
-from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Plan, Reallocation
+from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Offloading, Plan, Reallocation
 from slurmrl.plan.placement import ROLLOUTS, Placement, layout_of, model_of
 from slurmrl.plan.resolve.hardware_defaults import gpus_per_worker
 from slurmrl.plan.settings import Settings
@@ -36,6 +36,7 @@ def make_plan(
         name: _model(config, uses.get(name) or RoleUse(name, trained=False), place)
         for name, place in placed.items()
     }
+    offloaded = placement.offloaded(config, placed)
     calls = Graph(algorithm.calls(config), DATASET_KEYS[config.dataset.type]).order
     evaluation_calls: Sequence[Call] = ()
     if config.evaluation is not None:
@@ -49,8 +50,8 @@ def make_plan(
             for group in _groups(config, placed, scheduler)
         ),
         models=models,
-        calls=tuple(_call(call, models) for call in calls),
-        evaluation_calls=tuple(_call(call, models) for call in evaluation_calls),
+        calls=tuple(_call(call, models, offloaded) for call in calls),
+        evaluation_calls=tuple(_call(call, models, offloaded) for call in evaluation_calls),
     )
 
 
@@ -148,12 +149,13 @@ def _with_resources(
     )
 
 
-def _call(call: Call, models: Mapping[str, ModelPlan]) -> CallPlan:
+def _call(call: Call, models: Mapping[str, ModelPlan], offloaded: Container[str]) -> CallPlan:
     """A call without a model runs where the actor does."""
-    layout = layout_of(call, list(models)) or "actor"
-    hooks: tuple[Reallocation, ...] = ()
+    own = layout_of(call, list(models))
+    layout = own or "actor"
+    before: tuple[Reallocation, ...] = ()
     if call.role is not None and layout != call.role:
-        hooks = (Reallocation(source=call.role, target=layout),)
+        before = (Reallocation(source=call.role, target=layout),)
     return CallPlan(
         name=call.name,
         role=call.role,
@@ -162,6 +164,7 @@ def _call(call: Call, models: Mapping[str, ModelPlan]) -> CallPlan:
         inputs=call.inputs,
         outputs=call.outputs,
         ranks=models[layout].ranks,
-        layout=layout if hooks else None,
-        pre_hooks=hooks,
+        layout=layout if before else None,
+        pre_hooks=before,
+        post_hooks=(Offloading(model=own),) if own is not None and own in offloaded else (),
     )

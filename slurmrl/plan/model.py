@@ -90,6 +90,16 @@ class Reallocation(_PlanPart):
         return f"reallocate {self.source} -> {self.target}"
 
 
+class Offloading(_PlanPart):
+    """The device memory of a model of the plan is free until its next use. A trained or frozen
+    model waits in host memory; generation's copy of another model's weights is discarded."""
+
+    model: str
+
+    def __str__(self) -> str:
+        return f"offload {self.model}"
+
+
 class CallPlan(_PlanPart):
     """One call of the graph and the ranks that execute it. Data-parallel ranks get equal parts of
     the batch; ranks that differ only along other axes work on the same part."""
@@ -105,6 +115,8 @@ class CallPlan(_PlanPart):
     """The model of the plan whose layout it runs on, if that is not the role's own."""
     pre_hooks: tuple[Reallocation, ...] = ()
     """What the ranks of both layouts do before the call."""
+    post_hooks: tuple[Offloading, ...] = ()
+    """What the call's ranks do after it."""
 
 
 class Plan(_PlanPart):
@@ -140,6 +152,12 @@ class Plan(_PlanPart):
     def models_of(self, group: str) -> dict[str, ModelPlan]:
         """Return the models that the workers of a group hold, in the plan's order."""
         return {name: model for name, model in self.models.items() if model.group == group}
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """The models that are offloaded between calls."""
+        calls = (*self.calls, *self.evaluation_calls)
+        return frozenset(hook.model for call in calls for hook in call.post_hooks)
 
     def group(self, name: str) -> GroupPlan:
         """Raises KeyError for an unknown name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -82,6 +82,18 @@ def layout_of(call: Call, names: Sequence[str]) -> str | None:
     if call.method is Method.GENERATE and ROLLOUTS in names:
         return ROLLOUTS
     return call.role
+
+
+def offloaded(config: Config, placed: Mapping[str, Placement]) -> frozenset[str]:
+    """The models that leave device memory between calls."""
+    found = {name for name in placed if name != ROLLOUTS and model_of(config, name).offload}
+    rollout, wanted = placed.get(ROLLOUTS), config.rollout.offload
+    if rollout is None or BACKENDS[rollout.allocation.backend].serves:
+        return frozenset(found)
+    if wanted is None:
+        others = {rank for name in placed if name != ROLLOUTS for rank in placed[name].ranks}
+        wanted = not others.isdisjoint(rollout.ranks)
+    return frozenset(found | {ROLLOUTS} if wanted else found)
 
 
 def trainers(placed: Iterable[Placement]) -> int:

@@ -8,35 +8,16 @@ import pytest
 
 from tests.distributed.test_local_elastic import assert_close, config_of
 from tests.distributed.test_local_layouts import REWARDED
+from tests.support.hooks import hooked
 from tests.support.trials import Site
-
-ROOT = Path(__file__).resolve().parents[2]
-HOOK = """
-import sys
-
-class Hook:
-    def find_spec(self, name, path, target=None):
-        if name == "slurmrl.engines.megatron.entry":
-            sys.meta_path.remove(self)
-            from tests.support.megatron_cpu import install
-            install()
-
-sys.meta_path.insert(0, Hook())
-"""
-"""Installed before the engine's import, so that megatron-core works on a CPU."""
 
 
 def let_megatron_compute_here(
     site: Site, folder: Path, trial: str, kind: str = "sft"
 ) -> dict[str, str]:
-    """The part of ``cluster`` that installs the hook in the trial's processes."""
-    hook, variables = folder / "hook", folder / f"{trial}.variables"
-    hook.mkdir(exist_ok=True)
-    (hook / "sitecustomize.py").write_text(HOOK)
-    code = site.paths(f"{kind}/{trial}").code
-    variables.write_text(f"PYTHONPATH={code}:{hook}:{ROOT}\n")
-    variables.chmod(0o600)
-    return {"variables_file": str(variables)}
+    """The part of ``cluster`` with which megatron-core works on a CPU."""
+    install = "tests.support.megatron_cpu:install"
+    return hooked(site, folder, f"{kind}.{trial}", "slurmrl.engines.megatron.entry", install)
 
 
 @pytest.mark.long

@@ -7,15 +7,29 @@ from typing import Any
 
 import pytest
 
+from slurmrl.monitor import events
 from tests.distributed.test_local_elastic import assert_close, config_of
 from tests.distributed.test_local_layouts import REWARDED
 from tests.distributed.test_local_megatron import let_megatron_compute_here
+from tests.support.chaos_trials.runs import Setting, chaos, undisturbed
+from tests.support.chaos_trials.watched import Watched
+from tests.support.hooks import hooked
 from tests.support.trials import Site
 
+SERVE = "slurmrl.workers.worker.serve"
+CHANGES = "tests.support.reallocation_hooks"
+MEGATRON = {"backend": "megatron:t2p2", "model": {"make_vocab_size_divisible_by": 1}}
+FOUR_RANKS = {
+    "actor": MEGATRON,
+    "critic": {"backend": "fsdp:d2t2"},
+    "ref": {"backend": "fsdp:d4"},
+    "rollout": {"backend": "native:d4"},
+}
 
-def run(site: Site, trial: str, **sections: Any) -> list[dict[str, Any]]:
-    """The metrics of a PPO trial of three steps; ``sections`` update those of the configuration."""
-    config = config_of("ppo", trial=trial, total_steps=3)
+
+def run(site: Site, trial: str, steps: int = 3, **sections: Any) -> list[dict[str, Any]]:
+    """The metrics of a PPO trial; ``sections`` update those of the configuration."""
+    config = config_of("ppo", trial=trial, total_steps=steps)
     config["algorithm"] |= REWARDED
     for name, section in sections.items():
         config[name] = config.get(name, {}) | section
@@ -24,19 +38,38 @@ def run(site: Site, trial: str, **sections: Any) -> list[dict[str, Any]]:
     return site.metrics(f"ppo/{trial}")
 
 
-def test_generation_on_ranks_of_its_own(tmp_path: Path) -> None:
-    """The actor trains on two tensor ranks and generates on two copies, which the reference shares:
-    the numbers are those of one rank."""
+def test_calls_on_ranks_of_their_own_overlap(tmp_path: Path) -> None:
+    """The actor trains on two tensor ranks, which the critic shares, and generates on two others,
+    which the reference shares. The reference, whose call comes first, may wait for the critic. The
+    numbers are those of one rank, although all models leave device memory between calls."""
     site = Site(tmp_path)
     found = run(
         site,
         "apart",
-        actor={"backend": "fsdp:t2"},
-        critic={"backend": "fsdp:d2"},
-        ref={"backend": "fsdp:d2", "gpus": "2-3"},
+        actor={"backend": "fsdp:t2", "offload": True},
+        critic={"backend": "fsdp:d2", "offload": True},
+        ref={"backend": "fsdp:d2", "gpus": "2-3", "offload": True},
         rollout={"backend": "native:d2", "gpus": "2-3"},
+        cluster=hooked(site, tmp_path, "ppo.apart", SERVE, f"{CHANGES}:reference_waits_for_critic"),
     )
     assert_close(found, run(site, "one"))
+
+
+def test_a_wrong_move_ends_the_incarnation(tmp_path: Path) -> None:
+    """The verification of the first move finds an element that differs; the next start moves all
+    weights again."""
+    site = Site(tmp_path)
+    found = run(
+        site,
+        "wrong",
+        steps=1,
+        rollout={"backend": "native:d1"},
+        cluster=hooked(site, tmp_path, "ppo.wrong", SERVE, f"{CHANGES}:first_move_goes_wrong"),
+    )
+    assert found[-1]["step"] == 1
+    seen = events.read_all(site.paths("ppo/wrong"))
+    (failure,) = [event for event in seen if event["kind"] == "failure"]
+    assert "MoveError: reallocate actor -> rollout: after the move" in failure["reason"]
 
 
 @pytest.mark.long
@@ -44,13 +77,30 @@ def test_an_actor_on_megatron_generates(tmp_path: Path) -> None:
     """All models on the same four ranks, the actor on tensor ranks and stages of megatron: the
     numbers are those of one fsdp rank."""
     site = Site(tmp_path)
-    found = run(
-        site,
-        "mixed",
-        actor={"backend": "megatron:t2p2", "model": {"make_vocab_size_divisible_by": 1}},
-        critic={"backend": "fsdp:d2t2"},
-        ref={"backend": "fsdp:d4"},
-        rollout={"backend": "native:d4"},
-        cluster=let_megatron_compute_here(site, tmp_path, "mixed", "ppo"),
-    )
+    cluster = let_megatron_compute_here(site, tmp_path, "mixed", "ppo")
+    found = run(site, "mixed", **FOUR_RANKS, cluster=cluster)
     assert_close(found, run(site, "one"))
+
+
+class OnMegatron(Setting):
+    """The same models under chaos."""
+
+    def submit(self, folder: Path) -> Watched:
+        folder.mkdir(parents=True)
+        site, config = Site(folder), self.config()
+        for name, section in FOUR_RANKS.items():
+            config[name] = config.get(name, {}) | section
+        trial = str(config.get("trial", "1"))
+        config["cluster"] |= let_megatron_compute_here(site, folder, trial, config["experiment"])
+        return Watched(site, config, self.scheduler)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_a_disturbed_trial_on_megatron_ends_like_an_undisturbed_one(tmp_path: Path) -> None:
+    """Each incarnation moves the weights again: the results are bit-identical."""
+    setting, causes = OnMegatron("ppo", 4, 3), ("worker", "agent", "worker")
+    calm = undisturbed(setting, tmp_path / "undisturbed")
+    differences, kills = chaos(setting, tmp_path / "disturbed", 16, causes, calm)
+    assert not differences, f"{kills}"
+    assert len(kills) == 3

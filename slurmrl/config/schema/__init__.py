@@ -9,7 +9,7 @@ from slurmrl.config.schema.data import Dataset
 from slurmrl.config.schema.frequency import Checkpoint, Evaluation, Logging, Wandb
 from slurmrl.config.schema.model import Model, ParallelSizes
 from slurmrl.config.schema.optimizer import Optimizer
-from slurmrl.config.schema.rollout import Reward, Rollout
+from slurmrl.config.schema.rollout import Reward, Rollout, Transfer
 
 __all__ = [
     "Checkpoint",
@@ -29,5 +29,6 @@ __all__ = [
     "Rollout",
     "Section",
     "Slurm",
+    "Transfer",
     "Wandb",
 ]

@@ -76,6 +76,9 @@ class Model(Section):
     """Keep weights, gradients and optimizer state in host memory and copy each layer to the GPU
     when it computes: much less GPU memory, much more time. The optimizer runs on the CPU. fsdp
     only."""
+    offload: bool = False
+    """Keep weights and optimizer state in host memory except during the role's own calls: GPU
+    memory for the other models and for generation, at the cost of copies around each call."""
     transformer_engine: bool | None = None
     """Whether megatron builds its layers from TransformerEngine's linear layers, norms and grouped
     experts. Default: true in bfloat16 on GPUs if a release that megatron-core supports is

@@ -20,7 +20,14 @@ from slurmrl.plan.estimates.memory import (
     whole_weights,
 )
 from slurmrl.plan.estimates.shape import ModelShape, shape_of
-from slurmrl.plan.placement import Placement, layout_of, model_of, placements
+from slurmrl.plan.placement import (
+    ROLLOUTS,
+    Placement,
+    layout_of,
+    model_of,
+    offloaded,
+    placements,
+)
 from slurmrl.worlds import TRAINERS
 
 
@@ -90,46 +97,62 @@ def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
     return estimates
 
 
-def fullest(placed: dict[str, Placement], sizes: dict[str, Memory]) -> Fullest:
+def fullest(config: Config, placed: dict[str, Placement], sizes: dict[str, Memory]) -> Fullest:
     """The GPU with the highest estimate. Calls run one after the other, so of the models' transient
-    memory only the largest counts."""
+    memory only the largest counts. A model that is offloaded between calls is on the GPU only
+    during its own, and while weights move from or to it."""
     on: dict[int, list[str]] = {}
     for name, placement in placed.items():
         if placement.group == TRAINERS and name in sizes:
             for rank in placement.ranks:
                 on.setdefault(rank, []).append(name)
     best = Fullest()
+    away = offloaded(config, placed)
     first_ranks = {tuple(names): rank for rank, names in sorted(on.items(), reverse=True)}
     for names, rank in first_ranks.items():
-        candidate = Fullest(rank, names, _parts({name: sizes[name] for name in names}))
-        if candidate.size > best.size:
-            best = candidate
+        uses: list[tuple[str, ...]] = [(name,) for name in names]
+        if ROLLOUTS in names and "actor" in names:
+            uses.append(("actor", ROLLOUTS))
+        for used in uses:
+            here = {name: sizes[name] for name in names if name in used or name not in away}
+            parts = _calling(here, *used) if len(used) == 1 else _moving(here, config)
+            candidate = Fullest(rank, tuple(here), parts)
+            if candidate.size > best.size:
+                best = candidate
     return best
 
 
-def _parts(models: Mapping[str, Memory]) -> dict[str, int]:
-    computing = {
-        f"activations of {name}": (memory.computing, memory) for name, memory in models.items()
-    }
-    generating = {
-        f"kv_cache of {name}": (memory.kv_cache, memory) for name, memory in models.items()
-    }
-    largest, (size, busy) = max({**computing, **generating}.items(), key=lambda item: item[1][0])
+def _calling(models: Mapping[str, Memory], name: str) -> dict[str, int]:
+    """Bytes during the largest call of a model."""
+    busy = models[name]
+    largest, size = f"activations of {name}", busy.computing
     gradients = sum(0 if memory.frees_gradients else memory.gradients for memory in models.values())
-    if busy.frees_gradients and largest in computing:
+    if busy.kv_cache > size:
+        largest, size = f"kv_cache of {name}", busy.kv_cache
+    elif busy.frees_gradients:
         gradients, size = gradients + busy.gradients, busy.activations
+    return {**_standing(models), "gradients": gradients, largest: size}
+
+
+def _moving(models: Mapping[str, Memory], config: Config) -> dict[str, int]:
+    """Bytes while weights move."""
+    gradients = sum(0 if memory.frees_gradients else memory.gradients for memory in models.values())
+    staging = config.transfer.staging_mib * 2**20
+    return {**_standing(models), "gradients": gradients, "buffers of moves": staging}
+
+
+def _standing(models: Mapping[str, Memory]) -> dict[str, int]:
     return {
         "weights": sum(memory.weights for memory in models.values()),
-        "gradients": gradients,
+        "gradients": 0,
         "optimizer": sum(memory.optimizer for memory in models.values()),
-        largest: size,
     }
 
 
 def fullest_gpu(checked: Checked, *, certain: bool = False) -> Fullest:
     """The trainers' GPU with the highest estimate; ``certain`` as in `memories`."""
     placed = placements(checked.config, [use.role for use in checked.algorithm.roles()])
-    return fullest(placed, memories(checked, certain=certain))
+    return fullest(checked.config, placed, memories(checked, certain=certain))
 
 
 def cost(checked: Checked, call: Call, placed: dict[str, Placement]) -> CallCost | None:

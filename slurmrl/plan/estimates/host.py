@@ -6,11 +6,11 @@ from typing import Final
 
 from slurmrl.config.schema import Config
 from slurmrl.graph.call import RoleUse
-from slurmrl.plan.estimates.costs import Checked
+from slurmrl.plan.estimates.costs import Checked, memories
 from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.memory import BYTES, SHARDED, parameters, shard_parameters
 from slurmrl.plan.estimates.shape import shape_of
-from slurmrl.plan.placement import Placement, model_of, placements
+from slurmrl.plan.placement import Placement, model_of, offloaded, placements
 from slurmrl.worlds import TRAINERS
 
 WORKER: Final = 8 * GIB
@@ -25,6 +25,7 @@ def worker_bytes(checked: Checked) -> int | None:
     unknown."""
     uses = {use.role: use for use in checked.algorithm.roles()}
     placed = placements(checked.config, uses)
+    away, sizes = offloaded(checked.config, placed), memories(checked)
     on_rank: dict[int, int] = {}
     loading = 0
     for name, placement in placed.items():
@@ -33,6 +34,8 @@ def worker_bytes(checked: Checked) -> int | None:
         size = _model_bytes(checked.config, uses[name], placement)
         if size is None:
             return None
+        if name in away:
+            size += sizes[name].standing
         for rank in placement.ranks:
             on_rank[rank] = on_rank.get(rank, 0) + size
         loading = max(loading, _loading_bytes(checked.config, uses[name]))

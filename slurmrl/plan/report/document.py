@@ -144,7 +144,7 @@ def _calls(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
     for call in report["calls"]:
         flops = "-" if call["flops"] is None else f"{call['flops'] / 1e12:.3g}"
         seconds = "-" if call["seconds"] is None else f"{call['seconds']:.3g}"
-        hooks = ", ".join(call["pre_hooks"])
+        hooks = ", ".join([*call["pre_hooks"], *call["post_hooks"]])
         ranks = str(call["ranks"])
         yield call["name"], call["model"] or "-", call["method"], ranks, flops, seconds, hooks
 

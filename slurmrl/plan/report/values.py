@@ -126,6 +126,7 @@ def _calls(
                 "inputs": list(call.inputs),
                 "outputs": list(call.outputs),
                 "pre_hooks": list(map(str, call.pre_hooks)),
+                "post_hooks": list(map(str, call.post_hooks)),
                 "ranks": len(call.ranks),
                 "flops": cost.flops if cost else None,
                 "seconds": round(cost.seconds, 4) if cost and cost.seconds is not None else None,
@@ -137,7 +138,7 @@ def _calls(
 def _fullest(
     settings: Settings, placed: dict[str, Placement], memories: dict[str, Memory]
 ) -> dict[str, Any]:
-    fullest = costs.fullest(placed, memories)
+    fullest = costs.fullest(settings.config, placed, memories)
     return {
         "fullest_gpu": fullest.rank,
         "models": list(fullest.models),

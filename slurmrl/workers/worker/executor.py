@@ -26,6 +26,7 @@ from slurmrl.registry import resolve
 from slurmrl.workers.messages import Message
 from slurmrl.workers.worker.batch import Batch
 from slurmrl.workers.worker.reallocation import Reallocations
+from slurmrl.workers.worker.residence import Residence
 from slurmrl.workers.worker.saver import Saver
 from slurmrl.workers.worker.sharing import Mail
 
@@ -47,6 +48,7 @@ class Executor:
         cores: int,
         mail: Mail,
         reallocations: Reallocations,
+        residence: Residence,
         activity: Activity,
     ) -> None:
         self.paths = paths
@@ -62,6 +64,7 @@ class Executor:
         self.batch: Batch | None = None
         self._mail = mail
         self._reallocations = reallocations
+        self._residence = residence
         self._activity = activity
         self._interfaces: dict[str, Interface] = {}
         self._saver = Saver(rank)
@@ -98,18 +101,28 @@ class Executor:
         """Execute one call of the dataflow graph on this rank's part, if the rank takes part in the
         call. Of ranks with the same part, only the first one's results count."""
         began = time.monotonic()
-        if self.batch is None:
-            raise RuntimeError("no batch was loaded before this call")
         call = next(call for call in self._calls(message) if call.name == message["name"])
-        for hook in call.pre_hooks:
-            self._reallocations.run(hook)
+        models = () if call.role is None else (self._layout(call),)
+        with self._residence.using(*models):
+            for move in call.pre_hooks:
+                with self._residence.using(move.source):
+                    self._reallocations.run(move)
+            results = self._results(call, message)
         if call.method is Method.TRAIN_STEP and call.role is not None:
             self._reallocations.trained(call.role)
+        for offload in call.post_hooks:
+            self._reallocations.discarded(offload.model)
+        return self._answer(began, **results)
+
+    def _results(self, call: CallPlan, message: Message) -> dict[str, Any]:
+        """Execute a call. Return this rank's part of the answer."""
+        if self.batch is None:
+            raise RuntimeError("no batch was loaded before this call")
         place = self._place(call) if self.rank in call.ranks else None
         sample = self.batch.inputs(call, place)
         if sample is None or place is None:
             self.batch.add(call, None)
-            return self._answer(began)
+            return {}
         context = CallContext(
             step=message["step"],
             seed=self.settings.config.seed,
@@ -126,9 +139,9 @@ class Executor:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         if not place.is_leader:
-            return self._answer(began)
+            return {}
         tokens = sum(sample.item_lengths(TOKENS)) if TOKENS in sample.keys else 0
-        return self._answer(began, tokens=tokens, stats=result.stats, texts=result.texts)
+        return {"tokens": tokens, "stats": result.stats, "texts": result.texts}
 
     def save(self, message: Message, say: Callable[[Message], None]) -> Message:
         """Write this rank's part of a checkpoint of every trained model. An asynchronous save only
@@ -136,14 +149,16 @@ class Executor:
         SAVED once it is on disk, perhaps from that thread."""
         began = time.monotonic()
         self._saver.wait()
-        taken = (
-            engine.snapshot(copy=message["asynchronous"])
-            for engine in self.engines.values()
-            if isinstance(engine, TrainEngine)
-        )
-        snapshots = [snapshot for snapshot in taken if snapshot is not None]
         save = self._saver.start if message["asynchronous"] else self._saver.write
         directory = self.paths.checkpoints / message["directory"]
+        snapshots = []
+        for role, engine in self.engines.items():
+            if not self.plan.models[role].trained or not isinstance(engine, TrainEngine):
+                continue
+            copy = message["asynchronous"] or role in self.plan.offloaded
+            with self._residence.using(role):
+                if (snapshot := engine.snapshot(copy=copy)) is not None:
+                    snapshots.append(snapshot)
         save(snapshots, directory, message["seq"], say)
         return self._answer(began)
 

@@ -90,6 +90,10 @@ class Reallocations:
         """The weights of a model have changed."""
         self._trained[model] = self._trained.get(model, 0) + 1
 
+    def discarded(self, model: str) -> None:
+        """The weights that were moved to a model, if any, are no longer there."""
+        self._arrived.pop(model, None)
+
 
 def prepare(
     plan: Plan,
@@ -111,8 +115,8 @@ def prepare(
         if rank not in ranks:
             continue
         source, target = (_placed(engines, side, ranks, group, device) for side in sides)
-        dist.barrier(group)  # NCCL's first operation on a group needs all of its ranks
-        per_host = plan.group(sides[0].group).workers_per_host
+        dist.all_reduce(torch.zeros(1, device=device), group=group)  # NCCL: all ranks come first
+        per_host = plan.trainers.workers_per_host
         hosts = {member: member // per_host for member in ranks}
         prepared[hook] = PreparedMove(
             str(hook),

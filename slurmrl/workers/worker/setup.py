@@ -39,6 +39,7 @@ from slurmrl.workers.worker.distributed import (
 )
 from slurmrl.workers.worker.executor import Executor
 from slurmrl.workers.worker.reallocation import Reallocations
+from slurmrl.workers.worker.residence import Residence
 from slurmrl.workers.worker.sharing import Mail
 from slurmrl.worlds import TRAINERS
 
@@ -100,7 +101,10 @@ def build(
     reallocations = Reallocations(moves, transfer.verify, activity)
     activity.phase("opening the dataset")
     mail = Mail(host_group(accelerator, timeout), accelerator.device)
-    return _executor(paths, settings, plan, rank, engines, cores, mail, reallocations, activity)
+    residence = Residence(engines, plan.offloaded)
+    return _executor(
+        paths, settings, plan, rank, engines, cores, mail, reallocations, residence, activity
+    )
 
 
 def load(
@@ -171,6 +175,7 @@ def _executor(
     cores: int,
     mail: Mail,
     reallocations: Reallocations,
+    residence: Residence,
     activity: Activity,
 ) -> Executor:
     config = settings.config
@@ -193,6 +198,7 @@ def _executor(
         cores,
         mail,
         reallocations,
+        residence,
         activity,
     )
 

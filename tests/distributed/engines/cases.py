@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
-from slurmrl.engines.base import Outputs, TrainEngine
+from slurmrl.engines.base import Outputs, RolloutEngine, TrainEngine
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.ops.upload import OnHost
@@ -254,8 +254,13 @@ def prompts(sample: SequenceSample) -> SequenceSample:
 
 def completions(setup: Setup, options: GenerationOptions) -> dict[str, list[Any]]:
     """The completed sequence of each item by id: tokens and log-probabilities."""
-    engine = make(setup)
-    share = setup.split[engine.context.dp_rank]
+    engine: Any = make(setup)
+    return completed(engine, setup.split[engine.context.dp_rank], options)
+
+
+def completed(
+    engine: RolloutEngine, share: Sequence[int], options: GenerationOptions
+) -> dict[str, list[Any]]:
     sample = prompts(batch().take(share))
     found: dict[str, list[Any]] = {}
     for step in range(2):

@@ -32,7 +32,8 @@ class Setting:
     gpu: bool = False
     """Each rank has a GPU and computes in bfloat16, instead of float32 on a CPU."""
     mixed: bool = False
-    """Each model of PPO has a layout of its own, on 2 ranks; the reference is on one of them."""
+    """Each model of PPO, and generation, has a layout of its own, on 2 ranks; the reference is on
+    one of them."""
 
     @property
     def steps(self) -> int:
@@ -58,6 +59,7 @@ class Setting:
             config["actor"]["backend"] = "fsdp:t2"
             config["critic"] = {**config.get("critic", {}), "backend": "fsdp:d2"}
             config["ref"] = {**config.get("ref", {}), "backend": "fsdp:d1", "gpus": "1"}
+            config["rollout"] |= {"backend": "native:d2"}
         if self.gpu:
             config["deterministic"] = True  # not the default there
             for role in {"actor", "critic", "ref"} & config.keys():

@@ -6,7 +6,7 @@ from slurmrl.display import svg, text
 from slurmrl.display.document import Flow
 from slurmrl.graph.call import Call, Method
 from slurmrl.graph.document import document, values
-from slurmrl.plan.model import CallPlan, Reallocation
+from slurmrl.plan.model import CallPlan, Offloading, Reallocation
 
 GENERATE = Call("gen", "actor", Method.GENERATE, "m:C", ("prompt_ids",), ("ids", "extra"))
 JUDGE = Call("judge", None, Method.INFERENCE, "m:C", ("ids",), ("rewards",))
@@ -37,7 +37,9 @@ def test_each_call_lies_one_level_behind_the_last_call_that_it_needs() -> None:
 
 def test_text_and_svg_show_calls_models_keys_and_hooks() -> None:
     hook = Reallocation(source="<actor>", target="rollout")
-    gen = planned(GENERATE, layout="rollout", pre_hooks=(hook,))
+    gen = planned(
+        GENERATE, layout="rollout", pre_hooks=(hook,), post_hooks=(Offloading(model="rollout"),)
+    )
     calls = [gen, planned(JUDGE), planned(TRAIN)]
     shown = document("a & b", values(calls, ["prompt_ids"]))
     drawn = {one.text for one in ElementTree.fromstring(svg.render(shown)).iter() if one.text}
@@ -46,6 +48,7 @@ def test_text_and_svg_show_calls_models_keys_and_hooks() -> None:
         "gen",
         "generate of rollout",
         "before: reallocate <actor> -> rollout",
+        "after: offload rollout",
         "inference of no model",
         "← rewards (judge)",
         "→ extra",
@@ -56,4 +59,5 @@ def test_text_and_svg_show_calls_models_keys_and_hooks() -> None:
         "  before: reallocate <actor> -> rollout\n"
         "  <- prompt_ids (dataset)\n"
     ) in printed
+    assert "  after: offload rollout\n" in printed
     assert "judge: inference of no model" in printed

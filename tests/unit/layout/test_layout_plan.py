@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import numpy as np
@@ -146,6 +147,15 @@ def test_a_copy_never_leaves_its_storage() -> None:
     with pytest.raises(LayoutError, match="exceeds"):
         view(np.zeros(6), -1, (1,), (2,))
     assert view(np.arange(6), 0, (3, 1), (2, 3)).tolist() == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_layouts_survive_json() -> None:
+    """Ranks with equal shards share them."""
+    shard, other = (Shard.contiguous("a", Box((row, 0), (1, 3))) for row in (0, 1))
+    layout = Layout({"a": TensorSpec((2, 3), "bfloat16")}, ((shard, other), (), (shard, other)))
+    values = json.loads(json.dumps(layout.to_json()))
+    assert Layout.from_json(values) == layout
+    assert len(values["shards"]) == 2
 
 
 def test_pieces_survive_json() -> None:

@@ -8,8 +8,9 @@ import pytest
 
 from slurmrl.errors import ConfigError
 from slurmrl.plan.checks.memory import refusal
-from slurmrl.plan.estimates.costs import fullest_gpu
+from slurmrl.plan.estimates.costs import fullest_gpu, memories
 from slurmrl.plan.estimates.hardware import GIB, margin
+from slurmrl.plan.estimates.host import worker_bytes
 from slurmrl.plan.settings import Settings
 from tests.unit.plan.test_plan_estimates import SEVEN_BILLION
 
@@ -94,3 +95,34 @@ def test_a_worker_refuses_what_cannot_fit_into_its_gpu(plan_ppo: Load) -> None:
     unbounded = plan_ppo(*LAYOUT, "dataset.max_prompt_tokens=", architecture=positions)
     assert fullest_gpu(unbounded).size > 2 * needed
     assert refusal(unbounded, "NVIDIA H100", needed - 1) is None
+
+
+GENERATION = ("actor.backend=fsdp:d8", "rollout.backend=native:d8", "rollout.gpus=0-7")
+
+
+def test_generation_in_a_layout_of_its_own_adds_its_weights(plan_ppo: Load) -> None:
+    """With ``offload: false`` both copies of the weights are there in every call."""
+    sizes = {
+        offload: fullest_gpu(
+            plan_ppo(*LAYOUT, *GENERATION, f"rollout.offload={offload}", architecture=SEVEN_BILLION)
+        )
+        for offload in ("", "true", "false")
+    }
+    assert sizes[""] == sizes["true"]
+    assert "rollout" not in sizes["true"].models
+    assert "rollout" in sizes["false"].models
+    weights = memories(plan_ppo(*LAYOUT, *GENERATION, architecture=SEVEN_BILLION))[
+        "rollout"
+    ].weights
+    assert weights > 12 * GIB
+    assert sizes["false"].size == sizes["true"].size + weights
+
+
+def test_an_offloaded_model_is_on_the_gpu_only_during_its_calls(plan_ppo: Load) -> None:
+    """Then it needs host memory, which a worker requests."""
+    kept = plan_ppo(*LAYOUT, architecture=SEVEN_BILLION)
+    away = plan_ppo(*LAYOUT, "ref.offload=true", architecture=SEVEN_BILLION)
+    ref = memories(kept)["ref"].standing
+    assert fullest_gpu(away).models == ("actor", "critic")
+    assert fullest_gpu(away).size == fullest_gpu(kept).size - ref
+    assert worker_bytes(away) == (worker_bytes(kept) or 0) + ref

@@ -99,6 +99,25 @@ def test_native_generation_has_a_layout_of_its_own_in_the_trainers_job(
     assert Plan.from_json(found.to_json()) == found
 
 
+@pytest.mark.parametrize(
+    ("overrides", "hooks"),
+    [
+        (("rollout.gpus=0-3",), {"actor_gen": "rollout"}),
+        (("rollout.gpus=4-7",), {}),
+        (("rollout.gpus=4-7", "rollout.offload=true"), {"actor_gen": "rollout"}),
+        (("rollout.gpus=0-3", "rollout.offload=false", "ref.offload=true"), {"ref_inf": "ref"}),
+    ],
+)
+def test_models_are_offloaded_after_their_calls(
+    plan_ppo: Load, overrides: tuple[str, ...], hooks: dict[str, str]
+) -> None:
+    """By default only generation weights that share GPUs with other models."""
+    found = plan(plan_ppo, "actor.backend=fsdp:d4", "rollout.backend=native:d4", *overrides)
+    after = {call.name: hook.model for call in found.calls for hook in call.post_hooks}
+    assert after == hooks
+    assert found.offloaded == set(hooks.values())
+
+
 def test_servers_on_the_trainers_gpus_are_part_of_their_job(plan_ppo: Load) -> None:
     found = plan(
         plan_ppo, "actor.backend=fsdp:d4", "rollout.backend=sglang:d2t2", "rollout.gpus=0-3"

@@ -109,6 +109,11 @@ def test_a_run_directory_gives_the_same_settings(load_ppo: Load, folder: Path) -
         (["critic.backend=fsdp:d6"], "algorithm.batch_size", "must be a multiple of 6"),
         (["rollout.backend=sglang:d2"], "rollout.backend", "allowed: native"),
         (["rollout.backend=fsdp:d2"], "rollout.backend", "for training; allowed: native, sglang"),
+        (
+            ["rollout.backend=native:d3", "evaluation.samples=3"],
+            "algorithm.batch_size",
+            "must be a multiple of 3",
+        ),
         (["rollout.backend=native:c2"], "rollout.backend", "no dimension 'c'"),
         (["cluster.workers_per_host=3"], "cluster.workers_per_host", "must divide 2"),
         (["actor.path=/no/where"], "actor.path", "there is no such folder"),

@@ -28,6 +28,7 @@ from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.workers.worker import executor as executor_module
 from slurmrl.workers.worker.executor import Executor
 from slurmrl.workers.worker.reallocation import Reallocations
+from slurmrl.workers.worker.residence import Residence
 from slurmrl.workers.worker.sharing import Mail
 
 
@@ -65,8 +66,8 @@ class FakeEngine:
         index = ranks.index(rank) if rank in ranks else 0
         self.context = ParallelContext(role, torch.device("cpu"), index, ranks, topology, {})
 
-    def snapshot(self, *, copy: bool) -> FakeSnapshot | None:
-        return FakeSnapshot(self.role, copy) if self.role == "actor" else None
+    def snapshot(self, *, copy: bool) -> FakeSnapshot:
+        return FakeSnapshot(self.role, copy)
 
 
 TrainEngine.register(FakeEngine)
@@ -151,6 +152,7 @@ class Ranks:
                 cores=3,
                 mail=Mail(None, torch.device("cpu")),
                 reallocations=Reallocations({}, "first", Activity()),
+                residence=Residence({}, ()),
                 activity=Activity(),
             )
             for rank in range(world)

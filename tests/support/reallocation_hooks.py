@@ -1,0 +1,52 @@
+"""Changes to workers whose actor generates in a layout of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from slurmrl.engines.fsdp.engine import FSDPEngine
+from slurmrl.transfer.execute import Mover
+from tests.support.hooks import FOLDER
+from tests.support.trials import wait_until
+
+
+def reference_waits_for_critic() -> None:
+    """Each inference of the reference ends only after the critic's of the same step has ended on
+    rank 0."""
+    forward = FSDPEngine.forward
+    folder = Path(os.environ[FOLDER])
+
+    def held(self: FSDPEngine, *args: Any, **kwargs: Any) -> Mapping[str, Any]:
+        outputs = forward(self, *args, **kwargs)
+        rank = self.context.ranks[self.context.rank]
+        own = folder / f"{self.role}.{rank}"
+        if self.role in ("ref", "critic"):
+            with own.open("a") as file:
+                file.write("inference\n")
+        if self.role == "ref":
+            count, critic = _lines(own), folder / "critic.0"
+            wait_until(f"inference {count} of the critic", lambda: _lines(critic) >= count)
+        return outputs
+
+    FSDPEngine.forward = held  # type: ignore[method-assign, assignment]
+
+
+def first_move_goes_wrong() -> None:
+    """The trial's first move leaves one element of the target as it should not be."""
+    run = Mover.run
+    marker = Path(os.environ[FOLDER]) / "went wrong"
+
+    def faulty(self: Mover) -> None:
+        run(self)
+        if not marker.exists():
+            marker.touch()
+            next(iter(self._target._storages.values())).view(-1)[0].add_(1)
+
+    Mover.run = faulty  # type: ignore[method-assign]
+
+
+def _lines(path: Path) -> int:
+    return path.read_text().count("\n") if path.exists() else 0
