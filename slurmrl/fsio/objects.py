@@ -76,6 +76,11 @@ def from_json(
     return _read(kind, values)
 
 
+def shape(kind: type[Dataclass]) -> FieldType:
+    """Return the type of a field that holds such an object."""
+    return _form(kind).accepted
+
+
 @cache
 def _required(kind: type[Dataclass]) -> Collection[str]:
     return tuple(field.name for field in fields(kind) if field.default is MISSING)

@@ -1,155 +1,234 @@
-"""Explanation of who waits for whom, from the progress that ranks report. Pure functions.
-
-A **row** is the progress of one rank (a JSON object): ``rank``, ``call``, ``step``, ``phase``,
-``part``, ``parts``, ``since_s``, ``collective`` (``name``, ``number``, ``group``, ``ranks``,
-``since_s``) or null, ``silent_s`` (0 for a rank that gives signs of life), and optionally
-``frame``, its place in the code, and ``world``, if that is not the trainers'. A **group** is such
-an object for ranks of one world that do the same: ``ranks`` (``"0-2,5"``) in place of ``rank``, and
-the largest of their ages.
-"""
+"""Explanation of who waits for whom, from the progress that ranks report. Pure functions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Any
 
+from slurmrl.fsio.shapes import COUNT, SECONDS, FieldType
 from slurmrl.monitor.words import age, plain
-
-Row = Mapping[str, Any]
-Group = dict[str, Any]
+from slurmrl.worlds import TRAINERS
 
 MOST_GROUPS = 50
 """Most groups to report, the first by rank."""
+_PATTERN = re.compile(r"(\d{1,7}(-\d{1,7})?(,\d{1,7}(-\d{1,7})?)*)?")
+SPANS = FieldType(
+    "ranks such as 0-2,5",
+    lambda value: isinstance(value, str) and _PATTERN.fullmatch(value) is not None,
+)
 
 
-def grouped(rows: Iterable[Row]) -> list[Group]:
+@dataclass(frozen=True, kw_only=True)
+class _Collective:
+    name: str = ""
+    number: int | None = None
+    """Its number in the group."""
+    group: str = ""
+    """Torch's name of the group."""
+    since_s: Annotated[float, SECONDS] = 0.0
+    """Its age."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingCollective(_Collective):
+    """The collective that a rank is in."""
+
+    ranks: tuple[Annotated[int, COUNT], ...] = ()
+    """The ranks of the group; empty if unknown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SharedCollective(_Collective):
+    """The collective that several ranks are in."""
+
+    ranks: Annotated[str, SPANS] = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Progress:
+    world: str = TRAINERS
+    call: str = ""
+    """Empty for a rank that waits for the master's next message."""
+    step: int | None = None
+    phase: str = ""
+    part: Annotated[int, COUNT] = 0
+    """Micro-batch, from 1; 0 outside of them."""
+    parts: Annotated[int, COUNT] = 0
+    since_s: Annotated[float, SECONDS] = 0.0
+    """Time in the call."""
+    silent_s: Annotated[float, SECONDS] = 0.0
+    """0 for a rank that gives signs of life."""
+    frame: str = ""
+    """Place in the code, where stacks were taken."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankProgress(_Progress):
+    """What one rank is doing."""
+
+    rank: Annotated[int, COUNT]
+    collective: PendingCollective | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupProgress(_Progress):
+    """What ranks of one world are doing that do the same, with the largest of their ages."""
+
+    ranks: Annotated[str, SPANS]
+    collective: SharedCollective | None = None
+
+    def document(self) -> dict[str, Any]:
+        """Return the object in the status."""
+        values = asdict(self)
+        left_out = [("world", TRAINERS), ("frame", "")]
+        return {name: value for name, value in values.items() if (name, value) not in left_out}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaseNote:
+    """The note that an agent writes after the counter of its lease."""
+
+    incarnation: Annotated[int, COUNT]
+    """0 while it serves none."""
+    doing: tuple[RankProgress, ...] = ()
+
+
+def grouped(rows: Iterable[RankProgress]) -> list[GroupProgress]:
     """Return the groups, those of the trainers first, in the order of their first ranks."""
-    found: dict[tuple[Any, ...], list[Row]] = {}
+    found: dict[RankProgress, list[RankProgress]] = {}
     for row in rows:
         found.setdefault(_kind(row), []).append(row)
     groups = [_together(alike) for alike in found.values()]
     return sorted(groups, key=_place)[:MOST_GROUPS]
 
 
-def _place(group: Group) -> tuple[str, int]:
-    return group.get("world", ""), _first(group["ranks"])
+def _place(group: GroupProgress) -> tuple[bool, str, int]:
+    return group.world != TRAINERS, group.world, _first(group.ranks)
 
 
-def _kind(row: Row) -> tuple[Any, ...]:
-    collective = row.get("collective") or {}
-    doing = (row.get(key) for key in ("world", "call", "step", "phase", "part", "parts", "frame"))
-    where = (collective.get(key) for key in ("name", "number", "group"))
-    return (*doing, *where, _span(collective.get("ranks", ())), bool(row.get("silent_s")))
+def _kind(row: RankProgress) -> RankProgress:
+    """Return what is equal for ranks that do the same."""
+    collective = row.collective and replace(row.collective, since_s=0.0)
+    silent_s = 1.0 if row.silent_s else 0.0
+    return replace(row, rank=0, since_s=0.0, silent_s=silent_s, collective=collective)
 
 
-def _together(alike: Sequence[Row]) -> Group:
-    group = {key: value for key, value in alike[0].items() if key != "rank"}
-    group["ranks"] = _span(int(row["rank"]) for row in alike)
-    group["since_s"] = _oldest(alike, "since_s")
-    group["silent_s"] = _oldest(alike, "silent_s")
-    if collective := alike[0].get("collective"):
-        told = [row["collective"] for row in alike]
-        span = _span(collective.get("ranks", ()))
-        group["collective"] = {**collective, "ranks": span, "since_s": _oldest(told, "since_s")}
-    return group
+def _together(alike: Sequence[RankProgress]) -> GroupProgress:
+    first = alike[0]
+    collectives = [row.collective for row in alike if row.collective is not None]
+    shared = None
+    if first.collective is not None:
+        shared = SharedCollective(
+            name=first.collective.name,
+            number=first.collective.number,
+            group=first.collective.group,
+            ranks=_span(first.collective.ranks),
+            since_s=_oldest(collective.since_s for collective in collectives),
+        )
+    return GroupProgress(
+        world=first.world,
+        ranks=_span(row.rank for row in alike),
+        call=first.call,
+        step=first.step,
+        phase=first.phase,
+        part=first.part,
+        parts=first.parts,
+        since_s=_oldest(row.since_s for row in alike),
+        silent_s=_oldest(row.silent_s for row in alike),
+        frame=first.frame,
+        collective=shared,
+    )
 
 
-def _oldest(rows: Iterable[Row], key: str) -> float:
-    return round(max(float(row.get(key) or 0.0) for row in rows), 1)
+def _oldest(ages_s: Iterable[float]) -> float:
+    return round(max(ages_s), 1)
 
 
-def explain(groups: Sequence[Group]) -> str:
+def explain(groups: Sequence[GroupProgress]) -> str:
     """Return one sentence about the trainers, empty if no rank waits or is late.
 
     ``ranks 0-2 have waited 140 s in actor_train (all_reduce #1841) for rank 3, which has been in
     reward_inf for 140 s``
     """
-    trainers = [one for one in groups if "world" not in one]
-    waiting = [one for one in trainers if one.get("collective") and not one.get("silent_s")]
-    others = [one for one in trainers if one not in waiting]
-    late = [one for one in others if one.get("call") or one.get("silent_s")] or others
+    trainers = [group for group in groups if group.world == TRAINERS]
+    waiting = [(one, one.collective) for one in trainers if one.collective and not one.silent_s]
+    others = [one for one in trainers if not one.collective or one.silent_s]
+    late = [one for one in others if one.call or one.silent_s] or others
     if not waiting:
         return "; ".join(f"{_who(one)} {_has_been(one)}" for one in late)
-    awaited = [one for one in others if any(_is_in(one, group) for group in waiting)]
+    collectives = [collective for _, collective in waiting]
+    awaited = [one for one in others if any(_is_in(one, entered) for entered in collectives)]
+    text = " and ".join(f"{_who(one)} {_has_waited(one, entered)}" for one, entered in waiting)
     if awaited:
         which = " and ".join(f"{_who(one)}, which {_has_been(one)}" for one in awaited)
-        return f"{' and '.join(map(_waits, waiting))} for {which}"
-    text = " and ".join(map(_waits, waiting))
-    if len({_collective_key(one) for one in waiting}) > 1:
+        return f"{text} for {which}"
+    if len({(entered.name, entered.number, entered.ranks) for entered in collectives}) > 1:
         return f"{text}: these are different collectives, so they wait for each other"
     missing = _missing(waiting)
     return f"{text} for {missing}" if missing else f"{text}, which all of its ranks have entered"
 
 
-def _collective_key(group: Group) -> tuple[Any, ...]:
-    return tuple(group["collective"].get(key) for key in ("name", "number", "ranks"))
-
-
-def _missing(waiting: Sequence[Group]) -> str:
+def _missing(waiting: Iterable[tuple[GroupProgress, SharedCollective]]) -> str:
     """Return the ranks of the collective that have reported nothing."""
-    there = {rank for one in waiting for rank in _ranks(one["ranks"])}
-    absent = {rank for one in waiting for rank in _ranks(one["collective"]["ranks"])} - there
-    if not absent:
-        return ""
-    return f"{_named(_span(absent))}, which reported nothing"
+    there, members = set[int](), set[int]()
+    for group, collective in waiting:
+        there |= _ranks(group.ranks)
+        members |= _ranks(collective.ranks)
+    absent = members - there
+    return f"{_named(_span(absent))}, which reported nothing" if absent else ""
 
 
-def _is_in(other: Group, waiting: Group) -> bool:
+def _is_in(other: GroupProgress, collective: SharedCollective) -> bool:
     """Whether one of these ranks belongs to the group of that collective."""
-    ranks = waiting["collective"].get("ranks", "")
-    return not ranks or bool(_ranks(ranks) & _ranks(other["ranks"]))
+    return not collective.ranks or bool(_ranks(collective.ranks) & _ranks(other.ranks))
 
 
-def _who(group: Group) -> str:
-    return _named(group["ranks"]) + (f" of {group['world']}" if "world" in group else "")
+def _who(group: GroupProgress) -> str:
+    return _named(group.ranks) + ("" if group.world == TRAINERS else f" of {group.world}")
 
 
 def _named(span: str) -> str:
     return f"rank{'' if span.isdecimal() else 's'} {span}"
 
 
-def _waits(group: Group) -> str:
-    collective = group["collective"]
-    have = "has" if group["ranks"].isdecimal() else "have"
-    inside = f"{plain(str(collective['name']))} #{collective['number']}"
-    if group.get("parts"):
-        inside += f", micro-batch {group['part']} of {group['parts']}"
-    waited = age(collective.get("since_s") or 0.0)
-    return f"{_who(group)} {have} waited {waited} in {_call(group)} ({inside})"
+def _has_waited(group: GroupProgress, collective: SharedCollective) -> str:
+    inside = f"{plain(collective.name)} #{collective.number}{_microbatch(group)}"
+    return f"{_have(group)} waited {age(collective.since_s)} in {plain(group.call)} ({inside})"
 
 
-def _has_been(group: Group) -> str:
-    have = "has" if group["ranks"].isdecimal() else "have"
-    place = _call(group)
-    detail = _detail(group)
-    if group.get("silent_s"):
-        silent = f"{have} given no sign of life for {age(group['silent_s'])}"
+def _has_been(group: GroupProgress) -> str:
+    have, place, detail = _have(group), plain(group.call), _detail(group)
+    if group.silent_s:
+        silent = f"{have} given no sign of life for {age(group.silent_s)}"
         return f"{silent} (last in {place}{detail})" if place else silent
-    since = age(group.get("since_s") or 0.0)
+    since = age(group.since_s)
     if not place:
         return f"{have} been waiting for the master's next message for {since}"
     return f"{have} been in {place} for {since}{detail}"
 
 
-def _call(group: Group) -> str:
-    return plain(str(group.get("call") or ""))
+def _have(group: GroupProgress) -> str:
+    return "has" if group.ranks.isdecimal() else "have"
 
 
-def _detail(group: Group) -> str:
+def _microbatch(group: GroupProgress) -> str:
+    return f", micro-batch {group.part} of {group.parts}" if group.parts else ""
+
+
+def _detail(group: GroupProgress) -> str:
     """`` (forward, micro-batch 2 of 8, paced_reward.py:44 in __call__)``"""
-    parts = [plain(str(group.get("phase") or ""))]
-    if group.get("parts"):
-        parts.append(f"micro-batch {group['part']} of {group['parts']}")
-    parts.append(plain(str(group.get("frame") or "")))
+    parts = [plain(group.phase), _microbatch(group).removeprefix(", "), plain(group.frame)]
     text = ", ".join(filter(None, parts))
     return f" ({text})" if text else ""
 
 
-def describe(row: Row) -> str:
+def describe(row: RankProgress) -> str:
     """Return what one rank does, on one line."""
     [group] = grouped([row])
-    if group.get("collective") and not group.get("silent_s"):
-        return _waits(group).removeprefix(f"{_who(group)} ")
+    if group.collective is not None and not group.silent_s:
+        return _has_waited(group, group.collective)
     return _has_been(group)
 
 

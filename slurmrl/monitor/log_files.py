@@ -98,8 +98,8 @@ def serving(paths: RunPaths, incarnation: int) -> Attempts:
     found = {}
     with make("file", directory=paths.names) as names:
         for attempt in published.attempts(names):
-            if attempt["job"] == begin.data.get("job"):
-                found[attempt["group"], attempt["task"]] = attempt["attempt"]
+            if attempt.job == begin.data.get("job"):
+                found[attempt.group, attempt.task] = attempt.attempt
     return found
 
 

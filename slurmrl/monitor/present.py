@@ -8,7 +8,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from slurmrl.monitor import hang, story, throughput
+from slurmrl.monitor import hang, published, story, throughput
 from slurmrl.monitor.snapshot import Traces, TrialSnapshot
 from slurmrl.scheduler.base import JobState, TaskState
 
@@ -46,7 +46,7 @@ def _waiting(snapshot: TrialSnapshot) -> dict[str, Any] | None:
     tasks = snapshot.said.get("tasks", {})
     hosts = [tasks[place]["host"] for place in places if place in tasks]
     ranks = group.hosts * group.workers_per_host
-    explained = hang.explain(snapshot.said.get("doing", []))
+    explained = hang.explain(published.doing(snapshot.said))
     return {**said, "hosts": list(dict.fromkeys(hosts)), "of": ranks, "explained": explained}
 
 

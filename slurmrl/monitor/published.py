@@ -5,7 +5,6 @@ A trial continues without reports that are damaged (see `reports.Report`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -13,52 +12,29 @@ from slurmrl import keys
 from slurmrl.errors import CorruptFileError, NameNotFoundError
 from slurmrl.fsio import documents, objects
 from slurmrl.fsio.failures import corrupt
+from slurmrl.fsio.objects import Dataclass
 from slurmrl.fsio.shapes import (
     COUNT,
-    FILE_NAME,
-    INTEGER,
     SECONDS,
     TEXT,
     Fields,
-    FieldType,
     each,
     list_of,
     table,
 )
-from slurmrl.monitor.reports import Failure, Hang, LostHost, Report, Warned
+from slurmrl.monitor.hang import GroupProgress
+from slurmrl.monitor.reports import (
+    Failure,
+    Hang,
+    Identity,
+    LostHost,
+    Report,
+    StacksRequest,
+    Warned,
+)
 from slurmrl.name_resolve.base import NameStore
 
 Said = Mapping[str, Any]
-SPANS = re.compile(r"(\d{1,7}(-\d{1,7})?(,\d{1,7}(-\d{1,7})?)*)?")
-
-ATTEMPT: Fields = {
-    "group": FILE_NAME,
-    "task": COUNT,
-    "attempt": COUNT,
-    "host": FILE_NAME,
-    "job": TEXT,
-    "job_id": TEXT,
-}
-_DOES: Fields = {
-    "world": TEXT,
-    "call": TEXT,
-    "step": INTEGER,
-    "phase": TEXT,
-    "part": COUNT,
-    "parts": COUNT,
-    "since_s": SECONDS,
-    "silent_s": SECONDS,
-    "frame": TEXT,
-}
-_IN: Fields = {"name": TEXT, "number": INTEGER, "group": TEXT, "since_s": SECONDS}
-_SPANS = FieldType("ranks such as 0-2,5", lambda v: isinstance(v, str) and bool(SPANS.fullmatch(v)))
-_GROUP: Fields = {**_DOES, "ranks": _SPANS, "collective": table({**_IN, "ranks": _SPANS})}
-_ROW: Fields = {**_DOES, "rank": COUNT, "collective": table({**_IN, "ranks": list_of(COUNT)})}
-DOING = list_of(table(_GROUP, ("ranks",)))
-"""Groups of ranks (see `monitor.hang`)."""
-NOTE: Fields = {"incarnation": COUNT, "doing": list_of(table(_ROW, ("rank",)))}
-"""The note that an agent writes after the counter of its lease."""
-REQUEST: Fields = {"ranks": list_of(COUNT)}
 STATUS: Fields = {
     "incarnation": COUNT,
     "step": COUNT,
@@ -71,9 +47,10 @@ STATUS: Fields = {
     "waiting": table(
         {"for": list_of(COUNT), "what": TEXT, "since_s": SECONDS}, ("what", "since_s")
     ),
-    "doing": DOING,
+    "doing": list_of(objects.shape(GroupProgress)),
     "tasks": each(table({"host": TEXT, "attempt": COUNT, "lease_age_s": SECONDS}, ("host",))),
 }
+D = TypeVar("D", bound=Dataclass)
 R = TypeVar("R", bound=Report)
 
 
@@ -108,30 +85,53 @@ def status(names: NameStore) -> Said:
     return {name: value for name, value in said.items() if value is not None}
 
 
-def attempt(names: NameStore, group: str, task: int, number: int) -> Said:
-    """Return the claim of one attempt of a task."""
+def doing(status: Said) -> list[GroupProgress]:
+    """Return what the ranks were doing by a status."""
+    return [objects.from_json(GroupProgress, one, keys.status()) for one in status.get("doing", [])]
+
+
+def attempt(names: NameStore, group: str, task: int, number: int) -> Identity | None:
+    """Return the claim of one attempt of a task. Raises CorruptFileError."""
     key = keys.attempt(group, task, number)
     try:
-        said = documents.parse(names.get(key), f"the name {key}", ATTEMPT)
+        identity = _parse(names.get(key), f"the name {key}", Identity)
     except NameNotFoundError:
-        return {}
-    if said and said.get("attempt") != number:
+        return None
+    if identity.attempt != number:
         raise corrupt(key, f"does not hold the claim of attempt {number}")
-    return said
+    return identity
 
 
-def attempts(names: NameStore) -> list[Said]:
-    """Return the claims of all attempts."""
-    texts = names.get_subtree(keys.ATTEMPTS)
+def attempt_numbers(names: NameStore, group: str, task: int) -> list[int]:
+    """Return the numbers of a task's attempts, the newest first."""
+    ends = (key.rpartition("/")[2] for key in names.find_subtree(keys.attempts(group, task)))
+    return sorted((int(end) for end in ends if end.isdecimal()), reverse=True)
+
+
+def attempts(names: NameStore) -> list[Identity]:
+    """Return the claims of all attempts. Raises CorruptFileError."""
     where = f"a name below {keys.ATTEMPTS}"
-    return [documents.parse(text, where, ATTEMPT, ATTEMPT) for text in texts]
+    return [_parse(text, where, Identity) for text in names.get_subtree(keys.ATTEMPTS)]
+
+
+def stacks_request(names: NameStore, incarnation: int, number: int) -> StacksRequest | None:
+    """Return a user's request. Raises CorruptFileError."""
+    key = keys.stacks(incarnation, number)
+    try:
+        return _parse(names.get(key), f"the name {key}", StacksRequest)
+    except NameNotFoundError:
+        return None
+
+
+def _parse(text: str, where: str, kind: type[D]) -> D:
+    return objects.from_json(kind, documents.parse(text, where), where)
 
 
 def _report(names: NameStore, key: str, kind: type[R]) -> R | None:
     """Return None if there is no report."""
     where = f"the name {key}"
     try:
-        return objects.from_json(kind, documents.parse(names.get(key), where), where)
+        return _parse(names.get(key), where, kind)
     except NameNotFoundError:
         return None
     except CorruptFileError:

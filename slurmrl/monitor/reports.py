@@ -1,7 +1,7 @@
-"""What an incarnation's processes publish about its end: a failure, a warning, a hang.
+"""What a trial's processes publish: who they are, and reports about the end of an incarnation.
 
 The first failure of an incarnation counts. Reports may be those of older versions of slurmrl, which
-lack fields. See `published` for their readers and `workers.failure` for the writers of failures.
+lack fields. See `published` for the readers and `workers.failure` for the writers of failures.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
-from slurmrl.fsio.shapes import COUNT, SECONDS
-from slurmrl.worlds import TRAINERS
+from slurmrl.fsio.shapes import COUNT, FILE_NAME, SECONDS
+from slurmrl.worlds import TRAINERS, world_of
 
 
 class Cause(StrEnum):
@@ -33,6 +33,46 @@ class Cause(StrEnum):
     """The master ended unexpectedly."""
     ENVIRONMENT = "environment"
     """The machine, the cluster or the shared directory could not do what was needed."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """An agent: its task, its attempt at that task, its host and its job."""
+
+    group: Annotated[str, FILE_NAME]
+    task: Annotated[int, COUNT]
+    """Host index in a fixed group, array index in an elastic one."""
+    attempt: Annotated[int, COUNT]
+    """Number of earlier starts of this task."""
+    host: Annotated[str, FILE_NAME]
+    job: str
+    """The round of agents that this one belongs to: job id, Slurm's restart count, round."""
+    job_id: str
+    """The job as Slurm's commands name it; ``123_4`` for an array element."""
+    pid: int = 0
+
+    @property
+    def label(self) -> str:
+        return f"{self.group}/{self.task}"
+
+    @property
+    def trains(self) -> bool:
+        """Whether this is an agent of the trainers."""
+        return self.group == TRAINERS
+
+    @property
+    def world(self) -> str:
+        """The world that its workers belong to."""
+        return world_of(self.group, self.task)
+
+
+@dataclass(frozen=True)
+class StacksRequest:
+    """A user's request for the stacks of ranks of the trainers."""
+
+    ranks: tuple[Annotated[int, COUNT], ...] | None = None
+    """None: all of them, and the master."""
+    time: Annotated[float, SECONDS] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

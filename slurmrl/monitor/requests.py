@@ -11,8 +11,9 @@ from pathlib import Path
 from slurmrl import keys
 from slurmrl.backoff import Backoff
 from slurmrl.errors import NameExistsError, UsageError
-from slurmrl.fsio import atomic
+from slurmrl.fsio import atomic, objects
 from slurmrl.monitor.log_files import serving
+from slurmrl.monitor.reports import StacksRequest
 from slurmrl.monitor.snapshot import read_groups
 from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
@@ -78,7 +79,8 @@ class Request:
 
 def _ask(paths: RunPaths, incarnation: int, rank: int | None) -> int:
     """Publish the request and return its number."""
-    value = json.dumps({"ranks": None if rank is None else [rank], "time": time.time()})
+    ranks = None if rank is None else (rank,)
+    value = json.dumps(objects.to_json(StacksRequest(ranks, time.time())))
     with make("file", directory=paths.names) as names:
         for number in itertools.count(1):
             try:

@@ -25,7 +25,7 @@ from slurmrl.fsio.shapes import (
 from slurmrl.history.recent import Begun, Recent, recent
 from slurmrl.monitor import events, metrics, published, throughput
 from slurmrl.monitor.events import Event
-from slurmrl.monitor.reports import Failure, Hang, Warned
+from slurmrl.monitor.reports import Failure, Hang, Identity, Warned
 from slurmrl.name_resolve import make
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
@@ -99,7 +99,7 @@ class Traces:
     """The warning that its job will end."""
     hang: Hang | None
     """Who waited for whom when silence or a deadline ended it."""
-    attempt: Mapping[str, Any]
+    attempt: Identity | None
     """The claim of the first agent of its job."""
     master: Sequence[Event]
     agent: Sequence[Event]
@@ -119,7 +119,7 @@ class TrialSnapshot:
     groups: tuple[Group, ...]
     said: Mapping[str, Any]
     """The last status of the current incarnation's master; empty before the first."""
-    attempts: Mapping[tuple[str, int], Mapping[str, Any]]
+    attempts: Mapping[tuple[str, int], Identity]
     """The newest attempt of each task that ever started, by group and task."""
     incarnations: Sequence[Traces]
     """The newest ones, oldest first."""
@@ -152,7 +152,7 @@ class TrialSnapshot:
     def lease(self) -> Path | None:
         """Return the lease of the trainers' first agent: it shows whether the master lives."""
         attempt = self.attempts.get((TRAINERS, 0))
-        return self.paths.lease(TRAINERS, 0, attempt["attempt"]) if attempt else None
+        return self.paths.lease(TRAINERS, 0, attempt.attempt) if attempt is not None else None
 
 
 def read(paths: RunPaths, incarnations: int = GLANCE) -> TrialSnapshot:
@@ -207,11 +207,9 @@ def _exported(paths: RunPaths) -> bool:
         return False
 
 
-def _traces(
-    paths: RunPaths, names: NameStore, begun: Begun, leaders: Sequence[Mapping[str, Any]]
-) -> Traces:
+def _traces(paths: RunPaths, names: NameStore, begun: Begun, leaders: Sequence[Identity]) -> Traces:
     job = begun.data.get("job")
-    attempt = next((one for one in leaders if job and one.get("job") == job), {})
+    attempt = next((one for one in leaders if job and one.job == job), None)
     return Traces(
         begun,
         published.failure(names, begun.number),
@@ -219,17 +217,15 @@ def _traces(
         published.hang(names, begun.number),
         attempt,
         events.read_ends(paths, f"master.{begun.number}"),
-        _agent(paths, attempt, begun.number),
-        _supervisor(paths, str(attempt.get("group") or ""), str(job or "")),
+        [] if attempt is None else _agent(paths, attempt, begun.number),
+        [] if attempt is None else _supervisor(paths, attempt),
     )
 
 
-def _agent(paths: RunPaths, attempt: Mapping[str, Any], incarnation: int) -> list[Event]:
+def _agent(paths: RunPaths, attempt: Identity, incarnation: int) -> list[Event]:
     """Return the agent's events of one incarnation. An event that names none belongs to the last
     incarnation named before it."""
-    if not attempt:
-        return []
-    writer = f"agent.{attempt.get('group')}.{attempt.get('task')}.{attempt.get('attempt')}"
+    writer = f"agent.{attempt.group}.{attempt.task}.{attempt.attempt}"
     found, named = [], None
     for event in events.read_ends(paths, writer):
         named = event.get("incarnation", named)
@@ -238,10 +234,10 @@ def _agent(paths: RunPaths, attempt: Mapping[str, Any], incarnation: int) -> lis
     return found
 
 
-def _supervisor(paths: RunPaths, group: str, tag: str) -> list[Event]:
-    """Return the events of a job's batch process; ``tag`` is JOBID.RESTARTCOUNT.ROUND."""
-    start = ".".join(tag.split(".")[:2])
-    return events.read_ends(paths, f"supervisor.{group}.{start}") if group and start else []
+def _supervisor(paths: RunPaths, attempt: Identity) -> list[Event]:
+    """Return the events of the batch process of an agent's job."""
+    start = ".".join(attempt.job.split(".")[:2])
+    return events.read_ends(paths, f"supervisor.{attempt.group}.{start}")
 
 
 def newest_submission(paths: RunPaths) -> Submission | None:
@@ -287,9 +283,7 @@ def _said(names: NameStore, incarnation: int) -> Mapping[str, Any]:
     return said if said.get("incarnation") == incarnation else {}
 
 
-def _attempts(
-    names: NameStore, groups: tuple[Group, ...]
-) -> dict[tuple[str, int], Mapping[str, Any]]:
+def _attempts(names: NameStore, groups: tuple[Group, ...]) -> dict[tuple[str, int], Identity]:
     """Return the newest attempt of each task; of the others only the keys are read."""
     newest: dict[tuple[str, int], int] = {}
     for group in groups:
@@ -310,19 +304,19 @@ def _numbers(names: NameStore, group: str) -> Iterator[tuple[int, int]]:
             yield int(task), int(number)
 
 
-def _attempt(names: NameStore, group: str, task: int, number: int) -> Mapping[str, Any]:
-    return published.attempt(names, group, task, number) or {"attempt": number}
+def _attempt(names: NameStore, group: str, task: int, number: int) -> Identity:
+    """Return a claim. A stale cache may hide the content of one whose key it shows."""
+    hidden = Identity(group, task, number, host="", job="", job_id="")
+    return published.attempt(names, group, task, number) or hidden
 
 
 def _leaders(
-    names: NameStore,
-    attempts: Mapping[tuple[str, int], Mapping[str, Any]],
-    count: int,
-) -> list[Mapping[str, Any]]:
+    names: NameStore, attempts: Mapping[tuple[str, int], Identity], count: int
+) -> list[Identity]:
     """Return the newest attempts of the trainers' task 0, newest first: each incarnation began in
     the job of one of them."""
-    if (TRAINERS, 0) not in attempts:
+    newest = attempts.get((TRAINERS, 0))
+    if newest is None:
         return []
-    newest = int(attempts[TRAINERS, 0]["attempt"])
-    numbers = range(newest, max(-1, newest - count), -1)
+    numbers = range(newest.attempt, max(-1, newest.attempt - count), -1)
     return [_attempt(names, TRAINERS, 0, number) for number in numbers]

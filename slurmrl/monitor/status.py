@@ -83,12 +83,13 @@ This object is a contract: fields may be added, none is ever changed or removed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from slurmrl.history.record import Kind
 from slurmrl.monitor import present, story
 from slurmrl.monitor.diagnosis import diagnose
+from slurmrl.monitor.reports import Identity
 from slurmrl.monitor.snapshot import Group, TrialSnapshot
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.worlds import TRAINERS
@@ -165,19 +166,18 @@ def trial_state(snapshot: TrialSnapshot, tasks: Sequence[TaskState], *, alive: b
 
 def _has_agent(snapshot: TrialSnapshot, tasks: Sequence[TaskState]) -> bool:
     """Whether the first host of the present job has an agent, and so a heartbeat."""
-    return bool(_attempt(snapshot, TRAINERS, 0, present_link(tasks)))
+    return _attempt(snapshot, TRAINERS, 0, present_link(tasks)) is not None
 
 
 def _attempt(
     snapshot: TrialSnapshot, group: str, task: int, element: TaskState | None
-) -> Mapping[str, Any]:
+) -> Identity | None:
     """Return the newest attempt of a task, unless it belongs to an earlier link or start."""
-    attempt: Mapping[str, Any] = snapshot.attempts.get((group, task), {})
-    if element is None or not attempt:
+    attempt = snapshot.attempts.get((group, task))
+    if element is None or attempt is None:
         return attempt
-    tag = str(attempt.get("job") or "")
-    own = attempt.get("job_id") == element.job_id and story.is_start_of(element, tag)
-    return attempt if own else {}
+    own = attempt.job_id == element.job_id and story.is_start_of(element, attempt.job)
+    return attempt if own else None
 
 
 def _step(snapshot: TrialSnapshot, lives: bool) -> int:
@@ -238,12 +238,14 @@ def _task(
 ) -> dict[str, Any]:
     attempt = _attempt(snapshot, group.name, task, element)
     said = snapshot.said.get("tasks", {}).get(f"{group.name}/{task}", {})
-    beats = state == "RUNNING" and said.get("attempt") == attempt.get("attempt")
+    number = attempt.attempt if attempt is not None else None
+    host, job_id = (attempt.host, attempt.job_id) if attempt is not None else ("", "")
+    beats = state == "RUNNING" and said.get("attempt") == number
     return {
-        "job_id": element.job_id if element else attempt.get("job_id"),
-        "host": attempt.get("host") or _host(element, 0 if group.elastic else task),
+        "job_id": element.job_id if element else job_id or None,
+        "host": host or _host(element, 0 if group.elastic else task),
         "state": _task_state(snapshot, element, state),
-        "attempt": attempt.get("attempt"),
+        "attempt": number,
         "lease_age_s": said.get("lease_age_s") if beats else None,
         "reason": element.reason if element else "",
     }

@@ -99,7 +99,7 @@ def _row(
     commit = begun.commit.data["step"] if begun.commit else None
     return {
         "number": begun.number,
-        "job_id": traces.attempt.get("job_id"),
+        "job_id": traces.attempt.job_id if traces.attempt is not None else None,
         "submission": begun.data.get("submission"),
         "link": begun.data.get("link"),
         "hosts": hosts(snapshot, traces),
@@ -116,7 +116,7 @@ def _row(
 def _in_job(traces: Traces, tasks: Sequence[TaskState]) -> bool:
     """Whether an incarnation can belong to a job that runs now. Otherwise its own job has ended and
     the next one has not begun an incarnation yet."""
-    job_id = traces.attempt.get("job_id")
+    job_id = traces.attempt.job_id if traces.attempt is not None else ""
     running = {task.job_id: task for task in tasks if task.state is JobState.RUNNING}
     if not running or not job_id:
         return True  # unknown
@@ -157,9 +157,10 @@ def hosts(snapshot: TrialSnapshot, traces: Traces) -> list[str]:
     for event in reversed(traces.supervisor):
         if event["kind"] == "round" and event.get("round") == number and event.get("hosts"):
             return [str(host) for host in _list(event["hosts"])]
-    current = [one for one in snapshot.attempts.values() if tag and one.get("job") == tag]
-    found_hosts = [str(one["host"]) for one in current or [traces.attempt] if one.get("host")]
-    return list(dict.fromkeys(found_hosts))
+    agents = [agent for agent in snapshot.attempts.values() if tag and agent.job == tag]
+    if not agents and traces.attempt is not None:
+        agents = [traces.attempt]
+    return list(dict.fromkeys(agent.host for agent in agents if agent.host))
 
 
 def ending(traces: Traces, tasks: Sequence[TaskState]) -> End:
@@ -300,7 +301,7 @@ def _by_scheduler(traces: Traces, tasks: Sequence[TaskState]) -> End | None:
 
 def _task(traces: Traces, tasks: Sequence[TaskState]) -> TaskState | None:
     """Return the array element in which an incarnation ran."""
-    job_id = traces.attempt.get("job_id")
+    job_id = traces.attempt.job_id if traces.attempt is not None else ""
     return next((task for task in tasks if job_id and task.job_id == job_id), None)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 IDLE = ""
 """The call of a rank that waits for the master's next message."""
@@ -42,7 +42,7 @@ class Activity:
         """Set the phase of the current call, and its micro-batch ``part`` of ``parts`` if any."""
         self._doing = self._doing._replace(phase=name, part=part, parts=parts)
 
-    def describe(self) -> dict[str, Any]:
-        """As JSON, with the age ``since_s`` of the call instead of its start."""
-        fields = self._doing._asdict()
-        return {**fields, "since_s": self._clock() - fields.pop("since")}
+    def current(self) -> tuple[Doing, float]:
+        """Return the activity and the age of its call in seconds."""
+        doing = self._doing
+        return doing, self._clock() - doing.since

@@ -10,9 +10,9 @@ from slurmrl.errors import EnvironmentFailure, NameExistsError
 from slurmrl.fsio import objects
 from slurmrl.monitor import hang
 from slurmrl.monitor.events import EventWriter
+from slurmrl.monitor.hang import RankProgress
 from slurmrl.monitor.reports import Cause, Failure, Hang
 from slurmrl.name_resolve.base import NameStore
-from slurmrl.workers.messages import Message
 
 logger = log.get(__name__)
 
@@ -30,11 +30,11 @@ def publish(
     names: NameStore,
     events: EventWriter,
     incarnation: int,
-    rows: Sequence[Message],
+    rows: Sequence[RankProgress],
     files: Sequence[str],
 ) -> None:
     """Log the explanation, write it as an event and add it to the name store, where `status` reads
-    it. ``rows``: see `monitor.hang`; ``files`` hold the stacks."""
+    it. ``files`` hold the stacks."""
     explained = Hang(text=hang.explain(hang.grouped(rows)), files=tuple(files))
     logger.error("%s; stacks: %s", explained.text, ", ".join(files) or "none")
     events.write("hang", incarnation=incarnation, text=explained.text, files=list(files))

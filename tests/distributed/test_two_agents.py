@@ -153,6 +153,7 @@ def test_a_failure_of_one_host_is_the_end_for_both(job: Job) -> None:
         "reason": "rank 1 on n1 was ended by SIGKILL",
         "host": "n1",
         "rank": 1,
+        "exit_code": -9,
     }
     os.kill(job.child(0, "master"), signal.SIGKILL)
     job.wait_for_commit_of(3)

@@ -7,7 +7,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import IO
 
@@ -16,12 +16,12 @@ from slurmrl.channel.follower import Follower
 from slurmrl.channel.pipe import Connection
 from slurmrl.config.schema.cluster import Cluster
 from slurmrl.fsio import objects
-from slurmrl.monitor.reports import Failure
+from slurmrl.monitor.hang import RankProgress
+from slurmrl.monitor.reports import Failure, Identity
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import GroupPlan
 from slurmrl.workers import messages, process, pulse, stacks
 from slurmrl.workers.agent import container, environment
-from slurmrl.workers.agent.identity import Identity
 from slurmrl.workers.agent.slot import Ended, Slot
 from slurmrl.workers.messages import Message
 from slurmrl.worlds import RankId
@@ -73,7 +73,7 @@ class Children:
         self._defaults = defaults or {}
         self._pulse_s = pulse.interval_s(cluster.heartbeat_s, cluster.silence_s)
         self._watch: pulse.Watch[int | None] = pulse.Watch(cluster.silence_s)
-        self._doing: dict[int, tuple[Message, float]] = {}
+        self._doing: dict[int, tuple[RankProgress, float]] = {}
         """What each rank was doing, and when it reported that."""
         self._selector = selectors.DefaultSelector()
         self._news = News()
@@ -211,13 +211,14 @@ class Children:
             self._unlisten(pipe.fileno())
 
     def _take(self, slot: Slot, message: Message) -> None:
+        where = f"a message of {slot.name}"
         if message["type"] == messages.ERROR:
-            where = f"a message of {slot.name}"
             self._news.failures.append(objects.from_json(Failure, message, where))
         elif message["type"] != messages.PULSE:
             self._news.received.append(message)
         elif "doing" in message:
-            self._doing[slot.rank] = message["doing"], time.monotonic()
+            doing = objects.from_json(RankProgress, message["doing"], where)
+            self._doing[slot.rank] = doing, time.monotonic()
 
     def _hear_fork_server(self, slot: Slot) -> None:
         if slot.line is not None:
@@ -253,16 +254,14 @@ class Children:
 
     # -- what they are doing -----------------------------------------------------------------
 
-    def doing(self) -> list[Message]:
-        """Return what each rank last reported to be doing (rows of `monitor.hang`)."""
+    def doing(self) -> list[RankProgress]:
+        """Return what each rank last reported to be doing."""
         now = time.monotonic()
         rows = []
-        for rank, (doing, heard_at) in sorted(self._doing.items()):
+        for _, (doing, heard_at) in sorted(self._doing.items()):
             ago_s = now - heard_at
             silent_s = ago_s if ago_s > MISSED_PULSES * self._pulse_s else 0.0
-            since_s = doing["since_s"] + ago_s
-            who = RankId(self.world, rank).fields
-            rows.append({**who, **doing, "since_s": since_s, "silent_s": silent_s})
+            rows.append(replace(doing, since_s=doing.since_s + ago_s, silent_s=silent_s))
         return rows
 
     def witnesses(self) -> list[int | None]:

@@ -15,12 +15,13 @@ from slurmrl.errors import (
     StaleIncarnationError,
     TrialEndedError,
 )
-from slurmrl.fsio import documents
+from slurmrl.fsio import documents, objects
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.state import TrialState, fold
 from slurmrl.lease import Lease
 from slurmrl.monitor.events import EventWriter
+from slurmrl.monitor.hang import LeaseNote
 from slurmrl.name_resolve import make
 from slurmrl.parallel import driver, gpu
 from slurmrl.paths import RunPaths
@@ -82,8 +83,9 @@ class Host:
 
     def _beat(self) -> None:
         """Renew the lease. It carries what the ranks are doing, for the status (`monitor.hang`)."""
-        doing = self.children.doing() if self.serving else []
-        self._lease.beat(frame.encode({"incarnation": self.serving, "doing": doing}))
+        doing = tuple(self.children.doing()) if self.serving else ()
+        note = LeaseNote(incarnation=self.serving, doing=doing)
+        self._lease.beat(frame.encode(objects.to_json(note)))
 
     def _outputs(self, limit_bytes: int) -> list[Output]:
         groups = [self.group.name, *(["master"] if self.leads else [])]

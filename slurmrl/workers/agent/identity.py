@@ -1,4 +1,4 @@
-"""The identity of an agent: its task, its attempt at that task, its host and its job."""
+"""The claim of an agent's identity."""
 
 from __future__ import annotations
 
@@ -7,41 +7,12 @@ import json
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 
 from slurmrl import env, keys
 from slurmrl.errors import NameExistsError
+from slurmrl.fsio import objects
+from slurmrl.monitor.reports import Identity
 from slurmrl.name_resolve.base import NameStore
-from slurmrl.worlds import TRAINERS, world_of
-
-
-@dataclass(frozen=True)
-class Identity:
-    group: str
-    task: int
-    """Host index in a fixed group, array index in an elastic one."""
-    attempt: int
-    """Number of earlier starts of this task."""
-    host: str
-    job: str
-    """The round of agents that this one belongs to: job id, Slurm's restart count, round."""
-    job_id: str
-    """The job as Slurm's commands name it; ``123_4`` for an array element."""
-    pid: int
-
-    @property
-    def label(self) -> str:
-        return f"{self.group}/{self.task}"
-
-    @property
-    def trains(self) -> bool:
-        """Whether this is an agent of the trainers."""
-        return self.group == TRAINERS
-
-    @property
-    def world(self) -> str:
-        """The world that its workers belong to."""
-        return world_of(self.group, self.task)
 
 
 def job_name(environ: Mapping[str, str]) -> str:
@@ -63,7 +34,7 @@ def claim(
         try:
             store.add(
                 keys.attempt(group, task, attempt),
-                json.dumps(asdict(identity)),
+                json.dumps(objects.to_json(identity)),
                 delete_on_exit=False,
             )
         except NameExistsError:

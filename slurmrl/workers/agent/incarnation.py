@@ -33,6 +33,7 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import objects
 from slurmrl.history.state import TrialState
+from slurmrl.monitor.hang import RankProgress
 from slurmrl.monitor.reports import Cause, Failure
 from slurmrl.workers import address, doorbell, evidence, messages
 from slurmrl.workers.agent.host import Host
@@ -323,9 +324,8 @@ class Incarnation:
         them, else those of this host."""
         if failure.cause == Cause.HUNG and failure.rank is None:  # the master
             taken = self._witness.take(self.number, 0, failure.reason, self._idle)
-            evidence.publish(
-                self.host.names, self.host.events, self.number, taken["ranks"], [taken["file"]]
-            )
+            rows = [objects.from_json(RankProgress, row, "our own") for row in taken["ranks"]]
+            evidence.publish(self.host.names, self.host.events, self.number, rows, [taken["file"]])
             return
         deadline = time.monotonic() + OVER_S
         while self._master_log is not None and time.monotonic() < deadline:

@@ -9,24 +9,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from slurmrl import keys, log
+from slurmrl import log
 from slurmrl.backoff import Interval
 from slurmrl.errors import (
     CorruptFileError,
     EnvironmentFailure,
-    NameNotFoundError,
     SlurmrlError,
 )
-from slurmrl.fsio import documents
 from slurmrl.lease import GAPS_PER_TTL, LeaseObserver
-from slurmrl.monitor.reports import Cause, Failure
+from slurmrl.monitor import published
+from slurmrl.monitor.reports import Cause, Failure, Identity
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.base import Continue
 from slurmrl.scheduler.chain import continues
 from slurmrl.scheduler.client import SlurmClient, usable_hosts
 from slurmrl.scheduler.succession import TIMEOUT_S, Link
-from slurmrl.workers.agent.identity import Identity
 from slurmrl.workers.failure import failed
 
 logger = log.get(__name__)
@@ -71,15 +69,13 @@ class Leader:
         """Return the lease of the first agent of our round, or None before that one has started."""
         group = self._identity.group
         try:
-            for key in reversed(self._names.find_subtree(keys.attempts(group, 0))):
-                claim = documents.parse(self._names.get(key), key)
-                if claim.get("job") == self._identity.job:
-                    self._host = str(claim.get("host", ""))
-                    attempt = int(key.rpartition("/")[2])
-                    return LeaseObserver(
-                        self._paths.lease(group, 0, attempt), self._ttl_s, self._clock
-                    )
-        except (CorruptFileError, EnvironmentFailure, NameNotFoundError) as error:
+            for number in published.attempt_numbers(self._names, group, 0):
+                claim = published.attempt(self._names, group, 0, number)
+                if claim is not None and claim.job == self._identity.job:
+                    self._host = claim.host
+                    lease = self._paths.lease(group, 0, number)
+                    return LeaseObserver(lease, self._ttl_s, self._clock)
+        except (CorruptFileError, EnvironmentFailure) as error:
             logger.info("cannot look for the first agent, will retry: %s", error)
         return None
 

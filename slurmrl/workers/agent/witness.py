@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from slurmrl import log
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.fsio import atomic
+from slurmrl.fsio import atomic, objects
 from slurmrl.monitor import hang
+from slurmrl.monitor.hang import RankProgress
 from slurmrl.workers import messages
 from slurmrl.workers.agent import stacks
 from slurmrl.workers.agent.host import Host
@@ -59,23 +61,25 @@ class Witness:
             "group": host.group.name,
             "task": host.identity.task,
             "file": str(path.relative_to(host.paths.run)),
-            "ranks": rows,
+            "ranks": [objects.to_json(row) for row in rows],
         }
 
-    def _rows(self, answers: Sequence[StacksAnswer]) -> list[Message]:
+    def _rows(self, answers: Sequence[StacksAnswer]) -> list[RankProgress]:
         """Return what the ranks are doing, with the code position of those that answered."""
         frames = {answer.rank: stacks.top_frame(answer.text) for answer in answers}
-        return [
-            {**row, "frame": frames.get(row["rank"], "")} for row in self._host.children.doing()
-        ]
+        return [replace(row, frame=frames.get(row.rank, "")) for row in self._host.children.doing()]
 
     def _text(
-        self, incarnation: int, why: str, answers: Sequence[StacksAnswer], rows: Sequence[Message]
+        self,
+        incarnation: int,
+        why: str,
+        answers: Sequence[StacksAnswer],
+        rows: Sequence[RankProgress],
     ) -> bytes:
         identity = self._host.identity
         when = time.strftime("%Y-%m-%d %H:%M:%S")
         parts = [f"{identity.label} on {identity.host}, incarnation {incarnation}, {when}: {why}\n"]
-        doing = {row["rank"]: hang.describe(row) for row in rows}
+        doing = {row.rank: hang.describe(row) for row in rows}
         for answer in answers:
             does = f": {doing[answer.rank]}" if answer.rank in doing else ""
             parts.append(f"\n=== {answer.name}{does}\n{answer.text}")

@@ -9,17 +9,16 @@ from slurmrl import keys, log
 from slurmrl.backoff import Interval
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.monitor import published
-from slurmrl.monitor.reports import Cause, Failure
+from slurmrl.monitor.reports import Cause, Failure, Identity
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.plan.model import Plan
 from slurmrl.workers.failure import failed, publish_loss
-from slurmrl.workers.messages import Message
 from slurmrl.worlds import TRAINERS
 
 logger = log.get(__name__)
 
 
-class AgentRegistry(Mapping[str, Message]):
+class AgentRegistry(Mapping[str, Identity]):
     """The known agents by ``group/task``.
 
     ``heard`` grows as agents say hello. The claims of hosts that die before that are in the name
@@ -30,7 +29,7 @@ class AgentRegistry(Mapping[str, Message]):
         self,
         names: NameStore,
         plan: Plan,
-        heard: Mapping[str, Message],
+        heard: Mapping[str, Identity],
         *,
         incarnation: int,
         job: str,
@@ -43,9 +42,9 @@ class AgentRegistry(Mapping[str, Message]):
         self._incarnation = incarnation
         self._job = job
         self._looks = Interval(look_s, clock, after_s=look_s)
-        self._claimed: dict[str, Message] = {}
+        self._claimed: dict[str, Identity] = {}
 
-    def __getitem__(self, label: str) -> Message:
+    def __getitem__(self, label: str) -> Identity:
         return self._heard[label] if label in self._heard else self._claimed[label]
 
     def __iter__(self) -> Iterator[str]:
@@ -69,8 +68,8 @@ class AgentRegistry(Mapping[str, Message]):
             for task, attempt in _newest(claims, root).items():
                 if task in tasks:
                     claim = published.attempt(self._names, TRAINERS, task, attempt)
-                    if claim.get("job") == self._job:
-                        self._claimed[f"{TRAINERS}/{task}"] = dict(claim)
+                    if claim is not None and claim.job == self._job:
+                        self._claimed[claim.label] = claim
         except (EnvironmentFailure, CorruptFileError) as error:
             logger.warning("cannot look for agents, will retry: %s", error)
 
@@ -81,7 +80,7 @@ class AgentRegistry(Mapping[str, Message]):
         ours = f"{TRAINERS}/0"
         watched = {f"{TRAINERS}/{task}" for task in range(self._hosts)}
         for label in watched.intersection(labels) - {ours}:
-            self._give_up(label, str(self[label]["host"]))
+            self._give_up(label, self[label].host)
         if ours in labels:
             reason = f"the agent {ours} hangs: it no longer renews its lease, but its host is alive"
             raise failed(Failure(cause=Cause.HUNG, reason=reason, agent=ours))

@@ -11,12 +11,13 @@ from slurmrl import keys, log
 from slurmrl.backoff import Interval
 from slurmrl.channel import frame
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
-from slurmrl.fsio.shapes import wrong
+from slurmrl.fsio import objects
 from slurmrl.lease import LeaseObserver, LeaseView
-from slurmrl.monitor import hang, metrics, published
+from slurmrl.monitor import hang, metrics
+from slurmrl.monitor.hang import LeaseNote, RankProgress
+from slurmrl.monitor.reports import Identity
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
-from slurmrl.workers.messages import Message
 
 logger = log.get(__name__)
 
@@ -28,7 +29,7 @@ class StatusPublisher:
         self,
         names: NameStore,
         paths: RunPaths,
-        agents: Mapping[str, Message],
+        agents: Mapping[str, Identity],
         *,
         incarnation: int,
         total_steps: int,
@@ -74,18 +75,18 @@ class StatusPublisher:
             self._look_at_agents()
             self._publish()
 
-    def doing(self) -> list[Message]:
+    def doing(self) -> list[RankProgress]:
         """Return what the ranks were doing when the agents' leases were read last."""
-        rows = []
+        rows: list[RankProgress] = []
         for view in self._views.values():
             try:
-                notes, _ = frame.decode(view.note)
+                frames, _ = frame.decode(view.note)
+                notes = [objects.from_json(LeaseNote, values, "a lease") for values in frames[:1]]
             except CorruptFileError:
                 continue
-            for note in notes[:1]:
-                ours = note.get("incarnation") == self._status["incarnation"]
-                if ours and wrong(note, published.NOTE, ("doing",)) is None:
-                    rows += note["doing"]
+            for note in notes:
+                if note.incarnation == self._status["incarnation"]:
+                    rows += note.doing
         return rows
 
     def dead(self) -> list[str]:
@@ -100,7 +101,7 @@ class StatusPublisher:
 
     def _look_at_agents(self) -> None:
         self._tasks = {label: self._task(label) for label in sorted(self._agents)}
-        self._status["doing"] = hang.grouped(self.doing())
+        self._status["doing"] = [group.document() for group in hang.grouped(self.doing())]
 
     def _publish(self) -> None:
         checkpoint = None
@@ -124,12 +125,12 @@ class StatusPublisher:
     def _task(self, label: str) -> dict[str, Any]:
         agent = self._agents[label]
         if label not in self._observers:
-            path = self._paths.lease(agent["group"], agent["task"], agent["attempt"])
+            path = self._paths.lease(agent.group, agent.task, agent.attempt)
             self._observers[label] = LeaseObserver(path, ttl_s=self._lease_ttl_s)
         view = self._views[label] = self._observers[label].observe()
         return {
             "lease_age_s": view.age_s,
-            "host": agent["host"],
-            "attempt": agent["attempt"],
-            "job_id": agent["job_id"],
+            "host": agent.host,
+            "attempt": agent.attempt,
+            "job_id": agent.job_id,
         }

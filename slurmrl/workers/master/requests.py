@@ -9,10 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from slurmrl import keys, log
+from slurmrl import log
 from slurmrl.backoff import Interval
-from slurmrl.errors import CorruptFileError, EnvironmentFailure, NameNotFoundError
-from slurmrl.fsio import documents
+from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.monitor import published
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.workers import messages
@@ -43,11 +42,8 @@ class StackRequests:
         """When due, look for the next request and forward it."""
         if not self._looks.due():
             return
-        key = keys.stacks(self._incarnation, self._number)
         try:
-            ranks = documents.parse(self._names.get(key), key, published.REQUEST).get("ranks")
-        except NameNotFoundError:
-            return
+            request = published.stacks_request(self._names, self._incarnation, self._number)
         except CorruptFileError as error:
             logger.warning("request skipped: %s", error)
             self._number += 1
@@ -55,6 +51,8 @@ class StackRequests:
         except EnvironmentFailure as error:
             logger.warning("cannot look for requests, will retry: %s", error)
             return
+        if request is None:
+            return
         number, self._number = self._number, self._number + 1
         logger.info("stacks requested (request %d)", number)
-        self._post({"type": messages.STACKS, "number": number, "ranks": ranks})
+        self._post({"type": messages.STACKS, "number": number, "ranks": request.ranks})

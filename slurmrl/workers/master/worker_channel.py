@@ -15,7 +15,7 @@ from slurmrl.channel.follower import Follower
 from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import EnvironmentFailure, WaitTimeoutError
 from slurmrl.fsio import documents, objects
-from slurmrl.monitor.reports import Failure
+from slurmrl.monitor.reports import Failure, Identity
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.workers import messages
@@ -41,7 +41,7 @@ class Mailbox:
     """DONE by message number, then by rank."""
     saved: dict[int, dict[int, Message]] = field(default_factory=dict)
     """SAVED by the number of its SAVE, then by rank."""
-    agents: dict[str, Message] = field(default_factory=dict)
+    agents: dict[str, Identity] = field(default_factory=dict)
     """HELLO by ``group/task``."""
     warning: str | None = None
     """The signal that warned that the job will end soon."""
@@ -55,7 +55,8 @@ class Mailbox:
         elif kind == messages.SAVED:
             self.saved.setdefault(message["seq"], {})[message["rank"]] = message
         elif kind == messages.HELLO:
-            self.agents[f"{message['group']}/{message['task']}"] = message
+            agent = objects.from_json(Identity, message, "a log of an agent")
+            self.agents[agent.label] = agent
         elif kind == messages.WARNING:
             self.warning = message["signal"]
         elif kind == messages.FAILED:
@@ -235,4 +236,4 @@ class WorkerChannel:
         agent = self.mailbox.agents.get(f"{TRAINERS}/{task}")
         if agent is None:
             return " (its agent has not reported)"
-        return f" ({agent['host']}, job {agent['job_id']})"
+        return f" ({agent.host}, job {agent.job_id})"

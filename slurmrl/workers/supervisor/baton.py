@@ -15,9 +15,8 @@ from dataclasses import asdict, replace
 
 from slurmrl import keys, log
 from slurmrl.errors import CorruptFileError, NameExistsError, SchedulerError
-from slurmrl.fsio import documents
 from slurmrl.lease import GAPS_PER_TTL, LeaseObserver
-from slurmrl.monitor import events
+from slurmrl.monitor import events, published
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.slurm import SlurmScheduler
@@ -105,20 +104,16 @@ class Baton:
         ends = events.read_ends(self._paths, f"supervisor.{self._link.group}.{holder.start}")
         if any(event["kind"] == "end" for event in ends):
             return False
-        root = keys.attempts(self._link.group, 0)
-        for key in reversed(self._names.find_subtree(root)):
+        group = self._link.group
+        for number in published.attempt_numbers(self._names, group, 0):
             try:
-                claim = documents.parse(self._names.get(key), key)
+                claim = published.attempt(self._names, group, 0, number)
             except CorruptFileError as error:
                 logger.warning("%s", error)
                 continue
-            if str(claim.get("job", "")).startswith(f"{holder.start}."):
-                attempt = int(key.rpartition("/")[2])
-                return self._moves(
-                    LeaseObserver(
-                        self._paths.lease(self._link.group, 0, attempt), self._lease_ttl_s
-                    )
-                )
+            if claim is not None and claim.job.startswith(f"{holder.start}."):
+                lease = self._paths.lease(group, 0, number)
+                return self._moves(LeaseObserver(lease, self._lease_ttl_s))
         return False
 
     def _moves(self, lease: LeaseObserver) -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 
 from slurmrl import log
 from slurmrl.channel.pipe import Connection
-from slurmrl.fsio import ownership
+from slurmrl.fsio import objects, ownership
+from slurmrl.monitor.hang import RankProgress
 from slurmrl.parallel.activity import Activity
 from slurmrl.workers import output, pulse, stacks
 from slurmrl.workers.process import PIPE_FD_OPTION, PULSE_OPTION, allow_tracing, ignore_signals
@@ -47,7 +48,19 @@ def main() -> int:
     collectives = Collectives()
 
     def describe() -> dict[str, Any]:
-        return {"doing": {**activity.describe(), "collective": collectives.waiting()}}
+        doing, since_s = activity.current()
+        progress = RankProgress(
+            world=options.world,
+            rank=options.rank,
+            call=doing.call,
+            step=doing.step,
+            phase=doing.phase,
+            part=doing.part,
+            parts=doing.parts,
+            since_s=since_s,
+            collective=collectives.waiting(),
+        )
+        return {"doing": objects.to_json(progress)}
 
     def tell_more() -> None:
         stacks.finish(options.stacks_fd, collectives.recorded())

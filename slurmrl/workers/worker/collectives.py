@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
-from typing import Any
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName
+
+from slurmrl.monitor.hang import PendingCollective
 
 SHOWN = 40
 """Number of newest collectives in a rank's stacks."""
@@ -26,19 +28,29 @@ Place = tuple[str, str]
 """(torch's number of a group, number of a collective in it)"""
 
 
+class _Entry(NamedTuple):
+    """A collective in the flight recorder."""
+
+    name: str
+    number: int | None
+    """Its number in the group."""
+    group: str
+    began: float
+    """By the clock of `time.time`."""
+
+
 class Collectives:
     """Tracks the pending collective. Only one thread calls it, periodically."""
 
     def __init__(self) -> None:
         self._pending: set[Place] = set()
         """Collectives that were pending at the last call."""
-        self._looked_up: dict[Place, dict[str, Any] | None] = {}
+        self._looked_up: dict[Place, _Entry | None] = {}
         """Entries of those that were pending at the call before as well."""
 
-    def waiting(self) -> dict[str, Any] | None:
-        """Return the oldest collective that was pending at the last call too: ``name``, ``group``,
-        ``number`` in that group, its ``ranks``, and its age ``since_s``. None if there is none, or
-        if torch does not report any."""
+    def waiting(self) -> PendingCollective | None:
+        """Return the oldest collective that was pending at the last call too. None if there is
+        none, or if torch does not report any."""
         pending = _pending(_dump(entries=False))
         stuck = pending & self._pending
         self._pending = pending
@@ -50,18 +62,25 @@ class Collectives:
         entries = [entry for entry in self._looked_up.values() if entry is not None]
         if not entries:
             return None
-        oldest = dict(min(entries, key=itemgetter("began")))
-        since_s = max(time.time() - oldest.pop("began"), 0.0)
-        return {**oldest, "since_s": since_s}
+        oldest = min(entries, key=attrgetter("began"))
+        since_s = max(time.time() - oldest.began, 0.0)
+        ranks = tuple(_ranks(oldest.group))
+        return PendingCollective(
+            name=oldest.name,
+            number=oldest.number,
+            group=oldest.group,
+            ranks=ranks,
+            since_s=since_s,
+        )
 
     def recorded(self) -> str:
         """Return the newest collectives as text, the newest last."""
         lines = []
         for entry in _dump(entries=True).get("entries", [])[-SHOWN:]:
-            known = _describe(entry)
+            known = _parse(entry)
             state = "ended" if entry.get("retired") else entry.get("state", "")
             sizes = ", ".join(map(str, entry.get("input_sizes", [])))
-            collective = f"{known['name']} #{known['number']} of group {known['group']}"
+            collective = f"{known.name} #{known.number} of group {known.group}"
             lines.append(f"  {collective}, {sizes}: {state}\n")
         head = f"Newest {len(lines)} collectives of torch's flight recorder, the newest last:\n"
         return head + "".join(lines) if lines else ""
@@ -92,25 +111,23 @@ def _pending(content: Mapping[str, Any]) -> set[Place]:
     }
 
 
-def _entry(entries: Sequence[Mapping[str, Any]], place: Place) -> dict[str, Any] | None:
+def _entry(entries: Sequence[Mapping[str, Any]], place: Place) -> _Entry | None:
     """Return the first pending collective of a group: the later ones wait for it."""
     group = place[0]
     for entry in entries:
         if str(entry.get("pg_id")) == group and not entry.get("retired"):
-            return _describe(entry)
+            return _parse(entry)
     return None
 
 
-def _describe(entry: Mapping[str, Any]) -> dict[str, Any]:
-    group = str((entry.get("process_group") or ["?"])[0])
+def _parse(entry: Mapping[str, Any]) -> _Entry:
     number = entry.get("p2p_seq_id" if entry.get("is_p2p") else "collective_seq_id")
-    return {
-        "name": str(entry.get("profiling_name", "?")).rpartition(":")[2],
-        "number": number,
-        "group": group,
-        "ranks": _ranks(group),
-        "began": float(entry.get("time_created_ns", 0)) / 1e9,
-    }
+    return _Entry(
+        str(entry.get("profiling_name", "?")).rpartition(":")[2],
+        number if isinstance(number, int) else None,
+        str((entry.get("process_group") or ["?"])[0]),
+        float(entry.get("time_created_ns", 0)) / 1e9,
+    )
 
 
 def _ranks(group: str) -> list[int]:

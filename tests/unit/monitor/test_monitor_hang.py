@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from slurmrl.monitor import hang
-from slurmrl.monitor.hang import explain, grouped
+from slurmrl.monitor.hang import PendingCollective, RankProgress, explain, grouped
 
 
-def row(rank: int, call: str, **more: Any) -> dict[str, Any]:
-    base = {"step": 4, "phase": "", "part": 0, "parts": 0, "since_s": 140.0, "silent_s": 0.0}
-    return {"rank": rank, "call": call, **base, "collective": None, **more}
+def row(rank: int, call: str, **more: Any) -> RankProgress:
+    return RankProgress(**{"rank": rank, "call": call, "step": 4, "since_s": 140.0, **more})
 
 
-def waits(rank: int, call: str, number: int = 1841, **more: Any) -> dict[str, Any]:
-    collective = {
-        "name": "all_reduce",
-        "number": number,
-        "group": "0",
-        "ranks": [0, 1, 2, 3],
-        "since_s": 140.0,
-        **more,
-    }
+def waits(rank: int, call: str, number: int = 1841, **more: Any) -> RankProgress:
+    known = {"name": "all_reduce", "number": number, "group": "0", "since_s": 140.0}
+    collective = PendingCollective(**{**known, "ranks": (0, 1, 2, 3), **more})
     return row(rank, call, collective=collective)
 
 
@@ -45,7 +39,7 @@ FOR = "ranks 0-2 have waited 2.3 min in actor_train (all_reduce #1841) for rank 
             f"{FOR}, which has been waiting for the master's next message for 2.3 min",
         ),
         (
-            {**waits(3, "actor_train"), "silent_s": 14.0},
+            replace(waits(3, "actor_train"), silent_s=14.0),
             f"{FOR}, which has given no sign of life for 14 s (last in actor_train)",
         ),
         (
@@ -61,7 +55,7 @@ FOR = "ranks 0-2 have waited 2.3 min in actor_train (all_reduce #1841) for rank 
         ),
     ],
 )
-def test_three_wait_for_the_fourth(fourth: dict[str, Any], expected: str) -> None:
+def test_three_wait_for_the_fourth(fourth: RankProgress, expected: str) -> None:
     assert explain(grouped([*THREE, fourth])) == expected
 
 
@@ -70,7 +64,7 @@ def test_ranks_of_which_nothing_is_known_are_waited_for() -> None:
 
 
 def test_a_rank_outside_the_group_is_not_blamed() -> None:
-    pair = [waits(0, "ref_inf", ranks=[0, 1]), row(1, "reward_inf"), row(2, "gen")]
+    pair = [waits(0, "ref_inf", ranks=(0, 1)), row(1, "reward_inf"), row(2, "gen")]
     assert "for rank 1, which has been in reward_inf" in explain(grouped(pair))
     assert "rank 2" not in explain(grouped(pair))
 
@@ -84,12 +78,34 @@ def test_no_rank_waits() -> None:
 def test_ranks_that_do_the_same_are_one_group() -> None:
     rows = [row(rank, "gen", since_s=float(rank)) for rank in (0, 1, 2, 5)] + [row(3, "load")]
     groups = grouped(rows)
-    assert [(one["ranks"], one["call"], one["since_s"]) for one in groups] == [
+    assert [(one.ranks, one.call, one.since_s) for one in groups] == [
         ("0-2,5", "gen", 5.0),
         ("3", "load", 140.0),
     ]
     many = [row(rank, f"call {rank}") for rank in range(10_000)]
     assert len(grouped(many)) == hang.MOST_GROUPS
+
+
+def test_groups_have_all_documented_fields_in_the_status() -> None:
+    waiting, idle = (group.document() for group in grouped([*THREE, row(3, "", step=None)]))
+    assert waiting == {
+        "ranks": "0-2",
+        "call": "actor_train",
+        "step": 4,
+        "phase": "",
+        "part": 0,
+        "parts": 0,
+        "since_s": 140.0,
+        "silent_s": 0.0,
+        "collective": {
+            "name": "all_reduce",
+            "number": 1841,
+            "group": "0",
+            "ranks": "0-3",
+            "since_s": 140.0,
+        },
+    }
+    assert (idle["step"], idle["collective"]) == (None, None)
 
 
 def test_one_rank_on_one_line() -> None:
@@ -100,9 +116,9 @@ def test_one_rank_on_one_line() -> None:
 def test_ranks_of_another_world_are_apart_and_named() -> None:
     """Rank 0 of a rollout task is not rank 0 of the trainers: they are never one group, and no
     explanation of what the trainers wait for blames it."""
-    away = {**row(3, "generate"), "world": "rollout/7"}
+    away = row(3, "generate", world="rollout/7")
     found = grouped([away, *THREE, row(3, "generate")])
-    assert [(one.get("world"), one["ranks"]) for one in found] == [
+    assert [(one.document().get("world"), one.ranks) for one in found] == [
         (None, "0-2"),
         (None, "3"),
         ("rollout/7", "3"),

@@ -122,7 +122,7 @@ def test_files_that_are_not_ours_are_named(tmp_path: Path) -> None:
 
 def test_a_host_of_any_length_fills_no_page(tmp_path: Path) -> None:
     run = live(tmp_path, 1)
-    run.name(keys.attempt("trainer", 0, 7), attempt=7, host="x" * 100_000)
+    run.attempt("41_0", number=7, host="x" * 100_000)
     with pytest.raises(CorruptFileError, match="'host', expected the name of a file") as error:
         read(run.paths)
     assert len(str(error.value)) < 1000

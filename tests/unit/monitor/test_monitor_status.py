@@ -126,7 +126,7 @@ def test_an_attempt_of_an_earlier_link_is_not_this_ones(run: FakeRun) -> None:
 def test_the_newest_of_many_attempts_counts_by_number(run: FakeRun) -> None:
     for number in range(11):
         run.attempt(f"41_{number}", number=number)
-    assert read(run.paths).attempts["trainer", 0]["attempt"] == 10
+    assert read(run.paths).attempts["trainer", 0].attempt == 10
 
 
 @pytest.mark.parametrize(

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from dataclasses import replace
 
 import pytest
 
 from slurmrl import keys
 from slurmrl.errors import EnvironmentFailure, NameNotFoundError, RunFailedError
-from slurmrl.monitor.reports import Failure
+from slurmrl.fsio import objects
+from slurmrl.monitor.reports import Failure, Identity
 from slurmrl.name_resolve.memory import MemoryNameStore
 from slurmrl.plan.model import Plan
 from slurmrl.workers.master.agent_registry import AgentRegistry
@@ -27,11 +28,15 @@ class Names(MemoryNameStore):
         return super().find_subtree(root)
 
 
+def agent(task: int, host: str = "") -> Identity:
+    return Identity("trainer", task, 0, host or f"n{task}", JOB, "41")
+
+
 class Bed:
     def __init__(self, plan: Plan) -> None:
         self.now = 0.0
         self.names = Names()
-        self.heard: dict[str, dict[str, Any]] = {}
+        self.heard: dict[str, Identity] = {}
         self.registry = AgentRegistry(
             self.names,
             plan,
@@ -43,8 +48,8 @@ class Bed:
         )
 
     def claim(self, task: int, attempt: int, *, job: str = JOB, host: str = "") -> None:
-        said = {"group": "trainer", "task": task, "attempt": attempt, "job": job, "job_id": "41"}
-        value = json.dumps({**said, "host": host or f"n{task}"})
+        identity = replace(agent(task, host), attempt=attempt, job=job)
+        value = json.dumps(objects.to_json(identity))
         self.names.add(keys.attempt("trainer", task, attempt), value)
 
     def look(self, seconds: float = 15.0) -> list[str]:
@@ -59,20 +64,20 @@ def bed(plans: Callable[..., Plan]) -> Bed:
 
 
 def test_those_that_were_heard_are_known_at_once(bed: Bed) -> None:
-    bed.heard["trainer/3"] = {"host": "n3"}
+    bed.heard["trainer/3"] = agent(3)
     assert sorted(bed.registry) == ["trainer/3"]
     assert len(bed.registry) == 1
-    assert bed.registry["trainer/3"] == {"host": "n3"}
+    assert bed.registry["trainer/3"] == agent(3)
 
 
 def test_claims_of_the_others_are_looked_for_after_a_while(bed: Bed) -> None:
     bed.claim(1, 0)
     bed.claim(11, 0)
-    bed.heard["trainer/1"] = {"host": "heard"}
+    bed.heard["trainer/1"] = agent(1, "heard")
     assert bed.look(14.0) == ["trainer/1"]
     assert bed.look(1.0) == ["trainer/1", "trainer/11"]
-    assert bed.registry["trainer/1"]["host"] == "heard"
-    assert bed.registry["trainer/11"]["attempt"] == 0
+    assert bed.registry["trainer/1"].host == "heard"
+    assert bed.registry["trainer/11"].attempt == 0
     bed.claim(2, 0)
     assert bed.look() == ["trainer/1", "trainer/11", "trainer/2"]
 
@@ -82,7 +87,7 @@ def test_only_the_newest_claim_of_this_job_counts(bed: Bed) -> None:
         bed.claim(1, attempt, job="40.0.0" if attempt < 10 else JOB)
     bed.claim(2, 0, job="41.0.0x")
     assert bed.look() == ["trainer/1"]
-    assert bed.registry["trainer/1"]["attempt"] == 10
+    assert bed.registry["trainer/1"].attempt == 10
 
 
 def test_a_directory_that_does_not_answer(bed: Bed) -> None:
@@ -135,9 +140,9 @@ def test_only_agents_of_the_trainers_end_an_incarnation(plans: Callable[..., Pla
     its group are not looked for."""
     bed = Bed(plans(hosts=1, tasks=2))
     for task in range(2):
-        said = {"group": "rollout", "task": task, "attempt": 0, "job": JOB, "host": f"r{task}"}
-        bed.names.add(keys.attempt("rollout", task, 0), json.dumps(said))
-        bed.heard[f"rollout/{task}"] = said
+        away = Identity("rollout", task, 0, f"r{task}", JOB, "41")
+        bed.names.add(keys.attempt("rollout", task, 0), json.dumps(objects.to_json(away)))
+        bed.heard[away.label] = away
     bed.claim(0, 0)
     assert bed.look() == ["rollout/0", "rollout/1", "trainer/0"]
     bed.registry.report_lost(["rollout/0", "rollout/1"])

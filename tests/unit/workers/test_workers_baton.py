@@ -111,6 +111,16 @@ def test_a_job_that_was_started_again_takes_over_from_itself(
     assert put_back(names) == {"41.0"}
 
 
+CLAIM = {
+    "group": "trainer",
+    "task": 0,
+    "attempt": 0,
+    "host": "n0",
+    "job": "41.0.0",
+    "job_id": "41_0",
+}
+
+
 @pytest.mark.parametrize("beats", [True, False])
 @pytest.mark.parametrize("said_end", [True, False])
 def test_where_slurm_does_not_answer_the_lease_says_who_lives(
@@ -119,7 +129,7 @@ def test_where_slurm_does_not_answer_the_lease_says_who_lives(
     cluster = Cluster({})
     assert baton(paths, names, link(paths), "41.0", cluster).take() is None
     cluster.silent = True
-    names.add(keys.attempt("trainer", 0, 0), json.dumps({"job": "41.0.0"}), delete_on_exit=False)
+    names.add(keys.attempt("trainer", 0, 0), json.dumps(CLAIM), delete_on_exit=False)
     lease = Lease(paths.lease("trainer", 0, 0))
     lease.beat()
     if said_end:

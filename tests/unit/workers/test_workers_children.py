@@ -14,12 +14,12 @@ import pytest
 from slurmrl.channel.pipe import Connection
 from slurmrl.config.schema.cluster import Cluster
 from slurmrl.errors import EnvironmentFailure
+from slurmrl.monitor.reports import Identity
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.workers import process
 from slurmrl.workers.agent import children as children_module
 from slurmrl.workers.agent.children import Children, News
-from slurmrl.workers.agent.identity import Identity
 from slurmrl.workers.agent.slot import Ended
 from tests.support.trials import wait_until
 

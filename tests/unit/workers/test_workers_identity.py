@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from slurmrl import keys
+from slurmrl.monitor.reports import Identity
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.name_resolve.memory import MemoryNameStore
-from slurmrl.workers.agent.identity import Identity, claim
+from slurmrl.workers.agent.identity import claim
 
 SLURM = {
     "SLURM_JOB_ID": "47",

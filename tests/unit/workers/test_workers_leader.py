@@ -9,13 +9,13 @@ import pytest
 
 from slurmrl import keys
 from slurmrl.errors import RunFailedError, SchedulerError
+from slurmrl.fsio import objects
 from slurmrl.lease import Lease
-from slurmrl.monitor.reports import Failure
+from slurmrl.monitor.reports import Failure, Identity
 from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.parse import HostRow
-from slurmrl.workers.agent.identity import Identity
 from slurmrl.workers.agent.leader import GRACE_S, WATCHERS, Leader, leave_without
 
 TTL_S = 20.0
@@ -34,7 +34,8 @@ class Bed:
     def claims(self, attempt: int, host: str, job: str) -> Lease:
         """The first agent of a round starts."""
         with make("file", directory=self.paths.names) as names:
-            said = json.dumps({"job": job, "host": host})
+            identity = replace(self.identity(0, job), attempt=attempt, host=host)
+            said = json.dumps(objects.to_json(identity))
             names.add(keys.attempt("trainer", 0, attempt), said, delete_on_exit=False)
         lease = Lease(self.paths.lease("trainer", 0, attempt))
         lease.beat()

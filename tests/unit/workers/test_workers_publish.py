@@ -14,6 +14,7 @@ from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.lease import Lease
 from slurmrl.monitor import published
+from slurmrl.monitor.reports import Identity
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.name_resolve.file import FileNameStore
 from slurmrl.name_resolve.memory import MemoryNameStore
@@ -56,7 +57,7 @@ class Desk:
     def __init__(self, paths: RunPaths, clock: Clock, names: NameStore | None = None) -> None:
         self.clock = clock
         self.names = CountingStore()
-        self.agents: dict[str, dict[str, Any]] = {}
+        self.agents: dict[str, Identity] = {}
         self.publisher = StatusPublisher(
             names or self.names,
             paths,
@@ -125,8 +126,7 @@ def test_age_of_the_commit_grows(desk: Desk) -> None:
 
 
 def test_tasks_with_the_age_of_their_leases(desk: Desk, paths: RunPaths) -> None:
-    agent = {"group": "trainer", "task": 0, "attempt": 1, "host": "n0", "job_id": "41_2"}
-    desk.agents["trainer/0"] = agent
+    desk.agents["trainer/0"] = Identity("trainer", 0, 1, "n0", "41.0.0", "41_2")
     Lease(paths.lease("trainer", 0, 1)).beat()
     desk.publisher.update(step=1)
     assert desk.names.said()["tasks"] == {
@@ -146,8 +146,7 @@ def test_directory_that_does_not_answer_ends_nothing(desk: Desk) -> None:
 def test_what_ranks_do_comes_with_the_leases(desk: Desk, paths: RunPaths) -> None:
     """Of this incarnation only, and not from half of a note."""
     lease = Lease(paths.lease("trainer", 0, 1))
-    agent = {"group": "trainer", "task": 0, "attempt": 1, "host": "n0", "job_id": "41_2"}
-    desk.agents["trainer/0"] = agent
+    desk.agents["trainer/0"] = Identity("trainer", 0, 1, "n0", "41.0.0", "41_2")
     doing = {"call": "gen", "since_s": 3.0, "silent_s": 0.0, "collective": None}
     rows = [{"rank": rank, **doing} for rank in range(8)]
     found = []

@@ -57,10 +57,10 @@ def test_requests_are_passed_on_once_and_in_order(desk: Desk) -> None:
     desk.ask(1, None)
     desk.ask(2, [3])
     desk.ask(1, [7], incarnation=2)
-    assert desk.pass_time(20) == [(1, None), (2, [3])]
+    assert desk.pass_time(20) == [(1, None), (2, (3,))]
     assert {one["type"] for one in desk.posted} == {messages.STACKS}
     desk.ask(3, [0])
-    assert desk.pass_time(4)[2:] == [(3, [0])]
+    assert desk.pass_time(4)[2:] == [(3, (0,))]
 
 
 def test_a_look_is_one_name_per_interval(desk: Desk) -> None:

@@ -30,6 +30,7 @@ def hello(task: int) -> dict[str, Any]:
         "task": task,
         "attempt": 0,
         "host": f"n{task}",
+        "job": "41.0.0",
         "job_id": "41_2",
     }
 
@@ -197,7 +198,7 @@ def test_mailbox_keeps_the_newest_hello() -> None:
     mailbox = Mailbox()
     mailbox.put(hello(0))
     mailbox.put({**hello(0), "host": "n9"})
-    assert mailbox.agents["trainer/0"]["host"] == "n9"
+    assert mailbox.agents["trainer/0"].host == "n9"
 
 
 def test_answers_are_those_of_the_trainers(paths: RunPaths, plans: Callable[..., Plan]) -> None:
