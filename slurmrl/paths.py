@@ -90,6 +90,11 @@ class RunPaths:
         return self.run / "samples"
 
     @property
+    def data(self) -> Path:
+        """Tokenised datasets."""
+        return self.run / "data"
+
+    @property
     def checkpoints(self) -> Path:
         return self.run / "checkpoints"
 
@@ -205,6 +210,7 @@ class RunPaths:
             self.hosts,
             self.control,
             self.samples,
+            self.data,
             self.checkpoints,
             self.exports,
             self.events,

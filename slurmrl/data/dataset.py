@@ -1,4 +1,4 @@
-"""Datasets: rows of a JSONL file as tokenised samples."""
+"""Datasets: the prepared rows of a JSONL file as samples."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.data.rows import DatasetRows
+from slurmrl.data.meta import SampleMeta
+from slurmrl.data.prepared import PreparedRow, PreparedRows
+from slurmrl.data.rows import RowTexts
 from slurmrl.data.sample import SequenceSample
 from slurmrl.registry import Registry
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 DATASETS = Registry(
     "dataset type",
@@ -25,51 +25,62 @@ DATASETS = Registry(
         "prompt_answer": "slurmrl.data.dataset:PromptAnswerDataset",
     },
 )
+Item = tuple[int, int]
+"""(epoch, index of a usable row)"""
 
 
-def make(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> TokenizedDataset:
-    """Read and check the dataset that a configuration names."""
-    dataset: TokenizedDataset = DATASETS.load(config.type)(config, tokenizer)
+def make(config: DatasetConfig, prepared: PreparedRows) -> TokenizedDataset:
+    """The dataset that a configuration names, from its prepared rows."""
+    dataset: TokenizedDataset = DATASETS.load(config.type)(config, prepared)
     return dataset
 
 
 class TokenizedDataset(ABC):
-    """The usable rows of a file, in its order. Rows above the length limits are left out.
+    """The usable rows of a file, in its order: those within the length limits. A row's sample id is
+    ``<id>@<epoch>``.
 
-    :raises ConfigError: see `DatasetRows`.
+    Methods raise CorruptFileError for damaged rows and EnvironmentFailure if they cannot be read.
     """
 
-    def __init__(self, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    token_key: str
+    """The key whose lengths `meta` gives."""
+
+    def __init__(self, config: DatasetConfig, prepared: PreparedRows) -> None:
         self._config = config
-        self._tokenizer = tokenizer
-        self._lines = DatasetRows(config)
-        self._rows = self._lines.usable(tokenizer)
+        self._texts = RowTexts(config)
+        self._prepared = prepared
 
     @property
     def size(self) -> int:
         """Number of usable rows."""
-        return len(self._rows)
+        return len(self._prepared)
 
     @property
     def left_out(self) -> int:
         """Number of rows that were too long."""
-        return len(self._lines) - self.size
+        return self._prepared.manifest.left_out
 
     @property
     def fingerprint(self) -> str:
         """Changes if the file, the dataset's settings or the number of usable rows changes."""
         settings = self._config.model_dump_json(exclude={"path", "shuffle"})
-        text = f"{self._lines.records.fingerprint} {settings} {self.size}"
+        text = f"{self._prepared.manifest.source} {settings} {self.size}"
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
-    def sample(self, indices: Sequence[int], epoch: int) -> SequenceSample:
-        """The rows at ``indices`` (0..size-1); a row's sample id is ``<id>@<epoch>``."""
-        rows = [self._rows[index] for index in indices]
-        ids = [f"{self._lines.records.ids[row]}@{epoch}" for row in rows]
+    def meta(self, items: Sequence[Item]) -> SampleMeta:
+        """Ids and lengths of items, without reading their tokens."""
+        rows = [(epoch, *self._prepared.describe(index)) for epoch, index in items]
+        ids = tuple(f"{name}@{epoch}" for epoch, name, _ in rows)
+        return SampleMeta(ids, {self.token_key: [[tokens] for _, _, tokens in rows]})
+
+    def sample(self, items: Sequence[Item]) -> SequenceSample:
+        """The items, of which there may be none."""
+        rows = [self._prepared.read(index) for _, index in items]
+        ids = [f"{row.name}@{epoch}" for row, (epoch, _) in zip(rows, items, strict=True)]
         return self._sample(rows, ids)
 
     @abstractmethod
-    def _sample(self, rows: Sequence[int], ids: Sequence[str]) -> SequenceSample:
+    def _sample(self, rows: Sequence[PreparedRow], ids: Sequence[str]) -> SequenceSample:
         """Rows of the file as a sample."""
 
 
@@ -78,22 +89,21 @@ class PromptDataset(TokenizedDataset):
     ``answer_key``, or ""), ``row`` (the whole row, with its answer under ``answer``) and ``line``
     (its number in the file)."""
 
-    def _sample(self, rows: Sequence[int], ids: Sequence[str]) -> SequenceSample:
-        prompts = self._lines.prompt_ids(self._tokenizer, rows)
-        tokens = torch.tensor(list(chain.from_iterable(prompts)), dtype=torch.int64)
-        answers = self._lines.answers(rows)
+    token_key = "prompt_ids"
+
+    def _sample(self, rows: Sequence[PreparedRow], ids: Sequence[str]) -> SequenceSample:
+        lines = [row.row for row in rows]
+        answers = self._texts.answers(lines)
         metadata: dict[str, list[Any]] = {
-            "prompt": self._lines.prompts(rows),
+            "prompt": self._texts.prompts(lines),
             "answer": answers,
-            "line": [self._lines.records.lines[row] for row in rows],
+            "line": [row.line for row in rows],
             "row": [
-                {**self._lines.records.rows[row], "answer": answer}
-                for row, answer in zip(rows, answers, strict=True)
+                {**line, "answer": answer} for line, answer in zip(lines, answers, strict=True)
             ],
         }
-        return SequenceSample.from_default(
-            [len(prompt) for prompt in prompts], ids, {"prompt_ids": tokens}, metadata
-        )
+        lengths = [len(row.tokens) for row in rows]
+        return SequenceSample.from_default(lengths, ids, {"prompt_ids": _joined(rows)}, metadata)
 
 
 class PromptAnswerDataset(TokenizedDataset):
@@ -101,18 +111,22 @@ class PromptAnswerDataset(TokenizedDataset):
     the prompt). Prompt and answer are tokenised separately, so that a prompt has the same tokens as
     in generation."""
 
-    def _sample(self, rows: Sequence[int], ids: Sequence[str]) -> SequenceSample:
-        prompts = self._lines.prompt_ids(self._tokenizer, rows)
-        answers = self._lines.answer_ids(self._tokenizer, rows)
-        pairs = list(zip(prompts, answers, strict=True))
-        tokens = list(chain.from_iterable(prompt + answer for prompt, answer in pairs))
-        mask = list(
-            chain.from_iterable(
-                [True] * len(prompt) + [False] * len(answer) for prompt, answer in pairs
-            )
+    token_key = "input_ids"
+
+    def _sample(self, rows: Sequence[PreparedRow], ids: Sequence[str]) -> SequenceSample:
+        lengths = [len(row.tokens) for row in rows]
+        mask = chain.from_iterable(
+            [True] * row.prompt + [False] * (length - row.prompt)
+            for row, length in zip(rows, lengths, strict=True)
         )
         data = {
-            "input_ids": torch.tensor(tokens, dtype=torch.int64),
-            "prompt_mask": torch.tensor(mask, dtype=torch.bool),
+            "input_ids": _joined(rows),
+            "prompt_mask": torch.tensor(list(mask), dtype=torch.bool),
         }
-        return SequenceSample.from_default([len(p) + len(a) for p, a in pairs], ids, data)
+        return SequenceSample.from_default(lengths, ids, data)
+
+
+def _joined(rows: Sequence[PreparedRow]) -> torch.Tensor:
+    """The tokens of all rows: int64 [T]."""
+    empty = np.empty(0, np.int64)
+    return torch.from_numpy(np.concatenate([empty, *(row.tokens for row in rows)]))

@@ -71,7 +71,12 @@ def text_ids(
     itself (llama) and the text does not begin with it already (chat templates)."""
     if not texts:
         return []
-    rows: list[list[int]] = tokenizer(list(texts), add_special_tokens=False).input_ids
+    rows: list[list[int]] = tokenizer(
+        list(texts),
+        add_special_tokens=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+    ).input_ids
     start: list[int] = tokenizer("", add_special_tokens=True).input_ids[:1]
     if not begin or not start or start != [tokenizer.bos_token_id]:
         return rows

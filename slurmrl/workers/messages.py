@@ -15,7 +15,8 @@ bell      ``host, port, token``: agents ring the master's bell when their logs h
           numbered, and not for the workers
 ========  =====================================================================================
 
-Workers to master (through the agent's log): ``ready`` (``rank, size, fingerprint, left_out``),
+Workers to master (through the agent's log): ``preparing`` (``rank``: it is tokenising a dataset, so
+that the start takes longer), ``ready`` (``rank, size, fingerprint, left_out``),
 ``done`` (``rank, seq, stats, seconds, tokens, texts``), ``saved`` (``rank, seq`` of the ``save``,
 ``files``, or ``error``; that of an asynchronous ``save`` comes after its ``done``).
 
@@ -46,6 +47,7 @@ STACKS = "stacks"
 BELL = "bell"
 
 START = "start"
+PREPARING = "preparing"
 READY = "ready"
 DONE = "done"
 SAVED = "saved"

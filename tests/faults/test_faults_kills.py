@@ -35,6 +35,7 @@ SCHEDULES = {
     "history-append": 90,
     "lease": 80,
     "names": 100,
+    "preparation": 100,
     "replace": 100,
     "submission": 60,
 }

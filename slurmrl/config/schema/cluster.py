@@ -183,5 +183,6 @@ class Cluster(Section):
     """Seconds without a pulse after which a worker or the master counts as hung and is killed.
     (Ranks that wait for each other still send pulses; `step_timeout_s` limits their wait.)"""
     start_timeout_s: PositiveFloat = 600.0
-    """Seconds within which all workers of a new incarnation must have started."""
+    """Seconds within which all workers of a new incarnation must have started. While a dataset is
+    tokenised, they start again with each report of rank 0, every 10 s."""
     slurm: Slurm = Slurm()

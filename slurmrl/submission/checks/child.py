@@ -189,7 +189,7 @@ class CheckProcess:
         for key, dataset in limited.items():
             rows = self.rows[key]
             try:
-                left = len(rows) - len(rows.usable(tokenizer))
+                left = rows.count_left_out(tokenizer)
             except ConfigError as error:
                 yield from (_of_data(key, problem) for problem in error.problems)
                 continue

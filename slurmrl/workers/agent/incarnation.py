@@ -145,6 +145,7 @@ class Incarnation:
                 "world_size": host.group.world_size,
                 "interface": address.interface_of(own),
                 "base": state.base,
+                "incarnation": self.number,
                 "exclusive": host.deals_gpus,
             }
             for slot in host.children.slots:

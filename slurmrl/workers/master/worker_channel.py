@@ -37,6 +37,8 @@ class Mailbox:
 
     ready: dict[int, Message] = field(default_factory=dict)
     """READY by rank."""
+    preparing: int = 0
+    """Number of PREPARING messages."""
     done: dict[int, dict[int, Message]] = field(default_factory=dict)
     """DONE by message number, then by rank."""
     saved: dict[int, dict[int, Message]] = field(default_factory=dict)
@@ -50,6 +52,8 @@ class Mailbox:
         kind = message["type"]
         if kind == messages.READY:
             self.ready[message["rank"]] = message
+        elif kind == messages.PREPARING:
+            self.preparing += 1
         elif kind == messages.DONE:
             self.done.setdefault(message["seq"], {})[message["rank"]] = message
         elif kind == messages.SAVED:
@@ -148,9 +152,13 @@ class WorkerChannel:
         return [message for _, message in sorted(stacked.items())]
 
     def wait_ready(self, timeout_s: float) -> dict[int, Message]:
-        """Wait for READY of every rank."""
+        """Wait for READY of every rank. The time-out starts again with each PREPARING."""
         ready = self.mailbox.ready
-        self._wait("to be ready", lambda: set(self.ranks) - ready.keys(), timeout_s)
+
+        def missing() -> set[int]:
+            return set(self.ranks) - ready.keys()
+
+        self._wait("to be ready", missing, timeout_s, lambda: self.mailbox.preparing)
         return ready
 
     def collect(self, number: int, what: str, timeout_s: float) -> dict[int, Message]:
@@ -209,13 +217,22 @@ class WorkerChannel:
         what, missing, since = self._waits
         return {"for": sorted(missing()), "what": what, "since_s": time.monotonic() - since}
 
-    def _wait(self, what: str, missing: Callable[[], set[int]], timeout_s: float) -> None:
-        """Wait; time in which the directory does not answer does not count."""
-        left_s = timeout_s
+    def _wait(
+        self,
+        what: str,
+        missing: Callable[[], set[int]],
+        timeout_s: float,
+        news: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """Wait; time in which the directory does not answer does not count. The time-out starts
+        again whenever ``news`` returns another number."""
+        left_s, known = timeout_s, news()
         looked_at = time.monotonic()
         self._waits = what, missing, looked_at
         while missing():
             if self._take(self._agents.read_due()):
+                if news() != known:
+                    left_s, known = timeout_s, news()
                 continue
             now = time.monotonic()
             left_s -= now - looked_at if self._agents.answers else 0.0

@@ -3,8 +3,9 @@ elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
+from slurmrl.data.meta import SampleMeta
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.spread import Spread, deliveries
 from slurmrl.parallel.activity import Activity
@@ -23,17 +24,18 @@ class Batch:
 
     def __init__(
         self,
-        whole: SequenceSample,
+        meta: SampleMeta,
+        take: Callable[[Sequence[int]], SequenceSample],
         calls: Sequence[CallPlan],
         spreads: Mapping[str, Spread],
         rank: int,
         mail: Mail,
         activity: Activity,
     ) -> None:
-        """``whole`` is the batch as the dataset gives it; ``spreads`` are those of the calls, by
-        their names."""
-        self.ids = whole.ids
-        self._whole = whole
+        """``take`` reads the items at these places of the batch from the dataset; ``spreads`` are
+        those of the calls, by their names."""
+        self.ids = meta.ids
+        self._take = take
         self._spreads = spreads
         self._order = {call.name: index for index, call in enumerate(calls)}
         self._makers = {key: call.name for call in calls for key in call.outputs}
@@ -85,7 +87,7 @@ class Batch:
         if spread not in self._held:
             part = spread.part_of(self._rank)
             assert part is not None, "only ranks of the layout ask"
-            self._held[spread] = self._whole.take(spread.parts[part])
+            self._held[spread] = self._take(spread.parts[part])
         return self._held[spread]
 
     def _delivered(self, maker: str, keys: Sequence[str], target: Spread) -> SequenceSample | None:

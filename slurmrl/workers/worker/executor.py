@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
+from slurmrl.backoff import READ_S, retry
 from slurmrl.data.dataset import TokenizedDataset
+from slurmrl.data.meta import SampleMeta
 from slurmrl.data.packing import balanced_partition, even_partition
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.spread import Spread
@@ -30,6 +30,8 @@ from slurmrl.workers.worker.residence import Residence
 from slurmrl.workers.worker.saver import Saver
 from slurmrl.workers.worker.sharing import Mail
 
+T = TypeVar("T")
+
 
 class Executor:
     """One rank's models, data and interfaces."""
@@ -41,8 +43,7 @@ class Executor:
         plan: Plan,
         rank: int,
         engines: Mapping[str, Engine],
-        dataset: TokenizedDataset,
-        evaluation_dataset: TokenizedDataset | None,
+        datasets: Sequence[TokenizedDataset],
         tokenizer: Any,
         stop_token_ids: tuple[int, ...],
         cores: int,
@@ -56,8 +57,8 @@ class Executor:
         self.plan = plan
         self.rank = rank
         self.engines = engines
-        self.dataset = dataset
-        self.evaluation_dataset = evaluation_dataset
+        self.dataset = datasets[0]
+        self.evaluation_dataset = datasets[1] if len(datasets) > 1 else None
         self.tokenizer = tokenizer
         self.stop_token_ids = stop_token_ids
         self._cores = cores
@@ -87,14 +88,21 @@ class Executor:
     # -- messages ----------------------------------------------------------------------------
 
     def load(self, message: Message) -> Message:
-        """Begin a batch. Every rank reads the whole batch, so all agree on the parts of all calls
-        without communication."""
+        """Begin a batch. Every rank reads the ids and lengths of all items, so all agree on the
+        parts of all calls without communication, and then only the items of its own parts."""
         began = time.monotonic()
         self._mail.finish()
         calls = self._calls(message)
-        whole = self._read(message)
-        spreads = {call.name: self._spread(whole, calls[0], call) for call in calls}
-        self.batch = Batch(whole, calls, spreads, self.rank, self._mail, self._activity)
+        dataset = self.evaluation_dataset if message["evaluation"] else self.dataset
+        assert dataset is not None
+        items = [(epoch, index) for epoch, index in message["items"]]
+        meta = _read(lambda: dataset.meta(items))
+
+        def take(positions: Sequence[int]) -> SequenceSample:
+            return _read(lambda: dataset.sample([items[position] for position in positions]))
+
+        spreads = {call.name: self._spread(meta, calls[0], call) for call in calls}
+        self.batch = Batch(meta, take, calls, spreads, self.rank, self._mail, self._activity)
         return self._answer(began)
 
     def call(self, message: Message) -> Message:
@@ -167,7 +175,7 @@ class Executor:
     def _calls(self, message: Message) -> Sequence[CallPlan]:
         return self.plan.evaluation_calls if message["evaluation"] else self.plan.calls
 
-    def _spread(self, whole: SequenceSample, first: CallPlan, call: CallPlan) -> Spread:
+    def _spread(self, whole: SampleMeta, first: CallPlan, call: CallPlan) -> Spread:
         """Return the items of each data-parallel rank of a call. They have about equal numbers of
         tokens; if the first call generates, equal numbers of items of each minibatch, because
         completions, whose lengths are not known yet, cost more than prompts."""
@@ -192,17 +200,6 @@ class Executor:
     def _place(self, call: CallPlan) -> ParallelContext:
         """Return this rank's place in the layout of a call."""
         return self.engines[self._layout(call)].context
-
-    def _read(self, message: Message) -> SequenceSample:
-        """Read the whole batch; items of one epoch are read together."""
-        dataset = self.evaluation_dataset if message["evaluation"] else self.dataset
-        assert dataset is not None
-        return SequenceSample.gather(
-            [
-                dataset.sample([index for _, index in items], epoch)
-                for epoch, items in itertools.groupby(message["items"], itemgetter(0))
-            ]
-        )
 
     def _run(self, call: CallPlan, sample: SequenceSample, context: CallContext) -> CallResult:
         if call.interface not in self._interfaces:
@@ -233,3 +230,8 @@ class Executor:
             "tokens": tokens,
             "texts": list(texts),
         }
+
+
+def _read(action: Callable[[], T]) -> T:
+    """Read the dataset; its directory may fail to answer for a while."""
+    return retry("read the dataset", action, timeout_s=READ_S)

@@ -60,7 +60,7 @@ def serve(run: Path, who: RankId, pipe: Connection, activity: Activity) -> int:
         start = pipe.receive(timeout_s=None)
         if start is None:
             return 1
-        executor = build(RunPaths(run), who.rank, start, pipe.take_fd(), activity)
+        executor = build(RunPaths(run), who.rank, start, pipe.take_fd(), activity, pipe.send)
         activity.end()
         pipe.send({"type": messages.READY, "rank": who.rank, **executor.describe_data()})
         while (message := pipe.receive(timeout_s=None)) is not None:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from slurmrl.backoff import READ_S, retry
 from slurmrl.checkpoint.manifest import until_certain, verify_share
 from slurmrl.config.schema import Model
-from slurmrl.data import dataset
 from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine, TrainEngine
@@ -31,6 +31,7 @@ from slurmrl.plan.placement import model_of
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.workers.messages import Message
 from slurmrl.workers.worker import reallocation
+from slurmrl.workers.worker.datasets import Datasets
 from slurmrl.workers.worker.distributed import (
     collective_timeout,
     host_group,
@@ -47,9 +48,15 @@ T = TypeVar("T")
 
 
 def build(
-    paths: RunPaths, rank: int, start: Message, listener: int | None, activity: Activity
+    paths: RunPaths,
+    rank: int,
+    start: Message,
+    listener: int | None,
+    activity: Activity,
+    say: Callable[[Message], None],
 ) -> Executor:
-    """Build this rank's executor, with the weights of the commit that ``start`` names, if any."""
+    """Build this rank's executor, with the weights of the commit that ``start`` names, if any.
+    ``say`` sends a message to the master."""
     settings = _read("the configuration", lambda: load_run_settings(paths))
     _read("the models and data", lambda: require_inputs(settings))
     plan = _read("the plan", lambda: Plan.read(paths.plan))
@@ -73,6 +80,10 @@ def build(
     timeout = collective_timeout(settings.config.step_timeout_s)
     activity.phase("joining the other ranks")
     store = join(start, rank, listener, accelerator, timeout)
+    tokenizer = _tokenizer(settings)
+    datasets = Datasets(paths.data, start["incarnation"], settings.config, store, activity)
+    opened = datasets.provide(tokenizer, rank, say)  # before any rank can wait in a collective
+    activity.phase("connecting to the other ranks")
     contexts = groups.build(
         plan.models_of(TRAINERS).values(),
         rank=rank,
@@ -99,11 +110,21 @@ def build(
         timeout=timeout,
     )
     reallocations = Reallocations(moves, transfer.verify, activity)
-    activity.phase("opening the dataset")
     mail = Mail(host_group(accelerator, timeout), accelerator.device)
-    residence = Residence(engines, plan.offloaded)
-    return _executor(
-        paths, settings, plan, rank, engines, cores, mail, reallocations, residence, activity
+    return Executor(
+        paths,
+        settings,
+        plan,
+        rank,
+        engines,
+        opened,
+        tokenizer,
+        _read("the stop tokens", lambda: stop_tokens(settings.config, end_id(tokenizer))),
+        cores,
+        mail,
+        reallocations,
+        Residence(engines, plan.offloaded),
+        activity,
     )
 
 
@@ -166,41 +187,10 @@ def _engines(
     return engines
 
 
-def _executor(
-    paths: RunPaths,
-    settings: Settings,
-    plan: Plan,
-    rank: int,
-    engines: Mapping[str, Engine],
-    cores: int,
-    mail: Mail,
-    reallocations: Reallocations,
-    residence: Residence,
-    activity: Activity,
-) -> Executor:
-    config = settings.config
-    assert config.actor.tokenizer is not None, "checked at submission"
-    folder = Path(config.actor.tokenizer)
-    tokenizer = _read("the tokenizer", lambda: load_tokenizer(folder))
-    evaluation = config.evaluation
-    return Executor(
-        paths,
-        settings,
-        plan,
-        rank,
-        engines,
-        _read("the dataset", lambda: dataset.make(config.dataset, tokenizer)),
-        _read("the evaluation's dataset", lambda: dataset.make(evaluation.dataset, tokenizer))
-        if evaluation
-        else None,
-        tokenizer,
-        _read("the stop tokens", lambda: stop_tokens(config, end_id(tokenizer))),
-        cores,
-        mail,
-        reallocations,
-        residence,
-        activity,
-    )
+def _tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
+    folder = settings.config.actor.tokenizer
+    assert folder is not None, "checked at submission"
+    return _read("the tokenizer", lambda: load_tokenizer(Path(folder)))
 
 
 def _read(what: str, action: Callable[[], T]) -> T:

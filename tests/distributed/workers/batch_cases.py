@@ -83,7 +83,7 @@ def run(
             for plan, (_, layout, _, _) in zip(plans, calls, strict=True)
         }
         mail.finish()
-        batch = Batch(whole, plans, spreads, rank, mail, Activity())
+        batch = Batch(whole, whole.take, plans, spreads, rank, mail, Activity())
         events.append([])
         for plan, (_, layout, _, _) in zip(plans, calls, strict=True):
             where = layouts[layout]

@@ -14,12 +14,12 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.support.chaos import commits, control, files, histories, submissions
+from tests.support.chaos import commits, control, files, histories, preparations, submissions
 from tests.support.chaos.schedule import Runner, Scenario, ViolationError
 
 SCENARIOS = {
     scenario.name: scenario
-    for module in (files, histories, control, commits, submissions)
+    for module in (files, histories, control, commits, preparations, submissions)
     for scenario in module.SCENARIOS
 }
 

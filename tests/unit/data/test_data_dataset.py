@@ -11,7 +11,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from slurmrl.config.schema import Dataset
-from slurmrl.data.dataset import make
+from slurmrl.data import dataset, preparation
+from slurmrl.data.dataset import TokenizedDataset
+from slurmrl.data.prepared import PreparedRows
 from slurmrl.data.tokenizer import load_tokenizer, save_tokenizer, text_ids, train_bpe
 from slurmrl.errors import ConfigError, UsageError
 
@@ -40,13 +42,19 @@ def rows(folder: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
+def make(config: Dataset, tokenizer: Any) -> TokenizedDataset:
+    folder = Path(config.path).parent / "data"
+    directory = preparation.prepare(folder, 1, config, tokenizer, lambda what: None)
+    return dataset.make(config, PreparedRows(directory))
+
+
 SUM = {"id": "a", "prompt": "1+2=", "answer": "3"}
 LONG = {"id": "b", "prompt": "11+22=", "answer": "33"}
 
 
 def test_prompts_carry_their_rows(tmp_path: Path) -> None:
     config = Dataset(type="prompt", path=rows(tmp_path, SUM, LONG), answer_key="answer")
-    sample = make(config, characters(tmp_path)).sample([1, 0], epoch=4)
+    sample = make(config, characters(tmp_path)).sample([(4, 1), (4, 0)])
     assert sample.ids == ("b@4", "a@4")
     assert sample.lengths == {"prompt_ids": [[6], [4]]}
     assert sample.tensor("prompt_ids").tolist() == [4, 4, 13, 5, 5, 14, 4, 13, 5, 14]
@@ -57,7 +65,7 @@ def test_prompts_carry_their_rows(tmp_path: Path) -> None:
 
 def test_answers_end_with_the_end_of_text_token(tmp_path: Path) -> None:
     config = Dataset(type="prompt_answer", path=rows(tmp_path, SUM))
-    sample = make(config, characters(tmp_path)).sample([0], epoch=0)
+    sample = make(config, characters(tmp_path)).sample([(0, 0)])
     assert sample.tensor("input_ids").tolist() == [4, 13, 5, 14, 6, 1]
     assert sample.tensor("prompt_mask").tolist() == [True] * 4 + [False] * 2
 
@@ -72,7 +80,7 @@ def test_other_keys_and_templates(tmp_path: Path) -> None:
         prompt_template="{prompt}=",
         answer_template="{answer}{answer}",
     )
-    sample = make(config, characters(tmp_path)).sample([0], epoch=0)
+    sample = make(config, characters(tmp_path)).sample([(0, 0)])
     assert sample.ids == ("1@0",)
     assert sample.tensor("input_ids").tolist() == [4, 13, 5, 14, 6, 6, 1]
 
@@ -91,10 +99,10 @@ def test_rows_that_are_too_long_are_left_out(
     tmp_path: Path, kind: str, limits: dict[str, int], size: int
 ) -> None:
     config = Dataset(type=kind, path=rows(tmp_path, LONG, SUM), **limits)
-    dataset = make(config, characters(tmp_path))
-    assert dataset.size == size
-    assert dataset.left_out == 2 - size
-    assert dataset.sample([size - 1], epoch=0).ids == ("a@0",)
+    made = make(config, characters(tmp_path))
+    assert made.size == size
+    assert made.left_out == 2 - size
+    assert made.sample([(0, size - 1)]).ids == ("a@0",)
 
 
 def test_a_limit_that_leaves_nothing_is_refused(tmp_path: Path) -> None:
@@ -180,7 +188,7 @@ def test_references_are_there_for_all_prompts_or_for_none(tmp_path: Path) -> Non
     without = {"prompt": "1+2="}
     tokenizer = characters(tmp_path)
     none = make(Dataset(type="prompt", path=rows(tmp_path, without)), tokenizer)
-    assert none.sample([0], epoch=0).metadata["answer"] == [""]
+    assert none.sample([(0, 0)]).metadata["answer"] == [""]
     with pytest.raises(ConfigError, match=r"rows\.jsonl:2: answer: missing"):
         make(Dataset(type="prompt", path=rows(tmp_path, SUM, {**without, "id": "c"})), tokenizer)
     config = Dataset(type="prompt", path=rows(tmp_path, SUM), answer_key="solution")
@@ -202,7 +210,7 @@ def test_a_prompt_without_tokens_is_named(tmp_path: Path) -> None:
         type="prompt", path=rows(tmp_path, SUM, {"id": "e", "prompt": "=", "answer": "1"})
     )
     with pytest.raises(ConfigError, match=r"rows\.jsonl:2: .* makes no token of this prompt"):
-        make(config, tokenizer).sample([1], epoch=0)
+        make(config, tokenizer).sample([(0, 1)])
 
 
 def test_the_fingerprint_follows_settings(tmp_path: Path) -> None:

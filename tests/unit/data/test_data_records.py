@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.data.records import read_records
+from slurmrl.data.records import RecordReader, read_records, source_fingerprint, source_state
 from slurmrl.errors import ConfigError, EnvironmentFailure
 
 
@@ -73,6 +73,24 @@ def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_fingerprint_follows_the_bytes(tmp_path: Path) -> None:
-    one = read_records(write(tmp_path, '{"x": 1}\n'), "id").fingerprint
-    assert read_records(write(tmp_path, '{"x": 1}\n'), "id").fingerprint == one
-    assert read_records(write(tmp_path, '{"x": 2}\n'), "id").fingerprint != one
+    path = write(tmp_path, '{"x": 1}\n\n {"x": 2}')
+    reader = RecordReader(path, "id")
+    assert [(record.line, record.raw) for record in reader] == [(1, b'{"x": 1}'), (3, b'{"x": 2}')]
+    assert reader.fingerprint == source_fingerprint(path, lambda share: None)
+    write(tmp_path, '{"x": 1}\n')
+    assert reader.fingerprint != source_fingerprint(path, lambda share: None)
+
+
+def test_a_file_that_changed_a_moment_ago_has_no_state_yet(tmp_path: Path) -> None:
+    """The next change could leave its size and times as they are."""
+    path = write(tmp_path, '{"x": 1}\n')
+    assert source_state(path) == ""
+
+
+def test_problems_are_those_of_the_first_lines(tmp_path: Path) -> None:
+    """A file with millions of wrong lines is described by the first ones, in order."""
+    path = write(tmp_path, '{"id": "a"}\n' + '{"x": 1}\n' * 30 + '{"id": "a"}\n' * 30)
+    with pytest.raises(ConfigError) as caught:
+        read_records(path, "id")
+    lines = [int(problem.where.rpartition(":")[2]) for problem in caught.value.problems]
+    assert lines == list(range(2, 22))

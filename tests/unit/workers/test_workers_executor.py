@@ -17,6 +17,7 @@ import torch
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.data.dataset import TokenizedDataset
+from slurmrl.data.meta import SampleMeta
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TrainEngine
 from slurmrl.fsio.failures import explain
@@ -39,17 +40,21 @@ class FakeDataset:
         self.size = size
         self.fingerprint = f"of {size}"
         self.left_out = 3
-        self.reads: list[tuple[list[int], int]] = []
+        self.reads: list[list[tuple[int, int]]] = []
 
-    def sample(self, indices: Sequence[int], epoch: int) -> SequenceSample:
-        self.reads.append((list(indices), epoch))
-        lengths = [index % 7 + 1 for index in indices]
-        tokens = [index for index, n in zip(indices, lengths, strict=True) for _ in range(n)]
+    def meta(self, items: Sequence[tuple[int, int]]) -> SampleMeta:
+        ids = tuple(f"{index}@{epoch}" for epoch, index in items)
+        return SampleMeta(ids, {"input_ids": [[index % 7 + 1] for _, index in items]})
+
+    def sample(self, items: Sequence[tuple[int, int]]) -> SequenceSample:
+        self.reads.append(list(items))
+        lengths = [index % 7 + 1 for _, index in items]
+        tokens = [index for (_, index), n in zip(items, lengths, strict=True) for _ in range(n)]
         return SequenceSample.from_default(
             lengths,
-            [f"{index}@{epoch}" for index in indices],
+            self.meta(items).ids,
             {"input_ids": torch.tensor(tokens), "prompt_mask": torch.ones(len(tokens))},
-            {"row": [{"index": index} for index in indices]},
+            {"row": [{"index": index} for _, index in items]},
         )
 
 
@@ -145,8 +150,7 @@ class Ranks:
                     role: cast(TrainEngine, FakeEngine(role, rank, sizes, on))
                     for role in ("actor", "ref")
                 },
-                cast(TokenizedDataset, self.dataset),
-                cast(TokenizedDataset, self.held_out),
+                [cast(TokenizedDataset, each) for each in (self.dataset, self.held_out)],
                 tokenizer=FakeTokenizer(),
                 stop_token_ids=(7, 2),
                 cores=3,
@@ -269,8 +273,16 @@ def test_batch_over_the_end_of_an_epoch(make_ranks: Callable[..., Ranks]) -> Non
     ranks = make_ranks(2)
     ranks.load([[0, 7], [0, 3], [1, 3], [1, 9]])
     assert sorted(itertools.chain(*ranks.parts())) == ["3@0", "3@1", "7@0", "9@1"]
-    assert ranks.dataset.reads[0] == ([7, 3], 0)
-    assert ranks.dataset.reads[1] == ([3, 9], 1)
+
+
+def test_a_rank_reads_only_the_items_of_its_parts(make_ranks: Callable[..., Ranks]) -> None:
+    ranks = make_ranks(3, ranks=(0, 1))
+    items = [[0, index] for index in range(12)]
+    ranks.load(items)
+    assert ranks.dataset.reads == []
+    ranks.call("judge")
+    first, second = ranks.dataset.reads
+    assert sorted([*first, *second]) == [(0, index) for index in range(12)]
 
 
 def test_fewer_items_than_ranks(make_ranks: Callable[..., Ranks]) -> None:

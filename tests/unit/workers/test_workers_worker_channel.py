@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from slurmrl.monitor.reports import Failure
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.workers import messages
+from slurmrl.workers.master import worker_channel
 from slurmrl.workers.master.worker_channel import Mailbox, WorkerChannel
 
 INCARNATION = 3
@@ -104,6 +107,34 @@ def test_deadline_of_the_start(site: Site) -> None:
     site.agents[1].append(hello(1))
     with pytest.raises(WaitTimeoutError, match=r"for rank 2 \(n1, job 41_2\) to be ready"):
         site.channel.wait_ready(0.0)
+
+
+def test_a_rank_that_tokenises_puts_the_deadline_of_the_start_off(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that takes longer than start_timeout_s can be tokenised; silence still ends the
+    start."""
+    now_s = 0.0
+
+    def later(*sent: dict[str, Any]) -> Callable[[], None]:
+        def act() -> None:
+            nonlocal now_s
+            now_s += 6.0
+            site.agents[0].append(*sent)
+
+        return act
+
+    clock = SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep)
+    monkeypatch.setattr(worker_channel, "time", clock)
+    preparing = {"type": messages.PREPARING, "rank": 0}
+    ready = [{"type": messages.READY, "rank": rank} for rank in range(4)]
+    site.script = [later(preparing), later(preparing), later(*ready)]
+    assert set(site.channel.wait_ready(10.0)) == {0, 1, 2, 3}
+    assert now_s == 18.0
+    site.channel.mailbox.ready.clear()
+    site.script = [later(preparing), later(), later()]
+    with pytest.raises(WaitTimeoutError, match="waited 10 s for rank 0"):
+        site.channel.wait_ready(10.0)
 
 
 def test_who_is_waited_for(site: Site) -> None:

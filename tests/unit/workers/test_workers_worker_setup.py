@@ -66,7 +66,7 @@ def test_models_that_cannot_fit_end_the_first_start_before_they_are_built(
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     expected = KeyError if base else UsageError
     with pytest.raises(expected, match="built" if base else "the tiny GPU has 0.0 GiB"):
-        setup.build(paths, 0, {"base": base, "exclusive": True}, None, Activity())
+        setup.build(paths, 0, {"base": base, "exclusive": True}, None, Activity(), [].append)
 
 
 def _reached(*_: object, **__: object) -> None:

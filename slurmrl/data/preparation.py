@@ -1,0 +1,187 @@
+"""Preparation of a dataset, once per trial: find its tokenised rows in the run directory, or make
+them. Torch-free."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing
+from hashlib import blake2b
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from slurmrl import log
+from slurmrl.config.schema import Dataset as DatasetConfig
+from slurmrl.data.prepared import MANIFEST, VERSION, PreparedRows, PreparedWriter
+from slurmrl.data.records import NumberedRow, RecordReader, id_of, source_fingerprint, source_state
+from slurmrl.data.row_checks import RowChecks
+from slurmrl.data.rows import CHUNK_ROWS, RowTokenizer
+from slurmrl.errors import CorruptFileError, EnvironmentFailure, UsageError
+from slurmrl.fsio import atomic, inputs
+from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.failures import cause
+from slurmrl.fsio.primitives import discard
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = log.get(__name__)
+
+Progress = Callable[[str], None]
+"""Receives what is being done: ``tokenising rows.jsonl, 34 % (340000 rows)``."""
+
+FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+CHUNK_BYTES: Final = 16 << 20
+SMALL_VOCABULARY: Final = 1 << 16
+_NAME: Final = re.compile(r"([0-9a-f]{32})\.(\d{1,9})")
+_OF_TOKENIZERS: Final = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".bpe", ".spm", ".vocab")
+
+
+def prepare(
+    folder: Path,
+    incarnation: int,
+    config: DatasetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Progress,
+    *,
+    calls: SystemCalls = REAL,
+) -> Path:
+    """Return the directory in ``folder`` with the prepared rows. Only one process of an incarnation
+    calls this; those of older incarnations may still be at it, in directories of their own.
+
+    :raises ConfigError: rows or settings that cannot be used; each problem names its line.
+    :raises EnvironmentFailure: a file cannot be read or written.
+    """
+    wanted = recipe(config, tokenizer)
+    atomic.make_private_directory(folder, calls=calls)
+    for directory in _made(folder, wanted, calls):
+        if _is_current(directory, Path(config.path), progress, calls):
+            return directory
+    directory = folder / f"{wanted}.{incarnation}"
+    try:
+        _make(directory, wanted, config, tokenizer, progress, calls)
+    except EnvironmentFailure as error:
+        _remove(directory, calls)
+        if cause(error) in FULL:
+            message = f"{error}; the tokens of {config.path} and a copy of its prompts must fit"
+            raise UsageError(f"{message} there: free space, then slurmrl resume") from error
+        raise
+    except BaseException:
+        _remove(directory, calls)
+        raise
+    return directory
+
+
+def sweep(
+    folder: Path, incarnation: int, used: Collection[Path], *, calls: SystemCalls = REAL
+) -> None:
+    """Remove what this incarnation does not use: data of other settings or of a changed file, and
+    leftovers. Those of newer incarnations stay. Raises EnvironmentFailure."""
+    for name in atomic.list_names(folder, calls=calls):
+        match = _NAME.fullmatch(name)
+        if match and int(match[2]) <= incarnation and folder / name not in used:
+            _remove(folder / name, calls)
+
+
+def recipe(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A fingerprint of everything that determines the rows except the file's content."""
+    parts = [
+        VERSION,
+        config.model_dump_json(exclude={"shuffle"}),
+        _tokenizer_fingerprint(Path(tokenizer.name_or_path)),
+        *(metadata.version(library) for library in ("tokenizers", "transformers")),
+    ]
+    return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+def _tokenizer_fingerprint(folder: Path) -> str:
+    digest = blake2b(digest_size=16)
+    for name in sorted(inputs.list_names(folder)):
+        path = folder / name
+        if name.endswith(_OF_TOKENIZERS) and not path.is_dir():
+            content = inputs.read(path)
+            digest.update(f"{name} {len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
+def _made(folder: Path, wanted: str, calls: SystemCalls) -> list[Path]:
+    """The directories of a recipe, the newest first."""
+    names = (_NAME.fullmatch(name) for name in atomic.list_names(folder, calls=calls))
+    numbers = [int(name[2]) for name in names if name is not None and name[1] == wanted]
+    return [folder / f"{wanted}.{number}" for number in sorted(numbers, reverse=True)]
+
+
+def _is_current(directory: Path, source: Path, progress: Progress, calls: SystemCalls) -> bool:
+    """Whether a directory is finished, whole, and made from the file as it is now. The content is
+    compared only if the file's size or times have changed."""
+    if MANIFEST not in atomic.list_names(directory, calls=calls):
+        return False
+    try:
+        with closing(PreparedRows(directory, calls=calls)) as prepared:
+            manifest = prepared.manifest
+    except CorruptFileError as error:
+        logger.warning("%s", error)
+        return False
+    if manifest.source_state and manifest.source_state == source_state(source):
+        return True
+    return manifest.source == source_fingerprint(
+        source, lambda share: progress(f"comparing {source.name}, {share:.0%}")
+    )
+
+
+def _make(
+    directory: Path,
+    wanted: str,
+    config: DatasetConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Progress,
+    calls: SystemCalls,
+) -> None:
+    _remove(directory, calls)  # an earlier attempt
+    reader = RecordReader(Path(config.path), config.id_key)
+    checks, tokens = RowChecks(config), RowTokenizer(config, tokenizer)
+    has_prompts = config.type == "prompt"
+    small = max(tokenizer.get_vocab().values()) < SMALL_VOCABULARY
+    began = time.monotonic()
+    with closing(PreparedWriter(directory, 2 if small else 4, calls=calls)) as writer:
+        for chunk in _chunks(reader):
+            for record in chunk:
+                checks.add(record.line, record.row)
+            if not checks.fillable:
+                continue  # the file is refused at its end, with all its problems
+            made = tokens.tokens([(record.line, record.row) for record in chunk])
+            for record, row in zip(chunk, made, strict=True):
+                if row is not None:
+                    name = id_of(record.row, config.id_key, record.line)
+                    writer.add(row, name, record.line, record.raw if has_prompts else b"")
+            done = f"{reader.done / max(reader.size, 1):.0%} ({reader.rows} rows)"
+            progress(f"tokenising {Path(config.path).name}, {done}")
+        for part in (reader, checks, tokens):
+            part.finish()
+        writer.publish(wanted, reader.fingerprint, reader.state, tokens.left_out)
+    seconds = time.monotonic() - began
+    logger.info("tokenised %d rows of %s in %.1f s", reader.rows, config.path, seconds)
+
+
+def _chunks(reader: RecordReader) -> Iterator[list[NumberedRow]]:
+    chunk: list[NumberedRow] = []
+    size = 0
+    for record in reader:
+        chunk.append(record)
+        size += len(record.raw)
+        if len(chunk) >= CHUNK_ROWS or size >= CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _remove(directory: Path, calls: SystemCalls) -> None:
+    """The manifest goes first: without it the rest does not count."""
+    discard(directory / MANIFEST, calls)
+    shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,311 @@
+"""Prepared data: the tokenised rows of a dataset, in files of the run directory. Torch-free.
+
+A directory has three files. All numbers are little-endian.
+
+- ``rows.bin``: row after row, the token ids (uint16 or uint32), the id (UTF-8), and, in a dataset
+  of prompts, the row's line as it is in the user's file;
+- ``index.bin``: an `Entry` of seven int64 for each row, and one for the end;
+- ``manifest.json``: written last. Without it the directory does not count.
+
+Rows are read with pread and not through a mapping: while a network file system does not answer, a
+page fault would hold the interpreter lock, so that the rank would count as hung, and a page that
+the server has lost would end the process. Processes of a host share the page cache either way.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from slurmrl.data.rows import RowTokens
+from slurmrl.errors import CorruptFileError
+from slurmrl.fsio import atomic, documents
+from slurmrl.fsio.calls import REAL, SystemCalls
+from slurmrl.fsio.failures import corrupt, explain, unreadable
+from slurmrl.fsio.primitives import discard, make_private
+from slurmrl.fsio.shapes import INTEGER, SIZE, TEXT, Fields, check
+
+VERSION: Final = 1
+ROWS, INDEX, MANIFEST = "rows.bin", "index.bin", "manifest.json"
+BUFFER_BYTES: Final = 1 << 20
+REMEDY: Final = "the next incarnation makes it again"
+_ENTRY: Final = struct.Struct("<7q")
+
+
+class Entry(NamedTuple):
+    """The place of a row and what it consists of."""
+
+    start: int
+    """Its first byte. It ends where the next one starts."""
+    tokens: int
+    """Number of tokens."""
+    prompt: int
+    """Number of tokens of the prompt, which come first."""
+    name: int
+    """Bytes of the id."""
+    line: int
+    """Line number in the user's file."""
+    row_check: int
+    """CRC-32 of the row's bytes."""
+    check: int
+    """CRC-32 of the row's number and the fields above."""
+
+    @staticmethod
+    def make(number: int, *fields: int) -> Entry:
+        return Entry._make((*fields, zlib.crc32(_ENTRY.pack(number, *fields))))
+
+
+@dataclass(frozen=True)
+class PreparedManifest:
+    recipe: str
+    """Fingerprint of the settings and the tokenizer."""
+    source: str
+    """Fingerprint of the user's file."""
+    source_state: str
+    """Size and times of the user's file when it was read."""
+    rows: int
+    left_out: int
+    """Rows above the length limits."""
+    token_bytes: int
+    row_bytes: int
+    """Size of ``rows.bin``."""
+
+
+_FIELDS: Fields = {
+    "recipe": TEXT,
+    "source": TEXT,
+    "source_state": TEXT,
+    "rows": SIZE,
+    "left_out": SIZE,
+    "token_bytes": SIZE,
+    "row_bytes": SIZE,
+}
+
+
+def read_manifest(directory: Path, *, calls: SystemCalls = REAL) -> PreparedManifest | None:
+    """Return None if the directory was never finished, or by another version of slurmrl.
+
+    Raises CorruptFileError, EnvironmentFailure.
+    """
+    path = directory / MANIFEST
+    try:
+        values = documents.read(path, {"version": INTEGER}, ("version",), calls=calls)
+    except FileNotFoundError:
+        return None
+    if values["version"] != VERSION:
+        return None
+    check(values, _FIELDS, path, _FIELDS, remedy=REMEDY)
+    return PreparedManifest(**{name: values[name] for name in _FIELDS})
+
+
+class PreparedRow(NamedTuple):
+    name: str
+    line: int
+    tokens: NDArray[np.int64]
+    prompt: int
+    """Number of tokens of the prompt, which come first."""
+    row: dict[str, Any]
+    """The row of the user's file; empty unless the dataset has prompts."""
+
+
+class PreparedRows:
+    """Reads single rows. Each is checked, so that damage is an error and not another row.
+
+    Raises CorruptFileError if a file is missing or damaged, EnvironmentFailure if it cannot be
+    read. Damage removes the manifest, so that the next incarnation prepares the data again.
+    """
+
+    def __init__(self, directory: Path, *, calls: SystemCalls = REAL) -> None:
+        manifest = read_manifest(directory, calls=calls)
+        if manifest is None:
+            raise corrupt(directory / MANIFEST, "is missing", REMEDY)
+        self.manifest = manifest
+        self._directory = directory
+        self._calls = calls
+        self._dtype = np.dtype(f"<u{manifest.token_bytes}")
+        self._files: dict[str, int] = {}
+        try:
+            self._open(ROWS, manifest.row_bytes)
+            self._open(INDEX, (manifest.rows + 1) * _ENTRY.size)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        for descriptor in self._files.values():
+            self._calls.close(descriptor)
+        self._files.clear()
+
+    def __len__(self) -> int:
+        return self.manifest.rows
+
+    def describe(self, index: int) -> tuple[str, int]:
+        """The id of a row and its number of tokens, which are not read."""
+        entry, _ = self._entries(index)
+        start = entry.start + entry.tokens * self._dtype.itemsize
+        return self._decoded(index, self._read(ROWS, start, entry.name)), entry.tokens
+
+    def read(self, index: int) -> PreparedRow:
+        entry, end = self._entries(index)
+        content = self._read(ROWS, entry.start, end.start - entry.start)
+        if zlib.crc32(content) != entry.row_check:
+            raise self._damaged(ROWS, index)
+        name = entry.tokens * self._dtype.itemsize
+        row = name + entry.name
+        tokens = np.frombuffer(content, self._dtype, entry.tokens).astype(np.int64)
+        return PreparedRow(
+            self._decoded(index, content[name:row]),
+            entry.line,
+            tokens,
+            entry.prompt,
+            json.loads(content[row:]) if content[row:] else {},
+        )
+
+    def _open(self, name: str, size: int) -> None:
+        path = self._directory / name
+        try:
+            descriptor = self._calls.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+        except FileNotFoundError as error:
+            raise self._corrupt(name, "is missing") from error
+        except OSError as error:
+            raise unreadable(error, path, REMEDY) from error
+        self._files[name] = descriptor
+        actual = os.fstat(descriptor).st_size
+        if actual != size:
+            raise self._corrupt(name, f"has {actual} bytes instead of {size}")
+
+    def _entries(self, index: int) -> tuple[Entry, Entry]:
+        """The entries of a row and of the next one."""
+        data = self._read(INDEX, index * _ENTRY.size, 2 * _ENTRY.size)
+        entry, end = (Entry(*fields) for fields in _ENTRY.iter_unpack(data))
+        for number, each in enumerate((entry, end), start=index):
+            if each != Entry.make(number, *each[:-1]):
+                raise self._damaged(INDEX, number)
+        return entry, end
+
+    def _read(self, name: str, start: int, count: int) -> bytes:
+        parts, left = [], count
+        try:
+            while left and (part := self._calls.pread(self._files[name], left, start)):
+                parts.append(part)
+                start, left = start + len(part), left - len(part)
+        except OSError as error:
+            raise explain(error, "read", self._directory / name) from error
+        if left:
+            raise self._corrupt(name, "ends before its last row")
+        return b"".join(parts)
+
+    def _decoded(self, index: int, name: bytes) -> str:
+        try:
+            return name.decode()
+        except UnicodeDecodeError as error:
+            raise self._damaged(ROWS, index) from error
+
+    def _damaged(self, name: str, index: int) -> CorruptFileError:
+        return self._corrupt(name, f"is damaged at row {index}")
+
+    def _corrupt(self, name: str, what: str) -> CorruptFileError:
+        discard(self._directory / MANIFEST, self._calls)
+        return corrupt(self._directory / name, what, REMEDY)
+
+
+class PreparedWriter:
+    """Writes rows into a directory that no other process writes. Nothing counts before `publish`.
+
+    Raises EnvironmentFailure.
+    """
+
+    def __init__(self, directory: Path, token_bytes: int, *, calls: SystemCalls = REAL) -> None:
+        self._directory = directory
+        self._calls = calls
+        self._dtype = np.dtype(f"<u{token_bytes}")
+        self._number = 0
+        atomic.make_private_directory(directory, calls=calls)
+        self._rows = _Output(directory / ROWS, calls)
+        self._index = _Output(directory / INDEX, calls)
+
+    def add(self, tokens: RowTokens, name: str, line: int, row: bytes) -> None:
+        ids = [*tokens.prompt, *tokens.answer]
+        encoded = name.encode(errors="surrogatepass")  # refused at the end of the file
+        content = b"".join((np.array(ids, self._dtype).tobytes(), encoded, row))
+        entry = (len(ids), len(tokens.prompt), len(encoded), line, zlib.crc32(content))
+        self._add_entry(self._rows.size, *entry)
+        self._rows.write(content)
+
+    def publish(self, recipe: str, source: str, source_state: str, left_out: int) -> None:
+        """Make the rows durable, and then the manifest."""
+        sizes = self._dtype.itemsize, self._rows.size
+        manifest = PreparedManifest(recipe, source, source_state, self._number, left_out, *sizes)
+        self._add_entry(self._rows.size, 0, 0, 0, 0, 0)
+        self._rows.finish()
+        self._index.finish()
+        text = json.dumps({"version": VERSION, **asdict(manifest)}, indent=1) + "\n"
+        atomic.replace(self._directory / MANIFEST, text.encode(), calls=self._calls)
+
+    def close(self) -> None:
+        self._rows.close()
+        self._index.close()
+
+    def _add_entry(self, *fields: int) -> None:
+        self._index.write(_ENTRY.pack(*Entry.make(self._number, *fields)))
+        self._number += 1
+
+
+class _Output:
+    """A file that is written from its start to its end."""
+
+    def __init__(self, path: Path, calls: SystemCalls) -> None:
+        self.size = 0
+        self._path = path
+        self._calls = calls
+        self._buffer = bytearray()
+        self._descriptor: int | None = None
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+            self._descriptor = calls.open(path, flags)
+            make_private(self._descriptor, calls)
+        except OSError as error:
+            self.close()
+            raise explain(error, "make", path) from error
+
+    def write(self, data: bytes) -> None:
+        self.size += len(data)
+        self._buffer += data
+        if len(self._buffer) >= BUFFER_BYTES:
+            self._flush()
+
+    def finish(self) -> None:
+        """Write everything to disk and close the file."""
+        self._flush()
+        assert self._descriptor is not None
+        try:
+            self._calls.fsync(self._descriptor)
+            descriptor, self._descriptor = self._descriptor, None
+            self._calls.close(descriptor)
+        except OSError as error:
+            raise explain(error, "write", self._path) from error
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            with suppress(OSError):
+                self._calls.close(descriptor)
+
+    def _flush(self) -> None:
+        assert self._descriptor is not None
+        left = memoryview(bytes(self._buffer))
+        self._buffer.clear()
+        try:
+            while left:
+                left = left[self._calls.write(self._descriptor, left) :]
+        except OSError as error:
+            raise explain(error, "write", self._path) from error

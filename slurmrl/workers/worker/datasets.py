@@ -1,0 +1,104 @@
+"""The datasets of an incarnation: rank 0 prepares them, all ranks read them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from transformers import PreTrainedTokenizerBase
+
+from slurmrl import log
+from slurmrl.backoff import READ_S, Interval, retry
+from slurmrl.config.schema import Config
+from slurmrl.config.schema import Dataset as DatasetConfig
+from slurmrl.data import dataset, preparation
+from slurmrl.data.dataset import TokenizedDataset
+from slurmrl.data.prepared import PreparedRows
+from slurmrl.errors import EnvironmentFailure
+from slurmrl.parallel.activity import Activity
+from slurmrl.workers import messages
+from slurmrl.workers.messages import Message
+
+logger = log.get(__name__)
+
+KEY = "prepared data"
+WAIT = timedelta(seconds=60)
+REPORT_S = 10.0
+REPORTS_PER_TIMEOUT = 4
+
+
+class Datasets:
+    """Prepares and opens the datasets of a configuration.
+
+    Rank 0 of an incarnation is the only process that looks for prepared data, so no two processes
+    can disagree about what is there, and no lock can be left behind. The others learn the names of
+    the directories from the store that rank 0 serves: they see at once if it ends.
+    """
+
+    def __init__(
+        self, folder: Path, incarnation: int, config: Config, store: Store, activity: Activity
+    ) -> None:
+        self._folder = folder
+        self._incarnation = incarnation
+        self._config = config
+        self._sections = [config.dataset]
+        if config.evaluation is not None:
+            self._sections.append(config.evaluation.dataset)
+        self._store = store
+        self._activity = activity
+
+    def provide(
+        self, tokenizer: PreTrainedTokenizerBase, rank: int, say: Callable[[Message], None]
+    ) -> tuple[TokenizedDataset, ...]:
+        """Return the training dataset and, if there is one, that of evaluations. ``say`` sends
+        PREPARING to the master now and then while rank 0 tokenises."""
+        if rank == 0:
+            self._prepare(tokenizer, lambda: say({"type": messages.PREPARING, "rank": rank}))
+        return self._open()
+
+    def _prepare(self, tokenizer: PreTrainedTokenizerBase, report: Callable[[], None]) -> None:
+        """Find or make the prepared data, and tell the other ranks."""
+        timeout_s = self._config.cluster.start_timeout_s
+        every_s = min(REPORT_S, timeout_s / REPORTS_PER_TIMEOUT)
+        due = Interval(every_s, after_s=every_s)
+
+        def progress(what: str) -> None:
+            self._activity.phase(what)
+            if due.due():
+                logger.info("%s", what)
+                report()
+
+        directories = []
+        for section in self._sections:
+            make = partial(
+                preparation.prepare, self._folder, self._incarnation, section, tokenizer, progress
+            )
+            directories.append(retry("prepare the dataset", make, timeout_s=READ_S))
+        try:
+            preparation.sweep(self._folder, self._incarnation, directories)
+        except EnvironmentFailure as error:
+            logger.warning("old prepared data stays: %s", error)
+        self._store.set(KEY, json.dumps([directory.name for directory in directories]))
+
+    def _open(self) -> tuple[TokenizedDataset, ...]:
+        """Wait for rank 0, however long it takes: the agents end this rank if rank 0 fails."""
+        self._activity.phase("waiting for rank 0 to tokenise the dataset")
+        while True:
+            try:
+                self._store.wait([KEY], WAIT)
+                break
+            except dist.DistStoreError:
+                continue
+        names = json.loads(self._store.get(KEY))
+        return tuple(
+            retry("open the dataset", partial(self._open_one, section, name), timeout_s=READ_S)
+            for section, name in zip(self._sections, names, strict=True)
+        )
+
+    def _open_one(self, section: DatasetConfig, name: str) -> TokenizedDataset:
+        return dataset.make(section, PreparedRows(self._folder / name))

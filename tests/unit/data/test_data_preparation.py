@@ -1,0 +1,287 @@
+"""Tokenised rows in the run directory: made once, found again, and never read if damaged."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.config.schema import Dataset
+from slurmrl.data import preparation, prepared
+from slurmrl.data.prepared import PreparedRows
+from slurmrl.errors import ConfigError, CorruptFileError, EnvironmentFailure, UsageError
+from slurmrl.fsio.calls import REAL, SystemCalls
+from tests.support.chaos.preparations import Characters
+from tests.support.faulty import Faulty
+
+ROWS = [{"id": f"r{number}", "prompt": f"{number}+{number}=", "n": number} for number in range(40)]
+
+
+class Site:
+    """A data file, a tokenizer's folder, and the data directory of a trial."""
+
+    def __init__(self, folder: Path) -> None:
+        self.data = folder / "data"
+        self.tokenizer = Characters(folder / "tokenizer")
+        (folder / "tokenizer").mkdir()
+        (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+        self.file = folder / "rows.jsonl"
+        self.write(ROWS)
+        self.texts = 0
+        """Number of texts that were tokenised."""
+        self.progress: list[str] = []
+
+    def write(self, rows: list[dict[str, Any]]) -> None:
+        self.file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def prepare(
+        self,
+        incarnation: int = 1,
+        *,
+        calls: SystemCalls = REAL,
+        **settings: Any,
+    ) -> Path:
+        config = Dataset(**{"type": "prompt", "path": str(self.file), **settings})
+        site = self
+
+        class Counting(Characters):
+            def __call__(self, texts: str | list[str], **options: Any) -> Any:
+                site.texts += len(texts)
+                return super().__call__(texts, **options)
+
+        tokenizer: Any = Counting(Path(self.tokenizer.name_or_path))
+        directory = preparation.prepare(
+            self.data, incarnation, config, tokenizer, self.progress.append, calls=calls
+        )
+        preparation.sweep(self.data, incarnation, [directory])
+        return directory
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in self.data.iterdir())
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def read(directory: Path, *indices: int) -> list[tuple[str, str, dict[str, Any]]]:
+    with closing(PreparedRows(directory)) as rows:
+        found = [rows.read(index) for index in indices]
+    return [(row.name, bytes(row.tokens.tolist()).decode(), row.row) for row in found]
+
+
+def test_a_new_incarnation_tokenises_nothing_and_reads_the_same_files(site: Site) -> None:
+    first = site.prepare(1)
+    tokenised, content = site.texts, (first / prepared.ROWS).read_bytes()
+    assert tokenised == len(ROWS)
+    assert site.prepare(2) == site.prepare(7) == first
+    assert site.texts == tokenised
+    assert (first / prepared.ROWS).read_bytes() == content
+    assert read(first, 39, 0) == [("r39", "39+39=", ROWS[39]), ("r0", "0+0=", ROWS[0])]
+
+
+def test_files_and_directories_are_private(site: Site) -> None:
+    directory = site.prepare()
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in directory.iterdir()}
+    assert modes == dict.fromkeys((prepared.ROWS, prepared.INDEX, prepared.MANIFEST), 0o600)
+    assert stat.S_IMODE(directory.stat().st_mode) == stat.S_IMODE(site.data.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("change", ["rows", "tokenizer", "settings", "same size"])
+def test_what_determines_the_tokens_leads_to_other_files(site: Site, change: str) -> None:
+    first = site.prepare(1)
+    settings: dict[str, Any] = {}
+    if change == "rows":
+        site.write(ROWS[:-1])
+    elif change == "same size":
+        site.write([{**ROWS[0], "prompt": "0-0="}, *ROWS[1:]])
+    elif change == "tokenizer":
+        (Path(site.tokenizer.name_or_path) / "tokenizer.json").write_text("{ }")
+    else:
+        settings["prompt_template"] = "{prompt}?"
+    second = site.prepare(2, **settings)
+    assert second != first
+    assert site.names() == [second.name], "the old files are removed"
+
+
+def test_a_file_that_was_only_touched_or_shuffled_otherwise_is_not_tokenised_again(
+    site: Site,
+) -> None:
+    first = site.prepare(1)
+    tokenised = site.texts
+    os.utime(site.file)
+    assert site.prepare(2, shuffle=False) == first
+    assert site.texts == tokenised
+    assert any(text.startswith("comparing rows.jsonl") for text in site.progress)
+
+
+def test_training_and_evaluation_data_have_their_own_files(site: Site, tmp_path: Path) -> None:
+    other = tmp_path / "other.jsonl"
+    other.write_text('{"id": "x", "prompt": "1"}\n')
+    first = site.prepare()
+    config = Dataset(type="prompt", path=str(other))
+    tokenizer: Any = site.tokenizer
+    second = preparation.prepare(site.data, 1, config, tokenizer, str)
+    assert read(first, 0)[0][0] == "r0"
+    assert read(second, 0)[0][0] == "x"
+    preparation.sweep(site.data, 1, [first, second])
+    assert len(site.names()) == 2
+
+
+def test_a_newer_incarnation_s_files_stay(site: Site) -> None:
+    """A rank that was paused must not remove what its successors use."""
+    new = site.prepare(5)
+    assert site.prepare(1, prompt_template="{prompt}?") != new
+    assert read(new, 0)[0][0] == "r0"
+
+
+@pytest.mark.parametrize("limit", [0, 1, 200])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_one_error_that_leaves_nothing(
+    site: Site, number: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Full(SystemCalls):
+        left = limit
+
+        def write(self, descriptor: int, data: bytes | memoryview) -> int:
+            if self.left <= 0:
+                raise OSError(number, os.strerror(number))
+            written = os.write(descriptor, data[: self.left])
+            self.left -= written
+            return written
+
+    monkeypatch.setattr(prepared, "BUFFER_BYTES", 64)
+    with pytest.raises(
+        UsageError, match=r"cannot write .*\.bin: .*free space, then slurmrl resume"
+    ):
+        site.prepare(calls=Full())
+    assert site.names() == []
+    assert read(site.prepare(2), 0)[0][0] == "r0"
+
+
+def test_an_error_of_any_operation_leaves_no_wrong_data(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each operation on the run directory fails in turn, with and without effect."""
+    monkeypatch.setattr(prepared, "BUFFER_BYTES", 512)
+    sound = Faulty()
+    site.prepare(1, calls=sound)
+    failed = 0
+    for at in range(sound.count):
+        for done in (False, True):
+            preparation.sweep(site.data, 1, [])
+            try:
+                site.prepare(1, calls=Faulty(at, errno.EIO, done=done))
+            except EnvironmentFailure:
+                failed += 1
+            directory = site.prepare(1)
+            assert [row[0] for row in read(directory, *range(40))] == [row["id"] for row in ROWS]
+    assert failed > sound.count / 2
+
+
+@pytest.mark.parametrize("name", [prepared.ROWS, prepared.INDEX])
+@pytest.mark.parametrize("damage", ["missing", "short", "long", "another byte"])
+def test_damage_is_one_error_and_the_next_incarnation_makes_the_data_again(
+    site: Site, name: str, damage: str
+) -> None:
+    directory = site.prepare(1)
+    path = directory / name
+    content = path.read_bytes()
+    if damage == "missing":
+        path.unlink()
+    elif damage == "another byte":
+        at = len(content) // 2
+        path.write_bytes(content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :])
+    else:
+        path.write_bytes(content[:-1] if damage == "short" else content + b"\0")
+    with pytest.raises(CorruptFileError, match=rf"{name} (is|has) .*makes it again"):
+        read(directory, *range(40))
+    again = site.prepare(2)
+    assert again != directory
+    assert [row[0] for row in read(again, *range(40))] == [row["id"] for row in ROWS]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", '{"version": 1, "rows": "x"}', '{"version": 1, "rows": -1}', "[" * 9999]
+)
+def test_a_damaged_manifest_is_made_again(site: Site, text: str) -> None:
+    (site.prepare(1) / prepared.MANIFEST).write_text(text)
+    assert read(site.prepare(2), 3)[0][0] == "r3"
+
+
+def test_the_manifest_of_another_version_does_not_count(site: Site) -> None:
+    path = site.prepare(1) / prepared.MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2}))
+    assert site.prepare(2).name.endswith(".2")
+
+
+def test_a_row_is_read_without_the_others(site: Site) -> None:
+    """Reading one item takes one look at the index and one at the rows, of just its bytes."""
+    reads: list[int] = []
+
+    class Counted(SystemCalls):
+        def pread(self, descriptor: int, count: int, offset: int) -> bytes:
+            reads.append(count)
+            return os.pread(descriptor, count, offset)
+
+    with closing(PreparedRows(site.prepare(), calls=Counted())) as rows:
+        rows.read(7)
+        line = json.dumps(ROWS[7])
+        assert reads == [112, 2 * len("7+7=") + len("r7") + len(line)]
+        assert rows.describe(8) == ("r8", len("8+8="))
+        assert reads[2:] == [112, len("r8")]
+
+
+def test_large_vocabularies_have_larger_tokens(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = json.loads((site.prepare(1) / prepared.MANIFEST).read_text())
+    monkeypatch.setattr(preparation, "SMALL_VOCABULARY", 100)
+    directory = site.prepare(2, prompt_template="{prompt}?")
+    large = json.loads((directory / prepared.MANIFEST).read_text())
+    assert (small["token_bytes"], large["token_bytes"]) == (2, 4)
+    assert read(directory, 5)[0][1] == "5+5=?"
+
+
+def test_memory_does_not_grow_with_the_file(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are tokenised in chunks, with a report after each."""
+    monkeypatch.setattr(preparation, "CHUNK_ROWS", 8)
+    site.prepare()
+    shares = [text.partition(", ")[2] for text in site.progress]
+    assert shares[-1] == "100% (40 rows)"
+    assert len(shares) == 5
+
+
+def test_all_problems_of_a_file_are_reported_and_nothing_is_left(site: Site) -> None:
+    """Rows of later chunks are checked too; ids come before texts."""
+    site.write([{**row, "prompt": 5} if row["n"] in (3, 33) else row for row in ROWS])
+    with pytest.raises(ConfigError) as caught:
+        site.prepare()
+    assert [problem.where for problem in caught.value.problems] == [
+        f"{site.file}:4",
+        f"{site.file}:34",
+    ]
+    assert site.names() == []
+    site.write([*ROWS, {**ROWS[0], "prompt": 5}])
+    with pytest.raises(ConfigError, match="'r0' is already the id of line 1"):
+        site.prepare()
+
+
+def test_a_changed_file_is_compared_even_if_its_times_may_be_too_coarse(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The times of a file that was read right after a change do not count."""
+    first = site.prepare(1)
+    assert json.loads((first / prepared.MANIFEST).read_text())["source_state"] == ""
+    monkeypatch.setattr("slurmrl.data.records.SETTLED_NS", 0)
+    second = site.prepare(2, prompt_template="{prompt}?")
+    state = json.loads((second / prepared.MANIFEST).read_text())["source_state"]
+    assert state.split()[0] == str(site.file.stat().st_size)
+    site.progress.clear()
+    assert site.prepare(3, prompt_template="{prompt}?") == second
+    assert site.progress == [], "its size and times are the same: it is not even read"
