@@ -8,21 +8,24 @@ from heapq import heappop, heapreplace
 from itertools import accumulate, pairwise
 
 
-def balanced_partition(lengths: Sequence[int], k: int) -> list[list[int]]:
-    """Partition the indices into ``k`` parts of about equal total length: the longest first, each
-    into the part with the smallest total (LPT: the largest part is at most 4/3 - 1/3k of the
-    optimum, Graham 1969).
+def balanced_partition(lengths: Sequence[int], k: int, sections: int = 1) -> list[list[int]]:
+    """Partition the indices into ``k`` parts of about equal total length in each of ``sections``
+    consecutive sections: the longest first, each into the part with the smallest total of the
+    section (LPT: the largest part of a section is at most 4/3 - 1/3k of the optimum, Graham 1969),
+    and of several with the smallest total so far.
 
-    Every part is sorted; none is empty when there are at least ``k`` lengths.
+    Every part is sorted; none is empty in a section of at least ``k`` lengths.
     """
-    if k < 1:
-        raise ValueError(f"cannot make {k} parts")
+    _check_parts(k, sections)
     parts: list[list[int]] = [[] for _ in range(k)]
-    heap = [(0, 0, part) for part in range(k)]
-    for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
-        load, count, part = heap[0]
-        parts[part].append(index)
-        heapreplace(heap, (load + lengths[index], count + 1, part))
+    totals = [0] * k
+    for start, stop in pairwise(accumulate(even_sizes(len(lengths), sections), initial=0)):
+        heap = sorted((0, 0, totals[part], part) for part in range(k))
+        for index in sorted(range(start, stop), key=lengths.__getitem__, reverse=True):
+            load, count, total, part = heap[0]
+            parts[part].append(index)
+            totals[part] += lengths[index]
+            heapreplace(heap, (load + lengths[index], count + 1, total, part))
     for items in parts:
         items.sort()
     return parts
@@ -36,8 +39,7 @@ def even_partition(lengths: Sequence[int], k: int, sections: int = 1) -> list[li
 
     Every part is sorted.
     """
-    if k < 1 or sections < 1:
-        raise ValueError(f"cannot make {k} parts of {sections} sections")
+    _check_parts(k, sections)
     parts: list[list[int]] = [[] for _ in range(k)]
     loads = [0] * k
     for start, stop in pairwise(accumulate(even_sizes(len(lengths), sections), initial=0)):
@@ -108,6 +110,11 @@ def padded_microbatches(lengths: Sequence[Sequence[int]], max_tokens: int) -> li
 def _check_budget(max_tokens: int) -> None:
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, not {max_tokens}")
+
+
+def _check_parts(k: int, sections: int) -> None:
+    if k < 1 or sections < 1:
+        raise ValueError(f"cannot make {k} parts of {sections} sections")
 
 
 def even_sizes(n: int, k: int) -> list[int]:

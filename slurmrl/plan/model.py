@@ -101,8 +101,8 @@ class Offloading(_PlanPart):
 
 
 class CallPlan(_PlanPart):
-    """One call of the graph and the ranks that execute it. Data-parallel ranks get equal parts of
-    the batch; ranks that differ only along other axes work on the same part."""
+    """One call of the graph and the ranks that execute it. Data-parallel ranks get balanced parts
+    of the batch; ranks that differ only along other axes work on the same part."""
 
     name: str
     role: str | None

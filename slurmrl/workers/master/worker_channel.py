@@ -232,7 +232,7 @@ class WorkerChannel:
         while missing():
             if self._take(self._agents.read_due()):
                 if news() != known:
-                    left_s, known = timeout_s, news()
+                    left_s, known, looked_at = timeout_s, news(), time.monotonic()
                 continue
             now = time.monotonic()
             left_s -= now - looked_at if self._agents.answers else 0.0

@@ -3,7 +3,10 @@ elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
 
 from slurmrl.data.meta import SampleMeta
 from slurmrl.data.sample import SequenceSample
@@ -11,6 +14,7 @@ from slurmrl.data.spread import Spread, deliveries
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.groups import ParallelContext
 from slurmrl.plan.model import CallPlan
+from slurmrl.workers.worker.shares import Shares
 from slurmrl.workers.worker.sharing import Mail, share
 
 
@@ -18,8 +22,9 @@ class Batch:
     """One batch, from its first call to its last.
 
     Every rank executes `inputs` and `add` for every call in the plan's order, whether it takes part
-    in the call or not. Which rank has which items of a key follows from the plan and the prompts
-    alone, so ranks exchange nothing but the items. A rank that only sends does not wait.
+    in the call or not. Which rank has which items of a key follows from the plan and the items'
+    lengths, so ranks exchange nothing but these, when completions have been made, and the items.
+    Between two calls of the same shares a rank that only sends does not wait.
     """
 
     def __init__(
@@ -27,18 +32,17 @@ class Batch:
         meta: SampleMeta,
         take: Callable[[Sequence[int]], SequenceSample],
         calls: Sequence[CallPlan],
-        spreads: Mapping[str, Spread],
+        shares: Shares,
         rank: int,
         mail: Mail,
         activity: Activity,
     ) -> None:
-        """``take`` reads the items at these places of the batch from the dataset; ``spreads`` are
-        those of the calls, by their names."""
+        """``take`` reads the items at these places of the batch from the dataset."""
         self.ids = meta.ids
         self._take = take
-        self._spreads = spreads
+        self._shares = shares
         self._order = {call.name: index for index, call in enumerate(calls)}
-        self._makers = {key: call.name for call in calls for key in call.outputs}
+        self._makers = {key: call for call in calls for key in call.outputs}
         self._last_readers = {key: index for index, call in enumerate(calls) for key in call.inputs}
         self._rank = rank
         self._mail = mail
@@ -49,17 +53,19 @@ class Batch:
         """This rank's part under each spread, with the keys that have arrived."""
         self._arrived: dict[Spread, set[str]] = {}
         """The keys that all ranks of a spread hold; the same on every rank."""
+        self._lengths: Callable[[], Tensor] | None = None
+        """Waits for the lengths of all items with their completions."""
 
     def inputs(self, call: CallPlan, context: ParallelContext | None) -> SequenceSample | None:
         """This rank's items of what the call reads; None if the rank takes no part in it."""
-        spread = self._spreads[call.name]
+        spread = self._spread(call)
         arrived = self._arrived.setdefault(spread, set())
         wanted: dict[str, list[str]] = {}
         for key in call.inputs:
             if key in self._makers and key not in arrived:
-                wanted.setdefault(self._makers[key], []).append(key)
-        for maker, keys in wanted.items():
-            delivered = self._delivered(maker, keys, spread)
+                wanted.setdefault(self._makers[key].name, []).append(key)
+        for keys in wanted.values():
+            delivered = self._delivered(self._makers[keys[0]], keys, spread)
             if context is not None:
                 shared = share(delivered, context)
                 if shared is not None:
@@ -70,17 +76,40 @@ class Batch:
     def add(self, call: CallPlan, made: SequenceSample | None) -> None:
         """Keep what a call made on the first rank of a part, and drop the keys that no later call
         reads."""
-        if made is not None and self._spreads[call.name].speaks(self._rank):
-            own = self._part(self._spreads[call.name])
+        spread = self._spread(call)
+        if made is not None and spread.speaks(self._rank):
+            own = self._part(spread)
             if made.ids != own.ids:
                 raise ValueError(
                     f"{call.name} made samples {made.ids[:3]}, its part is {own.ids[:3]}"
                 )
             self._made[call.name] = made
+        if call.name == self._shares.generation:
+            self._lengths = self._mail.total(self._own_lengths(call))
         now = self._order[call.name]
         read_later = {key for key, last in self._last_readers.items() if last > now}
         self._made = {name: _having(sample, read_later) for name, sample in self._made.items()}
         self._held = {spread: _having(sample, read_later) for spread, sample in self._held.items()}
+
+    def _own_lengths(self, call: CallPlan) -> Tensor:
+        """The lengths of the items that this rank has made, at their places: int64 [items]."""
+        lengths = torch.zeros(len(self.ids), dtype=torch.int64)
+        if call.name in self._made:
+            spread = self._shares.of(call)
+            part = spread.part_of(self._rank)
+            assert part is not None, "only a speaker keeps what was made"
+            places = list(spread.parts[part])
+            lengths[places] = torch.tensor(self._made[call.name].item_lengths(), dtype=torch.int64)
+        return lengths
+
+    def _spread(self, call: CallPlan) -> Spread:
+        """The spread of a call, after it is known how long the completions are if it follows from
+        that."""
+        if self._shares.needs_lengths(call):
+            assert self._lengths is not None, "generation comes first"
+            self._activity.phase("waiting for the lengths of all completions")
+            self._shares.use_lengths(self._lengths().tolist())
+        return self._shares.of(call)
 
     def _part(self, spread: Spread) -> SequenceSample:
         """This rank's part under a spread of the layout that it is in."""
@@ -90,10 +119,12 @@ class Batch:
             self._held[spread] = self._take(spread.parts[part])
         return self._held[spread]
 
-    def _delivered(self, maker: str, keys: Sequence[str], target: Spread) -> SequenceSample | None:
+    def _delivered(
+        self, call: CallPlan, keys: Sequence[str], target: Spread
+    ) -> SequenceSample | None:
         """The keys that a call made, of all items of this rank's part; None on a rank that does not
         speak for a part. Sends what other ranks need of this one."""
-        source = self._spreads[maker]
+        source, maker = self._shares.of(call), call.name
         if source == target:
             return self._made[maker].only(keys) if source.speaks(self._rank) else None
         received: list[SequenceSample] = []

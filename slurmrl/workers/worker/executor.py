@@ -11,16 +11,13 @@ import torch
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.backoff import READ_S, retry
 from slurmrl.data.dataset import TokenizedDataset
-from slurmrl.data.meta import SampleMeta
-from slurmrl.data.packing import balanced_partition, even_partition
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.spread import Spread
 from slurmrl.engines.base import TOKENS, Engine, TrainEngine
 from slurmrl.graph.call import Method
 from slurmrl.parallel.activity import Activity
-from slurmrl.parallel.groups import ParallelContext, topology_of
+from slurmrl.parallel.groups import ParallelContext
 from slurmrl.paths import RunPaths
-from slurmrl.plan.model import CallPlan, Plan
+from slurmrl.plan.model import CallPlan, ModelPlan, Plan
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
 from slurmrl.workers.messages import Message
@@ -28,6 +25,7 @@ from slurmrl.workers.worker.batch import Batch
 from slurmrl.workers.worker.reallocation import Reallocations
 from slurmrl.workers.worker.residence import Residence
 from slurmrl.workers.worker.saver import Saver
+from slurmrl.workers.worker.shares import Shares
 from slurmrl.workers.worker.sharing import Mail
 
 T = TypeVar("T")
@@ -89,7 +87,7 @@ class Executor:
 
     def load(self, message: Message) -> Message:
         """Begin a batch. Every rank reads the ids and lengths of all items, so all agree on the
-        parts of all calls without communication, and then only the items of its own parts."""
+        shares without communication, and then only the items of its own shares."""
         began = time.monotonic()
         self._mail.finish()
         calls = self._calls(message)
@@ -101,8 +99,12 @@ class Executor:
         def take(positions: Sequence[int]) -> SequenceSample:
             return _read(lambda: dataset.sample([items[position] for position in positions]))
 
-        spreads = {call.name: self._spread(meta, calls[0], call) for call in calls}
-        self.batch = Batch(meta, take, calls, spreads, self.rank, self._mail, self._activity)
+        def layout_of(call: CallPlan) -> ModelPlan:
+            return self.plan.models[self._layout(call)]
+
+        minibatches = self.settings.algorithm.minibatches
+        shares = Shares(calls, layout_of, meta.item_lengths(), minibatches)
+        self.batch = Batch(meta, take, calls, shares, self.rank, self._mail, self._activity)
         return self._answer(began)
 
     def call(self, message: Message) -> Message:
@@ -174,24 +176,6 @@ class Executor:
 
     def _calls(self, message: Message) -> Sequence[CallPlan]:
         return self.plan.evaluation_calls if message["evaluation"] else self.plan.calls
-
-    def _spread(self, whole: SampleMeta, first: CallPlan, call: CallPlan) -> Spread:
-        """Return the items of each data-parallel rank of a call. They have about equal numbers of
-        tokens; if the first call generates, equal numbers of items of each minibatch, because
-        completions, whose lengths are not known yet, cost more than prompts."""
-        model = self.plan.models[self._layout(call)]
-        topology = topology_of(model)
-        ranks = topology.size("dp")
-        if first.method != Method.GENERATE:
-            parts = balanced_partition(whole.item_lengths(), ranks)
-        else:
-            minibatches = self.settings.algorithm.minibatches
-            parts = even_partition(whole.item_lengths(), ranks, minibatches)
-        members = (topology.filter(dp=part) for part in range(ranks))
-        return Spread(
-            tuple(map(tuple, parts)),
-            tuple(tuple(model.ranks[index] for index in indices) for indices in members),
-        )
 
     def _layout(self, call: CallPlan) -> str:
         """Return the model whose layout a call runs on. A call without a model has the actor's."""

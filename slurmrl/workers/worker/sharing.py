@@ -4,6 +4,7 @@ same part of a batch to the others."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -28,6 +29,7 @@ class Mail:
         self._group = group
         self._device = device
         self._sent: list[tuple[dist.Work, Tensor]] = []
+        """What is on its way, with the tensors that must stay until it has arrived."""
 
     def send(self, sample: SequenceSample, to: int) -> None:
         header = _header(sample)
@@ -48,6 +50,19 @@ class Mail:
         dist.recv(content, sender, group=self._group)
         header = json.loads(bytes(content[:header_size].numpy()))
         return _unpacked(header, content[header_size:], self._device)
+
+    def total(self, own: Tensor) -> Callable[[], Tensor]:
+        """Begin to add up a tensor in host memory over all ranks, without waiting. Return a
+        function that waits for the sum. Collective."""
+        work = dist.all_reduce(own, group=self._group, async_op=True)
+        assert work is not None, "this rank is in the group"
+        self._sent.append((work, own))
+
+        def wait() -> Tensor:
+            work.wait()
+            return own
+
+        return wait
 
     def finish(self) -> None:
         """Wait until everything sent has arrived."""

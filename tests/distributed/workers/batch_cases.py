@@ -8,14 +8,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from slurmrl.data.packing import balanced_partition
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.spread import Spread
 from slurmrl.graph.call import Method
 from slurmrl.parallel.activity import Activity
-from slurmrl.parallel.groups import build, topology_of
+from slurmrl.parallel.groups import build
 from slurmrl.plan.model import CallPlan
 from slurmrl.workers.worker.batch import Batch
+from slurmrl.workers.worker.shares import Shares
 from slurmrl.workers.worker.sharing import Mail
 
 
@@ -57,16 +56,19 @@ def run(
     layouts: list[Where],
     calls: list[tuple[str, int, tuple[str, ...], tuple[str, ...]]],
     batches: list[int],
+    minibatches: int = 1,
 ) -> list[list[str]]:
     """Execute calls (name, number of the layout, inputs, outputs) on batches of so many items, and
-    check every input. Returns the events of this rank for each batch."""
+    check every input. Returns the events of this rank for each batch. The call "generate" makes
+    completions, "judge" has no model."""
     rank, device = dist.get_rank(), torch.device("cpu")
     contexts = build(layouts, rank=rank, device=device)
     plans = [
         CallPlan(
             name=name,
-            role=layouts[layout].role,
-            method=Method.INFERENCE,
+            role=None if name == "judge" else layouts[layout].role,
+            layout=layouts[layout].role,
+            method=Method.GENERATE if name == "generate" else Method.INFERENCE,
             interface="nowhere:Nothing",
             inputs=inputs,
             outputs=outputs,
@@ -78,12 +80,14 @@ def run(
     events = []
     for items in batches:
         whole = prompts(items)
-        spreads = {
-            plan.name: spread(whole, layouts[layout])
-            for plan, (_, layout, _, _) in zip(plans, calls, strict=True)
-        }
+        shares = Shares(
+            plans,
+            lambda plan: next(where for where in layouts if where.role == plan.layout),
+            whole.item_lengths(),
+            minibatches,
+        )
         mail.finish()
-        batch = Batch(whole, whole.take, plans, spreads, rank, mail, Activity())
+        batch = Batch(whole, whole.take, plans, shares, rank, mail, Activity())
         events.append([])
         for plan, (_, layout, _, _) in zip(plans, calls, strict=True):
             where = layouts[layout]
@@ -93,7 +97,7 @@ def run(
             result = None
             if sample is not None and context is not None:
                 events[-1].append(plan.name)
-                check(sample, plan, [spreads[plan.name].parts[context.dp_rank]])
+                check(sample, plan, [shares.of(plan).parts[context.dp_rank]])
                 if context.is_leader and plan.outputs:
                     result = made(sample, plan.outputs)
             batch.add(plan, result)
@@ -105,15 +109,56 @@ def run(
     return events
 
 
-def spread(whole: SequenceSample, where: Where) -> Spread:
-    topology = topology_of(where)
-    ranks = topology.size("dp")
-    return Spread(
-        tuple(map(tuple, balanced_partition(whole.item_lengths(), ranks))),
-        tuple(
-            tuple(where.ranks[index] for index in topology.filter(dp=part)) for part in range(ranks)
+def rebalance(sizes: list[list[int]], minibatches: int) -> tuple[list[int], list[list[int]]]:
+    """Four ranks generate completions, several per prompt, with item ``i``'s sequences of
+    ``sizes[i]`` tokens. Returns the items that this rank trains on, and the lengths of their
+    sequences; checks that every sequence has its own tokens."""
+    rank, device = dist.get_rank(), torch.device("cpu")
+    where = Where("actor", {"dp": 4}, (0, 1, 2, 3))
+    context = build([where], rank=rank, device=device)["actor"]
+    common = {"role": "actor", "interface": "nowhere:Nothing", "ranks": where.ranks}
+    plans = [
+        CallPlan(
+            name="generate",
+            method=Method.GENERATE,
+            inputs=("prompt_ids",),
+            outputs=("input_ids", "rewards"),
+            **common,
         ),
+        CallPlan(
+            name="train",
+            method=Method.TRAIN_STEP,
+            inputs=("input_ids", "rewards"),
+            outputs=(),
+            **common,
+        ),
+    ]
+    whole, mail = prompts(len(sizes)), Mail(None, device)
+    shares = Shares(plans, lambda plan: where, whole.item_lengths(), minibatches)
+    batch = Batch(whole, whole.take, plans, shares, rank, mail, Activity())
+    own = batch.inputs(plans[0], context)
+    assert own is not None
+    items = [int(name.partition("@")[0]) for name in own.ids]
+    tokens = [item * 100 + i for item in items for i, n in enumerate(sizes[item]) for _ in range(n)]
+    counts = [len(sizes[item]) for item in items]
+    made = SequenceSample(
+        own.ids,
+        {"input_ids": [sizes[item] for item in items], "rewards": [[1] * n for n in counts]},
+        data={"input_ids": torch.tensor(tokens), "rewards": torch.ones(sum(counts))},
     )
+    batch.add(plans[0], made)
+    sample = batch.inputs(plans[1], context)
+    assert sample is not None
+    batch.add(plans[1], None)
+    mail.finish()
+    items = [int(name.partition("@")[0]) for name in sample.ids]
+    expected = [
+        item * 100 + i for item in items for i, n in enumerate(sizes[item]) for _ in range(n)
+    ]
+    assert sample.tensor("input_ids").tolist() == expected
+    assert sample.lengths["input_ids"] == [sizes[item] for item in items]
+    assert len(sample.tensor("rewards")) == sum(len(sizes[item]) for item in items)
+    return items, sample.lengths["input_ids"]
 
 
 def check(sample: SequenceSample, plan: CallPlan, parts: list[tuple[int, ...]]) -> None:

@@ -60,3 +60,20 @@ def test_one_rank_sends_nothing(ranks: RankPool, items: int) -> None:
     layouts = [Where("actor", {"dp": 1}, (0,))]
     calls = [("generate", 0, ("prompt_ids",), ROLLOUT), ("train", 0, ROLLOUT, ())]
     assert ranks(1, f"{HERE}:run", layouts, calls, [items]) == [[["generate", "train"]]]
+
+
+@pytest.mark.parametrize(("items", "minibatches"), [(24, 3), (24, 1), (3, 1), (1, 1), (5, 4)])
+def test_training_is_balanced_by_the_tokens_of_completions(
+    ranks: RankPool, items: int, minibatches: int
+) -> None:
+    """Prompts say nothing about their completions' lengths. After these are known, every minibatch
+    has the same items as before, and about the same number of tokens on each rank. An item may have
+    any number of sequences, and a rank none."""
+    sizes = [[1 + (item * item * 37) % 200] * (item % 3) + [7] for item in range(items)]
+    parts = ranks(4, f"{HERE}:rebalance", sizes, minibatches, deadline_s=60.0)
+    assert sorted(item for own, _ in parts for item in own) == list(range(items))
+    each = items // minibatches
+    for start in range(0, each * minibatches if items % minibatches == 0 else 0, each):
+        section = range(start, start + each)
+        loads = [sum(sum(sizes[item]) for item in own if item in section) for own, _ in parts]
+        assert max(loads) - min(loads) <= max(sum(sizes[item]) for item in section)

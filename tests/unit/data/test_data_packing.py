@@ -44,6 +44,25 @@ def test_balanced_parts_keep_grahams_bound(lengths: list[int], k: int) -> None:
     assert largest <= (4 / 3 - 1 / (3 * k)) * optimum + 1e-9
 
 
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 1000), max_size=60), st.integers(1, 9), st.integers(1, 5))
+def test_each_section_is_balanced(lengths: list[int], k: int, sections: int) -> None:
+    """Each optimizer step waits for the rank with the most tokens of its minibatch."""
+    parts = balanced_partition(lengths, k, sections)
+    assert sorted(index for part in parts for index in part) == list(range(len(lengths)))
+    for start, stop in pairwise(accumulate(even_sizes(len(lengths), sections), initial=0)):
+        shares = [[lengths[i] for i in part if start <= i < stop] for part in parts]
+        sums = [sum(share) for share in shares]
+        longest = max(lengths[start:stop], default=0)
+        assert max(sums) - min(sums) <= longest
+        assert stop - start < k or all(shares)
+
+
+def test_sections_of_few_items_are_given_to_the_parts_with_the_least() -> None:
+    parts = balanced_partition([5, 9, 9, 5], 2, sections=4)
+    assert sorted(sum([5, 9, 9, 5][i] for i in part) for part in parts) == [14, 14]
+
+
 def test_balanced_parts_of_real_lengths_are_even() -> None:
     lengths = [(index * 7919) % 1997 + 10 for index in range(4096)]
     sums = [sum(lengths[i] for i in part) for part in balanced_partition(lengths, 64)]
@@ -53,6 +72,8 @@ def test_balanced_parts_of_real_lengths_are_even() -> None:
 def test_no_parts_is_refused() -> None:
     with pytest.raises(ValueError, match="0 parts"):
         balanced_partition([1], 0)
+    with pytest.raises(ValueError, match="0 sections"):
+        balanced_partition([1], 1, 0)
 
 
 @settings(deadline=None)

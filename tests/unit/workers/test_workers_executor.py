@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.checkpoint.tensors import SavedFile
@@ -126,6 +127,18 @@ class FakeInterface(Interface):
         self.closed = True
 
 
+class OneProcessMail(Mail):
+    """Adds up tensors of executors that run one after the other."""
+
+    def __init__(self, sums: list[Tensor], ranks: int) -> None:
+        super().__init__(None, torch.device("cpu"))
+        self._sums, self._ranks = sums, ranks
+
+    def total(self, own: Tensor) -> Callable[[], Tensor]:
+        self._sums.append(own)
+        return lambda: torch.stack(self._sums[-self._ranks :]).sum(0)
+
+
 class Ranks:
     """Executors of all ranks of one plan, in one process."""
 
@@ -140,6 +153,7 @@ class Ranks:
         self.interfaces: list[FakeInterface] = []
         self.dataset, self.held_out = FakeDataset(40), FakeDataset(9)
         on = plan.calls[0].ranks
+        sums: list[Tensor] = []
         self.executors = [
             Executor(
                 paths,
@@ -154,7 +168,7 @@ class Ranks:
                 tokenizer=FakeTokenizer(),
                 stop_token_ids=(7, 2),
                 cores=3,
-                mail=Mail(None, torch.device("cpu")),
+                mail=OneProcessMail(sums, world),
                 reallocations=Reallocations({}, "first", Activity()),
                 residence=Residence({}, ()),
                 activity=Activity(),
@@ -256,7 +270,7 @@ def test_load_spreads_every_minibatch_evenly_where_completions_are_made(
     make_ranks: Callable[..., Ranks], world: int
 ) -> None:
     """PPO's four minibatches are consecutive parts of the batch, whatever the number of ranks."""
-    ranks = make_ranks(world, first="generate")
+    ranks = make_ranks(world, first="generate", reads=("input_ids",))
     ranks.load([[0, index] for index in (6, 13, 20, 27, 34, 0, 7, 14, 21, 28, 1, 2)])
     order = [f"{index}@0" for index in (6, 13, 20, 27, 34, 0, 7, 14, 21, 28, 1, 2)]
     for start, stop in [(0, 12), (0, 3), (3, 6), (6, 9), (9, 12)]:
