@@ -1,13 +1,18 @@
 #!/usr/bin/env python3
-"""Planning of moves between the layouts of large models.
+"""Moves between layouts: their planning for large models, and their execution on gloo ranks.
 
-scripts/bench/transfer.py [--rounds 3]
+scripts/bench/transfer.py [--rounds 3] [--ranks 128 1024] [--execute 9]
 
 A 70B-like dense decoder (80 layers, bfloat16) moves from ``megatron:d4t8p4`` to tensor ranks with
 whole layers, d16t8, on the same 128 ranks, and from d32t8p4 to d128t8 on 1,024, 8 ranks to a host.
 Printed are the seconds (median, smallest and largest of the rounds) that the two layouts and the
 plan take, and what the plan costs: bytes received over bytes lacking, bytes sent by the busiest
 rank and by all on average, bytes between hosts, segments, slots, staging.
+
+With ``--execute N`` four gloo ranks then execute moves of a model of 0.2 billion parameters N
+times, in turn with an all-to-all of the same bytes, and with megatron-core's own move between
+the same layouts. Printed are seconds and how many times as fast the move is (medians, smallest
+and largest of the rounds), and the same for the CPU seconds of all ranks.
 """
 
 from __future__ import annotations
@@ -16,9 +21,13 @@ import argparse
 import statistics
 import sys
 import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from spread import Spread
 
 from slurmrl.engines.megatron.parts import parts_of
 from slurmrl.engines.megatron.place import place_of
@@ -31,43 +40,53 @@ from slurmrl.models.shapes import parameter_shapes
 from slurmrl.parallel.topology import ProcessTopology
 from slurmrl.transfer.plan import MovePlan, plan_move
 from slurmrl.transfer.regions import PlacedLayout
+from tests.distributed.transfer.move_cases import Side
+from tests.pool import RankPool
 
-MODEL = ModelConfig.from_hf(
-    {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        "hidden_size": 8192,
-        "intermediate_size": 28672,
-        "num_hidden_layers": 80,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 8192,
-    }
-)
+LARGE = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+}
+SMALL = {
+    **LARGE,
+    "vocab_size": 32000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 16,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
 BUDGET = 256 << 20
 HOST = 8
 
 
-def specs() -> dict[str, TensorSpec]:
-    shapes = parameter_shapes(MODEL, "lm")
+def specs(model: ModelConfig) -> dict[str, TensorSpec]:
+    shapes = parameter_shapes(model, "lm")
     return {name: TensorSpec(shape, "bfloat16") for name, shape in shapes.items()}
 
 
-def megatron(d: int, t: int, p: int) -> PlacedLayout:
+def megatron(model: ModelConfig, d: int, t: int, p: int) -> PlacedLayout:
     topology = ProcessTopology(("pp", "dp", "tp"), (p, d, t))
     made = {}
     shards = []
     for rank in range(topology.world_size):
         place = place_of(topology, None, 1, rank)
         if place not in made:
-            parts = parts_of(MODEL, "lm", place, MODEL.vocab_size, grouped=False)
+            parts = parts_of(model, "lm", place, model.vocab_size, grouped=False)
             made[place] = tuple(shard for own in parts.values() for shard in own)
         shards.append(made[place])
-    return PlacedLayout(Layout.of(specs(), shards), tuple(range(d * t * p)))
+    return PlacedLayout(Layout.of(specs(model), shards), tuple(range(d * t * p)))
 
 
-def native(d: int, t: int) -> PlacedLayout:
-    split, tensors = TensorSplit(MODEL, t), specs()
+def native(model: ModelConfig, d: int, t: int) -> PlacedLayout:
+    split, tensors = TensorSplit(model, t), specs(model)
     own = [
         tuple(
             Shard.contiguous(name, split.box(name, spec.shape, rank))
@@ -100,11 +119,12 @@ def show(what: str, seconds: list[float]) -> None:
 
 
 def measure(ranks: int, rounds: int) -> None:
-    print(f"{ranks} ranks, {len(specs())} tensors")
+    model = ModelConfig.from_hf(LARGE)
+    print(f"{ranks} ranks, {len(specs(model))} tensors")
     layouts, plans = [], []
     for _ in range(rounds):
         began = time.perf_counter()
-        source, target = megatron(ranks // 32, 8, 4), native(ranks // 8, 8)
+        source, target = megatron(model, ranks // 32, 8, 4), native(model, ranks // 8, 8)
         layouts.append(time.perf_counter() - began)
         began = time.perf_counter()
         hosts = {rank: rank // HOST for rank in range(ranks)}
@@ -128,13 +148,59 @@ def measure(ranks: int, rounds: int) -> None:
     )
 
 
+def execute(rounds: int) -> None:
+    jobs = "scripts.bench.transfer_ranks"
+    model = ModelConfig.from_hf(SMALL)
+    mega, whole = partial(megatron, model), partial(native, model)
+    raw = {
+        "megatron t2p2 -> native d4": (mega(1, 2, 2), whole(4, 1)),
+        "megatron t2p2 -> native d2t2": (mega(1, 2, 2), whole(2, 2)),
+        "megatron t4 -> native d2t2": (mega(1, 4, 1), whole(2, 2)),
+        "native d2t2 -> native t4": (whole(2, 2), whole(1, 4)),
+    }
+    swaps = {
+        "megatron t2p2 -> megatron d4": (side(pp=2, tp=2), side(dp=4)),
+        "megatron t4 -> megatron d2t2": (side(tp=4), side(dp=2, tp=2)),
+        "megatron d2t2 -> megatron t4": (side(dp=2, tp=2), side(tp=4)),
+        "megatron d2p2 -> megatron t4": (side(pp=2, dp=2), side(tp=4)),
+    }
+    with RankPool() as pool:
+        print("against an all-to-all of the same bytes")
+        for name, pair in raw.items():
+            compare(name, pool(4, f"{jobs}:against_all_to_all", *pair, rounds, BUDGET)[0])
+        print("against megatron-core's swap_model_weights")
+        for name, sides in swaps.items():
+            compare(name, pool(4, f"{jobs}:against_megatron", [*sides], SMALL, rounds, BUDGET)[0])
+
+
+def side(**sizes: int) -> Side:
+    axes = {axis: sizes.get(axis, 1) for axis in ("pp", "dp", "cp", "tp")}
+    return Side(axes, "megatron", dtype="bfloat16")
+
+
+def compare(name: str, costs: Any) -> None:
+    """``costs`` is a `transfer_ranks.Costs`."""
+    sent = sum(costs.plan.links().values())
+    rounds = list(zip(costs.move, costs.other, strict=True))
+    faster = Spread.of(other.wall / move.wall for move, other in rounds)
+    cheaper = Spread.of(other.cpu / move.cpu for move, other in rounds)
+    own, theirs = (Spread.of(cost.wall for cost in side) for side in (costs.move, costs.other))
+    print(
+        f"  {name:29s} {sent / 1e6:5.0f} MB sent, {own.text()} s against {theirs.text()}: "
+        f"{faster.text()} times as fast, CPU {cheaper.text()}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--ranks", type=int, nargs="+", default=[128, 1024])
+    parser.add_argument("--execute", type=int, default=0, metavar="ROUNDS")
     options = parser.parse_args()
     for ranks in options.ranks:
         measure(ranks, options.rounds)
+    if options.execute:
+        execute(options.execute)
 
 
 if __name__ == "__main__":

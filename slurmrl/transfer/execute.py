@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,8 +16,17 @@ from torch import Tensor
 from slurmrl.errors import LayoutError
 from slurmrl.layout.box import Box
 from slurmrl.layout.shard import Shard
-from slurmrl.transfer.plan import Cargo, MovePlan, Segment
+from slurmrl.transfer.plan import Cargo, MovePlan, Segment, parts
 from slurmrl.transfer.regions import PlacedLayout
+
+ALONE = 256 << 10
+"""Bytes from which on a box is a message of its own, so that it can be sent and received in place;
+smaller ones share a message."""
+MESSAGE = 16 << 20
+"""The most bytes of a message. Memory of that size is recycled; larger blocks are new pages each
+time, whose first use takes longer than the transfer (see `parallel/device.py`)."""
+BLOCK = 1 << 20
+"""Elements of a moving average that are widened at a time."""
 
 Storages = Mapping[str, Tensor]
 """A rank's tensors by storage name; each is contiguous."""
@@ -56,7 +67,24 @@ class _Leg:
 
     number: int
     segment: Segment
-    link: int
+    peer: int
+
+
+@dataclass(frozen=True)
+class _Message:
+    """Bytes on one link."""
+
+    cargo: tuple[Cargo, ...]
+    bytes: Tensor
+    copies: list[Tensor] | None = None
+    """Where else a box belongs whose bytes are received into one of its places. None: the bytes
+    are in a buffer."""
+
+
+Arrived = dict[int, list[_Message]]
+"""Messages by the numbers of their segments."""
+_UnderWay = tuple[dist.Work, list[_Message]]
+"""An operation, and the messages that are there when it is done."""
 
 
 class Mover:
@@ -88,26 +116,34 @@ class Mover:
         self._sends: dict[int, list[_Leg]] = defaultdict(list)
         self._receives: dict[int, list[_Leg]] = defaultdict(list)
         for number, segment in enumerate(plan.segments):
-            if rank in segment.chain:
-                place = segment.chain.index(rank)
-                if place + 1 < len(segment.chain):
-                    leg = _Leg(number, segment, place)
+            chain = segment.chain
+            if rank in chain:
+                place = chain.index(rank)
+                if place + 1 < len(chain):
+                    leg = _Leg(number, segment, chain[place + 1])
                     self._sends[segment.slot + place].append(leg)
                 if place:
-                    leg = _Leg(number, segment, place - 1)
+                    leg = _Leg(number, segment, chain[place - 1])
                     self._receives[segment.slot + place - 1].append(leg)
 
     @torch.no_grad()
     def run(self) -> None:
         """Execute the move. Every rank of the plan calls it; each may return when its own part is
         done."""
-        for cargo in self.plan.local.get(self._rank, ()):
-            (source, *_), targets = self._views(cargo)
-            for target in targets:
-                self._write(target, source)
-        arrived: dict[int, Tensor] = {}
-        for slot in sorted({*self._sends, *self._receives}):
-            arrived = self._slot(slot, arrived)
+        arrived: Arrived = {}
+        slots = sorted({*self._sends, *self._receives})
+        for slot in slots:
+            under_way, arriving = self._post(slot, arrived)
+            if slot == slots[0]:
+                self._copy_local()
+            for work, messages in under_way:
+                work.wait()
+                for message in messages:
+                    self._unpack(message)
+            following = {leg.number for leg in self._sends.get(slot + 1, ())}
+            arrived = {number: arriving[number] for number in following & arriving.keys()}
+        if not slots:
+            self._copy_local()
 
     def start(self) -> Future[None]:
         """Execute the move in a thread of its own. The future has the thread's exception."""
@@ -116,55 +152,120 @@ class Mover:
         pool.shutdown(wait=False)
         return future
 
-    def _slot(self, slot: int, arrived: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Send and receive what a slot is for. ``arrived`` are the buffers of the slot before,
-        of which some are passed on; those that this slot receives are returned."""
-        operations: list[dist.P2POp] = []
-        received: list[tuple[_Leg, Tensor]] = []
-        for leg in self._sends[slot]:
-            passed_on = arrived.get(leg.number)
-            buffer = self._packed(leg.segment) if passed_on is None else passed_on
-            peer = leg.segment.chain[leg.link + 1]
-            operations.append(dist.P2POp(dist.isend, buffer, peer, self._group, tag=leg.number))
-        for leg in self._receives[slot]:
-            buffer = torch.empty(leg.segment.bytes, dtype=torch.uint8, device=self._device)
-            received.append((leg, buffer))
-            peer = leg.segment.chain[leg.link]
-            operations.append(dist.P2POp(dist.irecv, buffer, peer, self._group, tag=leg.number))
-        operations.sort(key=lambda operation: operation.tag)  # the same order at both ends
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
-        for leg, buffer in received:
-            for cargo, elements in _cargo(leg.segment, buffer):
-                for target in self._target.views(cargo.name, cargo.box):
-                    self._write(target, elements)
-        return {leg.number: buffer for leg, buffer in received}
+    def _copy_local(self) -> None:
+        for cargo in self.plan.local.get(self._rank, ()):
+            source, *_ = self._source.views(cargo.name, cargo.box)
+            for target in self._target.views(cargo.name, cargo.box):
+                self._write(target, source)
 
-    def _packed(self, segment: Segment) -> Tensor:
-        buffer = torch.empty(segment.bytes, dtype=torch.uint8, device=self._device)
-        for cargo, elements in _cargo(segment, buffer):
-            elements.copy_(self._source.views(cargo.name, cargo.box)[0])
-        return buffer
+    def _post(self, slot: int, arrived: Arrived) -> tuple[list[_UnderWay], Arrived]:
+        """Begin what a slot sends and receives. ``arrived`` is what the slot before received and
+        this one passes on. Returns the operations under way and the messages that they receive."""
+        operations: list[tuple[dist.P2POp, list[_Message]]] = []
+        arriving: Arrived = {}
+        for leg in self._receives.get(slot, ()):
+            arriving[leg.number] = [self._landing(cargo) for cargo in _messages(leg.segment)]
+            for message in arriving[leg.number]:
+                operations.append((self._operation(dist.irecv, message, leg), [message]))
+        for leg in self._sends.get(slot, ()):
+            messages = arrived.get(leg.number)
+            if messages is None:
+                messages = [self._packed(cargo) for cargo in _messages(leg.segment)]
+            operations += [(self._operation(dist.isend, message, leg), []) for message in messages]
+        operations.sort(key=lambda entry: entry[0].tag)  # the same order at both ends
+        works = dist.batch_isend_irecv([operation for operation, _ in operations])
+        received = [messages for _, messages in operations]
+        if len(works) < len(operations):  # NCCL has one for all
+            received = [*([] for _ in works[1:]), list(itertools.chain.from_iterable(received))]
+        return list(zip(works, received, strict=True)), arriving
 
-    def _views(self, cargo: Cargo) -> tuple[list[Tensor], list[Tensor]]:
-        return (
-            self._source.views(cargo.name, cargo.box),
-            self._target.views(cargo.name, cargo.box),
-        )
+    def _operation(self, kind: Any, message: _Message, leg: _Leg) -> dist.P2POp:
+        return dist.P2POp(kind, message.bytes, leg.peer, self._group, tag=leg.number)
+
+    def _packed(self, cargo: tuple[Cargo, ...]) -> _Message:
+        """A message of the source's elements: these themselves, or a copy."""
+        if len(cargo) == 1:
+            view = self._source.views(cargo[0].name, cargo[0].box)[0]
+            if self._travels(view, cargo[0]):
+                return _Message(cargo, _bytes(view))
+        message = self._empty(cargo)
+        for item, elements in _boxes(message):
+            elements.copy_(self._source.views(item.name, item.box)[0])
+        return message
+
+    def _landing(self, cargo: tuple[Cargo, ...]) -> _Message:
+        """A message to receive: into the target itself, or into a buffer."""
+        if len(cargo) == 1 and self._eta == 1.0:
+            views = self._target.views(cargo[0].name, cargo[0].box)
+            for number, view in enumerate(views):
+                if self._travels(view, cargo[0]):
+                    return _Message(cargo, _bytes(view), [*views[:number], *views[number + 1 :]])
+        return self._empty(cargo)
+
+    def _travels(self, view: Tensor, cargo: Cargo) -> bool:
+        """Whether the elements lie in memory as they travel."""
+        same = view.dtype == getattr(torch, cargo.dtype) and view.device == self._device
+        return same and view.is_contiguous()
+
+    def _empty(self, cargo: tuple[Cargo, ...]) -> _Message:
+        count = sum(item.bytes for item in cargo)
+        return _Message(cargo, torch.empty(count, dtype=torch.uint8, device=self._device))
+
+    def _unpack(self, message: _Message) -> None:
+        for item, elements in _boxes(message):
+            targets = message.copies
+            for target in self._target.views(item.name, item.box) if targets is None else targets:
+                self._write(target, elements)
 
     def _write(self, target: Tensor, elements: Tensor) -> None:
         if self._eta == 1.0:
             target.copy_(elements)
             return
         wide = torch.promote_types(torch.promote_types(target.dtype, elements.dtype), torch.float32)
-        elements = elements.to(target.device, wide)
-        target.copy_(target.to(wide).lerp_(elements, self._eta))
+        for old, new in _blocks(target, elements):
+            new = new.to(old.device, wide)
+            if old.dtype == wide:
+                old.lerp_(new, self._eta)
+            else:
+                old.copy_(old.to(wide).lerp_(new, self._eta))
 
 
-def _cargo(segment: Segment, buffer: Tensor) -> Iterator[tuple[Cargo, Tensor]]:
-    """The boxes in a segment's buffer."""
+def _messages(segment: Segment) -> Iterator[tuple[Cargo, ...]]:
+    """The cargo of a segment in messages, the same at both ends of a link."""
+    shared: list[Cargo] = []
+    used = 0
+    for item in segment.cargo:
+        if item.bytes >= ALONE:
+            yield from ((part,) for part in parts(item, MESSAGE))
+            continue
+        if used + item.bytes > MESSAGE:
+            yield tuple(shared)
+            shared, used = [], 0
+        shared.append(item)
+        used += item.bytes
+    if shared:
+        yield tuple(shared)
+
+
+def _boxes(message: _Message) -> Iterator[tuple[Cargo, Tensor]]:
+    """The boxes in a message and their elements."""
     offset = 0
-    for cargo in segment.cargo:
-        flat = buffer[offset : offset + cargo.bytes].view(getattr(torch, cargo.dtype))
+    for cargo in message.cargo:
+        flat = message.bytes[offset : offset + cargo.bytes].view(getattr(torch, cargo.dtype))
         yield cargo, flat.view(cargo.box.size)
         offset += cargo.bytes
+
+
+def _bytes(view: Tensor) -> Tensor:
+    return view.reshape(-1).view(torch.uint8)
+
+
+def _blocks(target: Tensor, elements: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Both tensors in corresponding parts of at most BLOCK elements."""
+    if target.numel() <= BLOCK:
+        yield target, elements
+        return
+    dim = next(dim for dim, length in enumerate(target.shape) if length > 1)
+    halves = (tensor.tensor_split(2, dim) for tensor in (target, elements))
+    for pair in zip(*halves, strict=True):
+        yield from _blocks(*pair)

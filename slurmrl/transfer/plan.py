@@ -189,7 +189,7 @@ def _segments(cargo: Sequence[Cargo], limit: int) -> Iterator[tuple[Cargo, ...]]
     packed: list[Cargo] = []
     used = 0
     for whole in sorted(cargo, key=lambda item: -ITEM_BYTES[item.dtype]):
-        for part in _parts(whole, limit):
+        for part in parts(whole, limit):
             if used + part.bytes > limit:
                 yield tuple(packed)
                 packed, used = [], 0
@@ -198,7 +198,7 @@ def _segments(cargo: Sequence[Cargo], limit: int) -> Iterator[tuple[Cargo, ...]]
     yield tuple(packed)
 
 
-def _parts(cargo: Cargo, limit: int) -> Iterator[Cargo]:
+def parts(cargo: Cargo, limit: int) -> Iterator[Cargo]:
     """Cargo in parts of at most ``limit`` bytes, cut along its first dims."""
     if cargo.bytes <= limit:
         yield cargo
@@ -215,7 +215,7 @@ def _parts(cargo: Cargo, limit: int) -> Iterator[Cargo]:
             (*start[:dim], start[dim] + first, *start[dim + 1 :]),
             (*size[:dim], min(each, size[dim] - first), *size[dim + 1 :]),
         )
-        yield from _parts(Cargo(cargo.name, box, cargo.dtype), limit)
+        yield from parts(Cargo(cargo.name, box, cargo.dtype), limit)
 
 
 def _scheduled(

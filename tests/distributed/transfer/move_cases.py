@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,11 +16,13 @@ from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine
 from slurmrl.errors import MoveError
 from slurmrl.parallel.groups import build
+from slurmrl.transfer import execute
 from slurmrl.transfer.execute import Holdings, Mover
 from slurmrl.transfer.plan import Segment, plan_move
 from slurmrl.transfer.regions import PlacedLayout
 from slurmrl.transfer.verify import verify_move
 from tests.support import megatron_cpu
+from tests.support.host_memory import peak_bytes
 
 BUDGET = 4096
 """So small that most tensors travel in several segments."""
@@ -87,6 +90,9 @@ def all_pairs(sides: list[Side], architecture: dict[str, Any]) -> dict[tuple[int
     made = engines(sides, architecture)
     layouts = placed_layouts(sides, made)
     rank = dist.get_rank()
+    for number, side in enumerate(sides):
+        if side.engine == "native":  # its weights come from moves
+            _fill(layouts[number], made[number], layouts[0], made[0])
     first = [{} if e is None else {n: t.clone() for n, t in e.storages().items()} for e in made]
     received = {}
     for source, target in permutations(range(len(sides)), 2):
@@ -112,6 +118,14 @@ def all_pairs(sides: list[Side], architecture: dict[str, Any]) -> dict[tuple[int
     return received
 
 
+def _fill(target: PlacedLayout, to: Engine | None, source: PlacedLayout, of: Engine | None) -> None:
+    rank = dist.get_rank()
+    held = Holdings(source, rank, {} if of is None else of.storages())
+    taken = Holdings(target, rank, {} if to is None else to.storages())
+    plan = plan_move(source, target, hosts=dict.fromkeys(range(8), 0), budget=BUDGET)
+    Mover(plan, rank, held, taken, group=None, device=torch.device("cpu")).run()
+
+
 def _compare(
     first: dict[str, Tensor],
     now: Any,
@@ -129,6 +143,22 @@ def _compare(
     for name, mask in used.items():
         expected = first[name].view(-1)[mask].to(getattr(torch, dtype)).to(first[name].dtype)
         assert torch.equal(now[name].reshape(-1)[mask], expected), name
+
+
+def allocated(sides: list[Side], architecture: dict[str, Any]) -> tuple[int, int]:
+    """The most bytes that a move holds beside both models on this rank, and its planned staging."""
+    made = engines(sides, architecture)
+    layouts, rank = placed_layouts(sides, made), dist.get_rank()
+    held, taken = (
+        Holdings(layout, rank, {} if engine is None else engine.storages())
+        for layout, engine in zip(layouts, made, strict=True)
+    )
+    plan = plan_move(*layouts, hosts=dict.fromkeys(range(8), 0), budget=4 * BUDGET)
+    mover = Mover(plan, rank, held, taken, group=None, device=torch.device("cpu"))
+    mover.run()
+    with mock.patch.object(execute, "ALONE", 256):
+        peak = peak_bytes(mover.run)
+    return peak, plan.staging().get(rank, 0)
 
 
 def moving_average(sides: list[Side], architecture: dict[str, Any], eta: float) -> None:

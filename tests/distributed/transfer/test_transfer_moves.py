@@ -28,9 +28,12 @@ DENSE = [
     megatron(pp=2, tp=2, trained=True, dtype="bfloat16"),
     megatron(pp=2, dp=2, virtual_pipeline=2),
     megatron(pp=2, ranks=(0, 2)),
+    Side({"dp": 2, "tp": 2}, "native"),
+    Side({"dp": 3}, "native", ranks=(0, 2, 3), dtype="bfloat16"),
 ]
 EXPERTS = [
     Side({"dp": 4}),
+    Side({"dp": 2, "tp": 2}, "native", dtype="bfloat16"),
     Side({"dp": 2, "tp": 2}),
     megatron(dp=2, tp=2, sequence_parallel=True, expert_sizes={"dp": 1, "ep": 2, "tp": 2}),
     megatron(dp=4, expert_sizes={"dp": 1, "ep": 4, "tp": 1}, dtype="bfloat16"),
@@ -52,6 +55,19 @@ def test_every_bit_arrives_between_all_pairs(
     assert len(received[0]) == pairs
     sent = [pair for pair in received[0] if sum(counts[pair] for counts in received)]
     assert len(sent) > pairs / 2  # in the other pairs every rank has what it needs
+
+
+def test_a_move_allocates_its_staging_at_most(ranks: RankPool) -> None:
+    """Rows of a matrix are sent from where they are and received into their place; only what lies
+    scattered on a side passes through buffers, which the plan's staging bounds. Whole models of
+    which several copies are made one after the other need none."""
+    whole = [Side({"dp": 1}), Side({"dp": 4}, "native")]
+    for peak, _ in ranks(4, f"{HERE}:allocated", whole, EVEN):
+        assert peak < 1024  # (norms share a message)
+    split = [megatron(pp=2, tp=2), Side({"dp": 2, "tp": 2}, "native", dtype="bfloat16")]
+    found = ranks(4, f"{HERE}:allocated", split, EVEN)
+    assert all(peak <= staging for peak, staging in found)
+    assert any(peak > 1024 for peak, _ in found)
 
 
 def test_moving_average(ranks: RankPool) -> None:
