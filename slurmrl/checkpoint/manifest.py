@@ -17,7 +17,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from slurmrl import log
 from slurmrl.backoff import HIDDEN_PAUSES_S, attempts
-from slurmrl.checkpoint.shards import RoleCheckpoint, file_name
+from slurmrl.checkpoint.layouts import layout_name
+from slurmrl.checkpoint.rank_files import file_name
+from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.checkpoint.tensors import SavedFile, checksum
 from slurmrl.errors import (
     CheckpointError,
@@ -33,7 +35,8 @@ from slurmrl.fsio.shapes import FILE_NAME, INTEGER, SIZE, TEXT, Fields, list_of,
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
-VERSION = 1
+VERSION = 2
+"""Version 1 had SHA-256 checksums, and the layout of a role in the headers of all its files."""
 logger = log.get(__name__)
 T = TypeVar("T")
 
@@ -82,9 +85,9 @@ def read_manifest(directory: Path) -> Manifest:
     version of slurmrl wrote it, EnvironmentFailure if it cannot be read."""
     path = directory / MANIFEST
     values = _read(path, {"version": INTEGER}, ("version",))
-    if values["version"] != VERSION:
+    if not 1 <= values["version"] <= VERSION:
         raise CheckpointError(
-            f"{path} has version {values['version']}; this program reads version {VERSION}"
+            f"{path} has version {values['version']}; this program reads versions 1 to {VERSION}"
         )
     if problem := wrong(values, _FIELDS, _FIELDS):
         raise DamagedCheckpointError(f"{path} {problem}", directory.name)
@@ -144,7 +147,8 @@ def open_verified(directory: Path, role: str) -> RoleCheckpoint:
     names = [name for rank in range(len(files)) if (name := file_name(role, rank)) in files]
     if not names:
         raise CheckpointError(f"checkpoint {directory} has no files of '{role}'")
-    _check(directory, [files[name] for name in (STATE, *names) if name in files], True)
+    needed = (STATE, layout_name(role), *names)
+    _check(directory, [files[name] for name in needed if name in files], True)
     weights = RoleCheckpoint(directory, role)
     if weights.ranks != len(names):
         message = f"{directory / MANIFEST} lists {len(names)} of {weights.ranks} files of '{role}'"

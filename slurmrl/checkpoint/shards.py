@@ -1,139 +1,84 @@
 """The tensors of one role in a checkpoint, whatever world size wrote them.
 
-Rank r of n writes ``<role>.<r>.safetensors``: arrays, and metadata with the box of a tensor that
-each array holds. Weights have their Hugging Face names; optimizer moments have the moment's name, a
-slash, and the weight's name. A file may also have arrays outside the layout (the rank's random
-state).
+Rank r of n writes its arrays to ``<role>.<r>.safetensors``. Rank 0 also writes the layout of all
+ranks' arrays, so that a reader opens only the files that it needs. Weights have their Hugging Face
+names; optimizer moments have the moment's name, a slash, and the weight's name. A file may also
+have arrays outside the layout (the rank's random state).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
+from slurmrl.checkpoint.layouts import layout_name, layout_text, read_layout
+from slurmrl.checkpoint.rank_files import KEY, RankFiles, ShardHeader, file_name
 from slurmrl.checkpoint.tensors import (
     NUMPY_DTYPES,
     SavedFile,
     TensorEntry,
-    TensorFile,
+    write_file,
     write_tensors,
 )
 from slurmrl.errors import CheckpointError, LayoutError
-from slurmrl.fsio import documents
 from slurmrl.fsio.calls import REAL, SystemCalls
-from slurmrl.fsio.shapes import COUNT, INTEGER, SIZE, TEXT, Fields, each, items, list_of, one_of
-from slurmrl.layout.box import Box
-from slurmrl.layout.copy import Array, execute
+from slurmrl.layout.box import Box, blocks, cover
+from slurmrl.layout.copy import Array, view
+from slurmrl.layout.holders import Source, sources
 from slurmrl.layout.layout import ITEM_BYTES, Layout, TensorSpec
-from slurmrl.layout.plan import fill
-from slurmrl.layout.shard import Shard
 
-KEY = "slurmrl"
-VERSION = 1
-_FIELDS: Fields = {
-    "version": INTEGER,
-    "role": TEXT,
-    "rank": COUNT,
-    "ranks": COUNT,
-    "step": INTEGER,
-    "tensors": each(items(list_of(SIZE), one_of(*ITEM_BYTES))),
-    "pieces": list_of(items(TEXT, list_of(SIZE), list_of(SIZE), TEXT, SIZE, list_of(SIZE))),
-}
-
-
-@dataclass(frozen=True)
-class ShardHeader:
-    """The metadata of one rank's file."""
-
-    role: str
-    rank: int
-    ranks: int
-    step: int
-    """Optimizer steps so far."""
-    tensors: Mapping[str, TensorSpec]
-    shards: tuple[Shard, ...]
-
-    def to_json(self) -> str:
-        return json.dumps(
-            {
-                "version": VERSION,
-                "role": self.role,
-                "rank": self.rank,
-                "ranks": self.ranks,
-                "step": self.step,
-                "tensors": {k: [list(t.shape), t.dtype] for k, t in self.tensors.items()},
-                "pieces": [shard.to_json() for shard in self.shards],
-            },
-            separators=(",", ":"),
-        )
-
-    @staticmethod
-    def from_json(text: str) -> ShardHeader:
-        values = documents.parse(text, "its layout", _FIELDS, _FIELDS)
-        if values["version"] != VERSION:
-            raise ValueError(f"version {values['version']} instead of {VERSION}")
-        return ShardHeader(
-            values["role"],
-            values["rank"],
-            values["ranks"],
-            values["step"],
-            {k: TensorSpec(tuple(shape), dtype) for k, (shape, dtype) in values["tensors"].items()},
-            tuple(Shard.from_json(shard) for shard in values["pieces"]),
-        )
-
-
-def file_name(role: str, rank: int) -> str:
-    return f"{role}.{rank}.safetensors"
+BLOCK_BYTES = 16 * 2**20
+"""What a reader has in memory beside the tensors that it fills."""
 
 
 @dataclass(frozen=True)
 class RoleSnapshot:
     """One rank's part of a role, ready to be written by any thread."""
 
-    part: ShardHeader
+    header: ShardHeader
     arrays: tuple[TensorEntry, ...]
+    layout: Layout | None
+    """The layout of all ranks' arrays, which rank 0 writes; other ranks need none."""
 
-    def path(self, directory: Path) -> Path:
-        return directory / file_name(self.part.role, self.part.rank)
+    def paths(self, directory: Path) -> list[Path]:
+        """The files that `write` makes."""
+        names = [file_name(self.header.role, self.header.rank)]
+        if self.header.rank == 0:
+            names.append(layout_name(self.header.role))
+        return [directory / name for name in names]
 
-    def write(self, directory: Path, *, calls: SystemCalls = REAL) -> SavedFile:
-        """Write the rank's file, durably. Raises EnvironmentFailure."""
-        metadata = {KEY: self.part.to_json()}
-        return write_tensors(self.path(directory), self.arrays, metadata, calls=calls)
+    def write(self, directory: Path, *, calls: SystemCalls = REAL) -> list[SavedFile]:
+        """Write the rank's files, durably. Raises EnvironmentFailure."""
+        arrays, *more = self.paths(directory)
+        metadata = {KEY: self.header.to_json()}
+        saved = [write_tensors(arrays, self.arrays, metadata, calls=calls)]
+        for path in more:
+            assert self.layout is not None, "rank 0 has the layout"
+            text = layout_text(self.header.role, self.header.step, self.layout)
+            saved.append(write_file(path, [memoryview(text)], calls=calls))
+        return saved
 
 
 class RoleCheckpoint:
-    """Reader of one role. Raises CheckpointError if files are missing or inconsistent."""
+    """Reader of one role. Raises CheckpointError or CorruptFileError if files are missing or
+    inconsistent, EnvironmentFailure if they cannot be read."""
 
     def __init__(self, directory: Path, role: str) -> None:
         self.directory = directory
         self.role = role
-        first_file, first = self._open(0)
-        opened = [(first_file, first), *map(self._open, range(1, first.ranks))]
-        self._files = [file for file, _ in opened]
-        self.step = first.step
-        with documents.expecting(directory):
-            self.layout = Layout.of(first.tensors, [part.shards for _, part in opened])
-            self._holders = self.layout.by_name()
-
-    def _open(self, rank: int) -> tuple[TensorFile, ShardHeader]:
-        file = TensorFile(self.directory / file_name(self.role, rank))
-        try:
-            part = ShardHeader.from_json(file.metadata[KEY])
-        except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{file.path} has an invalid layout: {error!r}") from error
-        if (part.role, part.rank) != (self.role, rank):
-            raise CheckpointError(f"{file.path} is labelled {part.role} rank {part.rank}")
-        return file, part
+        self._files = RankFiles(directory, role)
+        self.step, self.layout = read_layout(directory, role, self._files)
+        self._accessed_bytes = 0
 
     @property
     def ranks(self) -> int:
         """Number of ranks that wrote it."""
-        return len(self._files)
+        return self.layout.ranks
 
     def check(self, tensors: Mapping[str, TensorSpec]) -> None:
         """Check that it has exactly these tensors. Raises CheckpointError for another model."""
@@ -146,14 +91,11 @@ class RoleCheckpoint:
                 )
 
     def has_array(self, rank: int, storage: str) -> bool:
-        return storage in self._files[rank].specs
+        return self._files.has(rank, storage)
 
     def array(self, rank: int, storage: str) -> Array:
-        """An array of one rank's file, flat."""
-        try:
-            return self._files[rank].flat(storage)
-        except KeyError as error:
-            raise CheckpointError(f"{self._files[rank].path} has no array '{storage}'") from error
+        """An array of one rank's file, flat; to be copied before another one is read."""
+        return self._files.array(rank, storage)
 
     def read(self, name: str, box: Box | None = None) -> Array:
         """Read a box of a tensor (default: all of it) as a contiguous array, bfloat16 as its bits
@@ -161,17 +103,63 @@ class RoleCheckpoint:
 
         Raises CheckpointError for an unknown or incomplete tensor.
         """
-        if name not in self.layout.tensors:
-            raise CheckpointError(f"{self.directory}: role {self.role} has no tensor '{name}'")
-        spec = self.layout.tensors[name]
-        shard = Shard.contiguous(name, box or Box.whole(spec.shape))
-        target = np.empty(shard.box.count, dtype=NUMPY_DTYPES[spec.dtype])
+        spec = self._spec(name)
+        box = box or Box.whole(spec.shape)
+        target = np.empty(box.size, dtype=NUMPY_DTYPES[spec.dtype])
+        for block, fill in self._blocks(name, box):
+            fill(target[block.inside(box)])
+        return target
+
+    def blocks(self, name: str, box: Box) -> Iterator[tuple[Box, Array]]:
+        """Read a box of a tensor in parts of at most `BLOCK_BYTES`, each with its values as from
+        `read`. Raises as `read`."""
+        dtype = NUMPY_DTYPES[self._spec(name).dtype]
+        for block, fill in self._blocks(name, box):
+            values = np.empty(block.size, dtype=dtype)
+            fill(values)
+            yield block, values
+
+    def _blocks(self, name: str, box: Box) -> Iterator[tuple[Box, Callable[[Array], None]]]:
+        """The parts of a box, each with the function that writes its values into an array."""
+        spec = self._spec(name)
+        with self._naming(name):
+            parts = sources(self.layout.holders[name], box) if box.count else ()
+        for block in blocks(box, BLOCK_BYTES // ITEM_BYTES[spec.dtype]):
+            yield block, partial(self._fill, name, block, parts)
+
+    def _fill(self, name: str, block: Box, parts: tuple[Source, ...], target: Array) -> None:
+        taken, _ = cover(block, (box for _, box in parts))
+        with self._naming(name):
+            for number, common in taken:
+                held, _ = parts[number]
+                shard = held.shard(name)
+                stored = self.array(held.ranks[0], shard.storage)
+                if stored.itemsize != target.itemsize:
+                    raise LayoutError(
+                        f"array '{shard.storage}' of rank {held.ranks[0]} has elements of "
+                        f"{stored.itemsize} bytes instead of {target.itemsize}"
+                    )
+                values = view(stored, shard.offset_of(common), shard.strides, common.size)
+                target[common.inside(block)] = values.view(target.dtype)
+        self._accessed_bytes += target.nbytes
+        if self._accessed_bytes > BLOCK_BYTES:
+            self._files.release()
+            self._accessed_bytes = 0
+
+    @contextmanager
+    def _naming(self, name: str) -> Iterator[None]:
         try:
-            copies = fill(0, shard, self._holders[name])
-            execute(copies, self.array, lambda _rank, _storage: target)
+            yield
         except LayoutError as error:
-            raise CheckpointError(f"{self.directory}: role {self.role}: {error}") from error
-        return target.reshape(shard.box.size)
+            text = f"{self.directory}: role {self.role}: tensor '{name}': {error}"
+            raise CheckpointError(text) from error
+
+    def _spec(self, name: str) -> TensorSpec:
+        try:
+            return self.layout.tensors[name]
+        except KeyError:
+            text = f"{self.directory}: role {self.role} has no tensor '{name}'"
+            raise CheckpointError(text) from None
 
     def weights(self) -> Iterator[tuple[str, TensorSpec]]:
         """Names and specs of the weights, in the model's order; no moments."""

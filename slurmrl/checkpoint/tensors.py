@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from slurmrl.fsio.atomic import is_absent
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import explain, unreadable
 from slurmrl.fsio.primitives import opened
-from slurmrl.fsio.shapes import SIZE, check, list_of
+from slurmrl.fsio.shapes import shown
 from slurmrl.layout.copy import Array
 from slurmrl.layout.layout import ITEM_BYTES, TensorSpec
 
@@ -83,12 +84,17 @@ def write_tensors(
 ) -> SavedFile:
     """Write and fsync a safetensors file. Raises EnvironmentFailure naming the path."""
     ordered = sorted(entries, key=lambda e: (-DTYPE_RANK.index(e.spec.dtype), e.name))
+    return write_file(path, _parts(ordered, metadata), calls=calls)
+
+
+def write_file(path: Path, parts: Iterable[memoryview], *, calls: SystemCalls = REAL) -> SavedFile:
+    """Write and fsync a file of a checkpoint. Raises EnvironmentFailure naming the path."""
     digest = hashlib.sha256()
     size = 0
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     try:
         with opened(path, flags, calls) as descriptor:
-            for part in _parts(ordered, metadata):
+            for part in parts:
                 digest.update(part)
                 size += part.nbytes
                 _write_all(descriptor, part, calls)
@@ -112,43 +118,62 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        try:
-            with os.fdopen(REAL.open(path, os.O_RDONLY), "rb") as file:
-                self._bytes = np.memmap(file, dtype=np.uint8, mode="r")
-        except FileNotFoundError as error:
-            if not any(map(is_absent, (path, path.parent))):
-                raise explain(error, "read", path) from error
-            raise CheckpointError(f"{path} does not exist") from error
-        except ValueError as error:
-            raise CorruptFileError(f"{path} is empty") from error
-        except OSError as error:
-            raise unreadable(error, path) from error
+        self._map = self._mapped()
+        self._size = len(self._map)
         try:
             self._read_header()
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CorruptFileError(f"{path} is not a whole safetensors file: {error}") from error
 
+    def _mapped(self) -> mmap.mmap:
+        try:
+            with os.fdopen(REAL.open(self.path, os.O_RDONLY), "rb") as file:
+                return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except FileNotFoundError as error:
+            if not any(map(is_absent, (self.path, self.path.parent))):
+                raise explain(error, "read", self.path) from error
+            raise CheckpointError(f"{self.path} does not exist") from error
+        except ValueError as error:
+            raise CorruptFileError(f"{self.path} is empty") from error
+        except OSError as error:
+            raise unreadable(error, self.path) from error
+
     def _read_header(self) -> None:
-        length = int.from_bytes(self._bytes[:8].tobytes(), "little")
-        if length > min(MAX_HEADER_BYTES, self._bytes.size - 8):
-            raise ValueError(f"header of {length} bytes in a file of {self._bytes.size}")
-        header = documents.parse(self._bytes[8 : 8 + length].tobytes(), self.path)
+        length = int.from_bytes(self._map[:8], "little")
+        if length > min(MAX_HEADER_BYTES, self._size - 8):
+            raise ValueError(f"header of {length} bytes in a file of {self._size}")
+        header = documents.parse(self._map[8 : 8 + length], self.path)
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         self.specs: dict[str, TensorSpec] = {}
-        self._spans: dict[str, tuple[int, int]] = {}
+        self._begins: dict[str, int] = {}
         for name, entry in header.items():
-            check(entry, {"shape": list_of(SIZE), "data_offsets": list_of(SIZE)}, name)
             spec = TensorSpec(tuple(entry["shape"]), DTYPES[entry["dtype"]])
-            begin, end = (8 + length + offset for offset in entry["data_offsets"])
-            if end - begin != spec.bytes or end > self._bytes.size:
+            begin, end = entry["data_offsets"]
+            if not all(type(n) is int and n >= 0 for n in (begin, end, *spec.shape)):
+                raise ValueError(f"tensor '{name}' is described by {shown(entry)}")
+            if end - begin != spec.bytes or 8 + length + end > self._size:
                 raise ValueError(f"tensor '{name}' has bytes {begin} to {end}")
             self.specs[name] = spec
-            self._spans[name] = (begin, end)
+            self._begins[name] = 8 + length + begin
 
     def flat(self, name: str) -> Array:
         """A tensor's elements as a flat read-only array; KeyError for an unknown name."""
-        begin, end = self._spans[name]
-        return self._bytes[begin:end].view(NUMPY_DTYPES[self.specs[name].dtype])
+        spec = self.specs[name]
+        if self._map.closed:
+            self._map = self._mapped()
+            if len(self._map) != self._size:
+                raise CorruptFileError(f"{self.path} has changed while it was read")
+        dtype = np.dtype(NUMPY_DTYPES[spec.dtype])
+        return np.frombuffer(self._map, dtype, prod(spec.shape), self._begins[name])
+
+    def release(self) -> None:
+        """Give back the memory of the elements that were accessed."""
+        if not self._map.closed:
+            self._map.madvise(mmap.MADV_DONTNEED)
+
+    def close(self) -> None:
+        """Close the file until the next access. No array of it may be in use."""
+        self._map.close()
 
 
 def _parts(entries: list[TensorEntry], metadata: Mapping[str, str]) -> Iterable[memoryview]:

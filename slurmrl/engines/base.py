@@ -147,7 +147,7 @@ class TrainEngine(Engine):
     def save(self, directory: Path) -> list[SavedFile]:
         """Write this rank's part of a checkpoint durably. No-op if the model is not trained."""
         snapshot = self.snapshot(copy=False)
-        return [] if snapshot is None else [snapshot.write(directory)]
+        return [] if snapshot is None else snapshot.write(directory)
 
     @abstractmethod
     def load(self, directory: Path) -> None:

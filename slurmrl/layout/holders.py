@@ -45,6 +45,8 @@ class HeldBox:
         ranks, start, size, storage, offset, strides = values
         if not len(start) == len(size) == len(strides):
             raise ValueError(f"a box from {start} of size {size} with strides {strides}")
+        if not ranks:
+            raise ValueError(f"a box from {start} of size {size} on no rank")
         box = Box(tuple(start), tuple(size))
         return HeldBox(tuple(ranks), box, storage, offset, tuple(strides))
 
@@ -64,8 +66,12 @@ class Holders:
         return {rank: tuple(parts) for rank, parts in found.items()}
 
 
+Source = tuple[HeldBox, Box]
+"""A part of a tensor, and the elements that are taken from it."""
+
+
 @lru_cache(maxsize=1024)  # layers repeat the same boxes
-def sources(holders: Holders, box: Box) -> tuple[tuple[HeldBox, Box], ...]:
+def sources(holders: Holders, box: Box) -> tuple[Source, ...]:
     """The parts that make up a box, each with the elements to take from it. Raises LayoutError if
     an element is missing."""
     taken, rest = cover(box, (part.box for part in holders.parts))

@@ -108,11 +108,12 @@ class Layout:
         made = [Holders(tuple(map(HeldBox.from_json, parts))) for parts in values["holders"]]
         if any(not 0 <= r < ranks for all_ in made for part in all_.parts for r in part.ranks):
             raise ValueError(f"a rank beyond the {ranks} ranks")
+        dims = [{len(part.box.size) for part in each.parts} for each in made]
         tensors, holders = {}, {}
         for name, (shape, dtype, number) in values["tensors"].items():
             tensors[name] = TensorSpec(tuple(shape), dtype)
             holders[name] = made[number]
-            if any(len(part.box.size) != len(shape) for part in made[number].parts):
+            if not dims[number] <= {len(shape)}:
                 raise ValueError(f"a box of other dims than '{name}' of shape {shape}")
         return Layout(tensors, holders, ranks)
 

@@ -29,7 +29,8 @@ import numpy as np
 from slurmrl import keys
 from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.checkpoint.manifest import verify, write_manifest
-from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
+from slurmrl.checkpoint.rank_files import ShardHeader
+from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot
 from slurmrl.checkpoint.tensors import TensorEntry
 from slurmrl.cli import render
 from slurmrl.cli.main import main
@@ -39,7 +40,7 @@ from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.state import fold
 from slurmrl.layout.box import Box
-from slurmrl.layout.layout import TensorSpec
+from slurmrl.layout.layout import Layout, TensorSpec
 from slurmrl.layout.shard import Shard
 from slurmrl.lease import Lease, LeaseObserver
 from slurmrl.monitor import metrics, published
@@ -134,9 +135,9 @@ def _commit(paths: RunPaths, step: int) -> None:
     directory.mkdir()
     spec = TensorSpec((3, 4), "float32")
     piece = Shard.contiguous("lm_head.weight", Box.whole(spec.shape))
-    part = ShardHeader("actor", 0, 1, step, {"lm_head.weight": spec}, (piece,))
+    layout = Layout.of({"lm_head.weight": spec}, [[piece]])
     entry = TensorEntry("lm_head.weight", spec, lambda: np.full(spec.shape, step, dtype="<f4"))
-    file = RoleSnapshot(part, (entry,)).write(directory)
+    saved = RoleSnapshot(ShardHeader("actor", 0, 1, step), (entry,), layout).write(directory)
     state = {
         "step": step,
         "ledger": {"settled": 8, "next": 8},
@@ -146,7 +147,7 @@ def _commit(paths: RunPaths, step: int) -> None:
         "commits": {"step": 4, "epoch": 0},
         "evaluations": None,
     }
-    write_manifest(directory, step=step, files=[vars(file)], state=state)
+    write_manifest(directory, step=step, files=map(vars, saved), state=state)
 
 
 def files(paths: RunPaths) -> list[Path]:

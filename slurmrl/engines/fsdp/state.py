@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
+from slurmrl.checkpoint.rank_files import ShardHeader
+from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot
 from slurmrl.checkpoint.tensors import TensorEntry
 from slurmrl.engines import random_state
-from slurmrl.layout.copy import Array
+from slurmrl.engines.loading import fill
 from slurmrl.layout.layout import Layout, TensorSpec
 from slurmrl.models.hf import as_array
 
@@ -25,16 +25,16 @@ def snapshot(
 
     The tensors are read when the snapshot is written; the random state is read now.
     """
-    part = ShardHeader(role, rank, layout.ranks, step, layout.tensors, layout.held_by(rank))
     entries = (
         TensorEntry(
             shard.name,
             TensorSpec(shard.box.size, layout.tensors[shard.name].dtype),
             partial(as_array, tensors[shard.name]),
         )
-        for shard in part.shards
+        for shard in layout.held_by(rank)
     )
-    return RoleSnapshot(part, (*entries, *random_state.entries()))
+    header = ShardHeader(role, rank, layout.ranks, step)
+    return RoleSnapshot(header, (*entries, *random_state.entries()), layout)
 
 
 @torch.no_grad()
@@ -49,14 +49,6 @@ def load(
     checkpoint = RoleCheckpoint(directory, role)
     checkpoint.check(layout.tensors)
     for shard in layout.held_by(rank):
-        values = checkpoint.read(shard.name, shard.box)
-        target = tensors[shard.name]
-        target.copy_(_to_torch(values, target.dtype))
+        fill(tensors[shard.name], checkpoint, shard.name, shard.box)
     random_state.restore(checkpoint, rank, layout.ranks)
     return checkpoint.step
-
-
-def _to_torch(values: Array, dtype: torch.dtype) -> Tensor:
-    if dtype == torch.bfloat16:
-        return torch.from_numpy(values.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(values)

@@ -327,7 +327,7 @@ class MegatronEngine(TrainEngine):
             copies = self._host.copy({name: tensor for name, (tensor, _) in held.items()})
             held = {name: (copies[name], shards) for name, (_, shards) in held.items()}
         return state.snapshot(
-            self.role, self.context.rank, self.context.size, self.steps, self._specs, held
+            self.role, self.context.rank, self.context.size, self.steps, held, self._saved_layout
         )
 
     def load(self, directory: Path) -> None:
@@ -337,17 +337,27 @@ class MegatronEngine(TrainEngine):
         checkpoint = RoleCheckpoint(directory, self.role)
         checkpoint.check(self._specs)
         held = [*self._weights().values(), *self._shards().values()]
-        state.fill(held, state.reader(checkpoint))
+        state.load(held, checkpoint)
         self._optimizer.continue_from(checkpoint.step)
         random_state.restore(checkpoint, self.context.rank, self.context.size)
+
+    @property
+    def _prefixes(self) -> tuple[str, ...]:
+        """Of the names of weights and moments in a checkpoint."""
+        assert self._optimizer is not None
+        return ("", *(f"{moment}/" for moment in self._optimizer.moments))
 
     @cached_property
     def _specs(self) -> dict[str, TensorSpec]:
         """Weights and moments of a checkpoint."""
-        assert self._optimizer is not None
         shapes = parameter_shapes(self.config, self.head)
-        prefixes = ("", *(f"{moment}/" for moment in self._optimizer.moments))
-        return {p + n: TensorSpec(s, "float32") for p in prefixes for n, s in shapes.items()}
+        return {p + n: TensorSpec(s, "float32") for p in self._prefixes for n, s in shapes.items()}
+
+    @cached_property
+    def _saved_layout(self) -> Layout | None:
+        shapes = parameter_shapes(self.config, self.head)
+        held = self._shards(moments=False)
+        return state.saved_layout(self.context, shapes, self._prefixes, held)
 
     def layout(self) -> Layout:
         shapes = parameter_shapes(self.config, self.head)

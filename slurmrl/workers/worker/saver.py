@@ -66,11 +66,11 @@ class Saver:
     def _write(self, snapshots: Sequence[RoleSnapshot], directory: Path, seq: int) -> Message:
         answer = {"type": messages.SAVED, "rank": self._rank, "seq": seq}
         try:
-            files = [asdict(snapshot.write(directory)) for snapshot in snapshots]
+            files = [asdict(file) for each in snapshots for file in each.write(directory)]
         except EnvironmentFailure as error:
             logger.warning("%s", error)
-            for snapshot in snapshots:  # or there may be no room to report it
-                discard(snapshot.path(directory), REAL)
+            for path in (path for each in snapshots for path in each.paths(directory)):
+                discard(path, REAL)  # or there may be no room to report it
             return {**answer, "error": str(error)}
         except Exception as error:  # noqa: BLE001 - a thread's boundary: the rank raises it
             traceback.print_exc()

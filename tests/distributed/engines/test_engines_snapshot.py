@@ -14,7 +14,7 @@ FOLDERS = ("before", "copied", "again", "after")
 
 
 def saved_around_training(setup: Setup, folder: Path) -> list[str]:
-    """Checksums of this rank's file: written before more training, of two copies taken then and
+    """Checksums of this rank's arrays: written before more training, of two copies taken then and
     later and written after it, and written after it."""
     engine = make(setup)
     sample = batch().take(setup.split[engine.context.dp_rank])
@@ -29,9 +29,7 @@ def saved_around_training(setup: Setup, folder: Path) -> list[str]:
     again = engine.snapshot()
     assert again is not None
     after = engine.save(folder / "after")
-    return [before[0].checksum, copied.checksum, again.write(folder / "again").checksum] + [
-        file.checksum for file in after
-    ]
+    return [files[0].checksum for files in (before, copied, again.write(folder / "again"), after)]
 
 
 @pytest.mark.parametrize(

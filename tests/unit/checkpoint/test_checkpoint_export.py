@@ -12,12 +12,13 @@ import torch
 from safetensors.torch import load_file
 
 from slurmrl.checkpoint.export import export
-from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
+from slurmrl.checkpoint.rank_files import ShardHeader
+from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot
 from slurmrl.checkpoint.tensors import TensorEntry
 from slurmrl.errors import CheckpointError, EnvironmentFailure, UnreadableInputError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.layout.box import Box, chunk
-from slurmrl.layout.layout import TensorSpec
+from slurmrl.layout.layout import Layout, TensorSpec
 from slurmrl.layout.shard import Shard
 
 SHAPES = {"model.b": (5, 4), "model.a": (3,), "lm_head": (2, 2, 2)}
@@ -39,8 +40,9 @@ def write_checkpoint(directory: Path, dtype: str, ranks: int) -> dict[str, np.nd
     }
     tensors = {name: TensorSpec(shape, dtype) for name, shape in SHAPES.items()}
     tensors |= {f"exp_avg/{name}": spec for name, spec in tensors.items()}
-    for rank in range(ranks):
-        shards, entries = [], []
+    rows: list[list[Shard]] = [[] for _ in range(ranks)]
+    parts: list[list[TensorEntry]] = [[] for _ in range(ranks)]
+    for rank, (shards, entries) in enumerate(zip(rows, parts, strict=True)):
         for name, spec in tensors.items():
             box = chunk(spec.shape, ranks, rank)
             if not box.count:
@@ -48,8 +50,9 @@ def write_checkpoint(directory: Path, dtype: str, ranks: int) -> dict[str, np.nd
             values = whole.get(name, np.zeros(spec.shape, dtype=kind))[box.slices].copy()
             shards.append(Shard.contiguous(name, box))
             entries.append(TensorEntry(name, TensorSpec(box.size, dtype), lambda v=values: v))
-        part = ShardHeader("actor", rank, ranks, 4, tensors, tuple(shards))
-        RoleSnapshot(part, tuple(entries)).write(directory)
+    layout = Layout.of(tensors, rows)
+    for rank, entries in enumerate(parts):
+        RoleSnapshot(ShardHeader("actor", rank, ranks, 4), tuple(entries), layout).write(directory)
     return whole
 
 
@@ -189,4 +192,4 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
     first, second = (tmp_path / f"actor.{rank}.safetensors" for rank in range(2))
     second.write_bytes(first.read_bytes())
     with pytest.raises(CheckpointError, match=r"actor\.1\.safetensors is labelled actor rank 0"):
-        RoleCheckpoint(tmp_path, "actor")
+        RoleCheckpoint(tmp_path, "actor").read("model.b")

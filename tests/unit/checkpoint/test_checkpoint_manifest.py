@@ -214,7 +214,7 @@ def test_a_manifest_that_is_not_ours_is_refused(checkpoint: Path) -> None:
     values = json.loads(path.read_text())
     path.write_text(json.dumps({**values, "version": 9}))
     with pytest.raises(
-        CheckpointError, match="has version 9; this program reads version 1"
+        CheckpointError, match="has version 9; this program reads versions 1 to 2"
     ) as caught:
         read_manifest(checkpoint)
     assert not isinstance(caught.value, DamagedCheckpointError), "a newer program can read it"

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from slurmrl.checkpoint import manifest as manifest_module
 from slurmrl.checkpoint.manifest import write_manifest
-from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot, ShardHeader
+from slurmrl.checkpoint.rank_files import ShardHeader
+from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot
 from slurmrl.checkpoint.tensors import TensorEntry
 from slurmrl.cli.checkpoints import size
 from slurmrl.cli.main import main
@@ -29,7 +30,7 @@ from slurmrl.history.record import Kind
 from slurmrl.history.state import fold
 from slurmrl.history.writer import begin
 from slurmrl.layout.box import Box
-from slurmrl.layout.layout import TensorSpec
+from slurmrl.layout.layout import Layout, TensorSpec
 from slurmrl.layout.shard import Shard
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.model_files import stop_tokens
@@ -73,10 +74,9 @@ class Trial:
             TensorEntry(name, spec, lambda s=spec: np.full(s.shape, step, dtype="<f4"))
             for name, spec in tensors.items()
         )
-        file = RoleSnapshot(ShardHeader("actor", 0, 1, step, tensors, pieces), entries).write(
-            directory
-        )
-        write_manifest(directory, step=step, files=[vars(file)], state={"step": step, **state})
+        layout = Layout.of(tensors, [pieces])
+        saved = RoleSnapshot(ShardHeader("actor", 0, 1, step), entries, layout).write(directory)
+        write_manifest(directory, step=step, files=map(vars, saved), state={"step": step, **state})
         self.writer.append(Kind.COMMIT, {"step": step, "directory": directory.name})
 
     def delete(self, step: int, **more: Any) -> None:
@@ -119,8 +119,9 @@ def test_a_table_says_why_each_stays(trial: Trial, capsys: pytest.CaptureFixture
     assert [row["exported"] for row in rows] == [False, False, True]
     assert [row["problem"] for row in rows] == [None] * 3
     files = trial.paths.checkpoint(8, 1)
-    total = sum((files / name).stat().st_size for name in ("actor.0.safetensors", "state.json"))
-    assert (rows[2]["files"], rows[2]["bytes"]) == (2, total)
+    names = ("actor.0.safetensors", "actor.layout.json", "state.json")
+    total = sum((files / name).stat().st_size for name in names)
+    assert (rows[2]["files"], rows[2]["bytes"]) == (3, total)
 
 
 def test_damage_is_reported_and_exits_with_1(

@@ -84,10 +84,10 @@ class FakeSnapshot:
     role: str
     copied: bool
 
-    def path(self, directory: Path) -> Path:
-        return directory / self.role
+    def paths(self, directory: Path) -> list[Path]:
+        return [directory / self.role]
 
-    def write(self, directory: Path) -> SavedFile:
+    def write(self, directory: Path) -> list[SavedFile]:
         thread = threading.current_thread() is not threading.main_thread()
         assert thread is self.copied, "only a copy may be written while the rank goes on"
         if not directory.parent.exists():
@@ -96,7 +96,7 @@ class FakeSnapshot:
             raise explain(OSError(28, "full"), "write", directory) from OSError(28, "full")
         if directory.name == "bug":
             raise KeyError("bug")
-        return SavedFile(f"{self.role}.safetensors", 7, "sha256:0")
+        return [SavedFile(f"{self.role}.safetensors", 7, "sha256:0")]
 
 
 class FakeInterface(Interface):
