@@ -14,7 +14,7 @@ from tests.distributed.test_local_megatron import let_megatron_compute_here
 from tests.support.chaos_trials.runs import Setting, chaos, undisturbed
 from tests.support.chaos_trials.watched import Watched
 from tests.support.hooks import hooked
-from tests.support.trials import Site
+from tests.support.trials import ARCHITECTURE, Site
 
 SERVE = "slurmrl.workers.worker.serve"
 CHANGES = "tests.support.reallocation_hooks"
@@ -24,6 +24,26 @@ FOUR_RANKS = {
     "critic": {"backend": "fsdp:d2t2"},
     "ref": {"backend": "fsdp:d4"},
     "rollout": {"backend": "native:d4"},
+}
+HALVES = {
+    "actor": {**MEGATRON, "backend": "megatron:t2"},
+    "critic": {"backend": "megatron:p2", "gpus": "2-3"},
+    "ref": {"backend": "megatron:t2p2", "gpus": "0-3"},
+    "rollout": {"backend": "native:t2", "gpus": "2-3"},
+}
+"""The example of ReaL's documentation."""
+EXPERTS = {
+    **ARCHITECTURE,
+    "model_type": "qwen3_moe",
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 32,
+}
+ON_EXPERTS = {
+    "actor": {**MEGATRON, "backend": "megatron:d2p2e2"},
+    "critic": {"backend": "megatron:d4e2"},
+    "ref": {"backend": "fsdp:d2t2"},
+    "rollout": {"backend": "native:d2t2"},
 }
 
 
@@ -73,13 +93,28 @@ def test_a_wrong_move_ends_the_incarnation(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_an_actor_on_megatron_generates(tmp_path: Path) -> None:
-    """All models on the same four ranks, the actor on tensor ranks and stages of megatron: the
-    numbers are those of one fsdp rank."""
-    site = Site(tmp_path)
-    cluster = let_megatron_compute_here(site, tmp_path, "mixed", "ppo")
-    found = run(site, "mixed", **FOUR_RANKS, cluster=cluster)
-    assert_close(found, run(site, "one"))
+@pytest.mark.parametrize(
+    ("layouts", "architecture"),
+    [
+        pytest.param(FOUR_RANKS, ARCHITECTURE, id="four ranks"),
+        pytest.param(HALVES, ARCHITECTURE, id="halves"),
+        pytest.param(ON_EXPERTS, EXPERTS, id="experts"),
+    ],
+)
+def test_an_actor_on_megatron_generates(
+    tmp_path: Path, layouts: dict[str, Any], architecture: dict[str, Any]
+) -> None:
+    """On tensor ranks, stages and expert ranks of megatron; each other model has a layout of its
+    own, too. The numbers are those of one fsdp rank."""
+    site, found = Site(tmp_path), []
+    for trial in ("mixed", "one"):
+        sections = {**layouts, "actor": {**layouts["actor"], "architecture": architecture}}
+        if trial == "one":
+            sections = {"actor": {"architecture": architecture}}
+        else:
+            sections["cluster"] = let_megatron_compute_here(site, tmp_path, trial, "ppo")
+        found.append(run(site, trial, **sections))
+    assert_close(*found)
 
 
 class OnMegatron(Setting):

@@ -30,8 +30,7 @@ class Rollout(Section):
     other engines from GPU 0 of the trainers."""
     offload: bool | None = None
     """Free the memory of the generation weights after each generation; they move again before the
-    next one. Applies to a `backend` of its own. Default: true if generation shares GPUs with other
-    models."""
+    next one. Requires `backend`. Default: true if generation shares GPUs with other models."""
     tensor_parallel_size: PositiveInt | None = None
     """Ranks that share each matrix, instead of or in addition to the `t` of `backend`."""
     pipeline_parallel_size: PositiveInt | None = None

@@ -104,8 +104,9 @@ def gpus(draft: Draft) -> Iterator[Problem]:
             placement.place(section.backend, section.gpus)
         except AllocationError as error:
             yield draft.problem((role, "gpus"), str(error))
-    if draft.writes(ROLLOUTS, "gpus") and not draft.config.rollout.backend:
-        yield draft.problem((ROLLOUTS, "gpus"), "is not allowed without rollout.backend")
+    for field in () if draft.config.rollout.backend else ("gpus", "offload"):
+        if draft.writes(ROLLOUTS, field):
+            yield draft.problem((ROLLOUTS, field), "is not allowed without rollout.backend")
     placed = [place for place in draft.placements().values() if place.group == TRAINERS]
     used = {rank for place in placed for rank in place.ranks}
     empty = sorted(set(range(placement.trainers(placed))) - used)

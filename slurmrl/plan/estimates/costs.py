@@ -135,9 +135,10 @@ def _calling(models: Mapping[str, Memory], name: str) -> dict[str, int]:
 
 
 def _moving(models: Mapping[str, Memory], config: Config) -> dict[str, int]:
-    """Bytes while weights move."""
+    """Bytes while weights move; no rank stages more than it holds."""
     gradients = sum(0 if memory.frees_gradients else memory.gradients for memory in models.values())
-    staging = config.transfer.staging_mib * 2**20
+    held = models["actor"].weights + models[ROLLOUTS].weights
+    staging = min(config.transfer.staging_mib * 2**20, held)
     return {**_standing(models), "gradients": gradients, "buffers of moves": staging}
 
 

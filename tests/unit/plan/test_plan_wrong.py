@@ -226,6 +226,9 @@ KINDS = {
         "critic.gpus=4-5", "critic.backend=fsdp:d2",
     ),
     "GPUs without an engine": wrong("rollout.gpus", "without rollout.backend", "rollout.gpus=0-1"),
+    "offload without an engine": wrong(
+        "rollout.offload", "without rollout.backend", "rollout.offload=true"
+    ),
     "hosts that are not full": wrong(
         "cluster.workers_per_host", "must divide 2", "cluster.workers_per_host=3"
     ),
