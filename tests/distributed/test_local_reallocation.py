@@ -18,17 +18,23 @@ from tests.support.trials import ARCHITECTURE, Site
 
 SERVE = "slurmrl.workers.worker.serve"
 CHANGES = "tests.support.reallocation_hooks"
-MEGATRON = {"backend": "megatron:t2p2", "model": {"make_vocab_size_divisible_by": 1}}
+
+
+def megatron(layout: str, **more: str) -> dict[str, Any]:
+    sizes = {"make_vocab_size_divisible_by": 1}
+    return {"backend": f"megatron:{layout}", "model": sizes, **more}
+
+
 FOUR_RANKS = {
-    "actor": MEGATRON,
+    "actor": megatron("t2p2"),
     "critic": {"backend": "fsdp:d2t2"},
     "ref": {"backend": "fsdp:d4"},
     "rollout": {"backend": "native:d4"},
 }
 HALVES = {
-    "actor": {**MEGATRON, "backend": "megatron:t2"},
-    "critic": {"backend": "megatron:p2", "gpus": "2-3"},
-    "ref": {"backend": "megatron:t2p2", "gpus": "0-3"},
+    "actor": megatron("t2"),
+    "critic": megatron("p2", gpus="2-3"),
+    "ref": megatron("t2p2", gpus="0-3"),
     "rollout": {"backend": "native:t2", "gpus": "2-3"},
 }
 """The example of ReaL's documentation."""
@@ -40,8 +46,8 @@ EXPERTS = {
     "moe_intermediate_size": 32,
 }
 ON_EXPERTS = {
-    "actor": {**MEGATRON, "backend": "megatron:d2p2e2"},
-    "critic": {"backend": "megatron:d4e2"},
+    "actor": megatron("d2p2e2"),
+    "critic": megatron("d4e2"),
     "ref": {"backend": "fsdp:d2t2"},
     "rollout": {"backend": "native:d2t2"},
 }

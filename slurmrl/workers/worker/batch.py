@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slurmrl.data.meta import SampleMeta
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.spread import Spread, deliveries
+from slurmrl.data.spread import Delivery, Spread, deliveries
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.groups import ParallelContext
 from slurmrl.plan.model import CallPlan
@@ -24,7 +24,8 @@ class Batch:
     Every rank executes `inputs` and `add` for every call in the plan's order, whether it takes part
     in the call or not. Which rank has which items of a key follows from the plan and the items'
     lengths, so ranks exchange nothing but these, when completions have been made, and the items.
-    Between two calls of the same shares a rank that only sends does not wait.
+    Items leave for all later calls as soon as it is known which ranks read them: when those need
+    them, this rank may be busy with a call that they take no part in. A sender does not wait.
     """
 
     def __init__(
@@ -42,6 +43,13 @@ class Batch:
         self._take = take
         self._shares = shares
         self._order = {call.name: index for index, call in enumerate(calls)}
+        self._readers = [
+            (maker, [call for call in calls if not set(call.inputs).isdisjoint(maker.outputs)])
+            for maker in calls
+        ]
+        """The calls that read what a call makes and to which it has not been sent yet."""
+        self._sent: dict[Spread, set[str]] = {}
+        """The keys that have been sent to the ranks of a spread; the same on every rank."""
         self._makers = {key: call for call in calls for key in call.outputs}
         self._last_readers = {key: index for index, call in enumerate(calls) for key in call.inputs}
         self._rank = rank
@@ -59,13 +67,14 @@ class Batch:
     def inputs(self, call: CallPlan, context: ParallelContext | None) -> SequenceSample | None:
         """This rank's items of what the call reads; None if the rank takes no part in it."""
         spread = self._spread(call)
+        self._send_made(self._order[call.name])
         arrived = self._arrived.setdefault(spread, set())
         wanted: dict[str, list[str]] = {}
         for key in call.inputs:
             if key in self._makers and key not in arrived:
                 wanted.setdefault(self._makers[key].name, []).append(key)
         for keys in wanted.values():
-            delivered = self._delivered(self._makers[keys[0]], keys, spread)
+            delivered = self._delivered(self._makers[keys[0]], keys, call)
             if context is not None:
                 shared = share(delivered, context)
                 if shared is not None:
@@ -87,6 +96,7 @@ class Batch:
         if call.name == self._shares.generation:
             self._lengths = self._mail.total(self._own_lengths(call))
         now = self._order[call.name]
+        self._send_made(now + 1)
         read_later = {key for key, last in self._last_readers.items() if last > now}
         self._made = {name: _having(sample, read_later) for name, sample in self._made.items()}
         self._held = {spread: _having(sample, read_later) for spread, sample in self._held.items()}
@@ -119,35 +129,61 @@ class Batch:
             self._held[spread] = self._take(spread.parts[part])
         return self._held[spread]
 
+    def _send_made(self, done: int) -> None:
+        """Send the outputs of the first ``done`` calls to their readers, in the plan's order, up to
+        the first one whose shares are not known yet."""
+        for maker, readers in self._readers[:done]:
+            while readers and not self._shares.needs_lengths(readers[0]):
+                self._send(maker, readers.pop(0))
+
+    def _send(self, maker: CallPlan, reader: CallPlan) -> None:
+        """Send what this rank has made to the ranks of a reader, unless they got it for an earlier
+        one."""
+        source, target = self._shares.of(maker), self._shares.of(reader)
+        sent = self._sent.setdefault(target, set())
+        keys = [key for key in reader.inputs if key in maker.outputs and key not in sent]
+        sent.update(keys)
+        if source == target or not keys:
+            return
+        for delivery in deliveries(source, target):
+            if self._rank == delivery.sender != delivery.receiver:
+                sample = self._own(maker, keys, delivery)
+                self._mail.send(sample, delivery.receiver, self._tag(maker, reader))
+
     def _delivered(
-        self, call: CallPlan, keys: Sequence[str], target: Spread
+        self, maker: CallPlan, keys: Sequence[str], reader: CallPlan
     ) -> SequenceSample | None:
-        """The keys that a call made, of all items of this rank's part; None on a rank that does not
-        speak for a part. Sends what other ranks need of this one."""
-        source, maker = self._shares.of(call), call.name
+        """The keys that a call made, of all items of this rank's part for the reader; None on a
+        rank that does not speak for a part."""
+        source, target = self._shares.of(maker), self._shares.of(reader)
         if source == target:
-            return self._made[maker].only(keys) if source.speaks(self._rank) else None
+            speaks = source.speaks(self._rank)
+            return self._made[maker.name].only(keys) if speaks else None
         received: list[SequenceSample] = []
         for delivery in deliveries(source, target):
-            if self._rank not in (delivery.sender, delivery.receiver):
+            if self._rank != delivery.receiver:
                 continue
-            if self._rank != delivery.sender:
-                self._activity.phase(f"waiting for {maker} of rank {delivery.sender}")
-                received.append(self._mail.receive(delivery.sender))
+            if self._rank == delivery.sender:
+                received.append(self._own(maker, keys, delivery))
                 continue
-            part = source.part_of(self._rank)
-            assert part is not None, "a sender has a part"
-            own = {item: place for place, item in enumerate(source.parts[part])}
-            sample = self._made[maker].only(keys).take([own[item] for item in delivery.items])
-            if self._rank == delivery.receiver:
-                received.append(sample)
-            else:
-                self._mail.send(sample, delivery.receiver)
+            self._activity.phase(f"waiting for {maker.name} of rank {delivery.sender}")
+            received.append(self._mail.receive(delivery.sender, self._tag(maker, reader)))
         if not received:
             return None
         gathered = SequenceSample.gather(received)
         places = {name: place for place, name in enumerate(gathered.ids)}
         return gathered.take([places[name] for name in self._part(target).ids])
+
+    def _own(self, maker: CallPlan, keys: Sequence[str], delivery: Delivery) -> SequenceSample:
+        """The items of a delivery that this rank has made."""
+        source = self._shares.of(maker)
+        part = source.part_of(self._rank)
+        assert part is not None, "a sender has a part"
+        own = {item: place for place, item in enumerate(source.parts[part])}
+        return self._made[maker.name].only(keys).take([own[item] for item in delivery.items])
+
+    def _tag(self, maker: CallPlan, reader: CallPlan) -> int:
+        return self._order[maker.name] * len(self._order) + self._order[reader.name]
 
 
 def _having(sample: SequenceSample, keys: Collection[str]) -> SequenceSample:

@@ -21,7 +21,7 @@ ALL = "data"
 
 class Mail:
     """Samples from rank to rank, through host memory. A rank sends without waiting; messages
-    between two ranks arrive in the order in which they were sent."""
+    of one ``tag`` between two ranks arrive in the order in which they were sent."""
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
         """``group`` moves tensors in host memory between all ranks (gloo); ``device`` is where
@@ -31,23 +31,23 @@ class Mail:
         self._sent: list[tuple[dist.Work, Tensor]] = []
         """What is on its way, with the tensors that must stay until it has arrived."""
 
-    def send(self, sample: SequenceSample, to: int) -> None:
+    def send(self, sample: SequenceSample, to: int, tag: int) -> None:
         header = _header(sample)
         parts = [_bytes(sample.tensor(key)).cpu() for key in header["tensors"]]
         encoded = json.dumps(header).encode()
         content = torch.cat([torch.frombuffer(bytearray(encoded), dtype=torch.uint8), *parts])
         sizes = torch.tensor([len(encoded), content.numel()])
         for tensor in (sizes, content):
-            work = dist.isend(tensor, to, group=self._group)
+            work = dist.isend(tensor, to, group=self._group, tag=tag)
             assert work is not None, "this rank is in the group"
             self._sent.append((work, tensor))
 
-    def receive(self, sender: int) -> SequenceSample:
+    def receive(self, sender: int, tag: int) -> SequenceSample:
         sizes = torch.empty(2, dtype=torch.int64)
-        dist.recv(sizes, sender, group=self._group)
+        dist.recv(sizes, sender, group=self._group, tag=tag)
         header_size, size = sizes.tolist()
         content = torch.empty(size, dtype=torch.uint8)
-        dist.recv(content, sender, group=self._group)
+        dist.recv(content, sender, group=self._group, tag=tag)
         header = json.loads(bytes(content[:header_size].numpy()))
         return _unpacked(header, content[header_size:], self._device)
 

@@ -55,6 +55,23 @@ def test_a_rank_that_only_sends_does_not_wait(ranks: RankPool) -> None:
     assert events == [[["generate"]] * 3] * 2 + [[["values"]] * 3, [["ref"]] * 3]
 
 
+def test_a_busy_rank_has_sent_what_others_read_later(ranks: RankPool) -> None:
+    """Ranks 0 and 1 get their inputs although rank 2, which made them, is in an earlier call."""
+    layouts = [
+        Where("actor", {"dp": 1}, (2,)),
+        Where("ref", {"dp": 1}, (2,)),
+        Where("critic", {"dp": 2}, (0, 1)),
+    ]
+    calls = [
+        ("generate", 0, ("prompt_ids",), ROLLOUT),
+        ("busy", 1, ("input_ids", "logprobs"), ("ref_logprobs",)),
+        ("meanwhile", 2, ("input_ids", "logprobs"), ("values",)),
+        ("train", 2, ("input_ids", "ref_logprobs", "values"), ()),
+    ]
+    events = ranks(3, f"{HERE}:run", layouts, calls, [6, 1, 6], deadline_s=60.0)
+    assert events == [[["meanwhile", "train"]] * 3] * 2 + [[["generate", "busy"]] * 3]
+
+
 @pytest.mark.parametrize("items", [1, 5])
 def test_one_rank_sends_nothing(ranks: RankPool, items: int) -> None:
     layouts = [Where("actor", {"dp": 1}, (0,))]
