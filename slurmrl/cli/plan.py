@@ -25,6 +25,12 @@ from slurmrl.cli.options import common
 @click.option(
     "--table", "as_table", is_flag=True, help="Print tables (the default), in addition to --svg."
 )
+@click.option(
+    "--moves",
+    "with_moves",
+    is_flag=True,
+    help="Also show what each reallocation moves: bytes per link and per rank, memory, messages.",
+)
 @click.option("--svg", type=click.Path(path_type=Path), help="Write the plan to this SVG file.")
 @common
 def plan(
@@ -33,6 +39,7 @@ def plan(
     scheduler: str | None,
     as_json: bool,
     as_table: bool,
+    with_moves: bool,
     svg: Path | None,
     root: str | None,
 ) -> int:
@@ -44,13 +51,13 @@ def plan(
     if as_json and as_table:
         raise click.UsageError("--json and --table exclude each other")
     if _is_allocation(target):
-        if overrides or svg or scheduler:
+        if overrides or svg or scheduler or with_moves:
             raise click.UsageError(
-                "overrides, --scheduler and --svg are not allowed with an allocation"
+                "overrides, --scheduler, --moves and --svg are not allowed with an allocation"
             )
         _explain(target, as_json)
         return 0
-    report = _report(Path(target), overrides, scheduler, root)
+    report = _report(Path(target), overrides, scheduler, root, with_moves=with_moves)
     if svg is not None:
         from slurmrl.display import svg as picture
         from slurmrl.plan.report.document import document
@@ -83,7 +90,12 @@ def _explain(target: str, as_json: bool) -> None:
 
 
 def _report(
-    path: Path, overrides: tuple[str, ...], scheduler: str | None, root: str | None
+    path: Path,
+    overrides: tuple[str, ...],
+    scheduler: str | None,
+    root: str | None,
+    *,
+    with_moves: bool,
 ) -> dict[str, Any]:
     from slurmrl.graph.graph import unread
     from slurmrl.plan.build import make_plan
@@ -102,4 +114,9 @@ def _report(
     unread_keys = unread(planned.calls, settings.config.dataset.type)
     warnings = [f"key {line}" for line in unread_keys]
     warnings += inventory.lacking(planned, settings.config, hosts)
-    return report(settings, planned, [*warnings, *inventory.scarce(planned, settings, hosts)])
+    made = report(settings, planned, [*warnings, *inventory.scarce(planned, settings, hosts)])
+    if with_moves:
+        from slurmrl.engines.planned import moves
+
+        made["moves"] = list(moves(settings, planned))
+    return made

@@ -6,18 +6,22 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
-from typing import Final, Protocol, runtime_checkable
+from typing import Final
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from slurmrl.parallel.activity import Activity
-from slurmrl.parallel.topology import ProcessTopology
+from slurmrl.parallel.topology import (
+    JOINT,
+    Folded,
+    ModelRanks,
+    ProcessTopology,
+    expert_topology,
+    topology_of,
+)
 
-JOINT: Final = {"shard": ("dp", "cp"), "data": ("pp", "cp", "tp")}
-"""Groups along several axes: ``shard`` holds the ranks that share each parameter's rows,
-``data`` those that work on the same samples."""
 OF_ONE: Final = ("dp", "shard")
 """Groups that are made even for a single rank."""
 COMBINED: Final = {
@@ -38,32 +42,6 @@ OF_EXPERTS: Final = {
 """Groups along the axes of the experts' grid."""
 FOLDING: Final = ("megatron",)
 """The engines that need `COMBINED` and `OF_EXPERTS`."""
-
-
-class ModelRanks(Protocol):
-    """The ranks of a model in its plan. ``ranks[i]`` is the world's rank that is the model's
-    i-th rank, in row-major order of the axes in ``sizes``."""
-
-    @property
-    def role(self) -> str: ...
-    @property
-    def sizes(self) -> Mapping[str, int]: ...
-    @property
-    def ranks(self) -> tuple[int, ...]: ...
-
-
-@runtime_checkable
-class Folded(ModelRanks, Protocol):
-    """The ranks of a model with megatron's layout."""
-
-    @property
-    def engine(self) -> str: ...
-    @property
-    def expert_sizes(self) -> Mapping[str, int]: ...
-    @property
-    def virtual_pipeline(self) -> int: ...
-    @property
-    def sequence_parallel(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -187,26 +165,3 @@ def _families(model: ModelRanks, topology: ProcessTopology) -> Iterator[tuple[st
     if experts is not None:
         for axis, along in OF_EXPERTS.items():
             yield from ((axis, members) for members in experts.blocks(along))
-
-
-def expert_topology(model: ModelRanks) -> ProcessTopology | None:
-    """The experts' own grid, if the plan has one."""
-    if not isinstance(model, Folded) or not model.expert_sizes:
-        return None
-    return ProcessTopology(tuple(model.expert_sizes), tuple(model.expert_sizes.values()))
-
-
-def topology_of(model: ModelRanks) -> ProcessTopology:
-    """The grid of a model: its axes of more than one rank in the plan's order, and ``dp`` always.
-
-    ValueError for sizes that do not make up the number of ranks.
-    """
-    sizes = {"dp": 1, **model.sizes} if "dp" not in model.sizes else model.sizes
-    axes = [axis for axis, size in sizes.items() if size > 1 or axis == "dp"]
-    topology = ProcessTopology(axes, [sizes[axis] for axis in axes])
-    if topology.world_size != len(model.ranks):
-        raise ValueError(
-            f"{model.role}: sizes {dict(model.sizes)} need {topology.world_size} ranks, "
-            f"the plan gives {len(model.ranks)}"
-        )
-    return topology

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol, runtime_checkable
+
+JOINT: Final = {"shard": ("dp", "cp"), "data": ("pp", "cp", "tp")}
+"""Groups along several axes: ``shard`` holds the ranks that share each parameter's rows,
+``data`` those that work on the same samples."""
 
 
 class ProcessTopology:
@@ -93,3 +98,52 @@ class ProcessTopology:
 
     def __repr__(self) -> str:
         return f"ProcessTopology(axes={self.axes}, sizes={self.sizes})"
+
+
+class ModelRanks(Protocol):
+    """The ranks of a model in its plan. ``ranks[i]`` is the world's rank that is the model's
+    i-th rank, in row-major order of the axes in ``sizes``."""
+
+    @property
+    def role(self) -> str: ...
+    @property
+    def sizes(self) -> Mapping[str, int]: ...
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
+
+
+@runtime_checkable
+class Folded(ModelRanks, Protocol):
+    """The ranks of a model with megatron's layout."""
+
+    @property
+    def engine(self) -> str: ...
+    @property
+    def expert_sizes(self) -> Mapping[str, int]: ...
+    @property
+    def virtual_pipeline(self) -> int: ...
+    @property
+    def sequence_parallel(self) -> bool: ...
+
+
+def expert_topology(model: ModelRanks) -> ProcessTopology | None:
+    """The experts' own grid, if the plan has one."""
+    if not isinstance(model, Folded) or not model.expert_sizes:
+        return None
+    return ProcessTopology(tuple(model.expert_sizes), tuple(model.expert_sizes.values()))
+
+
+def topology_of(model: ModelRanks) -> ProcessTopology:
+    """The grid of a model: its axes of more than one rank in the plan's order, and ``dp`` always.
+
+    ValueError for sizes that do not make up the number of ranks.
+    """
+    sizes = {"dp": 1, **model.sizes} if "dp" not in model.sizes else model.sizes
+    axes = [axis for axis, size in sizes.items() if size > 1 or axis == "dp"]
+    topology = ProcessTopology(axes, [sizes[axis] for axis in axes])
+    if topology.world_size != len(model.ranks):
+        raise ValueError(
+            f"{model.role}: sizes {dict(model.sizes)} need {topology.world_size} ranks, "
+            f"the plan gives {len(model.ranks)}"
+        )
+    return topology

@@ -16,15 +16,9 @@ from torch import Tensor
 from slurmrl.errors import LayoutError
 from slurmrl.layout.box import Box
 from slurmrl.layout.shard import Shard
-from slurmrl.transfer.plan import Cargo, MovePlan, Segment, parts
+from slurmrl.transfer.plan import Cargo, MovePlan, Segment
 from slurmrl.transfer.regions import PlacedLayout
 
-ALONE = 256 << 10
-"""Bytes from which on a box is a message of its own, so that it can be sent and received in place;
-smaller ones share a message."""
-MESSAGE = 16 << 20
-"""The most bytes of a message. Memory of that size is recycled; larger blocks are new pages each
-time, whose first use takes longer than the transfer (see `parallel/device.py`)."""
 BLOCK = 1 << 20
 """Elements of a moving average that are widened at a time."""
 
@@ -164,13 +158,13 @@ class Mover:
         operations: list[tuple[dist.P2POp, list[_Message]]] = []
         arriving: Arrived = {}
         for leg in self._receives.get(slot, ()):
-            arriving[leg.number] = [self._landing(cargo) for cargo in _messages(leg.segment)]
+            arriving[leg.number] = [self._landing(cargo) for cargo in leg.segment.messages()]
             for message in arriving[leg.number]:
                 operations.append((self._operation(dist.irecv, message, leg), [message]))
         for leg in self._sends.get(slot, ()):
             messages = arrived.get(leg.number)
             if messages is None:
-                messages = [self._packed(cargo) for cargo in _messages(leg.segment)]
+                messages = [self._packed(cargo) for cargo in leg.segment.messages()]
             operations += [(self._operation(dist.isend, message, leg), []) for message in messages]
         operations.sort(key=lambda entry: entry[0].tag)  # the same order at both ends
         works = dist.batch_isend_irecv([operation for operation, _ in operations])
@@ -228,23 +222,6 @@ class Mover:
                 old.lerp_(new, self._eta)
             else:
                 old.copy_(old.to(wide).lerp_(new, self._eta))
-
-
-def _messages(segment: Segment) -> Iterator[tuple[Cargo, ...]]:
-    """The cargo of a segment in messages, the same at both ends of a link."""
-    shared: list[Cargo] = []
-    used = 0
-    for item in segment.cargo:
-        if item.bytes >= ALONE:
-            yield from ((part,) for part in parts(item, MESSAGE))
-            continue
-        if used + item.bytes > MESSAGE:
-            yield tuple(shared)
-            shared, used = [], 0
-        shared.append(item)
-        used += item.bytes
-    if shared:
-        yield tuple(shared)
 
 
 def _boxes(message: _Message) -> Iterator[tuple[Cargo, Tensor]]:

@@ -33,6 +33,12 @@ LONGEST_CHAIN = 32
 rank of a chain waits as many slots."""
 LOOK_AHEAD = 16
 """Slots that are looked at together in the search for room."""
+ALONE = 256 << 10
+"""Bytes from which on a box is a message of its own, so that it can be sent and received in place;
+smaller ones share a message."""
+MESSAGE = 16 << 20
+"""The most bytes of a message. Memory of that size is recycled; larger blocks are new pages each
+time, whose first use takes longer than the transfer (see `parallel/device.py`)."""
 Ranks = tuple[int, ...]
 
 
@@ -61,6 +67,22 @@ class Segment:
     @property
     def bytes(self) -> int:
         return sum(cargo.bytes for cargo in self.cargo)
+
+    def messages(self) -> Iterator[tuple[Cargo, ...]]:
+        """The cargo of each message, the same at both ends of a link."""
+        shared: list[Cargo] = []
+        used = 0
+        for item in self.cargo:
+            if item.bytes >= ALONE:
+                yield from ((part,) for part in parts(item, MESSAGE))
+                continue
+            if used + item.bytes > MESSAGE:
+                yield tuple(shared)
+                shared, used = [], 0
+            shared.append(item)
+            used += item.bytes
+        if shared:
+            yield tuple(shared)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from slurmrl.engines.base import TOKENS, LossFn, OutputFn, Outputs, TrainEngine,
 from slurmrl.engines.fsdp import state
 from slurmrl.engines.fsdp.generation import GatheredGeneration
 from slurmrl.engines.fsdp.gradients import clip, global_norm, sum_copies
-from slurmrl.engines.fsdp.placing import Placing, split_of, tensor_split
+from slurmrl.engines.fsdp.placing import Placing
 from slurmrl.engines.fsdp.sharding import SMALL_BYTES, Shards, shard_plan
+from slurmrl.engines.fsdp.splitting import split_of, tensor_split
 from slurmrl.engines.fsdp.weights import constant_specs, fill, new_model, whole_shapes
 from slurmrl.engines.host import HostCopies
 from slurmrl.engines.initial_weights import initial_weights, model_config
@@ -82,7 +83,8 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         self._placing = Placing(
             whole_shapes(decoder),
             self._dtype,
-            context,
+            context.topology,
+            context.rank,
             tensor_split(self.config, self._split),
             constant_specs(decoder, trained=trained),
         )

@@ -1,7 +1,7 @@
 """The placement of each parameter's parts on the ranks of a model.
 
 Tensor ranks split a dim that depends on the parameter. Data- and context-parallel ranks split each
-of these parts into ceil-chunks of dim 0, as FSDP2 does, or hold copies of it."""
+of these parts into ceil-chunks of dim 0, as FSDP2 does, or hold copies of it. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from slurmrl.errors import UsageError
 from slurmrl.layout.box import Box, Index, chunk
 from slurmrl.layout.holders import HeldBox, Holders
 from slurmrl.layout.layout import Layout, TensorSpec
-from slurmrl.models.config import ModelConfig
-from slurmrl.models.hf_config import HFConfig
-from slurmrl.models.parallel.boxes import TensorSplit, refusals
-from slurmrl.models.parallel.split import Axis, Split
-from slurmrl.parallel.groups import JOINT, ParallelContext
+from slurmrl.models.parallel.boxes import TensorSplit
+from slurmrl.parallel.topology import JOINT, ProcessTopology
 
 
 @dataclass(frozen=True)
@@ -27,7 +23,9 @@ class Placing:
 
     shapes: Mapping[str, Index]
     dtype: str
-    context: ParallelContext
+    topology: ProcessTopology
+    rank: int
+    """This rank, for its own boxes."""
     tensor: TensorSplit | None
     constants: Mapping[str, TensorSpec] = field(default_factory=dict)
     """Tensors of the model that are not parameters; whole on every rank."""
@@ -38,16 +36,16 @@ class Placing:
     def _chunks(self) -> dict[int, tuple[int, int]]:
         """The number of chunks that each rank's group makes of a part, and which one it has."""
         if not self.sharded:
-            return dict.fromkeys(range(self.context.size), (1, 0))
+            return dict.fromkeys(range(self.topology.world_size), (1, 0))
         return {
             rank: (len(members), index)
-            for members in self.context.topology.blocks(JOINT["shard"])
+            for members in self.topology.blocks(JOINT["shard"])
             for index, rank in enumerate(members)
         }
 
     @cached_property
     def _tensor_ranks(self) -> list[int]:
-        topology = self.context.topology
+        topology = self.topology
         return [topology.coordinates(rank).get("tp", 0) for rank in range(topology.world_size)]
 
     def _part(self, name: str, tensor_rank: int) -> Box:
@@ -63,7 +61,7 @@ class Placing:
 
     def own_boxes(self) -> dict[str, Box]:
         """The boxes that this rank stores."""
-        rank = self.context.rank
+        rank = self.rank
         tensor_rank = self._tensor_ranks[rank]
         return {name: self._chunk(self._part(name, tensor_rank), rank) for name in self.shapes}
 
@@ -75,7 +73,7 @@ class Placing:
         """The layout of every parameter, once for each prefix of its name, and of the constants.
         Without ``copies`` only the first rank that stores an element lists it."""
         own = self._holders(copies=copies)
-        ranks = tuple(range(self.context.size if copies else 1))
+        ranks = tuple(range(self.topology.world_size if copies else 1))
         constants = {
             name: Holders((HeldBox.contiguous(ranks, Box.whole(spec.shape)),))
             for name, spec in self.constants.items()
@@ -87,7 +85,7 @@ class Placing:
                 **self.constants,
             },
             {**{full: own[name] for full, name in names.items()}, **constants},
-            self.context.size,
+            self.topology.world_size,
         )
 
     def _holders(self, *, copies: bool) -> dict[str, Holders]:
@@ -111,33 +109,3 @@ class Placing:
             if tensor_rank % every == 0 and box.count:
                 ranks.setdefault(box, []).append(rank)
         return Holders(tuple(HeldBox.contiguous(tuple(by), box) for box, by in ranks.items()))
-
-
-def split_of(
-    role: str, config: ModelConfig | HFConfig, context: ParallelContext, *, sequence: bool
-) -> Split:
-    """This rank's split. Raises UsageError if the model cannot be split that way."""
-    for axis in ("pp", "ep"):
-        if context.axis_size(axis) > 1:
-            raise UsageError(f"{role}: the fsdp engine does not split along {axis}")
-    tensor, across = _axis(context, "tp"), _axis(context, "cp")
-    if isinstance(config, HFConfig):
-        only_data = ["a model of transformers supports data parallelism only (d)"]
-        problems = only_data if tensor.size * across.size > 1 else []
-    else:
-        problems = list(refusals(config, tensor.size, across.size))
-    if problems:
-        raise UsageError(f"{role}: " + "; ".join(problems))
-    return Split(tensor, across, sequence)
-
-
-def tensor_split(config: ModelConfig | HFConfig, split: Split) -> TensorSplit | None:
-    if isinstance(config, HFConfig) or split.tensor.size == 1:
-        return None
-    return TensorSplit(config, split.tensor.size, split.sequence)
-
-
-def _axis(context: ParallelContext, name: str) -> Axis:
-    if context.axis_size(name) == 1:
-        return Axis()
-    return Axis(context.axis_rank(name), context.axis_size(name), context.group(name))

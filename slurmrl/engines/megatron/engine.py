@@ -26,7 +26,7 @@ from slurmrl.engines.megatron.layers import BalancedRouter, balance_of, own_modu
 from slurmrl.engines.megatron.model import Chunk
 from slurmrl.engines.megatron.optimizer import ShardedOptimizer
 from slurmrl.engines.megatron.packing import Micro, micro_batch
-from slurmrl.engines.megatron.parts import Parts, part_of_flat, parts_of
+from slurmrl.engines.megatron.parts import Parts, layout_of, padded, part_of_flat, parts_of
 from slurmrl.engines.megatron.place import Place, misfits, place_of
 from slurmrl.engines.megatron.random_tracker import RandomStates
 from slurmrl.engines.megatron.schedule import PipelineSchedule, Use
@@ -82,7 +82,8 @@ class MegatronEngine(TrainEngine):
         self.config = config
         self._max_tokens = model.max_tokens_per_microbatch
         self._dtype = model.dtype
-        self._vocabulary = _padded(config, model.model or ParallelSizes(), context.axis_size("tp"))
+        multiple = (model.model or ParallelSizes()).make_vocab_size_divisible_by
+        self._vocabulary = padded(config.vocab_size, context.axis_size("tp") * multiple)
         self._place = self._place_of(context.rank)
         trains_whole = trained and not context.sequence_parallel
         problems = misfits(
@@ -360,15 +361,9 @@ class MegatronEngine(TrainEngine):
         return state.saved_layout(self.context, shapes, self._prefixes, held)
 
     def layout(self) -> Layout:
-        shapes = parameter_shapes(self.config, self.head)
         places = [self._place_of(rank) for rank in range(self.context.size)]
-        rows = {
-            place: [shard for own in self._parts_of(place).values() for shard in own]
-            for place in set(places)
-        }
-        return Layout.of(
-            {name: TensorSpec(shape, self._dtype) for name, shape in shapes.items()},
-            [rows[place] for place in places],
+        return layout_of(
+            self.config, self.head, self._dtype, places, self._vocabulary, grouped=self._te
         )
 
     def storages(self) -> Mapping[str, Tensor]:
@@ -388,12 +383,6 @@ class MegatronEngine(TrainEngine):
 
     def onload(self) -> None:
         self._offload.give()
-
-
-def _padded(config: ModelConfig, sizes: ParallelSizes, tp: int) -> int:
-    """Rows of the embedding, padded to be divisible."""
-    multiple = tp * sizes.make_vocab_size_divisible_by
-    return -(-config.vocab_size // multiple) * multiple
 
 
 def _of_moment(moment: str, shard: Shard) -> Shard:

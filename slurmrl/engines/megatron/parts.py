@@ -8,10 +8,11 @@ vocabulary beyond its size are padding. A storage is named by its chunk and its 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from slurmrl.engines.megatron.place import Place, Stage
 from slurmrl.layout.box import Box, Index, flat_range
+from slurmrl.layout.layout import Layout, TensorSpec
 from slurmrl.layout.shard import Shard
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.shapes import EMBEDDING, LM_HEAD, VALUE_HEAD, parameter_shapes
@@ -34,6 +35,34 @@ def parts_of(
     """All shards of a rank; ``vocabulary`` is the padded number of rows; ``grouped`` where one
     module has the experts of a layer."""
     return _Parts(config, head, place, vocabulary, EXPERTS[grouped]).parts
+
+
+def padded(rows: int, multiple: int) -> int:
+    """Rows of the vocabulary, padded to be divisible."""
+    return -(-rows // multiple) * multiple
+
+
+def layout_of(
+    config: ModelConfig,
+    head: Head,
+    dtype: str,
+    places: Sequence[Place],
+    vocabulary: int,
+    *,
+    grouped: bool,
+) -> Layout:
+    """The layout of all ranks at ``places``; other arguments as for `parts_of`."""
+    rows = {
+        place: [
+            shard
+            for own in parts_of(config, head, place, vocabulary, grouped=grouped).values()
+            for shard in own
+        ]
+        for place in set(places)
+    }
+    shapes = parameter_shapes(config, head)
+    specs = {name: TensorSpec(shape, dtype) for name, shape in shapes.items()}
+    return Layout.of(specs, [rows[place] for place in places])
 
 
 def part_of_flat(shards: Iterable[Shard], first: int, last: int) -> Iterator[Shard]:

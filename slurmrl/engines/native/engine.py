@@ -9,8 +9,9 @@ from torch import Tensor
 
 from slurmrl.config.schema.model import Model
 from slurmrl.engines.fsdp.generation import GatheredGeneration
-from slurmrl.engines.fsdp.placing import Placing, split_of, tensor_split
+from slurmrl.engines.fsdp.placing import Placing
 from slurmrl.engines.fsdp.sharding import ShardPlan, Shards
+from slurmrl.engines.fsdp.splitting import split_of, tensor_split
 from slurmrl.engines.fsdp.weights import constant_specs, new_model, whole_shapes
 from slurmrl.engines.initial_weights import model_config
 from slurmrl.engines.offload import Offload
@@ -50,7 +51,8 @@ class NativeEngine(GatheredGeneration):
         self._placing = Placing(
             whole_shapes(decoder),
             model.dtype,
-            context,
+            context.topology,
+            context.rank,
             tensor_split(self.config, split),
             constant_specs(decoder, trained=False),
             sharded=False,

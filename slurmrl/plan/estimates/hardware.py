@@ -63,3 +63,11 @@ def memory_of(text: str) -> int:
     """Bytes of a memory size in Slurm's notation; a number without a unit is in mebibytes."""
     unit = text[-1] if text[-1] in _UNITS else "M"
     return int(text.rstrip("KMGT")) * _UNITS[unit]
+
+
+def binary_size(number: int) -> str:
+    """Bytes to three digits, in binary units."""
+    for unit, factor in (("TiB", 2**40), ("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
+        if number >= factor:
+            return f"{number / factor:.3g} {unit}"
+    return f"{number} B"

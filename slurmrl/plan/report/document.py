@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from slurmrl.display.document import Block, Document, Grid, GridRow, Legend, Lines, Table
-from slurmrl.plan.estimates.hardware import GIB
+from slurmrl.plan.estimates.hardware import binary_size
 from slurmrl.plan.estimates.memory import PASSING, STANDING
+from slurmrl.plan.report.moves import blocks_of
 
 AXIS_LETTERS: Final = {"pp": "p", "dp": "d", "cp": "c", "tp": "t"}
 MEMORY: Final = (*STANDING, *PASSING)
@@ -25,6 +26,7 @@ def document(report: Mapping[str, Any]) -> Document:
         *(_grid(report, group) for group in report["groups"]),
         Table(memory, list(_memory(report)), note=_fullest(report)),
         Table(calls, list(_calls(report))),
+        *(blocks_of(report["moves"]) if "moves" in report else ()),
         _process_groups(report),
     ]
     ends = {"warnings": "warnings", "notes": "notes", "missing": "to fix before submission"}
@@ -59,7 +61,7 @@ def _groups(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
         workers = str(group["hosts"] * group["workers_per_host"])
         gpus, cpus = str(group["gpus_per_host"]), str(group["cpus_per_host"])
         memory = group["mem_per_host_bytes"]
-        shown = "-" if memory is None else _size(memory)
+        shown = "-" if memory is None else binary_size(memory)
         yield group["name"], hosts, workers, gpus, cpus, shown, f"--array={group['array']}"
 
 
@@ -68,8 +70,8 @@ def _host_memory(report: Mapping[str, Any]) -> str:
     if size is None:
         return ""
     workers = max(group["workers_per_host"] for group in report["groups"])
-    on_host = _size(size * workers)
-    return f"host memory: {_size(size)} estimated for each worker, {on_host} for each host"
+    on_host = binary_size(size * workers)
+    return f"host memory: {binary_size(size)} estimated for each worker, {on_host} for each host"
 
 
 def _model(model: Mapping[str, Any]) -> str:
@@ -117,27 +119,19 @@ def _memory(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
             yield [name, *("-" for _ in MEMORY), "unknown architecture"]
             continue
         sizes = [memory[f"{part}_bytes"] for part in (*MEMORY, "together")]
-        yield [name, *map(_size, sizes)]
+        yield [name, *map(binary_size, sizes)]
 
 
 def _fullest(report: Mapping[str, Any]) -> str:
     memory, device = report["memory"], "GPU" if report["gpus"] else "worker"
     if memory["bytes"] is None:
         return f"memory of a {device}: not estimated"
-    models, size = ", ".join(memory["models"]), _size(memory["bytes"])
+    models, size = ", ".join(memory["models"]), binary_size(memory["bytes"])
     fullest = f"fullest {device}: {memory['fullest_gpu']} with {models}: {size}"
     if not report["gpus"]:
         return fullest
-    limit = f", of {_size(memory['gpu_bytes'])}" if memory["gpu_bytes"] else ""
-    return f"{fullest} and a margin of {_size(memory['margin_bytes'])}{limit}"
-
-
-def _size(number: int) -> str:
-    """Bytes to three digits."""
-    for unit, factor in (("GiB", GIB), ("MiB", 2**20), ("KiB", 2**10)):
-        if number >= factor:
-            return f"{number / factor:.3g} {unit}"
-    return f"{number} B"
+    limit = f", of {binary_size(memory['gpu_bytes'])}" if memory["gpu_bytes"] else ""
+    return f"{fullest} and a margin of {binary_size(memory['margin_bytes'])}{limit}"
 
 
 def _calls(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:

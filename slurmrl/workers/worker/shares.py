@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from slurmrl.data.packing import balanced_partition, even_partition
 from slurmrl.data.spread import Spread
 from slurmrl.graph.call import Method
-from slurmrl.parallel.groups import ModelRanks, topology_of
+from slurmrl.parallel.topology import ModelRanks, topology_of
 from slurmrl.plan.model import CallPlan
 
 

@@ -14,9 +14,11 @@ from torch import Tensor
 from slurmrl.config.schema.model import Model
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine
+from slurmrl.engines.planned import planned_layout
 from slurmrl.errors import MoveError
+from slurmrl.layout.layout import Layout
+from slurmrl.models.config import Head, ModelConfig
 from slurmrl.parallel.groups import build
-from slurmrl.transfer import execute
 from slurmrl.transfer.execute import Holdings, Mover
 from slurmrl.transfer.plan import Segment, plan_move
 from slurmrl.transfer.regions import PlacedLayout
@@ -26,6 +28,9 @@ from tests.support.host_memory import peak_bytes
 
 BUDGET = 4096
 """So small that most tensors travel in several segments."""
+
+
+PADDING = {"make_vocab_size_divisible_by": 1}
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,7 @@ class Side:
     virtual_pipeline: int = 1
     sequence_parallel: bool = False
     role: str = "actor"
+    head: Head = "lm"
 
 
 def engines(sides: list[Side], architecture: dict[str, Any]) -> list[Engine | None]:
@@ -55,7 +61,7 @@ def engines(sides: list[Side], architecture: dict[str, Any]) -> list[Engine | No
         ranks = side.ranks or tuple(range(count))
         placed.append(replace(side, ranks=ranks, role=f"model{number}"))
     contexts = build(placed, rank=dist.get_rank(), device=torch.device("cpu"))
-    settings = {"architecture": architecture, "model": {"make_vocab_size_divisible_by": 1}}
+    settings = {"architecture": architecture, "model": PADDING}
     return [
         ENGINES.load(side.engine)(
             side.role,
@@ -76,12 +82,22 @@ def engines(sides: list[Side], architecture: dict[str, Any]) -> list[Engine | No
 def placed_layouts(sides: list[Side], made: list[Engine | None]) -> list[PlacedLayout]:
     """The layouts, which every rank needs; the first rank of each model knows its own."""
     found = []
-    for engine in made:
+    for side, engine in zip(sides, made, strict=True):
         own = None if engine is None else PlacedLayout(engine.layout(), engine.context.ranks)
+        if engine is not None:
+            assert engine.layout().to_json() == _planned(side, engine).to_json()
         every: list[PlacedLayout | None] = [None] * dist.get_world_size()
         dist.all_gather_object(every, own)
         found.append(next(layout for layout in every if layout is not None))
     return found
+
+
+def _planned(side: Side, engine: Engine) -> Layout:
+    """The layout that ``slurmrl plan --moves`` computes without an engine."""
+    config = engine.config
+    assert isinstance(config, ModelConfig)
+    model = Model(dtype=side.dtype, model=PADDING)
+    return planned_layout(replace(side, ranks=engine.context.ranks), model, config)
 
 
 def all_pairs(sides: list[Side], architecture: dict[str, Any]) -> dict[tuple[int, int], int]:
@@ -156,7 +172,7 @@ def allocated(sides: list[Side], architecture: dict[str, Any]) -> tuple[int, int
     plan = plan_move(*layouts, hosts=dict.fromkeys(range(8), 0), budget=4 * BUDGET)
     mover = Mover(plan, rank, held, taken, group=None, device=torch.device("cpu"))
     mover.run()
-    with mock.patch.object(execute, "ALONE", 256):
+    with mock.patch("slurmrl.transfer.plan.ALONE", 256):
         peak = peak_bytes(mover.run)
     return peak, plan.staging().get(rank, 0)
 

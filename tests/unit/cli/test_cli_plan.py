@@ -69,6 +69,7 @@ def test_a_string_that_is_not_allowed_is_2(text: str, capsys: pytest.CaptureFixt
     ("arguments", "message"),
     [
         (("fsdp:d2", "--svg", "x.svg"), "are not allowed with an allocation"),
+        (("fsdp:d2", "--moves"), "are not allowed with an allocation"),
         (("fsdp:d2", "trial=2"), "are not allowed with an allocation"),
         (("fsdp:d2", "--json", "--table"), "exclude each other"),
         (("none.yaml",), "cannot be read"),
@@ -123,6 +124,85 @@ def test_a_configuration_is_planned_as_json(
     assert [row["dp"] for row in found["models"]["actor"]["ranks"]] == [0, 1, 2, 3]
     assert found["models"]["actor"]["memory"]["weights_bytes"] > 0
     assert found["calls"][0]["flops"] > 0
+
+
+ARCHITECTURE = {
+    "model_type": "llama", "vocab_size": 128, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "max_position_embeddings": 512, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def moved(
+    capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str, **architecture: object
+) -> tuple[int, str, str]:
+    """Plan PPO of an architecture with moves."""
+    folder.joinpath("ppo.yaml").write_text(
+        "experiment: add\ntotal_steps: 1\nalgorithm: {name: ppo, batch_size: 8}\n"
+        "dataset: {type: prompt, path: data.jsonl, max_prompt_tokens: 8}\n"
+        "rollout: {max_new_tokens: 8}\nreward: {name: exact_match}\n"
+        f"actor: {{architecture: {json.dumps({**ARCHITECTURE, **architecture})}}}\n"
+    )
+    padding = "actor.model.make_vocab_size_divisible_by=1"
+    more = (padding, "--moves", "--scheduler", "slurm")
+    return run(capsys, "plan", str(folder / "ppo.yaml"), *arguments, *more)
+
+
+def test_moves_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every rank receives what it lacks and no more; links and ranks count the same bytes."""
+    layouts = ("actor.backend=megatron:t2p2", "rollout.backend=native:d4", "rollout.gpus=0-3")
+    hosts = ("cluster.workers_per_host=2", "transfer.staging_mib=1")
+    code, out, _ = moved(capsys, tmp_path, *layouts, *hosts, "--json")
+    [move] = json.loads(out)["moves"]
+    assert (code, move["source"], move["target"]) == (0, "actor", "rollout")
+    assert move["calls"] == ["actor_gen"]
+    weights = 2 * (2 * 128 * 64 + 4 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64)  # bfloat16
+    assert move["bytes"]["same_rank"] + move["received_bytes"] == 4 * weights
+    assert [r["received_bytes"] for r in move["ranks"]] == [
+        r["lacking_bytes"] for r in move["ranks"]
+    ]
+    assert sum(r["sent_bytes"] for r in move["ranks"]) == move["received_bytes"]
+    assert sum(link["bytes"] for link in move["links"]) == move["received_bytes"]
+    across = [n["bytes"] for n in move["links"] if (n["sender"] < 2) != (n["receiver"] < 2)]
+    assert sum(across) == move["bytes"]["across_hosts"] > 0
+    assert 0 < move["peak_extra_bytes"] <= 1 << 20 == move["staging_limit_bytes"]
+    assert move["messages"] >= len(move["links"])
+    code, out, _ = moved(capsys, tmp_path, *layouts, *hosts)
+    assert "move actor -> rollout, before actor_gen:" in out
+    assert "received, 1.0000 times the lower bound of" in out
+
+
+def test_only_the_busiest_of_many_ranks_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layouts = ("actor.backend=fsdp:d32", "rollout.backend=native:d32", "rollout.gpus=0-31")
+    code, out, _ = moved(capsys, tmp_path, *layouts, "algorithm.batch_size=128")
+    assert code == 0
+    assert "16 less busy ranks are left out; --json lists them" in out
+
+
+def test_a_plan_without_moves_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = moved(capsys, tmp_path)
+    assert code == 0
+    assert "moves: none, because every call runs on the layout of its model" in out
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("rollout.backend=vllm:d2",), "rollout: moves to vllm:d2 cannot be planned"),
+        (
+            ("rollout.backend=native:d1", "rollout.gpus=0", "actor.implementation=hf"),
+            "it is a model of transformers",
+        ),
+    ],
+)
+def test_moves_that_cannot_be_planned_are_refused(
+    overrides: tuple[str, ...], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = moved(capsys, tmp_path, *overrides)
+    assert (code, out) == (2, "")
+    assert message in err
 
 
 def test_a_wrong_configuration_is_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

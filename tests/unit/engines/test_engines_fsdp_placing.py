@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from slurmrl.engines.fsdp.placing import Placing
@@ -22,11 +19,9 @@ def placing(layers: int, d: int, t: int, rank: int) -> Placing:
         "num_hidden_layers": layers, "num_attention_heads": 8, "num_key_value_heads": 2,
     }  # fmt: skip
     config = ModelConfig.from_hf(values)
-    context: Any = SimpleNamespace(
-        topology=ProcessTopology(("dp", "tp"), (d, t)), rank=rank, size=d * t
-    )
+    topology = ProcessTopology(("dp", "tp"), (d, t))
     tensor = TensorSplit(config, t) if t > 1 else None
-    return Placing(parameter_shapes(config, "lm"), "float32", context, tensor)
+    return Placing(parameter_shapes(config, "lm"), "float32", topology, rank, tensor)
 
 
 @pytest.mark.parametrize(("d", "t"), [(1024, 1), (256, 4), (3, 4)])
