@@ -60,19 +60,18 @@ def write_manifest(
     directory: Path,
     *,
     step: int,
-    files: Iterable[Mapping[str, Any]],
+    files: Iterable[SavedFile],
     state: Mapping[str, Any],
     calls: SystemCalls = REAL,
 ) -> Manifest:
     """Write ``state.json`` and then ``manifest.json``, durably, including the directory entry.
 
-    ``files`` are the ranks' SavedFiles as JSON objects; ``state`` is everything else that a run
-    needs to continue.
+    ``files`` are those of the ranks; ``state`` is everything else that a run needs to continue.
     """
     text = _json(state)
     atomic.replace(directory / STATE, text, calls=calls)
     own = SavedFile(STATE, len(text), f"sha256:{hashlib.sha256(text).hexdigest()}")
-    manifest = Manifest(step, (*(SavedFile(**file) for file in files), own))
+    manifest = Manifest(step, (*files, own))
     atomic.replace(
         directory / MANIFEST, _json({"version": VERSION, **asdict(manifest)}), calls=calls
     )

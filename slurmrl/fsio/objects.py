@@ -83,7 +83,11 @@ def shape(kind: type[Dataclass]) -> FieldType:
 
 @cache
 def _required(kind: type[Dataclass]) -> Collection[str]:
-    return tuple(field.name for field in fields(kind) if field.default is MISSING)
+    return tuple(
+        field.name
+        for field in fields(kind)
+        if field.default is MISSING and field.default_factory is MISSING
+    )
 
 
 @cache

@@ -1,9 +1,5 @@
-"""The messages between master, agents and workers: JSON objects with a ``type``.
+"""The messages between master, agents and workers, by channel.
 
-Master to workers and agents (control log; every rank executes them in this order; ``seq`` numbers
-them):
-
-========  =====================================================================================
 load      ``step, items [[epoch, index], …], evaluation``: take the batch from the dataset
 call      ``step, name, scalars, evaluation``: execute one call of the dataflow graph
 save      ``step, directory, asynchronous``: write this rank's part of a checkpoint
@@ -30,34 +26,292 @@ call, exception, traceback``, ``damaged``: a checkpoint's directory, ``absent``:
 ``echo``: it looks like a consequence of another rank's end); worker and master to agent ``pulse``
 (a worker's says what it is doing); agent to fork server ``fork`` (with the new worker's pipe),
 ``kill`` and ``stacks``; fork server to agent ``ended`` (``code``: its worker's exit code).
+=======
+On a channel a message is a JSON object with a ``type``; `MessageSet` makes it and checks it. Fields
+of a newer version are ignored, a type of one is refused: the processes of an incarnation run the
+same code.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final, Generic, TypeAlias, TypeVar
 
-Message = dict[str, Any]
+from slurmrl.channel import frame
+from slurmrl.channel.bell import BellAddress
+from slurmrl.checkpoint.tensors import SavedFile
+from slurmrl.fsio import objects
+from slurmrl.fsio.failures import corrupt
+from slurmrl.fsio.shapes import COUNT, FILE_NAME, SECONDS, SIZE, FieldType, shown
+from slurmrl.monitor.hang import RankProgress
+from slurmrl.monitor.reports import Failure, Identity, Warned
 
-LOAD = "load"
-CALL = "call"
-SAVE = "save"
-EXIT = "exit"
-OVER = "over"
-STACKS = "stacks"
-BELL = "bell"
+REMEDY = "the processes of an incarnation must run the same version of slurmrl"
+MEASURE = FieldType("a number", lambda value: isinstance(value, int | float))
+"""Also NaN and infinity, which losses may be."""
 
-START = "start"
-PREPARING = "preparing"
-READY = "ready"
-DONE = "done"
-SAVED = "saved"
-ERROR = "error"
-HELLO = "hello"
-WARNING = "warning"
-FAILED = "failed"
-STACKED = "stacked"
 
-PULSE = "pulse"
-FORK = "fork"
-KILL = "kill"
-ENDED = "ended"
+# -- master to agents and workers, in the control log ----------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What the master posts. Every rank executes orders in the same order."""
+
+    seq: Annotated[int, SIZE] = 0
+    """Its number, which `WorkerChannel.post` sets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadBatch(Order):
+    step: int
+    items: tuple[tuple[int, int], ...]
+    """(epoch, index)"""
+    evaluation: bool = False
+    """Whether items and calls are those of an evaluation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunCall(Order):
+    """Execute one call of the dataflow graph."""
+
+    step: int
+    name: str
+    scalars: Mapping[str, Annotated[float, MEASURE]]
+    evaluation: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save(Order):
+    """Write this rank's part of a checkpoint."""
+
+    step: int
+    directory: Annotated[str, FILE_NAME]
+    """Its name in ``checkpoints/``."""
+    asynchronous: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit(Order):
+    """The incarnation ends normally."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Over(Order):
+    """The incarnation ends because of a failure; not numbered."""
+
+    stacks: str = ""
+    """Why agents collect the stacks of their processes before they kill them; empty: they do
+    not."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CollectStacks(Order):
+    """A user requests stacks."""
+
+    number: Annotated[int, COUNT]
+    """That of the request, from 1."""
+    ranks: tuple[Annotated[int, COUNT], ...] | None = None
+    """None: all ranks, and the master."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RingAt(Order):
+    """Ring the master's bell when a log has grown; not numbered."""
+
+    bell: BellAddress
+
+
+# -- workers to master, through the agent's log ----------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparing:
+    """A worker is tokenising a dataset, so that the start takes longer."""
+
+    rank: Annotated[int, COUNT]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ready:
+    """A worker has its models and data. All ranks see the same data and tokens."""
+
+    rank: Annotated[int, COUNT]
+    size: Annotated[int, SIZE]
+    fingerprint: str
+    evaluation_size: Annotated[int, SIZE] = 0
+    left_out: Annotated[int, SIZE] = 0
+    """Rows that are too long."""
+    evaluation_left_out: Annotated[int, SIZE] = 0
+    stop_tokens: tuple[tuple[int, str], ...] = ()
+    """Ids and texts of the tokens that end a completion."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Done:
+    """A worker has executed an order."""
+
+    rank: Annotated[int, COUNT]
+    seq: Annotated[int, SIZE]
+    """The number of the order."""
+    seconds: Annotated[float, SECONDS]
+    tokens: Annotated[int, SIZE] = 0
+    stats: Mapping[str, tuple[Annotated[float, MEASURE], Annotated[float, MEASURE]]] = field(
+        default_factory=dict
+    )
+    """(sum, count) of each metric"""
+    texts: tuple[Mapping[str, Any], ...] = ()
+    """Rows of the samples table."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Saved:
+    """A worker's files are on disk. That of an asynchronous `Save` comes after its `Done`."""
+
+    rank: Annotated[int, COUNT]
+    seq: Annotated[int, SIZE]
+    """The number of the `Save`."""
+    files: tuple[SavedFile, ...] = ()
+    error: str = ""
+    """Why they are not."""
+
+
+Answer: TypeAlias = Preparing | Ready | Done | Saved
+
+
+# -- agents to master, in the agent's log ----------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hello:
+    agent: Identity
+    bell: BellAddress | None = None
+    """The agent's own bell."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacked:
+    """An agent has written the stacks of its processes."""
+
+    group: str
+    task: Annotated[int, COUNT]
+    number: Annotated[int, COUNT]
+    """That of the request; 0 after a hang."""
+    file: str
+    """Path in the run directory."""
+    ranks: tuple[RankProgress, ...]
+    """What its ranks were doing."""
+
+
+FromAgent: TypeAlias = Answer | Hello | Warned | Failure | Stacked
+
+
+# -- within a host, through pipes ------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """Join the process group and load the models: the agent's first message to a worker. Rank 0
+    gets the listening socket of the store with it."""
+
+    store: str
+    """``host:port``"""
+    world_size: Annotated[int, COUNT]
+    interface: str | None = None
+    """Network interface for traffic between ranks where the user's environment names none."""
+    base: Annotated[str, FILE_NAME] | None = None
+    """The commit to load."""
+    incarnation: Annotated[int, COUNT] = 0
+    exclusive: bool = False
+    """Whether the scheduler gives each GPU to one job."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pulse:
+    """A sign of life, of a worker or the master."""
+
+    doing: RankProgress | None = None
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Fork a worker; its pipe comes with this."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Kill the worker."""
+
+
+@dataclass(frozen=True)
+class WriteStacks:
+    """Have the worker write its stacks."""
+
+
+@dataclass(frozen=True)
+class WorkerEnded:
+    code: int
+    """Exit code, negative for a signal."""
+
+
+# -- their JSON ------------------------------------------------------------------------------
+
+M = TypeVar("M", bound=objects.Dataclass)
+
+
+class MessageSet(Generic[M]):
+    """The messages that may come on a channel."""
+
+    def __init__(self, channel: str, kinds: Mapping[str, type[M]]) -> None:
+        self._channel = channel
+        self._kinds = kinds
+        self._types = {kind: name for name, kind in kinds.items()}
+
+    def type_of(self, message: M) -> str:
+        return self._types[type(message)]
+
+    def to_json(self, message: M) -> frame.Message:
+        return {"type": self.type_of(message), **objects.to_json(message)}
+
+    def from_json(self, values: frame.Message) -> M:
+        """Raises CorruptFileError."""
+        name = values.get("type")
+        kind = self._kinds.get(name) if isinstance(name, str) else None
+        if kind is None:
+            known = ", ".join(self._kinds)
+            problem = f"has {shown(name)} in 'type', expected one of {known}"
+            raise corrupt(self._channel, problem, REMEDY)
+        return objects.from_json(kind, values, self._channel, remedy=REMEDY)
+
+
+_WORK: Final[Mapping[str, type[Order]]] = {
+    "load": LoadBatch,
+    "call": RunCall,
+    "save": Save,
+    "exit": Exit,
+}
+_ANSWERS: Final[Mapping[str, type[Answer]]] = {
+    "preparing": Preparing,
+    "ready": Ready,
+    "done": Done,
+    "saved": Saved,
+}
+
+CONTROL_LOG: Final = MessageSet[Order](
+    "the control log", {**_WORK, "over": Over, "stacks": CollectStacks, "bell": RingAt}
+)
+AGENT_LOG: Final = MessageSet[FromAgent](
+    "the log of an agent",
+    {**_ANSWERS, "hello": Hello, "warning": Warned, "failed": Failure, "stacked": Stacked},
+)
+TO_WORKER: Final = MessageSet[Start | Order]("the pipe to a worker", {"start": Start, **_WORK})
+FROM_WORKER: Final = MessageSet[Answer | Failure | Pulse](
+    "the pipe from a worker", {**_ANSWERS, "error": Failure, "pulse": Pulse}
+)
+TO_FORK_SERVER: Final = MessageSet[Fork | Kill | WriteStacks](
+    "the pipe to a fork server", {"fork": Fork, "kill": Kill, "stacks": WriteStacks}
+)
+FROM_FORK_SERVER: Final = MessageSet[WorkerEnded](
+    "the pipe from a fork server", {"ended": WorkerEnded}
+)

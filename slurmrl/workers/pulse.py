@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from slurmrl.channel.pipe import Connection
-from slurmrl.workers import messages
-from slurmrl.workers.messages import Message
+from slurmrl.workers.messages import FROM_WORKER, Pulse
 
 K = TypeVar("K", bound=Hashable)
 
@@ -43,17 +42,16 @@ class Errand:
 def start(
     pipe: Connection,
     every_s: float,
-    describe: Callable[[], Message] = dict,
+    describe: Callable[[], Pulse] = Pulse,
     errand: Errand | None = None,
 ) -> None:
     """Send a pulse at once and then every ``every_s``, from a thread that ends with the process or
-    the pipe. None is sent while earlier messages are still unread: those are signs of life too. A
-    pulse carries what ``describe`` returns."""
+    the pipe. None is sent while earlier messages are still unread: those are signs of life too."""
 
     def beat() -> None:
         while not pipe.closed:
             if pipe.flush():
-                pipe.send({"type": messages.PULSE, **describe()})
+                pipe.send(FROM_WORKER.to_json(describe()))
             if errand is None:
                 time.sleep(every_s)
             elif select.select([errand.wakeup], [], [], every_s)[0]:

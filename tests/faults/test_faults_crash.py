@@ -17,6 +17,7 @@ import pytest
 
 from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.checkpoint.manifest import verify, write_manifest
+from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.errors import CorruptFileError, NameExistsError, SlotTakenError
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import SystemCalls
@@ -219,7 +220,7 @@ def commit(root: Path, calls: SystemCalls, acknowledge: Acknowledge) -> None:
             data = whole(f"rank{rank}")
             write_new(directory / f"actor.{rank}", data, True, calls)
             checksum = f"sha256:{hashlib.sha256(data).hexdigest()}"
-            files.append({"name": f"actor.{rank}", "size": len(data), "checksum": checksum})
+            files.append(SavedFile(f"actor.{rank}", len(data), checksum))
         write_manifest(directory, step=step, files=files, state={"step": step}, calls=calls)
         writer.append(Kind.COMMIT, {"step": step, "directory": directory.name})
         acknowledge(step)

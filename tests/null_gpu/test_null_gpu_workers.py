@@ -44,9 +44,9 @@ def test_a_collective_of_nccl_is_explained_while_it_waits_and_recorded_when_it_e
             if (waiting := collectives.waiting()) is not None:
                 break
             assert time.monotonic() < deadline, "no collective was ever pending"
-        assert (waiting["name"], waiting["ranks"]) == ("all_reduce", [0, 1, 2, 3])
-        assert 0 <= waiting["since_s"] < 60
-        line = f"all_reduce #{waiting['number']} of group {waiting['group']}, [5]"
+        assert (waiting.name, waiting.ranks) == ("all_reduce", (0, 1, 2, 3))
+        assert 0 <= waiting.since_s < 60
+        line = f"all_reduce #{waiting.number} of group {waiting.group}, [5]"
         while f"{line}: ended" not in collectives.recorded():
             assert time.monotonic() < deadline, collectives.recorded()
             time.sleep(0.05)

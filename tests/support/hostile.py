@@ -147,7 +147,7 @@ def _commit(paths: RunPaths, step: int) -> None:
         "commits": {"step": 4, "epoch": 0},
         "evaluations": None,
     }
-    write_manifest(directory, step=step, files=map(vars, saved), state=state)
+    write_manifest(directory, step=step, files=saved, state=state)
 
 
 def files(paths: RunPaths) -> list[Path]:

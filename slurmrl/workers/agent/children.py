@@ -15,15 +15,14 @@ from slurmrl import log
 from slurmrl.channel.follower import Follower
 from slurmrl.channel.pipe import Connection
 from slurmrl.config.schema.cluster import Cluster
-from slurmrl.fsio import objects
 from slurmrl.monitor.hang import RankProgress
 from slurmrl.monitor.reports import Failure, Identity
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import GroupPlan
-from slurmrl.workers import messages, process, pulse, stacks
+from slurmrl.workers import process, pulse, stacks
 from slurmrl.workers.agent import container, environment
 from slurmrl.workers.agent.slot import Ended, Slot
-from slurmrl.workers.messages import Message
+from slurmrl.workers.messages import FROM_WORKER, Answer, Order, Pulse
 from slurmrl.worlds import RankId
 
 logger = log.get(__name__)
@@ -44,7 +43,7 @@ MASTER = "the master"
 class News:
     """Events of one turn."""
 
-    received: list[Message] = field(default_factory=list)
+    received: list[Answer] = field(default_factory=list)
     """Messages of workers for the master."""
     failures: list[Failure] = field(default_factory=list)
     """Exceptions that workers reported."""
@@ -158,9 +157,9 @@ class Children:
 
     # -- while they run ----------------------------------------------------------------------
 
-    def broadcast(self, message: Message) -> None:
+    def broadcast(self, order: Order) -> None:
         for slot in self.slots:
-            slot.send(message)
+            slot.send(order)
 
     def wake_on(self, follower: Follower) -> None:
         """Also end a `turn` when the logs of a follower have changed."""
@@ -205,20 +204,18 @@ class Children:
         received = pipe.receive_available()
         if received:
             self._watch.heard(slot.rank)
-        for message in received:
-            self._take(slot, message)
+        for values in received:
+            self._take(slot, FROM_WORKER.from_json(values))
         if pipe.closed:
             self._unlisten(pipe.fileno())
 
-    def _take(self, slot: Slot, message: Message) -> None:
-        where = f"a message of {slot.name}"
-        if message["type"] == messages.ERROR:
-            self._news.failures.append(objects.from_json(Failure, message, where))
-        elif message["type"] != messages.PULSE:
+    def _take(self, slot: Slot, message: Answer | Failure | Pulse) -> None:
+        if isinstance(message, Failure):
+            self._news.failures.append(message)
+        elif not isinstance(message, Pulse):
             self._news.received.append(message)
-        elif "doing" in message:
-            doing = objects.from_json(RankProgress, message["doing"], where)
-            self._doing[slot.rank] = doing, time.monotonic()
+        elif message.doing is not None:
+            self._doing[slot.rank] = message.doing, time.monotonic()
 
     def _hear_fork_server(self, slot: Slot) -> None:
         if slot.line is not None:

@@ -20,7 +20,6 @@ from typing import TypeVar
 
 from slurmrl import keys, log
 from slurmrl.backoff import Backoff, retry
-from slurmrl.channel.bell import BellAddress
 from slurmrl.channel.follower import Follower
 from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import (
@@ -33,15 +32,24 @@ from slurmrl.errors import (
 )
 from slurmrl.fsio import objects
 from slurmrl.history.state import TrialState
-from slurmrl.monitor.hang import RankProgress
 from slurmrl.monitor.reports import Cause, Failure
-from slurmrl.workers import address, doorbell, evidence, messages
+from slurmrl.workers import address, doorbell, evidence
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.replies import Replies
 from slurmrl.workers.agent.symptoms import Symptoms
 from slurmrl.workers.agent.witness import Witness
 from slurmrl.workers.failure import describe, publish
-from slurmrl.workers.messages import Message
+from slurmrl.workers.messages import (
+    CONTROL_LOG,
+    CollectStacks,
+    Exit,
+    FromAgent,
+    Hello,
+    Order,
+    Over,
+    RingAt,
+    Start,
+)
 
 logger = log.get(__name__)
 T = TypeVar("T")
@@ -126,8 +134,8 @@ class Incarnation:
         if host.identity.trains:
             bell = doorbell.install(paths.control, host.cluster.interface, host.group.hosts)
         self.replies = Replies(writer, host.group.workers_per_host, bell)
-        where = objects.to_json(bell.address) if bell is not None else None
-        self.send({"type": messages.HELLO, **vars(host.identity), "bell": where})
+        where = bell.address if bell is not None else None
+        self.send(Hello(agent=host.identity, bell=where))
 
     def _form(self, state: TrialState) -> None:
         """Send each worker rank 0's address and the name of the commit to load."""
@@ -139,15 +147,14 @@ class Incarnation:
             if host.children.first_rank == 0:
                 listener = stack.enter_context(address.listen(own))
                 self._publish_store(listener)
-            start = {
-                "type": messages.START,
-                "store": self.wait("rank 0's address", self._find_store, FORM_TIMEOUT_S),
-                "world_size": host.group.world_size,
-                "interface": address.interface_of(own),
-                "base": state.base,
-                "incarnation": self.number,
-                "exclusive": host.deals_gpus,
-            }
+            start = Start(
+                store=self.wait("rank 0's address", self._find_store, FORM_TIMEOUT_S),
+                world_size=host.group.world_size,
+                interface=address.interface_of(own),
+                base=state.base,
+                incarnation=self.number,
+                exclusive=host.deals_gpus,
+            )
             for slot in host.children.slots:
                 takes = listener if slot.rank == 0 else None
                 slot.send(start, takes.fileno() if takes is not None else None)
@@ -196,25 +203,25 @@ class Incarnation:
             bell=replies.bell,
         )
         host.children.wake_on(master)
-        waiting: deque[Message] = deque()
+        waiting: deque[Order] = deque()
         while True:
-            for message in master.read_due():
-                if message["type"] == messages.OVER:
-                    if why := message.get("stacks"):
-                        self._send_stacks(why)
-                    raise StaleIncarnationError(f"the master ended incarnation {self.number}")
-                if message["type"] == messages.STACKS:
-                    self._answer(message)
-                elif message["type"] == messages.BELL:
-                    bell = objects.from_json(BellAddress, message, "the control log")
-                    replies.ring_at(bell)
-                    master.listen_for(bell.source, 0)
-                else:
-                    waiting.append(message)
+            for order in map(CONTROL_LOG.from_json, master.read_due()):
+                match order:
+                    case Over():
+                        if order.stacks:
+                            self._send_stacks(order.stacks)
+                        raise StaleIncarnationError(f"the master ended incarnation {self.number}")
+                    case CollectStacks():
+                        self._answer(order)
+                    case RingAt():
+                        replies.ring_at(order.bell)
+                        master.listen_for(order.bell.source, 0)
+                    case _:
+                        waiting.append(order)
             while waiting and host.lease_guard.may_start():
-                message = waiting.popleft()
-                host.children.broadcast(message)
-                if message["type"] == messages.EXIT:
+                order = waiting.popleft()
+                host.children.broadcast(order)
+                if isinstance(order, Exit):
                     self._let_exit()
                     return
             self._turn_until_news(master, may_stop=bool(waiting))
@@ -226,12 +233,12 @@ class Incarnation:
             if may_stop or master.woken or master.pause_s() <= 0:
                 return
 
-    def _answer(self, request: Message) -> None:
+    def _answer(self, request: CollectStacks) -> None:
         """Collect the stacks that a user requested; the ranks keep running."""
-        why = f"requested (request {request['number']})"
-        if request["ranks"] is None or set(request["ranks"]) & set(self.host.children.ranks):
+        why = f"requested (request {request.number})"
+        if request.ranks is None or set(request.ranks) & set(self.host.children.ranks):
             self.send(
-                self._witness.take(self.number, request["number"], why, self.turn, request["ranks"])
+                self._witness.take(self.number, request.number, why, self.turn, request.ranks)
             )
 
     def _let_exit(self) -> None:
@@ -287,12 +294,12 @@ class Incarnation:
         if self.replies is None or (warned := self.host.warnings.take()) is None:
             return
         known = objects.to_json(warned)
-        self.send({"type": messages.WARNING, **known})
+        self.send(warned)
         self.host.events.write("warned", **known)
         with contextlib.suppress(NameExistsError, EnvironmentFailure):  # or another host was first
             self.host.names.add(keys.warned(self.number), json.dumps(known), delete_on_exit=False)
 
-    def send(self, *news: Message) -> None:
+    def send(self, *news: FromAgent) -> None:
         """Send messages to the master, once there is an incarnation."""
         if self.replies is not None:
             self.replies.send(*news)
@@ -315,7 +322,7 @@ class Incarnation:
             short = {"cause": failure.cause, "reason": failure.reason, **rank}
             host.events.write("failure", incarnation=self.number, **short)
         held = self.replies.answers.release() if self.replies is not None else []
-        self.send(*held, {"type": messages.FAILED, "failure": objects.to_json(failure)})
+        self.send(*held, failure)
         if evidence.is_hang(failure) and self.number:
             self._explain(failure)
         return failure
@@ -325,12 +332,14 @@ class Incarnation:
         them, else those of this host."""
         if failure.cause == Cause.HUNG and failure.rank is None:  # the master
             taken = self._witness.take(self.number, 0, failure.reason, self._idle)
-            rows = [objects.from_json(RankProgress, row, "our own") for row in taken["ranks"]]
-            evidence.publish(self.host.names, self.host.events, self.number, rows, [taken["file"]])
+            evidence.publish(
+                self.host.names, self.host.events, self.number, taken.ranks, [taken.file]
+            )
             return
         deadline = time.monotonic() + OVER_S
         while self._master_log is not None and time.monotonic() < deadline:
-            if any(message["type"] == messages.OVER for message in self._master_log.read()):
+            orders = map(CONTROL_LOG.from_json, self._master_log.read())
+            if any(isinstance(order, Over) for order in orders):
                 break
             self._idle(LOOK_S)
         self._send_stacks(failure.reason)

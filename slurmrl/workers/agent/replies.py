@@ -15,8 +15,7 @@ from slurmrl import log
 from slurmrl.channel.bell import Bell, BellAddress
 from slurmrl.channel.log import LogWriter
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.workers import messages
-from slurmrl.workers.messages import Message
+from slurmrl.workers.messages import AGENT_LOG, Answer, FromAgent, Preparing, Ready
 
 logger = log.get(__name__)
 
@@ -31,12 +30,12 @@ class Answers:
     def __init__(self, workers: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._workers = workers
         self._clock = clock
-        self._held: list[Message] = []
-        self._given: Counter[tuple[str, int | None]] = Counter()
+        self._held: list[Answer] = []
+        self._given: Counter[tuple[type[Answer], int]] = Counter()
         """How many workers have given an answer, by its type and the message that it answers."""
         self._until = math.inf
 
-    def take(self, received: Sequence[Message]) -> list[Message]:
+    def take(self, received: Sequence[Answer]) -> list[Answer]:
         """Hold answers; return all held ones if it is time to send them."""
         if received and not self._held:
             self._until = self._clock() + HOLD_S
@@ -44,7 +43,7 @@ class Answers:
         complete = [self._completes(answer) for answer in received]
         return self.release() if any(complete) or self.wait_s() <= 0 else []
 
-    def release(self) -> list[Message]:
+    def release(self) -> list[Answer]:
         """Return the answers that are held, and hold them no longer."""
         held, self._held, self._until = self._held, [], math.inf
         return held
@@ -53,10 +52,10 @@ class Answers:
         """Return how long until `take` returns the answers that are held."""
         return max(self._until - self._clock(), 0.0)
 
-    def _completes(self, answer: Message) -> bool:
-        if answer["type"] not in (messages.READY, messages.DONE, messages.SAVED):
+    def _completes(self, answer: Answer) -> bool:
+        if isinstance(answer, Preparing):
             return True
-        given = answer["type"], answer.get("seq")
+        given = type(answer), 0 if isinstance(answer, Ready) else answer.seq
         self._given[given] += 1
         if self._given[given] < self._workers:
             return False
@@ -76,14 +75,14 @@ class Replies:
         """Whether the writer holds messages that the directory has not taken yet."""
         self._masters_bell: BellAddress | None = None
 
-    def send(self, *news: Message) -> None:
+    def send(self, *news: FromAgent) -> None:
         """Send messages. Those that the directory does not take now are sent first the next
         time."""
         if not (news or self._unsent):
             return
         self._unsent = True
         try:
-            self._writer.append(*news)
+            self._writer.append(*map(AGENT_LOG.to_json, news))
         except EnvironmentFailure as error:
             logger.warning("cannot send to the master, will retry: %s", error)
             return

@@ -8,7 +8,15 @@ from typing import IO, TypeAlias
 
 from slurmrl.channel.pipe import Connection
 from slurmrl.workers import messages, process
-from slurmrl.workers.messages import Message
+from slurmrl.workers.messages import (
+    FROM_FORK_SERVER,
+    TO_FORK_SERVER,
+    TO_WORKER,
+    Fork,
+    Kill,
+    Order,
+    WriteStacks,
+)
 from slurmrl.worlds import RankId
 
 Start: TypeAlias = Callable[[str, IO[bytes]], tuple[process.Child, Connection]]
@@ -51,27 +59,28 @@ class Slot:
         assert self.line is not None
         assert not self.running
         self.pipe, theirs = Connection.pair()
-        self.line.send_with_fd({"type": messages.FORK}, theirs.fileno())
+        self.line.send_with_fd(TO_FORK_SERVER.to_json(Fork()), theirs.fileno())
         theirs.close()
         self.running = True
 
-    def send(self, message: Message, descriptor: int | None = None) -> None:
+    def send(self, message: messages.Start | Order, descriptor: int | None = None) -> None:
         """Send a message to the worker, with an open descriptor if there is one."""
         assert self.pipe is not None
+        values = TO_WORKER.to_json(message)
         if descriptor is None:
-            self.pipe.send(message)
+            self.pipe.send(values)
         else:
-            self.pipe.send_with_fd(message, descriptor)
+            self.pipe.send_with_fd(values, descriptor)
 
     def kill(self) -> None:
         """Request that the worker is killed; its end is reported later."""
         if self.running and self.line is not None:
-            self.line.send({"type": messages.KILL})
+            self.line.send(TO_FORK_SERVER.to_json(Kill()))
 
     def ask_stacks(self) -> None:
         """Request the worker's stacks."""
         if self.running and self.line is not None:
-            self.line.send({"type": messages.STACKS})
+            self.line.send(TO_FORK_SERVER.to_json(WriteStacks()))
 
     def flush(self) -> None:
         for pipe in (self.line, self.pipe):
@@ -81,7 +90,7 @@ class Slot:
     def hear_fork_server(self) -> list[Ended]:
         """Return the end of its worker, once."""
         received = self.line.receive_available() if self.line is not None else []
-        codes = [message["code"] for message in received if message["type"] == messages.ENDED]
+        codes = [FROM_FORK_SERVER.from_json(values).code for values in received]
         return [ended for code in codes for ended in self._end(self.name, code)]
 
     def fork_server_ended(self) -> list[Ended]:

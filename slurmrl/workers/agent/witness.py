@@ -10,14 +10,13 @@ from pathlib import Path
 
 from slurmrl import log
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.fsio import atomic, objects
+from slurmrl.fsio import atomic
 from slurmrl.monitor import hang
 from slurmrl.monitor.hang import RankProgress
-from slurmrl.workers import messages
 from slurmrl.workers.agent import stacks
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.stacks import StacksAnswer
-from slurmrl.workers.messages import Message
+from slurmrl.workers.messages import Stacked
 
 logger = log.get(__name__)
 
@@ -39,8 +38,8 @@ class Witness:
         why: str,
         pause: Callable[[float], None],
         ranks: Collection[int] | None = None,
-    ) -> Message:
-        """Write the file and return the message STACKED. ``pause`` waits. ``ranks`` None means all
+    ) -> Stacked:
+        """Write the file and return the message about it. ``pause`` waits. ``ranks`` None means all
         of them and the master."""
         host = self._host
         there = host.children.witnesses()
@@ -55,14 +54,13 @@ class Witness:
             self._keep(path)
         except EnvironmentFailure as error:
             logger.warning("cannot write the stacks: %s", error)
-        return {
-            "type": messages.STACKED,
-            "number": number,
-            "group": host.group.name,
-            "task": host.identity.task,
-            "file": str(path.relative_to(host.paths.run)),
-            "ranks": [objects.to_json(row) for row in rows],
-        }
+        return Stacked(
+            group=host.group.name,
+            task=host.identity.task,
+            number=number,
+            file=str(path.relative_to(host.paths.run)),
+            ranks=tuple(rows),
+        )
 
     def _rows(self, answers: Sequence[StacksAnswer]) -> list[RankProgress]:
         """Return what the ranks are doing, with the code position of those that answered."""

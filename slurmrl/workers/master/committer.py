@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,9 +26,8 @@ from slurmrl.history.record import Kind
 from slurmrl.history.state import Commit
 from slurmrl.history.writer import IncarnationWriter
 from slurmrl.paths import RunPaths
-from slurmrl.workers import messages
 from slurmrl.workers.master.worker_channel import WorkerChannel
-from slurmrl.workers.messages import Message
+from slurmrl.workers.messages import Save, Saved
 
 logger = log.get(__name__)
 
@@ -55,7 +54,7 @@ class Writing:
     directory: Path
     state: dict[str, Any]
     number: int
-    """Message number of its SAVE."""
+    """Number of its `Save`."""
     began: float
     asynchronous: bool
     stall_s: float = 0.0
@@ -95,13 +94,13 @@ class Committer:
         assert self._writing is None, "one checkpoint at a time"
         began = time.monotonic()
         directory = self.paths.checkpoint(step, self.writer.incarnation)
-        save = {"type": messages.SAVE, "step": step, "directory": directory.name}
+        save = Save(step=step, directory=directory.name, asynchronous=asynchronous)
         writing = Writing(step, directory, deepcopy(state), -1, began, asynchronous)
         try:
             make_private_directory(directory)
         except EnvironmentFailure as error:
             return self._give_up(writing, str(error))
-        (writing.number,) = self.channel.post({**save, "asynchronous": asynchronous})
+        (writing.number,) = self.channel.post(save)
         writing.stall_s = time.monotonic() - began
         self._writing = writing
         return None
@@ -115,8 +114,8 @@ class Committer:
             return None
         writing, self._writing = self._writing, None
         if writing.asynchronous:
-            writing.stall_s += max(answer["seconds"] for answer in answers.values())
-        return self._finish(writing, answers)
+            writing.stall_s += max(done.seconds for done, _ in answers)
+        return self._finish(writing, [saved for _, saved in answers])
 
     def wait(self) -> Outcome | None:
         """Wait until the pending checkpoint is over; return None if there is none. Raises
@@ -130,12 +129,11 @@ class Committer:
         writing.stall_s += time.monotonic() - began
         return self.poll()
 
-    def _finish(self, writing: Writing, answers: dict[int, Message]) -> Outcome:
-        failed = [rank for rank in sorted(answers) if "error" in answers[rank]]
-        if failed:
-            reason = f"rank {failed[0]}: {answers[failed[0]]['error']}"
-            return self._give_up(writing, reason)
-        files = [file for rank in sorted(answers) for file in answers[rank]["files"]]
+    def _finish(self, writing: Writing, answers: Sequence[Saved]) -> Outcome:
+        failed = next((saved for saved in answers if saved.error), None)
+        if failed is not None:
+            return self._give_up(writing, f"rank {failed.rank}: {failed.error}")
+        files = [file for saved in answers for file in saved.files]
         try:
             self._sync()
             write_manifest(writing.directory, step=writing.step, files=files, state=writing.state)

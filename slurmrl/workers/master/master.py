@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.registry import near
-from slurmrl.workers import doorbell, messages
+from slurmrl.workers import doorbell
 from slurmrl.workers.master import step_metrics
 from slurmrl.workers.master.agent_registry import AgentRegistry
 from slurmrl.workers.master.committer import Committer, Outcome
@@ -38,7 +38,7 @@ from slurmrl.workers.master.progress import Progress
 from slurmrl.workers.master.publish import StatusPublisher
 from slurmrl.workers.master.requests import StackRequests
 from slurmrl.workers.master.worker_channel import WorkerChannel
-from slurmrl.workers.messages import Message
+from slurmrl.workers.messages import Exit, LoadBatch, Ready, RunCall
 from slurmrl.workers.poll_intervals import PollIntervals
 
 logger = log.get(__name__)
@@ -135,7 +135,7 @@ class Master:
         else:
             logger.info("stopping at step %d, because the job will end", self.progress.step)
             self.events.write("stopped", step=self.progress.step)
-        self.channel.post({"type": messages.EXIT})
+        self.channel.post(Exit())
         self.recorder.close()
 
     def _while_waiting(self) -> None:
@@ -148,23 +148,22 @@ class Master:
     def _wait_for_ranks(self) -> None:
         ready = self.channel.wait_ready(self.config.cluster.start_timeout_s)
         seen = {
-            (answer["size"], answer["fingerprint"], answer["evaluation_size"])
-            for answer in ready.values()
+            (answer.size, answer.fingerprint, answer.evaluation_size) for answer in ready.values()
         }
         if len(seen) > 1:
             raise CheckpointError(f"the ranks see different datasets: {sorted(seen)}")
         self.progress.use_dataset(*seen.pop())
         self._tell_left_out(ready[0])
-        self._use_stop_tokens({tuple(map(tuple, rank["stop_tokens"])) for rank in ready.values()})
+        self._use_stop_tokens({answer.stop_tokens for answer in ready.values()})
 
-    def _tell_left_out(self, ready: Message) -> None:
+    def _tell_left_out(self, ready: Ready) -> None:
         """Report rows that are longer than the configuration allows."""
-        self.rows_left_out = ready["left_out"]
-        files = {"": self.config.dataset}
+        self.rows_left_out = ready.left_out
+        found = [(self.config.dataset, ready.left_out, ready.size)]
         if self.config.evaluation is not None:
-            files["evaluation_"] = self.config.evaluation.dataset
-        for prefix, dataset in files.items():
-            left, size = ready[f"{prefix}left_out"], ready[f"{prefix}size"]
+            evaluation = self.config.evaluation.dataset
+            found.append((evaluation, ready.evaluation_left_out, ready.evaluation_size))
+        for dataset, left, size in found:
             if left:
                 where, total = dataset.path, size + left
                 logger.warning(
@@ -229,12 +228,12 @@ class Master:
         """Post a batch and all of its calls at once, in their fixed order, and collect answers."""
         began = time.monotonic()
         scalars = self.progress.scalars()
-        load = {"type": messages.LOAD, "step": step, "items": list(items)}
-        batch = [load] + [
-            {"type": messages.CALL, "step": step, "name": call.name, "scalars": scalars}
+        load = LoadBatch(step=step, items=tuple(items), evaluation=evaluation)
+        runs = [
+            RunCall(step=step, name=call.name, scalars=scalars, evaluation=evaluation)
             for call in calls
         ]
-        numbers = self.channel.post(*({**message, "evaluation": evaluation} for message in batch))
+        numbers = self.channel.post(load, *runs)
         timeout_s = self.config.step_timeout_s
         self.channel.collect(numbers[0], f"loading the batch of step {step}", timeout_s)
         answered: list[tuple[CallPlan, step_metrics.Answers]] = [
@@ -270,7 +269,7 @@ class Master:
             }
             logger.info("%s", json.dumps(shown))
 
-    def _write_samples(self, step: int, rows: list[dict[str, Any]]) -> None:
+    def _write_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         if rows:
             lines = step_metrics.sample_lines(step, rows)
             path = self.paths.samples / f"step-{step:08d}.jsonl"

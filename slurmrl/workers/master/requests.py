@@ -14,8 +14,7 @@ from slurmrl.backoff import Interval
 from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.monitor import published
 from slurmrl.name_resolve.base import NameStore
-from slurmrl.workers import messages
-from slurmrl.workers.messages import Message
+from slurmrl.workers.messages import CollectStacks, Order
 
 logger = log.get(__name__)
 
@@ -27,7 +26,7 @@ class StackRequests:
         self,
         names: NameStore,
         incarnation: int,
-        post: Callable[[Message], object],
+        post: Callable[[Order], object],
         *,
         look_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -55,4 +54,4 @@ class StackRequests:
             return
         number, self._number = self._number, self._number + 1
         logger.info("stacks requested (request %d)", number)
-        self._post({"type": messages.STACKS, "number": number, "ranks": request.ranks})
+        self._post(CollectStacks(number=number, ranks=request.ranks))

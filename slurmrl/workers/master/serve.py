@@ -14,14 +14,13 @@ from slurmrl.backoff import READ_S, retry
 from slurmrl.checkpoint.manifest import read_state, until_certain
 from slurmrl.config.load import load_resolved
 from slurmrl.errors import RunFailedError, StaleIncarnationError, TrialEndedError, UsageError
-from slurmrl.fsio import objects, ownership
+from slurmrl.fsio import ownership
 from slurmrl.fsio.atomic import known_names, remove
 from slurmrl.history.log import History
 from slurmrl.history.record import Record
 from slurmrl.history.state import TrialState, fold
 from slurmrl.history.writer import IncarnationWriter
 from slurmrl.monitor.events import EventWriter
-from slurmrl.monitor.hang import RankProgress
 from slurmrl.monitor.reports import Failure
 from slurmrl.monitor.sinks import MetricsRecorder
 from slurmrl.name_resolve import make
@@ -151,13 +150,8 @@ def _end(master: Master, names: NameStore, events: EventWriter, failure: Failure
         return
     master.channel.end(stacks=failure.reason)
     taken = master.channel.collect_stacks(evidence.COLLECT_S)
-    rows = [
-        objects.from_json(RankProgress, row, "a log of an agent")
-        for stacked in taken
-        for row in stacked["ranks"]
-    ]
-    rows = rows or master.status.doing()
-    files = [stacked["file"] for stacked in taken]
+    rows = [row for stacked in taken for row in stacked.ranks] or master.status.doing()
+    files = [stacked.file for stacked in taken]
     evidence.publish(names, events, master.writer.incarnation, rows, files)
 
 

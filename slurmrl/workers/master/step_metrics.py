@@ -8,10 +8,10 @@ from typing import Any
 from slurmrl.graph.call import Method
 from slurmrl.monitor.metrics import encode
 from slurmrl.plan.model import CallPlan
-from slurmrl.workers.messages import Message
+from slurmrl.workers.messages import Done
 
-Answers = Mapping[int, Message]
-"""DONE by rank."""
+Answers = Mapping[int, Done]
+"""By rank."""
 
 
 def mean_stats(call: CallPlan, answers: Answers) -> dict[str, float]:
@@ -20,7 +20,7 @@ def mean_stats(call: CallPlan, answers: Answers) -> dict[str, float]:
     ranks = call.ranks[:1] if call.method == Method.TRAIN_STEP else call.ranks
     sums: dict[str, list[float]] = {}
     for rank in ranks:
-        for name, (total, count) in answers[rank]["stats"].items():
+        for name, (total, count) in answers[rank].stats.items():
             pair = sums.setdefault(name, [0.0, 0.0])
             pair[0] += total
             pair[1] += count
@@ -29,7 +29,7 @@ def mean_stats(call: CallPlan, answers: Answers) -> dict[str, float]:
 
 def seconds(answers: Answers) -> float:
     """Return the time of a call: that of its slowest rank."""
-    return max(float(answer["seconds"]) for answer in answers.values())
+    return max(answer.seconds for answer in answers.values())
 
 
 def of_step(calls: Sequence[tuple[CallPlan, Answers]], step_s: float) -> dict[str, Any]:
@@ -37,7 +37,7 @@ def of_step(calls: Sequence[tuple[CallPlan, Answers]], step_s: float) -> dict[st
     metrics: dict[str, Any] = {}
     for call, answers in calls:
         metrics.update(mean_stats(call, answers))
-    tokens = sum(calls[-1][1][rank]["tokens"] for rank in calls[-1][0].ranks)
+    tokens = sum(calls[-1][1][rank].tokens for rank in calls[-1][0].ranks)
     metrics["tokens"] = tokens
     metrics["tokens_per_s"] = tokens / step_s
     metrics["time/step"] = step_s
@@ -45,11 +45,9 @@ def of_step(calls: Sequence[tuple[CallPlan, Answers]], step_s: float) -> dict[st
     return metrics
 
 
-def texts(calls: Sequence[tuple[CallPlan, Answers]]) -> list[dict[str, Any]]:
+def texts(calls: Sequence[tuple[CallPlan, Answers]]) -> list[Mapping[str, Any]]:
     """Readable samples of the batch, from whichever calls give some."""
-    return [
-        text for call, answers in calls for rank in call.ranks for text in answers[rank]["texts"]
-    ]
+    return [text for call, answers in calls for rank in call.ranks for text in answers[rank].texts]
 
 
 def sample_lines(step: int, rows: Sequence[Mapping[str, Any]]) -> bytes:

@@ -5,22 +5,34 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from slurmrl import log
 from slurmrl.backoff import retry
+from slurmrl.channel import frame
 from slurmrl.channel.bell import Bell, BellAddress
 from slurmrl.channel.follower import Follower
 from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import EnvironmentFailure, WaitTimeoutError
-from slurmrl.fsio import documents, objects
-from slurmrl.monitor.reports import Failure, Identity
+from slurmrl.monitor.reports import Failure, Identity, Warned
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
-from slurmrl.workers import messages
 from slurmrl.workers.failure import failed
-from slurmrl.workers.messages import Message
+from slurmrl.workers.messages import (
+    AGENT_LOG,
+    CONTROL_LOG,
+    Done,
+    FromAgent,
+    Hello,
+    Order,
+    Over,
+    Preparing,
+    Ready,
+    RingAt,
+    Saved,
+    Stacked,
+)
 from slurmrl.worlds import TRAINERS
 
 logger = log.get(__name__)
@@ -35,36 +47,36 @@ REST_S = 0.2
 class Mailbox:
     """Messages from the agents' logs that were not taken yet."""
 
-    ready: dict[int, Message] = field(default_factory=dict)
-    """READY by rank."""
+    ready: dict[int, Ready] = field(default_factory=dict)
+    """By rank."""
     preparing: int = 0
-    """Number of PREPARING messages."""
-    done: dict[int, dict[int, Message]] = field(default_factory=dict)
-    """DONE by message number, then by rank."""
-    saved: dict[int, dict[int, Message]] = field(default_factory=dict)
-    """SAVED by the number of its SAVE, then by rank."""
+    """Number of `Preparing` messages."""
+    done: dict[int, dict[int, Done]] = field(default_factory=dict)
+    """By the number of the order, then by rank."""
+    saved: dict[int, dict[int, Saved]] = field(default_factory=dict)
+    """By the number of the `Save`, then by rank."""
     agents: dict[str, Identity] = field(default_factory=dict)
-    """HELLO by ``group/task``."""
+    """By ``group/task``."""
     warning: str | None = None
     """The signal that warned that the job will end soon."""
 
-    def put(self, message: Message) -> None:
-        kind = message["type"]
-        if kind == messages.READY:
-            self.ready[message["rank"]] = message
-        elif kind == messages.PREPARING:
-            self.preparing += 1
-        elif kind == messages.DONE:
-            self.done.setdefault(message["seq"], {})[message["rank"]] = message
-        elif kind == messages.SAVED:
-            self.saved.setdefault(message["seq"], {})[message["rank"]] = message
-        elif kind == messages.HELLO:
-            agent = objects.from_json(Identity, message, "a log of an agent")
-            self.agents[agent.label] = agent
-        elif kind == messages.WARNING:
-            self.warning = message["signal"]
-        elif kind == messages.FAILED:
-            raise failed(objects.from_json(Failure, message["failure"], "a log of an agent"))
+    def put(self, message: FromAgent) -> None:
+        """Raises RunFailedError for a failure."""
+        match message:
+            case Ready():
+                self.ready[message.rank] = message
+            case Preparing():
+                self.preparing += 1
+            case Done():
+                self.done.setdefault(message.seq, {})[message.rank] = message
+            case Saved():
+                self.saved.setdefault(message.seq, {})[message.rank] = message
+            case Hello():
+                self.agents[message.agent.label] = message.agent
+            case Warned():
+                self.warning = message.signal
+            case Failure():
+                raise failed(message)
 
 
 class WorkerChannel:
@@ -104,7 +116,7 @@ class WorkerChannel:
         self._waits: tuple[str, Callable[[], set[int]], float] | None = None
         """What `_wait` waits for, from which ranks, and since when."""
         if bell is not None:
-            self._append({"type": messages.BELL, **objects.to_json(bell.address)})
+            self._append(RingAt(bell=bell.address))
 
     @property
     def ranks(self) -> range:
@@ -114,45 +126,45 @@ class WorkerChannel:
     def warned(self) -> bool:
         return self.mailbox.warning is not None
 
-    def post(self, *batch: Message) -> list[int]:
-        """Append messages in execution order; return their numbers. Retries while the directory
+    def post(self, *batch: Order) -> list[int]:
+        """Append orders in execution order; return their numbers. Retries while the directory
         does not answer."""
-        numbered = [{**message, "seq": next(self._numbers)} for message in batch]
+        numbered = [replace(order, seq=next(self._numbers)) for order in batch]
         self._append(*numbered)
-        return [message["seq"] for message in numbered]
+        return [order.seq for order in numbered]
 
-    def _append(self, *batch: Message) -> None:
+    def _append(self, *batch: Order) -> None:
         retry("post to the ranks", self._queue(*batch))
         self._ring()
 
-    def _queue(self, *batch: Message) -> Callable[[], None]:
+    def _queue(self, *batch: Order) -> Callable[[], None]:
         """Return a function that appends the batch, and on later calls what is still queued."""
-        batches = iter([batch])
+        batches = iter([[CONTROL_LOG.to_json(order) for order in batch]])
         return lambda: self._log.append(*next(batches, ()))
 
-    def end(self, stacks: str | None = None) -> None:
+    def end(self, stacks: str = "") -> None:
         """Tell the agents that this incarnation is over; if that fails, they find out later by
         themselves. ``stacks``: the reason for which they take stacks first."""
-        why = {} if stacks is None else {"stacks": stacks}
         try:
-            self._log.append({"type": messages.OVER, **why})
+            self._log.append(CONTROL_LOG.to_json(Over(stacks=stacks)))
             self._ring()
         except EnvironmentFailure as error:
             logger.warning("cannot tell the agents that the incarnation is over: %s", error)
 
-    def collect_stacks(self, timeout_s: float) -> list[Message]:
-        """Return STACKED of all agents that have said hello, or of those that answer in time."""
-        stacked: dict[str, Message] = {}
+    def collect_stacks(self, timeout_s: float) -> list[Stacked]:
+        """Return the reports of all agents that have said hello, or of those that answer in
+        time."""
+        stacked: dict[str, Stacked] = {}
         deadline = time.monotonic() + timeout_s
         while self.mailbox.agents.keys() - stacked and time.monotonic() < deadline:
-            for message in self._agents.read():
-                if message["type"] == messages.STACKED and message["number"] == 0:
-                    stacked[f"{message['group']}/{message['task']}"] = message
+            for message in map(AGENT_LOG.from_json, self._agents.read()):
+                if isinstance(message, Stacked) and message.number == 0:
+                    stacked[f"{message.group}/{message.task}"] = message
             time.sleep(STACKS_POLL_S)
         return [message for _, message in sorted(stacked.items())]
 
-    def wait_ready(self, timeout_s: float) -> dict[int, Message]:
-        """Wait for READY of every rank. The time-out starts again with each PREPARING."""
+    def wait_ready(self, timeout_s: float) -> dict[int, Ready]:
+        """Wait until every rank is ready. The time-out starts again with each `Preparing`."""
         ready = self.mailbox.ready
 
         def missing() -> set[int]:
@@ -161,19 +173,18 @@ class WorkerChannel:
         self._wait("to be ready", missing, timeout_s, lambda: self.mailbox.preparing)
         return ready
 
-    def collect(self, number: int, what: str, timeout_s: float) -> dict[int, Message]:
-        """Wait for DONE of every rank for message ``number``."""
+    def collect(self, number: int, what: str, timeout_s: float) -> dict[int, Done]:
+        """Wait until every rank has executed order ``number``."""
         done = self.mailbox.done.setdefault(number, {})
         self._wait(f"to finish {what}", lambda: set(self.ranks) - done.keys(), timeout_s)
         return self.mailbox.done.pop(number)
 
-    def saved(self, number: int) -> dict[int, Message] | None:
-        """Return every rank's merged DONE and SAVED for SAVE ``number``; None until all have sent
-        both."""
+    def saved(self, number: int) -> list[tuple[Done, Saved]] | None:
+        """Return every rank's answers to `Save` ``number``; None until all have sent both."""
         if self._unsaved(number):
             return None
         done, saved = self.mailbox.done.pop(number), self.mailbox.saved.pop(number)
-        return {rank: {**done[rank], **saved[rank]} for rank in self.ranks}
+        return [(done[rank], saved[rank]) for rank in self.ranks]
 
     def wait_saved(self, number: int, what: str, timeout_s: float) -> None:
         """Wait until `saved` returns an answer."""
@@ -191,20 +202,18 @@ class WorkerChannel:
                 self._while_waiting()
                 time.sleep(min(left_s, REST_S))
 
-    def _take(self, news: list[Message]) -> bool:
+    def _take(self, news: list[frame.Message]) -> bool:
         """Sort messages into the mailbox; return whether there were any."""
-        for message in news:
-            with documents.expecting("a log of an agent"):
-                self.mailbox.put(message)
-                if message["type"] == messages.HELLO and message.get("bell") is not None:
-                    self._meet(message["task"], message["bell"])
+        for message in map(AGENT_LOG.from_json, news):
+            self.mailbox.put(message)
+            if isinstance(message, Hello) and message.bell is not None:
+                self._meet(message.agent.task, message.bell)
         return bool(news)
 
-    def _meet(self, task: int, bell: Message) -> None:
+    def _meet(self, task: int, bell: BellAddress) -> None:
         """Ring this agent from now on, and know its rings by where they come from."""
-        address = objects.from_json(BellAddress, bell, "the bell in a log of an agent")
-        self._bells[task] = address
-        self._agents.listen_for(address.source, task)
+        self._bells[task] = bell
+        self._agents.listen_for(bell.source, task)
 
     def _ring(self) -> None:
         if self._bell is not None:

@@ -8,14 +8,14 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
 
 from slurmrl import log
 from slurmrl.channel.pipe import Connection
-from slurmrl.fsio import objects, ownership
+from slurmrl.fsio import ownership
 from slurmrl.monitor.hang import RankProgress
 from slurmrl.parallel.activity import Activity
 from slurmrl.workers import output, pulse, stacks
+from slurmrl.workers.messages import Pulse
 from slurmrl.workers.process import PIPE_FD_OPTION, PULSE_OPTION, allow_tracing, ignore_signals
 from slurmrl.worlds import RankId
 
@@ -47,7 +47,7 @@ def main() -> int:
     activity = Activity()
     collectives = Collectives()
 
-    def describe() -> dict[str, Any]:
+    def describe() -> Pulse:
         doing, since_s = activity.current()
         progress = RankProgress(
             world=options.world,
@@ -60,7 +60,7 @@ def main() -> int:
             since_s=since_s,
             collective=collectives.waiting(),
         )
-        return {"doing": objects.to_json(progress)}
+        return Pulse(doing=progress)
 
     def tell_more() -> None:
         stacks.finish(options.stacks_fd, collectives.recorded())

@@ -21,8 +21,7 @@ from slurmrl.data.dataset import TokenizedDataset
 from slurmrl.data.prepared import PreparedRows
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.parallel.activity import Activity
-from slurmrl.workers import messages
-from slurmrl.workers.messages import Message
+from slurmrl.workers.messages import Preparing
 
 logger = log.get(__name__)
 
@@ -53,12 +52,12 @@ class Datasets:
         self._activity = activity
 
     def provide(
-        self, tokenizer: PreTrainedTokenizerBase, rank: int, say: Callable[[Message], None]
+        self, tokenizer: PreTrainedTokenizerBase, rank: int, say: Callable[[Preparing], None]
     ) -> tuple[TokenizedDataset, ...]:
         """Return the training dataset and, if there is one, that of evaluations. ``say`` sends
-        PREPARING to the master now and then while rank 0 tokenises."""
+        `Preparing` to the master now and then while rank 0 tokenises."""
         if rank == 0:
-            self._prepare(tokenizer, lambda: say({"type": messages.PREPARING, "rank": rank}))
+            self._prepare(tokenizer, lambda: say(Preparing(rank=rank)))
         return self._open()
 
     def _prepare(self, tokenizer: PreTrainedTokenizerBase, report: Callable[[], None]) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore
 
 from slurmrl.parallel.device import Accelerator
-from slurmrl.workers.messages import Message
+from slurmrl.workers.messages import Start
 
 SHORTEST_TIMEOUT = timedelta(minutes=30)
 """Shortest time-out: no call of the master bounds the time in which models are loaded."""
@@ -23,7 +23,7 @@ def collective_timeout(step_timeout_s: float) -> timedelta:
 
 
 def join(
-    start: Message,
+    start: Start,
     rank: int,
     listener: int | None,
     accelerator: Accelerator,
@@ -32,20 +32,19 @@ def join(
     """Connect to the store that rank 0 serves, and form the process group; return the store.
 
     Args:
-        start: has ``store`` (host:port), ``world_size`` and ``interface``, the network interface
-            for traffic between ranks where the user's environment names none.
+        start: names the store, the number of ranks and the network interface.
         listener: file descriptor of the store's listening socket, bound by the agent; on rank 0
             only.
         timeout: of one collective.
     """
-    host, _, port = start["store"].rpartition(":")
-    if interface := start["interface"]:
+    host, _, port = start.store.rpartition(":")
+    if interface := start.interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # a bare name is a prefix
     store = TCPStore(
         host,
         int(port),
-        start["world_size"],
+        start.world_size,
         is_master=rank == 0,
         timeout=timeout,
         wait_for_workers=False,
@@ -55,7 +54,7 @@ def join(
         accelerator.backend,
         store=store,
         rank=rank,
-        world_size=start["world_size"],
+        world_size=start.world_size,
         timeout=timeout,
     )
     return store

@@ -20,7 +20,7 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.model import CallPlan, ModelPlan, Plan
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
-from slurmrl.workers.messages import Message
+from slurmrl.workers.messages import Done, LoadBatch, Order, Ready, RunCall, Save, Saved
 from slurmrl.workers.worker.batch import Batch
 from slurmrl.workers.worker.reallocation import Reallocations
 from slurmrl.workers.worker.residence import Residence
@@ -68,32 +68,31 @@ class Executor:
         self._interfaces: dict[str, Interface] = {}
         self._saver = Saver(rank)
 
-    def describe_data(self) -> dict[str, Any]:
-        """Return what the master needs to know about data and tokens, the same on every rank."""
+    def ready(self) -> Ready:
+        """Return what the master needs to know about data and tokens."""
         evaluation = self.evaluation_dataset
-        return {
-            "size": self.dataset.size,
-            "fingerprint": self.dataset.fingerprint,
-            "evaluation_size": evaluation.size if evaluation is not None else 0,
-            "left_out": self.dataset.left_out,
-            "evaluation_left_out": evaluation.left_out if evaluation is not None else 0,
-            "stop_tokens": [
-                [token, self.tokenizer.convert_ids_to_tokens(token)]
-                for token in self.stop_token_ids
-            ],
-        }
+        texts = map(self.tokenizer.convert_ids_to_tokens, self.stop_token_ids)
+        return Ready(
+            rank=self.rank,
+            size=self.dataset.size,
+            fingerprint=self.dataset.fingerprint,
+            evaluation_size=evaluation.size if evaluation is not None else 0,
+            left_out=self.dataset.left_out,
+            evaluation_left_out=evaluation.left_out if evaluation is not None else 0,
+            stop_tokens=tuple(zip(self.stop_token_ids, map(str, texts), strict=True)),
+        )
 
     # -- messages ----------------------------------------------------------------------------
 
-    def load(self, message: Message) -> Message:
+    def load(self, order: LoadBatch) -> Done:
         """Begin a batch. Every rank reads the ids and lengths of all items, so all agree on the
         shares without communication, and then only the items of its own shares."""
         began = time.monotonic()
         self._mail.finish()
-        calls = self._calls(message)
-        dataset = self.evaluation_dataset if message["evaluation"] else self.dataset
+        calls = self._calls(order)
+        dataset = self.evaluation_dataset if order.evaluation else self.dataset
         assert dataset is not None
-        items = [(epoch, index) for epoch, index in message["items"]]
+        items = order.items
         meta = _read(lambda: dataset.meta(items))
 
         def take(positions: Sequence[int]) -> SequenceSample:
@@ -105,77 +104,77 @@ class Executor:
         minibatches = self.settings.algorithm.minibatches
         shares = Shares(calls, layout_of, meta.item_lengths(), minibatches)
         self.batch = Batch(meta, take, calls, shares, self.rank, self._mail, self._activity)
-        return self._answer(began)
+        return self._done(order, began)
 
-    def call(self, message: Message) -> Message:
+    def call(self, order: RunCall) -> Done:
         """Execute one call of the dataflow graph on this rank's part, if the rank takes part in the
         call. Of ranks with the same part, only the first one's results count."""
         began = time.monotonic()
-        call = next(call for call in self._calls(message) if call.name == message["name"])
+        call = next(call for call in self._calls(order) if call.name == order.name)
         models = () if call.role is None else (self._layout(call),)
         with self._residence.using(*models):
             for move in call.pre_hooks:
                 with self._residence.using(move.source):
                     self._reallocations.run(move)
-            results = self._results(call, message)
+            result, tokens = self._execute(call, order)
         if call.method is Method.TRAIN_STEP and call.role is not None:
             self._reallocations.trained(call.role)
         for offload in call.post_hooks:
             self._reallocations.discarded(offload.model)
-        return self._answer(began, **results)
+        return self._done(order, began, result, tokens)
 
-    def _results(self, call: CallPlan, message: Message) -> dict[str, Any]:
-        """Execute a call. Return this rank's part of the answer."""
+    def _execute(self, call: CallPlan, order: RunCall) -> tuple[CallResult, int]:
+        """Execute a call. Return what this rank reports, and its number of tokens."""
         if self.batch is None:
             raise RuntimeError("no batch was loaded before this call")
         place = self._place(call) if self.rank in call.ranks else None
         sample = self.batch.inputs(call, place)
         if sample is None or place is None:
             self.batch.add(call, None)
-            return {}
+            return CallResult(), 0
         context = CallContext(
-            step=message["step"],
+            step=order.step,
             seed=self.settings.config.seed,
-            scalars=message["scalars"],
+            scalars=order.scalars,
             tokenizer=self.tokenizer,
             settings=self.settings,
             stop_token_ids=self.stop_token_ids,
             batch=self.batch.ids,
             cores=self._cores,
-            evaluation=message["evaluation"],
+            evaluation=order.evaluation,
         )
         result = self._run(call, sample, context) if call.role or place.is_leader else CallResult()
         self.batch.add(call, result.sample)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         if not place.is_leader:
-            return {}
+            return CallResult(), 0
         tokens = sum(sample.item_lengths(TOKENS)) if TOKENS in sample.keys else 0
-        return {"tokens": tokens, "stats": result.stats, "texts": result.texts}
+        return result, tokens
 
-    def save(self, message: Message, say: Callable[[Message], None]) -> Message:
+    def save(self, order: Save, say: Callable[[Saved], None]) -> Done:
         """Write this rank's part of a checkpoint of every trained model. An asynchronous save only
         copies it to host memory, and a thread writes it during the next messages. ``say`` receives
-        SAVED once it is on disk, perhaps from that thread."""
+        `Saved` once it is on disk, perhaps from that thread."""
         began = time.monotonic()
         self._saver.wait()
-        save = self._saver.start if message["asynchronous"] else self._saver.write
-        directory = self.paths.checkpoints / message["directory"]
+        save = self._saver.start if order.asynchronous else self._saver.write
+        directory = self.paths.checkpoints / order.directory
         snapshots = []
         for role, engine in self.engines.items():
             if not self.plan.models[role].trained or not isinstance(engine, TrainEngine):
                 continue
-            copy = message["asynchronous"] or role in self.plan.offloaded
+            copy = order.asynchronous or role in self.plan.offloaded
             with self._residence.using(role):
                 if (snapshot := engine.snapshot(copy=copy)) is not None:
                     snapshots.append(snapshot)
-        save(snapshots, directory, message["seq"], say)
-        return self._answer(began)
+        save(snapshots, directory, order.seq, say)
+        return self._done(order, began)
 
     # -- parts -------------------------------------------------------------------------------
 
-    def _calls(self, message: Message) -> Sequence[CallPlan]:
-        return self.plan.evaluation_calls if message["evaluation"] else self.plan.calls
+    def _calls(self, order: LoadBatch | RunCall) -> Sequence[CallPlan]:
+        return self.plan.evaluation_calls if order.evaluation else self.plan.calls
 
     def _layout(self, call: CallPlan) -> str:
         """Return the model whose layout a call runs on. A call without a model has the actor's."""
@@ -200,20 +199,18 @@ class Executor:
         for interface in self._interfaces.values():
             interface.close()
 
-    def _answer(
-        self,
-        began: float,
-        *,
-        tokens: int = 0,
-        stats: Mapping[str, tuple[float, float]] | None = None,
-        texts: Sequence[Mapping[str, Any]] = (),
-    ) -> Message:
-        return {
-            "stats": dict(stats or {}),
-            "seconds": time.monotonic() - began,
-            "tokens": tokens,
-            "texts": list(texts),
-        }
+    def _done(
+        self, order: Order, began: float, result: CallResult | None = None, tokens: int = 0
+    ) -> Done:
+        result = result or CallResult()
+        return Done(
+            rank=self.rank,
+            seq=order.seq,
+            seconds=time.monotonic() - began,
+            tokens=tokens,
+            stats=result.stats,
+            texts=tuple(result.texts),
+        )
 
 
 def _read(action: Callable[[], T]) -> T:

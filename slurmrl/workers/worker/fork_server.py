@@ -20,7 +20,15 @@ from slurmrl.engines import ENGINES
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.registry import resolve
-from slurmrl.workers import messages, process, stacks
+from slurmrl.workers import process, stacks
+from slurmrl.workers.messages import (
+    FROM_FORK_SERVER,
+    TO_FORK_SERVER,
+    Fork,
+    Kill,
+    WorkerEnded,
+    WriteStacks,
+)
 
 logger = log.get(__name__)
 
@@ -56,13 +64,14 @@ def serve(agent: Connection, rank: int) -> Connection | None:
         if worker is not None and (code := _ended(worker)) is not None:
             _clear_leftovers()
             worker = None
-            agent.send({"type": messages.ENDED, "code": code})
-        for message in agent.receive_available():
-            if message["type"] == messages.KILL and worker is not None:
+            agent.send(FROM_FORK_SERVER.to_json(WorkerEnded(code)))
+        for values in agent.receive_available():
+            request = TO_FORK_SERVER.from_json(values)
+            if isinstance(request, Kill) and worker is not None:
                 os.kill(worker, signal.SIGKILL)
-            elif message["type"] == messages.STACKS and worker is not None:
+            elif isinstance(request, WriteStacks) and worker is not None:
                 os.kill(worker, stacks.SIGNAL)
-            elif message["type"] == messages.FORK:
+            elif isinstance(request, Fork):
                 descriptor = agent.take_fd()
                 assert descriptor is not None
                 assert worker is None, "one worker at a time"

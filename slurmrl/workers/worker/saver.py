@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 from slurmrl import log
@@ -13,14 +13,13 @@ from slurmrl.checkpoint.shards import RoleSnapshot
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.fsio.calls import REAL
 from slurmrl.fsio.primitives import discard
-from slurmrl.workers import messages
-from slurmrl.workers.messages import Message
+from slurmrl.workers.messages import Saved
 
 logger = log.get(__name__)
 
 
 class Saver:
-    """Writes one checkpoint at a time, then sends SAVED with the files, or with the error if the
+    """Writes one checkpoint at a time, then sends `Saved` with the files, or with the error if the
     directory did not take them; that error ends nothing. Any other exception is a bug, which `wait`
     raises again."""
 
@@ -34,7 +33,7 @@ class Saver:
         snapshots: Sequence[RoleSnapshot],
         directory: Path,
         seq: int,
-        say: Callable[[Message], None],
+        say: Callable[[Saved], None],
     ) -> None:
         """Write in a thread, which calls ``say`` once everything is on disk."""
 
@@ -49,7 +48,7 @@ class Saver:
         snapshots: Sequence[RoleSnapshot],
         directory: Path,
         seq: int,
-        say: Callable[[Message], None],
+        say: Callable[[Saved], None],
     ) -> None:
         """Write synchronously."""
         say(self._write(snapshots, directory, seq))
@@ -63,17 +62,17 @@ class Saver:
         if self._bug is not None:
             raise self._bug
 
-    def _write(self, snapshots: Sequence[RoleSnapshot], directory: Path, seq: int) -> Message:
-        answer = {"type": messages.SAVED, "rank": self._rank, "seq": seq}
+    def _write(self, snapshots: Sequence[RoleSnapshot], directory: Path, seq: int) -> Saved:
+        saved = Saved(rank=self._rank, seq=seq)
         try:
-            files = [asdict(file) for each in snapshots for file in each.write(directory)]
+            files = tuple(file for each in snapshots for file in each.write(directory))
         except EnvironmentFailure as error:
             logger.warning("%s", error)
             for path in (path for each in snapshots for path in each.paths(directory)):
                 discard(path, REAL)  # or there may be no room to report it
-            return {**answer, "error": str(error)}
+            return replace(saved, error=str(error))
         except Exception as error:  # noqa: BLE001 - a thread's boundary: the rank raises it
             traceback.print_exc()
             self._bug = error
-            return {**answer, "error": f"{type(error).__name__}: {error}"}
-        return {**answer, "files": files}
+            return replace(saved, error=f"{type(error).__name__}: {error}")
+        return replace(saved, files=files)

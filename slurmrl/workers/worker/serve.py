@@ -6,9 +6,10 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,15 +22,25 @@ from slurmrl.errors import (
     UnusableGpuError,
     UsageError,
 )
-from slurmrl.fsio import objects
 from slurmrl.monitor.reports import Cause, Failure
 from slurmrl.parallel import device
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.gpu_faults import GpuFault, find_fault
 from slurmrl.paths import RunPaths
-from slurmrl.workers import messages
 from slurmrl.workers.failure import concerning
-from slurmrl.workers.messages import Message
+from slurmrl.workers.messages import (
+    FROM_WORKER,
+    TO_WORKER,
+    Answer,
+    Done,
+    Exit,
+    LoadBatch,
+    Order,
+    RunCall,
+    Save,
+    Saved,
+    Start,
+)
 from slurmrl.workers.worker.executor import Executor
 from slurmrl.workers.worker.setup import build
 from slurmrl.worlds import RankId
@@ -50,29 +61,47 @@ ECHO_TEXTS = re.compile(
 """Messages of torch.distributed, gloo and NCCL when another rank is gone or does not take part."""
 
 
+class _Place(NamedTuple):
+    """Where a worker is."""
+
+    call: str
+    """A call of the dataflow graph, or the type of a message."""
+    step: int | None = None
+
+
+START = _Place("start")
+
+
 def serve(run: Path, who: RankId, pipe: Connection, activity: Activity) -> int:
     """Execute messages until ``exit`` or until the agent is gone. Exits without the interpreter's
     clean-up: that would wait for the process groups of ranks that may be gone, and takes seconds in
     a process that was forked from a large one."""
-    doing: Message = {"type": messages.START}
+    place = START
     code = 1
+
+    def send(message: Answer | Failure) -> None:
+        pipe.send(FROM_WORKER.to_json(message))
+
     try:
-        start = pipe.receive(timeout_s=None)
-        if start is None:
+        first = pipe.receive(timeout_s=None)
+        if first is None:
             return 1
-        executor = build(RunPaths(run), who.rank, start, pipe.take_fd(), activity, pipe.send)
+        start = TO_WORKER.from_json(first)
+        assert isinstance(start, Start), start
+        executor = build(RunPaths(run), who.rank, start, pipe.take_fd(), activity, send)
         activity.end()
-        pipe.send({"type": messages.READY, "rank": who.rank, **executor.describe_data()})
-        while (message := pipe.receive(timeout_s=None)) is not None:
-            doing = message
-            if message["type"] == messages.EXIT:
+        send(executor.ready())
+        while (values := pipe.receive(timeout_s=None)) is not None:
+            order = TO_WORKER.from_json(values)
+            place = _place(order)
+            if isinstance(order, Exit):
                 executor.close()
                 code = 0
                 break
-            activity.begin(str(message.get("name") or message["type"]), message.get("step"))
-            answer = _execute(executor, message, pipe)
+            activity.begin(*place)
+            done = _execute(executor, order, send)
             activity.end()
-            pipe.send({"type": messages.DONE, "rank": who.rank, "seq": message["seq"], **answer})
+            send(done)
         else:
             logger.warning("the agent is gone")
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the process boundary: report it
@@ -80,23 +109,31 @@ def serve(run: Path, who: RankId, pipe: Connection, activity: Activity) -> int:
             logger.error("%s", error)
         else:
             traceback.print_exc()
-        failure = _describe(error, who, doing)
-        pipe.send({"type": messages.ERROR, **objects.to_json(failure)})
+        send(_describe(error, who, place))
         log.flush()
         _linger(pipe)
     log.flush()
     os._exit(code)
 
 
-def _execute(executor: Executor, message: Message, pipe: Connection) -> Message:
-    kind = message["type"]
-    if kind == messages.LOAD:
-        return executor.load(message)
-    if kind == messages.CALL:
-        return executor.call(message)
-    if kind == messages.SAVE:
-        return executor.save(message, pipe.send)
-    raise ValueError(f"unknown message type {kind!r}")
+def _place(order: Start | Order) -> _Place:
+    match order:
+        case RunCall():
+            return _Place(order.name, order.step)
+        case LoadBatch() | Save():
+            return _Place(TO_WORKER.type_of(order), order.step)
+    return _Place(TO_WORKER.type_of(order))
+
+
+def _execute(executor: Executor, order: Start | Order, say: Callable[[Saved], None]) -> Done:
+    match order:
+        case LoadBatch():
+            return executor.load(order)
+        case RunCall():
+            return executor.call(order)
+        case Save():
+            return executor.save(order, say)
+    raise TypeError(f"a worker cannot execute {order}")
 
 
 def _linger(pipe: Connection) -> None:
@@ -107,12 +144,12 @@ def _linger(pipe: Connection) -> None:
         pipe.receive(left_s)
 
 
-def _describe(error: BaseException, who: RankId, doing: Message) -> Failure:
+def _describe(error: BaseException, who: RankId, place: _Place) -> Failure:
     """Return the failure, without the host. A user error is final: its message needs no traceback,
     and another start would raise it again. What one host lacks at the start, another one may have,
     and an input that cannot be read now may be readable later."""
     unreadable = isinstance(error, UnreadableInputError)
-    lacking = isinstance(error, EnvironmentFailure) and doing["type"] == messages.START
+    lacking = isinstance(error, EnvironmentFailure) and place == START
     user_error = isinstance(error, UsageError)
     text = str(error) if user_error else f"{type(error).__name__}: {error}"
     exception = text[:TEXT_CHARACTERS]
@@ -125,8 +162,8 @@ def _describe(error: BaseException, who: RankId, doing: Message) -> Failure:
         reason=f"{who}: {gpu}{exception}",
         world=who.world,
         rank=who.rank,
-        step=doing.get("step"),
-        call=str(doing.get("name", doing["type"])),
+        step=place.step,
+        call=place.call,
         exception=exception,
         traceback="" if user_error else traceback.format_exc()[-TRACEBACK_CHARACTERS:],
         final=user_error and not unreadable,

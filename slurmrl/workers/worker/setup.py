@@ -29,7 +29,7 @@ from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.placement import model_of
 from slurmrl.plan.settings import Settings, load_run_settings
-from slurmrl.workers.messages import Message
+from slurmrl.workers.messages import Preparing, Start
 from slurmrl.workers.worker import reallocation
 from slurmrl.workers.worker.datasets import Datasets
 from slurmrl.workers.worker.distributed import (
@@ -50,10 +50,10 @@ T = TypeVar("T")
 def build(
     paths: RunPaths,
     rank: int,
-    start: Message,
+    start: Start,
     listener: int | None,
     activity: Activity,
-    say: Callable[[Message], None],
+    say: Callable[[Preparing], None],
 ) -> Executor:
     """Build this rank's executor, with the weights of the commit that ``start`` names, if any.
     ``say`` sends a message to the master."""
@@ -66,10 +66,10 @@ def build(
     if accelerator.device.type == "cuda":
         gpu = torch.cuda.get_device_properties(accelerator.device)
         numa.bind_to(gpu, group.cpus_per_worker)
-        if start["base"] is None:  # with a checkpoint, they have fitted before
+        if start.base is None:  # with a checkpoint, they have fitted before
             require_memory(settings, gpu.name, gpu.total_memory)
         activity.phase("waiting for free GPU memory")
-        gpu_memory.wait_until_free(accelerator.device, exclusive=start["exclusive"])
+        gpu_memory.wait_until_free(accelerator.device, exclusive=start.exclusive)
     deterministic = settings.config.deterministic
     device.set_up(
         accelerator,
@@ -81,7 +81,7 @@ def build(
     activity.phase("joining the other ranks")
     store = join(start, rank, listener, accelerator, timeout)
     tokenizer = _tokenizer(settings)
-    datasets = Datasets(paths.data, start["incarnation"], settings.config, store, activity)
+    datasets = Datasets(paths.data, start.incarnation, settings.config, store, activity)
     opened = datasets.provide(tokenizer, rank, say)  # before any rank can wait in a collective
     activity.phase("connecting to the other ranks")
     contexts = groups.build(
@@ -93,12 +93,12 @@ def build(
     )
     activity.phase("making the models")
     engines = _engines(settings, plan, contexts)
-    if start["base"] is not None:
+    if start.base is not None:
         activity.phase("loading the checkpoint")
         ranks = group.world_size
         verified = partial(wait_for_all, store, "checkpoint verified", ranks, timeout)
         trained = [engine for engine in engines.values() if isinstance(engine, TrainEngine)]
-        load(paths.checkpoints / start["base"], rank, ranks, trained, verified)
+        load(paths.checkpoints / start.base, rank, ranks, trained, verified)
     activity.phase("planning moves of weights")
     transfer = settings.config.transfer
     moves = reallocation.prepare(

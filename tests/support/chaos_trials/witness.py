@@ -15,7 +15,7 @@ from slurmrl.history.record import Kind, Record
 from slurmrl.history.state import TrialState, fold
 from slurmrl.monitor import metrics
 from slurmrl.paths import RunPaths
-from slurmrl.workers import messages
+from slurmrl.workers.messages import CONTROL_LOG, LoadBatch
 
 Items = list[list[int]]
 
@@ -42,8 +42,9 @@ class Witness:
         for incarnation, log in self._logs.items():
             batches = self.posted.setdefault(incarnation, {})
             for message in log.read():
-                if message["type"] == messages.LOAD and not message["evaluation"]:
-                    batches[message["step"]] = message["items"]
+                order = CONTROL_LOG.from_json(message)
+                if isinstance(order, LoadBatch) and not order.evaluation:
+                    batches[order.step] = [list(item) for item in order.items]
 
     def _keep_log(self, incarnation: int) -> None:
         link = self.folder / str(incarnation)

@@ -19,7 +19,7 @@ from slurmrl.checkpoint.manifest import (
     verify_share,
     write_manifest,
 )
-from slurmrl.checkpoint.tensors import checksum
+from slurmrl.checkpoint.tensors import SavedFile, checksum
 from slurmrl.errors import CheckpointError, DamagedCheckpointError, EnvironmentFailure
 from slurmrl.fsio.calls import SystemCalls
 
@@ -52,7 +52,7 @@ def checkpoint(tmp_path: Path) -> Path:
         (directory / name).write_bytes(name.encode() * 3)
         path = directory / name
         with path.open("rb") as file:
-            files.append({"name": name, "size": path.stat().st_size, "checksum": checksum(file)})
+            files.append(SavedFile(name, path.stat().st_size, checksum(file)))
     write_manifest(directory, step=7, files=files, state=STATE)
     return directory
 

@@ -76,7 +76,7 @@ class Trial:
         )
         layout = Layout.of(tensors, [pieces])
         saved = RoleSnapshot(ShardHeader("actor", 0, 1, step), entries, layout).write(directory)
-        write_manifest(directory, step=step, files=map(vars, saved), state={"step": step, **state})
+        write_manifest(directory, step=step, files=saved, state={"step": step, **state})
         self.writer.append(Kind.COMMIT, {"step": step, "directory": directory.name})
 
     def delete(self, step: int, **more: Any) -> None:

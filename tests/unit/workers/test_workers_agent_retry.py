@@ -17,6 +17,7 @@ from slurmrl.paths import RunPaths
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.incarnation import Incarnation
 from slurmrl.workers.agent.replies import Replies
+from slurmrl.workers.messages import Saved
 
 
 class Broken(SystemCalls):
@@ -71,15 +72,15 @@ def test_news_wait_for_the_directory_and_keep_their_order(
     calls = Broken()
     incarnation.replies = Replies(LogWriter(run.agent_log(1, "trainer", 0), calls=calls), 1)
     reader = LogReader(run.agent_log(1, "trainer", 0))
-    incarnation.send({"n": 0})
+    incarnation.send(Saved(rank=0, seq=0))
     calls.fails = True
-    incarnation.send({"n": 1})
+    incarnation.send(Saved(rank=1, seq=0))
     incarnation.turn(0.0)
-    incarnation.send({"n": 2})
+    incarnation.send(Saved(rank=2, seq=0))
     calls.fails = False
-    assert [message["n"] for message in reader.read()] == [0]
+    assert [message["rank"] for message in reader.read()] == [0]
     incarnation.turn(0.0)
-    assert [message["n"] for message in reader.read()] == [1, 2]
+    assert [message["rank"] for message in reader.read()] == [1, 2]
     size = run.agent_log(1, "trainer", 0).stat().st_size
     incarnation.turn(0.0)
     assert run.agent_log(1, "trainer", 0).stat().st_size == size

@@ -14,7 +14,7 @@ import pytest
 from slurmrl import keys
 from slurmrl.backoff import HIDDEN_PAUSES_S, retry
 from slurmrl.checkpoint.manifest import write_manifest
-from slurmrl.checkpoint.tensors import checksum
+from slurmrl.checkpoint.tensors import SavedFile, checksum
 from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure, StaleIncarnationError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.history.log import History
@@ -62,7 +62,7 @@ class Past:
         path = directory / "actor.0.safetensors"
         path.write_bytes(b"x" * 100)
         with path.open("rb") as file:
-            saved = {"name": path.name, "size": 100, "checksum": checksum(file)}
+            saved = SavedFile(path.name, 100, checksum(file))
         write_manifest(directory, step=step, files=[saved], state={"step": step})
         self.writer.append(Kind.COMMIT, {"step": step, "directory": directory.name})
 

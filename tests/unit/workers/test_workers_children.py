@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from slurmrl.workers import process
 from slurmrl.workers.agent import children as children_module
 from slurmrl.workers.agent.children import Children, News
 from slurmrl.workers.agent.slot import Ended
+from slurmrl.workers.messages import Done, RunCall, Save
 from tests.support.trials import wait_until
 
 REPOSITORY = Path(__file__).parents[3]
@@ -34,14 +35,18 @@ rank = int(option("--rank"))
 pipe = fork_server.serve(Connection.from_fd(int(option("--pipe-fd"))), rank)
 if pipe is None:
     sys.exit(0)
-pipe.send({"type": "hello", "rank": rank, "pid": os.getpid(), "fork_server": os.getppid(),
-           "devices": os.environ["CUDA_VISIBLE_DEVICES"], "pulse": option("--pulse-s"),
-           "threads": os.environ["OMP_NUM_THREADS"], "comm": open("/proc/self/comm").read()})
+def say(**text):
+    pipe.send({"type": "done", "rank": rank, "seq": 0, "seconds": 0, "texts": [text]})
+say(pid=os.getpid(), fork_server=os.getppid(), pulse=option("--pulse-s"),
+    devices=os.environ["CUDA_VISIBLE_DEVICES"], threads=os.environ["OMP_NUM_THREADS"],
+    comm=open("/proc/self/comm").read())
 while (message := pipe.receive(60)) is not None:
-    if message.get("exit") is not None:
-        sys.exit(message["exit"])
-    pipe.send({"type": message.get("type", "echo"), "rank": rank, "size": len(message["text"]),
-               "echo": message["text"]})
+    if message["type"] == "save":
+        sys.exit(message["step"])
+    if message["name"] == "pulse":
+        pipe.send({"type": "pulse"})
+    else:
+        say(size=len(message["name"]), echo=message["name"])
 """
 MASTER = """
 import sys, time
@@ -53,12 +58,21 @@ time.sleep(600)
 """
 
 
+def echo(text: str) -> RunCall:
+    return RunCall(step=0, name=text, scalars={})
+
+
+def leave(code: int) -> Save:
+    return Save(step=code, directory="d")
+
+
 class Ear:
     """Takes turns until a condition holds."""
 
     def __init__(self, children: Children) -> None:
         self.children = children
-        self.said: list[dict[str, Any]] = []
+        self.said: list[tuple[int, Mapping[str, Any]]] = []
+        """What ranks said, with the rank."""
         self.ended: list[Ended] = []
 
     def until(self, enough: Callable[[], bool]) -> None:
@@ -66,11 +80,13 @@ class Ear:
         while not enough():
             assert time.monotonic() < deadline, (self.said, self.ended)
             news: News = self.children.turn(0.05)
-            self.said += news.received
+            for message in news.received:
+                assert isinstance(message, Done)
+                self.said.append((message.rank, message.texts[0]))
             self.ended += news.ended
 
-    def of(self, rank: int) -> dict[str, Any]:
-        return next(one for one in reversed(self.said) if one["rank"] == rank)
+    def of(self, rank: int) -> Mapping[str, Any]:
+        return next(text for which, text in reversed(self.said) if which == rank)
 
     def fork(self, folder: Path) -> None:
         """Start the next incarnation's workers and wait for their first messages."""
@@ -132,29 +148,29 @@ def test_large_messages_go_out_piece_by_piece(ear: Ear) -> None:
     """A worker that is slow to read does not block its agent, and nothing is lost."""
     text = "x" * 5_000_000
     ear.said.clear()
-    ear.children.broadcast({"text": text})
-    ear.children.broadcast({"text": "short"})
+    ear.children.broadcast(echo(text))
+    ear.children.broadcast(echo("short"))
     ear.until(lambda: len(ear.said) == 4)
     for rank in (2, 3):
-        sizes = [message["size"] for message in ear.said if message["rank"] == rank]
+        sizes = [text["size"] for which, text in ear.said if which == rank]
         assert sizes == [len(text), len("short")]
-    assert all(set(message["echo"]) <= set("xshort") for message in ear.said)
+    assert all(set(said["echo"]) <= set("xshort") for _, said in ear.said)
 
 
 def test_signs_of_life_are_heard_and_not_passed_on(ear: Ear) -> None:
     ear.said.clear()
-    ear.children.broadcast({"type": "pulse", "text": ""})
-    ear.children.broadcast({"text": "after"})
+    ear.children.broadcast(echo("pulse"))
+    ear.children.broadcast(echo("after"))
     ear.until(lambda: len(ear.said) == 2)
-    assert {message["echo"] for message in ear.said} == {"after"}
+    assert {said["echo"] for _, said in ear.said} == {"after"}
 
 
 def test_an_end_is_reported_once(ear: Ear) -> None:
-    ear.children.slots[0].send({"exit": 0})
+    ear.children.slots[0].send(leave(0))
     ear.until(lambda: bool(ear.ended))
     assert ear.ended == [Ended("rank 2 on n1", 0, 2)]
     assert not ear.children.all_ended()
-    ear.children.broadcast({"exit": 0})  # what goes to the dead is dropped
+    ear.children.broadcast(leave(0))  # what goes to the dead is dropped
     ear.until(lambda: len(ear.ended) == 2)
     assert ear.children.all_ended()
 
@@ -167,7 +183,7 @@ def test_a_death_is_reported_with_name_and_signal(ear: Ear) -> None:
 
 
 def test_the_exit_code_is_reported(ear: Ear) -> None:
-    ear.children.slots[0].send({"exit": 5})
+    ear.children.slots[0].send(leave(5))
     ear.until(lambda: bool(ear.ended))
     assert str(ear.ended[0]) == "rank 2 on n1 exited with code 5"
 
@@ -176,10 +192,10 @@ def test_last_words_come_before_the_end(ear: Ear) -> None:
     """The last messages of a worker arrive no later than its end."""
     ear.said.clear()
     slot = ear.children.slots[0]
-    slot.send({"text": "last"})
-    slot.send({"exit": 3})
+    slot.send(echo("last"))
+    slot.send(leave(3))
     ear.until(lambda: bool(ear.ended))
-    assert [message["echo"] for message in ear.said] == ["last"]
+    assert [said["echo"] for _, said in ear.said] == ["last"]
 
 
 def test_the_next_workers_come_from_the_same_fork_servers(ear: Ear, tmp_path: Path) -> None:
@@ -326,7 +342,7 @@ def test_silence_is_reported_of_those_that_were_heard(
     assert ear.children.name(2) == "rank 2 on n1"
     assert ear.children.name(None) == "the master"
     ear.said.clear()
-    ear.children.slots[0].send({"text": "here"})
+    ear.children.slots[0].send(echo("here"))
     ear.until(lambda: bool(ear.said))
     assert ear.children.silent() == [3]
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from slurmrl.checkpoint.manifest import read_state, verify
-from slurmrl.checkpoint.tensors import checksum
+from slurmrl.checkpoint.tensors import SavedFile, checksum
 from slurmrl.config.schema.frequency import Checkpoint
 from slurmrl.errors import StaleIncarnationError
 from slurmrl.fsio.calls import SystemCalls
@@ -23,10 +23,10 @@ from slurmrl.history.record import Kind
 from slurmrl.history.state import TrialState, fold
 from slurmrl.history.writer import begin
 from slurmrl.paths import RunPaths
-from slurmrl.workers import messages
 from slurmrl.workers.master import serve
 from slurmrl.workers.master.committer import Committer, Outcome
 from slurmrl.workers.master.worker_channel import WorkerChannel
+from slurmrl.workers.messages import Done, Save, Saved
 
 WRITES = (
     "open",
@@ -51,35 +51,38 @@ class FakeWorkforce:
 
     def __init__(self, paths: RunPaths) -> None:
         self.paths = paths
-        self.posted: list[dict[str, Any]] = []
+        self.posted: list[Save] = []
         self.error: Exception | None = None
         """Raised by waiting."""
-        self.says: dict[int, dict[str, Any]] = {}
+        self.errors: dict[int, str] = {}
         """A rank's report in place of its files."""
-        self.answers: dict[int, dict[int, dict[str, Any]]] = {}
+        self.answers: dict[int, list[tuple[Done, Saved]]] = {}
 
-    def post(self, *batch: dict[str, Any]) -> list[int]:
+    def post(self, *batch: Save) -> list[int]:
         self.posted += batch
         return [len(self.posted) - 1]
 
     def wait_saved(self, number: int, what: str, timeout_s: float) -> None:
         if self.error is not None:
             raise self.error
-        directory = self.paths.checkpoints / self.posted[number]["directory"]
-        files = {rank: {"files": [self._file(directory, rank)]} for rank in (1, 0)}
-        seconds = {rank: {"seconds": rank / 8} for rank in (1, 0)}
-        self.answers[number] = {
-            rank: {**seconds[rank], **self.says.get(rank, files[rank])} for rank in (1, 0)
-        }
+        directory = self.paths.checkpoints / self.posted[number].directory
+        self.answers[number] = [self._answer(directory, rank, number) for rank in (0, 1)]
 
-    def saved(self, number: int) -> dict[int, dict[str, Any]] | None:
+    def _answer(self, directory: Path, rank: int, number: int) -> tuple[Done, Saved]:
+        done = Done(rank=rank, seq=number, seconds=rank / 8)
+        files = (self._file(directory, rank),)
+        if rank in self.errors:
+            return done, Saved(rank=rank, seq=number, error=self.errors[rank])
+        return done, Saved(rank=rank, seq=number, files=files)
+
+    def saved(self, number: int) -> list[tuple[Done, Saved]] | None:
         return self.answers.pop(number, None)
 
-    def _file(self, directory: Path, rank: int) -> dict[str, Any]:
+    def _file(self, directory: Path, rank: int) -> SavedFile:
         path = directory / f"actor.{rank}.safetensors"
         data = f"weights of rank {rank} in {directory.name}".encode()
         path.write_bytes(data)
-        return {"name": path.name, "size": len(data), "checksum": checksum(BytesIO(data))}
+        return SavedFile(path.name, len(data), checksum(BytesIO(data)))
 
 
 class Trial:
@@ -139,14 +142,7 @@ def test_commit_is_whole_and_named(trial: Trial) -> None:
     assert committer.last_step == 3
     assert trial.check() == 3
     assert trial.on_disk == ["step-00000003.1"]
-    assert trial.channel.posted == [
-        {
-            "type": messages.SAVE,
-            "step": 3,
-            "directory": "step-00000003.1",
-            "asynchronous": False,
-        }
-    ]
+    assert trial.channel.posted == [Save(step=3, directory="step-00000003.1")]
     manifest = verify(trial.paths.checkpoint(3, 1))
     names = [file.name for file in manifest.files]
     assert names == ["actor.0.safetensors", "actor.1.safetensors", "state.json"]
@@ -211,12 +207,12 @@ def test_nothing_is_committed_before_all_ranks_have_saved(trial: Trial) -> None:
 def test_ranks_that_cannot_write_leave_the_older_commits(trial: Trial) -> None:
     committer = trial.committer()
     commit(committer, 1)
-    trial.channel.says = {1: {"error": "cannot write x: quota"}}
+    trial.channel.errors = {1: "cannot write x: quota"}
     outcome = save(committer, 2)
     assert outcome.error == "rank 1: cannot write x: quota"
     assert trial.check() == 1
     assert trial.on_disk == ["step-00000001.1"], "what was written goes at once"
-    trial.channel.says = {}
+    trial.channel.errors = {}
     commit(committer, 2)
     assert trial.check() == 2
 
@@ -225,7 +221,7 @@ def test_what_was_kept_of_damaged_ones_goes_where_there_may_be_no_room(trial: Tr
     committer = trial.committer(keep_last=2)
     commit(committer, 1, 3)
     trial.paths.damaged_checkpoint("step-00000002.0").mkdir()
-    trial.channel.says = {0: {"error": "no space"}}
+    trial.channel.errors = {0: "no space"}
     assert save(committer, 7).error == "rank 0: no space"
     assert trial.on_disk == ["step-00000001.1", "step-00000003.1"]
 

@@ -27,6 +27,7 @@ from slurmrl.parallel.groups import ParallelContext
 from slurmrl.parallel.topology import ProcessTopology
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import CallPlan, Plan
+from slurmrl.workers.messages import Done, LoadBatch, Ready, RunCall, Save, Saved
 from slurmrl.workers.worker import executor as executor_module
 from slurmrl.workers.worker.executor import Executor
 from slurmrl.workers.worker.reallocation import Reallocations
@@ -180,13 +181,14 @@ class Ranks:
         self.interfaces.append(FakeInterface())
         return self.interfaces[-1]
 
-    def load(self, items: list[list[int]], *, evaluation: bool = False) -> list[dict[str, Any]]:
-        message = {"type": "load", "step": 3, "items": items, "evaluation": evaluation}
-        return [executor.load(message) for executor in self.executors]
+    def load(self, items: list[list[int]], *, evaluation: bool = False) -> list[Done]:
+        chosen = tuple((epoch, index) for epoch, index in items)
+        order = LoadBatch(step=3, items=chosen, evaluation=evaluation)
+        return [executor.load(order) for executor in self.executors]
 
-    def call(self, name: str, *, evaluation: bool = False) -> list[dict[str, Any]]:
-        message = {"type": "call", "step": 3, "name": name, "scalars": {"kl_coef": 0.1}}
-        return [executor.call({**message, "evaluation": evaluation}) for executor in self.executors]
+    def call(self, name: str, *, evaluation: bool = False) -> list[Done]:
+        order = RunCall(step=3, name=name, scalars={"kl_coef": 0.1}, evaluation=evaluation)
+        return [executor.call(order) for executor in self.executors]
 
     def parts(self) -> list[tuple[str, ...]]:
         """This rank's items of the first call."""
@@ -261,8 +263,8 @@ def test_load_balances_tokens(make_ranks: Callable[..., Ranks]) -> None:
     ranks = make_ranks(2)
     ranks.load([[0, index] for index in range(28)])
     answers = ranks.call("judge")
-    assert sum(answer["tokens"] for answer in answers) == 4 * sum(range(1, 8))
-    assert abs(answers[0]["tokens"] - answers[1]["tokens"]) <= 1
+    assert sum(answer.tokens for answer in answers) == 4 * sum(range(1, 8))
+    assert abs(answers[0].tokens - answers[1].tokens) <= 1
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
@@ -304,7 +306,7 @@ def test_fewer_items_than_ranks(make_ranks: Callable[..., Ranks]) -> None:
     ranks.load([[0, 1], [0, 2]])
     assert sorted(len(part) for part in ranks.parts()) == [0, 1, 1]
     answers = ranks.call("judge")
-    assert sum(answer["stats"]["reward"][1] for answer in answers) == 2
+    assert sum(answer.stats["reward"][1] for answer in answers) == 2
 
 
 def test_call_gets_its_inputs_and_adds_its_outputs(make_ranks: Callable[..., Ranks]) -> None:
@@ -319,8 +321,8 @@ def test_call_gets_its_inputs_and_adds_its_outputs(make_ranks: Callable[..., Ran
         assert isinstance(context.tokenizer, FakeTokenizer)
         assert context.stop_token_ids == (7, 2)
         assert context.cores == 3
-        assert answer["stats"] == {"reward": (0.5 * sample.bs, float(sample.bs))}
-        assert answer["texts"] == [{"id": sample.ids[0]}]
+        assert answer.stats == {"reward": (0.5 * sample.bs, float(sample.bs))}
+        assert answer.texts == ({"id": sample.ids[0]},)
     ranks.call("train")
     for interface in ranks.interfaces[2:]:
         _, sample, _ = interface.given[0]
@@ -342,7 +344,7 @@ def test_ranks_outside_a_call_answer_empty(make_ranks: Callable[..., Ranks]) -> 
     ranks.load([[0, 1], [0, 2], [0, 3], [0, 4]])
     assert sorted(itertools.chain(*ranks.parts())) == ["1@0", "2@0", "3@0", "4@0"]
     outside = ranks.call("judge")[1]
-    assert (outside["stats"], outside["texts"], outside["tokens"]) == ({}, [], 0)
+    assert (outside.stats, outside.texts, outside.tokens) == ({}, (), 0)
     assert len(ranks.interfaces) == 2
 
 
@@ -359,9 +361,9 @@ def test_ranks_of_one_part_hold_the_same_and_one_speaks(
     assert sorted((*first, *third)) == ["1@0", "2@0", "3@0", "4@0"]
     judged = ranks.call("judge")
     assert len(ranks.interfaces) == 2
-    assert [bool(one["stats"]) for one in judged] == [True, False, True, False]
-    assert [bool(one["texts"]) for one in judged] == [True, False, True, False]
-    assert sum(one["tokens"] for one in judged) == 2 + 3 + 4 + 5
+    assert [bool(one.stats) for one in judged] == [True, False, True, False]
+    assert [bool(one.texts) for one in judged] == [True, False, True, False]
+    assert sum(one.tokens for one in judged) == 2 + 3 + 4 + 5
     ranks.call("train")
     assert len(ranks.interfaces) == 6
 
@@ -386,14 +388,13 @@ def test_interface_is_kept_and_closed(make_ranks: Callable[..., Ranks]) -> None:
     assert all(interface.closed for interface in ranks.interfaces)
 
 
-def save(executor: Executor, directory: str, *, asynchronous: bool) -> dict[str, Any]:
+def save(executor: Executor, directory: str, *, asynchronous: bool) -> Saved:
     """What the rank says about a checkpoint's files."""
-    said: Queue[dict[str, Any]] = Queue()
-    message = {"type": "save", "step": 3, "directory": directory, "seq": 7}
-    answer = executor.save({**message, "asynchronous": asynchronous}, said.put)
-    assert answer["seconds"] >= 0
+    said: Queue[Saved] = Queue()
+    order = Save(seq=7, step=3, directory=directory, asynchronous=asynchronous)
+    assert executor.save(order, said.put).seq == 7
     found = said.get(timeout=60)
-    assert (found.pop("type"), found.pop("rank"), found.pop("seq")) == ("saved", 0, 7)
+    assert (found.rank, found.seq) == (0, 7)
     return found
 
 
@@ -403,9 +404,9 @@ def test_only_trained_models_are_saved(
 ) -> None:
     executor = make_ranks(1).executors[0]
     for directory in ("step-00000003.1", "step-00000005.1"):
-        assert save(executor, directory, asynchronous=asynchronous)["files"] == [
-            {"name": "actor.safetensors", "size": 7, "checksum": "sha256:0"}
-        ]
+        assert save(executor, directory, asynchronous=asynchronous).files == (
+            SavedFile("actor.safetensors", 7, "sha256:0"),
+        )
     executor.close()
 
 
@@ -415,25 +416,26 @@ def test_a_disk_that_takes_no_checkpoint_does_not_end_the_rank(
 ) -> None:
     executor = make_ranks(1).executors[0]
     full = save(executor, "full", asynchronous=asynchronous)
-    assert "No space left on device" in full["error"]
-    assert "files" in save(executor, "step-00000003.1", asynchronous=asynchronous)
+    assert "No space left on device" in full.error
+    assert not save(executor, "step-00000003.1", asynchronous=asynchronous).error
     shutil.rmtree(executor.paths.checkpoints)
-    assert "error" in save(executor, "step-00000004.1", asynchronous=asynchronous)
+    assert save(executor, "step-00000004.1", asynchronous=asynchronous).error
 
 
 def test_a_bug_in_the_thread_is_raised_by_the_rank(make_ranks: Callable[..., Ranks]) -> None:
     executor = make_ranks(1).executors[0]
-    assert save(executor, "bug", asynchronous=True)["error"] == "KeyError: 'bug'"
+    assert save(executor, "bug", asynchronous=True).error == "KeyError: 'bug'"
     with pytest.raises(KeyError, match="bug"):
         save(executor, "step-00000003.1", asynchronous=True)
 
 
 def test_description_of_the_data(make_ranks: Callable[..., Ranks]) -> None:
-    assert make_ranks(1).executors[0].describe_data() == {
-        "size": 40,
-        "fingerprint": "of 40",
-        "evaluation_size": 9,
-        "left_out": 3,
-        "evaluation_left_out": 3,
-        "stop_tokens": [[7, "<7>"], [2, "<2>"]],
-    }
+    assert make_ranks(1).executors[0].ready() == Ready(
+        rank=0,
+        size=40,
+        fingerprint="of 40",
+        evaluation_size=9,
+        left_out=3,
+        evaluation_left_out=3,
+        stop_tokens=((7, "<7>"), (2, "<2>")),
+    )

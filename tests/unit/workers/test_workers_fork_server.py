@@ -13,7 +13,7 @@ import pytest
 
 from slurmrl.channel.pipe import Connection
 from slurmrl.paths import RunPaths
-from slurmrl.workers import messages, process
+from slurmrl.workers import process
 from slurmrl.workers.agent.slot import Slot
 from slurmrl.worlds import RankId
 from tests.support.trials import wait_until
@@ -155,9 +155,10 @@ def test_what_a_worker_leaves_behind_goes_with_it(slot: Slot, number: int) -> No
     """Also what left its process group; it could hold the GPU against the next worker."""
     said = start(slot)
     assert alive(said["left"])
-    slot.send({"type": "end", "signal": int(number)})
+    assert slot.pipe is not None
+    slot.pipe.send({"type": "end", "signal": int(number)})
     assert slot.line is not None
-    assert slot.line.receive(60) == {"type": messages.ENDED, "code": -int(number)}
+    assert slot.line.receive(60) == {"type": "ended", "code": -int(number)}
     assert not alive(said["left"])
 
 
@@ -175,7 +176,7 @@ def test_orders_before_the_fork_server_is_ready_wait(slot: Slot) -> None:
     slot.fork()
     slot.kill()
     assert slot.line is not None
-    assert slot.line.receive(60) == {"type": messages.ENDED, "code": -signal.SIGKILL}
+    assert slot.line.receive(60) == {"type": "ended", "code": -signal.SIGKILL}
     assert slot.pipe is not None
     slot.drop_worker()
     slot.running = False
@@ -185,7 +186,7 @@ def test_orders_before_the_fork_server_is_ready_wait(slot: Slot) -> None:
 def test_an_order_without_a_worker(slot: Slot) -> None:
     """The worker ended by itself while the message was in transit."""
     assert slot.line is not None
-    slot.line.send({"type": messages.KILL})
+    slot.line.send({"type": "kill"})
     assert start(slot)["pid"] > 0
 
 

@@ -12,6 +12,7 @@ from slurmrl.config.conditions import StopWhen
 from slurmrl.errors import ConfigError, Problem
 from slurmrl.workers.master import serve
 from slurmrl.workers.master.master import Master
+from slurmrl.workers.messages import Ready
 
 
 class Events:
@@ -28,7 +29,7 @@ def test_lines_that_are_left_out_are_reported_by_file(caplog: pytest.LogCaptureF
         evaluation=SimpleNamespace(dataset=SimpleNamespace(path="/held")),
     )
     master: Any = SimpleNamespace(config=config, events=Events())
-    ready = {"size": 7, "left_out": 3, "evaluation_size": 4, "evaluation_left_out": 0}
+    ready = Ready(rank=0, size=7, fingerprint="f", left_out=3, evaluation_size=4)
     with caplog.at_level(logging.WARNING):
         Master._tell_left_out(master, ready)
     assert master.rows_left_out == 3

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from slurmrl.channel.pipe import Connection
-from slurmrl.workers import messages, pulse
+from slurmrl.workers import pulse
 from slurmrl.workers.pulse import Watch
 
 SILENCE_S = 60.0
@@ -83,7 +83,7 @@ def test_pulses_come_while_messages_do() -> None:
     ours, theirs = Connection.pair()
     pulse.start(theirs, 0.01)
     for _ in range(3):
-        assert ours.receive(60) == {"type": messages.PULSE}
+        assert ours.receive(60) == {"type": "pulse"}
     theirs.send({"type": "other"})
     said = [ours.receive(60) for _ in range(20)]
     assert {"type": "other"} in said
@@ -99,7 +99,7 @@ def test_a_pipe_without_a_reader_is_not_filled_up() -> None:
     first = ours.receive(60)
     assert first is not None
     assert first["type"] == "large"
-    assert ours.receive(60) == {"type": messages.PULSE}
+    assert ours.receive(60) == {"type": "pulse"}
     ours.close()
     assert theirs.receive(60) is None
     theirs.close()

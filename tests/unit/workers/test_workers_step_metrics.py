@@ -11,10 +11,11 @@ import pytest
 from slurmrl.graph.call import Method
 from slurmrl.plan.model import CallPlan
 from slurmrl.workers.master import step_metrics
+from slurmrl.workers.messages import Done
 
 
-def answer(seconds: float = 1.0, tokens: int = 0, texts: Any = (), **stats: Any) -> dict[str, Any]:
-    return {"stats": stats, "seconds": seconds, "tokens": tokens, "texts": list(texts)}
+def answer(seconds: float = 1.0, tokens: int = 0, texts: Any = (), **stats: Any) -> Done:
+    return Done(rank=0, seq=0, seconds=seconds, tokens=tokens, stats=stats, texts=tuple(texts))
 
 
 def test_sums_and_counts_of_all_ranks(calls: Callable[..., CallPlan]) -> None:

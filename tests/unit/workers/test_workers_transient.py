@@ -107,7 +107,7 @@ def assert_tried_again(error: Exception) -> None:
     """Whether the master or a rank raised it."""
     found = describe(error, "master")
     assert (found.cause, found.final) == ("environment", False), found
-    found = serve_module._describe(error, RANK, {"type": "start"})
+    found = serve_module._describe(error, RANK, serve_module.START)
     assert (found.cause, found.final) == ("environment", False), found
 
 
@@ -193,7 +193,7 @@ def break_reads(patched: pytest.MonkeyPatch, victim: Path, number: int) -> None:
 def test_user_errors_stay_final() -> None:
     error = UsageError("no such metric")
     assert describe(error, "master").final
-    assert serve_module._describe(error, RANK, {"type": "start"}).final
+    assert serve_module._describe(error, RANK, serve_module.START).final
 
 
 def test_an_input_is_read_again_until_it_is_there() -> None:
@@ -225,7 +225,7 @@ def test_an_input_that_certainly_does_not_exist_is_reported_soon(
         with pytest.raises(UnreadableInputError) as caught:
             retry("read", lambda: inputs.require([folder / "rows.jsonl"]), pause, timeout_s=60)
         absent = describe(caught.value, "master").absent
-        said = serve_module._describe(caught.value, RANK, {"type": "start"})
+        said = serve_module._describe(caught.value, RANK, serve_module.START)
         assert said.absent == absent == caught.value.absent
         assert bool(absent) == folder.exists()
         return clock[0] - before

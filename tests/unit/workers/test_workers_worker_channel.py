@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,34 +14,55 @@ import pytest
 from slurmrl.channel.bell import Bell
 from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.errors import EnvironmentFailure, RunFailedError, WaitTimeoutError
-from slurmrl.fsio import objects
-from slurmrl.monitor.reports import Failure
+from slurmrl.monitor.reports import Failure, Identity, Warned
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
-from slurmrl.workers import messages
 from slurmrl.workers.master import worker_channel
 from slurmrl.workers.master.worker_channel import Mailbox, WorkerChannel
+from slurmrl.workers.messages import (
+    AGENT_LOG,
+    CONTROL_LOG,
+    Done,
+    Exit,
+    FromAgent,
+    Hello,
+    LoadBatch,
+    Order,
+    Over,
+    Preparing,
+    Ready,
+    RingAt,
+    RunCall,
+)
 
 INCARNATION = 3
+EARLY = 10**6
+"""The number of an order before those of a test."""
 LOOPBACK = "127.0.0.1"
 LONGEST_S = 600.0
 """Longer than a test: what is read before was rung for."""
 
 
-def hello(task: int) -> dict[str, Any]:
-    return {
-        "type": messages.HELLO,
-        "group": "trainer",
-        "task": task,
-        "attempt": 0,
-        "host": f"n{task}",
-        "job": "41.0.0",
-        "job_id": "41_2",
-    }
+def hello(task: int, host: str = "") -> Hello:
+    return Hello(agent=Identity("trainer", task, 0, host or f"n{task}", "41.0.0", "41_2"))
 
 
-def done(rank: int, number: int, **more: Any) -> dict[str, Any]:
-    return {"type": messages.DONE, "rank": rank, "seq": number, **more}
+def done(rank: int, number: int, tokens: int = 0) -> Done:
+    return Done(rank=rank, seq=number, seconds=1.0, tokens=tokens)
+
+
+def ready(rank: int) -> Ready:
+    return Ready(rank=rank, size=rank, fingerprint="f")
+
+
+class Agent:
+    """The log of an agent."""
+
+    def __init__(self, path: Path) -> None:
+        self._log = LogWriter(path)
+
+    def append(self, *messages: FromAgent) -> None:
+        self._log.append(*map(AGENT_LOG.to_json, messages))
 
 
 class Site:
@@ -49,10 +72,11 @@ class Site:
         self.waits = 0
         self.script: list[Callable[[], None]] = []
         self.channel = WorkerChannel(paths, plan, INCARNATION, self._while_waiting, **more)
-        self.agents = [
-            LogWriter(paths.agent_log(INCARNATION, "trainer", task)) for task in range(2)
-        ]
-        self.control = LogReader(paths.master_log(INCARNATION))
+        self.agents = [Agent(paths.agent_log(INCARNATION, "trainer", task)) for task in range(2)]
+        self._control = LogReader(paths.master_log(INCARNATION))
+
+    def posted(self) -> list[Order]:
+        return [CONTROL_LOG.from_json(values) for values in self._control.read()]
 
     def _while_waiting(self) -> None:
         self.waits += 1
@@ -66,20 +90,18 @@ def site(paths: RunPaths, plans: Callable[..., Plan]) -> Site:
 
 
 def test_posted_messages_are_numbered_in_order(site: Site) -> None:
-    assert site.channel.post({"type": "load"}, {"type": "call"}) == [0, 1]
-    assert site.channel.post({"type": "exit"}) == [2]
-    assert site.control.read() == [
-        {"type": "load", "seq": 0},
-        {"type": "call", "seq": 1},
-        {"type": "exit", "seq": 2},
-    ]
+    load = LoadBatch(step=3, items=((0, 7), (1, 2)), evaluation=True)
+    call = RunCall(step=3, name="gen", scalars={"kl_coef": 0.1, "loss": float("inf")})
+    assert site.channel.post(load, call) == [0, 1]
+    assert site.channel.post(Exit()) == [2]
+    assert site.posted() == [load, replace(call, seq=1), Exit(seq=2)]
 
 
 def test_collect_gives_the_answers_of_all_ranks(site: Site) -> None:
-    site.agents[0].append(hello(0), done(0, 5, x=1), done(1, 5, x=2))
-    site.agents[1].append(done(2, 5, x=3), done(3, 5, x=4))
+    site.agents[0].append(hello(0), done(0, 5, 1), done(1, 5, 2))
+    site.agents[1].append(done(2, 5, 3), done(3, 5, 4))
     answers = site.channel.collect(5, "a call", 10)
-    assert {rank: answer["x"] for rank, answer in answers.items()} == {0: 1, 1: 2, 2: 3, 3: 4}
+    assert {rank: answer.tokens for rank, answer in answers.items()} == {0: 1, 1: 2, 2: 3, 3: 4}
 
 
 def test_answers_to_later_messages_wait_their_turn(site: Site) -> None:
@@ -102,8 +124,7 @@ def test_deadline_names_ranks_hosts_and_jobs(site: Site) -> None:
 
 
 def test_deadline_of_the_start(site: Site) -> None:
-    ready = [{"type": messages.READY, "rank": rank} for rank in (0, 1, 3)]
-    site.agents[0].append(hello(0), *ready)
+    site.agents[0].append(hello(0), *map(ready, (0, 1, 3)))
     site.agents[1].append(hello(1))
     with pytest.raises(WaitTimeoutError, match=r"for rank 2 \(n1, job 41_2\) to be ready"):
         site.channel.wait_ready(0.0)
@@ -116,7 +137,7 @@ def test_a_rank_that_tokenises_puts_the_deadline_of_the_start_off(
     start."""
     now_s = 0.0
 
-    def later(*sent: dict[str, Any]) -> Callable[[], None]:
+    def later(*sent: FromAgent) -> Callable[[], None]:
         def act() -> None:
             nonlocal now_s
             now_s += 6.0
@@ -126,9 +147,9 @@ def test_a_rank_that_tokenises_puts_the_deadline_of_the_start_off(
 
     clock = SimpleNamespace(monotonic=lambda: now_s, sleep=time.sleep)
     monkeypatch.setattr(worker_channel, "time", clock)
-    preparing = {"type": messages.PREPARING, "rank": 0}
-    ready = [{"type": messages.READY, "rank": rank} for rank in range(4)]
-    site.script = [later(preparing), later(preparing), later(*ready)]
+    preparing = Preparing(rank=0)
+    all_ready = map(ready, range(4))
+    site.script = [later(preparing), later(preparing), later(*all_ready)]
     assert set(site.channel.wait_ready(10.0)) == {0, 1, 2, 3}
     assert now_s == 18.0
     site.channel.mailbox.ready.clear()
@@ -158,19 +179,13 @@ def test_who_is_waited_for(site: Site) -> None:
 
 def test_ready_ranks(site: Site) -> None:
     for rank in range(4):
-        site.agents[rank // 2].append({"type": messages.READY, "rank": rank, "size": rank})
-    assert {r: m["size"] for r, m in site.channel.wait_ready(10).items()} == {
-        0: 0,
-        1: 1,
-        2: 2,
-        3: 3,
-    }
+        site.agents[rank // 2].append(ready(rank))
+    assert site.channel.wait_ready(10) == {rank: ready(rank) for rank in range(4)}
 
 
 def test_error_of_a_rank_ends_the_wait(site: Site) -> None:
     failure = Failure(cause="exception", reason="rank 2: ValueError: bad", rank=2)
-    sent = {"type": messages.FAILED, "failure": objects.to_json(failure)}
-    site.agents[1].append(done(3, 0), sent)
+    site.agents[1].append(done(3, 0), failure)
     with pytest.raises(RunFailedError, match="rank 2: ValueError: bad") as caught:
         site.channel.collect(0, "a call", 10)
     assert caught.value.failure == failure
@@ -180,7 +195,7 @@ def test_the_end_is_announced_once_and_never_waited_for(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.channel.end()
-    assert [message["type"] for message in site.control.read()] == [messages.OVER]
+    assert site.posted() == [Over()]
 
     def fail(*arguments: Any) -> None:
         raise EnvironmentFailure("the server is away")
@@ -192,7 +207,7 @@ def test_the_end_is_announced_once_and_never_waited_for(
 def test_warning_is_seen_while_collecting(site: Site) -> None:
     assert not site.channel.warned
     site.agents[0].append(done(0, 0), done(1, 0))
-    site.agents[1].append({"type": messages.WARNING, "signal": "SIGUSR2"}, done(2, 0), done(3, 0))
+    site.agents[1].append(Warned(signal="SIGUSR2"), done(2, 0), done(3, 0))
     site.channel.collect(0, "a call", 10)
     assert site.channel.warned
 
@@ -228,7 +243,7 @@ def test_directory_that_does_not_answer_ends_nothing(
 def test_mailbox_keeps_the_newest_hello() -> None:
     mailbox = Mailbox()
     mailbox.put(hello(0))
-    mailbox.put({**hello(0), "host": "n9"})
+    mailbox.put(hello(0, "n9"))
     assert mailbox.agents["trainer/0"].host == "n9"
 
 
@@ -237,12 +252,10 @@ def test_answers_are_those_of_the_trainers(paths: RunPaths, plans: Callable[...,
     the trainers, although its ranks have the same numbers."""
     site = Site(paths, plans(hosts=2, per_host=2, tasks=3))
     for task in range(3):
-        failure = {"cause": "died", "reason": "rank 0 of rollout/0", "rank": 0}
-        LogWriter(paths.agent_log(INCARNATION, "rollout", task)).append(
-            done(0, 5), done(1, 5), {"type": messages.FAILED, "failure": failure}
-        )
-    site.agents[0].append(done(0, 5, x=1), done(1, 5, x=2))
-    site.agents[1].append(hello(1), done(2, 5, x=3))
+        failure = Failure(cause="died", reason="rank 0 of rollout/0", rank=0)
+        Agent(paths.agent_log(INCARNATION, "rollout", task)).append(done(0, 5), done(1, 5), failure)
+    site.agents[0].append(done(0, 5, 1), done(1, 5, 2))
+    site.agents[1].append(hello(1), done(2, 5, 3))
     with pytest.raises(WaitTimeoutError, match=r"for rank 3 \(n1, job 41_2\) to finish a call"):
         site.channel.collect(5, "a call", 0.0)
 
@@ -255,10 +268,12 @@ class RingingSite(Site):
         self.bells = [Bell(LOOPBACK) for _ in range(2)]
         super().__init__(paths, plan, bell=self.bell, longest_poll_s=LONGEST_S)
         for task, (agent, bell) in enumerate(zip(self.agents, self.bells, strict=True)):
-            agent.append({**hello(task), "bell": objects.to_json(bell.address)})
-        self.script = [lambda: self.agents[0].append(done(0, -1), done(1, -1), done(2, -1))]
-        self.script += [lambda: self.agents[1].append(done(3, -1))]
-        self.channel.collect(-1, "nothing", 30)
+            agent.append(replace(hello(task), bell=bell.address))
+        self.script = [
+            lambda: self.agents[0].append(done(0, EARLY), done(1, EARLY), done(2, EARLY))
+        ]
+        self.script += [lambda: self.agents[1].append(done(3, EARLY))]
+        self.channel.collect(EARLY, "nothing", 30)
         self.reads: list[str] = []
 
     def rung(self) -> list[bool]:
@@ -267,7 +282,7 @@ class RingingSite(Site):
         assert all(sources <= {self.bell.address.source} for sources in heard)
         return [bool(sources) for sources in heard]
 
-    def answer(self, task: int, *answers: dict[str, Any]) -> None:
+    def answer(self, task: int, *answers: FromAgent) -> None:
         self.agents[task].append(*answers)
         self.bells[task].ring([self.bell.address])
 
@@ -285,13 +300,12 @@ def ringing(
 
 
 def test_the_log_begins_with_the_masters_bell(ringing: RingingSite) -> None:
-    address = objects.to_json(ringing.bell.address)
-    assert ringing.control.read() == [{"type": messages.BELL, **address}]
+    assert ringing.posted() == [RingAt(bell=ringing.bell.address)]
 
 
 def test_agents_are_rung_after_every_post(ringing: RingingSite) -> None:
     assert ringing.rung() == [False, False]
-    ringing.channel.post({"type": "load"}, {"type": "call"})
+    ringing.channel.post(Exit())
     assert ringing.rung() == [True, True]
     ringing.channel.end()
     assert ringing.rung() == [True, True]

@@ -7,13 +7,13 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
 import slurmrl
 from slurmrl.parallel import device
+from slurmrl.workers.messages import Start
 from slurmrl.workers.worker import distributed
 from slurmrl.workers.worker.distributed import collective_timeout, join, wait_for_all
 
@@ -46,7 +46,7 @@ def test_the_interface_is_exact_and_a_users_own_choice_stays(
         monkeypatch.setenv(name, of_user.get(name, ""))
         if name not in of_user:
             monkeypatch.delenv(name)
-    start: dict[str, Any] = {"store": "h:1", "world_size": 1, "interface": "ib0"}
+    start = Start(store="h:1", world_size=1, interface="ib0")
     join(start, 0, None, device.CPU, timedelta(seconds=9))
     assert tuple(os.environ[name] for name in NAMES) == in_force
 

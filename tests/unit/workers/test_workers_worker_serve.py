@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,16 +12,36 @@ import pytest
 
 from slurmrl.channel.pipe import Connection
 from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure, RewardError
+from slurmrl.monitor.reports import Failure
 from slurmrl.parallel.activity import Activity
-from slurmrl.workers import messages
+from slurmrl.workers.messages import (
+    FROM_WORKER,
+    TO_WORKER,
+    Answer,
+    Done,
+    Exit,
+    LoadBatch,
+    Order,
+    Pulse,
+    Ready,
+    RunCall,
+    Save,
+    Saved,
+    Start,
+)
 from slurmrl.workers.worker import serve as serve_module
 from slurmrl.worlds import RankId
 
-START = {"type": messages.START, "store": "127.0.0.1:1"}
+START = TO_WORKER.to_json(Start(store="127.0.0.1:1", world_size=4))
+READY = Ready(rank=3, size=40, fingerprint="f")
 
 
 class LeftError(BaseException):
     """Raised in place of os._exit."""
+
+
+def done(seq: int, **more: Any) -> Done:
+    return Done(rank=3, seq=seq, seconds=1.0, **more)
 
 
 class FakeExecutor:
@@ -28,20 +49,20 @@ class FakeExecutor:
         self.raises: dict[str, BaseException] = {}
         self.closed = False
 
-    def describe_data(self) -> dict[str, Any]:
-        return {"size": 40}
+    def ready(self) -> Ready:
+        return READY
 
-    def load(self, message: dict[str, Any]) -> dict[str, Any]:
-        return {"tokens": len(message["items"])}
+    def load(self, order: LoadBatch) -> Done:
+        return done(order.seq, tokens=len(order.items))
 
-    def call(self, message: dict[str, Any]) -> dict[str, Any]:
-        if message["name"] in self.raises:
-            raise self.raises[message["name"]]
-        return {"stats": {"called": message["name"]}}
+    def call(self, order: RunCall) -> Done:
+        if order.name in self.raises:
+            raise self.raises[order.name]
+        return done(order.seq, texts=({"called": order.name},))
 
-    def save(self, message: dict[str, Any], say: Callable[[Any], None]) -> dict[str, Any]:
-        say({"type": messages.SAVED, "rank": 3, "seq": message["seq"], "files": []})
-        return {"tokens": 0}
+    def save(self, order: Save, say: Callable[[Saved], None]) -> Done:
+        say(Saved(rank=3, seq=order.seq))
+        return done(order.seq)
 
     def close(self) -> None:
         self.closed = True
@@ -63,10 +84,18 @@ class Rank:
             self.code = left.args[0]
         self.pipe.close()  # as the end of the process would
 
-    def hear(self) -> dict[str, Any]:
-        message = self.agent.receive(60)
-        assert message is not None
-        return message
+    def order(self, order: Order) -> None:
+        self.agent.send(TO_WORKER.to_json(order))
+
+    def hear(self) -> Answer | Failure | Pulse:
+        values = self.agent.receive(60)
+        assert values is not None
+        return FROM_WORKER.from_json(values)
+
+    def failure(self) -> Failure:
+        said = self.hear()
+        assert isinstance(said, Failure)
+        return said
 
     def end(self) -> int | None:
         self.thread.join(timeout=60)
@@ -92,25 +121,24 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rank]:
 @pytest.fixture
 def ready(rank: Rank) -> Rank:
     rank.agent.send(START)
-    assert rank.hear() == {"type": messages.READY, "rank": 3, "size": 40}
+    assert rank.hear() == READY
     return rank
 
 
 def test_messages_are_answered_in_order(ready: Rank) -> None:
-    ready.agent.send({"type": messages.LOAD, "seq": 0, "items": [1, 2]})
-    ready.agent.send({"type": messages.CALL, "seq": 1, "name": "gen", "step": 1})
-    ready.agent.send({"type": messages.SAVE, "seq": 2, "directory": "d"})
-    done = {"type": messages.DONE, "rank": 3}
+    ready.order(LoadBatch(seq=0, step=1, items=((0, 1), (0, 2))))
+    ready.order(RunCall(seq=1, step=1, name="gen", scalars={}))
+    ready.order(Save(seq=2, step=1, directory="d"))
     assert [ready.hear() for _ in range(4)] == [
-        {**done, "seq": 0, "tokens": 2},
-        {**done, "seq": 1, "stats": {"called": "gen"}},
-        {"type": messages.SAVED, "rank": 3, "seq": 2, "files": []},
-        {**done, "seq": 2, "tokens": 0},
+        done(0, tokens=2),
+        done(1, texts=({"called": "gen"},)),
+        Saved(rank=3, seq=2),
+        done(2),
     ]
 
 
 def test_exit_closes_the_executor(ready: Rank) -> None:
-    ready.agent.send({"type": messages.EXIT})
+    ready.order(Exit())
     assert ready.end() == 0
     assert ready.executor.closed
 
@@ -131,18 +159,17 @@ def test_error_is_described_and_the_rank_stays(ready: Rank, error: BaseException
     """User code that calls sys.exit(0) must not look like a rank that was told to leave; and
     while a failed rank is there, no other one fails because it is gone."""
     ready.executor.raises["reward_inf"] = error
-    ready.agent.send({"type": messages.CALL, "seq": 5, "name": "reward_inf", "step": 9})
-    said = ready.hear()
-    assert "test_workers_worker_serve.py" in said.pop("traceback")
-    assert said == {
-        "type": messages.ERROR,
-        "cause": "exception",
-        "reason": f"rank 3: {type(error).__name__}: {error}",
-        "rank": 3,
-        "step": 9,
-        "call": "reward_inf",
-        "exception": f"{type(error).__name__}: {error}",
-    }
+    ready.order(RunCall(seq=5, step=9, name="reward_inf", scalars={}))
+    said = ready.failure()
+    assert "test_workers_worker_serve.py" in said.traceback
+    assert replace(said, traceback="") == Failure(
+        cause="exception",
+        reason=f"rank 3: {type(error).__name__}: {error}",
+        rank=3,
+        step=9,
+        call="reward_inf",
+        exception=f"{type(error).__name__}: {error}",
+    )
     assert ready.thread.is_alive()
     ready.agent.close()
     assert ready.end() == 1
@@ -150,10 +177,10 @@ def test_error_is_described_and_the_rank_stays(ready: Rank, error: BaseException
 
 def test_a_mistake_of_the_users_is_final(ready: Rank) -> None:
     ready.executor.raises["reward_inf"] = RewardError("reward m:f returned nan")
-    ready.agent.send({"type": messages.CALL, "seq": 5, "name": "reward_inf", "step": 9})
-    said = ready.hear()
-    assert said["final"] is True
-    assert (said["exception"], "traceback" in said) == ("reward m:f returned nan", False)
+    ready.order(RunCall(seq=5, step=9, name="reward_inf", scalars={}))
+    said = ready.failure()
+    assert said.final
+    assert (said.exception, said.traceback) == ("reward m:f returned nan", "")
 
 
 def test_what_a_host_lacks_at_the_start_is_not_the_trial_s_fault(
@@ -164,34 +191,34 @@ def test_what_a_host_lacks_at_the_start_is_not_the_trial_s_fault(
 
     monkeypatch.setattr(serve_module, "build", build)
     rank.agent.send(START)
-    said = rank.hear()
-    assert said["cause"] == "environment"
-    assert "final" not in said
+    said = rank.failure()
+    assert (said.cause, said.final) == ("environment", False)
 
 
 def test_a_damaged_checkpoint_is_named(ready: Rank) -> None:
     error = DamagedCheckpointError("step-7.2: actor.0 has another checksum", "step-7.2")
     ready.executor.raises["gen"] = error
-    ready.agent.send({"type": messages.CALL, "seq": 5, "name": "gen", "step": 9})
-    assert ready.hear()["damaged"] == "step-7.2"
+    ready.order(RunCall(seq=5, step=9, name="gen", scalars={}))
+    assert ready.failure().damaged == "step-7.2"
 
 
 def test_long_errors_are_cut(ready: Rank) -> None:
     ready.executor.raises["gen"] = ValueError("x" * 3_000_000)
-    ready.agent.send({"type": messages.CALL, "seq": 5, "name": "gen", "step": 9})
-    said = ready.hear()
-    assert said["exception"].startswith("ValueError: xxx")
-    assert len(said["exception"]) + len(said["traceback"]) < 100_000
+    ready.order(RunCall(seq=5, step=9, name="gen", scalars={}))
+    said = ready.failure()
+    assert said.exception.startswith("ValueError: xxx")
+    assert len(said.exception) + len(said.traceback) < 100_000
 
 
 def test_last_words_come_whole_to_a_slow_agent(rank: Rank) -> None:
     """More than one pipe buffer of output is queued before them."""
-    rank.executor.describe_data = lambda: {"size": "x" * 2_000_000}  # type: ignore[method-assign]
+    large = replace(READY, fingerprint="x" * 2_000_000)
+    rank.executor.ready = lambda: large  # type: ignore[method-assign]
     rank.executor.raises["gen"] = ValueError("bad")
     rank.agent.send(START)
-    rank.agent.send({"type": messages.CALL, "seq": 5, "name": "gen", "step": 9})
-    assert len(rank.hear()["size"]) == 2_000_000
-    assert rank.hear()["exception"] == "ValueError: bad"
+    rank.order(RunCall(seq=5, step=9, name="gen", scalars={}))
+    assert rank.hear() == large
+    assert rank.failure().exception == "ValueError: bad"
 
 
 def test_a_rank_that_is_not_ended_leaves_by_itself(
@@ -199,9 +226,9 @@ def test_a_rank_that_is_not_ended_leaves_by_itself(
 ) -> None:
     monkeypatch.setattr(serve_module, "LINGER_S", 0.05)
     ready.executor.raises["gen"] = ValueError("bad")
-    ready.agent.send({"type": messages.CALL, "seq": 5, "name": "gen", "step": 9})
+    ready.order(RunCall(seq=5, step=9, name="gen", scalars={}))
     assert ready.end() == 1
-    assert ready.hear()["exception"] == "ValueError: bad"
+    assert ready.failure().exception == "ValueError: bad"
 
 
 def test_failed_start_is_reported(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,6 +238,6 @@ def test_failed_start_is_reported(rank: Rank, monkeypatch: pytest.MonkeyPatch) -
     broken: Callable[..., FakeExecutor] = fail
     monkeypatch.setattr(serve_module, "build", broken)
     rank.agent.send(START)
-    said = rank.hear()
-    assert (said["call"], said.get("step")) == ("start", None)
-    assert said["exception"] == "OSError: no such file"
+    said = rank.failure()
+    assert (said.call, said.step) == ("start", None)
+    assert said.exception == "OSError: no such file"

@@ -19,6 +19,7 @@ from slurmrl.parallel.activity import Activity
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings
+from slurmrl.workers.messages import Start
 from slurmrl.workers.worker import setup
 from slurmrl.workers.worker.setup import require_inputs
 
@@ -65,8 +66,9 @@ def test_models_that_cannot_fit_end_the_first_start_before_they_are_built(
     monkeypatch.setattr(setup.device, "set_up", _reached)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
     expected = KeyError if base else UsageError
+    start = Start(store="h:1", world_size=1, base=base, exclusive=True)
     with pytest.raises(expected, match="built" if base else "the tiny GPU has 0.0 GiB"):
-        setup.build(paths, 0, {"base": base, "exclusive": True}, None, Activity(), [].append)
+        setup.build(paths, 0, start, None, Activity(), [].append)
 
 
 def _reached(*_: object, **__: object) -> None:

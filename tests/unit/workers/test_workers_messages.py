@@ -1,0 +1,101 @@
+"""Messages as JSON, checked at every channel's end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from slurmrl.channel import frame
+from slurmrl.channel.bell import BellAddress
+from slurmrl.checkpoint.tensors import SavedFile
+from slurmrl.errors import CorruptFileError
+from slurmrl.monitor.hang import PendingCollective, RankProgress
+from slurmrl.monitor.reports import Failure, Identity, Warned
+from slurmrl.workers.messages import (
+    AGENT_LOG,
+    CONTROL_LOG,
+    FROM_WORKER,
+    CollectStacks,
+    Done,
+    Exit,
+    Hello,
+    LoadBatch,
+    MessageSet,
+    Over,
+    Pulse,
+    Ready,
+    RingAt,
+    RunCall,
+    Save,
+    Saved,
+    Stacked,
+)
+
+BELL = BellAddress("10.0.0.1", 4711, "ab" * 16)
+WAITS = PendingCollective(name="all_reduce", number=3, group="0", ranks=(0, 1), since_s=2.0)
+DOING = RankProgress(rank=1, call="gen", step=4, since_s=3.5, collective=WAITS)
+MESSAGES: list[tuple[MessageSet[Any], Any]] = [
+    (CONTROL_LOG, LoadBatch(seq=3, step=4, items=((0, 7), (1, 2)), evaluation=True)),
+    (CONTROL_LOG, RunCall(step=4, name="gen", scalars={"kl_coef": 0.1})),
+    (CONTROL_LOG, Save(seq=1, step=4, directory="step-4.1", asynchronous=True)),
+    (CONTROL_LOG, Exit(seq=9)),
+    (CONTROL_LOG, Over(stacks="rank 3 is silent")),
+    (CONTROL_LOG, CollectStacks(seq=2, number=1, ranks=(0, 3))),
+    (CONTROL_LOG, RingAt(bell=BELL)),
+    (AGENT_LOG, Ready(rank=1, size=9, fingerprint="f", stop_tokens=((2, "</s>"), (7, "é")))),
+    (AGENT_LOG, Done(rank=1, seq=0, seconds=0.5, stats={"loss": (1.5, 2)}, texts=({"id": 1},))),
+    (AGENT_LOG, Saved(rank=1, seq=0, files=(SavedFile("a", 3, "sha256:0"),))),
+    (AGENT_LOG, Saved(rank=1, seq=0, error="no space")),
+    (AGENT_LOG, Hello(agent=Identity("trainer", 0, 1, "n0", "41.0.0", "41_0", 7), bell=BELL)),
+    (AGENT_LOG, Warned(signal="SIGTERM", cause="preemption", time_left_s=3.0)),
+    (AGENT_LOG, Failure(cause="died", reason="x", host="", rank=0, exit_code=-9)),
+    (AGENT_LOG, Stacked(group="trainer", task=0, number=0, file="logs/x", ranks=(DOING,))),
+    (FROM_WORKER, Pulse(doing=DOING)),
+]
+
+
+@pytest.mark.parametrize(("channel", "message"), MESSAGES)
+def test_messages_arrive_as_they_were_sent(channel: MessageSet[Any], message: Any) -> None:
+    [values], _ = frame.decode(frame.encode(channel.to_json(message)))
+    assert channel.from_json(values) == message
+    assert channel.from_json({**values, "of a newer version": 1}) == message
+
+
+def test_metrics_that_are_not_finite_arrive() -> None:
+    """A loss that has diverged must reach the metrics."""
+    done = Done(rank=0, seq=1, seconds=1.0, stats={"loss": (float("nan"), 1), "kl": (1e999, 1)})
+    [values], _ = frame.decode(frame.encode(AGENT_LOG.to_json(done)))
+    found = AGENT_LOG.from_json(values)
+    assert isinstance(found, Done)
+    assert str(found.stats) == "{'loss': (nan, 1), 'kl': (inf, 1)}"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"rank": "1"}, "has '1' in 'rank', expected a whole number from 0"),
+        ({"rank": None}, "has no 'rank'"),
+        ({"seq": -1}, "has -1 in 'seq'"),
+        ({"stats": {"loss": [1.0]}}, "in 'stats', expected an object, each value a list of"),
+        ({"texts": ["text"]}, "in 'texts'"),
+        ({"type": "sing"}, "has 'sing' in 'type', expected one of preparing, ready, done"),
+        ({"type": ["done"]}, "has ['done'] in 'type'"),
+        ({"type": None}, "has None in 'type'"),
+    ],
+)
+def test_a_message_of_another_shape_is_refused_on_one_line(
+    change: dict[str, Any], problem: str
+) -> None:
+    done = AGENT_LOG.to_json(Done(rank=1, seq=0, seconds=0.5))
+    with pytest.raises(CorruptFileError) as caught:
+        AGENT_LOG.from_json({**done, **change})
+    assert str(caught.value).startswith("the log of an agent ")
+    assert problem in str(caught.value)
+    assert "same version of slurmrl" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_channel_takes_no_message_of_another_one() -> None:
+    with pytest.raises(CorruptFileError, match="the control log has 'done' in 'type'"):
+        CONTROL_LOG.from_json(AGENT_LOG.to_json(Done(rank=1, seq=0, seconds=0.5)))
