@@ -23,25 +23,35 @@ import sys
 import tempfile
 import time
 import traceback
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from slurmrl.channel import wakeup
-from slurmrl.channel.bell import Bell, BellAddress
+from slurmrl.channel.bell import Bell
 from slurmrl.channel.follower import Follower
+from slurmrl.channel.frame import Message
 from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.channel.pipe import Connection
-from slurmrl.fsio import objects
 from slurmrl.fsio.atomic import make_private_directory
+from slurmrl.monitor.reports import Identity
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import GroupPlan, Plan
-from slurmrl.workers import messages
 from slurmrl.workers.agent.replies import Replies
 from slurmrl.workers.master import worker_channel
 from slurmrl.workers.master.worker_channel import WorkerChannel
+from slurmrl.workers.messages import (
+    CONTROL_LOG,
+    FROM_WORKER,
+    TO_WORKER,
+    Done,
+    Exit,
+    Hello,
+    RingAt,
+    RunCall,
+)
 from slurmrl.workers.poll_intervals import PollIntervals
 
 GROUP = "trainer"
@@ -56,7 +66,7 @@ class Counted(LogReader):
 
     reads = 0
 
-    def read(self) -> list[messages.Message]:
+    def read(self) -> list[Message]:
         Counted.reads += 1
         return super().read()
 
@@ -76,10 +86,11 @@ def fork(serve: Callable[[], None]) -> int:
 def worker(pipe: Connection, rank: int) -> None:
     while (message := pipe.receive(timeout_s=None)) is not None:
         began = time.perf_counter()
-        time.sleep(message["seconds"])
-        worked_s = time.perf_counter() - began
-        seq = message["seq"]
-        pipe.send({"type": messages.DONE, "rank": rank, "seq": seq, "worked_s": worked_s})
+        call = TO_WORKER.from_json(message)
+        assert isinstance(call, RunCall)
+        time.sleep(call.scalars["sleep_s"])
+        seconds = time.perf_counter() - began
+        pipe.send(FROM_WORKER.to_json(Done(rank=rank, seq=call.seq, seconds=seconds)))
 
 
 class Agent:
@@ -89,6 +100,7 @@ class Agent:
         self.bell = Bell(LOOPBACK) if bells else None
         self.replies = Replies(LogWriter(paths.agent_log(1, GROUP, task)), workers, self.bell)
         self.pipes: list[Connection] = []
+        self.passed_on = -1
         for number in range(workers):
             ours, theirs = Connection.pair()
             fork(lambda: worker(theirs, task * workers + number))  # noqa: B023 - it runs at once
@@ -96,22 +108,22 @@ class Agent:
         self.master = Follower(
             [LogReader(paths.master_log(1))], paths.control, longest_poll_s=poll_s, bell=self.bell
         )
-        where = objects.to_json(self.bell.address) if self.bell is not None else None
-        identity = {"group": GROUP, "task": task, "host": f"n{task}", "job_id": "1"}
-        self.replies.send({"type": messages.HELLO, **identity, "bell": where})
+        identity = Identity(GROUP, task, attempt=0, host=f"n{task}", job="1", job_id="1")
+        where = self.bell.address if self.bell is not None else None
+        self.replies.send(Hello(agent=identity, bell=where))
 
     def serve(self) -> None:
         while True:
-            for message in self.master.read_due():
-                if message["type"] == messages.BELL:
-                    address = objects.from_json(BellAddress, message, "the control log")
-                    self.replies.ring_at(address)
-                    self.master.listen_for(address.source, 0)
-                elif message["type"] == messages.EXIT:
+            for order in map(CONTROL_LOG.from_json, self.master.read_due()):
+                if isinstance(order, RingAt):
+                    self.replies.ring_at(order.bell)
+                    self.master.listen_for(order.bell.source, 0)
+                elif isinstance(order, Exit):
                     return
                 else:
+                    self.passed_on = order.seq
                     for pipe in self.pipes:
-                        pipe.send(message)
+                        pipe.send(TO_WORKER.to_json(order))
             while not self.master.woken and self.master.pause_s() > 0:
                 self.turn()
 
@@ -123,13 +135,17 @@ class Agent:
         ready = {descriptor for descriptor, _ in poller.poll(timeout_s * 1000)}
         if self.bell is not None and self.bell.fileno() in ready:
             self.master.drain()
-        answers = [
-            answer
+        received = [
+            FROM_WORKER.from_json(answer)
             for pipe in self.pipes
             if pipe.fileno() in ready
             for answer in pipe.receive_available()
         ]
-        self.replies.send(*self.replies.answers.take(answers))
+        answers = [answer for answer in received if isinstance(answer, Done)]
+        sent = self.replies.answers.take(answers)
+        self.replies.send(*sent)
+        if any(isinstance(a, Done) and a.seq == self.passed_on for a in sent):
+            self.master.expect_news()
 
 
 def lost_ring(bell: Bell, others: object) -> None:
@@ -153,11 +169,12 @@ def a_plan(agents: int, workers: int) -> Plan:
 def a_step(channel: WorkerChannel, seconds: list[float]) -> tuple[float, float]:
     """Return how long it took, and how long its slowest worker worked."""
     began = time.perf_counter()
-    numbers = channel.post(*({"type": messages.CALL, "seconds": each} for each in seconds))
-    worked_s: Counter[int] = Counter()
+    calls = (RunCall(step=1, name="call", scalars={"sleep_s": each}) for each in seconds)
+    numbers = channel.post(*calls)
+    worked_s: dict[int, float] = defaultdict(float)
     for number in numbers:
         for rank, answer in channel.collect(number, "a call", TIMEOUT_S).items():
-            worked_s[rank] += answer["worked_s"]
+            worked_s[rank] += answer.seconds
     return time.perf_counter() - began, max(worked_s.values())
 
 
@@ -180,7 +197,7 @@ def measure(options: argparse.Namespace, pace: int, *, bells: bool) -> str:
         Counted.reads = 0
         times = [a_step(channel, [0.0, *calls]) for _ in range(options.steps)]
         reads = Counted.reads / options.steps
-        channel.post({"type": messages.EXIT})
+        channel.post(Exit())
         for pid in agents:
             os.waitpid(pid, 0)
         if bell is not None:

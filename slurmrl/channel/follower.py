@@ -139,6 +139,12 @@ class Follower:
         elif self._bell is not None:
             self._hear(self._bell)
 
+    def expect_news(self) -> None:
+        """Poll logs whose writers do not ring with short pauses again: news is likely soon."""
+        if self._wakeup.fileno() < 0:
+            self._silent.restart()
+            self._next_at = self._next_poll_at()
+
     def pause_s(self) -> float:
         """Return the longest wait before the next `read_due`, including waits for `fileno`."""
         return max(self._next_at - self._clock(), 0.0)
@@ -185,8 +191,11 @@ class Follower:
         if told and self.answers:
             self._next_at = now if moved else now + SAFETY_S
         else:
-            self._next_at = min((one.polls.next_at for one in self._logs), default=now + SAFETY_S)
+            self._next_at = self._next_poll_at()
         return news
+
+    def _next_poll_at(self) -> float:
+        return min(polls.next_at for polls in {one.polls for one in self._logs})
 
     def _account(self, one: _Followed, *, news: bool, polled: bool) -> None:
         rung = one in self._rung

@@ -42,6 +42,7 @@ from slurmrl.workers.failure import describe, publish
 from slurmrl.workers.messages import (
     CONTROL_LOG,
     CollectStacks,
+    Done,
     Exit,
     FromAgent,
     Hello,
@@ -80,6 +81,8 @@ class Incarnation:
         self.number = 0
         """0 until it has begun."""
         self.replies: Replies | None = None
+        self._passed_on: int | None = None
+        """Number of the last order that was passed on to the workers."""
         self._nonce = uuid.uuid4().hex
         self._symptoms = Symptoms(
             host.identity.host,
@@ -221,6 +224,7 @@ class Incarnation:
             while waiting and host.lease_guard.may_start():
                 order = waiting.popleft()
                 host.children.broadcast(order)
+                self._passed_on = order.seq
                 if isinstance(order, Exit):
                     self._let_exit()
                     return
@@ -286,7 +290,11 @@ class Incarnation:
         news = self.host.children.turn(min(timeout_s, self._symptoms.longest_turn_s, held_s))
         self._send_warning()
         if self.replies is not None:
-            self.replies.send(*self.replies.answers.take(news.received))
+            answers = self.replies.answers.take(news.received)
+            self.replies.send(*answers)
+            done = any(isinstance(a, Done) and a.seq == self._passed_on for a in answers)
+            if done and self._master_log is not None:  # the master posts the next step soon
+                self._master_log.expect_news()
         self._symptoms.judge(news)
 
     def _send_warning(self) -> None:

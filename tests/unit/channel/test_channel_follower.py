@@ -143,6 +143,19 @@ def test_without_news_polls_become_rare(tmp_path: Path) -> None:
     assert follower.read_due() == []
 
 
+@pytest.mark.usefixtures("shared")
+def test_polls_are_quick_again_when_news_is_expected(tmp_path: Path) -> None:
+    clock = Clock()
+    follower = follow(tmp_path / "a", clock=clock)
+    for _ in range(200):
+        follower.read_due()
+        clock.now += follower.pause_s()
+    follower.read_due()
+    assert follower.pause_s() > 0.7 * LONGEST_S
+    follower.expect_news()
+    assert follower.pause_s() <= FIRST_POLL_S
+
+
 class Failing(SystemCalls):
     broken: Path | None = None
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 import pytest
 
 from slurmrl.channel.bell import TOKEN_BYTES, Bell, BellAddress
 from slurmrl.channel.follower import Follower
-from slurmrl.channel.log import LogReader
+from slurmrl.channel.log import LogReader, LogWriter
 from slurmrl.fsio import objects
 from slurmrl.fsio.calls import is_local
 from slurmrl.paths import RunPaths
 from slurmrl.workers import doorbell
+from slurmrl.workers.agent.children import News
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.incarnation import Incarnation
+from slurmrl.workers.agent.replies import Replies
+from slurmrl.workers.messages import Answer, Done
 
 
 @pytest.fixture
@@ -91,3 +95,29 @@ def test_where_the_kernel_reports_changes_no_port_is_opened(paths: RunPaths) -> 
     if not is_local(paths.control):
         pytest.skip(f"{paths.control} is not on a file system that is known to be local")
     assert doorbell.install(paths.control, None, 1) is None
+
+
+def test_polls_are_quick_again_when_the_workers_have_answered_everything(
+    incarnation: Incarnation, run: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The master then posts the next step; an answer to an earlier message announces nothing."""
+    expected: list[int] = []
+
+    class Log:
+        def expect_news(self) -> None:
+            expected.append(len(received))
+
+    received: list[list[Answer]] = []
+    incarnation.replies = Replies(LogWriter(run.agent_log(1, "trainer", 0)), 1)
+    incarnation._passed_on = 5
+    incarnation._master_log = cast(Follower, Log())
+    monkeypatch.setattr(
+        incarnation.host.children, "turn", lambda timeout_s: News(received=received[-1])
+    )
+    for seq in (3, 4, 5):
+        received.append([Done(rank=0, seq=seq, seconds=0.0)])
+        incarnation.turn(0.0)
+    received.append([])
+    incarnation.turn(0.0)
+    assert expected == [3]
+    incarnation._master_log = None
