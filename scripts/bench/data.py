@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""Prepare a dataset once, then open it and read batches as every rank does: CPU seconds, memory,
-bytes on disk.
+"""What data costs a rank: scripts/bench/data.py [--rows N] [--batch N] [--folder DIR]
 
-    scripts/bench/data.py [--rows N] [--batch N] [--folder DIR]
+A dataset is prepared once, found again, opened, and read as every rank does. Then the shares of
+completions with random lengths: how many more tokens than the average does the rank with the most
+have, with equal numbers of items and balanced by tokens?
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from pathlib import Path
 
 from slurmrl.config.schema import Dataset
 from slurmrl.data import dataset, preparation
+from slurmrl.data.packing import balanced_partition, even_partition
 from slurmrl.data.prepared import PreparedRows
 from slurmrl.data.tokenizer import load_tokenizer, train_bpe
 
 WORDS = ("a", "farmer", "has", "sold", "hens", "and", "eggs", "for", "dollars", "each", "day", "of")
 VOCABULARY = 8192
 LIMIT = 100
+MINIBATCHES = 4
 
 
 def row(number: int) -> dict[str, str]:
@@ -54,7 +57,7 @@ def measured(what: str) -> Iterator[None]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=100_000)
     parser.add_argument("--batch", type=int, default=1024)
     parser.add_argument("--folder", type=Path, help="where to write (default: a temporary folder)")
@@ -85,6 +88,28 @@ def main() -> None:
                 opened.sample(items[::ranks])
         sizes = {file.name: file.stat().st_size >> 20 for file in directory.iterdir()}
         print(f"{path.stat().st_size >> 20} MiB; {opened.size} rows kept; MiB on disk: {sizes}")
+    for ranks in (2, 8, 64):
+        compare_shares(options.batch, ranks)
+
+
+def compare_shares(items: int, ranks: int) -> None:
+    """Each of four minibatches lasts as long as its largest share."""
+    chance = random.Random(0)
+    prompts = [chance.randint(50, 150) for _ in range(items)]
+    completions = [min(int(chance.lognormvariate(5.5, 1.0)), 2048) for _ in range(items)]
+    lengths = [prompt + made for prompt, made in zip(prompts, completions, strict=True)]
+    shares = {
+        "equal numbers": even_partition(prompts, ranks, MINIBATCHES),
+        "balanced": balanced_partition(lengths, ranks, MINIBATCHES),
+    }
+    size = items // MINIBATCHES
+    for name, parts in shares.items():
+        largest = [
+            max(sum(lengths[i] for i in part if start <= i < start + size) for part in parts)
+            for start in range(0, items, size)
+        ]
+        excess = sum(largest) * ranks / sum(lengths) - 1
+        print(f"{items} items on {ranks:2d} ranks, {name:13s}: {excess:7.1%} above the average")
 
 
 if __name__ == "__main__":

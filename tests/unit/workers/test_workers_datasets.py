@@ -1,0 +1,122 @@
+"""Rank 0 prepares the datasets of an incarnation, and the other ranks read what it names."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from slurmrl.config.schema import Dataset
+from slurmrl.data import preparation, records
+from slurmrl.errors import UsageError
+from slurmrl.parallel.activity import Activity
+from slurmrl.workers.messages import Message
+from slurmrl.workers.worker import datasets as datasets_module
+from slurmrl.workers.worker.datasets import Datasets
+from tests.support.chaos.preparations import Characters
+
+TIMEOUT = timedelta(seconds=60)
+
+
+class Site:
+    """The ranks of one incarnation after another, in one process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "tokenizer").mkdir()
+        sections = {}
+        for name, rows in (("train", 9), ("held_out", 3)):
+            path = folder / f"{name}.jsonl"
+            texts = [json.dumps({"id": f"{name}{i}", "prompt": f"{i}="}) for i in range(rows)]
+            path.write_text("\n".join(texts))
+            sections[name] = Dataset(type="prompt", path=str(path))
+        self.config: Any = SimpleNamespace(
+            dataset=sections["train"],
+            evaluation=SimpleNamespace(dataset=sections["held_out"]),
+            cluster=SimpleNamespace(start_timeout_s=600.0),
+        )
+        self.tokenizer: Any = Characters(folder / "tokenizer")
+        self.said: list[Message] = []
+        self.store: Any = None
+        self.activity = Activity()
+
+    def start(self, incarnation: int) -> Callable[[int], Any]:
+        """Return what a rank of the next incarnation does."""
+        self.store = dist.HashStore()
+        self.store.set_timeout(TIMEOUT)
+
+        def provide(rank: int) -> Any:
+            made = Datasets(
+                self.folder / "data", incarnation, self.config, self.store, self.activity
+            )
+            return made.provide(self.tokenizer, rank, self.said.append)
+
+        return provide
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def test_all_ranks_open_what_rank_0_prepared(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    provide = site.start(1)
+    own = provide(0)
+    monkeypatch.setattr(preparation, "prepare", None)  # the others do not even look
+    for opened in (own, provide(1), provide(7)):
+        train, held_out = opened
+        assert (train.size, held_out.size) == (9, 3)
+        assert train.sample([(2, 4)]).ids == ("train4@2",)
+        assert held_out.meta([(0, 1)]).ids == ("held_out1@0",)
+    assert site.said == []
+
+
+def test_a_rank_waits_for_rank_0_for_as_long_as_it_takes(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Single waits end after a while, and its activity says for whom it waits."""
+    monkeypatch.setattr(datasets_module, "WAIT", timedelta(milliseconds=1))
+    provide = site.start(1)
+    waits, opened = threading.Event(), []
+    real = site.store.wait
+
+    def wait(*arguments: Any) -> None:
+        try:
+            real(*arguments)
+        except dist.DistStoreError:
+            waits.set()
+            raise
+
+    site.store = SimpleNamespace(wait=wait, get=site.store.get, set=site.store.set)
+    thread = threading.Thread(target=lambda: opened.append(provide(3)), daemon=True)
+    thread.start()
+    assert waits.wait(60), "rank 3 did not wait within 60 s"
+    assert site.activity.current()[0].phase == "waiting for rank 0 to tokenise the dataset"
+    provide(0)
+    thread.join(60)
+    assert opened, "rank 3 did not see within 60 s that rank 0 was done"
+
+
+def test_long_preparations_are_reported(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the master, so that it waits longer, and by the pulse."""
+    monkeypatch.setattr(preparation, "CHUNK_ROWS", 2)
+    monkeypatch.setattr(records, "SETTLED_NS", 0)
+    site.config.cluster.start_timeout_s = 1e-9
+    site.start(1)(0)
+    assert site.said == [{"type": "preparing", "rank": 0}] * 7
+    site.said.clear()
+    site.start(2)(0)
+    assert site.said == [], "nothing is tokenised again"
+
+
+def test_rows_that_cannot_be_used_end_rank_0_with_the_line(site: Site) -> None:
+    (site.folder / "held_out.jsonl").write_text('{"prompt": "1"}\n{"prompt": 2}\n')
+    with pytest.raises(UsageError, match=r"held_out\.jsonl:2: prompt: must be a string"):
+        site.start(1)(0)
