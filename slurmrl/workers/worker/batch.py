@@ -96,7 +96,6 @@ class Batch:
         if call.name == self._shares.generation:
             self._lengths = self._mail.total(self._own_lengths(call))
         now = self._order[call.name]
-        self._send_made(now + 1)
         read_later = {key for key, last in self._last_readers.items() if last > now}
         self._made = {name: _having(sample, read_later) for name, sample in self._made.items()}
         self._held = {spread: _having(sample, read_later) for spread, sample in self._held.items()}
