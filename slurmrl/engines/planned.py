@@ -43,8 +43,9 @@ def moves(settings: Settings, plan: Plan) -> Iterator[dict[str, Any]]:
     budget = settings.config.transfer.staging_mib << 20
     calls: dict[Reallocation, list[CallPlan]] = defaultdict(list)
     for call in (*plan.calls, *plan.evaluation_calls):
-        for hook in call.pre_hooks:
-            calls[hook].append(call)
+        for hook in (*call.pre_hooks, *call.post_hooks):
+            if isinstance(hook, Reallocation):
+                calls[hook].append(call)
     for hook, users in calls.items():
         sides = plan.models[hook.source], plan.models[hook.target]
         source, target = (_placed(settings, side) for side in sides)
@@ -82,7 +83,7 @@ def planned_layout(plan: PlannedModel, model: Model, config: ModelConfig) -> Lay
 
 
 def _fsdp(plan: PlannedModel, model: Model, config: ModelConfig) -> Layout:
-    dtype = "float32" if plan.trained else model.dtype
+    dtype = "float32" if plan.trained or model.ema is not None else model.dtype
     return _placing(plan, config, dtype, sharded=True).layout()
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Final
 
 from slurmrl.allocation import Allocation
 from slurmrl.config.schema import Config
-from slurmrl.graph.call import DATASET_KEYS, Call, RoleUse
+from slurmrl.graph.call import DATASET_KEYS, Call, Method, RoleUse
 from slurmrl.graph.graph import Graph
 from slurmrl.plan import placement, resources
 from slurmrl.plan.estimates.host import worker_bytes
@@ -37,6 +38,12 @@ def make_plan(
         for name, place in placed.items()
     }
     offloaded = placement.offloaded(config, placed)
+    averages = [
+        Reallocation(source="actor", target=name, eta=eta)
+        for name, model in models.items()
+        if model.averaged and (eta := model_of(config, name).ema) is not None
+    ]
+    planned = partial(_call, models=models, offloaded=offloaded, averages=averages)
     calls = Graph(algorithm.calls(config), DATASET_KEYS[config.dataset.type]).order
     evaluation_calls: Sequence[Call] = ()
     if config.evaluation is not None:
@@ -50,8 +57,8 @@ def make_plan(
             for group in _groups(config, placed, scheduler)
         ),
         models=models,
-        calls=tuple(_call(call, models, offloaded) for call in calls),
-        evaluation_calls=tuple(_call(call, models, offloaded) for call in evaluation_calls),
+        calls=tuple(map(planned, calls)),
+        evaluation_calls=tuple(map(planned, evaluation_calls)),
     )
 
 
@@ -70,6 +77,7 @@ def _model(config: Config, use: RoleUse, placed: Placement) -> ModelPlan:
         group=placed.group,
         expert_sizes=expert_sizes(allocation),
         virtual_pipeline=(sizes.virtual_pipeline_model_parallel_size if sizes else None) or 1,
+        averaged=use.role != ROLLOUTS and section.ema is not None,
         sequence_parallel=use.role != ROLLOUTS and uses_sequence_parallel(section, allocation),
     )
 
@@ -149,13 +157,23 @@ def _with_resources(
     )
 
 
-def _call(call: Call, models: Mapping[str, ModelPlan], offloaded: Container[str]) -> CallPlan:
+def _call(
+    call: Call,
+    models: Mapping[str, ModelPlan],
+    offloaded: Container[str],
+    averages: Iterable[Reallocation],
+) -> CallPlan:
     """A call without a model runs where the actor does."""
     own = layout_of(call, list(models))
     layout = own or "actor"
     before: tuple[Reallocation, ...] = ()
     if call.role is not None and layout != call.role:
         before = (Reallocation(source=call.role, target=layout),)
+    after: list[Reallocation | Offloading] = []
+    if call.role == "actor" and call.method is Method.TRAIN_STEP:
+        after += averages
+    if own is not None and own in offloaded:
+        after.append(Offloading(model=own))
     return CallPlan(
         name=call.name,
         role=call.role,
@@ -166,5 +184,5 @@ def _call(call: Call, models: Mapping[str, ModelPlan], offloaded: Container[str]
         ranks=models[layout].ranks,
         layout=layout if before else None,
         pre_hooks=before,
-        post_hooks=(Offloading(model=own),) if own is not None and own in offloaded else (),
+        post_hooks=tuple(after),
     )

@@ -77,6 +77,13 @@ class ModelPlan(_PlanPart):
     """The experts' own grid over the same ranks, also row-major; empty where there is none."""
     virtual_pipeline: int = 1
     sequence_parallel: bool = False
+    averaged: bool = False
+    """Whether its weights are a moving average of another model's, which checkpoints hold."""
+
+    @property
+    def changes(self) -> bool:
+        """Whether its weights change during a run, so that checkpoints hold them."""
+        return self.trained or self.averaged
 
 
 class Reallocation(_PlanPart):
@@ -85,9 +92,12 @@ class Reallocation(_PlanPart):
 
     source: str
     target: str
+    eta: float = 1.0
+    """The target becomes ``eta * source + (1 - eta) * target``."""
 
     def __str__(self) -> str:
-        return f"reallocate {self.source} -> {self.target}"
+        share = "" if self.eta == 1.0 else f" (ema {self.eta:g})"
+        return f"reallocate {self.source} -> {self.target}{share}"
 
 
 class Offloading(_PlanPart):
@@ -115,8 +125,8 @@ class CallPlan(_PlanPart):
     """The model of the plan whose layout it runs on, if that is not the role's own."""
     pre_hooks: tuple[Reallocation, ...] = ()
     """What the ranks of both layouts do before the call."""
-    post_hooks: tuple[Offloading, ...] = ()
-    """What the call's ranks do after it."""
+    post_hooks: tuple[Reallocation | Offloading, ...] = ()
+    """What the ranks of the models concerned do after it."""
 
 
 class Plan(_PlanPart):
@@ -156,8 +166,18 @@ class Plan(_PlanPart):
     @property
     def offloaded(self) -> frozenset[str]:
         """The models that are offloaded between calls."""
+        return frozenset(hook.model for hook in self._hooks if isinstance(hook, Offloading))
+
+    @property
+    def reallocations(self) -> tuple[Reallocation, ...]:
+        """Each reallocation once, the same order in every process."""
+        found = (hook for hook in self._hooks if isinstance(hook, Reallocation))
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def _hooks(self) -> list[Reallocation | Offloading]:
         calls = (*self.calls, *self.evaluation_calls)
-        return frozenset(hook.model for call in calls for hook in call.post_hooks)
+        return [hook for call in calls for hook in (*call.pre_hooks, *call.post_hooks)]
 
     def group(self, name: str) -> GroupPlan:
         """Raises KeyError for an unknown name."""

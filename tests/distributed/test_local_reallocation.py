@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.monitor import events
 from tests.distributed.test_local_elastic import assert_close, config_of
 from tests.distributed.test_local_layouts import REWARDED
@@ -96,6 +98,32 @@ def test_a_wrong_move_ends_the_incarnation(tmp_path: Path) -> None:
     seen = events.read_all(site.paths("ppo/wrong"))
     (failure,) = [event for event in seen if event["kind"] == "failure"]
     assert "MoveError: reallocate actor -> rollout: after the move" in failure["reason"]
+
+
+def test_a_reference_follows_the_actor(tmp_path: Path) -> None:
+    """In every commit, each weight of the reference is the moving average of those of the actor,
+    also after a restart from a checkpoint, and with another layout."""
+    site, eta = Site(tmp_path), 0.25
+    sections = {
+        "ref": {"backend": "fsdp:d2", "ema": eta},
+        "actor": {"backend": "fsdp:t2"},
+        "checkpoint": {"every_steps": 1, "keep_last": 50},
+    }
+    run(site, "ema", steps=2, **sections)
+    site.slurmrl("resume", "ppo/ema", "ref.backend=fsdp:t2", "total_steps=4", "--wait")
+    folders = site.paths("ppo/ema").checkpoints.iterdir()
+    commits = {int(folder.name.split("-")[1].split(".")[0]): folder for folder in sorted(folders)}
+    before: dict[str, np.ndarray] = {}
+    for folder in commits.values():
+        actor, ref = (RoleCheckpoint(folder, role) for role in ("actor", "ref"))
+        names = [name for name, _ in actor.weights()]
+        for name in names:
+            if name in before:
+                average = eta * actor.read(name).astype(np.float64) + (1 - eta) * before[name]
+                np.testing.assert_allclose(ref.read(name), average, rtol=1e-5, atol=1e-7)
+            before[name] = ref.read(name)
+        assert any((before[name] != actor.read(name)).any() for name in names)
+    assert set(commits) >= {1, 2, 3, 4}
 
 
 @pytest.mark.long

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from slurmrl.config.schema.base import Line, PathText, PositiveInt, Section
+from slurmrl.config.schema.base import Line, PathText, PositiveFraction, PositiveInt, Section
 from slurmrl.config.schema.optimizer import Optimizer
 
 TRIAL_PREFIX = "trial:"
@@ -83,6 +83,10 @@ class Model(Section):
     """Whether megatron builds its layers from TransformerEngine's linear layers, norms and grouped
     experts. Default: true in bfloat16 on GPUs if a release that megatron-core supports is
     installed. In float32, its matrix products use TF32."""
+    ema: PositiveFraction | None = None
+    """For `ref` on fsdp: the reference follows the actor. After each training step, each of its
+    weights becomes ema times the actor's plus (1 - ema) times its own. They are then float32, and
+    checkpoints hold them. Default: the reference does not change."""
     optimizer: Optimizer = Optimizer()
 
     @model_validator(mode="after")

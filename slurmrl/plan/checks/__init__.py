@@ -13,6 +13,7 @@ from slurmrl.errors import Problem
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.checks.layouts import LAYOUT_CHECKS, SUBMISSION_CHECKS
 from slurmrl.plan.checks.sections import (
+    averages,
     dataset_files,
     dataset_types,
     engine_options,
@@ -30,6 +31,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     implementations,
     engine_options,
     optimizers,
+    averages,
     dataset_types,
     reward,
     stop_when,

@@ -17,6 +17,8 @@ from slurmrl.graph.graph import Graph
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.engines import ENGINES
+from slurmrl.plan.estimates.memory import SHARDED
+from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.registry import near, resolve
 
 STEP_METRICS: Final = ("tokens", "tokens_per_s")
@@ -85,6 +87,26 @@ def engine_options(draft: Draft) -> Iterator[Problem]:
                 able = ", ".join(name for name, other in ENGINES.items() if getattr(other, field))
                 message = f"true is not allowed with {allocation.backend}; allowed backends: {able}"
                 yield draft.problem((role, field), message)
+
+
+def averages(draft: Draft) -> Iterator[Problem]:
+    """Only a frozen model on an engine with float32 shards can follow the actor's weights."""
+    actor = draft.config.actor
+    trained = {use.role for use in draft.algorithm.roles() if use.trained}
+    for role, model in draft.models():
+        if model.ema is None:
+            continue
+        allocation = draft.allocations().get(role)
+        problem = None
+        if role in trained:
+            problem = f"{role} is trained; only a reference can follow the actor"
+        elif allocation is not None and allocation.backend not in SHARDED:
+            able = ", ".join(sorted(SHARDED))
+            problem = f"{allocation.backend} has no float32 weights of a frozen model; use {able}"
+        elif model.implementation != actor.implementation or shape_of(model) != shape_of(actor):
+            problem = f"{role} and the actor are different architectures"
+        if problem is not None:
+            yield draft.problem((role, "ema"), f"{model.ema} is not allowed: {problem}")
 
 
 def optimizers(draft: Draft) -> Iterator[Problem]:

@@ -53,6 +53,8 @@ def _model_bytes(config: Config, use: RoleUse, placed: Placement) -> int | None:
     moments, size = len(model.optimizer.moments), 0.0
     if use.trained and config.checkpoint.asynchronous:
         size += 4 * own * (1 + moments)
+    elif model.ema is not None and config.checkpoint.asynchronous:
+        size += 4 * own
     if model.cpu_offload and placed.allocation.backend in SHARDED:
         width = 4 if use.trained else BYTES[model.dtype]
         size += ROUNDED * width * own + (4 * own * (1 + moments) if use.trained else 0)

@@ -164,7 +164,8 @@ def _weight_bytes(job: MemoryDemand) -> int:
     if job.allocation.backend in SHARDED:
         if job.model.cpu_offload:
             return 0
-        return round(_per_rank(job) * (4 if job.trained else BYTES[job.model.dtype]))
+        changes = job.trained or job.model.ema is not None
+        return round(_per_rank(job) * (4 if changes else BYTES[job.model.dtype]))
     own = parameters(job.shape, job.allocation, job.head)
     return round(own.total * BYTES[job.model.dtype])
 

@@ -50,6 +50,8 @@ def checkpoint_bytes(settings: Settings) -> int:
         if use.trained:
             tensors = 1 + len(getattr(settings.config, use.role).optimizer.moments)
             total += _parameters(settings, use.role, use.head) * tensors * SCALAR_BYTES
+        elif getattr(settings.config, use.role).ema is not None:
+            total += _parameters(settings, use.role, use.head) * SCALAR_BYTES
     return total
 
 

@@ -17,7 +17,7 @@ from slurmrl.graph.call import Method
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.groups import ParallelContext
 from slurmrl.paths import RunPaths
-from slurmrl.plan.model import CallPlan, ModelPlan, Plan
+from slurmrl.plan.model import CallPlan, ModelPlan, Offloading, Plan
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
 from slurmrl.workers.messages import Done, LoadBatch, Order, Ready, RunCall, Save, Saved
@@ -119,8 +119,12 @@ class Executor:
             result, tokens = self._execute(call, order)
         if call.method is Method.TRAIN_STEP and call.role is not None:
             self._reallocations.trained(call.role)
-        for offload in call.post_hooks:
-            self._reallocations.discarded(offload.model)
+        for hook in call.post_hooks:
+            if isinstance(hook, Offloading):
+                self._reallocations.discarded(hook.model)
+                continue
+            with self._residence.using(hook.source, hook.target):
+                self._reallocations.run(hook)
         return self._done(order, began, result, tokens)
 
     def _execute(self, call: CallPlan, order: RunCall) -> tuple[CallResult, int]:
@@ -162,7 +166,7 @@ class Executor:
         directory = self.paths.checkpoints / order.directory
         snapshots = []
         for role, engine in self.engines.items():
-            if not self.plan.models[role].trained or not isinstance(engine, TrainEngine):
+            if not self.plan.models[role].changes or not isinstance(engine, TrainEngine):
                 continue
             copy = order.asynchronous or role in self.plan.offloaded
             with self._residence.using(role):

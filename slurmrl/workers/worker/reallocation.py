@@ -30,7 +30,7 @@ class PreparedMove:
     """A reallocation that this rank takes part in. Its engines are None where the rank holds no
     part of the model."""
 
-    name: str
+    hook: Reallocation
     engines: tuple[Engine | None, Engine | None]
     """The source's and the target's."""
     layouts: tuple[PlacedLayout, PlacedLayout]
@@ -40,19 +40,20 @@ class PreparedMove:
 
     def run(self, *, verify: bool) -> None:
         """Execute the move. Collective over the ranks of both models. Raises MoveError on every
-        rank if ``verify`` finds a difference."""
+        rank if ``verify`` finds a difference; a moving average cannot be verified."""
         rank = dist.get_rank()
         # (an engine's storages may be other ones than at the last move)
         held, taken = (
             Holdings(layout, rank, _storages(engine))
             for layout, engine in zip(self.layouts, self.engines, strict=True)
         )
-        Mover(self.plan, rank, held, taken, group=self.group, device=self.device).run()
-        if verify:
+        eta = self.hook.eta
+        Mover(self.plan, rank, held, taken, group=self.group, device=self.device, eta=eta).run()
+        if verify and eta == 1.0:
             try:
                 verify_move(*self.layouts, rank, held, taken, group=self.group, device=self.device)
             except MoveError as error:
-                raise MoveError(f"{self.name}: {error}") from error
+                raise MoveError(f"{self.hook}: {error}") from error
 
 
 class Reallocations:
@@ -106,9 +107,8 @@ def prepare(
 ) -> dict[Reallocation, PreparedMove]:
     """This rank's part of each reallocation of the plan. Collective over all ranks. ``timeout``
     bounds one collective, ``staging_bytes`` the buffers of a rank."""
-    calls = (*plan.calls, *plan.evaluation_calls)
     prepared = {}
-    for hook in dict.fromkeys(hook for call in calls for hook in call.pre_hooks):
+    for hook in plan.reallocations:
         sides = plan.models[hook.source], plan.models[hook.target]
         ranks = sorted({member for side in sides for member in side.ranks})
         group = dist.new_group(ranks, timeout=timeout)
@@ -119,7 +119,7 @@ def prepare(
         per_host = plan.trainers.workers_per_host
         hosts = {member: member // per_host for member in ranks}
         prepared[hook] = PreparedMove(
-            str(hook),
+            hook,
             (engines.get(hook.source), engines.get(hook.target)),
             (source, target),
             plan_move(source, target, hosts=hosts, budget=staging_bytes),

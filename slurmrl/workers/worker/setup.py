@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from slurmrl.backoff import READ_S, retry
 from slurmrl.checkpoint.manifest import until_certain, verify_share
-from slurmrl.config.schema import Model
+from slurmrl.config.schema import Model, Optimizer
 from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine, TrainEngine
@@ -174,11 +174,14 @@ def _engines(
         source = Path(model.path) if model.path is not None else None
         if source is not None:  # while no other rank waits in a collective
             _read(f"the model of {role}", partial(inputs.check_folder, source))
-        engines[role] = ENGINES.load(plan.models[role].engine)(
+        placed = plan.models[role]
+        if placed.averaged:  # like a trained one, but without moments
+            model = model.model_copy(update={"optimizer": Optimizer(name="sgd")})
+        engines[role] = ENGINES.load(placed.engine)(
             role,
             model,
-            head=plan.models[role].head,
-            trained=plan.models[role].trained,
+            head=placed.head,
+            trained=placed.changes,
             context=context,
             seed=config.seed,
             total_steps=optimizer_steps,

@@ -118,6 +118,19 @@ def test_models_are_offloaded_after_their_calls(
     assert found.offloaded == set(hooks.values())
 
 
+def test_a_reference_that_follows_the_actor_does_so_after_training(plan_ppo: Load) -> None:
+    found = plan(plan_ppo, "ref.ema=0.25", "ref.offload=true")
+    hook = Reallocation(source="actor", target="ref", eta=0.25)
+    after = {call.name: call.post_hooks for call in found.calls}
+    assert after["actor_train"] == (hook,)
+    assert after["critic_train"] == ()
+    assert [str(each) for each in after["ref_inf"]] == ["offload ref"]
+    assert found.reallocations == (hook,)
+    assert found.models["ref"].changes
+    assert not found.models["ref"].trained
+    assert Plan.from_json(found.to_json()) == found
+
+
 def test_servers_on_the_trainers_gpus_are_part_of_their_job(plan_ppo: Load) -> None:
     found = plan(
         plan_ppo, "actor.backend=fsdp:d4", "rollout.backend=sglang:d2t2", "rollout.gpus=0-3"

@@ -226,6 +226,17 @@ KINDS = {
         "critic.gpus=4-5", "critic.backend=fsdp:d2",
     ),
     "GPUs without an engine": wrong("rollout.gpus", "without rollout.backend", "rollout.gpus=0-1"),
+    "average of a trained model": wrong("critic.ema", "critic is trained", "critic.ema=0.1"),
+    "average on megatron": wrong(
+        "ref.ema", "use archon, fsdp", "ref.ema=0.1", "ref.backend=megatron:d2"
+    ),
+    "average of another size": wrong(
+        "ref.ema",
+        "different architectures",
+        "ref.ema=0.1",
+        "ref.architecture={model_type: llama, vocab_size: 99, hidden_size: 64, "
+        "intermediate_size: 64, num_hidden_layers: 2, num_attention_heads: 4}",
+    ),
     "offload without an engine": wrong(
         "rollout.offload", "without rollout.backend", "rollout.offload=true"
     ),
