@@ -99,7 +99,7 @@ def measure_checksums(where: Path, mib: int, rounds: int) -> None:
         }
         taken: dict[str, list[tuple[float, float]]] = {mode: [] for mode in modes}
         for number in range(rounds + 1):  # the first one is to warm up
-            for mode, action in modes.items():
+            for mode, action in [*modes.items()][:: -1 if number % 2 else 1]:
                 found = timed(action)
                 if number:
                     taken[mode].append(found)

@@ -144,17 +144,19 @@ class TensorFile:
             raise ValueError(f"header of {length} bytes in a file of {self._size}")
         header = documents.parse(self._map[8 : 8 + length], self.path)
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
+        self._data = 8 + length
         self.specs: dict[str, TensorSpec] = {}
-        self._begins: dict[str, int] = {}
+        self.begins: dict[str, int] = {}
+        """The first byte of each tensor, from the end of the header."""
         for name, entry in header.items():
             spec = TensorSpec(tuple(entry["shape"]), DTYPES[entry["dtype"]])
             begin, end = entry["data_offsets"]
             if not all(type(n) is int and n >= 0 for n in (begin, end, *spec.shape)):
                 raise ValueError(f"tensor '{name}' is described by {shown(entry)}")
-            if end - begin != spec.bytes or 8 + length + end > self._size:
+            if end - begin != spec.bytes or self._data + end > self._size:
                 raise ValueError(f"tensor '{name}' has bytes {begin} to {end}")
             self.specs[name] = spec
-            self._begins[name] = 8 + length + begin
+            self.begins[name] = begin
 
     def flat(self, name: str) -> Array:
         """A tensor's elements as a flat read-only array; KeyError for an unknown name."""
@@ -164,7 +166,7 @@ class TensorFile:
             if len(self._map) != self._size:
                 raise CorruptFileError(f"{self.path} has changed while it was read")
         dtype = np.dtype(NUMPY_DTYPES[spec.dtype])
-        return np.frombuffer(self._map, dtype, prod(spec.shape), self._begins[name])
+        return np.frombuffer(self._map, dtype, prod(spec.shape), self._data + self.begins[name])
 
     def release(self) -> None:
         """Give back the memory of the elements that were accessed."""

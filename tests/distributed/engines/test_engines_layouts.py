@@ -276,6 +276,22 @@ def test_checkpoints_move_between_layouts(ranks: RankPool, tmp_path: Path) -> No
         assert held == whole  # each element once, though several ranks have it
 
 
+@pytest.mark.parametrize(
+    ("engine", "needed"), [("fsdp", [(0, 1), (1, 2, 3)]), ("megatron", [range(4)] * 2)]
+)
+def test_a_rank_loads_its_own_boxes_in_blocks(
+    ranks: RankPool, tmp_path: Path, engine: str, needed: list[tuple[int, ...]]
+) -> None:
+    """It opens the files that have them, and never holds another copy of a tensor."""
+    large = {**ARCHITECTURE, "vocab_size": 2**15, "tie_word_embeddings": True}
+    saving = Setup(model=model(architecture=large), split=[[0], [1], [2], [3]])
+    ranks(4, f"{CASES}:train", saving, range(0), save=tmp_path)
+    loading = Setup(engine=engine, model=model(architecture=large), split=[[0], [1]])
+    own_bytes = 2**15 * large["hidden_size"] * 4 // 2
+    for peak in ranks(2, f"{HERE}:load_from_few_files", loading, tmp_path, needed):
+        assert peak < own_bytes // 2, "the layout's text, two blocks, and no half of the embedding"
+
+
 def test_resuming_is_bit_exact(ranks: RankPool, tmp_path: Path) -> None:
     setup = setup_of(C2T2, MODELS["qwen3"], sequence=True, optimizer={"betas": (0.9, 0.95)})
     folders = [tmp_path / name for name in ("straight", "first", "second")]

@@ -96,6 +96,8 @@ def test_few_files_are_open_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         for name in SPECS:
             assert np.array_equal(checkpoint.read(name), WHOLE[name])
             assert open_files(tmp_path) <= 2
+    arrays = {id(file.specs) for file in checkpoint._files._files.values()}
+    assert len(arrays) == 2, "four files have the same arrays, the last one smaller ones"
 
 
 @pytest.mark.parametrize("block", [4, 24, 10**6])
