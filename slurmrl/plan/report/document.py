@@ -75,7 +75,8 @@ def _host_memory(report: Mapping[str, Any]) -> str:
 
 
 def _model(model: Mapping[str, Any]) -> str:
-    facts = [model["backend"], "trained" if model["trained"] else "not trained"]
+    state = "follows the actor" if model["averaged"] else "not trained"
+    facts = [model["backend"], "trained" if model["trained"] else state]
     facts.append(f"{model['dtype']} ({model['dtype_from']})")
     if model["virtual_pipeline"] > 1:
         facts.append(f"virtual pipeline {model['virtual_pipeline']}")

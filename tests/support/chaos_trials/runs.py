@@ -33,7 +33,7 @@ class Setting:
     """Each rank has a GPU and computes in bfloat16, instead of float32 on a CPU."""
     mixed: bool = False
     """Each model of PPO, and generation, has a layout of its own, on 2 ranks; the reference is on
-    one of them."""
+    one of them and follows the actor."""
 
     @property
     def steps(self) -> int:
@@ -58,7 +58,8 @@ class Setting:
         if self.mixed:
             config["actor"]["backend"] = "fsdp:t2"
             config["critic"] = {**config.get("critic", {}), "backend": "fsdp:d2"}
-            config["ref"] = {**config.get("ref", {}), "backend": "fsdp:d1", "gpus": "1"}
+            ref = {"backend": "fsdp:d1", "gpus": "1", "ema": 0.1}
+            config["ref"] = config.get("ref", {}) | ref
             config["rollout"] |= {"backend": "native:d2"}
         if self.gpu:
             config["deterministic"] = True  # not the default there
