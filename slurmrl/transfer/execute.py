@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurmrl.errors import LayoutError
-from slurmrl.layout.box import Box
+from slurmrl.layout.box import Box, blocks
 from slurmrl.layout.shard import Shard
 from slurmrl.transfer.plan import Cargo, MovePlan, Segment
 from slurmrl.transfer.regions import PlacedLayout
@@ -216,8 +216,9 @@ class Mover:
             target.copy_(elements)
             return
         wide = torch.promote_types(torch.promote_types(target.dtype, elements.dtype), torch.float32)
-        for old, new in _blocks(target, elements):
-            new = new.to(old.device, wide)
+        for box in blocks(Box.whole(tuple(target.shape)), BLOCK):
+            old = target[box.slices]
+            new = elements[box.slices].to(old.device, wide)
             if old.dtype == wide:
                 old.lerp_(new, self._eta)
             else:
@@ -235,14 +236,3 @@ def _boxes(message: _Message) -> Iterator[tuple[Cargo, Tensor]]:
 
 def _bytes(view: Tensor) -> Tensor:
     return view.reshape(-1).view(torch.uint8)
-
-
-def _blocks(target: Tensor, elements: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both tensors in corresponding parts of at most BLOCK elements."""
-    if target.numel() <= BLOCK:
-        yield target, elements
-        return
-    dim = next(dim for dim, length in enumerate(target.shape) if length > 1)
-    halves = (tensor.tensor_split(2, dim) for tensor in (target, elements))
-    for pair in zip(*halves, strict=True):
-        yield from _blocks(*pair)

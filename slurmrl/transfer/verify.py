@@ -9,12 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurmrl.errors import MoveError
+from slurmrl.layout.box import Box, blocks
 from slurmrl.transfer.execute import Holdings
 from slurmrl.transfer.plan import wire_dtype
 from slurmrl.transfer.regions import PlacedLayout, Region, regions
 
-BLOCK = 1 << 22
-"""Elements whose bits are widened at a time."""
+BLOCK = 1 << 20
+"""Elements that are converted and widened at a time."""
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of an element's bytes."""
 
@@ -80,18 +81,20 @@ def _checksums(
     ):
         if rank in ranks:
             for view in holdings.views(region.name, region.box):
-                yield name, checksum(view.to(dtype))
+                yield name, checksum(view, dtype)
 
 
-def checksum(values: Tensor) -> Tensor:
-    """The sum of (2i + 1) times the bits of the i-th element, modulo 2^64: int64 []. It changes if
-    elements change, or change places."""
-    bits = values.reshape(-1).view(BITS[values.element_size()])
+def checksum(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of (2i + 1) times the bits of the i-th element in ``dtype``, modulo 2^64: int64 [].
+    It changes if elements change, or change places."""
     total = torch.zeros((), dtype=torch.int64, device=values.device)
-    for first in range(0, bits.numel(), BLOCK):
-        block = bits[first : first + BLOCK].to(torch.int64)
-        weights = torch.arange(first, first + block.numel(), device=values.device) * 2 + 1
-        total += (block * weights).sum()
+    first = 0
+    for box in blocks(Box.whole(tuple(values.shape)), BLOCK):
+        block = values[box.slices].to(dtype).reshape(-1)
+        weights = torch.arange(first, first + box.count, device=values.device).mul_(2).add_(1)
+        bits = block.view(BITS[block.element_size()])
+        total += weights.mul_(bits).sum()
+        first += box.count
     return total
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from slurmrl.checkpoint import precision, shards
 from slurmrl.checkpoint.export import export
 from slurmrl.checkpoint.rank_files import ShardHeader
 from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot
@@ -42,13 +44,13 @@ def write_checkpoint(directory: Path, dtype: str, ranks: int) -> dict[str, np.nd
     tensors |= {f"exp_avg/{name}": spec for name, spec in tensors.items()}
     rows: list[list[Shard]] = [[] for _ in range(ranks)]
     parts: list[list[TensorEntry]] = [[] for _ in range(ranks)]
-    for rank, (shards, entries) in enumerate(zip(rows, parts, strict=True)):
+    for rank, (row, entries) in enumerate(zip(rows, parts, strict=True)):
         for name, spec in tensors.items():
             box = chunk(spec.shape, ranks, rank)
             if not box.count:
                 continue
             values = whole.get(name, np.zeros(spec.shape, dtype=kind))[box.slices].copy()
-            shards.append(Shard.contiguous(name, box))
+            row.append(Shard.contiguous(name, box))
             entries.append(TensorEntry(name, TensorSpec(box.size, dtype), lambda v=values: v))
     layout = Layout.of(tensors, rows)
     for rank, entries in enumerate(parts):
@@ -98,6 +100,24 @@ def test_an_export_holds_the_weights_and_no_moments(
         "tokenizer.json",
         "tokenizer_config.json",
     ]
+
+
+def test_an_export_holds_one_tensor_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One tensor and its conversion, whatever the number of tensors and ranks is."""
+    monkeypatch.setitem(globals(), "SHAPES", {f"model.{n}": (512, 512) for n in range(12)})
+    tensor_bytes = 4 * 512 * 512
+    write_checkpoint(tmp_path, "float32", 3)
+    for module, name in ((shards, "BLOCK_BYTES"), (precision, "BLOCK")):
+        monkeypatch.setattr(module, name, 2**14)
+    tracemalloc.start()
+    try:
+        exported(tmp_path, tmp_path / "out", precision=precision.Precision(default="bfloat16"))
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2.5 * tensor_bytes
 
 
 def test_large_weights_go_into_several_files(tmp_path: Path) -> None:

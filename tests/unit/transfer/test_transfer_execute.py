@@ -1,4 +1,4 @@
-"""Copies inside one rank: what they allocate."""
+"""What moves allocate on a rank beside both models."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from slurmrl.layout.box import Box
 from slurmrl.layout.layout import Layout, TensorSpec
 from slurmrl.layout.shard import Shard
-from slurmrl.transfer import execute
+from slurmrl.transfer import execute, verify
 from slurmrl.transfer.plan import plan_move
 from slurmrl.transfer.regions import PlacedLayout
 from tests.support.host_memory import peak_bytes
@@ -33,6 +33,19 @@ def move(source: Tensor, target: Tensor, eta: float) -> int:
     device = torch.device("cpu")
     mover = execute.Mover(plan, 0, held, taken, group=None, device=device, eta=eta)
     return peak_bytes(mover.run)
+
+
+def test_verification_makes_no_copy_of_a_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of a matrix are converted and summed in blocks, and have the sum of their copy."""
+    columns = torch.randn(192, 8192)[:, :4096]
+    copy = columns.to(torch.bfloat16).contiguous()
+    monkeypatch.setattr(verify, "BLOCK", 4096)
+    found = []
+    peak = peak_bytes(lambda: found.append(verify.checksum(columns, torch.bfloat16)))
+    assert peak < 6 * 8 * 4096 < copy.nbytes // 4
+    assert found[0] == verify.checksum(copy, torch.bfloat16)
+    copy[5, [1, 2]] = copy[5, [2, 1]]
+    assert found[0] != verify.checksum(copy, torch.bfloat16)
 
 
 @pytest.mark.parametrize("source", [torch.float32, torch.bfloat16])
