@@ -36,6 +36,8 @@ class _Polls:
         self._backoff = Backoff(min(first_s, longest_s), longest_s, growth=POLL_GROWTH)
         self._clock = clock
         self.next_at = clock()
+        self.logs = 0
+        """How many logs are polled then."""
 
     @property
     def due(self) -> bool:
@@ -56,8 +58,14 @@ class _Followed:
     def __init__(self, reader: LogReader, polls: _Polls) -> None:
         self.reader = reader
         self.polls = polls
+        polls.logs += 1
         self.spare = SPARE_LOOKS
         self.answers = True
+
+    def poll_by(self, polls: _Polls) -> None:
+        self.polls.logs -= 1
+        polls.logs += 1
+        self.polls = polls
 
     def read(self) -> list[Message]:
         try:
@@ -123,7 +131,9 @@ class Follower:
             return self.read()
         self.drain()
         due = [polls for polls in (self._silent, self._ringing) if polls.due]
-        logs = [one for one in self._logs if one in self._rung or one.polls in due]
+        logs = list(self._rung)
+        if due:
+            logs = [one for one in self._logs if one in self._rung or one.polls in due]
         return self._look(logs, due) if logs else []
 
     def fileno(self) -> int:
@@ -195,13 +205,13 @@ class Follower:
         return news
 
     def _next_poll_at(self) -> float:
-        return min(polls.next_at for polls in {one.polls for one in self._logs})
+        return min(polls.next_at for polls in (self._silent, self._ringing) if polls.logs)
 
     def _account(self, one: _Followed, *, news: bool, polled: bool) -> None:
         rung = one in self._rung
         self._rung.discard(one)
         if news:
-            one.polls = self._ringing if rung else self._silent
+            one.poll_by(self._ringing if rung else self._silent)
             one.spare = SPARE_LOOKS
         elif polled:
             one.spare = min(one.spare + 1, SPARE_LOOKS)
