@@ -161,9 +161,13 @@ class RunPaths:
         """Control log that the master writes and all agents read."""
         return self.control / f"{incarnation:08d}.master"
 
-    def agent_log(self, incarnation: int, group: str, task: int) -> Path:
-        """Control log that one agent writes and the master reads."""
-        return self.control / f"{incarnation:08d}.{group}.{task}"
+    def agent_log(
+        self, incarnation: int, group: str, task: int, attempt: int | None = None
+    ) -> Path:
+        """Control log that one agent writes and the master reads. ``attempt`` is that of a task
+        which may be started several times in an incarnation; None for the trainers."""
+        started = "" if attempt is None else f".{attempt}"
+        return self.control / f"{incarnation:08d}.{group}.{task}{started}"
 
     def checkpoint(self, step: int, incarnation: int) -> Path:
         return self.checkpoints / f"step-{step:08d}.{incarnation}"

@@ -13,6 +13,10 @@ TRAINERS: Final = "trainer"
 """The group of the trainers, and the name of their world. Its end is the end of an incarnation."""
 
 
+def group_of(world: str) -> str:
+    return world.partition("/")[0]
+
+
 def world_of(group: str, task: int) -> str:
     """Return the name of a task's world: ``trainer``, or ``rollout/3``."""
     return group if group == TRAINERS else f"{group}/{task}"

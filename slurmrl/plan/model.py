@@ -38,6 +38,8 @@ class GroupPlan(_PlanPart):
     links: int = Field(ge=0, le=MOST_COUNT)
     """Elements of its job array."""
     elastic: bool = False
+    worker: str = "slurmrl.workers.worker.setup:build_trainer"
+    """``module:function`` that makes the worker of a rank (see `workers.worker.serve`)."""
 
     @property
     def workers(self) -> int:

@@ -68,6 +68,12 @@ def fabric_address(interface: str | None, hosts: int) -> str:
     return address
 
 
+def name_of(listener: socket.socket) -> str:
+    """Return ``host:port`` of a listening socket."""
+    host, port = listener.getsockname()
+    return f"{host}:{port}"
+
+
 def listen(address: str) -> socket.socket:
     """Return a TCP socket that listens on a free port of ``address``."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

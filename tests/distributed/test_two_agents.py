@@ -1,5 +1,5 @@
 """Two agents of one job, as srun starts them, side by side on this machine: what one of them meets
-ends the incarnation for both."""
+ends the incarnation for both. Agents of another group come and go beside them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ from slurmrl.fsio import documents
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.state import fold
+from slurmrl.monitor import published
 from slurmrl.monitor.events import read_all
 from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
 from slurmrl.submission.prepare import prepare
 from slurmrl.submission.submit import propose
-from slurmrl.workers.agent.agent import AGAIN, OK
+from slurmrl.workers.agent.agent import AGAIN, FAILED, OK
+from tests.support.idle_world import WORKER
 from tests.support.trials import REPOSITORY, Site, processes, sft_config, wait_until
 
 LEAVE_S = 120.0
 
 
 class Job:
-    """A trial on two hosts with one worker each; the test is its supervisor."""
+    """A trial on two hosts with one worker each, and room for tasks of a group "rollout" with two
+    idle workers each; the test is the supervisor of all."""
 
     def __init__(
         self,
@@ -54,22 +57,40 @@ class Job:
         config = sft_config(total_steps=steps, cluster=cluster, checkpoint={"every_seconds": 1})
         path = site.write("config.yaml", config)
         proposal = propose(path, [], root=str(site.root), scheduler="slurm")
-        prepare(proposal.paths, proposal.settings, proposal.plan, proposal.recorder)
+        change = {"name": "rollout", "elastic": True, "workers_per_host": 2, "worker": WORKER}
+        rollout = proposal.plan.trainers.model_copy(update=change)
+        plan = proposal.plan.model_copy(update={"groups": (*proposal.plan.groups, rollout)})
+        prepare(proposal.paths, proposal.settings, plan, proposal.recorder)
         self.paths: RunPaths = proposal.paths
-        self.agents = [self._start(task) for task in range(2)]
+        self.agents = [self.start(task) for task in range(proposal.plan.trainers.hosts)]
 
-    def _start(self, task: int) -> subprocess.Popen[bytes]:
+    def start(self, task: int, group: str = "trainer") -> subprocess.Popen[bytes]:
         command = [sys.executable, "-P", "-m", "slurmrl.workers.agent"]
-        command += ["--run", str(self.paths.run), "--submission", "1", "--group", "trainer"]
+        command += ["--run", str(self.paths.run), "--submission", "1", "--group", group]
+        fixed = group == "trainer"
         environment = {
             **os.environ,
             "PYTHONPATH": str(REPOSITORY),
-            "SLURM_JOB_ID": "41",
-            "SLURM_NODEID": str(task),
-            "SLURMD_NODENAME": f"n{task}",
+            "SLURM_JOB_ID": "41" if fixed else str(50 + task),
+            "SLURM_NODEID": str(task if fixed else 0),
+            "SLURM_ARRAY_TASK_ID": str(0 if fixed else task),
+            "SLURMD_NODENAME": f"{'n' if fixed else 'r'}{task}",
             **self._environment,
         }
         return subprocess.Popen(command, env=environment)
+
+    def wait_for_event(self, kind: str, count: int) -> list[dict[str, Any]]:
+        """The events of a kind, once there are that many."""
+
+        def found() -> list[dict[str, Any]]:
+            events = [event for event in read_all(self.paths) if event["kind"] == kind]
+            return events if len(events) >= count else []
+
+        return wait_until(f"event {count} of kind {kind}", found, 240)
+
+    @property
+    def incarnation(self) -> int:
+        return fold(History(self.paths.history).read()).incarnation
 
     def wait_for_commit_of(self, incarnation: int) -> None:
         def committed() -> bool:
@@ -214,3 +235,63 @@ def test_a_hang_on_one_host_is_explained_with_the_stacks_of_both(job: Job) -> No
     assert "=== rank 1 on n1: has given no sign of life for" in stopped
     assert "it is stopped (SIGSTOP)" in stopped
     assert job.end() == [OK, OK]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "job", [{"hosts": 1, "workers_per_host": 2, "heartbeat_s": 0.5}], indirect=True
+)
+def test_tasks_of_another_group_come_and_go_beside_the_trainers(job: Job) -> None:
+    """Task 0 of another group starts no master, its world has its own ranks, and neither a failure
+    of its ranks nor the loss of its host nor the end of its job touches the trainers' incarnation.
+    It follows the trainers into their next one."""
+    job.wait_for_commit_of(1)
+    task = job.start(0, "rollout")
+    job.agents.append(task)
+    (ready,) = job.wait_for_event("world_ready", 1)
+    assert ready["world"] == "rollout/0"
+    assert len(processes(job.paths.run)["master"]) == 1
+    names = make("file", directory=job.paths.names)
+
+    def seen() -> dict[str, Any] | None:
+        status = published.status(names)
+        doing = [one for one in status.get("doing", ()) if one.get("world") == "rollout/0"]
+        ranks = {rank for one in doing for rank in one["ranks"].replace("-", ",").split(",")}
+        return dict(status) if ranks == {"0", "1"} else None
+
+    status = wait_until("a status with both ranks of the other world", seen)
+    assert status["tasks"]["rollout/0"]["host"] == "r0"
+
+    workers = [pid for pid in processes(job.paths.run)["worker"] if task.pid in ancestors(pid)]
+    os.kill(workers[1], signal.SIGKILL)
+    assert task.wait(LEAVE_S) == FAILED
+    failed = job.wait_for_event("world_ended", 1)[0]
+    assert failed["reason"].endswith("of rollout/0 on r0 was ended by SIGKILL")
+    assert "of rollout/0" in (job.paths.logs / "rollout" / "0.0.log").read_text()
+
+    task = job.start(0, "rollout")
+    job.agents.append(task)
+    job.wait_for_event("world_ready", 2)
+    task.kill()
+    lost = job.wait_for_event("world_ended", 2)[1]
+    assert lost["reason"] == "its agent no longer renews its lease"
+    assert keys.lost("r0") not in names.find_subtree("lost")
+
+    task = job.start(0, "rollout")
+    job.agents.append(task)
+    job.wait_for_event("world_ready", 3)
+    assert job.incarnation == 1, "the trainers were left alone"
+    assert keys.failure(1) not in names.find_subtree("incarnation/1")
+    os.kill(job.child(0, "master"), signal.SIGKILL)
+    job.wait_for_event("world_ready", 4)
+    assert job.incarnation == 2
+    assert task.poll() is None
+
+    task.send_signal(signal.SIGUSR2)
+    assert task.wait(LEAVE_S) == FAILED
+    job.wait_for_event("world_ended", 3)
+    job.wait_for_commit_of(2)
+    assert job.agents[0].poll() is None
+    job.agents[0].send_signal(signal.SIGUSR2)
+    assert job.agents[0].wait(LEAVE_S) == OK
+    assert job.incarnation == 2

@@ -23,7 +23,7 @@ from slurmrl.engines import ENGINES
 from slurmrl.workers.worker import fork_server
 from tests.null_gpu import device
 
-fork_server.preload(Path(sys.argv[1]))
+fork_server.preload(Path(sys.argv[1]), "trainer")
 ENGINES.load(sys.argv[2])
 threads = len(os.listdir("/proc/self/task"))
 called = {name: count for name, count in device.counts().items() if count}

@@ -28,9 +28,11 @@ from slurmrl.scheduler import hosts
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.incarnation import FORM_TIMEOUT_S, Incarnation
 from slurmrl.workers.agent.leader import leave_without
+from slurmrl.workers.agent.task_world import TaskWorld
 from slurmrl.workers.failure import HOST_LOSSES, publish_loss
 from slurmrl.workers.link import end_as_failed
 from slurmrl.workers.presence import Presence, make_channels
+from slurmrl.worlds import TRAINERS
 
 logger = log.get(__name__)
 T = TypeVar("T")
@@ -83,7 +85,8 @@ class Agent:
 
     def _serve_one(self) -> int | None:
         """Serve one incarnation. Return the exit code, or None to serve another one."""
-        incarnation = Incarnation(self.host, self._served)
+        world = Incarnation if self.host.identity.trains else TaskWorld
+        incarnation = world(self.host, self._served)
         failed = None
         try:
             incarnation.run()
@@ -105,9 +108,11 @@ class Agent:
         finally:
             incarnation.close()
         self._unborn = 0 if incarnation.number else self._unborn + 1
+        self._served = max(self._served, incarnation.number)
+        if not self.host.identity.trains:  # another task replaces one that fails
+            return FAILED if failed is not None or self.host.warnings.received else None
         if failed is not None and self._unborn and failed.cause == Cause.ENVIRONMENT:
             self._record_start(failed)
-        self._served = max(self._served, incarnation.number)
         return self._verdict(failed)
 
     def _verdict(self, failed: Failure | None) -> int | None:
@@ -174,8 +179,8 @@ class Agent:
 
 
 def serve(run: Path, submission: int, group: str) -> int:
-    """Run an agent; return its exit code. A user error ends the trial. Raises SlurmrlError if the
-    agent cannot start for another reason."""
+    """Run an agent; return its exit code. A user error that the trainers meet ends the trial.
+    Raises SlurmrlError if the agent cannot start for another reason."""
 
     def start() -> Host:
         for warning in ownership.check(run):
@@ -188,6 +193,8 @@ def serve(run: Path, submission: int, group: str) -> int:
     try:
         host = retry("start the agent", start, pause, timeout_s=FORM_TIMEOUT_S)
     except UsageError as error:
+        if group != TRAINERS:
+            raise  # the trainers meet it too, and they hold the trial
         end_as_failed(paths, submission, str(error))
         return FAILED
     return Agent(host).run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
@@ -12,6 +13,7 @@ from slurmrl.config.load import load_resolved
 from slurmrl.errors import (
     EnvironmentFailure,
     NameExistsError,
+    SlurmrlError,
     StaleIncarnationError,
     TrialEndedError,
 )
@@ -22,6 +24,7 @@ from slurmrl.history.state import TrialState, fold
 from slurmrl.lease import Lease
 from slurmrl.monitor.events import EventWriter
 from slurmrl.monitor.hang import LeaseNote
+from slurmrl.monitor.reports import Failure
 from slurmrl.name_resolve import make
 from slurmrl.parallel import driver, gpu
 from slurmrl.paths import RunPaths
@@ -35,6 +38,7 @@ from slurmrl.workers.agent.lease_guard import LeaseGuard
 from slurmrl.workers.agent.memory import OomKills
 from slurmrl.workers.agent.output import Output
 from slurmrl.workers.agent.warning import Warnings
+from slurmrl.workers.failure import describe
 from slurmrl.workers.poll_intervals import PollIntervals
 from slurmrl.workers.presence import LOOK_S, Presence
 
@@ -120,7 +124,8 @@ class Host:
         return self.paths.log(group, self.identity.task, self.identity.attempt)
 
     def begun(self, after: int) -> TrialState | None:
-        """Return the trial's state if this job has begun an incarnation newer than ``after``.
+        """Return the trial's state if an incarnation newer than ``after`` has begun, for the
+        trainers in this job.
 
         Raises TrialEndedError, EnvironmentFailure, and StaleIncarnationError if another job has
         begun the newest one.
@@ -141,7 +146,9 @@ class Host:
         return 0 < after < state.incarnation and not self._ours(state)
 
     def _ours(self, state: TrialState) -> bool:
-        return bool(state.begin_data.get("job") == self.identity.job)
+        """Whether this host takes part in the newest incarnation. Hosts of other groups take part
+        in those of all the trainers' jobs."""
+        return not self.identity.trains or state.begin_data.get("job") == self.identity.job
 
     def _state(self) -> TrialState:
         state = fold(self.history.read())
@@ -164,6 +171,20 @@ class Host:
         if state.ended_slot > state.begin_slot and not finished:
             how = "and was resumed since" if state.end is None else f"({state.end.kind})"
             raise TrialEndedError(f"the trial has ended {how}")
+
+    def describe(self, error: SlurmrlError) -> Failure:
+        """Return the failure of this host that an error means, and log it."""
+        failure = describe(error, f"{self.identity.label} on {self.identity.host}")
+        if failure.host is None:
+            failure = replace(failure, host=self.identity.host)
+        logger.error("%s", failure.reason)
+        return failure
+
+    def write_failure(self, incarnation: int, failure: Failure) -> None:
+        """Write the event."""
+        rank = {} if failure.rank is None else {"rank": failure.rank}
+        short = {"cause": failure.cause, "reason": failure.reason, **rank}
+        self.events.write("failure", incarnation=incarnation, **short)
 
     def publish(self, key: str, value: str, *, delete_on_exit: bool = False) -> None:
         """Add a key with a value that only this process can write. Raises EnvironmentFailure."""

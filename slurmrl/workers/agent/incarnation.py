@@ -15,7 +15,6 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar
 
 from slurmrl import keys, log
@@ -38,7 +37,7 @@ from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.replies import Replies
 from slurmrl.workers.agent.symptoms import Symptoms
 from slurmrl.workers.agent.witness import Witness
-from slurmrl.workers.failure import describe, publish
+from slurmrl.workers.failure import publish
 from slurmrl.workers.messages import (
     CONTROL_LOG,
     CollectStacks,
@@ -130,8 +129,9 @@ class Incarnation:
         self.retry("make a log", self._open_replies)
 
     def _open_replies(self) -> None:
-        host, paths = self.host, self.host.paths
-        path = paths.agent_log(self.number, host.group.name, host.identity.task)
+        host, paths, identity = self.host, self.host.paths, self.host.identity
+        attempt = None if identity.trains else identity.attempt
+        path = paths.agent_log(self.number, identity.group, identity.task, attempt)
         writer = LogWriter(path, nonce=self._nonce)
         bell = None
         if host.identity.trains:
@@ -143,15 +143,13 @@ class Incarnation:
     def _form(self, state: TrialState) -> None:
         """Send each worker rank 0's address and the name of the commit to load."""
         host = self.host
-        self._publish_devices()
-        own = address.fabric_address(host.cluster.interface, host.group.hosts)
+        own = address.fabric_address(host.cluster.interface, host.group.hosts_of_job)
         with contextlib.ExitStack() as stack:
             listener = None
             if host.children.first_rank == 0:
                 listener = stack.enter_context(address.listen(own))
-                self._publish_store(listener)
             start = Start(
-                store=self.wait("rank 0's address", self._find_store, FORM_TIMEOUT_S),
+                store=self._meet(listener),
                 world_size=host.group.world_size,
                 interface=address.interface_of(own),
                 base=state.base,
@@ -162,22 +160,26 @@ class Incarnation:
                 takes = listener if slot.rank == 0 else None
                 slot.send(start, takes.fileno() if takes is not None else None)
 
+    def _meet(self, listener: socket.socket | None) -> str:
+        """Return the address of rank 0 of this world; its host has the ``listener``."""
+        self._publish_devices()
+        if listener is not None:
+            self._publish_store(listener)
+        return self.wait("rank 0's address", self._find_store, FORM_TIMEOUT_S)
+
     def _publish_devices(self) -> None:
-        host = self.host
+        identity = self.host.identity
         value = {
-            "job_id": host.identity.job_id,
-            "host": host.identity.host,
+            "job_id": identity.job_id,
+            "host": identity.host,
             "given": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
-            "workers": host.devices(),
+            "workers": self.host.devices(),
         }
-        self._publish(
-            keys.devices(self.number, host.group.name, host.identity.task), json.dumps(value)
-        )
+        self._publish(keys.devices(self.number, identity.group, identity.task), json.dumps(value))
 
     def _publish_store(self, listener: socket.socket) -> None:
         """Publish the address of a socket that is bound already, so that its port is ours."""
-        where, port = listener.getsockname()
-        self._publish(keys.store(self.number), f"{where}:{port}", delete_on_exit=True)
+        self._publish(keys.store(self.number), address.name_of(listener), delete_on_exit=True)
 
     def _publish(self, key: str, value: str, *, delete_on_exit: bool = False) -> None:
         self.retry(
@@ -219,7 +221,7 @@ class Incarnation:
                     case RingAt():
                         replies.ring_at(order.bell)
                         master.listen_for(order.bell.source, 0)
-                    case _:
+                    case _ if self._passes_on(order):
                         waiting.append(order)
             while waiting and host.lease_guard.may_start():
                 order = waiting.popleft()
@@ -229,6 +231,10 @@ class Incarnation:
                     self._let_exit()
                     return
             self._turn_until_news(master, may_stop=bool(waiting))
+
+    def _passes_on(self, order: Order) -> bool:
+        """Whether an order is for the workers of this host."""
+        return True
 
     def _turn_until_news(self, master: Follower, *, may_stop: bool) -> None:
         """Take turns until the master's log is due to be read again; only one with ``may_stop``."""
@@ -317,23 +323,20 @@ class Incarnation:
     def fail(self, error: SlurmrlError) -> Failure:
         """Publish a failure of this host, unless another one was first, and send it to the master,
         which then ends the incarnation on the other hosts too."""
-        host = self.host
-        failure = describe(error, f"{host.identity.label} on {host.identity.host}")
-        if failure.host is None:
-            failure = replace(failure, host=host.identity.host)
-        logger.error("%s", failure.reason)
+        host, failure = self.host, self.host.describe(error)
         if failure.cause != Cause.LOST_HOST:  # else there is no master left to begin
             self._await_begin()
         self._send_warning()
         if self.number == 0 or publish(host.names, self.number, failure):
-            rank = {} if failure.rank is None else {"rank": failure.rank}
-            short = {"cause": failure.cause, "reason": failure.reason, **rank}
-            host.events.write("failure", incarnation=self.number, **short)
-        held = self.replies.answers.release() if self.replies is not None else []
-        self.send(*held, failure)
+            host.write_failure(self.number, failure)
+        self._send_failure(failure)
         if evidence.is_hang(failure) and self.number:
             self._explain(failure)
         return failure
+
+    def _send_failure(self, failure: Failure) -> None:
+        held = self.replies.answers.release() if self.replies is not None else []
+        self.send(*held, failure)
 
     def _explain(self, failure: Failure) -> None:
         """Keep the evidence of a hang: the stacks of all hosts if the master can still request

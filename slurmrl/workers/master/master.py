@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ from slurmrl.workers.master.exporting import export_actor
 from slurmrl.workers.master.progress import Progress
 from slurmrl.workers.master.publish import StatusPublisher
 from slurmrl.workers.master.requests import StackRequests
+from slurmrl.workers.master.task_worlds import TaskWorlds
 from slurmrl.workers.master.worker_channel import WorkerChannel
 from slurmrl.workers.messages import Exit, LoadBatch, Ready, RunCall
 from slurmrl.workers.poll_intervals import PollIntervals
@@ -78,10 +80,13 @@ class Master:
             longest_poll_s=intervals.poll_s,
             bell=doorbell.install(paths.control, config.cluster.interface, plan.trainers.hosts),
         )
+        self.task_worlds = TaskWorlds(
+            paths, plan, writer.incarnation, self.events, look_s=intervals.status_s
+        )
         self.agents = AgentRegistry(
             names,
             plan,
-            self.channel.mailbox.agents,
+            ChainMap(self.channel.mailbox.agents, self.task_worlds.agents),
             incarnation=writer.incarnation,
             job=str(state.begin_data.get("job")),
             look_s=config.cluster.lease_ttl_s / LOOKS_PER_TTL,
@@ -141,7 +146,9 @@ class Master:
     def _while_waiting(self) -> None:
         self.agents.look()
         self.status.tick(self.channel.waiting)
-        self.agents.report_lost(self.status.dead())
+        dead = self.status.dead()
+        self.agents.report_lost(dead)
+        self.task_worlds.look(dead)
         self.requests.look()
         self._tell(self.committer.poll())
 

@@ -77,12 +77,12 @@ def ledger_of(state: Mapping[str, Any]) -> LedgerRecord:
     if state.get("cursor") is None or state.get("consumed") is None:
         raise corrupt(WHERE, "has no 'ledger'")
     epoch, position = state["cursor"]
-    size = state["dataset"]["size"] if state["dataset"] is not None else 0
+    size = state["dataset"]["size"] if state.get("dataset") is not None else 0
+    ranges = state["consumed"]
+    expected = ([number, 0, size if number < epoch else position] for number in range(len(ranges)))
+    if len(ranges) != epoch + (position > 0) or ranges != list(expected):
+        raise corrupt(WHERE, f"has other trained items than those before {state['cursor']}")
     trained = epoch * size + position
-    if sum(stop - first for _, first, stop in state["consumed"]) != trained:
-        raise corrupt(
-            WHERE, f"has trained items other than the {trained} before {[epoch, position]}"
-        )
     return LedgerRecord(settled=trained, next=trained)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from slurmrl import keys, log
@@ -40,8 +41,9 @@ class StatusPublisher:
         self._paths = paths
         self._agents = agents
         self._lease_ttl_s = lease_ttl_s
-        self._observers: dict[str, LeaseObserver] = {}
+        self._observers: dict[Path, LeaseObserver] = {}
         self._views: dict[str, LeaseView] = {}
+        """By label of the agents that are known now."""
         self._tasks: dict[str, Any] = {}
         """The agents' leases as read last."""
         self._looks = Interval(interval_s, time.monotonic)
@@ -90,8 +92,15 @@ class StatusPublisher:
         return rows
 
     def dead(self) -> list[str]:
-        """Return the agents whose lease had expired when it was read last."""
-        return [label for label, view in self._views.items() if not view.alive]
+        """Return the agents whose lease had expired when it was read last, apart from those that
+        were started again since."""
+        return [
+            label
+            for label, view in self._views.items()
+            if not view.alive
+            and label in self._agents
+            and self._tasks[label]["attempt"] == self._agents[label].attempt
+        ]
 
     def _publish_now(self) -> None:
         """Publish before the interval has passed; the agents are looked at once per interval."""
@@ -100,7 +109,8 @@ class StatusPublisher:
         self._publish()
 
     def _look_at_agents(self) -> None:
-        self._tasks = {label: self._task(label) for label in sorted(self._agents)}
+        self._views = {label: self._view(self._agents[label]) for label in sorted(self._agents)}
+        self._tasks = {label: self._task(label) for label in self._views}
         self._status["doing"] = [group.document() for group in hang.grouped(self.doing())]
 
     def _publish(self) -> None:
@@ -122,14 +132,16 @@ class StatusPublisher:
         except EnvironmentFailure as error:  # only the display is delayed
             logger.warning("cannot publish the status, will retry: %s", error)
 
+    def _view(self, agent: Identity) -> LeaseView:
+        path = self._paths.lease(agent.group, agent.task, agent.attempt)
+        if path not in self._observers:
+            self._observers[path] = LeaseObserver(path, ttl_s=self._lease_ttl_s)
+        return self._observers[path].observe()
+
     def _task(self, label: str) -> dict[str, Any]:
         agent = self._agents[label]
-        if label not in self._observers:
-            path = self._paths.lease(agent.group, agent.task, agent.attempt)
-            self._observers[label] = LeaseObserver(path, ttl_s=self._lease_ttl_s)
-        view = self._views[label] = self._observers[label].observe()
         return {
-            "lease_age_s": view.age_s,
+            "lease_age_s": self._views[label].age_s,
             "host": agent.host,
             "attempt": agent.attempt,
             "job_id": agent.job_id,

@@ -17,7 +17,7 @@ from slurmrl.parallel.activity import Activity
 from slurmrl.workers import output, pulse, stacks
 from slurmrl.workers.messages import Pulse
 from slurmrl.workers.process import PIPE_FD_OPTION, PULSE_OPTION, allow_tracing, ignore_signals
-from slurmrl.worlds import RankId
+from slurmrl.worlds import RankId, group_of
 
 
 def main() -> int:
@@ -39,7 +39,7 @@ def main() -> int:
     from slurmrl.workers.worker.collectives import Collectives
     from slurmrl.workers.worker.serve import serve
 
-    fork_server.preload(options.run)
+    fork_server.preload(options.run, group_of(options.world))
     pipe = fork_server.serve(Connection.from_fd(options.pipe_fd), options.rank)
     if pipe is None:
         return 0

@@ -84,6 +84,17 @@ class Executor:
 
     # -- messages ----------------------------------------------------------------------------
 
+    def execute(self, order: Order, say: Callable[[Saved], None]) -> Done:
+        """``say`` sends what follows later (see `save`)."""
+        match order:
+            case LoadBatch():
+                return self.load(order)
+            case RunCall():
+                return self.call(order)
+            case Save():
+                return self.save(order, say)
+        raise TypeError(f"a trainer cannot execute {order}")
+
     def load(self, order: LoadBatch) -> Done:
         """Begin a batch. Every rank reads the ids and lengths of all items, so all agree on the
         shares without communication, and then only the items of its own shares."""

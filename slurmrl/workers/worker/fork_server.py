@@ -29,6 +29,7 @@ from slurmrl.workers.messages import (
     WorkerEnded,
     WriteStacks,
 )
+from slurmrl.worlds import TRAINERS
 
 logger = log.get(__name__)
 
@@ -37,8 +38,8 @@ LEFTOVERS_S = 2.0
 """How long processes that a worker left behind may take to end after they were killed."""
 
 
-def preload(run: Path) -> None:
-    """Import what the workers of this run need, except the user's modules: importing those may have
+def preload(run: Path, group: str) -> None:
+    """Import what the workers of a group need, except the user's modules: importing those may have
     any side effect."""
     import torch._inductor  # noqa: F401 - for use_deterministic_algorithms; takes most of the start
     from transformers import AutoTokenizer  # noqa: F401
@@ -46,11 +47,14 @@ def preload(run: Path) -> None:
     import slurmrl.workers.worker.serve  # noqa: F401
 
     plan = Plan.read(RunPaths(run).plan)
-    for model in plan.models.values():
+    for model in plan.models_of(group).values():
         ENGINES.load(model.engine)
-    for call in (*plan.calls, *plan.evaluation_calls):
-        if call.interface.startswith(OWN_PACKAGE):
-            resolve(call.interface)
+    used = [plan.group(group).worker]
+    if group == TRAINERS:
+        used += [call.interface for call in (*plan.calls, *plan.evaluation_calls)]
+    for reference in used:
+        if reference.startswith(OWN_PACKAGE):
+            resolve(reference)
 
 
 def serve(agent: Connection, rank: int) -> Connection | None:

@@ -6,7 +6,7 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -32,16 +32,13 @@ from slurmrl.workers.messages import (
     FROM_WORKER,
     TO_WORKER,
     Answer,
-    Done,
     Exit,
     LoadBatch,
     Order,
     RunCall,
     Save,
-    Saved,
     Start,
 )
-from slurmrl.workers.worker.executor import Executor
 from slurmrl.workers.worker.setup import build
 from slurmrl.worlds import RankId
 
@@ -88,18 +85,19 @@ def serve(run: Path, who: RankId, pipe: Connection, activity: Activity) -> int:
             return 1
         start = TO_WORKER.from_json(first)
         assert isinstance(start, Start), start
-        executor = build(RunPaths(run), who.rank, start, pipe.take_fd(), activity, send)
+        worker = build(RunPaths(run), who, start, pipe.take_fd(), activity, send)
         activity.end()
-        send(executor.ready())
+        send(worker.ready())
         while (values := pipe.receive(timeout_s=None)) is not None:
             order = TO_WORKER.from_json(values)
+            assert isinstance(order, Order), order
             place = _place(order)
             if isinstance(order, Exit):
-                executor.close()
+                worker.close()
                 code = 0
                 break
             activity.begin(*place)
-            done = _execute(executor, order, send)
+            done = worker.execute(order, send)
             activity.end()
             send(done)
         else:
@@ -116,24 +114,13 @@ def serve(run: Path, who: RankId, pipe: Connection, activity: Activity) -> int:
     os._exit(code)
 
 
-def _place(order: Start | Order) -> _Place:
+def _place(order: Order) -> _Place:
     match order:
         case RunCall():
             return _Place(order.name, order.step)
         case LoadBatch() | Save():
             return _Place(TO_WORKER.type_of(order), order.step)
     return _Place(TO_WORKER.type_of(order))
-
-
-def _execute(executor: Executor, order: Start | Order, say: Callable[[Saved], None]) -> Done:
-    match order:
-        case LoadBatch():
-            return executor.load(order)
-        case RunCall():
-            return executor.call(order)
-        case Save():
-            return executor.save(order, say)
-    raise TypeError(f"a worker cannot execute {order}")
 
 
 def _linger(pipe: Connection) -> None:

@@ -1,4 +1,5 @@
-"""Construction of a trainer from the run directory: process group, models, datasets, tokenizer."""
+"""Construction of a worker. A trainer is built from the run directory: process group, models,
+datasets, tokenizer."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -29,7 +30,8 @@ from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import stop_tokens
 from slurmrl.plan.placement import model_of
 from slurmrl.plan.settings import Settings, load_run_settings
-from slurmrl.workers.messages import Preparing, Start
+from slurmrl.registry import resolve
+from slurmrl.workers.messages import Answer, Done, Order, Preparing, Ready, Saved, Start
 from slurmrl.workers.worker import reallocation
 from slurmrl.workers.worker.datasets import Datasets
 from slurmrl.workers.worker.distributed import (
@@ -42,12 +44,40 @@ from slurmrl.workers.worker.executor import Executor
 from slurmrl.workers.worker.reallocation import Reallocations
 from slurmrl.workers.worker.residence import Residence
 from slurmrl.workers.worker.sharing import Mail
-from slurmrl.worlds import TRAINERS
+from slurmrl.worlds import TRAINERS, RankId, group_of
 
 T = TypeVar("T")
 
 
+class Worker(Protocol):
+    """A rank at work."""
+
+    def ready(self) -> Ready:
+        """Return what the master needs to know before it posts orders."""
+
+    def execute(self, order: Order, say: Callable[[Saved], None]) -> Done:
+        """Execute an order. ``say`` sends what follows later."""
+
+    def close(self) -> None: ...
+
+
 def build(
+    paths: RunPaths,
+    who: RankId,
+    start: Start,
+    listener: int | None,
+    activity: Activity,
+    say: Callable[[Answer], None],
+) -> Worker:
+    """Build the worker of a rank as the plan says for its group. ``say`` sends a message to the
+    master."""
+    plan = _read("the plan", lambda: Plan.read(paths.plan))
+    make = resolve(plan.group(group_of(who.world)).worker)
+    worker: Worker = make(paths, who.rank, start, listener, activity, say)
+    return worker
+
+
+def build_trainer(
     paths: RunPaths,
     rank: int,
     start: Start,
@@ -55,8 +85,7 @@ def build(
     activity: Activity,
     say: Callable[[Preparing], None],
 ) -> Executor:
-    """Build this rank's executor, with the weights of the commit that ``start`` names, if any.
-    ``say`` sends a message to the master."""
+    """Build a trainer's executor, with the weights of the commit that ``start`` names, if any."""
     settings = _read("the configuration", lambda: load_run_settings(paths))
     _read("the models and data", lambda: require_inputs(settings))
     plan = _read("the plan", lambda: Plan.read(paths.plan))

@@ -25,13 +25,16 @@ from slurmrl.history.writer import begin, end
 from slurmrl.monitor import events, published
 from slurmrl.monitor.reports import Failure
 from slurmrl.paths import RunPaths
+from slurmrl.plan.model import Plan
 from slurmrl.workers.agent import agent as agent_module
 from slurmrl.workers.agent import incarnation as incarnation_module
 from slurmrl.workers.agent.agent import AGAIN, FAILED, OK, Agent
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.incarnation import Incarnation
+from slurmrl.workers.agent.task_world import TaskWorld
 from slurmrl.workers.agent.warning import SIGNALS
 from slurmrl.workers.failure import failed
+from slurmrl.workers.poll_intervals import PollIntervals
 
 DIED = failed(Failure(cause="died", reason="rank 1 died", rank=1, exit_code=-9))
 Step = Callable[[Incarnation], None]
@@ -311,3 +314,72 @@ def test_gpus_where_slurm_does_not_assign_them(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(EnvironmentFailure, match="gives 0"):
         host.devices()
+
+
+class ScriptedWorld(TaskWorld):
+    """A scripted world of another group without processes."""
+
+    steps: list[Step]
+
+    def run(self) -> None:
+        type(self).steps.pop(0)(self)
+
+
+@pytest.fixture
+def other(run: RunPaths, host: Host, monkeypatch: pytest.MonkeyPatch) -> Host:
+    """Task 0 of a group beside the trainers."""
+    plan = Plan.read(run.plan)
+    change = {"name": "rollout", "elastic": True, "hosts": 40}
+    groups = (*plan.groups, plan.trainers.model_copy(update=change))
+    run.plan.write_text(plan.model_copy(update={"groups": groups}).to_json())
+    monkeypatch.setattr(agent_module, "TaskWorld", ScriptedWorld)
+    ScriptedWorld.steps = []
+    return Host(run, 1, "rollout")
+
+
+def test_a_failure_beside_the_trainers_ends_its_task_only(other: Host) -> None:
+    """It is reported to the master, but is no failure of the incarnation, and no host or trial is
+    given up for it."""
+    ScriptedWorld.steps = [both(begins(job="41.0.0"), fails(UsageError("no such model")))]
+    assert Agent(other).run() == FAILED
+    assert [record.kind for record in other.history.read()] == [Kind.BEGIN]
+    assert not [key for key in other.names.find_subtree("") if key.startswith("incarnation")]
+    (hello, failed) = LogReader(other.paths.agent_log(1, "rollout", 0, 0)).read()
+    assert (hello["agent"]["group"], failed["type"]) == ("rollout", "failed")
+    assert not other.paths.hosts.exists() or not list(other.paths.hosts.iterdir())
+
+
+def test_a_task_beside_the_trainers_follows_them_from_job_to_job(other: Host) -> None:
+    """Its own job began none of the incarnations, and it starts no master."""
+    assert not other.leads
+    ScriptedWorld.steps = [
+        both(begins(job="41.0.0"), fails(StaleIncarnationError("over"))),
+        begins(job="42.0.0"),
+    ]
+    assert Agent(other).run() == OK
+
+
+def test_a_task_beside_the_trainers_leaves_when_its_job_ends(other: Host) -> None:
+    """The trainers are not warned: their job continues."""
+
+    def warned(incarnation: Incarnation) -> None:
+        other.warnings._receive(signal.SIGUSR2, None)
+        incarnation.turn(0.0)
+
+    ScriptedWorld.steps = [both(begins(job="41.0.0"), warned)]
+    assert Agent(other).run() == FAILED
+    said = LogReader(other.paths.agent_log(1, "rollout", 0, 0)).read()
+    assert [message["type"] for message in said] == ["hello", "warning"]
+    assert keys.warned(1) not in other.names.find_subtree("incarnation/1")
+
+
+def test_a_user_error_beside_the_trainers_is_theirs_to_meet(run: RunPaths) -> None:
+    run.config.write_text("total_steps: none\n")
+    with pytest.raises(UsageError):
+        agent_module.serve(run.run, 1, "rollout")
+    assert History(run.history).read() == []
+
+
+def test_polls_are_paced_by_the_hosts_of_all_groups(other: Host) -> None:
+    """The budget of file operations is that of the trial."""
+    assert other.intervals == PollIntervals.of(41, other.cluster.heartbeat_s)

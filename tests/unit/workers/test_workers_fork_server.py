@@ -30,7 +30,7 @@ def refuse(*arguments, **options):
 for name in ("is_available", "device_count", "init", "_lazy_init", "current_device"):
     setattr(torch.cuda, name, refuse)
 from slurmrl.workers.worker import fork_server
-fork_server.preload(Path(sys.argv[1]))
+fork_server.preload(Path(sys.argv[1]), "trainer")
 assert not torch.cuda.is_initialized()
 assert "slurmrl.workers.worker.executor" in sys.modules
 assert "slurmrl.engines.fsdp.engine" in sys.modules
@@ -74,7 +74,7 @@ def compute():
     data = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     print(hashlib.sha256(data).hexdigest(), flush=True)
 
-fork_server.preload(Path(sys.argv[1]))
+fork_server.preload(Path(sys.argv[1]), "trainer")
 for _ in range(int(sys.argv[2])):
     pid = os.fork()
     if pid == 0:

@@ -164,7 +164,7 @@ def test_commits_of_older_versions_are_continued(make_settings: Any) -> None:
     again = start(make_settings(), old)
     assert again.ledger.record() == progress.ledger.record()
     assert step(again) == step(progress)
-    with pytest.raises(CorruptFileError, match=r"other than the 12 before \[1, 2\]"):
+    with pytest.raises(CorruptFileError, match=r"other trained items than those before \[1, 2\]"):
         Progress(make_settings(), old | {"consumed": [[0, 0, 10], [1, 1, 2]]})
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +159,37 @@ def test_what_ranks_do_comes_with_the_leases(desk: Desk, paths: RunPaths) -> Non
         desk.publisher.tick()
         found.append([group["ranks"] for group in desk.names.said()["doing"]])
     assert found == [["0-7"], [], []]
+
+
+def test_an_agent_that_was_started_again_is_another_one(
+    desk: Desk, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its predecessor's expired lease is not its own, and what that one's ranks did is over."""
+    observe = partial(publish.LeaseObserver, clock=desk.clock.monotonic)
+    monkeypatch.setattr(publish, "LeaseObserver", observe)
+    agent = Identity("rollout", 0, 0, "r0", "50.0.0", "50_0")
+    desk.agents["rollout/0"] = agent
+    doing = {"call": "gen", "since_s": 3.0, "silent_s": 0.0, "collective": None}
+    note = {"incarnation": 2, "doing": [{"rank": 0, "world": "rollout/0", **doing}]}
+    Lease(paths.lease("rollout", 0, 0)).beat(frame.encode(note))
+    desk.publisher.tick()
+    assert [one["world"] for one in desk.names.said()["doing"]] == ["rollout/0"]
+    for _ in range(40):
+        desk.clock.now += 2.0
+        desk.publisher.tick()
+    assert desk.publisher.dead() == ["rollout/0"]
+    desk.agents["rollout/0"] = replace(agent, attempt=1)
+    assert desk.publisher.dead() == []
+    Lease(paths.lease("rollout", 0, 1)).beat()
+    desk.clock.now += 2.0
+    desk.publisher.tick()
+    said = desk.names.said()
+    assert (said["doing"], said["tasks"]["rollout/0"]["attempt"]) == ([], 1)
+    assert desk.publisher.dead() == []
+    del desk.agents["rollout/0"]
+    desk.clock.now += 2.0
+    desk.publisher.tick()
+    assert desk.names.said()["tasks"] == {}
 
 
 class Syncs(SystemCalls):

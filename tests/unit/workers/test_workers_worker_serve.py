@@ -52,15 +52,14 @@ class FakeExecutor:
     def ready(self) -> Ready:
         return READY
 
-    def load(self, order: LoadBatch) -> Done:
-        return done(order.seq, tokens=len(order.items))
-
-    def call(self, order: RunCall) -> Done:
-        if order.name in self.raises:
-            raise self.raises[order.name]
-        return done(order.seq, texts=({"called": order.name},))
-
-    def save(self, order: Save, say: Callable[[Saved], None]) -> Done:
+    def execute(self, order: Order, say: Callable[[Saved], None]) -> Done:
+        match order:
+            case LoadBatch():
+                return done(order.seq, tokens=len(order.items))
+            case RunCall() if order.name in self.raises:
+                raise self.raises[order.name]
+            case RunCall():
+                return done(order.seq, texts=({"called": order.name},))
         say(Saved(rank=3, seq=order.seq))
         return done(order.seq)
 

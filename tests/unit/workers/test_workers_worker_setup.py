@@ -68,7 +68,7 @@ def test_models_that_cannot_fit_end_the_first_start_before_they_are_built(
     expected = KeyError if base else UsageError
     start = Start(store="h:1", world_size=1, base=base, exclusive=True)
     with pytest.raises(expected, match="built" if base else "the tiny GPU has 0.0 GiB"):
-        setup.build(paths, 0, start, None, Activity(), [].append)
+        setup.build_trainer(paths, 0, start, None, Activity(), [].append)
 
 
 def _reached(*_: object, **__: object) -> None:
