@@ -1,8 +1,9 @@
-"""Check of the disk space for the checkpoints of a trial."""
+"""Check of the disk space for the checkpoints and the tokenised data of a trial."""
 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -18,6 +19,9 @@ GIB: Final = 2**30
 SCALAR_BYTES: Final = 4
 """Weights, moments and exports are kept in float32."""
 
+PREPARED_BYTES_PER_BYTE: Final = 2
+"""The line, the tokens and the index entry of a row of 100 bytes or more take less than this."""
+
 
 def check(settings: Settings) -> list[Finding]:
     """Check the disk space. Raises OSError for a file system that does not answer."""
@@ -28,16 +32,19 @@ def check(settings: Settings) -> list[Finding]:
     paths = RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)
     there = _checkpoints(paths)
     copies = max(config.checkpoint.keep_last + 1 - there, 1)
-    needed = copies * checkpoint + export
+    data = data_bytes(settings) if not _holds(paths.data) else 0
+    needed = copies * checkpoint + export + data
     folder = next(path for path in (paths.run, *paths.run.parents) if path.exists())
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
     if free >= needed:
         return []
+    parts = [f"{copies} checkpoints of {_size(checkpoint)}"]
+    parts += [f"an export of {_size(export)}"] if export else []
+    parts += [f"{_size(data)} of tokenised data"] if data else []
     message = (
-        f"{_size(free)} are free in {folder}, but the run needs about {_size(needed)}: {copies} "
-        f"checkpoints of {_size(checkpoint)}{f', an export of {_size(export)}' if export else ''}; "
-        "choose another root, or lower checkpoint.keep_last"
+        f"{_size(free)} are free in {folder}, but the run needs about {_size(needed)}: "
+        f"{', '.join(parts)}; choose another root, or lower checkpoint.keep_last"
     )
     return [Finding("disk space", Weight.FAILED, message, "root")]
 
@@ -53,6 +60,24 @@ def checkpoint_bytes(settings: Settings) -> int:
         elif getattr(settings.config, use.role).ema is not None:
             total += _parameters(settings, use.role, use.head) * SCALAR_BYTES
     return total
+
+
+def data_bytes(settings: Settings) -> int:
+    """Estimate the bytes of the tokenised data; a file that cannot be read counts 0."""
+    config = settings.config
+    paths = [config.dataset.path]
+    if config.evaluation is not None:
+        paths.append(config.evaluation.dataset.path)
+    total = 0
+    for path in paths:
+        with suppress(OSError):
+            total += os.stat(path).st_size
+    return total * PREPARED_BYTES_PER_BYTE
+
+
+def _holds(folder: Path) -> bool:
+    """Whether a folder is there and not empty."""
+    return folder.is_dir() and any(folder.iterdir())
 
 
 def _parameters(settings: Settings, role: str, head: Head) -> int:

@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 from slurmrl.cli.main import main
 from slurmrl.config.load import dump
 from slurmrl.errors import ConfigError
+from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.submission import own_code
@@ -228,6 +230,23 @@ def test_a_checkpoint_s_size_is_that_of_weights_and_moments(tmp_path: Path) -> N
     settings = settings_of(tmp_path)
     matrices = 64 * 32 * 2 + 4 * 32 * 32 + 3 * 32 * 64 + 3 * 32
     assert room.checkpoint_bytes(settings) == matrices * 4 * 3
+
+
+def test_room_is_needed_for_the_tokenised_data_of_a_trial_that_has_none_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = settings_of(tmp_path, f"root={tmp_path / 'runs'}")
+    size = Path(settings.config.dataset.path).stat().st_size
+    assert room.data_bytes(settings) == 2 * size
+    free = SimpleNamespace(f_bavail=1, f_frsize=1)
+    monkeypatch.setattr(room.os, "statvfs", lambda folder: free)
+    (found,) = room.check(settings)
+    assert f", {2 * size / 2**20:.1f} MiB of tokenised data; choose" in found.message
+    config = settings.config
+    paths = RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)
+    (paths.data / "made").mkdir(parents=True)
+    (found,) = room.check(settings)
+    assert "tokenised" not in found.message
 
 
 def test_submit_refuses_before_anything_is_written_and_can_be_told_not_to_look(
