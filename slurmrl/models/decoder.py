@@ -28,7 +28,14 @@ from slurmrl.models.parallel.core import split_core
 from slurmrl.models.parallel.heads import split_logprobs, split_values
 from slurmrl.models.parallel.linear import LogProbs, VocabEmbedding, VocabProjection
 from slurmrl.models.parallel.split import WHOLE, Split
-from slurmrl.models.recompute import LayerCall, Recompute, layer_call, unhooked
+from slurmrl.models.recompute import (
+    LayerCall,
+    Recompute,
+    keeping_products,
+    layer_call,
+    recomputed,
+    unhooked,
+)
 from slurmrl.models.rotary import RotaryTable, Rotation
 from slurmrl.ops.attention import Packing
 from slurmrl.ops.logprobs import packed_logprobs_and_entropy
@@ -37,8 +44,34 @@ from slurmrl.ops.upload import OnHost, upload
 from slurmrl.registry import resolve
 
 
-class DecoderLayer(nn.Module):
+class ResidualLayer(nn.Module):
     """Attention and feed-forward, each after a norm and with a residual connection."""
+
+    self_attn: nn.Module
+    mlp: nn.Module
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+    recompute: Recompute = "off"
+
+    def forward(self, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
+        """x [T, h] -> [T, h]."""
+        if self.recompute != "selective" or not torch.is_grad_enabled():
+            return self._feed_forward(self._attend(x, rotation, core))
+        middle = keeping_products(self._attend, x, rotation, core)
+        out: Tensor = recomputed(self._feed_forward, middle)
+        return out
+
+    def _attend(self, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
+        out: Tensor = x + self.self_attn(self.input_layernorm(x), rotation, core)
+        return out
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class DecoderLayer(ResidualLayer):
+    """A layer with root-mean-square norms and a gated or sparse feed-forward block."""
 
     def __init__(self, config: ModelConfig, layer: int, split: Split = WHOLE) -> None:
         super().__init__()
@@ -47,12 +80,6 @@ class DecoderLayer(nn.Module):
         self.mlp = SparseMLP(config, split) if sparse else GatedMLP(config, split)
         self.input_layernorm = _norm(config)
         self.post_attention_layernorm = _norm(config)
-
-    def forward(self, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
-        """x [T, h] -> [T, h]."""
-        x = x + self.self_attn(self.input_layernorm(x), rotation, core)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
 
 
 class DecoderBody(nn.Module):
@@ -118,6 +145,11 @@ class Decoder(PackedModel):
 
     def use(self, recompute: Recompute) -> None:
         self.recompute = recompute
+        for module in self.modules():
+            if isinstance(module, ResidualLayer):
+                module.recompute = recompute
+            if isinstance(module, GatedMLP):
+                module.recomputed = recompute != "off"
 
     def forward(self, input_ids: Tensor, cu_seqlens: Tensor | OnHost, max_len: int) -> Tensor:
         """Hidden states [T, h] after the final norm. With a split, this rank's part of them in an

@@ -10,17 +10,16 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from slurmrl.models.attention import Attention, AttentionCore
+from slurmrl.models.attention import Attention
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.decoder import Decoder
+from slurmrl.models.decoder import Decoder, ResidualLayer
 from slurmrl.models.mlp import PlainMLP
 from slurmrl.models.parallel.linear import VocabEmbedding
 from slurmrl.models.parallel.split import WHOLE, Split
-from slurmrl.models.rotary import Rotation
 
 
-class GPT2Layer(nn.Module):
-    """Attention and feed-forward, each after a LayerNorm and with a residual connection."""
+class GPT2Layer(ResidualLayer):
+    """A layer with LayerNorms and a feed-forward block without a gate."""
 
     def __init__(self, config: ModelConfig, layer: int, split: Split = WHOLE) -> None:
         super().__init__()
@@ -28,12 +27,6 @@ class GPT2Layer(nn.Module):
         self.mlp = PlainMLP(config, split)
         self.input_layernorm = nn.LayerNorm(config.hidden_size, config.norm_eps)
         self.post_attention_layernorm = nn.LayerNorm(config.hidden_size, config.norm_eps)
-
-    def forward(self, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
-        """x [T, h] -> [T, h]."""
-        x = x + self.self_attn(self.input_layernorm(x), rotation, core)
-        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return out
 
 
 class GPT2Body(nn.Module):

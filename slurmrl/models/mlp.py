@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.parallel.linear import RowLinear
 from slurmrl.models.parallel.split import WHOLE, Split
-from slurmrl.ops.gated import ACTIVATIONS, gated_linear
+from slurmrl.ops.gated import ACTIVATIONS, gated_linear, gated_product
 
 
 class GatedMLP(nn.Module):
     """down(activation(gate(x)) * up(x)) (Shazeer 2020, GLU variants)."""
+
+    recomputed = False
+    """Whether the backward pass calls the block again. Then it may hold one more tensor, the input
+    of the last product, so that the second call ends before that product."""
 
     def __init__(self, config: ModelConfig, split: Split = WHOLE) -> None:
         super().__init__()
@@ -25,7 +30,11 @@ class GatedMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [T, h] -> [T, h]."""
         x, down = self.split.enter(x), self.down_proj
-        products = gated_linear(self.gate_proj(x), self.up_proj(x), down.weight, self.activation)
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        if self.recomputed:
+            products = F.linear(gated_product(gate, up, self.activation), down.weight)
+        else:
+            products = gated_linear(gate, up, down.weight, self.activation)
         return down.whole(products)
 
 

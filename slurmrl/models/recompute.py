@@ -8,23 +8,27 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from slurmrl.models.attention import AttentionCore
 from slurmrl.models.rotary import Rotation
 from slurmrl.ops import flash
 
 Recompute = Literal["off", "selective", "full"]
-"""``full`` keeps only a layer's input; ``selective`` also the results of matrix products and
-attention, so that only cheap operations are repeated."""
+"""``full`` keeps only a layer's input; ``selective`` also the input of its feed-forward half and,
+of its attention half, the results of matrix products and attention. The feed-forward half, whose
+inner units are most of a layer's activations, is computed again."""
 LayerCall = Callable[[nn.Module, Tensor, Rotation | None, AttentionCore], Tensor]
 
 CHECKPOINT_OPTIONS: Mapping[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
 """Layers draw no random numbers, because decoders have no dropout."""
-KEPT = (
-    "aten::mm",
-    "aten::addmm",
-    "aten::_grouped_mm",
+PRODUCTS = ("aten::mm", "aten::addmm")
+ATTENTION = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_flash_attention_for_cpu",
     "aten::_scaled_dot_product_efficient_attention",
@@ -38,7 +42,7 @@ def layer_call(mode: Recompute) -> LayerCall:
     """How to call a layer. Without gradients nothing is kept in any mode."""
     if mode == "off" or not torch.is_grad_enabled():
         return plain
-    return _full if mode == "full" else selective
+    return recomputed if mode == "full" else plain
 
 
 def plain(layer: nn.Module, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
@@ -53,25 +57,45 @@ def unhooked(layer: nn.Module, x: Tensor, rotation: Rotation | None, core: Atten
     return out
 
 
-def _full(layer: nn.Module, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
-    out: Tensor = checkpoint(layer, x, rotation, core, **CHECKPOINT_OPTIONS)
-    return out
+def recomputed(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call with checkpointing; the backward pass computes everything again up to the last tensor
+    that it needs."""
+    return checkpoint(call, *args, **CHECKPOINT_OPTIONS, **kwargs)
 
 
-def selective(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call with checkpointing; the backward pass recomputes everything except ``KEPT``."""
-    contexts = partial(create_selective_checkpoint_contexts, _kept_operators())
+def keeping_products(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Like ``recomputed``, but the products before attention and its result are kept."""
+    contexts = partial(create_selective_checkpoint_contexts, _KeepingPolicy())
     return checkpoint(call, *args, context_fn=contexts, **CHECKPOINT_OPTIONS, **kwargs)
 
 
+class _KeepingPolicy:
+    """Which results of one call are kept. The product after attention, which the backward pass
+    does not need, is not."""
+
+    def __init__(self) -> None:
+        self._attended: set[bool] = set()
+        """Whether attention ran in the call, and in the recomputation."""
+
+    def __call__(
+        self, context: SelectiveCheckpointContext, operator: Any, *_: Any, **__: Any
+    ) -> CheckpointPolicy:
+        kept = operator in _operators(ATTENTION)
+        if kept:
+            self._attended.add(context.is_recompute)
+        elif operator in _operators(PRODUCTS):
+            kept = context.is_recompute not in self._attended
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
 @cache
-def _kept_operators() -> list[torch._ops.OpOverload]:
-    """The operators of KEPT that are installed."""
+def _operators(names: tuple[str, ...]) -> frozenset[torch._ops.OpOverload]:
+    """Those that are installed."""
     flash.register()
-    operators = []
-    for name in KEPT:
+    operators: set[torch._ops.OpOverload] = set()
+    for name in names:
         namespace, _, operator = name.partition("::")
         packet = getattr(getattr(torch.ops, namespace), operator, None)
         if packet is not None:
-            operators += [getattr(packet, overload) for overload in packet.overloads()]
-    return operators
+            operators.update(getattr(packet, overload) for overload in packet.overloads())
+    return frozenset(operators)

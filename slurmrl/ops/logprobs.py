@@ -150,12 +150,13 @@ def gradients(
     grad_weight = torch.zeros_like(weight, dtype=wide(weight.dtype)) if wanted[1] else None
     for span in spans(hidden.shape[0], chunk):
         h = hidden[span]
-        logits = wide_product(h, weight.t())
-        dz = _logit_gradient(logits, tuple(x[span] for x in per_token), 1.0 / temperature, h.dtype)
+        of_span = tuple(x[span] for x in per_token)
+        dz = _logit_gradient(wide_product(h, weight.t()), of_span, 1.0 / temperature, h.dtype)
         if grad_hidden is not None:
             torch.mm(dz, weight, out=grad_hidden[span])
         if grad_weight is not None:
             add_product(grad_weight, dz.t(), h)
+        del dz  # before the next logits are computed
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 

@@ -21,9 +21,9 @@ RANKS = 8
 LENGTH = 4096
 TOLERANCE = 0.05
 MODES = ("off", "selective", "full")
-CASES = (("1.5B", 4, "off"), ("1.5B", 4, "full"), *product(("7B",), (1, 4), MODES))
-"""Model, sequences of a micro-batch, checkpointing."""
 MODELS = {"1.5B": cases.QWEN_1_5B, "7B": cases.QWEN_7B}
+CASES = tuple(product(MODELS, (1, 4), MODES))
+"""Model, sequences of a micro-batch, checkpointing."""
 
 
 def planned(architecture: dict[str, Any], sequences: int, mode: str, micro_batches: int) -> Memory:

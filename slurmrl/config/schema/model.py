@@ -66,9 +66,9 @@ class Model(Section):
     on GPUs, float32 on CPUs."""
     gradient_checkpointing: bool | Literal["off", "selective", "full"] = False
     """Recompute activations in the backward pass: less memory, more time. `full` (or true) keeps
-    only each layer's input and takes about a third more time. `selective` also keeps the outputs of
-    matrix products and attention (with TransformerEngine, all but the outputs of norms). `off` (or
-    false) keeps all activations."""
+    only each layer's input and takes about a third more time. `selective` takes about a sixth more:
+    it recomputes the feed-forward block and the norms, but keeps queries, keys, values and the
+    result of attention. `off` (or false) keeps all activations."""
     max_tokens_per_microbatch: PositiveInt = 16384
     """Maximum number of tokens in a micro-batch of one rank; with `implementation: hf`, padding
     counts too. A longer sequence gets a micro-batch of its own."""

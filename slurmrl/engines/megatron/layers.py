@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
 )
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 from slurmrl.engines.megatron.packing import Packed
@@ -36,7 +37,7 @@ from slurmrl.engines.megatron.place import Stage
 from slurmrl.models.balance import Balance
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.norm import RMSNorm
-from slurmrl.models.recompute import Recompute, selective
+from slurmrl.models.recompute import Recompute, keeping_products, recomputed
 from slurmrl.ops.attention import packed_attention
 from slurmrl.ops.collectives import exchange
 from slurmrl.ops.gated import gated_halves
@@ -120,21 +121,26 @@ class SelectiveLayer(TransformerLayer):  # type: ignore[misc]
     """Keeps the same activations as the built-in decoder's ``selective``. (megatron's own selection
     drops only the attention scores, which a fused attention never stores.)"""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward_attention(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return super().forward(*args, **kwargs)
-        # Recompute to the end on every rank, because layers contain collectives.
-        with set_checkpoint_early_stop(False):
-            return selective(super().forward, *args, **kwargs)
+            return super()._forward_attention(*args, **kwargs)
+        return keeping_products(super()._forward_attention, *args, **kwargs)
+
+    def _forward_mlp(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return super()._forward_mlp(*args, **kwargs)
+        # Experts are computed again to the end, because their collectives must run on every rank,
+        # whatever tokens it has.
+        with set_checkpoint_early_stop(not self.is_moe_layer):
+            return recomputed(super()._forward_mlp, *args, **kwargs)
 
 
-class KeptRow(RowParallelLinear):  # type: ignore[misc]
-    """A row-parallel product that can be kept: megatron sums it over tensor ranks in place."""
+class RowProduct(RowParallelLinear):  # type: ignore[misc]
+    """A row-parallel product whose input is saved before it is computed (megatron's own saves it
+    afterwards), so that a recomputation can end before the product."""
 
-    def _forward_impl(self, *args: Any, **kwargs: Any) -> Tensor:
-        product: Tensor = super()._forward_impl(*args, **kwargs)
-        apart = self.sequence_parallel or self.explicit_expert_comm or self.tp_group.size() == 1
-        return product if apart else product.clone()
+    def _forward_impl(self, input: Tensor, weight: Tensor, **_: Any) -> Tensor:
+        return F.linear(input, weight)
 
 
 class GatedHalves(nn.Module):
@@ -196,15 +202,14 @@ class Modules:
 def own_modules(config: ModelConfig, device: torch.device, recompute: Recompute) -> Modules:
     """Norms of the built-in decoder, megatron's linear layers, one expert after the other."""
     activation = ModuleSpec(GatedHalves, {"activation": config.activation})
-    matrices = MLPSubmodules(ColumnParallelLinear, activation, RowParallelLinear)
-    kept = recompute == "selective"
+    matrices = MLPSubmodules(ColumnParallelLinear, activation, RowProduct)
     return Modules(
-        layer=SelectiveLayer if kept else TransformerLayer,
+        layer=SelectiveLayer if recompute == "selective" else TransformerLayer,
         norm=ModuleSpec(Norm, {"offset": config.family.norm_offset, "device": device}),
         # (q and k norms have no offset in any family)
         head_norm=ModuleSpec(Norm, {"offset": False, "device": device}),
         column=ColumnParallelLinear,
-        row=KeptRow if kept else RowParallelLinear,
+        row=RowProduct,
         experts=ModuleSpec(SequentialMLP, submodules=matrices),
         activation=activation,
     )

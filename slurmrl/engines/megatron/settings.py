@@ -103,6 +103,7 @@ def _recompute(recompute: Recompute, *, transformer_engine: bool) -> dict[str, A
             "recompute_num_layers": 1,
         }
     if recompute == "selective" and transformer_engine:
-        # PyTorch does not see the products of its modules, so it cannot keep just these.
-        return {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]}
+        # PyTorch does not see the products of its modules, so it cannot keep those of attention.
+        modules = ["layernorm", "mlp", "moe"]
+        return {"recompute_granularity": "selective", "recompute_modules": modules}
     return {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from slurmrl.config.schema import Config, Model
 from slurmrl.graph.call import Call, Method, RoleUse
@@ -29,6 +29,10 @@ from slurmrl.plan.placement import (
     placements,
 )
 from slurmrl.worlds import TRAINERS
+
+
+REPEATED: Final[Mapping[str, float]] = {"off": 0, "selective": 1 / 6, "full": 1 / 3}
+"""The share of a training step's FLOPs that activation checkpointing adds."""
 
 
 class Checked(Protocol):
@@ -174,8 +178,8 @@ def cost(checked: Checked, call: Call, placed: dict[str, Placement]) -> CallCost
     gpu = hardware.gpu_of(config.cluster)
     if gpu is None or config.cluster.gpus_per_worker == 0:
         return CallCost(flops, None)
-    again = call.method is Method.TRAIN_STEP and model.recompute == "full"
-    seconds = compute_seconds(flops * (4 if again else 3) // 3, len(placed[name].ranks), gpu)
+    again = REPEATED[model.recompute] if call.method is Method.TRAIN_STEP else 0
+    seconds = compute_seconds(round(flops * (1 + again)), len(placed[name].ranks), gpu)
     if call.method is Method.GENERATE:
         read = _decoding_bytes(shape, placed[name], model, lengths)
         seconds = max(seconds, decode_seconds(lengths.new_tokens, read, gpu))

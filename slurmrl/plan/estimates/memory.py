@@ -21,7 +21,7 @@ BUILT_IN: Final = SHARDED | {"native"}
 UNSHARDED_LAYERS: Final = 2
 """Layers that are gathered at a time: the current and the prefetched one."""
 LOGITS: Final = 2**22
-LOGIT_TOKENS: Final = 512
+LOGIT_TOKENS: Final = 1024
 """Logits are computed ``LOGITS`` elements at a time, but for at least ``LOGIT_TOKENS`` tokens."""
 FINAL_HIDDEN: Final = 3
 """Hidden states that are kept at the end of the forward pass."""
@@ -219,20 +219,17 @@ def uses_sequence_parallel(model: Model, allocation: Allocation) -> bool:
     return setting
 
 
-def layer_activations(job: MemoryDemand, *, products: bool = False) -> float:
-    """Elements per token that one layer keeps for its backward pass: all activations, or only its
-    input and the outputs of matrix ``products`` and attention. Where TransformerEngine may compute
-    these, everything but the outputs of norms."""
+def layer_activations(job: MemoryDemand, *, selective: bool = False) -> float:
+    """Elements per token that one layer keeps for its backward pass: all activations, or with
+    ``selective`` checkpointing the inputs of its halves, queries, keys, values and the result of
+    attention."""
     shape, sizes = job.shape, job.allocation.sizes
     tp = sizes["tp"]
     split = tp if uses_sequence_parallel(job.model, job.allocation) else 1
     attention = 2 * shape.queries / tp + 2 * shape.kv_heads_of_rank(tp) * shape.head_dim
-    kept = _inner_tensors(job) * _inner(job)
-    if products and _may_use_transformer_engine(job):
-        return 2 * shape.hidden / split + attention + kept
-    if products:
-        return 3 * shape.hidden / split + attention + (shape.mlp_matrices - 1) * _inner(job)
-    return 4 * shape.hidden / split + attention + kept
+    if selective:
+        return 2 * shape.hidden / split + attention
+    return 4 * shape.hidden / split + attention + _inner_tensors(job) * _inner(job)
 
 
 def _inner(job: MemoryDemand) -> float:
@@ -257,14 +254,6 @@ def _inner_tensors(job: MemoryDemand) -> int:
     return 2
 
 
-def _may_use_transformer_engine(job: MemoryDemand) -> bool:
-    """Whether TransformerEngine is allowed; by default it is used if the host has it."""
-    setting = job.model.transformer_engine
-    return job.allocation.backend == "megatron" and (
-        job.model.dtype != "float32" if setting is None else setting
-    )
-
-
 def _activations(job: MemoryDemand, gradients: int) -> int:
     """Bytes beside weights, optimizer state and ``gradients``. With one micro-batch per optimizer
     step gradients grow only while activations are freed, so these bytes do not add up."""
@@ -286,17 +275,17 @@ def _kept(job: MemoryDemand, tokens: int) -> float:
     layers, hidden = _layers_in_flight(job), job.shape.hidden
     each: float = hidden
     if job.model.recompute != "full":
-        each = layer_activations(job, products=job.model.recompute == "selective")
+        each = layer_activations(job, selective=job.model.recompute == "selective")
     return (layers * each + FINAL_HIDDEN * hidden) * tokens * BYTES[job.model.dtype]
 
 
 def _head_backward(job: MemoryDemand, tokens: int) -> float:
     """Bytes at the start of the backward pass: logits, and of a sharded engine the gathered
-    projection and its gradient, in float32 and in the type of the computation."""
+    projection and its gradient in float32, which is converted once the logits are freed."""
     if job.allocation.backend not in SHARDED:
         return _logits(job, tokens)
-    width = BYTES[job.model.dtype]
-    return _logits(job, tokens) + _projection(job) * (2 * width + REDUCED)
+    width, matrix = BYTES[job.model.dtype], _projection(job)
+    return matrix * (width + REDUCED) + max(_logits(job, tokens), matrix * width)
 
 
 def _layer_backward(job: MemoryDemand, tokens: int) -> float:
@@ -305,9 +294,8 @@ def _layer_backward(job: MemoryDemand, tokens: int) -> float:
     width = BYTES[job.model.dtype]
     elements = 4 * _inner(job) + 2 * job.shape.hidden
     if job.model.recompute != "off":
-        products = job.model.recompute == "selective"
-        again = layer_activations(job) - (layer_activations(job, products=True) if products else 0)
-        elements += again
+        kept = job.model.recompute == "selective" and layer_activations(job, selective=True)
+        elements += layer_activations(job) - kept
     size = elements * tokens * width
     if job.allocation.backend in SHARDED:
         size += _gathered_layers(job) + _layer_total(job) * (width + REDUCED)
@@ -331,8 +319,10 @@ def _embedding_backward(job: MemoryDemand) -> float:
 
 
 def _logits(job: MemoryDemand, tokens: int) -> float:
+    """Bytes of the logits of a chunk of tokens, in float32, and of their gradient."""
     vocabulary = _vocabulary(job)
-    return 2 * 4 * min(tokens * vocabulary, max(LOGITS, LOGIT_TOKENS * vocabulary))
+    chunk = min(tokens * vocabulary, max(LOGITS, LOGIT_TOKENS * vocabulary))
+    return chunk * (4 + BYTES[job.model.dtype])
 
 
 def _vocabulary(job: MemoryDemand) -> float:

@@ -1,47 +1,74 @@
-"""What the megatron engine computes again in backward passes; values stay as they are, to the bit.
-(The same of the built-in decoder is in the tests of models and of families.)"""
+"""What the megatron engine computes again in backward passes and what it keeps; values stay the
+same to the bit. (Tests of models and families check that of the built-in decoder.)"""
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from tests.distributed.engines.cases import model
-from tests.distributed.engines.megatron_cases import Case, make, step
-from tests.distributed.engines.test_engines_megatron import BUDGET, FAST, LONG
+from tests.distributed.engines.cases import Setup, model
+from tests.distributed.engines.cases import make as make_setup
+from tests.distributed.engines.megatron_cases import Case, make, placed, step
+from tests.distributed.engines.test_engines_megatron import BUDGET, EVEN, FAST, LONG
 from tests.pool import RankPool
 
+MODES = ("off", "selective", "full")
 PRODUCTS = "aten::mm"
 ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
 ACTIVATIONS = "aten::silu"
 NORMS = "aten::rsqrt_"
 
 
-class Counted(TorchDispatchMode):
-    """How often each operator runs."""
+class Traced(TorchDispatchMode):
+    """How often each operator runs, and the bytes of results that are alive when the backward pass
+    reaches attention for the first time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
+        self.kept_bytes = 0
+        self._results: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls[func._schema.name] += 1
-        return func(*args, **kwargs or {})
+        name = func._schema.name
+        if name == f"{ATTENTION}_backward" and not self.calls[name]:
+            alive = [size for storage, size in self._results.values() if storage() is not None]
+            self.kept_bytes = sum(alive)
+        self.calls[name] += 1
+        out = func(*args, **kwargs or {})
+        for value in tree_leaves(out):
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage()
+                self._results[storage._cdata] = (weakref.ref(storage), storage.nbytes())
+        return out
 
 
-def trained(case: Case, folder: Path) -> tuple[list[dict[str, float]], Counter[str], str]:
-    """Statistics of two steps, the operators that ran in the first, the checksum of what is saved
-    after them."""
+@dataclass(frozen=True)
+class Trained:
+    """Two steps of an engine."""
+
+    stats: list[dict[str, float]]
+    calls: Counter[str]
+    """Of the first step."""
+    kept_bytes: int
+    checksum: str
+    """Of what is saved after them."""
+
+
+def trained(case: Case, folder: Path) -> Trained:
     engine = make(case)
-    with Counted() as counted:
+    with Traced() as traced:
         stats = [step(engine, 0)]
     stats.append(step(engine, 1))
-    return stats, counted.calls, engine.save(folder)[0].checksum
+    return Trained(stats, traced.calls, traced.kept_bytes, engine.save(folder)[0].checksum)
 
 
 LAYOUTS = (
@@ -61,19 +88,48 @@ LAYOUTS = (
 def test_what_runs_again_and_that_values_stay(
     ranks: RankPool, tmp_path: Path, name: str, dtype: str
 ) -> None:
+    """``selective`` repeats first products of feed-forward blocks, but no product and no attention
+    of the attention halves; the results of all modes are the same to the bit."""
     where, architecture, head = {**FAST, **LONG}[name]
     case = Case(where, model(architecture=architecture, dtype=dtype, **BUDGET), head)
     found = {}
-    for mode in ("off", "selective", "full"):
+    for mode in MODES:
         (tmp_path / mode).mkdir()
         again = replace(case, model={**case.model, "gradient_checkpointing": mode})
         found[mode] = ranks(
             len(where.ranks), f"{__name__}:trained", again, tmp_path / mode, deadline_s=300.0
         )
     for off, selective, full in zip(*found.values(), strict=True):
-        assert off[0] == selective[0] == full[0]
-        assert off[2] == selective[2] == full[2]
-        for operator in (PRODUCTS, ATTENTION):
-            assert 0 < off[1][operator] == selective[1][operator] < full[1][operator], operator
+        assert off.stats == selective.stats == full.stats
+        assert off.checksum == selective.checksum == full.checksum
+        assert 0 < off.calls[ATTENTION] == selective.calls[ATTENTION] < full.calls[ATTENTION]
+        assert 0 < off.calls[PRODUCTS] < selective.calls[PRODUCTS] < full.calls[PRODUCTS]
+        if "num_experts" not in architecture:
+            first_products = off.calls[ACTIVATIONS] / 2  # in the backward pass, too
+            assert selective.calls[PRODUCTS] - off.calls[PRODUCTS] == first_products
         for operator in (ACTIVATIONS, NORMS):
-            assert 0 < off[1][operator] < selective[1][operator], operator
+            assert 0 < off.calls[operator] < selective.calls[operator], operator
+
+
+def test_both_engines_keep_the_same(ranks: RankPool) -> None:
+    """What ``selective`` adds to ``full`` is the same in both engines, and far less than what
+    ``off`` adds, because inner units are most of a layer's activations."""
+    architecture = {**EVEN, "intermediate_size": 960, "num_key_value_heads": 4}
+    more: dict[str, list[int]] = {"off": [], "selective": []}
+    for where in ("fsdp", "megatron"):
+        kept = {}
+        for mode in MODES:
+            settings = model(architecture=architecture, gradient_checkpointing=mode)
+            case = Setup(model=settings) if where == "fsdp" else Case(placed(), settings)
+            (kept[mode],) = ranks(1, f"{__name__}:kept_bytes", case)
+        for mode, found in more.items():
+            found.append(kept[mode] - kept["full"])
+    assert more["selective"][0] == pytest.approx(more["selective"][1], rel=0.15)
+    assert max(more["selective"]) < 0.1 * min(more["off"])
+
+
+def kept_bytes(case: Case | Setup) -> int:
+    engine = make(case) if isinstance(case, Case) else make_setup(case)
+    with Traced() as traced:
+        step(engine, 0)
+    return traced.kept_bytes

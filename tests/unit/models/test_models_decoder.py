@@ -135,8 +135,27 @@ def test_checkpointing_keeps_less(small_decoder: Callable[..., Decoder]) -> None
     assert 0 < kept["full"] < kept["selective"] < kept["off"]
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
+def test_selective_checkpointing_keeps_no_inner_units(
+    small_decoder: Callable[..., Decoder], name: str
+) -> None:
+    kept: dict[Recompute, list[int]] = {"off": [], "selective": []}
+    for inner in (40, 400):
+        size = "n_inner" if name == "gpt2" else "intermediate_size"
+        changes = {size: inner, "moe_intermediate_size": inner}
+        for mode, sizes in kept.items():
+            decoder = small_decoder(name, **changes)
+            decoder.use(mode)
+            with ActivationBytes() as counted:
+                out = decoder(*pack(random_sequences((60, 60))))
+            out.sum().backward()
+            sizes.append(counted.total)
+    assert kept["off"][1] > 2 * kept["off"][0]
+    assert kept["selective"][1] == kept["selective"][0]
+
+
 class ActivationBytes(TorchDispatchMode):
-    """Bytes of all results that are still alive at the end of the block."""
+    """Bytes of all results that are still alive at the end of the block, without views of others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,9 +164,9 @@ class ActivationBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        for value in tree_leaves(out):
-            if isinstance(value, torch.Tensor):
-                storage = value.untyped_storage()
+        given = {storage._cdata for storage in storages((args, kwargs))}
+        for storage in storages(out):
+            if storage._cdata not in given:
                 self._held.append((weakref.ref(storage), storage.nbytes()))
         return out
 
@@ -155,6 +174,11 @@ class ActivationBytes(TorchDispatchMode):
         super().__exit__(*error)
         alive = {id(ref()): size for ref, size in self._held if ref() is not None}
         self.total = sum(alive.values())
+
+
+def storages(values: Any) -> list[torch.UntypedStorage]:
+    tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+    return [tensor.untyped_storage() for tensor in tensors]
 
 
 def test_a_sequence_does_not_see_its_neighbours(small_decoder: Callable[..., Decoder]) -> None:

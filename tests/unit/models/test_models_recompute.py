@@ -5,16 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.recompute import Recompute
+from slurmrl.models.recompute import ATTENTION, PRODUCTS, Recompute
 
 PROGRAM = """
-from slurmrl.models.recompute import _kept_operators
-print(*(str(operator) for operator in _kept_operators()), sep="\\n")
+from slurmrl.models.recompute import ATTENTION, PRODUCTS, _operators
+print(*(str(operator) for operator in _operators(ATTENTION) | _operators(PRODUCTS)), sep="\\n")
 """
 
 
@@ -27,6 +29,46 @@ def test_the_packed_kernels_are_known_before_the_first_attention() -> None:
     found = done.stdout.split()
     assert "torch_attn._varlen_attn.default" in found
     assert "aten.mm.default" in found
+
+
+class Calls(TorchDispatchMode):
+    """How many matrix products and attentions run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products = self.attentions = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += func._schema.name in PRODUCTS
+        self.attentions += func._schema.name in ATTENTION
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("mode", "products", "attentions"), [("off", 0, 0), ("selective", 2, 0), ("full", 6, 1)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_that_run_again(
+    small_decoder: Callable[..., Decoder],
+    mode: Recompute,
+    products: int,
+    attentions: int,
+    dtype: torch.dtype,
+) -> None:
+    """Of each layer's seven: ``selective`` repeats those to the inner units, ``full`` all but the
+    last one, whose result no gradient needs."""
+    decoder = small_decoder("llama").to(dtype)
+    decoder.use(mode)
+    cu_seqlens = torch.tensor([0, 8], dtype=torch.int32)
+    with Calls() as forward:
+        loss = decoder(torch.arange(8), cu_seqlens, 8).sum()
+    with Calls() as backward:
+        loss.backward()
+    layers = decoder.config.num_layers
+    assert forward.products == 7 * layers
+    assert forward.attentions == layers
+    assert backward.products == (2 * 7 + products) * layers
+    assert backward.attentions == attentions * layers
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])

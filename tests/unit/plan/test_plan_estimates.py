@@ -16,7 +16,8 @@ from slurmrl.graph.call import Method
 from slurmrl.models import flops as decoder_flops
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
-from slurmrl.plan.estimates import costs, hardware
+from slurmrl.ops import logprobs
+from slurmrl.plan.estimates import costs, hardware, memory
 from slurmrl.plan.estimates.flops import call_flops
 from slurmrl.plan.estimates.lengths import Lengths
 from slurmrl.plan.estimates.memory import (
@@ -200,33 +201,21 @@ def test_recomputed_activations_are_one_tensor_a_layer() -> None:
     assert estimate(job(LLAMA_8B, "fsdp:d8", model=off)) == plain
 
 
-def test_transformer_engine_keeps_all_but_norms() -> None:
-    found = {}
-    for said in (None, True, False):
-        model = Model(
-            dtype="bfloat16",
-            max_tokens_per_microbatch=4096,
-            gradient_checkpointing="selective",
-            transformer_engine=said,
-        )
-        found[said] = estimate(job(LLAMA_8B, "megatron:d8", model=model)).activations
-    assert found[None] == found[True]
-    # Elements per token, layers without the one that is recomputed, tokens, bytes:
-    more = (14336 - 4096) * (32 - 1) * 4096 * 2
-    assert found[True] - found[False] == more
-
-
 @pytest.mark.parametrize(
     ("architecture", "mode", "tokens", "measured_gib"),
     [
-        (SEVEN_BILLION, "off", 4096, 28.64),
+        (SEVEN_BILLION, "off", 4096, 27.77),
         (SEVEN_BILLION, "off", 16384, 67.96),
-        (SEVEN_BILLION, "selective", 4096, 27.87),
-        (SEVEN_BILLION, "selective", 16384, 65.01),
-        (SEVEN_BILLION, "full", 4096, 17.32),
-        (SEVEN_BILLION, "full", 16384, 21.09),
-        (TIED, "off", 16384, 28.80),
-        (TIED, "full", 16384, 6.70),
+        (SEVEN_BILLION, "selective", 4096, 18.20),
+        (SEVEN_BILLION, "selective", 16384, 30.85),
+        (SEVEN_BILLION, "full", 4096, 17.42),
+        (SEVEN_BILLION, "full", 16384, 21.21),
+        (TIED, "off", 4096, 10.37),
+        (TIED, "off", 16384, 28.22),
+        (TIED, "selective", 4096, 5.89),
+        (TIED, "selective", 16384, 10.77),
+        (TIED, "full", 4096, 4.79),
+        (TIED, "full", 16384, 6.73),
     ],
 )
 def test_peaks_are_those_that_were_measured_on_the_null_gpu(
@@ -238,6 +227,11 @@ def test_peaks_are_those_that_were_measured_on_the_null_gpu(
     lengths = Lengths(sequences=8 * tokens // 4096, longest=4096, new_tokens=0, assumed=False)
     found = estimate(job(architecture, "fsdp:d8", model=model, lengths=lengths))
     assert found.together / 2**30 == pytest.approx(measured_gib, rel=0.05)
+
+
+def test_a_chunk_of_logits_is_as_large_as_the_operator_makes_it() -> None:
+    assert memory.LOGITS == logprobs.CHUNK_ELEMENTS
+    assert memory.LOGIT_TOKENS == logprobs.CHUNK_TOKENS
 
 
 def test_gradients_count_beside_activations_where_an_update_has_several_micro_batches() -> None:
@@ -332,6 +326,29 @@ def test_seconds_are_told_for_a_known_gpu(plan_ppo: Load) -> None:
             assert cost is not None
             assert (cost.seconds is not None) is known
             assert cost.flops > 0
+
+
+@pytest.mark.parametrize(("mode", "more"), [("selective", 1 / 6), ("full", 1 / 3)])
+def test_checkpointing_makes_training_alone_take_longer(
+    plan_ppo: Load, mode: str, more: float
+) -> None:
+    from slurmrl.plan.placement import placements
+
+    seconds: dict[str, dict[str, float]] = {}
+    for setting in ("off", mode):
+        settings = plan_ppo(
+            "cluster.slurm.gpu_type=h100", f"actor.gradient_checkpointing={setting}"
+        )
+        placed = placements(settings.config, ["actor", "critic", "ref"])
+        found = {
+            call.name: costs.cost(settings, call, placed)
+            for call in settings.algorithm.calls(settings.config)
+        }
+        seconds[setting] = {name: cost.seconds or 0 for name, cost in found.items() if cost}
+    ratios = {name: seconds[mode][name] / seconds["off"][name] for name in seconds["off"]}
+    for name in ("actor_train", "critic_train"):
+        assert ratios.pop(name) == pytest.approx(1 + more)
+    assert set(ratios.values()) == {1.0}
 
 
 def test_an_architecture_without_numbers_is_not_estimated() -> None:
