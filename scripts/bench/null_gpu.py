@@ -90,6 +90,7 @@ def decode(architecture: dict[str, Any], rows: int) -> tuple[Figures, Roofline]:
     rooflines = [traced(run) for run in (few, more)]
     steps = MORE - FEW
     found = {name: (counts[1][name] - counts[0][name]) / steps for name in ("launches", "waits")}
+    found |= {name: counts[1][name] for name in ("allocated_gib", "reserved_gib")}
     totals = [roofline.total for roofline in rooflines]
     found["traffic_gb"] = (totals[1].bytes - totals[0].bytes) / steps / 1e9
     found["roofline_ms"] = 1e3 * (totals[1].seconds - totals[0].seconds) / steps

@@ -12,8 +12,17 @@ from torch import Tensor
 
 ALIGNMENT = 64
 """Bytes: the first byte of each copy is at a multiple of it, as in torch's own allocations."""
+ROUNDS_BEFORE = "2.13"
 PORTABLE = 1
 """cudaHostRegisterPortable: all CUDA contexts treat the memory as page-locked."""
+
+
+def lock_sizes_as_they_are() -> None:
+    """Keep torch's allocator of page-locked memory from rounding sizes above 1 MiB up to powers of
+    two: FSDP allocates the weights and gradients of ``cpu_offload`` with it. Before torch 2.13 it
+    always rounds, and ``plan`` counts that."""
+    if torch.__version__ >= ROUNDS_BEFORE:
+        torch._C._accelerator_setAllocatorSettings("pinned_max_round_threshold_mb:1")
 
 
 class HostBuffer:

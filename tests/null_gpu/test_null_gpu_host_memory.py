@@ -10,7 +10,10 @@ import torch
 
 from slurmrl.engines.fsdp.engine import FSDPEngine
 from tests.null_gpu import cases, device
+from tests.null_gpu.values import SmallValues
 
+ODD = {**cases.QWEN_7B, "num_hidden_layers": 2, "vocab_size": 40000}
+"""Sizes well above a power of two."""
 TWO_LAYERS = {**cases.QWEN_1_5B, "num_hidden_layers": 2}
 
 
@@ -45,3 +48,18 @@ def test_offloading_locks_one_buffer_and_frees_the_gpu(engine: Any) -> None:
     assert before - torch.cuda.memory_allocated() >= state
     engine.onload()
     assert torch.cuda.memory_allocated() == before
+
+
+def test_weights_on_the_host_and_their_gradients_are_locked_as_they_are() -> None:
+    """With ``cpu_offload`` torch's allocator locks both, without rounding them up to powers of two,
+    and a second step reuses all of it."""
+    with cases.first_of(8):
+        with device.counted() as found:
+            engine: Any = cases.engine(ODD, cpu_offload=True)
+        weights = sum(tensor.nbytes for tensor in engine._shards.local().values())
+        assert found["pinned_bytes"] == pytest.approx(weights, rel=0.01)
+        sample = cases.batch([64] * 4)
+        for expected in (weights, 0):
+            with device.counted() as found, SmallValues():
+                engine.train_batch(sample, cases.ppo_loss, 1.0)
+            assert found["pinned_bytes"] == pytest.approx(expected, rel=0.01)

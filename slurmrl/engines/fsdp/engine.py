@@ -22,7 +22,7 @@ from slurmrl.engines.fsdp.placing import Placing
 from slurmrl.engines.fsdp.sharding import SMALL_BYTES, Shards, shard_plan
 from slurmrl.engines.fsdp.splitting import split_of, tensor_split
 from slurmrl.engines.fsdp.weights import constant_specs, fill, new_model, whole_shapes
-from slurmrl.engines.host import HostCopies
+from slurmrl.engines.host import HostCopies, lock_sizes_as_they_are
 from slurmrl.engines.initial_weights import initial_weights, model_config
 from slurmrl.engines.microbatch import (
     MicrobatchSchedule,
@@ -95,6 +95,8 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
             small_bytes=small_bytes,
             offload=model.cpu_offload,
         )
+        if plan.offload and context.device.type == "cuda":
+            lock_sizes_as_they_are()
         self._shards = Shards(decoder, plan, context)
         local = self._shards.local()
         if isinstance(self.config, ModelConfig):

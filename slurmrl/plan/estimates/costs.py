@@ -30,7 +30,6 @@ from slurmrl.plan.placement import (
 )
 from slurmrl.worlds import TRAINERS
 
-
 REPEATED: Final[Mapping[str, float]] = {"off": 0, "selective": 1 / 6, "full": 1 / 3}
 """The share of a training step's FLOPs that activation checkpointing adds."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from typing import Final
 
 from slurmrl.config.schema import Config
@@ -17,7 +18,10 @@ WORKER: Final = 8 * GIB
 """Of a worker with a GPU, without its models: Python, torch and its libraries, the CUDA context,
 NCCL's buffers, a tokenized dataset, and its part of the host's agent and master."""
 ROUNDED: Final = 2
-"""Factor on page-locked weights of ``cpu_offload``: torch rounds each up to a power of two."""
+"""Factor on page-locked weights and gradients of ``cpu_offload`` where torch rounds each up to a
+power of two."""
+EXACT_FROM: Final = (2, 13)
+"""The first release of torch that can be kept from rounding (``engines/host.py``)."""
 
 
 def worker_bytes(checked: Checked) -> int | None:
@@ -57,8 +61,19 @@ def _model_bytes(config: Config, use: RoleUse, placed: Placement) -> int | None:
         size += 4 * own
     if model.cpu_offload and placed.allocation.backend in SHARDED:
         width = 4 if use.trained else BYTES[model.dtype]
-        size += ROUNDED * width * own + (4 * own * (1 + moments) if use.trained else 0)
+        gradients = 4 if use.trained else 0
+        size += _rounding(config) * (width + gradients) * own
+        size += 4 * own * moments if use.trained else 0
     return round(size)
+
+
+def _rounding(config: Config) -> int:
+    """Of the torch that is installed here, as on the compute nodes; a container has its own."""
+    try:
+        release = tuple(int(part) for part in metadata.version("torch").split(".")[:2])
+    except metadata.PackageNotFoundError:
+        return ROUNDED
+    return ROUNDED if config.cluster.slurm.container or release < EXACT_FROM else 1
 
 
 def _loading_bytes(config: Config, use: RoleUse) -> int:

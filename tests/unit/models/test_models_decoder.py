@@ -155,7 +155,7 @@ def test_selective_checkpointing_keeps_no_inner_units(
 
 
 class ActivationBytes(TorchDispatchMode):
-    """Bytes of all results that are still alive at the end of the block, without views of others."""
+    """Bytes of all results, views aside, that are still alive at the end of the block."""
 
     def __init__(self) -> None:
         super().__init__()

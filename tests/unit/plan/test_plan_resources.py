@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -130,10 +131,31 @@ def test_host_memory_is_that_of_the_copies_for_checkpoints(plan_ppo: Load) -> No
     assert group_of(settings).mem_per_worker == "29G"
     blocking = "checkpoint.asynchronous=false"
     assert worker_bytes(plan_ppo(*shape, blocking, architecture=SEVEN_BILLION)) == WORKER
-    offloaded = plan_ppo(*shape, blocking, "actor.cpu_offload=true", architecture=SEVEN_BILLION)
-    kept = worker_bytes(offloaded)
-    assert kept is not None
-    assert (kept - WORKER) / GIB == pytest.approx(10.64 / 3 * (2 + 1 + 2), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("torch_release", "container", "factor"),
+    [("2.13.0+cu130", False, 1), ("2.13.0", True, 2), ("2.12.1", False, 2)],
+)
+def test_offloaded_models_are_counted_as_torch_locks_them(
+    plan_ppo: Load,
+    monkeypatch: pytest.MonkeyPatch,
+    torch_release: str,
+    container: bool,
+    factor: int,
+) -> None:
+    """Weights, gradients and both moments. Before torch 2.13 weights and gradients, which are
+    page-locked, take up to twice their size; a container may have such a release."""
+    monkeypatch.setattr(metadata, "version", lambda name: torch_release)
+    settings = plan_ppo(
+        *("cluster.gpus_per_worker=1", "actor.backend=fsdp:d8"),
+        *("checkpoint.asynchronous=false", "actor.cpu_offload=true"),
+        *(["cluster.slurm.container=apptainer exec image.sif"] if container else []),
+        architecture=SEVEN_BILLION,
+    )
+    found = worker_bytes(settings)
+    assert found is not None
+    assert (found - WORKER) / GIB == pytest.approx(10.64 / 3 * (2 * factor + 2), rel=0.01)
 
 
 def test_requests_that_no_host_can_give_are_refused(plan_ppo: Load) -> None:
