@@ -17,7 +17,7 @@ from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Outputs, TrainEngine
 from slurmrl.models.config import Head
 from slurmrl.parallel import device
-from slurmrl.parallel.groups import build
+from slurmrl.parallel.groups import ModelRanks, build
 from tests.distributed.engines import megatron_cases
 from tests.distributed.engines.cases import Placed
 
@@ -86,12 +86,15 @@ def engine(
     name: str = "fsdp",
     head: Head = "lm",
     trained: bool = True,
+    placed: ModelRanks | None = None,
     **settings: Any,
 ) -> TrainEngine:
-    """An engine over all ranks of the job as data-parallel ones, in bfloat16."""
+    """An engine in bfloat16, by default over all ranks of the job as data-parallel ones."""
     ranks = tuple(range(dist.get_world_size()))
-    sizes = {"dp": len(ranks)}
-    placed = megatron_cases.placed(**sizes) if name == "megatron" else Placed("actor", ranks, sizes)
+    if placed is None:
+        sizes = {"dp": len(ranks)}
+        folded = name == "megatron"
+        placed = megatron_cases.placed(**sizes) if folded else Placed("actor", ranks, sizes)
     found: TrainEngine = ENGINES.load(name)(
         "actor",
         Model.model_validate(

@@ -1,8 +1,12 @@
 // NCCL as rank 0 of any number of ranks in one process. Small messages are what they would be if all
-// ranks sent the same; sums are those of this rank alone.
+// ranks sent the same; sums are those of this rank alone. A small message that is received from one
+// rank is the last one of its size that this rank sent, such as shapes between pipeline stages.
 #include <nccl.h>
 
 #include <cstring>
+#include <map>
+#include <mutex>
+#include <vector>
 
 #include "device.h"
 
@@ -29,6 +33,9 @@ size_t element_bytes(ncclDataType_t type) {
 }
 
 constexpr size_t kSmallBytes = 64 << 10;
+
+std::mutex sent_lock;
+std::map<size_t, std::vector<char>> sent;  // the last small message of each size
 
 // Counts a message of this rank, and copies a small one to where it is received.
 ncclResult_t exchange(const void *from, void *to, size_t elements, ncclDataType_t type) {
@@ -141,13 +148,34 @@ ncclResult_t ncclReduceScatter(const void *from, void *to, size_t elements, nccl
     return ncclSuccess;
 }
 
-ncclResult_t ncclSend(const void *, size_t elements, ncclDataType_t type, int, ncclComm_t,
+ncclResult_t ncclAlltoAll(const void *from, void *to, size_t elements, ncclDataType_t type,
+                          ncclComm_t communicator, cudaStream_t) {
+    const size_t bytes = elements * element_bytes(type);
+    const char *own = static_cast<const char *>(from) + communicator->rank * bytes;
+    for (int rank = 0; rank < communicator->ranks; rank++)
+        exchange(own, static_cast<char *>(to) + rank * bytes, elements, type);
+    return ncclSuccess;
+}
+
+ncclResult_t ncclSend(const void *from, size_t elements, ncclDataType_t type, int, ncclComm_t,
                       cudaStream_t) {
+    const size_t bytes = elements * element_bytes(type);
+    if (bytes && bytes <= kSmallBytes) {
+        const std::lock_guard<std::mutex> guard(sent_lock);
+        const char *first = static_cast<const char *>(from);
+        sent[bytes].assign(first, first + bytes);
+    }
     return exchange(nullptr, nullptr, elements, type);
 }
 
-ncclResult_t ncclRecv(void *, size_t elements, ncclDataType_t type, int, ncclComm_t,
+ncclResult_t ncclRecv(void *to, size_t elements, ncclDataType_t type, int, ncclComm_t,
                       cudaStream_t) {
+    const size_t bytes = elements * element_bytes(type);
+    {
+        const std::lock_guard<std::mutex> guard(sent_lock);
+        const auto message = sent.find(bytes);
+        if (message != sent.end()) memmove(to, message->second.data(), bytes);
+    }
     return exchange(nullptr, nullptr, elements, type);
 }
 
