@@ -55,6 +55,7 @@ def moves(settings: Settings, plan: Plan) -> Iterator[dict[str, Any]]:
         yield {
             "source": hook.source,
             "target": hook.target,
+            "when": "after" if hook in users[0].post_hooks else "before",
             "calls": list(dict.fromkeys(call.name for call in users)),
             **costs(move, source, target, hosts).to_json(),
         }

@@ -26,7 +26,7 @@ def _summary(move: Mapping[str, Any]) -> Lines:
     received, least = move["received_bytes"], move["lower_bound_bytes"]
     extra, limit = move["peak_extra_bytes"], move["staging_limit_bytes"]
     return Lines(
-        f"move {move['source']} -> {move['target']}, before {', '.join(move['calls'])}:",
+        f"move {move['source']} -> {move['target']}, {move['when']} {', '.join(move['calls'])}:",
         [
             f"{binary_size(received)} received, {move['over_lower_bound']:.4f} times the lower "
             f"bound of {binary_size(least)}",

@@ -172,6 +172,14 @@ def test_moves_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "received, 1.0000 times the lower bound of" in out
 
 
+def test_a_move_after_a_call_is_shown_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = moved(capsys, tmp_path, "ref.ema=0.1", "ref.backend=fsdp:d2")
+    assert code == 0
+    assert "move actor -> ref, after actor_train:" in out
+
+
 def test_only_the_busiest_of_many_ranks_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
