@@ -22,7 +22,7 @@ def world_of(group: str, task: int) -> str:
     return group if group == TRAINERS else f"{group}/{task}"
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class RankId:
     """A rank of a world."""
 
@@ -37,8 +37,3 @@ class RankId:
     def options(self) -> list[str]:
         """Return the command line's options that name it."""
         return ["--world", self.world, "--rank", str(self.rank)]
-
-    @property
-    def fields(self) -> dict[str, str | int]:
-        """Return its fields in JSON objects: ``rank``, and ``world`` outside of the trainers'."""
-        return {"rank": self.rank} | ({} if self.world == TRAINERS else {"world": self.world})

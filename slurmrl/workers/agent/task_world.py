@@ -27,7 +27,7 @@ class TaskWorld(Incarnation):
         return isinstance(order, Exit)
 
     def _answer(self, request: CollectStacks) -> None:
-        """The ranks of a request for stacks are those of the trainers."""
+        """Requests for stacks are about the trainers' ranks."""
 
     def _send_stacks(self, why: str) -> None:
         """Stacks explain why the trainers hang."""
