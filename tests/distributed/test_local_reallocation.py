@@ -100,6 +100,7 @@ def test_a_wrong_move_ends_the_incarnation(tmp_path: Path) -> None:
     assert "MoveError: reallocate actor -> rollout: after the move" in failure["reason"]
 
 
+@pytest.mark.long
 def test_a_reference_follows_the_actor(tmp_path: Path) -> None:
     """In every commit, each weight of the reference is the moving average of those of the actor,
     also after a restart from a checkpoint, and with another layout."""
