@@ -21,8 +21,18 @@ from slurmrl.monitor.hang import RankProgress
 from slurmrl.monitor.reports import Failure, Identity, Warned
 
 REMEDY = "the processes of an incarnation must run the same version of slurmrl"
-MEASURE = FieldType("a number", lambda value: isinstance(value, int | float))
+_NUMBERS = (int, float)
+MEASURE = FieldType("a number", lambda value: isinstance(value, _NUMBERS))
 """Also NaN and infinity, which losses may be."""
+
+
+def _are_items(value: Any) -> bool:
+    """Check thousands of items fast, in each worker and step."""
+    pairs = isinstance(value, list) and all(type(item) is list for item in value)
+    return pairs and all(len(item) == 2 and type(item[0]) is type(item[1]) is int for item in value)
+
+
+ITEMS = FieldType("a list, each item [epoch, index]", _are_items)
 
 
 # -- master to agents and workers, in the control log ----------------------------------------
@@ -39,7 +49,7 @@ class Order:
 @dataclass(frozen=True, kw_only=True)
 class LoadBatch(Order):
     step: int
-    items: tuple[tuple[int, int], ...]
+    items: Annotated[tuple[tuple[int, int], ...], ITEMS]
     """(epoch, index)"""
     evaluation: bool = False
     """Whether items and calls are those of an evaluation."""

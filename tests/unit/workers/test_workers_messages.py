@@ -96,6 +96,15 @@ def test_a_message_of_another_shape_is_refused_on_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "items", [[[0]], [[0, 1.5]], [[0, True]], [(0, 1)], {"0": 1}, [0, 1], "01"]
+)
+def test_items_are_pairs_of_whole_numbers(items: Any) -> None:
+    load = CONTROL_LOG.to_json(LoadBatch(step=1, items=((0, 1),)))
+    with pytest.raises(CorruptFileError, match=r"in 'items', expected a list, each item \[epoch"):
+        CONTROL_LOG.from_json({**load, "items": items})
+
+
 def test_a_channel_takes_no_message_of_another_one() -> None:
     with pytest.raises(CorruptFileError, match="the control log has 'done' in 'type'"):
         CONTROL_LOG.from_json(AGENT_LOG.to_json(Done(rank=1, seq=0, seconds=0.5)))
