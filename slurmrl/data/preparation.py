@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Final
 
 from slurmrl import log
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.data.prepared import MANIFEST, VERSION, PreparedRows, PreparedWriter
+from slurmrl.data.prepared import (
+    MANIFEST,
+    VERSION,
+    PreparedRows,
+    PreparedWriter,
+    read_manifest,
+)
 from slurmrl.data.records import NumberedRow, RecordReader, id_of, source_fingerprint, source_state
 from slurmrl.data.row_checks import RowChecks
 from slurmrl.data.rows import CHUNK_ROWS, RowTokenizer
@@ -55,6 +61,7 @@ def prepare(
     calls this; those of older incarnations may still be at it, in directories of their own.
 
     :raises ConfigError: rows or settings that cannot be used; each problem names its line.
+    :raises UsageError: the disk is full: another start would meet that again.
     :raises EnvironmentFailure: a file cannot be read or written.
     """
     wanted = recipe(config, tokenizer)
@@ -119,9 +126,9 @@ def _made(folder: Path, wanted: str, calls: SystemCalls) -> list[Path]:
 def _is_current(directory: Path, source: Path, progress: Progress, calls: SystemCalls) -> bool:
     """Whether a directory is finished, whole, and made from the file as it is now. The content is
     compared only if the file's size or times have changed."""
-    if MANIFEST not in atomic.list_names(directory, calls=calls):
-        return False
     try:
+        if read_manifest(directory, calls=calls) is None:
+            return False
         with closing(PreparedRows(directory, calls=calls)) as prepared:
             manifest = prepared.manifest
     except CorruptFileError as error:
@@ -150,6 +157,8 @@ def _make(
     began = time.monotonic()
     with closing(PreparedWriter(directory, 2 if small else 4, calls=calls)) as writer:
         for chunk in _chunks(reader):
+            done = f"{reader.done / max(reader.size, 1):.0%} ({reader.rows} rows)"
+            progress(f"tokenising {Path(config.path).name}, {done}")
             for record in chunk:
                 checks.add(record.line, record.row)
             if not checks.fillable:
@@ -159,8 +168,6 @@ def _make(
                 if row is not None:
                     name = id_of(record.row, config.id_key, record.line)
                     writer.add(row, name, record.line, record.raw if has_prompts else b"")
-            done = f"{reader.done / max(reader.size, 1):.0%} ({reader.rows} rows)"
-            progress(f"tokenising {Path(config.path).name}, {done}")
         for part in (reader, checks, tokens):
             part.finish()
         writer.publish(wanted, reader.fingerprint, reader.state, tokens.left_out)

@@ -32,7 +32,7 @@ from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import corrupt, explain, unreadable
 from slurmrl.fsio.primitives import discard, make_private
-from slurmrl.fsio.shapes import INTEGER, SIZE, TEXT, Fields, check
+from slurmrl.fsio.shapes import INTEGER, SIZE, TEXT, Fields, FieldType, check
 
 VERSION: Final = 1
 ROWS, INDEX, MANIFEST = "rows.bin", "index.bin", "manifest.json"
@@ -86,7 +86,7 @@ _FIELDS: Fields = {
     "source_state": TEXT,
     "rows": SIZE,
     "left_out": SIZE,
-    "token_bytes": SIZE,
+    "token_bytes": FieldType("2 or 4", lambda value: type(value) is int and value in (2, 4)),
     "row_bytes": SIZE,
 }
 

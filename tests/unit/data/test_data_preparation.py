@@ -216,6 +216,17 @@ def test_a_damaged_manifest_is_made_again(site: Site, text: str) -> None:
     assert read(site.prepare(2), 3)[0][0] == "r3"
 
 
+@pytest.mark.parametrize(
+    ("field", "value"), [("token_bytes", 3), ("token_bytes", 2.0), ("rows", 10**15)]
+)
+def test_a_manifest_with_impossible_numbers_is_made_again(
+    site: Site, field: str, value: float
+) -> None:
+    path = site.prepare(1) / prepared.MANIFEST
+    path.write_text(json.dumps({**json.loads(path.read_text()), field: value}))
+    assert read(site.prepare(2), 3)[0][0] == "r3"
+
+
 def test_the_manifest_of_another_version_does_not_count(site: Site) -> None:
     path = site.prepare(1) / prepared.MANIFEST
     path.write_text(json.dumps({**json.loads(path.read_text()), "version": 2}))
@@ -267,6 +278,7 @@ def test_all_problems_of_a_file_are_reported_and_nothing_is_left(site: Site) -> 
         f"{site.file}:34",
     ]
     assert site.names() == []
+    assert site.progress[-1] == "tokenising rows.jsonl, 100% (40 rows)", "the start may take longer"
     site.write([*ROWS, {**ROWS[0], "prompt": 5}])
     with pytest.raises(ConfigError, match="'r0' is already the id of line 1"):
         site.prepare()

@@ -17,7 +17,7 @@ from slurmrl.config.schema import Dataset
 from slurmrl.data import preparation, records
 from slurmrl.errors import UsageError
 from slurmrl.parallel.activity import Activity
-from slurmrl.workers.messages import Message
+from slurmrl.workers.messages import Preparing
 from slurmrl.workers.worker import datasets as datasets_module
 from slurmrl.workers.worker.datasets import Datasets
 from tests.support.chaos.preparations import Characters
@@ -43,7 +43,7 @@ class Site:
             cluster=SimpleNamespace(start_timeout_s=600.0),
         )
         self.tokenizer: Any = Characters(folder / "tokenizer")
-        self.said: list[Message] = []
+        self.said: list[Preparing] = []
         self.store: Any = None
         self.activity = Activity()
 
@@ -110,7 +110,7 @@ def test_long_preparations_are_reported(site: Site, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(records, "SETTLED_NS", 0)
     site.config.cluster.start_timeout_s = 1e-9
     site.start(1)(0)
-    assert site.said == [{"type": "preparing", "rank": 0}] * 7
+    assert site.said == [Preparing(rank=0)] * 7
     site.said.clear()
     site.start(2)(0)
     assert site.said == [], "nothing is tokenised again"
