@@ -9,7 +9,7 @@ Printed are the seconds (median, smallest and largest of the rounds) that the tw
 plan take, and what the plan costs: bytes received over bytes lacking, bytes sent by the busiest
 rank and by all on average, bytes between hosts, segments, slots, staging.
 
-With ``--execute N`` four gloo ranks then execute moves of a model of 0.2 billion parameters N
+With ``--execute N`` four gloo ranks then execute moves of a model of 0.3 billion parameters N
 times, in turn with an all-to-all of the same bytes, and with megatron-core's own move between
 the same layouts. Printed are seconds and how many times as fast the move is (medians, smallest
 and largest of the rounds), and the same for the CPU seconds of all ranks.
@@ -56,9 +56,9 @@ LARGE = {
 SMALL = {
     **LARGE,
     "vocab_size": 32000,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 12,
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 4,
     "num_attention_heads": 16,
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": False,

@@ -77,8 +77,16 @@ class _Message:
 
 Arrived = dict[int, list[_Message]]
 """Messages by the numbers of their segments."""
-_UnderWay = tuple[dist.Work, list[_Message]]
-"""An operation, and the messages that are there when it is done."""
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """The operations of a slot, each with the messages that it receives."""
+
+    works: list[tuple[dist.Work, list[_Message]]]
+    arriving: Arrived
+    operations: list[dist.P2POp]
+    """These keep alive what is sent."""
 
 
 class Mover:
@@ -127,15 +135,13 @@ class Mover:
         arrived: Arrived = {}
         slots = sorted({*self._sends, *self._receives})
         for slot in slots:
-            under_way, arriving = self._post(slot, arrived)
+            under_way = self._post(slot, arrived)
             if slot == slots[0]:
                 self._copy_local()
-            for work, messages in under_way:
-                work.wait()
-                for message in messages:
-                    self._unpack(message)
+            self._finish(under_way)
             following = {leg.number for leg in self._sends.get(slot + 1, ())}
-            arrived = {number: arriving[number] for number in following & arriving.keys()}
+            arrived = {n: found for n, found in under_way.arriving.items() if n in following}
+            del under_way  # buffers that are not passed on go before the next slot's are made
         if not slots:
             self._copy_local()
 
@@ -152,9 +158,9 @@ class Mover:
             for target in self._target.views(cargo.name, cargo.box):
                 self._write(target, source)
 
-    def _post(self, slot: int, arrived: Arrived) -> tuple[list[_UnderWay], Arrived]:
+    def _post(self, slot: int, arrived: Arrived) -> _UnderWay:
         """Begin what a slot sends and receives. ``arrived`` is what the slot before received and
-        this one passes on. Returns the operations under way and the messages that they receive."""
+        this one passes on."""
         operations: list[tuple[dist.P2POp, list[_Message]]] = []
         arriving: Arrived = {}
         for leg in self._receives.get(slot, ()):
@@ -167,11 +173,18 @@ class Mover:
                 messages = [self._packed(cargo) for cargo in leg.segment.messages()]
             operations += [(self._operation(dist.isend, message, leg), []) for message in messages]
         operations.sort(key=lambda entry: entry[0].tag)  # the same order at both ends
-        works = dist.batch_isend_irecv([operation for operation, _ in operations])
+        posted = [operation for operation, _ in operations]
+        works = dist.batch_isend_irecv(posted)
         received = [messages for _, messages in operations]
         if len(works) < len(operations):  # NCCL has one for all
             received = [*([] for _ in works[1:]), list(itertools.chain.from_iterable(received))]
-        return list(zip(works, received, strict=True)), arriving
+        return _UnderWay(list(zip(works, received, strict=True)), arriving, posted)
+
+    def _finish(self, under_way: _UnderWay) -> None:
+        for work, messages in under_way.works:
+            work.wait()
+            for message in messages:
+                self._unpack(message)
 
     def _operation(self, kind: Any, message: _Message, leg: _Leg) -> dist.P2POp:
         return dist.P2POp(kind, message.bytes, leg.peer, self._group, tag=leg.number)
@@ -206,6 +219,8 @@ class Mover:
         return _Message(cargo, torch.empty(count, dtype=torch.uint8, device=self._device))
 
     def _unpack(self, message: _Message) -> None:
+        if message.copies == []:
+            return
         for item, elements in _boxes(message):
             targets = message.copies
             for target in self._target.views(item.name, item.box) if targets is None else targets:

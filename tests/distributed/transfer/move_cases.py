@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from itertools import permutations
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -175,6 +176,35 @@ def allocated(sides: list[Side], architecture: dict[str, Any]) -> tuple[int, int
     with mock.patch("slurmrl.transfer.plan.ALONE", 256):
         peak = peak_bytes(mover.run)
     return peak, plan.staging().get(rank, 0)
+
+
+class Coalesced:
+    """The operations of a batch as NCCL returns them: one for all, done when all of them are."""
+
+    def __init__(self, operations: list[dist.P2POp]) -> None:
+        self._works = dist.batch_isend_irecv(operations)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def coalesced(sides: list[Side], architecture: dict[str, Any]) -> None:
+    """A move over a backend with one operation for each batch arrives."""
+    made = engines(sides, architecture)
+    layouts, rank = placed_layouts(sides, made), dist.get_rank()
+    held, taken = (
+        Holdings(layout, rank, {} if engine is None else engine.storages())
+        for layout, engine in zip(layouts, made, strict=True)
+    )
+    plan = plan_move(*layouts, hosts=dict.fromkeys(range(8), 0), budget=BUDGET)
+    device = torch.device("cpu")
+    mover = Mover(plan, rank, held, taken, group=None, device=device)
+    real = SimpleNamespace(**vars(dist))
+    real.batch_isend_irecv = lambda operations: [Coalesced(operations)]
+    with mock.patch("slurmrl.transfer.execute.dist", real):
+        mover.run()
+    verify_move(*layouts, rank, held, taken, group=None, device=device)
 
 
 def moving_average(sides: list[Side], architecture: dict[str, Any], eta: float) -> None:

@@ -70,6 +70,11 @@ def test_a_move_allocates_its_staging_at_most(ranks: RankPool) -> None:
     assert any(peak > 1024 for peak, _ in found)
 
 
+def test_a_backend_may_have_one_operation_for_a_batch(ranks: RankPool) -> None:
+    sides = [megatron(pp=2, tp=2), Side({"dp": 2, "tp": 2}, "native", dtype="bfloat16")]
+    ranks(4, f"{HERE}:coalesced", sides, EVEN)
+
+
 def test_moving_average(ranks: RankPool) -> None:
     sides = [megatron(pp=2, tp=2), Side({"dp": 2, "tp": 2})]
     ranks(4, f"{HERE}:moving_average", sides, TIED, 0.3)
