@@ -33,7 +33,7 @@ from slurmrl.checkpoint.layouts import layout_name, layout_text
 from slurmrl.checkpoint.manifest import read_manifest, verify, write_manifest
 from slurmrl.checkpoint.rank_files import ShardHeader
 from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot
-from slurmrl.checkpoint.tensors import CHUNK_BYTES, TensorEntry, write_tensors
+from slurmrl.checkpoint.tensors import CHUNK_BYTES, SavedFile, TensorEntry, write_tensors
 from slurmrl.engines.fsdp.placing import Placing
 from slurmrl.layout.holders import sources
 from slurmrl.layout.layout import Layout, TensorSpec
@@ -89,7 +89,7 @@ def measure_checksums(where: Path, mib: int, rounds: int) -> None:
         folder = Path(name, "step")
         folder.mkdir()
         raw = folder / "raw"
-        file = vars(write_tensors(folder / "saved", [entry], {}))
+        file = write_tensors(folder / "saved", [entry], {})
         write_manifest(folder, step=1, files=[file], state={})
         modes: dict[str, Callable[[], object]] = {
             "write": lambda: raw_write(raw, memoryview(data).cast("B")),
@@ -129,7 +129,7 @@ def measure_ranks(where: Path, ranks: int, rounds: int) -> None:
         text = layout_text("actor", 1, source)
         (folder / layout_name("actor")).write_bytes(text)
         files = [
-            {"name": f"{role}.{rank}.safetensors", "size": 1, "checksum": "xxh3_128:" + "0" * 32}
+            SavedFile(f"{role}.{rank}.safetensors", 1, "xxh3_128:" + "0" * 32)
             for role in ("actor", "critic")
             for rank in range(ranks)
         ]

@@ -6,21 +6,22 @@ A checkpoint exists once the history names it, which happens after its manifest 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from slurmrl import log
 from slurmrl.backoff import HIDDEN_PAUSES_S, attempts
+from slurmrl.checkpoint.checksums import checksum, kind_of
 from slurmrl.checkpoint.layouts import layout_name
 from slurmrl.checkpoint.rank_files import file_name
 from slurmrl.checkpoint.shards import RoleCheckpoint
-from slurmrl.checkpoint.tensors import SavedFile, checksum
+from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.errors import (
     CheckpointError,
     CorruptFileError,
@@ -31,7 +32,7 @@ from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.atomic import is_absent, known_names
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import NO_FILE, cause, explain
-from slurmrl.fsio.shapes import FILE_NAME, INTEGER, SIZE, TEXT, Fields, list_of, table, wrong
+from slurmrl.fsio.shapes import FILE_NAME, INTEGER, SIZE, TEXT, Fields, list_of, shown, table, wrong
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
@@ -70,7 +71,7 @@ def write_manifest(
     """
     text = _json(state)
     atomic.replace(directory / STATE, text, calls=calls)
-    own = SavedFile(STATE, len(text), f"sha256:{hashlib.sha256(text).hexdigest()}")
+    own = SavedFile(STATE, len(text), checksum(BytesIO(text)))
     manifest = Manifest(step, (*files, own))
     atomic.replace(
         directory / MANIFEST, _json({"version": VERSION, **asdict(manifest)}), calls=calls
@@ -173,7 +174,12 @@ def _problem(directory: Path, file: SavedFile, checksums: bool) -> _Problem | No
             if size != file.size:
                 text = f"{file.name} has {size} bytes instead of {file.size}"
                 return _Problem(text, REAL.caches(directory))
-            if checksums and checksum(opened) != file.checksum:
+            if not checksums:
+                return None
+            kind = kind_of(file.checksum)
+            if kind is None:
+                return _Problem(f"{file.name} has the unknown checksum {shown(file.checksum)}")
+            if checksum(opened, kind) != file.checksum:
                 return _Problem(f"{file.name} has another checksum")
     except OSError as error:
         problem = _damage_of(path, error.errno or 0)

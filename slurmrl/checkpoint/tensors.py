@@ -8,19 +8,18 @@ Format: https://huggingface.co/docs/safetensors
 
 from __future__ import annotations
 
-import hashlib
 import json
 import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from io import BufferedIOBase
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from slurmrl.checkpoint.checksums import Checksum
 from slurmrl.errors import CheckpointError, CorruptFileError
 from slurmrl.fsio import documents
 from slurmrl.fsio.atomic import is_absent
@@ -53,13 +52,14 @@ NUMPY_DTYPES: dict[str, str] = {
 """The numpy type of the elements; for bfloat16, of its bits."""
 DTYPE_RANK = ("uint8", "float16", "bfloat16", "int32", "float32", "float64", "int64")
 """The package's order: larger elements first, for alignment, and equal sizes in this order."""
-CHUNK_BYTES = 16 * 2**20
+CHUNK_BYTES = 2**20
+"""Written at a time: few enough to be in a core's cache when they are digested and written."""
 MAX_HEADER_BYTES = 100 * 10**6
 
 
 @dataclass(frozen=True)
 class SavedFile:
-    """A file of a checkpoint: its plain name, size in bytes, and ``sha256:…``."""
+    """A file of a checkpoint: its plain name, size in bytes, and checksum (see `checksums`)."""
 
     name: str
     size: int
@@ -89,24 +89,19 @@ def write_tensors(
 
 def write_file(path: Path, parts: Iterable[memoryview], *, calls: SystemCalls = REAL) -> SavedFile:
     """Write and fsync a file of a checkpoint. Raises EnvironmentFailure naming the path."""
-    digest = hashlib.sha256()
+    checksum = Checksum()
     size = 0
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     try:
         with opened(path, flags, calls) as descriptor:
             for part in parts:
-                digest.update(part)
+                checksum.update(part)
                 size += part.nbytes
                 _write_all(descriptor, part, calls)
             calls.fsync(descriptor)
     except OSError as error:
         raise explain(error, "write", path) from error
-    return SavedFile(path.name, size, f"sha256:{digest.hexdigest()}")
-
-
-def checksum(file: BufferedIOBase) -> str:
-    """``sha256:…`` of a file's bytes, from its position."""
-    return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+    return SavedFile(path.name, size, str(checksum))
 
 
 class TensorFile:

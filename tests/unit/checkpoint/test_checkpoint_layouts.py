@@ -54,7 +54,7 @@ def snapshots(ranks: int = RANKS, step: int = 4) -> list[RoleSnapshot]:
 
 
 def saved(directory: Path, **options: Any) -> Path:
-    files = [vars(file) for each in snapshots(**options) for file in each.write(directory)]
+    files = [file for each in snapshots(**options) for file in each.write(directory)]
     write_manifest(directory, step=4, files=files, state={"step": 4})
     return directory
 

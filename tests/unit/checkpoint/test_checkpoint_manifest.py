@@ -6,10 +6,12 @@ import errno
 import json
 import os
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 
+from slurmrl.checkpoint.checksums import BUFFER_BYTES, Checksum, checksum
 from slurmrl.checkpoint.manifest import (
     MANIFEST,
     read_manifest,
@@ -19,7 +21,7 @@ from slurmrl.checkpoint.manifest import (
     verify_share,
     write_manifest,
 )
-from slurmrl.checkpoint.tensors import SavedFile, checksum
+from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.errors import CheckpointError, DamagedCheckpointError, EnvironmentFailure
 from slurmrl.fsio.calls import SystemCalls
 
@@ -207,6 +209,46 @@ def test_a_wrong_checksum_is_certain_at_once(checkpoint: Path) -> None:
     path.write_bytes(path.read_bytes()[::-1])
     with pytest.raises(DamagedCheckpointError):
         until_certain(partial(verify, checkpoint), pytest.fail)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("xxh3_128", "06b05ab6733a618578af5f94892f3950"),
+        ("sha256", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"),
+    ],
+)
+def test_checksums_are_those_of_their_kind(kind: str, expected: str) -> None:
+    """A program of another version computes the same."""
+    assert checksum(BytesIO(b"abc"), kind) == f"{kind}:{expected}"
+    parts = Checksum(kind)
+    for part in (b"a", memoryview(b"bc")):
+        parts.update(part)
+    assert str(parts) == f"{kind}:{expected}"
+
+
+@pytest.mark.parametrize("kind", ["xxh3_128", "sha256"])
+def test_a_changed_byte_is_found_anywhere_in_a_large_file(tmp_path: Path, kind: str) -> None:
+    content = bytearray(b"0123456789abcdef" * 2**16)
+    path = tmp_path / "actor.0"
+    file = SavedFile(path.name, len(content), checksum(BytesIO(content), kind))
+    write_manifest(tmp_path, step=1, files=[file], state={})
+    path.write_bytes(content)
+    verify(tmp_path)
+    for at in (0, BUFFER_BYTES - 1, BUFFER_BYTES, len(content) - 1):
+        content[at] ^= 4
+        path.write_bytes(content)
+        with pytest.raises(DamagedCheckpointError, match=r"actor\.0 has another checksum"):
+            verify(tmp_path)
+        content[at] ^= 4
+
+
+def test_an_unknown_kind_of_checksum_is_damage(tmp_path: Path) -> None:
+    (tmp_path / "actor.0").write_bytes(b"abc")
+    file = SavedFile("actor.0", 3, "xxi3_128:" + "0" * 32)
+    write_manifest(tmp_path, step=1, files=[file], state={})
+    with pytest.raises(DamagedCheckpointError, match=r"actor\.0 has the unknown checksum 'xxi3_"):
+        verify(tmp_path)
 
 
 def test_a_manifest_that_is_not_ours_is_refused(checkpoint: Path) -> None:

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from slurmrl.checkpoint.tensors import TensorEntry, TensorFile, checksum, write_tensors
+from slurmrl.checkpoint.checksums import checksum
+from slurmrl.checkpoint.tensors import TensorEntry, TensorFile, write_tensors
 from slurmrl.errors import CheckpointError, CorruptFileError, EnvironmentFailure
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.layout.layout import TensorSpec

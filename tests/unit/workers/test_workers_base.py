@@ -13,8 +13,9 @@ import pytest
 
 from slurmrl import keys
 from slurmrl.backoff import HIDDEN_PAUSES_S, retry
+from slurmrl.checkpoint.checksums import checksum
 from slurmrl.checkpoint.manifest import write_manifest
-from slurmrl.checkpoint.tensors import SavedFile, checksum
+from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.errors import DamagedCheckpointError, EnvironmentFailure, StaleIncarnationError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.history.log import History

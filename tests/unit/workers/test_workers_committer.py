@@ -13,8 +13,9 @@ from typing import Any, cast
 
 import pytest
 
+from slurmrl.checkpoint.checksums import checksum
 from slurmrl.checkpoint.manifest import read_state, verify
-from slurmrl.checkpoint.tensors import SavedFile, checksum
+from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.config.schema.frequency import Checkpoint
 from slurmrl.errors import StaleIncarnationError
 from slurmrl.fsio.calls import SystemCalls
