@@ -22,7 +22,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -116,9 +115,8 @@ def measure_checksums(where: Path, mib: int, rounds: int) -> None:
 
 def placing(d: int, t: int, rank: int) -> Placing:
     topology = ProcessTopology(("dp", "tp"), (d, t))
-    context: Any = SimpleNamespace(topology=topology, rank=rank, size=d * t)
     tensor = TensorSplit(MODEL, t) if t > 1 else None
-    return Placing(parameter_shapes(MODEL, "lm"), "float32", context, tensor)
+    return Placing(parameter_shapes(MODEL, "lm"), "float32", topology, rank, tensor)
 
 
 def measure_ranks(where: Path, ranks: int, rounds: int) -> None:
