@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -107,7 +108,8 @@ class RoleCheckpoint:
         box = box or Box.whole(spec.shape)
         target = np.empty(box.size, dtype=NUMPY_DTYPES[spec.dtype])
         for block, fill in self._blocks(name, box):
-            fill(target[block.inside(box)])
+            index: tuple[Any, ...] = (*block.inside(box), ...)  # (a view of a scalar, too)
+            fill(target[index])
         return target
 
     def blocks(self, name: str, box: Box) -> Iterator[tuple[Box, Array]]:

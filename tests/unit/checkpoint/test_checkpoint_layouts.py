@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from slurmrl.checkpoint import rank_files, shards
 from slurmrl.checkpoint.manifest import open_verified, read_state, verify, write_manifest
 from slurmrl.checkpoint.rank_files import ShardHeader
 from slurmrl.checkpoint.shards import RoleCheckpoint, RoleSnapshot
 from slurmrl.checkpoint.tensors import SavedFile, TensorEntry
+from slurmrl.engines.loading import fill
 from slurmrl.errors import CheckpointError, CorruptFileError, DamagedCheckpointError
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.layout.box import Box, chunk
@@ -113,6 +115,19 @@ def test_a_tensor_is_read_in_blocks(
         target[part.inside(box)] = values
     assert np.array_equal(target, WHOLE["w.1"][box.slices])
     assert np.array_equal(checkpoint.read("w.1", box), target)
+
+
+def test_a_scalar_is_read(tmp_path: Path) -> None:
+    """Models of transformers may have such constants."""
+    spec = TensorSpec((), "float32")
+    layout = Layout.of({"scale": spec}, [[Shard.contiguous("scale", Box.whole(()))]])
+    entry = TensorEntry("scale", spec, lambda: np.array(2.5, dtype="<f4"))
+    RoleSnapshot(ShardHeader("actor", 0, 1, 1), (entry,), layout).write(tmp_path)
+    checkpoint = RoleCheckpoint(tmp_path, "actor")
+    assert checkpoint.read("scale") == np.float32(2.5)
+    target = torch.zeros(())
+    fill(target, checkpoint, "scale", Box.whole(()))
+    assert target == 2.5
 
 
 def test_memory_for_reading_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
