@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import IO, TypeAlias
 
 from slurmrl.channel.pipe import Connection
-from slurmrl.workers import messages, process
+from slurmrl.workers import process
 from slurmrl.workers.messages import (
     FROM_FORK_SERVER,
     TO_FORK_SERVER,
@@ -15,11 +15,12 @@ from slurmrl.workers.messages import (
     Fork,
     Kill,
     Order,
+    Start,
     WriteStacks,
 )
 from slurmrl.worlds import RankId
 
-Start: TypeAlias = Callable[[str, IO[bytes]], tuple[process.Child, Connection]]
+Launch: TypeAlias = Callable[[str, IO[bytes]], tuple[process.Child, Connection]]
 """(name, output) -> a fork server, and the pipe on which it receives messages."""
 
 
@@ -38,7 +39,7 @@ class Ended:
 
 
 class Slot:
-    def __init__(self, rank: RankId, host: str, start: Start) -> None:
+    def __init__(self, rank: RankId, host: str, launch: Launch) -> None:
         self.rank = rank.rank
         self.name = f"{rank} on {host}"
         self.fork_server: process.Child | None = None
@@ -48,11 +49,11 @@ class Slot:
         """To the worker."""
         self.running = False
         """Whether a worker was requested and has not ended."""
-        self._start = start
+        self._launch = launch
 
     def start_fork_server(self, output: IO[bytes]) -> None:
         """Raises EnvironmentFailure."""
-        self.fork_server, self.line = self._start(f"the fork server of {self.name}", output)
+        self.fork_server, self.line = self._launch(f"the fork server of {self.name}", output)
 
     def fork(self) -> None:
         """Request a worker from the fork server."""
@@ -63,7 +64,7 @@ class Slot:
         theirs.close()
         self.running = True
 
-    def send(self, message: messages.Start | Order, descriptor: int | None = None) -> None:
+    def send(self, message: Start | Order, descriptor: int | None = None) -> None:
         """Send a message to the worker, with an open descriptor if there is one."""
         assert self.pipe is not None
         values = TO_WORKER.to_json(message)
