@@ -24,7 +24,8 @@ class Dataset(Section):
     type: Literal["prompt", "prompt_answer"]
     """`prompt` feeds generation (the answer goes to the reward), `prompt_answer` feeds SFT."""
     path: PathText
-    """The JSONL file."""
+    """The JSONL file. It is tokenised once per trial, into the run directory, when the first job
+    starts. Do not change it during a trial."""
     prompt_template: TemplateText = "{prompt}"
     """Template of a prompt: `{key}` inserts the value of that key, `{{` and `}}` are literal
     braces. Every line must have every key, with a string as its value."""
