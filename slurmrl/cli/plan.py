@@ -65,7 +65,7 @@ def plan(
         svg.write_text(picture.render(document(report)), encoding="utf-8")
     if as_json:
         click.echo(json.dumps(report))
-    elif as_table or svg is None:
+    elif as_table or with_moves or svg is None:  # a picture has no moves
         from slurmrl.display import text
         from slurmrl.plan.report.document import document
 

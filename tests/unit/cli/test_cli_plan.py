@@ -167,7 +167,7 @@ def test_moves_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert sum(across) == move["bytes"]["across_hosts"] > 0
     assert 0 < move["peak_extra_bytes"] <= 1 << 20 == move["staging_limit_bytes"]
     assert move["messages"] >= len(move["links"])
-    code, out, _ = moved(capsys, tmp_path, *layouts, *hosts)
+    _, out, _ = moved(capsys, tmp_path, *layouts, *hosts, "--svg", str(tmp_path / "plan.svg"))
     assert "move actor -> rollout, before actor_gen:" in out
     assert "received, 1.0000 times the lower bound of" in out
 
