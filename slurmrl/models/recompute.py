@@ -20,9 +20,9 @@ from slurmrl.models.rotary import Rotation
 from slurmrl.ops import flash
 
 Recompute = Literal["off", "selective", "full"]
-"""``full`` keeps only a layer's input; ``selective`` also the input of its feed-forward half and,
-of its attention half, the results of matrix products and attention. The feed-forward half, whose
-inner units are most of a layer's activations, is computed again."""
+"""``full`` keeps only a layer's input; ``selective`` also the input of its feed-forward half,
+queries, keys, values and the result of attention. The feed-forward half, whose inner units are most
+of a layer's activations, is computed again."""
 LayerCall = Callable[[nn.Module, Tensor, Rotation | None, AttentionCore], Tensor]
 
 CHECKPOINT_OPTIONS: Mapping[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
@@ -39,10 +39,9 @@ ATTENTION = (
 
 
 def layer_call(mode: Recompute) -> LayerCall:
-    """How to call a layer. Without gradients nothing is kept in any mode."""
-    if mode == "off" or not torch.is_grad_enabled():
-        return plain
-    return recomputed if mode == "full" else plain
+    """How to call a layer; ``selective`` is the layer's own matter. Without gradients nothing is
+    kept in any mode."""
+    return recomputed if mode == "full" and torch.is_grad_enabled() else plain
 
 
 def plain(layer: nn.Module, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:

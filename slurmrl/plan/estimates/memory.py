@@ -294,8 +294,9 @@ def _layer_backward(job: MemoryDemand, tokens: int) -> float:
     width = BYTES[job.model.dtype]
     elements = 4 * _inner(job) + 2 * job.shape.hidden
     if job.model.recompute != "off":
-        kept = job.model.recompute == "selective" and layer_activations(job, selective=True)
-        elements += layer_activations(job) - kept
+        elements += layer_activations(job)
+    if job.model.recompute == "selective":
+        elements -= layer_activations(job, selective=True)
     size = elements * tokens * width
     if job.allocation.backend in SHARDED:
         size += _gathered_layers(job) + _layer_total(job) * (width + REDUCED)

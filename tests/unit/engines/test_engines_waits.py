@@ -52,7 +52,7 @@ def sample(key: str = "input_ids") -> SequenceSample:
 
 
 @pytest.mark.parametrize("head", ["lm", "value"])
-@pytest.mark.parametrize("mode", ["off", "full"])
+@pytest.mark.parametrize("mode", ["off", "selective", "full"])
 @pytest.mark.parametrize("budget", [100, 12])
 def test_micro_batches_and_layers_wait_for_nothing(head: str, mode: str, budget: int) -> None:
     model, batch = (

@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slurmrl.ops.logprobs import (
     following_tokens,
@@ -89,6 +93,38 @@ def test_logits_are_never_kept_whole() -> None:
         logp, entropy = logprobs_and_entropy(hidden, weight, targets, chunk=10)
         (logp + entropy).sum().backward()
     assert largest.elements <= 400 * 4
+
+
+class LogitsAtProducts(TorchDispatchMode):
+    """Most tensors of one shape that were alive when a product of that shape began."""
+
+    def __init__(self, shape: tuple[int, int]) -> None:
+        super().__init__()
+        self.most, self.products = 0, 0
+        self._shape, self._made = shape, set[weakref.ref[torch.UntypedStorage]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        alive = len({id(ref()) for ref in self._made if ref() is not None})
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor) and out.shape == self._shape:
+            self._made.add(weakref.ref(out.untyped_storage()))
+            if func is torch.ops.aten.mm.default:
+                self.products += 1
+                self.most = max(self.most, alive)
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_of_one_chunk_are_freed_before_the_next_ones_are_computed(
+    dtype: torch.dtype,
+) -> None:
+    hidden, weight, targets = random_inputs(dtype)
+    inputs = (hidden.requires_grad_(), weight.requires_grad_())
+    with LogitsAtProducts((10, VOCABULARY)) as seen:
+        logp, entropy = logprobs_and_entropy(*inputs, targets, chunk=10)
+        (logp + entropy).sum().backward()
+    assert seen.products == 2 * TOKENS // 10
+    assert seen.most == 0
 
 
 def test_packed_results_are_aligned_with_tokens() -> None:
