@@ -156,6 +156,7 @@ def gradients(
             torch.mm(dz, weight, out=grad_hidden[span])
         if grad_weight is not None:
             add_product(grad_weight, dz.t(), h)
+        del dz  # before the next logits are computed
     return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype)
 
 
