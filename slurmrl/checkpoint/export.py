@@ -1,4 +1,4 @@
-"""Export of checkpoints as Hugging Face folders. The layout planner moves the bytes. Torch-free."""
+"""Export of checkpoints as Hugging Face folders. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Execution of copies between storages of this process: numpy arrays or memory maps."""
+"""Boxes in storages of this process: numpy arrays or memory maps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -10,11 +9,8 @@ import numpy.typing as npt
 
 from slurmrl.errors import LayoutError
 from slurmrl.layout.box import Index
-from slurmrl.layout.plan import Copy, Site
 
 Array = npt.NDArray[Any]
-Storages = Callable[[int, str], Array]
-"""(rank, storage name) -> that storage as a flat array."""
 
 
 def view(flat: Array, offset: int, strides: Index, size: Index) -> Array:
@@ -26,20 +22,3 @@ def view(flat: Array, offset: int, strides: Index, size: Index) -> Array:
     return np.lib.stride_tricks.as_strided(
         flat[offset:], shape=size, strides=tuple(s * flat.itemsize for s in strides)
     )
-
-
-def execute(copies: Iterable[Copy], sources: Storages, targets: Storages) -> None:
-    """Move the bytes. Source and target of a copy have elements of one size."""
-    for copy in copies:
-        read = _view_of(copy.source, copy.box.size, sources)
-        write = _view_of(copy.target, copy.box.size, targets)
-        if read.itemsize != write.itemsize:
-            raise LayoutError(
-                f"tensor '{copy.name}' has elements of {read.itemsize} bytes in the source and "
-                f"{write.itemsize} in the target"
-            )
-        write[...] = read.view(write.dtype)
-
-
-def _view_of(site: Site, size: Index, storages: Storages) -> Array:
-    return view(storages(site.rank, site.storage), site.offset, site.strides, size)

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.layout.box import Box
-from slurmrl.layout.copy import execute
+from slurmrl.layout.copy import view
+from slurmrl.layout.holders import sources
 from slurmrl.layout.layout import Layout
-from slurmrl.layout.plan import plan
-from slurmrl.layout.shard import Shard
 from tests.distributed.engines.cases import LENGTHS, Setup, model
 from tests.distributed.engines.megatron_cases import Case, Placed, placed
 from tests.distributed.engines.one_process import random_model
@@ -41,17 +40,18 @@ ADAM = {"betas": (0.9, 0.95), "schedule": "cosine"}
 
 
 def assembled(results: list[tuple[Layout, dict[str, Tensor]]]) -> dict[str, np.ndarray[Any, Any]]:
-    """Whole tensors, by the plan of copies from all ranks' storages."""
+    """Whole tensors, from all ranks' storages."""
     layout = results[0][0]
     layout.check()
-    whole = Layout.of(
-        layout.tensors,
-        (tuple(Shard.contiguous(n, Box.whole(t.shape)) for n, t in layout.tensors.items()),),
-    )
-    targets = {n: np.zeros(int(np.prod(t.shape)), np.float32) for n, t in layout.tensors.items()}
     storages = [{n: flat.numpy() for n, flat in held.items()} for _, held in results]
-    execute(plan(layout, whole), lambda r, s: storages[r][s], lambda _, s: targets[s])
-    return {n: targets[n].reshape(t.shape) for n, t in layout.tensors.items()}
+    found = {}
+    for name, spec in layout.tensors.items():
+        found[name] = np.zeros(spec.shape, np.float32)
+        for part, box in sources(layout.holders[name], Box.whole(spec.shape)):
+            shard = part.shard(name)
+            stored = storages[part.ranks[0]][shard.storage]
+            found[name][box.slices] = view(stored, shard.offset_of(box), shard.strides, box.size)
+    return found
 
 
 VALUED = ("t2", "p2", "p2 v2", "p4", "t2 sp p2 c2", "d2 experts e2")

@@ -9,7 +9,7 @@ import pytest
 
 MODULES = (
     "slurmrl.layout.copy",
-    "slurmrl.layout.plan",
+    "slurmrl.layout.holders",
     "slurmrl.checkpoint.manifest",
     "slurmrl.checkpoint.shards",
     "slurmrl.checkpoint.export",
