@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -37,11 +38,15 @@ class Calls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.products = self.attentions = 0
+        self.results: list[weakref.ref[torch.UntypedStorage]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.products += func._schema.name in PRODUCTS
         self.attentions += func._schema.name in ATTENTION
-        return func(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if func._schema.name in PRODUCTS:
+            self.results.append(weakref.ref(out.untyped_storage()))
+        return out
 
 
 @pytest.mark.parametrize(
@@ -69,6 +74,18 @@ def test_products_that_run_again(
     assert forward.attentions == layers
     assert backward.products == (2 * 7 + products) * layers
     assert backward.attentions == attentions * layers
+
+
+def test_selective_keeps_queries_keys_and_values_but_no_later_product(
+    small_decoder: Callable[..., Decoder],
+) -> None:
+    decoder = small_decoder("llama")
+    decoder.use("selective")
+    with Calls() as forward:
+        hidden = decoder(torch.arange(8), torch.tensor([0, 8], dtype=torch.int32), 8)
+    alive = [storage() is not None for storage in forward.results]
+    assert sum(alive) == 3 * decoder.config.num_layers
+    hidden.sum().backward()
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
