@@ -24,7 +24,7 @@ SPANS = FieldType(
 class _Collective:
     name: str = ""
     number: int | None = None
-    """Its number in the group."""
+    """Its number in the group; None for a message from one rank to another."""
     group: str = ""
     """Torch's name of the group."""
     since_s: Annotated[float, SECONDS] = 0.0
@@ -33,10 +33,10 @@ class _Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class PendingCollective(_Collective):
-    """The collective that a rank is in."""
+    """The collective that a rank is in, or the message that it waits for."""
 
     ranks: tuple[Annotated[int, COUNT], ...] = ()
-    """The ranks of the group; empty if unknown."""
+    """The ranks of the group, empty if unknown; the sender of a message."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +165,7 @@ def explain(groups: Sequence[GroupProgress]) -> str:
         which = " and ".join(f"{_who(one)}, which {_has_been(one)}" for one in awaited)
         return f"{text} for {which}"
     if len({(entered.name, entered.number, entered.ranks) for entered in collectives}) > 1:
-        return f"{text}: these are different collectives, so they wait for each other"
+        return f"{text}: these are different operations, so they wait for each other"
     missing = _missing(waiting)
     return f"{text} for {missing}" if missing else f"{text}, which all of its ranks have entered"
 
@@ -194,7 +194,8 @@ def _named(span: str) -> str:
 
 
 def _has_waited(group: GroupProgress, collective: SharedCollective) -> str:
-    inside = f"{plain(collective.name)} #{collective.number}{_microbatch(group)}"
+    number = "" if collective.number is None else f" #{collective.number}"
+    inside = f"{plain(collective.name)}{number}{_microbatch(group)}"
     return f"{_have(group)} waited {age(collective.since_s)} in {plain(group.call)} ({inside})"
 
 

@@ -13,6 +13,14 @@ IDLE = ""
 """The call of a rank that waits for the master's next message."""
 
 
+class Awaited(NamedTuple):
+    what: str
+    rank: int
+    """The rank that sends it."""
+    since: float
+    """By the clock of `Activity`."""
+
+
 class Doing(NamedTuple):
     call: str
     """A call of the dataflow graph, ``load``, ``save`` or ``start``; `IDLE` between two."""
@@ -23,6 +31,7 @@ class Doing(NamedTuple):
     part: int = 0
     """Micro-batch, from 1; 0 outside of them."""
     parts: int = 0
+    awaited: Awaited | None = None
 
 
 class Activity:
@@ -40,9 +49,17 @@ class Activity:
 
     def phase(self, name: str, part: int = 0, parts: int = 0) -> None:
         """Set the phase of the current call, and its micro-batch ``part`` of ``parts`` if any."""
-        self._doing = self._doing._replace(phase=name, part=part, parts=parts)
+        self._doing = self._doing._replace(phase=name, part=part, parts=parts, awaited=None)
+
+    def await_from(self, rank: int, what: str) -> None:
+        """Set what the current call waits for, until its next phase."""
+        self._doing = self._doing._replace(awaited=Awaited(what, rank, self._clock()))
 
     def current(self) -> tuple[Doing, float]:
         """Return the activity and the age of its call in seconds."""
         doing = self._doing
-        return doing, self._clock() - doing.since
+        return doing, self.age(doing.since)
+
+    def age(self, since: float) -> float:
+        """Return the seconds since a time of this clock."""
+        return self._clock() - since

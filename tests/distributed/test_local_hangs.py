@@ -49,9 +49,9 @@ class Hangs(RewardFunction):
 '''
 SLEEPS = "rank 1, which has been in reward_inf for"
 EXPLAINED = {
-    "spin": (f"in ref_inf (all_gather #2) for {SLEEPS}", "in spin"),
-    "sleep": (f"in ref_inf (all_gather #2) for {SLEEPS}", "in sleep"),
-    "skipped": ("in reward_inf (all_reduce #1): these are different collectives", "in skipped"),
+    "spin": (f"in ref_inf (items of actor_gen) for {SLEEPS}", "in spin"),
+    "sleep": (f"in ref_inf (items of actor_gen) for {SLEEPS}", "in sleep"),
+    "skipped": ("in reward_inf (all_reduce #2): these are different operations", "in skipped"),
     "stop": ("rank 1, which has given no sign of life for", "it is stopped (SIGSTOP)"),
 }
 
@@ -86,9 +86,8 @@ def waited_for(site: Site) -> dict[str, Any]:
     def look() -> dict[str, Any] | None:
         status = site.status("ppo/1")
         assert status["state"] in ("PENDING", "RUNNING"), status
-        return (
-            status if "(all_gather" in ((status["waiting"] or {}).get("explained") or "") else None
-        )
+        explained = (status["waiting"] or {}).get("explained") or ""
+        return status if "(items of" in explained else None
 
     return wait_until("the ranks to wait", look)
 
@@ -127,7 +126,7 @@ def check_end(site: Site, kind: str) -> None:
     parts = (site.paths("ppo/1").run / file).read_text().split("\n=== ")
     assert [part.partition(" ")[0] for part in parts[1:]] == ["rank", "rank", "the"]
     assert "distributed_c10d.py" in parts[1]
-    assert "all_gather #2 of group" in parts[1]
+    assert "all_gather #1 of group" in parts[1]
     assert stack in parts[2]
     assert " in _end\n" in parts[3]  # the master reports the end, or already waits for the stacks
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from slurmrl import log
 from slurmrl.channel.pipe import Connection
 from slurmrl.fsio import ownership
-from slurmrl.monitor.hang import RankProgress
+from slurmrl.monitor.hang import PendingCollective, RankProgress
 from slurmrl.parallel.activity import Activity
 from slurmrl.workers import output, pulse, stacks
 from slurmrl.workers.messages import Pulse
@@ -49,6 +49,11 @@ def main() -> int:
 
     def describe() -> Pulse:
         doing, since_s = activity.current()
+        collective = collectives.waiting()
+        if collective is None and doing.awaited is not None:
+            what, sender, since = doing.awaited
+            age_s = activity.age(since)
+            collective = PendingCollective(name=what, ranks=(sender,), since_s=age_s)
         progress = RankProgress(
             world=options.world,
             rank=options.rank,
@@ -58,7 +63,7 @@ def main() -> int:
             part=doing.part,
             parts=doing.parts,
             since_s=since_s,
-            collective=collectives.waiting(),
+            collective=collective,
         )
         return Pulse(doing=progress)
 

@@ -165,8 +165,9 @@ class Batch:
             if self._rank == delivery.sender:
                 received.append(self._own(maker, keys, delivery))
                 continue
-            self._activity.phase(f"waiting for {maker.name} of rank {delivery.sender}")
+            self._activity.await_from(delivery.sender, f"items of {maker.name}")
             received.append(self._mail.receive(delivery.sender, self._tag(maker, reader)))
+            self._activity.phase("")
         if not received:
             return None
         gathered = SequenceSample.gather(received)

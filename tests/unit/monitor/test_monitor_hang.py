@@ -45,7 +45,7 @@ FOR = "ranks 0-2 have waited 2.3 min in actor_train (all_reduce #1841) for rank 
         (
             waits(3, "actor_train", 1842),
             "ranks 0-2 have waited 2.3 min in actor_train (all_reduce #1841) and rank 3 has waited "
-            "2.3 min in actor_train (all_reduce #1842): these are different collectives, so they "
+            "2.3 min in actor_train (all_reduce #1842): these are different operations, so they "
             "wait for each other",
         ),
         (
