@@ -5,12 +5,14 @@ A fake workforce writes the ranks' files itself.
 
 from __future__ import annotations
 
-import hashlib
 import os
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from slurmrl.checkpoint.checksums import checksum
 from slurmrl.checkpoint.manifest import read_state, verify
+from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.config.schema.frequency import Checkpoint
 from slurmrl.errors import (
     CheckpointError,
@@ -28,6 +30,7 @@ from slurmrl.history.writer import IncarnationWriter, begin
 from slurmrl.paths import RunPaths
 from slurmrl.workers.master.committer import Committer, Outcome
 from slurmrl.workers.master.serve import _clean
+from slurmrl.workers.messages import Done, Save, Saved
 from tests.support.chaos.control import setup
 from tests.support.chaos.histories import check_history
 from tests.support.chaos.schedule import Event, Scenario, ViolationError
@@ -44,38 +47,39 @@ class Ranks:
     def __init__(self, paths: RunPaths, incarnation: int) -> None:
         self._paths = paths
         self._incarnation = incarnation
-        self._save: dict[str, Any] = {}
+        self._save: Save | None = None
         self._saves = 0
-        self._answers: dict[int, dict[str, Any]] = {}
+        self._answers: list[tuple[Done, Saved]] = []
 
-    def post(self, message: dict[str, Any]) -> list[int]:
-        self._save, self._answers = message, {}
+    def post(self, order: Save) -> list[int]:
+        self._save, self._answers = order, []
         self._saves += 1
         return [0]
 
-    def saved(self, number: int) -> dict[int, dict[str, Any]] | None:
+    def saved(self, number: int) -> list[tuple[Done, Saved]] | None:
         rank = len(self._answers)
         if rank < RANKS:
-            answer: dict[str, Any] = {"error": "no space left"}
-            if self._saves != 2 or rank + 1 < RANKS:
-                answer = {"files": [self._write(rank)]}
-            self._answers[rank] = {"seconds": 0.0, **answer}
+            full = self._saves == 2 and rank + 1 == RANKS
+            files = () if full else (self._write(rank),)
+            error = "no space left" if full else ""
+            saved = Saved(rank=rank, seq=number, files=files, error=error)
+            self._answers.append((Done(rank=rank, seq=number, seconds=0.0), saved))
         return self._answers if rank + 1 >= RANKS else None
 
     def wait_saved(self, number: int, what: str, timeout_s: float) -> None:
         while self.saved(number) is None:
             pass
 
-    def _write(self, rank: int) -> dict[str, Any]:
+    def _write(self, rank: int) -> SavedFile:
+        assert self._save is not None
         name = f"actor.{rank}.bin"
-        data = f"{rank} {self._save['step']} {self._incarnation} ".encode() * 100
-        path = self._paths.checkpoints / self._save["directory"] / name
+        data = f"{rank} {self._save.step} {self._incarnation} ".encode() * 100
+        path = self._paths.checkpoints / self._save.directory / name
         try:
             write_new(path, data, True, REAL)
         except OSError as error:
             raise explain(error, "save", path) from error
-        checksum = f"sha256:{hashlib.sha256(data).hexdigest()}"
-        return {"name": name, "size": len(data), "checksum": checksum}
+        return SavedFile(name, len(data), checksum(BytesIO(data)))
 
 
 def master(folder: Path, me: int, note: Note) -> None:
