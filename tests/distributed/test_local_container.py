@@ -70,5 +70,8 @@ def test_a_trial_whose_workers_live_in_containers(tmp_path: Path) -> None:
             f"<exec><--nv><--bind></shared data><image.sif><env><CUDA_VISIBLE_DEVICES=>"
             f"<OMP_NUM_THREADS=1><OPENBLAS_NUM_THREADS=1><PYTHONPATH={run}/code>"
         )
-        worker = f"<{sys.executable}><-P><-m><slurmrl.workers.worker><--run><{run}><--rank><{rank}>"
+        worker = (
+            f"<{sys.executable}><-P><-m><slurmrl.workers.worker><--run><{run}>"
+            f"<--world><trainer><--rank><{rank}>"
+        )
         assert worker in call
