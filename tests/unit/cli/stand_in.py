@@ -32,7 +32,7 @@ def main(run: str, total: str, mode: str) -> int:
     names = make("file", directory=paths.names)
     identity = {"group": "trainer", "task": 0, "attempt": writer.incarnation, "host": "here"}
     key = keys.attempt("trainer", 0, writer.incarnation)
-    names.add(key, json.dumps({**identity, "job_id": ""}), delete_on_exit=False)
+    names.add(key, json.dumps({**identity, "job": "", "job_id": ""}), delete_on_exit=False)
     step = state.last_commit.step if state.last_commit else 0
     cut(paths.metrics, step)
     metrics = MetricsWriter(paths.metrics)

@@ -80,7 +80,7 @@ def killed_worker(scene: Scene) -> None:
     """A worker was killed in the first link, the second was preempted, the third runs."""
     first = scene.link(0)
     scene.train(first, 1, 12)
-    failure = {"cause": "died", "reason": "rank 1 was ended by SIGKILL", "host": "n1", "rank": 1}
+    failure = {"cause": "died", "exit_code": -9, "host": "n1", "rank": 1}
     scene.run.name(keys.failure(first), **failure)
     second = scene.link(1)
     scene.train(second, 11, 24)
