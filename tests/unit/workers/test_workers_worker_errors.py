@@ -11,8 +11,7 @@ import torch.distributed as dist
 from slurmrl.errors import UnusableGpuError
 from slurmrl.monitor.reports import Failure
 from slurmrl.parallel import device
-from slurmrl.workers.messages import RunCall
-from slurmrl.workers.worker.serve import _describe, recognise
+from slurmrl.workers.worker.serve import _describe, _Place, recognise
 from slurmrl.worlds import RankId
 
 GLOO = (
@@ -145,7 +144,6 @@ def test_what_an_exception_was_raised_from_counts() -> None:
 
 def test_a_rank_of_another_world_names_it() -> None:
     """Its number alone would name a trainer."""
-    call = RunCall(step=1, name="gen", scalars={})
-    failure = _describe(ValueError("bad"), RankId("rollout/2", 0), call)
+    failure = _describe(ValueError("bad"), RankId("rollout/2", 0), _Place("gen", 1))
     assert failure.reason == "rank 0 of rollout/2: ValueError: bad"
     assert (failure.world, failure.rank) == ("rollout/2", 0)
