@@ -18,6 +18,7 @@ RESULTS = f"""<testsuites><testsuite>
 <testcase classname="tests.unit.scheduler.test_x" name="b"><failure message="no"/></testcase>
 <testcase classname="tests.slurm.test_y" name="c"><skipped message="no munged"/></testcase>
 <testcase classname="tests.faults.test_z" name="d"><error message="no"/></testcase>
+<testcase classname="" name="tests.engines.test_w"><skipped message="no triton"/></testcase>
 </testsuite></testsuites>"""
 
 
@@ -27,6 +28,7 @@ RESULTS = f"""<testsuites><testsuite>
         (["unit"], []),
         (["unit", "slurm"], ["no fast test of lane slurm", "no munged"]),
         (["faults"], ["no fast test of lane faults", "no long test of lane faults"]),
+        (["engines"], ["no fast test of lane engines", "no triton"]),
         (["gpu"], ["no long test of lane gpu"]),
         (["distributed"], ["no fast test of lane distributed", "none was found"]),
     ],
