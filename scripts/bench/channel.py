@@ -18,12 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from forks import fork
 
 from slurmrl.channel import wakeup
 from slurmrl.channel.follower import Follower
@@ -35,18 +36,6 @@ POLL_S = 0.05
 IDLE_S = 5.0
 TIMEOUT_MS = 10_000
 Exchange = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-def fork(serve: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            serve()
-        except BaseException:  # noqa: BLE001 - the process boundary
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return pid
 
 
 def worker(pipe: Connection) -> None:

@@ -22,12 +22,12 @@ import statistics
 import sys
 import tempfile
 import time
-import traceback
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from forks import fork
 
 from slurmrl.channel import wakeup
 from slurmrl.channel.bell import Bell
@@ -71,18 +71,6 @@ class Counted(LogReader):
         return super().read()
 
 
-def fork(serve: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            serve()
-        except BaseException:  # noqa: BLE001 - the process boundary
-            traceback.print_exc()
-            os._exit(1)
-        os._exit(0)
-    return pid
-
-
 def worker(pipe: Connection, rank: int) -> None:
     while (message := pipe.receive(timeout_s=None)) is not None:
         began = time.perf_counter()
@@ -103,14 +91,21 @@ class Agent:
         self.passed_on = -1
         for number in range(workers):
             ours, theirs = Connection.pair()
-            fork(lambda: worker(theirs, task * workers + number))  # noqa: B023 - it runs at once
             self.pipes.append(ours)
+            fork(lambda: self.work(theirs, task * workers + number))  # noqa: B023 - it runs at once
+            theirs.close()
         self.master = Follower(
             [LogReader(paths.master_log(1))], paths.control, longest_poll_s=poll_s, bell=self.bell
         )
         identity = Identity(GROUP, task, attempt=0, host=f"n{task}", job="1", job_id="1")
         where = self.bell.address if self.bell is not None else None
         self.replies.send(Hello(agent=identity, bell=where))
+
+    def work(self, pipe: Connection, rank: int) -> None:
+        """A worker, which ends when its agent has: it holds none of the agent's ends."""
+        for ours in self.pipes:
+            ours.close()
+        worker(pipe, rank)
 
     def serve(self) -> None:
         while True:

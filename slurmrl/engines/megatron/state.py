@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -29,22 +29,23 @@ Held = dict[str, tuple[Tensor, list[Shard]]]
 @torch.no_grad()
 def fill(held: Iterable[tuple[Tensor, list[Shard]]], read: BoxReader) -> None:
     """Write the values of all shards; padding becomes zero."""
-    for tensor, shards in held:
-        if sum(shard.box.count for shard in shards) < tensor.numel():
-            tensor.zero_()
-        for shard in shards:
-            target = tensor[shard.offset : shard.offset + shard.box.count]
-            target.copy_(read(shard.name, shard.box).reshape(-1))
+    for target, shard in _targets(held):
+        target.copy_(read(shard.name, shard.box).reshape(-1))
 
 
 def load(held: Iterable[tuple[Tensor, list[Shard]]], checkpoint: RoleCheckpoint) -> None:
     """Fill all shards from a checkpoint; padding becomes zero."""
+    for target, shard in _targets(held):
+        fill_box(target.view(shard.box.size), checkpoint, shard.name, shard.box)
+
+
+def _targets(held: Iterable[tuple[Tensor, list[Shard]]]) -> Iterator[tuple[Tensor, Shard]]:
+    """Each shard with its place, flat, after the padding of its tensor is zero."""
     for tensor, shards in held:
         if sum(shard.box.count for shard in shards) < tensor.numel():
             tensor.zero_()
         for shard in shards:
-            flat = tensor[shard.offset : shard.offset + shard.box.count]
-            fill_box(flat.view(shard.box.size), checkpoint, shard.name, shard.box)
+            yield tensor[shard.offset : shard.offset + shard.box.count], shard
 
 
 def saved_layout(
