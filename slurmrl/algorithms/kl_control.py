@@ -40,7 +40,7 @@ class AdaptiveKL(KLControl):
 
 
 class KLController(ScalarController):
-    """PPO's scalars: ``kl_coef``, updated from the metric ``kl_sequence``."""
+    """The scalars of policy gradients: ``kl_coef``, updated from the metric ``kl_sequence``."""
 
     def __init__(self, algorithm: Any) -> None:
         super().__init__(algorithm)

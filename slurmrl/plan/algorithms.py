@@ -16,7 +16,7 @@ ALGORITHMS = Registry(
     "algorithm",
     {
         "sft": "slurmrl.algorithms.sft.schema:SFT",
-        "ppo": "slurmrl.algorithms.ppo.schema:PPO",
+        "ppo": "slurmrl.algorithms.policy.schema:PolicyGradient",
     },
 )
 

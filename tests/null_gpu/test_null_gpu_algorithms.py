@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from slurmrl.algorithms.base import CallContext
-from slurmrl.algorithms.ppo.actor import PPOActorInterface, RecomputeInterface
-from slurmrl.algorithms.ppo.critic import PPOCriticInterface
-from slurmrl.algorithms.ppo.schema import PPO
+from slurmrl.algorithms.policy.actor import ActorInterface, RecomputeInterface
+from slurmrl.algorithms.policy.critic import CriticInterface
+from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.rollout.interface import RolloutInterface
 from slurmrl.algorithms.sft.interface import SFTInterface
 from slurmrl.config.schema import Config, Dataset, Model
@@ -34,7 +34,7 @@ def _ranks() -> Iterator[None]:
 def call_context() -> CallContext:
     """Of a PPO step with a value for every setting that adds work on the GPU."""
     names = tuple(f"item{index}" for index in range(len(PROMPTS)))
-    ppo = PPO(
+    ppo = PolicyGradient(
         batch_size=len(PROMPTS),
         n_minibatches=2,
         n_epochs=2,
@@ -72,14 +72,14 @@ def test_a_step_of_ppo(experts: bool) -> None:
     rewards: dict[str, Any] = {"rewards": torch.arange(float(len(PROMPTS)))}
     sample.update_(SequenceSample.from_default([1] * len(PROMPTS), context.batch, rewards))
     for interface, engine in (
-        (PPOActorInterface(), reference),
-        (PPOCriticInterface(), critic),
+        (ActorInterface(), reference),
+        (CriticInterface(), critic),
         (RecomputeInterface(), actor),
     ):
         found = interface.inference(engine, sample, context).sample
         assert found is not None
         sample.update_(found)
-    for trainer, engine in ((PPOActorInterface(), actor), (PPOCriticInterface(), critic)):
+    for trainer, engine in ((ActorInterface(), actor), (CriticInterface(), critic)):
         stats = trainer.train_step(engine, sample, context).stats
         assert stats[f"{'actor' if engine is actor else 'critic'}_updates"][0] == 4.0
 
@@ -95,7 +95,7 @@ def test_a_step_of_ppo_s_training_with_every_engine(engine: str) -> None:
             {"old_logprobs": sample.tensor("logprobs")},
         )
     )
-    for head, interface in (("lm", PPOActorInterface()), ("value", PPOCriticInterface())):
+    for head, interface in (("lm", ActorInterface()), ("value", CriticInterface())):
         made = cases.engine(cases.TINY_EXPERTS, name=engine, head=cast(Any, head))
         assert interface.train_step(made, sample, context).stats
 

@@ -109,6 +109,7 @@ TORCH_FREE = (
     "algorithms",
     "algorithms.schema",
     "algorithms.*.schema",
+    "algorithms.*.schema.*",
     "algorithms.scalars",
     "algorithms.kl_control",
     "workers",

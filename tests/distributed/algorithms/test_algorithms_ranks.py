@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from slurmrl.algorithms.base import CallContext
-from slurmrl.algorithms.ppo.actor import PPOActorInterface, RecomputeInterface
-from slurmrl.algorithms.ppo.critic import PPOCriticInterface
-from slurmrl.algorithms.ppo.schema import PPO
+from slurmrl.algorithms.policy.actor import ActorInterface, RecomputeInterface
+from slurmrl.algorithms.policy.critic import CriticInterface
+from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.config.schema import Config, Dataset, Model, Optimizer
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
@@ -62,7 +62,7 @@ def train(size: int, engine: str = "fsdp", **options: Any) -> tuple[dict[str, fl
     if engine == "megatron":
         megatron_cpu.install()
     model = Model(architecture=ARCHITECTURE, optimizer=Optimizer(lr=1e-3, eps=1e-3))
-    ppo = PPO(batch_size=8, **options)
+    ppo = PolicyGradient(batch_size=8, **options)
     config = Config(
         experiment="test",
         total_steps=1,
@@ -91,7 +91,7 @@ def train(size: int, engine: str = "fsdp", **options: Any) -> tuple[dict[str, fl
     own = rollout().take(PARTS[size][rank])
     stats: dict[str, float] = {}
     engines: dict[str, TrainEngine] = {}
-    for plan, interface in zip(plans, (PPOActorInterface(), PPOCriticInterface()), strict=True):
+    for plan, interface in zip(plans, (ActorInterface(), CriticInterface()), strict=True):
         engines[plan.role] = ENGINES.load(engine)(
             plan.role,
             model,

@@ -1,5 +1,5 @@
 """What ranks do in the test of several models with layouts of their own in one worker, and one
-process in their place: PPO's calls on recorded rollouts."""
+process in their place: PolicyGradient's calls on recorded rollouts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from slurmrl.algorithms.base import CallContext, Stats
-from slurmrl.algorithms.ppo.actor import PPOActorInterface
-from slurmrl.algorithms.ppo.critic import PPOCriticInterface
-from slurmrl.algorithms.ppo.schema import PPO
+from slurmrl.algorithms.policy.actor import ActorInterface
+from slurmrl.algorithms.policy.critic import CriticInterface
+from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.config.schema.model import Model
 from slurmrl.config.schema.rollout import Rollout
 from slurmrl.data.sample import SequenceSample
@@ -55,7 +55,9 @@ ROLES = (
 
 def context(step: int, batch: tuple[str, ...]) -> CallContext:
     """The context of PPO's calls: one update per step, with all terms of the losses."""
-    ppo = PPO(batch_size=10, n_minibatches=1, gae_lambda=0.95, discount=0.99, entropy_coef=0.01)
+    ppo = PolicyGradient(
+        batch_size=10, n_minibatches=1, gae_lambda=0.95, discount=0.99, entropy_coef=0.01
+    )
     config = SimpleNamespace(rollout=Rollout(max_new_tokens=6), evaluation=None)
     settings: Any = SimpleNamespace(algorithm=ppo, config=config)
     tokenizer: Any = None
@@ -72,7 +74,7 @@ def inference(role: str, engine: Any, sample: SequenceSample, about: CallContext
         outputs = engine.forward(sample.only(["input_ids"]))
         lengths = dict.fromkeys(outputs, sample.lengths["input_ids"])
         return SequenceSample(sample.ids, lengths, data=dict(outputs))
-    interface = PPOActorInterface() if role == "ref" else PPOCriticInterface()
+    interface = ActorInterface() if role == "ref" else CriticInterface()
     made = interface.inference(engine, sample, about).sample
     assert made is not None
     return made
@@ -106,7 +108,7 @@ def replay(
             engine.offload()
             whole = everyone(engine, made[role])
             batch.update_(whole.take([whole.ids.index(name) for name in batch.ids]))
-        for role, interface in (("actor", PPOActorInterface()), ("critic", PPOCriticInterface())):
+        for role, interface in (("actor", ActorInterface()), ("critic", CriticInterface())):
             engine = engines[role]
             engine.onload()
             stats[role] = interface.train_step(engine, batch.take(share(engine)), about).stats

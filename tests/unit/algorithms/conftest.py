@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from slurmrl.algorithms.base import CallContext, CallResult
-from slurmrl.algorithms.ppo.actor import PPOActorInterface
-from slurmrl.algorithms.ppo.critic import PPOCriticInterface
-from slurmrl.algorithms.ppo.schema import PPO
+from slurmrl.algorithms.policy.actor import ActorInterface
+from slurmrl.algorithms.policy.critic import CriticInterface
+from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.rollout.interface import RolloutInterface
 from slurmrl.config.schema import Config, Dataset, Model, Optimizer, Rollout
 from slurmrl.data.sample import SequenceSample
@@ -39,7 +39,7 @@ ARCHITECTURE = {
 class World:
     """``actor``, ``critic`` and ``ref`` of one seed start from the same body."""
 
-    ppo: PPO
+    ppo: PolicyGradient
     settings: Settings
     actor: FSDPEngine
     critic: FSDPEngine
@@ -64,17 +64,17 @@ class World:
         sample.update_(
             SequenceSample.from_default([1] * prompts, names, {"rewards": share_wanted(sample)})
         )
-        take(sample, PPOActorInterface().inference(ref or self.ref, sample, context))
-        take(sample, PPOCriticInterface().inference(self.critic, sample, context))
+        take(sample, ActorInterface().inference(ref or self.ref, sample, context))
+        take(sample, CriticInterface().inference(self.critic, sample, context))
         return sample
 
     def train_actor(self, sample: SequenceSample, step: int, kl_coef: float) -> dict[str, float]:
         context = self.context(step, sample.ids, kl_coef=kl_coef)
-        return means(PPOActorInterface().train_step(self.actor, sample, context))
+        return means(ActorInterface().train_step(self.actor, sample, context))
 
     def train_critic(self, sample: SequenceSample, step: int, kl_coef: float) -> dict[str, float]:
         context = self.context(step, sample.ids, kl_coef=kl_coef)
-        return means(PPOCriticInterface().train_step(self.critic, sample, context))
+        return means(CriticInterface().train_step(self.critic, sample, context))
 
 
 def take(sample: SequenceSample, result: CallResult) -> None:
@@ -103,7 +103,7 @@ MakeWorld = Callable[..., World]
 def make_world() -> MakeWorld:
     def make(seed: int = 1, *, ref_seed: int | None = None, **options: Any) -> World:
         lr = {"actor": 1e-2, "critic": 3e-3, "ref": 0.0}
-        ppo = PPO(batch_size=48, **{"n_minibatches": 2, **options})
+        ppo = PolicyGradient(batch_size=48, **{"n_minibatches": 2, **options})
         config = Config(
             experiment="test",
             total_steps=1,

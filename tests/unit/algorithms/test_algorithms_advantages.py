@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmrl.algorithms.ppo.advantages import estimate, moments, shape_scores, whiten
-from slurmrl.algorithms.ppo.responses import find_responses
-from slurmrl.algorithms.ppo.schema import PPO
+from slurmrl.algorithms.policy.advantages import estimate, moments, shape_scores, whiten
+from slurmrl.algorithms.policy.responses import find_responses
+from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.data.sample import SequenceSample
 
 
@@ -38,7 +38,9 @@ def batch(shapes: list[tuple[int, int]], seed: int = 0) -> SequenceSample:
     )
 
 
-def one_by_one(sample: SequenceSample, ppo: PPO, kl_coef: float) -> tuple[list[float], list[float]]:
+def one_by_one(
+    sample: SequenceSample, ppo: PolicyGradient, kl_coef: float
+) -> tuple[list[float], list[float]]:
     """Advantages and returns of all response tokens, sequence by sequence, step by step."""
     advantages: list[float] = []
     returns: list[float] = []
@@ -67,7 +69,7 @@ shapes = st.lists(st.tuples(st.integers(1, 4), st.integers(0, 6)), min_size=1, m
 def test_estimates_are_those_of_single_sequences(
     rows: list[tuple[int, int]], discount: float, lam: float, kl_coef: float, seed: int
 ) -> None:
-    ppo = PPO(batch_size=8, discount=discount, gae_lambda=lam, reward_clip=None)
+    ppo = PolicyGradient(batch_size=8, discount=discount, gae_lambda=lam, reward_clip=None)
     sample = batch(rows, seed)
     estimates = estimate(sample, ppo, kl_coef)
     advantages, returns = one_by_one(sample, ppo, kl_coef)
@@ -87,13 +89,13 @@ def test_states_stand_before_their_tokens() -> None:
 
 def test_an_empty_batch_has_no_estimates() -> None:
     sample = batch([(2, 3)]).take([])
-    estimates = estimate(sample, PPO(batch_size=8), 0.1)
+    estimates = estimate(sample, PolicyGradient(batch_size=8), 0.1)
     assert estimates.advantages.shape == (0,)
     assert moments(estimates.advantages, lambda x: x) == (0.0, 0.0)
 
 
 def test_scores_are_shifted_scaled_clipped_in_this_order() -> None:
-    ppo = PPO(batch_size=8, reward_bias=1.0, reward_scaling=2.0, reward_clip=3.0)
+    ppo = PolicyGradient(batch_size=8, reward_bias=1.0, reward_scaling=2.0, reward_clip=3.0)
     scores = shape_scores(torch.tensor([2.0, 9.0, -9.0]), torch.tensor([True] * 3), ppo)
     assert scores.tolist() == [2.0, 3.0, -3.0]
 
@@ -102,7 +104,7 @@ def test_scores_are_shifted_scaled_clipped_in_this_order() -> None:
 def test_unfinished_completions_keep_their_score_unless_masked(
     mask: bool, wanted: list[float]
 ) -> None:
-    ppo = PPO(batch_size=8, mask_no_eos_with_zero=mask)
+    ppo = PolicyGradient(batch_size=8, mask_no_eos_with_zero=mask)
     assert shape_scores(torch.ones(2), torch.tensor([True, False]), ppo).tolist() == wanted
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from slurmrl.algorithms.base import CallContext
-from slurmrl.algorithms.ppo.actor import RecomputeInterface
+from slurmrl.algorithms.policy.actor import RecomputeInterface
 from slurmrl.algorithms.reward.interface import RuleRewardInterface
 from slurmrl.algorithms.rollout.interface import (
     RolloutInterface,

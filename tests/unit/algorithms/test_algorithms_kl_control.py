@@ -7,7 +7,7 @@ import json
 import pytest
 
 from slurmrl.algorithms.kl_control import AdaptiveKL, FixedKL, KLController
-from slurmrl.algorithms.ppo.schema import KL, PPO
+from slurmrl.algorithms.policy.schema import KL, PolicyGradient
 from slurmrl.algorithms.scalars import NoScalars
 
 
@@ -34,7 +34,9 @@ def test_the_control_settles_where_the_target_is() -> None:
 
 
 def test_the_controller_reads_kl_per_completion_and_restores() -> None:
-    ppo = PPO(batch_size=100, kl=KL(kind="adaptive", coef=0.1, target=6.0, horizon=1000.0))
+    ppo = PolicyGradient(
+        batch_size=100, kl=KL(kind="adaptive", coef=0.1, target=6.0, horizon=1000.0)
+    )
     controller = KLController(ppo)
     assert controller.values() == {"kl_coef": 0.1}
     controller.update({"kl_sequence": 9.0, "kl": 0.0})
@@ -45,7 +47,7 @@ def test_the_controller_reads_kl_per_completion_and_restores() -> None:
 
 
 def test_the_default_is_fixed() -> None:
-    controller = KLController(PPO(batch_size=1))
+    controller = KLController(PolicyGradient(batch_size=1))
     controller.update({"kl_sequence": 100.0})
     assert controller.values() == {"kl_coef": 0.1}
 

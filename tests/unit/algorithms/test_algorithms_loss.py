@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from slurmrl.algorithms.ppo.loss import policy_loss, value_loss
+from slurmrl.algorithms.policy.loss import policy_loss, value_loss
 from slurmrl.algorithms.sft.interface import cross_entropy
 
 MASK = torch.tensor([False, True, True, True, True, False])

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from slurmrl.algorithms.base import Interface
-from slurmrl.algorithms.ppo.schema import PPO
+from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.scalars import ScalarController
 from slurmrl.algorithms.schema import AlgorithmSchema
 from slurmrl.algorithms.sft.schema import SFT
@@ -28,7 +28,7 @@ def config(evaluation_type: str = "prompt") -> Config:
     )
 
 
-ALGORITHMS = (SFT(batch_size=8), PPO(batch_size=8, recompute_logprobs=True))
+ALGORITHMS = (SFT(batch_size=8), PolicyGradient(batch_size=8, recompute_logprobs=True))
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.name)
@@ -53,7 +53,8 @@ def test_old_logprobs_are_recomputed_in_bfloat16_or_as_set(choice: bool | None, 
     """With the call, training reads its log-probabilities and none of generation's."""
     settings = config().model_copy(update={"actor": Model.model_validate({"dtype": dtype})})
     calls = {
-        call.name: call for call in PPO(batch_size=8, recompute_logprobs=choice).calls(settings)
+        call.name: call
+        for call in PolicyGradient(batch_size=8, recompute_logprobs=choice).calls(settings)
     }
     recomputes = dtype == "bfloat16" if choice is None else choice
     assert ("actor_inf" in calls) == recomputes
@@ -68,7 +69,7 @@ def test_controllers_are_real(algorithm: AlgorithmSchema) -> None:
 
 
 def test_optimizer_steps() -> None:
-    assert PPO(batch_size=8, n_minibatches=4, n_epochs=2).optimizer_steps == 8
+    assert PolicyGradient(batch_size=8, n_minibatches=4, n_epochs=2).optimizer_steps == 8
     assert SFT(batch_size=8).optimizer_steps == 1
 
 
@@ -77,4 +78,4 @@ def test_optimizer_steps() -> None:
 )
 def test_impossible_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
-        PPO.model_validate({"batch_size": 8, **wrong})
+        PolicyGradient.model_validate({"batch_size": 8, **wrong})

@@ -1,4 +1,4 @@
-"""PPO's losses as pure tensor functions: sums over tokens, with sums of statistics.
+"""The losses of policy gradients as pure tensor functions: sums over tokens, and of statistics.
 
 All inputs are [T] and aligned with each other; ``mask`` marks the tokens that count. The caller
 divides by their number in the whole batch. Other tokens contribute zeros, because selecting by a

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from slurmrl.algorithms.ppo.responses import Responses, find_responses
-from slurmrl.algorithms.ppo.schema import OLD_LOGPROBS, PPO
+from slurmrl.algorithms.policy.responses import Responses, find_responses
+from slurmrl.algorithms.policy.schema import OLD_LOGPROBS, PolicyGradient
 from slurmrl.data.sample import SequenceSample
 from slurmrl.ops.gae import packed_gae
 
@@ -37,7 +37,7 @@ class Estimates:
     returns: Tensor
 
 
-def estimate(sample: SequenceSample, ppo: PPO, kl_coef: float) -> Estimates:
+def estimate(sample: SequenceSample, ppo: PolicyGradient, kl_coef: float) -> Estimates:
     """Advantages by GAE. A truncated completion bootstraps from the value of its last state."""
     responses = find_responses(sample.tensor("prompt_mask"), sample.cu_seqlens("input_ids"))
     finished = sample.tensor("finished").bool()
@@ -58,7 +58,7 @@ def old_logprobs(sample: SequenceSample) -> Tensor:
     return sample.tensor(OLD_LOGPROBS if OLD_LOGPROBS in sample.keys else "logprobs")
 
 
-def shape_scores(rewards: Tensor, finished: Tensor, ppo: PPO) -> Tensor:
+def shape_scores(rewards: Tensor, finished: Tensor, ppo: PolicyGradient) -> Tensor:
     """The rule's rewards [S] with bias, scale and clip applied, in this order."""
     scores = (rewards - ppo.reward_bias) * ppo.reward_scaling
     if ppo.reward_clip is not None:

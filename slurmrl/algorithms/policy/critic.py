@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
-from slurmrl.algorithms.ppo.advantages import Estimates, estimate, moments, spread_over_tokens
-from slurmrl.algorithms.ppo.loss import value_loss
-from slurmrl.algorithms.ppo.schema import PPO
-from slurmrl.algorithms.ppo.updates import global_result, run_updates
+from slurmrl.algorithms.policy.advantages import Estimates, estimate, moments, spread_over_tokens
+from slurmrl.algorithms.policy.loss import value_loss
+from slurmrl.algorithms.policy.schema import PolicyGradient
+from slurmrl.algorithms.policy.updates import global_result, run_updates
 from slurmrl.data.sample import SequenceSample
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import TrainEngine
 
 
-class PPOCriticInterface(Interface):
+class CriticInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
@@ -34,7 +34,7 @@ class PPOCriticInterface(Interface):
     ) -> CallResult:
         """Regression of the values before each response token to the returns."""
         assert engine is not None
-        ppo = cast(PPO, context.settings.algorithm)
+        ppo = cast(PolicyGradient, context.settings.algorithm)
         sample = sample.to(engine.context.device)
         estimates = estimate(sample, ppo, context.scalars["kl_coef"])
         mean, std = moments(estimates.returns, engine.all_reduce_sum)
@@ -56,7 +56,7 @@ class PPOCriticInterface(Interface):
 
 
 def critic_loss(
-    outputs: dict[str, Tensor], batch: SequenceSample, ppo: PPO
+    outputs: dict[str, Tensor], batch: SequenceSample, ppo: PolicyGradient
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The engine's loss function: outputs {values} [T]."""
     return value_loss(

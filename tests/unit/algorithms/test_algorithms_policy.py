@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from slurmrl.algorithms.ppo import advantages, critic
-from slurmrl.algorithms.ppo.advantages import estimate
-from slurmrl.algorithms.ppo.critic import critic_loss
+from slurmrl.algorithms.policy import advantages, critic
+from slurmrl.algorithms.policy.advantages import estimate
+from slurmrl.algorithms.policy.critic import critic_loss
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TrainEngine
 from slurmrl.ops.gae import packed_gae

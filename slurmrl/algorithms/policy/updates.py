@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from slurmrl.algorithms.base import CallResult
-from slurmrl.algorithms.ppo.schema import PPO
+from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.data.packing import even_sizes
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
@@ -29,7 +29,7 @@ def run_updates(
     batch: tuple[str, ...],
     mask_key: str,
     loss_fn: LossFn,
-    ppo: PPO,
+    ppo: PolicyGradient,
     *,
     temperature: float = 1.0,
     stop: Callable[[MeanStats], bool] | None = None,

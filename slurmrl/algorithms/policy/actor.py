@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
-from slurmrl.algorithms.ppo.advantages import (
+from slurmrl.algorithms.policy.advantages import (
     Estimates,
     SumOverRanks,
     estimate,
@@ -19,16 +19,16 @@ from slurmrl.algorithms.ppo.advantages import (
     spread_over_tokens,
     whiten,
 )
-from slurmrl.algorithms.ppo.loss import policy_loss
-from slurmrl.algorithms.ppo.schema import OLD_LOGPROBS, PPO
-from slurmrl.algorithms.ppo.updates import MeanStats, global_result, run_updates
+from slurmrl.algorithms.policy.loss import policy_loss
+from slurmrl.algorithms.policy.schema import OLD_LOGPROBS, PolicyGradient
+from slurmrl.algorithms.policy.updates import MeanStats, global_result, run_updates
 from slurmrl.data.sample import SequenceSample
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import TrainEngine
 
 
-class PPOActorInterface(Interface):
+class ActorInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
@@ -40,7 +40,7 @@ class PPOActorInterface(Interface):
     ) -> CallResult:
         """Clipped policy updates on advantages that are normalised over the whole batch."""
         assert engine is not None
-        ppo = cast(PPO, context.settings.algorithm)
+        ppo = cast(PolicyGradient, context.settings.algorithm)
         sample = sample.to(engine.context.device)
         estimates = estimate(sample, ppo, context.scalars["kl_coef"])
         mean, std = moments(estimates.advantages, engine.all_reduce_sum)
@@ -98,7 +98,7 @@ def _logprobs(
 
 
 def actor_loss(
-    outputs: dict[str, Tensor], batch: SequenceSample, ppo: PPO
+    outputs: dict[str, Tensor], batch: SequenceSample, ppo: PolicyGradient
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The engine's loss function: outputs {logp, entropy} [T]."""
     return policy_loss(

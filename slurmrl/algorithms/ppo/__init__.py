@@ -1,1 +1,0 @@
-"""Proximal policy optimisation with a critic and a reference model."""
