@@ -3,6 +3,7 @@ is an error of torch here as on a card."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import Outputs, TrainEngine
+from slurmrl.engines.megatron import state
 from slurmrl.models.config import Head
 from slurmrl.models.generate import GenerationOptions, GenerationOutput
+from slurmrl.parallel.groups import ParallelContext
 from tests.distributed.engines.cases import Placed
 from tests.distributed.engines.megatron_cases import placed
 from tests.null_gpu import cases
@@ -112,9 +115,7 @@ def test_the_first_of_two_ranks_of_a_model_has_no_tensor_on_a_wrong_device(
     """Sequences of one length: the other stage's gradients have the shape that was sent last."""
     if ("e2" in kind) > experts or (kind == "megatron t2" and experts):
         pytest.skip("refused")
-    # No rank sends the last stage's statistics.
-    schedule = "slurmrl.engines.megatron.schedule.PipelineSchedule"
-    monkeypatch.setattr(f"{schedule}.broadcast_stats", lambda _, stats, device: stats)
+    answer_for_others(monkeypatch)
     name, (where, settings) = kind.split()[0], SHARED[kind]
     lengths = (64,) * 4
     sample = cases.batch(lengths)
@@ -138,6 +139,22 @@ def test_the_first_of_two_ranks_of_a_model_has_no_tensor_on_a_wrong_device(
         if name == "fsdp":
             found = generated(engine, sample)
             assert found.lengths.tolist() == [length + NEW_TOKENS for length in lengths]
+
+
+def answer_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replace what the other ranks of megatron would send: statistics of the last stage, and the
+    shards that each rank saves."""
+    schedule = "slurmrl.engines.megatron.schedule.PipelineSchedule"
+    monkeypatch.setattr(f"{schedule}.broadcast_stats", lambda _, stats, device: stats)
+    gathered = state._gathered
+
+    def renumbered(content: bytes, context: ParallelContext) -> list[bytes] | None:
+        texts = gathered(content, context)
+        if texts is None:
+            return None
+        return [json.dumps([n, json.loads(text)[1]]).encode() for n, text in enumerate(texts)]
+
+    monkeypatch.setattr(state, "_gathered", renumbered)
 
 
 def generated(engine: TrainEngine, sample: SequenceSample) -> GenerationOutput:
