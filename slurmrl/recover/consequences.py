@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from slurmrl.allocation import parse
 from slurmrl.config.schema import Config, Model, Optimizer
 from slurmrl.config.source import Source
-from slurmrl.recover.differences import FOLLOWERS, LAYOUT, changes
+from slurmrl.recover.differences import FOLLOWERS, LAYOUT, ROLES, changes
 
 WHERE: Final = ("backend", "gpus", "model")
-"""Settings of a role that decide its ranks."""
+"""Settings of a role that decide its layout."""
 
 
 def follow_actor(config: Config, overrides: Sequence[str]) -> list[str]:
@@ -32,7 +33,7 @@ def keep_precision(old: Config, new: Config, source: Source) -> list[str]:
     """Return overrides that keep the data types of a trial that began with ``old`` where the
     configuration sets none: the default depends on the hosts and on slurmrl's version."""
     overrides = []
-    for role in ("actor", *FOLLOWERS):
+    for role in ROLES:
         before, now = getattr(old, role), getattr(new, role)
         section = source.values.get(role)
         written = isinstance(section, dict) and section.get("dtype") is not None
@@ -56,16 +57,25 @@ def consequences(old: Config, new: Config) -> list[str]:
     changed = changes(old, new, LAYOUT)
     if not changed:
         return []
-    moved = any(change.key.rpartition(".")[2] in WHERE for change in changed)
     shown = [f"{change.key}: {change.before} -> {change.now}" for change in changed]
     lost = ["sums have another order"]
-    if moved:
+    if _ranks(old) != _ranks(new):
         lost.append("each rank's random state is reseeded from the step and the rank")
     return [
         "changed layout: " + "; ".join(shown),
         "preserved exactly: weights, optimizer state, order of the data and position in it",
         f"results are not bit-identical: {'; '.join(lost)}",
     ]
+
+
+def _ranks(config: Config) -> dict[str, int]:
+    """The ranks of each role in a checkpoint, which holds a random state of each rank."""
+    models: dict[str, Model | None] = {role: getattr(config, role) for role in ROLES}
+    return {
+        role: parse(model.backend).world_size
+        for role, model in models.items()
+        if model is not None and (role != "ref" or model.ema is not None)
+    }
 
 
 def moved_schedules(

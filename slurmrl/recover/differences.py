@@ -35,11 +35,12 @@ ended, but not what it computes."""
 
 FOLLOWERS = ("critic", "ref")
 """Roles that have the actor's layout unless they set their own."""
+ROLES = ("actor", *FOLLOWERS)
 
 LAYOUT = frozenset(
     {
         f"{role}.{name}"
-        for role in ("actor", *FOLLOWERS)
+        for role in ROLES
         for name in (
             "backend",
             "gpus",
@@ -59,7 +60,7 @@ LAYOUT = frozenset(
 may change too; `consequences.consequences` reports what is not preserved."""
 
 
-SCHEDULES = frozenset(f"{role}.optimizer.schedule_steps" for role in ("actor", *FOLLOWERS))
+SCHEDULES = frozenset(f"{role}.optimizer.schedule_steps" for role in ROLES)
 """Dotted keys that, like ``total_steps``, may change the end of a learning-rate schedule;
 `consequences.moved_schedules` reports the effect."""
 

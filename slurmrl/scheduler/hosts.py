@@ -88,6 +88,16 @@ def blame(run: RunPaths, host: str, incarnation: int, why: str) -> bool:
     return len(lost) >= LOSSES
 
 
+def blamed(run: RunPaths) -> dict[str, int]:
+    """Return the hosts because of which incarnations failed, each with the newest of these."""
+    newest: dict[str, int] = {}
+    for file in _names(run):
+        if match := _LOST.fullmatch(file):
+            host = match["host"]
+            newest[host] = max(newest.get(host, 0), int(match["incarnation"]))
+    return newest
+
+
 def avoid(run: RunPaths, host: str, why: str) -> None:
     _create(run, f"avoid.{host}.json", host, why)
 

@@ -52,7 +52,7 @@ ROWS: tuple[dict[str, tuple[str, ...]], ...] = (
         "layout": (),
         "monitor": (),
         "parallel.gpu": (),
-        "recover": (),
+        "recover": ("allocation",),
     },
     {
         "data": (),

@@ -113,7 +113,15 @@ def gpus(draft: Draft) -> Iterator[Problem]:
     if empty:
         spans = format_gpus(empty)
         message = f"GPUs {spans} of the trial hold no model; number GPUs from 0 without gaps"
-        yield draft.problem(("actor", "gpus"), message)
+        yield draft.problem(_list_beyond(draft, empty[0]), message)
+
+
+def _list_beyond(draft: Draft, gpu: int) -> KeyPath:
+    """The key where the user placed a model on a GPU with a number above ``gpu``."""
+    for role, place in draft.placements().items():
+        if draft.writes(role, "gpus") and place.group == TRAINERS and max(place.ranks) > gpu:
+            return (role, "gpus")
+    return ("allocation_mode",) if draft.writes("allocation_mode") else ("actor", "gpus")
 
 
 def batches(draft: Draft) -> Iterator[Problem]:

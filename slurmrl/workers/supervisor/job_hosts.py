@@ -15,7 +15,7 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.scheduler import parse
 from slurmrl.scheduler.client import SlurmClient, usable_hosts
-from slurmrl.scheduler.hosts import BadHost, failed_starts
+from slurmrl.scheduler.hosts import BadHost, blamed, failed_starts
 
 logger = log.get(__name__)
 
@@ -43,10 +43,16 @@ class JobHosts:
         return JobHosts(paths, needed, given, _end_of_job(), job)
 
     def choose(self) -> tuple[str, ...] | None:
-        """Return the hosts of the next round, the first usable ones; None if too few are left."""
+        """Return the hosts of the next round, the first usable ones; None if too few are left.
+        Spares replace hosts because of which an incarnation failed, such as one without a mount.
+        With too few spares, those that failed longest ago are used again."""
         failed = {start.host for start in self.failed_starts()}
         good = usable_hosts(self.hosts, self.lost() | failed)
-        return good[: self.needed] if len(good) >= self.needed else None
+        if len(good) < self.needed:
+            return None
+        failures = self._blamed()
+        best = sorted(good, key=lambda host: failures.get(host, 0))[: self.needed]
+        return tuple(host for host in good if host in best)
 
     def failed_starts(self) -> list[BadHost]:
         """Return the failed starts in this start of the job, as recorded by its hosts."""
@@ -55,6 +61,13 @@ class JobHosts:
         except (CorruptFileError, EnvironmentFailure) as error:
             logger.warning("cannot look for failed starts, will retry: %s", error)
             return []
+
+    def _blamed(self) -> dict[str, int]:
+        try:
+            return blamed(self.paths)
+        except EnvironmentFailure as error:
+            logger.warning("cannot look for hosts that failed, will retry: %s", error)
+            return {}
 
     def lost(self) -> set[str]:
         """Return the hosts whose agents died in this start of the job."""

@@ -222,8 +222,19 @@ KINDS = {
     "list of GPUs": wrong("actor.gpus", "is descending", "actor.gpus=3-1"),
     "too few GPUs": wrong("critic.gpus", "it lists 4 GPUs, 'fsdp:d2' needs 2", "critic.gpus=0-3"),
     "gap between GPUs": wrong(
-        "actor.gpus", "GPUs 2-3 of the trial hold no model",
+        "critic.gpus", "GPUs 2-3 of the trial hold no model",
         "critic.gpus=4-5", "critic.backend=fsdp:d2",
+    ),
+    "gap before generation": wrong(
+        "rollout.gpus", "GPUs 2-3 of the trial hold no model",
+        "rollout.gpus=4-5", "rollout.backend=native:d2",
+    ),
+    "gap in a mesh": wrong(
+        "allocation_mode", "GPUs 2-3 of the trial hold no model",
+        "actor.backend=''", "allocation_mode=actor:n1:0,1:d2,ref:n1:4,5:d2",
+    ),
+    "actor beyond a gap": wrong("actor.gpus", "GPUs 0-1 of the trial hold no model",
+        "actor.gpus=2-3", "actor.backend=fsdp:d2",
     ),
     "GPUs without an engine": wrong("rollout.gpus", "without rollout.backend", "rollout.gpus=0-1"),
     "average of a trained model": wrong("critic.ema", "critic is trained", "critic.ema=0.1"),

@@ -64,6 +64,14 @@ def test_a_new_layout_may_be_resumed_and_its_price_is_told(path: Path) -> None:
     assert "minibatch" not in told[2]  # they hold the same samples on any number of ranks
 
 
+@pytest.mark.parametrize(
+    "override", ["rollout.backend=native:d2", "actor.backend=fsdp:t2", "ref.backend=fsdp:d4"]
+)
+def test_random_states_are_kept_on_the_same_number_of_ranks(path: Path, override: str) -> None:
+    *_, lost = consequences(resolved(path), moved(path, override))
+    assert lost == "results are not bit-identical: sums have another order"
+
+
 def test_other_micro_batches_change_sums_only(path: Path) -> None:
     before = resolved(path)
     after = resolved(path, "actor.max_tokens_per_microbatch=64")

@@ -22,16 +22,19 @@ from slurmrl.history.log import History
 from slurmrl.history.record import Kind, Record
 from slurmrl.history.writer import begin, end, resume
 from slurmrl.monitor.events import read_all
+from slurmrl.monitor.reports import Failure
 from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
 from slurmrl.scheduler.client import SlurmClient, is_dead
 from slurmrl.scheduler.parse import HostRow
 from slurmrl.scheduler.succession import Link
+from slurmrl.workers.failure import publish
 from slurmrl.workers.link import reason_to_leave
 from slurmrl.workers.supervisor import __main__ as supervisor
 from slurmrl.workers.supervisor import rounds
 from slurmrl.workers.supervisor.__main__ import parse
+from slurmrl.workers.supervisor.blame import blame_hosts
 from slurmrl.workers.supervisor.job_hosts import JobHosts
 from slurmrl.workers.supervisor.rounds import FRUITLESS_ROUNDS, Rounds, agent_command
 from tests.support.trials import wait_until
@@ -271,6 +274,21 @@ def test_spares_take_the_place_of_lost_hosts(
     assert allocation.choose() == ("n0", "n3")
     lose(paths, "n0", "7.0.1")
     assert allocation.choose() is None
+
+
+def test_a_spare_replaces_a_host_that_could_not_do_what_was_needed(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does so after the first incarnation that failed because of the host, as for a lost mount.
+    With too few spares, the host that failed longest ago is used again."""
+    monkeypatch.setattr(SlurmClient, "hosts", lambda *_: [])
+    allocation = JobHosts(paths, 2, ("n0", "n1", "n2"), job="7.0")
+    for number, host, chosen in ((1, "n1", ("n0", "n2")), (2, "n0", ("n1", "n2"))):
+        lacks = Failure(cause="environment", reason="cannot read /data", host=host)
+        with make("file", directory=paths.names) as names:
+            publish(names, number, lacks)
+        blame_hosts(paths, options(paths), [number])
+        assert allocation.choose() == chosen
 
 
 def test_hosts_are_good_where_slurm_does_not_say(
