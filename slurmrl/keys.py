@@ -66,11 +66,6 @@ def lost(host: str) -> str:
     return f"lost/{host}"
 
 
-def devices(incarnation: int, group: str, task: int) -> str:
-    """Devices that an agent assigned to its workers."""
-    return f"incarnation/{incarnation}/devices/{group}/{task}"
-
-
 def status() -> str:
     """The master's latest status of the run; replaced periodically."""
     return "status"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from slurmrl.monitor import events
 from tests.support.trials import REPOSITORY, Site, processes, sft_config, wait_until
 
 FAKE_GPUS = REPOSITORY / "tests" / "support" / "fake_gpus"
@@ -60,16 +61,11 @@ def tasks(site: Site, trial: str) -> list[dict[str, Any]]:
     return [task for group in site.status(trial)["groups"] for task in group["tasks"]]
 
 
-def devices(site: Site, trial: str) -> list[dict[str, Any]]:
-    """The environment of each agent, from the name store."""
-    found = site.slurmrl("status", trial, "--json")
-    assert found.returncode == 0
-    from slurmrl import keys
-    from slurmrl.name_resolve import make
-
-    names = make("file", directory=site.paths(trial).names)
-    incarnation = site.status(trial)["incarnation"]
-    return [json.loads(v) for v in names.get_subtree(f"{keys.incarnation(incarnation)}/devices")]
+def gpus(site: Site, trial: str) -> dict[str, list[str]]:
+    """The CUDA_VISIBLE_DEVICES of each worker on each host, from the agents' events."""
+    told = events.read_all(site.paths(trial))
+    host_of = {event["writer"]: event["host"] for event in told if "host" in event}
+    return {host_of[e["writer"]]: e["gpus"] for e in told if e["kind"] == "join"}
 
 
 def visible_devices(run: Path) -> list[str]:
@@ -124,12 +120,10 @@ def test_ppo_example_on_two_nodes_with_status_and_logs(site: Site) -> None:
     assert [task["state"] for task in found] == ["RUNNING", "RUNNING"]
     assert len({task["host"] for task in found}) == 2
     assert "incarnation 1" in site.slurmrl("logs", trial).stdout
-    given = devices(site, trial)
+    given = gpus(site, trial)
     assert len(given) == 2
-    for host in given:
-        assert len(host["workers"]) == 1
-        assert host["workers"][0] in host["given"].split(",")
-    assert visible_devices(site.paths(trial).run) == sorted(host["workers"][0] for host in given)
+    used = sorted(gpu for own in given.values() for gpu in own)
+    assert visible_devices(site.paths(trial).run) == used
     ended = site.wait_for_end(trial)
     assert (ended["state"], ended["step"]) == ("COMPLETED", 8)
     wait_until("the chain to be gone from the queue", lambda: not squeue("-t", "PD,R"))
@@ -168,10 +162,10 @@ def test_two_trials_share_nodes(site: Site) -> None:
     for trial in ("sft/a", "sft/b"):
         site.wait_for_step(trial, 1)
     used = [
-        (host["host"], device)
+        (host, gpu)
         for trial in ("sft/a", "sft/b")
-        for host in devices(site, trial)
-        for device in host["workers"]
+        for host, given in gpus(site, trial).items()
+        for gpu in given
     ]
     assert len(set(used)) == len(used) == 4
     assert {host for host, _ in used} == {"n0", "n1"}

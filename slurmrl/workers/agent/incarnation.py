@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import os
 import socket
 import time
 import uuid
@@ -125,7 +124,8 @@ class Incarnation:
         """Take part in incarnation ``number``; from here on a newer one ends it."""
         self.number = self.host.serving = number
         logger.info("incarnation %d", number)
-        self.host.events.write("join", incarnation=number)
+        gpus = {"gpus": self.host.devices()} if self.host.group.gpus_per_worker else {}
+        self.host.events.write("join", incarnation=number, **gpus)
         self.retry("make a log", self._open_replies)
 
     def _open_replies(self) -> None:
@@ -162,30 +162,15 @@ class Incarnation:
 
     def _meet(self, listener: socket.socket | None) -> str:
         """Return the address of rank 0 of this world; its host has the ``listener``."""
-        self._publish_devices()
         if listener is not None:
             self._publish_store(listener)
         return self.wait("rank 0's address", self._find_store, FORM_TIMEOUT_S)
 
-    def _publish_devices(self) -> None:
-        identity = self.host.identity
-        value = {
-            "job_id": identity.job_id,
-            "host": identity.host,
-            "given": os.environ.get("CUDA_VISIBLE_DEVICES", ""),
-            "workers": self.host.devices(),
-        }
-        self._publish(keys.devices(self.number, identity.group, identity.task), json.dumps(value))
-
     def _publish_store(self, listener: socket.socket) -> None:
         """Publish the address of a socket that is bound already, so that its port is ours."""
-        self._publish(keys.store(self.number), address.name_of(listener), delete_on_exit=True)
-
-    def _publish(self, key: str, value: str, *, delete_on_exit: bool = False) -> None:
-        self.retry(
-            f"publish {key}",
-            lambda: self.host.publish(key, value, delete_on_exit=delete_on_exit),
-        )
+        key, value = keys.store(self.number), address.name_of(listener)
+        publish = self.host.publish
+        self.retry(f"publish {key}", lambda: publish(key, value, delete_on_exit=True))
 
     def _find_store(self) -> str | None:
         try:

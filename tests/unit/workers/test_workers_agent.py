@@ -152,8 +152,14 @@ def test_after_a_failure_the_next_one_is_served(host: Host) -> None:
     assert said[1]["reason"] == "rank 1 died"
 
 
-def test_events_tell_the_story(host: Host) -> None:
-    live(host, both(begins(), fails(DIED)), begins())
+def test_events_tell_the_story(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host with GPUs also tells which ones its workers have."""
+
+    def with_gpus(incarnation: Incarnation) -> None:
+        host.group = host.group.model_copy(update={"gpus_per_worker": 1})
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+
+    live(host, both(begins(), fails(DIED)), both(with_gpus, begins()))
     told = [
         {key: value for key, value in event.items() if key not in ("time", "writer", "host")}
         for event in events.read_all(host.paths)
@@ -169,7 +175,7 @@ def test_events_tell_the_story(host: Host) -> None:
             "reason": "rank 1 died",
             "rank": 1,
         },
-        {"kind": "join", "incarnation": 2},
+        {"kind": "join", "incarnation": 2, "gpus": ["5"]},
         {"kind": "end", "code": OK},
     ]
 
