@@ -9,6 +9,7 @@ from slurmrl.config.schema import Config, PositiveInt, Section
 from slurmrl.graph.call import Call, Method, RoleUse
 
 ROLLOUT = "slurmrl.algorithms.rollout.interface:RolloutInterface"
+REFERENCE = "slurmrl.algorithms.sequences:ReferenceInterface"
 RULE_REWARD = "slurmrl.algorithms.reward.interface:RuleRewardInterface"
 
 
@@ -50,6 +51,18 @@ class AlgorithmSchema(Section, ABC):
     def controller(self) -> str:
         """``module:Class`` of the ScalarController, which is constructed with this schema."""
         return "slurmrl.algorithms.scalars:NoScalars"
+
+
+def reference_call() -> Call:
+    """The reference model's log-probabilities of whole answers."""
+    return Call(
+        name="ref_inf",
+        role="ref",
+        method=Method.INFERENCE,
+        interface=REFERENCE,
+        inputs=("input_ids", "prompt_mask"),
+        outputs=("ref_logps",),
+    )
 
 
 def generate_call() -> Call:

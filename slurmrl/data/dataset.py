@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -23,6 +24,8 @@ DATASETS = Registry(
     {
         "prompt": "slurmrl.data.dataset:PromptDataset",
         "prompt_answer": "slurmrl.data.dataset:PromptAnswerDataset",
+        "preference": "slurmrl.data.judged_dataset:PreferenceDataset",
+        "kto": "slurmrl.data.judged_dataset:LabelledDataset",
     },
 )
 Item = tuple[int, int]
@@ -63,7 +66,7 @@ class TokenizedDataset(ABC):
     @property
     def fingerprint(self) -> str:
         """Changes if the file, the dataset's settings or the number of usable rows changes."""
-        settings = self._config.model_dump_json(exclude={"path", "shuffle"})
+        settings = json.dumps(self._config.rules(), separators=(",", ":"), ensure_ascii=False)
         text = f"{self._prepared.manifest.source} {settings} {self.size}"
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -103,7 +106,7 @@ class PromptDataset(TokenizedDataset):
             ],
         }
         lengths = [len(row.tokens) for row in rows]
-        return SequenceSample.from_default(lengths, ids, {"prompt_ids": _joined(rows)}, metadata)
+        return SequenceSample.from_default(lengths, ids, {"prompt_ids": joined(rows)}, metadata)
 
 
 class PromptAnswerDataset(TokenizedDataset):
@@ -120,13 +123,13 @@ class PromptAnswerDataset(TokenizedDataset):
             for row, length in zip(rows, lengths, strict=True)
         )
         data = {
-            "input_ids": _joined(rows),
+            "input_ids": joined(rows),
             "prompt_mask": torch.tensor(list(mask), dtype=torch.bool),
         }
         return SequenceSample.from_default(lengths, ids, data)
 
 
-def _joined(rows: Sequence[PreparedRow]) -> torch.Tensor:
+def joined(rows: Sequence[PreparedRow]) -> torch.Tensor:
     """The tokens of all rows: int64 [T]."""
     empty = np.empty(0, np.int64)
     return torch.from_numpy(np.concatenate([empty, *(row.tokens for row in rows)]))

@@ -25,8 +25,7 @@ from slurmrl.data.prepared import (
     read_manifest,
 )
 from slurmrl.data.records import NumberedRow, RecordReader, id_of, source_fingerprint, source_state
-from slurmrl.data.row_checks import RowChecks
-from slurmrl.data.rows import CHUNK_ROWS, RowTokenizer
+from slurmrl.data.rows import CHUNK_ROWS, row_checks, row_tokenizer
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, UsageError
 from slurmrl.fsio import atomic, inputs
 from slurmrl.fsio.calls import REAL, SystemCalls
@@ -151,7 +150,7 @@ def _make(
 ) -> None:
     _remove(directory, calls)  # an earlier attempt
     reader = RecordReader(Path(config.path), config.id_key)
-    checks, tokens = RowChecks(config), RowTokenizer(config, tokenizer)
+    checks, tokens = row_checks(config), row_tokenizer(config, tokenizer)
     has_prompts = config.type == "prompt"
     small = max(tokenizer.get_vocab().values()) < SMALL_VOCABULARY
     began = time.monotonic()
@@ -167,7 +166,7 @@ def _make(
             for record, row in zip(chunk, made, strict=True):
                 if row is not None:
                     name = id_of(record.row, config.id_key, record.line)
-                    writer.add(row, name, record.line, record.raw if has_prompts else b"")
+                    writer.add(row, name, record.line, record.raw if has_prompts else row.structure)
         for part in (reader, checks, tokens):
             part.finish()
         writer.publish(wanted, reader.fingerprint, reader.state, tokens.left_out)

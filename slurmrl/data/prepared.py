@@ -2,8 +2,9 @@
 
 A directory has three files. All numbers are little-endian.
 
-- ``rows.bin``: row after row, the token ids (uint16 or uint32), the id (UTF-8), and, in a dataset
-  of prompts, the row's line as it is in the user's file;
+- ``rows.bin``: row after row, the token ids (uint16 or uint32), the id (UTF-8), and JSON: in a
+  dataset of prompts the row's line as it is in the user's file, in one of several answers to a
+  prompt their lengths and labels (`rows.RowTokens.structure`);
 - ``index.bin``: an `Entry` of seven int64 for each row, and one for the end;
 - ``manifest.json``: written last. Without it the directory does not count.
 
@@ -114,7 +115,7 @@ class PreparedRow(NamedTuple):
     prompt: int
     """Number of tokens of the prompt, which come first."""
     row: dict[str, Any]
-    """The row of the user's file; empty unless the dataset has prompts."""
+    """The row of the user's file in a dataset of prompts, `rows.RowTokens.structure` in others."""
 
 
 class PreparedRows:

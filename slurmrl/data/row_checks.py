@@ -15,6 +15,8 @@ from slurmrl.registry import near
 TEMPLATES: Final[Mapping[str, tuple[str, ...]]] = {
     "prompt": ("prompt_template",),
     "prompt_answer": ("prompt_template", "answer_template"),
+    "preference": ("prompt_template", "answer_template"),
+    "kto": ("prompt_template", "answer_template"),
 }
 """The templates that each type of dataset fills in."""
 KEYS: Final[Mapping[str, str]] = {"prompt": "prompt_key", "answer": "answer_key"}

@@ -11,6 +11,7 @@ from slurmrl.data.records import MOST_PROBLEMS, read_records
 from slurmrl.data.row_checks import RowChecks, key_of, templates_of
 from slurmrl.data.tokenizer import end_id, text_ids
 from slurmrl.errors import ConfigError, Problem
+from slurmrl.registry import Registry
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,6 +54,8 @@ class RowTokens(NamedTuple):
     prompt: list[int]
     answer: list[int]
     """With the end-of-text token; empty in a dataset of prompts."""
+    structure: bytes = b""
+    """What else is stored with the tokens, as JSON (see `judged_rows`)."""
 
 
 class RowTokenizer:
@@ -68,25 +71,37 @@ class RowTokenizer:
 
     def tokens(self, numbered: Sequence[tuple[int, Row]]) -> list[RowTokens | None]:
         """The tokens of rows with these line numbers; None for a row that is left out."""
-        rows = [row for _, row in numbered]
-        prompts = text_ids(self._tokenizer, self._texts.prompts(rows), begin=True)
-        answers: list[list[int]] = [[] for _ in rows]
-        if self._texts.have_targets:
-            end = end_id(self._tokenizer)
-            texts = text_ids(self._tokenizer, self._texts.answers(rows), begin=False)
-            answers = [[*ids, end] for ids in texts]
+        prompts, answers = self._prompts(numbered), self._answers([row for _, row in numbered])
+        return self._counted(
+            [
+                RowTokens(*both) if self._fits(*map(len, both)) else None
+                for both in zip(prompts, answers, strict=True)
+            ]
+        )
+
+    def _prompts(self, numbered: Sequence[tuple[int, Row]]) -> list[list[int]]:
+        texts = self._texts.prompts([row for _, row in numbered])
+        prompts = text_ids(self._tokenizer, texts, begin=True)
         for (line, _), prompt in zip(numbered, prompts, strict=True):
             if not prompt and len(self._problems) < MOST_PROBLEMS:
                 message = f"the tokenizer {self._tokenizer.name_or_path} makes no token of this"
                 where = f"{self._config.path}:{line}"
                 self._problems.append(Problem(where, "", f"{message} prompt"))
-        found = [
-            RowTokens(*both) if self._fits(*map(len, both)) else None
-            for both in zip(prompts, answers, strict=True)
-        ]
-        self.left_out += found.count(None)
-        self.kept += len(found) - found.count(None)
-        return found
+        return prompts
+
+    def _answers(self, rows: Sequence[Row]) -> list[list[int]]:
+        """The answers' tokens with the end-of-text token; empty in a dataset of prompts."""
+        if not self._texts.have_targets:
+            return [[] for _ in rows]
+        end = end_id(self._tokenizer)
+        texts = text_ids(self._tokenizer, self._texts.answers(rows), begin=False)
+        return [[*ids, end] for ids in texts]
+
+    def _counted(self, rows: list[RowTokens | None]) -> list[RowTokens | None]:
+        left_out = rows.count(None)
+        self.left_out += left_out
+        self.kept += len(rows) - left_out
+        return rows
 
     def finish(self) -> None:
         """:raises ConfigError: prompts without tokens, or no row within the limits."""
@@ -102,6 +117,38 @@ class RowTokenizer:
         return fits and (most is None or prompt + answer <= most)
 
 
+CHECKS = Registry(
+    "row check",
+    {
+        "prompt": "slurmrl.data.row_checks:RowChecks",
+        "prompt_answer": "slurmrl.data.row_checks:RowChecks",
+        "preference": "slurmrl.data.judged_rows:PreferenceChecks",
+        "kto": "slurmrl.data.judged_rows:LabelChecks",
+    },
+)
+TOKENIZERS = Registry(
+    "row tokenizer",
+    {
+        "prompt": "slurmrl.data.rows:RowTokenizer",
+        "prompt_answer": "slurmrl.data.rows:RowTokenizer",
+        "preference": "slurmrl.data.judged_rows:PreferenceTokenizer",
+        "kto": "slurmrl.data.judged_rows:LabelTokenizer",
+    },
+)
+
+
+def row_checks(config: DatasetConfig) -> RowChecks:
+    """The checks for rows of the dataset's type."""
+    checks: RowChecks = CHECKS.load(config.type)(config)
+    return checks
+
+
+def row_tokenizer(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> RowTokenizer:
+    """The tokenizer for rows of the dataset's type."""
+    made: RowTokenizer = TOKENIZERS.load(config.type)(config, tokenizer)
+    return made
+
+
 class DatasetRows:
     """The lines of a file in memory, each checked to fill in the templates.
 
@@ -114,7 +161,7 @@ class DatasetRows:
         self._config = config
         self._texts = RowTexts(config)
         self.records = read_records(Path(config.path), config.id_key, most_bytes=most_bytes)
-        checks = RowChecks(config)
+        checks = row_checks(config)
         for line, row in self._numbered():
             checks.add(line, row)
         checks.finish()
@@ -136,7 +183,7 @@ class DatasetRows:
 
     def count_left_out(self, tokenizer: PreTrainedTokenizerBase) -> int:
         """The number of rows above the length limits. Raises ConfigError, see `RowTokenizer`."""
-        made = RowTokenizer(self._config, tokenizer)
+        made = row_tokenizer(self._config, tokenizer)
         numbered = self._numbered()
         for start in range(0, len(numbered), CHUNK_ROWS):
             made.tokens(numbered[start : start + CHUNK_ROWS])

@@ -10,6 +10,8 @@ Head: TypeAlias = Literal["lm", "value"]
 DATASET_KEYS: Final[dict[str, tuple[str, ...]]] = {
     "prompt": ("prompt_ids",),
     "prompt_answer": ("input_ids", "prompt_mask"),
+    "preference": ("input_ids", "prompt_mask"),
+    "kto": ("input_ids", "prompt_mask", "desirable"),
 }
 """The keys that each type of dataset feeds into the graph."""
 

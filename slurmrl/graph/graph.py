@@ -99,14 +99,12 @@ class Graph:
 
 
 def unread(calls: Sequence[CallNode], dataset_type: str, *, evaluation: bool = False) -> list[str]:
-    """Warnings about keys that no call reads. In an evaluation, the last calls' outputs are its
-    results and give no warning."""
+    """Warnings about keys of calls that no call reads, and about a dataset of which none is read.
+    In an evaluation, the last calls' outputs are its results and give no warning."""
     read = {key for call in calls for key in call.inputs}
-    warnings = [
-        f"'{key}' of the dataset is never read"
-        for key in DATASET_KEYS[dataset_type]
-        if key not in read
-    ]
+    keys = DATASET_KEYS[dataset_type]
+    unused = keys if read.isdisjoint(keys) else ()
+    warnings = [f"'{key}' of the dataset is never read" for key in unused]
     for call in calls:
         if evaluation and not read.intersection(call.outputs):
             continue

@@ -17,6 +17,9 @@ ALGORITHMS = Registry(
     {
         "sft": "slurmrl.algorithms.sft.schema:SFT",
         "ppo": "slurmrl.algorithms.policy.schema:PolicyGradient",
+        "dpo": "slurmrl.algorithms.dpo.schema:DPO",
+        "kto": "slurmrl.algorithms.kto.schema:KTO",
+        "reward_model": "slurmrl.algorithms.reward_model.schema:RewardModel",
     },
 )
 

@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
-from slurmrl.config.schema.base import NonNegativeInt, PathText, PositiveFloat, PositiveInt, Section
+from slurmrl.config.schema.base import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PathText,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
 from slurmrl.config.schema.cluster import Cluster, Slurm
 from slurmrl.config.schema.config import Config
 from slurmrl.config.schema.data import Dataset
@@ -19,6 +26,7 @@ __all__ = [
     "Evaluation",
     "Logging",
     "Model",
+    "NonNegativeFloat",
     "NonNegativeInt",
     "Optimizer",
     "ParallelSizes",

@@ -34,7 +34,15 @@ from slurmrl.workers import process
 MOST_BYTES: Final = 64 * 2**20
 """Bytes of a data file that are checked, from its start."""
 MOST_MEMORY: Final = 8 * 2**30
-SETTINGS: Final = ("prompt_template", "answer_template", "prompt_key", "answer_key")
+SETTINGS: Final = (
+    "prompt_template",
+    "answer_template",
+    "prompt_key",
+    "answer_key",
+    "chosen_key",
+    "rejected_key",
+    "label_key",
+)
 
 Look = Callable[[], Iterator[Finding]]
 

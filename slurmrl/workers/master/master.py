@@ -254,8 +254,7 @@ class Master:
         step = self.progress.step
         items = self.progress.evaluation_items()
         metrics, _ = self._execute(step, items, self.plan.evaluation_calls, evaluation=True)
-        wanted = {f"eval/{name}": value for name, value in metrics.items() if "/" not in name}
-        return {**wanted, "time/evaluation": metrics["time/step"]}
+        return step_metrics.of_evaluation(metrics)
 
     def _record(self, metrics: dict[str, Any]) -> None:
         step = self.progress.step

@@ -45,6 +45,14 @@ def of_step(calls: Sequence[tuple[CallPlan, Answers]], step_s: float) -> dict[st
     return metrics
 
 
+def of_evaluation(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics of an evaluation, from those of its calls (`of_step`): of the times, only the
+    whole."""
+    own = {name: value for name, value in metrics.items() if not name.startswith("time/")}
+    named = {f"eval/{name}": value for name, value in own.items()}
+    return {**named, "time/evaluation": metrics["time/step"]}
+
+
 def texts(calls: Sequence[tuple[CallPlan, Answers]]) -> list[Mapping[str, Any]]:
     """Readable samples of the batch, from whichever calls give some."""
     return [text for call, answers in calls for rank in call.ranks for text in answers[rank].texts]

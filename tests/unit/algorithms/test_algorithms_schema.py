@@ -6,7 +6,10 @@ import pytest
 from pydantic import ValidationError
 
 from slurmrl.algorithms.base import Interface
+from slurmrl.algorithms.dpo.schema import DPO
+from slurmrl.algorithms.kto.schema import KTO
 from slurmrl.algorithms.policy.schema import PolicyGradient
+from slurmrl.algorithms.reward_model.schema import RewardModel
 from slurmrl.algorithms.scalars import ScalarController
 from slurmrl.algorithms.schema import AlgorithmSchema
 from slurmrl.algorithms.sft.schema import SFT
@@ -28,7 +31,13 @@ def config(evaluation_type: str = "prompt") -> Config:
     )
 
 
-ALGORITHMS = (SFT(batch_size=8), PolicyGradient(batch_size=8, recompute_logprobs=True))
+ALGORITHMS = (
+    SFT(batch_size=8),
+    PolicyGradient(batch_size=8, recompute_logprobs=True),
+    DPO(batch_size=8),
+    KTO(batch_size=8),
+    RewardModel(batch_size=8),
+)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=lambda algorithm: algorithm.name)

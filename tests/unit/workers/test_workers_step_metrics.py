@@ -77,3 +77,13 @@ def test_samples_are_json_whatever_they_hold() -> None:
     assert [json.loads(line, parse_constant=refuse) for line in lines] == [
         {"step": 3, "id": "a@0", "reward": None, "turns": [{"reward": None}]}
     ]
+
+
+def test_an_evaluation_keeps_all_metrics_but_the_times_of_its_calls() -> None:
+    """Also those with a slash in their names, such as ``rewards/accuracies``."""
+    metrics = {"rewards/accuracies": 0.5, "loss": 1.0, "time/step": 3.0, "time/actor_compare": 2.0}
+    assert step_metrics.of_evaluation(metrics) == {
+        "eval/rewards/accuracies": 0.5,
+        "eval/loss": 1.0,
+        "time/evaluation": 3.0,
+    }

@@ -1,0 +1,95 @@
+"""Settings of DPO. Torch-free."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from slurmrl.algorithms.schema import (
+    AlgorithmSchema,
+    generate_call,
+    reference_call,
+    reward_call,
+)
+from slurmrl.config.schema import Config, PositiveFloat
+from slurmrl.graph.call import Call, Method, RoleUse
+
+INTERFACE = "slurmrl.algorithms.dpo.interface:DPOInterface"
+PAIR_METRICS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+)
+
+
+class DPO(AlgorithmSchema):
+    """Direct preference optimisation: the actor learns from pairs of answers, without a reward
+    model and without generation.
+
+    Evaluation on held-out pairs computes loss, margins and accuracies; on held-out prompts, it
+    generates completions and judges them with the reward.
+    """
+
+    name: Literal["dpo"] = "dpo"
+    """`dpo`."""
+    loss: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    """`sigmoid` is the loss of the DPO paper, `ipo` regresses the margin to 1 / (2 beta), `hinge`
+    stops once beta times the margin exceeds 1."""
+    beta: PositiveFloat = 0.1
+    """Strength of the pull towards the reference model (for `hinge`, the inverse of the margin)."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """For `sigmoid`: probability that a label is wrong (conservative DPO)."""
+    reference_free: bool = False
+    """Leave the reference model out, as if it gave all answers the same probability."""
+
+    dataset_types: ClassVar[tuple[str, ...]] = ("preference",)
+    evaluation_types: ClassVar[tuple[str, ...]] = ("preference", "prompt")
+
+    @model_validator(mode="after")
+    def _smooths_labels(self) -> DPO:
+        if self.label_smoothing and self.loss != "sigmoid":
+            raise ValueError(
+                f"label_smoothing {self.label_smoothing} has no meaning for loss '{self.loss}': "
+                "set it to 0 or use loss sigmoid"
+            )
+        return self
+
+    def roles(self) -> tuple[RoleUse, ...]:
+        actor = RoleUse("actor", trained=True, head="lm")
+        return (actor,) if self.reference_free else (actor, RoleUse("ref", trained=False))
+
+    def calls(self, config: Config) -> tuple[Call, ...]:
+        train = Call(
+            name="actor_train",
+            role="actor",
+            method=Method.TRAIN_STEP,
+            interface=INTERFACE,
+            inputs=self._inputs,
+            metrics=("loss", *PAIR_METRICS, "grad_norm", "lr", "skipped"),
+        )
+        return (*self._reference_calls(), train)
+
+    def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
+        if config.evaluation is None or config.evaluation.dataset.type == "prompt":
+            return (generate_call(), reward_call())
+        compare = Call(
+            name="actor_compare",
+            role="actor",
+            method=Method.INFERENCE,
+            interface=INTERFACE,
+            inputs=self._inputs,
+            metrics=("loss", *PAIR_METRICS),
+        )
+        return (*self._reference_calls(), compare)
+
+    @property
+    def _inputs(self) -> tuple[str, ...]:
+        own = ("input_ids", "prompt_mask")
+        return own if self.reference_free else (*own, "ref_logps")
+
+    def _reference_calls(self) -> tuple[Call, ...]:
+        return () if self.reference_free else (reference_call(),)

@@ -1,0 +1,1 @@
+"""Kahneman-Tversky optimisation."""

@@ -1,0 +1,98 @@
+"""KTO's training step and its measures on held-out answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from slurmrl.algorithms.base import CallContext, CallResult, Interface
+from slurmrl.algorithms.kto.loss import answer_losses, answer_stats
+from slurmrl.algorithms.kto.schema import KTO
+from slurmrl.algorithms.sequences import (
+    TOKENS,
+    answer_logprobs,
+    global_means,
+    nth_sequences,
+    train_on_batch,
+)
+from slurmrl.data.sample import SequenceSample
+
+if TYPE_CHECKING:
+    from slurmrl.engines.base import TrainEngine
+
+OWN, MISMATCHED = 0, 1
+"""The sequences of an item."""
+
+
+class KTOInterface(Interface):
+    def train_step(
+        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        """One update with the mean loss of all answers, after the KL divergence of the whole batch
+        has been estimated."""
+        assert engine is not None
+        kto = cast(KTO, context.settings.algorithm)
+        kl = batch_kl(engine, sample)
+        loss_fn = partial(kto_loss, kl=kl, kto=kto)
+        own = _own(sample)
+        means, sums = train_on_batch(engine, own, loss_fn, float(own.bs))
+        return global_means({**means, "kl": kl, **_means(sums)})
+
+    def inference(
+        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        """The loss and the metrics of held-out answers; no output keys."""
+        assert engine is not None
+        kto = cast(KTO, context.settings.algorithm)
+        kl = batch_kl(engine, sample)
+        own = _own(sample)
+        outputs = engine.forward(own.only([TOKENS]))
+        loss, stats = kto_loss(outputs, own.to(outputs["logp"].device), kl, kto)
+        stats |= {"loss": loss, "answers": loss.new_tensor(float(own.bs))}
+        total = engine.all_reduce_sum(torch.stack([x.double() for x in stats.values()]))
+        sums = dict(zip(stats, total.tolist(), strict=True))
+        # (the same on all ranks, whose mean is reported)
+        return global_means({"loss": sums["loss"] / sums["answers"], "kl": kl, **_means(sums)})
+
+
+def batch_kl(engine: TrainEngine, sample: SequenceSample) -> float:
+    """The estimate of KL(p || p_ref) over the batch of all ranks: the mean of log(p / p_ref) of the
+    mismatched answers, at least 0 (Ethayarajh et al. 2024, section 4.1)."""
+    mismatched = nth_sequences(sample, MISMATCHED)
+    logp = engine.forward(mismatched.only([TOKENS]))["logp"]
+    ratios = answer_logprobs(logp, mismatched) - mismatched.tensor("ref_logps").to(logp.device)
+    own = torch.stack([ratios.double().sum(), ratios.new_tensor(len(ratios)).double()])
+    total, count = engine.all_reduce_sum(own)
+    return max(0.0, float(total / count))
+
+
+def kto_loss(
+    outputs: dict[str, Tensor], batch: SequenceSample, kl: float, kto: KTO
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The engine's loss function: outputs {logp, entropy} [T]. Sums over the answers."""
+    logps = answer_logprobs(outputs["logp"], batch)
+    logratios = logps - batch.tensor("ref_logps")
+    desirable = batch.tensor("desirable")
+    loss = answer_losses(logratios, desirable, kl, kto).sum()
+    return loss, answer_stats(logps.detach(), logratios.detach(), desirable, kto)
+
+
+def _own(sample: SequenceSample) -> SequenceSample:
+    return nth_sequences(sample, OWN)
+
+
+def _means(sums: Mapping[str, float]) -> dict[str, float]:
+    """Metrics from sums over all ranks. A batch without answers of one kind has no means of it."""
+    kinds = [kind for kind in ("chosen", "rejected") if sums[f"count/{kind}"]]
+    means = {
+        f"{name}/{kind}": sums[f"{name}/{kind}"] / sums[f"count/{kind}"]
+        for kind in kinds
+        for name in ("rewards", "logps")
+    }
+    if len(kinds) == 2:
+        means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+    return means

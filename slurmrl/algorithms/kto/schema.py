@@ -1,0 +1,77 @@
+"""Settings of KTO. Torch-free."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from slurmrl.algorithms.schema import (
+    AlgorithmSchema,
+    generate_call,
+    reference_call,
+    reward_call,
+)
+from slurmrl.config.schema import Config, NonNegativeFloat, PositiveFloat
+from slurmrl.graph.call import Call, Method, RoleUse
+
+INTERFACE = "slurmrl.algorithms.kto.interface:KTOInterface"
+KTO_METRICS = (
+    "kl",
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+)
+
+
+class KTO(AlgorithmSchema):
+    """Kahneman-Tversky optimisation: the actor learns from single answers that are labelled as
+    desirable or undesirable.
+
+    Evaluation on held-out labelled answers computes loss and rewards; on held-out prompts, it
+    generates completions and judges them with the reward.
+    """
+
+    name: Literal["kto"] = "kto"
+    """`kto`."""
+    beta: PositiveFloat = 0.1
+    """Strength of the pull towards the reference model."""
+    desirable_weight: NonNegativeFloat = 1.0
+    """Weight of desirable answers. With many more of one kind than of the other, choose weights
+    so that (desirable answers x weight) / (undesirable answers x weight) is between 1 and 4/3."""
+    undesirable_weight: NonNegativeFloat = 1.0
+    """Weight of undesirable answers."""
+
+    dataset_types: ClassVar[tuple[str, ...]] = ("kto",)
+    evaluation_types: ClassVar[tuple[str, ...]] = ("kto", "prompt")
+
+    def roles(self) -> tuple[RoleUse, ...]:
+        return (RoleUse("actor", trained=True, head="lm"), RoleUse("ref", trained=False))
+
+    def calls(self, config: Config) -> tuple[Call, ...]:
+        return (
+            reference_call(),
+            Call(
+                name="actor_train",
+                role="actor",
+                method=Method.TRAIN_STEP,
+                interface=INTERFACE,
+                inputs=("input_ids", "prompt_mask", "desirable", "ref_logps"),
+                metrics=("loss", *KTO_METRICS, "grad_norm", "lr", "skipped"),
+            ),
+        )
+
+    def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
+        if config.evaluation is None or config.evaluation.dataset.type == "prompt":
+            return (generate_call(), reward_call())
+        return (
+            reference_call(),
+            Call(
+                name="actor_compare",
+                role="actor",
+                method=Method.INFERENCE,
+                interface=INTERFACE,
+                inputs=("input_ids", "prompt_mask", "desirable", "ref_logps"),
+                metrics=("loss", *KTO_METRICS),
+            ),
+        )

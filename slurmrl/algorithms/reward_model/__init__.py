@@ -1,0 +1,1 @@
+"""Reward models: training on pairs, and judging completions."""

@@ -1,0 +1,55 @@
+"""Settings of reward models. Torch-free."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from slurmrl.algorithms.schema import AlgorithmSchema
+from slurmrl.config.schema import Config, NonNegativeFloat
+from slurmrl.graph.call import Call, Method, RoleUse
+
+INTERFACE = "slurmrl.algorithms.reward_model.interface:RewardModelInterface"
+SCORE_METRICS = ("accuracy", "margin", "score_chosen", "score_rejected")
+
+
+class RewardModel(AlgorithmSchema):
+    """Training of a reward model on pairs of answers: the actor gets a scalar head, whose value at
+    the last token of prompt and answer is the answer's score.
+
+    Evaluation on held-out pairs computes loss, accuracy and margin.
+    """
+
+    name: Literal["reward_model"] = "reward_model"
+    """`reward_model`."""
+    center_coef: NonNegativeFloat = 0.0
+    """Coefficient of (chosen + rejected)^2 of a pair's scores, which keeps their mean at 0."""
+
+    dataset_types: ClassVar[tuple[str, ...]] = ("preference",)
+    evaluation_types: ClassVar[tuple[str, ...]] = ("preference",)
+
+    def roles(self) -> tuple[RoleUse, ...]:
+        return (RoleUse("actor", trained=True, head="value"),)
+
+    def calls(self, config: Config) -> tuple[Call, ...]:
+        return (
+            Call(
+                name="actor_train",
+                role="actor",
+                method=Method.TRAIN_STEP,
+                interface=INTERFACE,
+                inputs=("input_ids",),
+                metrics=("loss", *SCORE_METRICS, "grad_norm", "lr", "skipped"),
+            ),
+        )
+
+    def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
+        return (
+            Call(
+                name="actor_compare",
+                role="actor",
+                method=Method.INFERENCE,
+                interface=INTERFACE,
+                inputs=("input_ids",),
+                metrics=("loss", *SCORE_METRICS),
+            ),
+        )

@@ -1,0 +1,92 @@
+"""Quantities of whole sequences, and steps that train on a whole batch at once.
+
+T packed tokens, S sequences. An item may have several sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import isfinite
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from slurmrl.algorithms.base import CallContext, CallResult, Interface
+from slurmrl.data.meta import Lengths
+from slurmrl.data.sample import SequenceSample
+
+if TYPE_CHECKING:
+    from slurmrl.engines.base import LossFn, TrainEngine
+
+TOKENS = "input_ids"
+
+
+def sequence_sums(values: Tensor, mask: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """[S]: the sums of ``values`` [T] over the tokens of each sequence that ``mask`` [T] selects.
+    ``cu_seqlens`` [S+1] is in host memory."""
+    lengths = cu_seqlens.diff().long().to(values.device)
+    numbers = torch.repeat_interleave(torch.arange(len(lengths), device=values.device), lengths)
+    return values.new_zeros(len(lengths)).index_add(0, numbers, torch.where(mask, values, 0.0))
+
+
+def answer_logprobs(logp: Tensor, sample: SequenceSample) -> Tensor:
+    """[S]: log p(answer | prompt) from the log-probabilities [T] of the sample's tokens."""
+    mask = ~sample.tensor("prompt_mask").to(logp.device)
+    return sequence_sums(logp, mask, sample.cu_seqlens(TOKENS))
+
+
+def last_values(values: Tensor, sample: SequenceSample) -> Tensor:
+    """[S]: the values [T] at the last token of each sequence."""
+    last = sample.cu_seqlens(TOKENS)[1:].long() - 1
+    return values[last.to(values.device)]
+
+
+def nth_sequences(sample: SequenceSample, nth: int) -> SequenceSample:
+    """The sample with only the ``nth`` sequence of each item. Keys with fewer sequences an item are
+    left out."""
+    lengths: Lengths = {}
+    data: dict[str, Tensor | None] = {}
+    for key, rows in sample.lengths.items():
+        if any(len(item) <= nth for item in rows):
+            continue
+        tensor = sample.tensor(key)
+        chosen = torch.tensor([at == nth for item in rows for at in range(len(item))]).bool()
+        kept = torch.repeat_interleave(chosen, sample.cu_seqlens(key).diff())
+        lengths[key] = [[item[nth]] for item in rows]
+        data[key] = tensor[kept.to(tensor.device)]
+    return SequenceSample(sample.ids, lengths, data=data)
+
+
+def per_sequence(sample: SequenceSample, key: str, values: Tensor) -> SequenceSample:
+    """The sample's items with one value [S] for each sequence."""
+    lengths = [[1] * len(item) for item in sample.lengths[TOKENS]]
+    return SequenceSample(sample.ids, {key: lengths}, data={key: values})
+
+
+def train_on_batch(
+    engine: TrainEngine, sample: SequenceSample, loss_fn: LossFn, denominator: float
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Make one optimizer step. Return what every training step reports, and the sums of the loss
+    function's statistics over all ranks, with the ``denominator``'s."""
+    result = engine.train_batch(sample, loss_fn, denominator)
+    means = {key: result[key] for key in ("loss", "grad_norm", "lr", "skipped")}
+    return {key: mean for key, mean in means.items() if isfinite(mean)}, result
+
+
+def global_means(means: Mapping[str, float]) -> CallResult:
+    """The result of a train_step from means that are the same on every rank."""
+    return CallResult(stats={key: (mean, 1.0) for key, mean in means.items()})
+
+
+class ReferenceInterface(Interface):
+    """A frozen model's log-probabilities of answers."""
+
+    def inference(
+        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        """``ref_logps``: log p(answer | prompt) of each sequence."""
+        assert engine is not None
+        outputs = engine.forward(sample.only([TOKENS]))
+        sums = answer_logprobs(outputs["logp"], sample)
+        return CallResult(per_sequence(sample, "ref_logps", sums))
