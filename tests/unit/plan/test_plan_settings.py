@@ -88,8 +88,8 @@ def test_a_run_directory_gives_the_same_settings(load_ppo: Load, folder: Path) -
 @pytest.mark.parametrize(
     ("overrides", "key", "message"),
     [
-        (["algorithm.name=pp"], "algorithm.name", "did you mean 'ppo'? allowed: ppo, sft"),
-        (["algorithm.name="], "algorithm.name", "is required; allowed: ppo, sft"),
+        (["algorithm.name=pp"], "algorithm.name", "did you mean 'ppo'? allowed: "),
+        (["algorithm.name="], "algorithm.name", "is required; allowed: "),
         (["algorithm=3"], "algorithm", "must be a section"),
         (
             ["algorithm.clip_rato=1"],
