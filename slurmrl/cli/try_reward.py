@@ -85,7 +85,7 @@ def try_reward(
     data = trying.RewardData(settings)
     items = _items(data, rows, completions, file)
     tried = trying.try_reward(data, items, code, timeout)
-    click.echo(json.dumps(_object(tried)) if as_json else _text(tried, data.reward.name))
+    click.echo(json.dumps(_object(tried)) if as_json else _text(tried, data.reward.title))
     return 0
 
 

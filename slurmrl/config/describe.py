@@ -11,7 +11,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from slurmrl.config.problems import keys, section_of
+from slurmrl.config.problems import keys, names_sections, section_of
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.base import IsPath
 
@@ -56,7 +56,8 @@ def _sections(schema: type[BaseModel], path: str) -> Iterator[tuple[str, type[Ba
     for name, field in schema.model_fields.items():
         below = section_of(field.annotation)
         if below is not None:
-            yield from _sections(below, f"{path}.{name}" if path else name)
+            place = f"{name}.<name>" if names_sections(field.annotation) else name
+            yield from _sections(below, f"{path}.{place}" if path else place)
 
 
 def _chapter(section: type[BaseModel], heading: str) -> str:
@@ -69,6 +70,8 @@ def _chapter(section: type[BaseModel], heading: str) -> str:
 def _row(name: str, field: FieldInfo) -> str:
     below = section_of(field.annotation)
     kind = "section" if below else kind_of(field.annotation, field.metadata)
+    if names_sections(field.annotation):
+        kind = "sections by name"
     meaning = field.description or (below.__doc__ if below else "")
     return (
         f"| `{name}` | {kind} | {_default(field)} | {_text(meaning).replace('|', chr(92) + '|')} |"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -111,10 +111,20 @@ def _unknown(schema: type[BaseModel], location: KeyPath, prefix: KeyPath) -> str
 def section_at(schema: type[BaseModel], location: KeyPath) -> type[BaseModel] | None:
     """The section class at a location in the schema; None for a free-form value."""
     section: type[BaseModel] | None = schema
+    named = False
     for part in location:
+        if named:  # this part of the location is the name of a section
+            named = False
+            continue
         field = section.model_fields.get(str(part)) if section else None
         section = section_of(field.annotation) if field else None
+        named = field is not None and names_sections(field.annotation)
     return section
+
+
+def names_sections(annotation: Any) -> bool:
+    """Whether a value is a table of sections by names of the user's choice."""
+    return get_origin(annotation) is dict and section_of(annotation) is not None
 
 
 def section_of(annotation: Any) -> type[BaseModel] | None:
@@ -140,4 +150,5 @@ def paths(schema: type[BaseModel], prefix: KeyPath = ()) -> Iterator[KeyPath]:
         yield (*prefix, name)
         section = section_of(field.annotation)
         if section is not None:
-            yield from paths(section, (*prefix, name))
+            named = ("<name>",) if names_sections(field.annotation) else ()
+            yield from paths(section, (*prefix, name, *named))

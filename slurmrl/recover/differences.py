@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from slurmrl.config.schema import Config
@@ -22,6 +23,8 @@ MAY_CHANGE = frozenset(
         "ref.offload",
         "logging",
         "checkpoint",
+        "reward.pool",
+        "reward.parts.*.pool",
         "evaluation.every_steps",
         "evaluation.every_seconds",
         "evaluation.every_epochs",
@@ -29,8 +32,8 @@ MAY_CHANGE = frozenset(
         "evaluation.at_end",
     }
 )
-"""Dotted keys, including all keys below them, that change how a run is executed, monitored or
-ended, but not what it computes."""
+"""Dotted keys, including all keys below them (`*` is any text), that change how a run is executed,
+monitored or ended, but not what it computes."""
 
 
 FOLLOWERS = ("critic", "ref")
@@ -111,7 +114,8 @@ def _differing(old: Any, new: Any, key: str) -> list[Difference]:
 def _is_at_or_below(key: str, keys: frozenset[str]) -> bool:
     """Whether a dotted key, or a section that it lies in, is one of ``keys``."""
     parts = key.split(".")
-    return any(".".join(parts[:length]) in keys for length in range(1, len(parts) + 1))
+    above = [".".join(parts[:length]) for length in range(1, len(parts) + 1)]
+    return any(fnmatchcase(name, pattern) for name in above for pattern in keys)
 
 
 def _shown(value: Any) -> str:

@@ -25,7 +25,7 @@ REWARDS = Registry(
 
 
 def make(name: str, options: Mapping[str, Any], *, cores: int | None = None) -> CheckedReward:
-    """Make the reward of a name in the table or of ``module:name``.
+    """Make the function of a name in the table or of ``module:name``.
 
     :param cores: CPU cores that it may use; default: those of this process.
 

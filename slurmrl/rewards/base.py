@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 
 class RewardFunction(ABC):
@@ -12,6 +12,8 @@ class RewardFunction(ABC):
 
     cores: int = 1
     """CPU cores of the rank; set before the first call."""
+    needs_answers: ClassVar[bool] = False
+    """Whether every row must have a reference answer."""
 
     @abstractmethod
     def __call__(

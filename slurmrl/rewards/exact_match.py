@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from slurmrl.rewards.base import RewardFunction
 
 
 class ExactMatch(RewardFunction):
     """White space around either text does not count."""
+
+    needs_answers: ClassVar[bool] = True
 
     def __call__(
         self,

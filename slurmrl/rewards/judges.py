@@ -1,86 +1,31 @@
-"""A pool of judge processes, whose hangs and crashes do not affect the caller."""
+"""A pool of judge processes, whose hangs and crashes do not affect the caller.
+
+Every reward that needs processes uses it: math, code, and users' own rewards in ``reward.pool``.
+"""
 
 from __future__ import annotations
 
-import json
-import os
 import selectors
-import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from math import inf
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from slurmrl.errors import UsageError, WorkerDiedError
+from slurmrl.errors import UnreadableInputError, UsageError, WorkerDiedError
+from slurmrl.rewards.judge import Judge, JudgeProgram, Verdict
 
-PROGRAM = Path(__file__).with_name("math_judge.py")
-Verdict = dict[str, Any]
-"""A judge's reply."""
-
-START_LIMIT_S = 120.0
 ATTEMPTS = 2
 """Attempts for a request whose judge dies. A request that hangs is not retried."""
+MOST_FAILED_STARTS = 3
+MOST_JUDGES = 8
+"""Largest default number of judges; each needs 50 to 100 MB."""
 
 
-class Judge:
-    """One process, which handles one request at a time."""
+class Unjudged(NamedTuple):
+    """A request without a verdict."""
 
-    def __init__(self, program: Path) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._requests, self._replies = self._process.stdin, self._process.stdout
-        self._buffer = b""
-        self.ready = False
-        self.request: int | None = None
-        """Index of the request in progress."""
-        self.deadline = time.monotonic() + START_LIMIT_S
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    @property
-    def idle(self) -> bool:
-        return self.ready and self.request is None
-
-    def fileno(self) -> int:
-        return self._replies.fileno()
-
-    def ask(self, index: int, request: Mapping[str, Any], timeout_s: float) -> None:
-        """Send a request. Raises BrokenPipeError if the process is dead."""
-        self.request = index
-        self.deadline = time.monotonic() + timeout_s
-        self._requests.write(json.dumps(request).encode() + b"\n")
-        self._requests.flush()
-
-    def receive(self) -> dict[str, Any] | None:
-        """Read from the readable pipe. Return the message, or None while its line is incomplete.
-        Raises EOFError if the process is dead."""
-        data = os.read(self.fileno(), 65536)
-        if not data:
-            raise EOFError
-        self._buffer += data
-        if not self._buffer.endswith(b"\n"):
-            return None
-        line, self._buffer = self._buffer, b""
-        message: dict[str, Any] = json.loads(line)
-        return message
-
-    def close(self) -> None:
-        """Kill the process and reap it."""
-        self._process.kill()
-        self._process.wait()
-        self._replies.close()
-        try:
-            self._requests.close()
-        except BrokenPipeError:
-            return
+    why: str
 
 
 class JudgePool:
@@ -91,124 +36,159 @@ class JudgePool:
     """
 
     def __init__(
-        self,
-        timeout_s: float,
-        processes: int | None = None,
-        program: Path = PROGRAM,
+        self, program: JudgeProgram, timeout_s: float, processes: int | None = None
     ) -> None:
         if timeout_s <= 0 or (processes is not None and processes < 1):
             raise UsageError(f"timeout_s {timeout_s} and processes {processes} must be positive")
+        self.facts: Verdict = {}
+        """What the judge that started last has reported about itself."""
         self._size = processes
         self._timeout_s = timeout_s
         self._program = program
         self._judges: list[Judge] = []
         self._failed_starts = 0
-        self._end = inf
-        """Deadline for all requests of the current call."""
 
     def judge(
         self, requests: Sequence[Mapping[str, Any]], *, most: int = 1, within_s: float = inf
-    ) -> list[Verdict | None]:
-        """Return a verdict for each request; None where the judge took too long or kept dying, or
-        the request was not done ``within_s`` after the first was sent. ``most`` is the number of
-        judges if the constructor left it open.
+    ) -> list[Verdict | Unjudged]:
+        """Return a verdict for each request; `Unjudged` where the judge took too long or kept
+        dying, or the request was not done ``within_s`` after the first was sent. ``most`` is the
+        number of judges if the constructor left it open.
 
         :raises WorkerDiedError: judges do not start.
+        :raises UsageError: the program reports that the configuration is wrong.
         """
-        verdicts: list[Verdict | None] = [None] * len(requests)
-        waiting = deque(range(len(requests)))
-        attempts = [0] * len(requests)
-        self._end = inf
-        while waiting or any(judge.request is not None for judge in self._judges):
-            self._fill(min(self._size or most, len(requests)))
-            self._hand_out(requests, waiting, attempts, within_s)
-            for judge in self._readable():
-                self._receive(judge, verdicts, waiting, attempts)
-            for judge in [j for j in self._judges if time.monotonic() > j.deadline]:
-                self._drop(judge)
-            if time.monotonic() > self._end:
-                waiting.clear()
-        return verdicts
+        batch = _Requests(requests, within_s)
+        while batch.waiting or any(judge.request is not None for judge in self._judges):
+            self._turn(batch, min(self._size or most, len(requests)))
+            if time.monotonic() > batch.end:
+                batch.waiting.clear()
+        return batch.verdicts
 
     @property
     def pids(self) -> list[int]:
         return [judge.pid for judge in self._judges]
 
+    def start(self) -> Verdict:
+        """Start one judge, if there is none, and return `facts`. Raises as `judge` does."""
+        while not any(judge.ready for judge in self._judges):
+            self._turn(_Requests((), inf), 1)
+        return self.facts
+
     def close(self) -> None:
+        deadline = time.monotonic() + self._program.closing_s
+        idle = [judge for judge in self._judges if judge.idle]
+        for judge in idle:
+            judge.end_input()
         for judge in self._judges:
-            judge.close()
+            judge.close(deadline if judge in idle else 0.0)
         self._judges = []
 
-    def _fill(self, size: int) -> None:
+    def _turn(self, batch: _Requests, size: int) -> None:
+        """Hand out requests to ``size`` judges and wait until something happens."""
         while len(self._judges) < size:
             self._judges.append(Judge(self._program))
+        self._hand_out(batch)
+        self._wait()
+        for judge in list(self._judges):
+            self._work(judge, batch)
+        for judge in [each for each in self._judges if time.monotonic() > each.deadline]:
+            batch.unjudged(judge.request, self._late(batch))
+            self._drop(judge)
 
-    def _hand_out(
-        self,
-        requests: Sequence[Mapping[str, Any]],
-        waiting: deque[int],
-        attempts: list[int],
-        within_s: float,
-    ) -> None:
+    def _hand_out(self, batch: _Requests) -> None:
         for judge in [judge for judge in self._judges if judge.idle]:
-            if not waiting:
+            if not batch.waiting:
                 return
-            index = waiting.popleft()
             now = time.monotonic()
-            self._end = min(self._end, now + within_s)
-            try:
-                judge.ask(index, requests[index], min(self._timeout_s, self._end - now))
-            except BrokenPipeError:
-                self._lost(judge, waiting, attempts)
+            batch.begin(now)
+            index = batch.waiting.popleft()
+            judge.ask(index, batch.requests[index], min(self._timeout_s, batch.end - now))
 
-    def _readable(self) -> list[Judge]:
-        """Wait for judges with something to read; none when the first deadline passes."""
+    def _wait(self) -> None:
+        """Wait until a judge has something to do, or until the first deadline."""
         busy = [judge for judge in self._judges if not judge.idle]
         if not busy:
-            return []
+            return
         with selectors.DefaultSelector() as selector:
             for judge in busy:
-                selector.register(judge, selectors.EVENT_READ)
+                for descriptor, events in judge.events():
+                    selector.register(descriptor, events)
             left_s = min(judge.deadline for judge in busy) - time.monotonic()
-            return [key.fileobj for key, _ in selector.select(max(left_s, 0.0))]  # type: ignore[misc]
+            selector.select(max(left_s, 0.0))
 
-    def _receive(
-        self,
-        judge: Judge,
-        verdicts: list[Verdict | None],
-        waiting: deque[int],
-        attempts: list[int],
-    ) -> None:
+    def _work(self, judge: Judge, batch: _Requests) -> None:
         try:
-            message = judge.receive()
-        except EOFError:
-            self._lost(judge, waiting, attempts)
+            message = judge.work()
+        except WorkerDiedError as error:
+            batch.retry(judge.request, str(error))
+            self._drop(judge)
             return
         if message is None:
             return
         judge.deadline = inf
-        if judge.request is None:
-            judge.ready = True
-            self._failed_starts = 0
-        else:
-            verdicts[judge.request] = message
+        if not judge.ready:
+            self._started(judge, message)
+        elif judge.request is not None:
+            batch.verdicts[judge.request] = message
             judge.request = None
+        if message.get("retire"):
+            self._drop(judge)
 
-    def _lost(self, judge: Judge, waiting: deque[int], attempts: list[int]) -> None:
-        """Replace a judge that died, and retry its request unless that was its last attempt."""
-        if judge.request is not None:
-            attempts[judge.request] += 1
-            if attempts[judge.request] < ATTEMPTS:
-                waiting.appendleft(judge.request)
-        self._drop(judge)
+    def _started(self, judge: Judge, message: Verdict) -> None:
+        if "failed" in message:
+            self.close()
+            kind = UnreadableInputError if message.get("unreadable") else UsageError
+            raise kind(str(message["failed"]))
+        judge.ready = True
+        self.facts = message
+        self._failed_starts = 0
 
     def _drop(self, judge: Judge) -> None:
         judge.close()
         self._judges.remove(judge)
         if not judge.ready:
             self._failed_starts += 1
-            if self._failed_starts >= 3:
+            if self._failed_starts >= MOST_FAILED_STARTS:
+                self._failed_starts = 0
+                self.close()
                 raise WorkerDiedError(
-                    f"{self._program.name} failed to start three times in a row; is math-verify "
-                    "installed? Its messages are in the worker's log"
+                    f"{self._program.name} failed to start three times in a row"
+                    f"{self._program.hint}; its messages are in the worker's log"
                 )
+
+    def _late(self, batch: _Requests) -> str:
+        if time.monotonic() > batch.end:
+            return batch.too_late
+        return f"it took longer than {self._timeout_s:g} s"
+
+
+class _Requests:
+    """The requests of one call and their verdicts."""
+
+    def __init__(self, requests: Sequence[Mapping[str, Any]], within_s: float) -> None:
+        self.requests = requests
+        self.waiting = deque(range(len(requests)))
+        self.too_late = f"it was not judged within {within_s:g} s"
+        self.verdicts: list[Verdict | Unjudged] = [Unjudged(self.too_late)] * len(requests)
+        self.end = inf
+        """Deadline for all requests."""
+        self._attempts = [0] * len(requests)
+        self._within_s = within_s
+
+    def begin(self, now: float) -> None:
+        self.end = min(self.end, now + self._within_s)
+
+    def retry(self, index: int | None, why: str) -> None:
+        """The judge of a request is lost; the request waits for another one, unless that was its
+        last attempt."""
+        if index is None:
+            return
+        self._attempts[index] += 1
+        self.unjudged(index, why)
+        if self._attempts[index] < ATTEMPTS:
+            self.waiting.appendleft(index)
+
+    def unjudged(self, index: int | None, why: str) -> None:
+        if index is not None:
+            self.verdicts[index] = Unjudged(why)

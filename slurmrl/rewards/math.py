@@ -5,17 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from math import inf
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 from slurmrl import log
 from slurmrl.errors import UnusableRowError, UsageError
 from slurmrl.rewards.base import RewardFunction
-from slurmrl.rewards.judges import JudgePool, Verdict
+from slurmrl.rewards.judge import JudgeProgram, Verdict
+from slurmrl.rewards.judges import MOST_JUDGES, JudgePool, Unjudged
 
 logger = log.get(__name__)
 
-MOST_JUDGES = 8
-"""Largest default number of judges; each needs about 100 MB."""
+PROGRAM = JudgeProgram(
+    "math_judge.py",
+    [str(Path(__file__).with_name("math_judge.py"))],
+    hint=": is math-verify installed?",
+)
 PLAIN_NUMBER = re.compile(r"-?\$?\d+(,\d{3})*(\.\d+)?%?")
 """A plain number, which is a valid reference. No judge needs to check it."""
 
@@ -32,6 +37,8 @@ class MathReward(RewardFunction):
         ``#### 72``); a text without it is searched as a whole.
     :param tail_characters: length of the end of a longer text that is searched.
     """
+
+    needs_answers: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -51,7 +58,7 @@ class MathReward(RewardFunction):
         if batch_timeout_s <= 0:
             raise UsageError(f"batch_timeout_s {batch_timeout_s} must be positive")
         self._batch_timeout_s = batch_timeout_s
-        self._pool = JudgePool(timeout_s, processes)
+        self._pool = JudgePool(PROGRAM, timeout_s, processes)
         self._unjudged = 0
         self._judged = 0
 
@@ -72,17 +79,20 @@ class MathReward(RewardFunction):
             self._batch_timeout_s,
         )
         for index, verdict in enumerate(verdicts):
-            if verdict is not None and verdict["refused"]:
+            if not isinstance(verdict, Unjudged) and verdict["refused"]:
                 raise UnusableRowError(_refused(rows[index], verdict["refused"]), index)
         self._judged = len(verdicts)
-        self._unjudged = verdicts.count(None)
+        self._unjudged = sum(isinstance(verdict, Unjudged) for verdict in verdicts)
         if self._unjudged:
             logger.warning(
                 "%d of %d completions took too long to judge and score 0",
                 self._unjudged,
                 self._judged,
             )
-        return [float(verdict is not None and verdict["correct"]) for verdict in verdicts]
+        return [
+            0.0 if isinstance(verdict, Unjudged) else float(verdict["correct"])
+            for verdict in verdicts
+        ]
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """References that have nothing to compare with, or that take too long to read."""
@@ -91,8 +101,10 @@ class MathReward(RewardFunction):
         verdicts = self._judge([{"reference": references[index]} for index in unclear], inf)
         problems = [""] * len(rows)
         for index, verdict in zip(unclear, verdicts, strict=True):
-            why = "math-verify takes too long to read it" if verdict is None else verdict["refused"]
-            problems[index] = _refused(rows[index], why) if why else ""
+            if isinstance(verdict, Unjudged):
+                problems[index] = _refused(rows[index], "math-verify takes too long to read it")
+            elif verdict["refused"]:
+                problems[index] = _refused(rows[index], verdict["refused"])
         return problems
 
     def stats(self) -> dict[str, tuple[float, float]]:
@@ -101,7 +113,7 @@ class MathReward(RewardFunction):
     def close(self) -> None:
         self._pool.close()
 
-    def _judge(self, requests: list[dict[str, str]], within_s: float) -> list[Verdict | None]:
+    def _judge(self, requests: list[dict[str, str]], within_s: float) -> list[Verdict | Unjudged]:
         return self._pool.judge(requests, most=min(self.cores, MOST_JUDGES), within_s=within_s)
 
     def _final(self, text: Any) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from slurmrl.errors import RewardError, UnusableRowError, UsageError
@@ -15,7 +17,13 @@ if TYPE_CHECKING:
     import asyncio
 
 ARGUMENTS: Final = ("prompts", "completions", "rows")
+PER_COMPLETION: Final = ("token_ids", "finished", "sample_ids", "indices", "siblings")
+PER_CALL: Final = ("step", "evaluation")
+"""What a reward may ask for by the names of its parameters (docs/rewards.md)."""
 Stats = dict[str, tuple[float, float]]
+Extras = Mapping[str, Any]
+"""Values by these names: those of `PER_COMPLETION` are lists with one entry per completion."""
+NO_EXTRAS: Final[Extras] = {}
 
 
 class CheckedReward:
@@ -33,7 +41,8 @@ class CheckedReward:
             self._object, keywords = _constructed(name, kind, options), {}
         if not callable(self._object):
             raise UsageError(f"reward '{name}' is {_what(kind)}; it must be a function or a class")
-        _check_call(name, self._object, keywords)
+        self.extras = _check_call(name, self._object, keywords)
+        """The names of the additional arguments that it asks for."""
         self._function = partial(self._object, **keywords)
         if isinstance(self._object, RewardFunction):
             self._object.cores = cores
@@ -44,18 +53,35 @@ class CheckedReward:
         completions: Sequence[str],
         rows: Sequence[Mapping[str, Any]],
         places: Sequence[str],
+        extras: Extras = NO_EXTRAS,
     ) -> list[float]:
         """One finite score per completion; ``places`` are the rows' source lines, for messages.
 
-        :raises RewardError: invalid scores, or a row that cannot be judged.
+        :raises RewardError: invalid scores, a row that cannot be judged, or an additional argument
+            that is not in ``extras``.
         """
         if not completions:
             return []
+        missing = [name for name in self.extras if name not in extras]
+        if missing:
+            raise RewardError(f"reward {self.name} asks for {missing[0]}, which is not known here")
+        wanted = {name: extras[name] for name in self.extras}
         try:
-            returned = self._result(self._function, prompts, completions, rows)
+            returned = self._result(self._function, prompts, completions, rows, **wanted)
         except UnusableRowError as error:
             raise RewardError(f"{places[error.index]}: {error}") from error
         return as_scores(self.name, returned, completions, places)
+
+    @property
+    def needs_answers(self) -> bool:
+        """Whether every row must have a reference answer."""
+        return isinstance(self._object, RewardFunction) and self._object.needs_answers
+
+    @property
+    def checks_rows(self) -> bool:
+        """Whether it says which rows it can judge."""
+        method = getattr(type(self._object), "check_rows", None)
+        return callable(method) and method is not RewardFunction.check_rows
 
     def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """The reason why each row cannot be judged, "" if it can (see `RewardFunction`)."""
@@ -83,8 +109,8 @@ class CheckedReward:
         function = getattr(self._object, method, None)
         return self._result(function, *arguments) if callable(function) else None
 
-    def _result(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        returned = function(*arguments)
+    def _result(self, function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        returned = function(*arguments, **keywords)
         if not inspect.isawaitable(returned):
             return returned
         if self._loop is None:
@@ -105,22 +131,54 @@ def _constructed(name: str, kind: type, options: Mapping[str, Any]) -> Any:
         raise UsageError(f"reward '{name}' with options {dict(options)}: {error}") from error
 
 
-def _check_call(name: str, function: Callable[..., Any], keywords: Mapping[str, Any]) -> None:
+def _check_call(
+    name: str, function: Callable[..., Any], keywords: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """Check the signature; return the names of the additional arguments that it asks for."""
     try:
         signature = inspect.signature(function)
     except ValueError:  # a built-in function without a signature
-        return
+        return ()
+    extras = _asked_for(signature, keywords)
     bare = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
     accepted = signature.replace(parameters=bare, return_annotation=signature.empty)
-    passed = ", ".join([*ARGUMENTS, *(f"{key}=…" for key in keywords)])
+    passed = ", ".join([*ARGUMENTS, *(f"{key}=…" for key in (*keywords, *extras))])
     mismatch = f"reward '{name}' accepts {accepted}, but is called with ({passed})"
     try:
-        signature.bind([], [], [], **keywords)
+        signature.bind([], [], [], **keywords, **dict.fromkeys(extras))
     except TypeError as error:
-        raise UsageError(f"{mismatch}: {error}") from error
+        known = ", ".join((*PER_COMPLETION, *PER_CALL))
+        raise UsageError(f"{mismatch}: {error}; it may also ask for {known}") from error
     for taken, argument in zip(signature.parameters, ARGUMENTS, strict=False):
         if taken != argument and taken in ARGUMENTS:
             raise UsageError(f"{mismatch}: '{taken}' would get the {argument}")
+    return extras
+
+
+def _asked_for(signature: inspect.Signature, keywords: Mapping[str, Any]) -> tuple[str, ...]:
+    """The parameters after the first three that have the name of an additional argument. A value in
+    the options takes precedence."""
+    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    rest = list(signature.parameters.values())[len(ARGUMENTS) :]
+    names = [each.name for each in rest if each.kind in named and each.name not in keywords]
+    return tuple(name for name in names if name in (*PER_COMPLETION, *PER_CALL))
+
+
+def of_completion(extras: Extras, indices: Sequence[int]) -> Extras:
+    """The additional arguments of some completions."""
+    return {
+        name: value if name in PER_CALL else [value[index] for index in indices]
+        for name, value in extras.items()
+    }
+
+
+def describe(error: BaseException) -> str:
+    """``KeyError: 'x' (my_rewards.py:12)``: the error and its last frame in the user's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    others = ("slurmrl", "importlib", "<frozen importlib._bootstrap>")
+    own = [frame for frame in frames if not set(others) & set(Path(frame.filename).parts)]
+    where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
+    return f"{type(error).__name__}: {error}{where}"
 
 
 def _what(kind: Any) -> str:

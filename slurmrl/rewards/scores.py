@@ -34,7 +34,7 @@ def as_scores(
             what = f"{value!r}"[:SHOWN_CHARACTERS]
             rule = "a score must be a finite number"
             raise RewardError(
-                f"reward {reward} returned {what} for {place}, completion {_short(completion)}; "
+                f"reward {reward} returned {what} for {place}, completion {shortened(completion)}; "
                 f"{rule}"
             )
         scores.append(score)
@@ -72,6 +72,7 @@ def _number(value: Any) -> float | None:
         return float("inf")
 
 
-def _short(text: str) -> str:
+def shortened(text: str) -> str:
+    """The text in quotes; a long one without its middle."""
     half = SHOWN_CHARACTERS // 2
     return repr(text if len(text) <= 2 * half else f"{text[:half]} … {text[-half:]}")

@@ -14,8 +14,9 @@ import sys
 import time
 from typing import Any
 
+from slurmrl.config.schema import Reward
 from slurmrl.errors import SlurmrlError
-from slurmrl.rewards import make
+from slurmrl.rewards.weighted import make_reward
 
 PR_SET_PDEATHSIG = 1
 
@@ -39,7 +40,7 @@ def main() -> int:
 
 def _try(request: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
-    reward = make(request["name"], request["options"])
+    reward = make_reward(Reward.model_validate(request["reward"]))
     made = time.monotonic()
     arguments = (request[key] for key in ("prompts", "completions", "rows", "places"))
     try:

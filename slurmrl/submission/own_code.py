@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from slurmrl.config.schema import Config
+from slurmrl.config.schema.reward import ALONE
 from slurmrl.config.source import Source
 from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.submission import copying
@@ -88,8 +89,11 @@ def _wrong(path: Path, before: Sequence[Path]) -> Iterator[str]:
 
 def _references(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the modules that settings name as ``package.module:Class``."""
-    if config.reward is not None and ":" in config.reward.name:
-        yield "reward.name", config.reward.name.partition(":")[0]
+    parts = config.reward.functions if config.reward is not None else {}
+    for name, part in parts.items():
+        if ":" in part.name:
+            key = "reward.name" if name == ALONE else f"reward.parts.{name}.name"
+            yield key, part.name.partition(":")[0]
 
 
 def _locate(name: str, folders: Sequence[Path]) -> Path | None:

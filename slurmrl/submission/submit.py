@@ -200,7 +200,8 @@ def propose_resume(
     if not update_code:
         if settings.config.code != before.code:
             raise UsageError("code: a resumed trial keeps its code; add --update-code to change it")
-        if _reward(settings.config) != _reward(before) and ":" in _reward(settings.config):
+        own = _own_rewards(settings.config)
+        if own and own != _own_rewards(before):
             raise UsageError(
                 "reward.name: a resumed trial keeps the code of its reward; add --update-code"
             )
@@ -287,8 +288,10 @@ def _notes(before: Config, settings: Settings, step: int) -> list[str]:
     ]
 
 
-def _reward(config: Config) -> str:
-    return config.reward.name if config.reward is not None else ""
+def _own_rewards(config: Config) -> list[str]:
+    """Return the names of the user's own rewards."""
+    functions = config.reward.functions.values() if config.reward is not None else ()
+    return [part.name for part in functions if ":" in part.name]
 
 
 def _needs_other_code(paths: RunPaths, config: Config) -> bool:
@@ -297,7 +300,7 @@ def _needs_other_code(paths: RunPaths, config: Config) -> bool:
     if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is not None:
         return False
     before = load_resolved(paths.config)
-    return (config.code, _reward(config)) != (before.code, _reward(before))
+    return (config.code, _own_rewards(config)) != (before.code, _own_rewards(before))
 
 
 def _kept(settings: Settings) -> list[str]:

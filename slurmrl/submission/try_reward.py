@@ -146,8 +146,7 @@ def try_reward(
     lines = [records.lines[index] for index in indices]
     ids = [records.ids[index] for index in indices]
     request = {
-        "name": data.reward.name,
-        "options": data.reward.options,
+        "reward": data.reward.model_dump(mode="json"),
         "prompts": data.rows.prompts(indices),
         "completions": [item.completion for item in items],
         "rows": [
@@ -158,7 +157,7 @@ def try_reward(
     }
     with tempfile.TemporaryDirectory(prefix="slurmrl-reward-") as folder:
         environ = environment(Path(folder), Code(paths=code.paths), data.variables)
-        reply = _ask(request, environ, timeout_s)
+        reply = _ask(data.reward.title, request, environ, timeout_s)
     each = zip(lines, ids, items, answers, reply["scores"], strict=True)
     return Tried(
         tuple(
@@ -171,8 +170,10 @@ def try_reward(
     )
 
 
-def _ask(request: dict[str, Any], environ: dict[str, str], timeout_s: float) -> dict[str, Any]:
-    name = request["name"]
+def _ask(
+    name: str, request: dict[str, Any], environ: dict[str, str], timeout_s: float
+) -> dict[str, Any]:
+    """``name`` is the reward's, for messages."""
     with (
         subprocess.Popen(
             [sys.executable, "-P", "-m", trial.__name__],

@@ -11,8 +11,7 @@ from torch import Tensor
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
-from slurmrl.rewards import make
-from slurmrl.rewards.reward import CheckedReward
+from slurmrl.rewards.weighted import WeightedReward, make_reward
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import TrainEngine
@@ -22,7 +21,7 @@ class RuleRewardInterface(Interface):
     """Holds the reward function and its processes until it is closed."""
 
     def __init__(self) -> None:
-        self._reward: CheckedReward | None = None
+        self._reward: WeightedReward | None = None
 
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
@@ -46,12 +45,12 @@ class RuleRewardInterface(Interface):
             self._reward.close()
             self._reward = None
 
-    def _prepare(self, context: CallContext) -> CheckedReward:
+    def _prepare(self, context: CallContext) -> WeightedReward:
         if self._reward is None:
             reward = context.settings.config.reward
             if reward is None:
                 raise UsageError("the configuration has no reward")
-            self._reward = make(reward.name, reward.options, cores=context.cores)
+            self._reward = make_reward(reward, cores=context.cores)
         return self._reward
 
 

@@ -16,7 +16,8 @@ from slurmrl.config.schema.data import Dataset
 from slurmrl.config.schema.frequency import Checkpoint, Evaluation, Logging, Wandb
 from slurmrl.config.schema.model import Model, ParallelSizes
 from slurmrl.config.schema.optimizer import Optimizer
-from slurmrl.config.schema.rollout import Reward, Rollout, Transfer
+from slurmrl.config.schema.reward import Reward, RewardPart, RewardPool
+from slurmrl.config.schema.rollout import Rollout, Transfer
 
 __all__ = [
     "Checkpoint",
@@ -34,6 +35,8 @@ __all__ = [
     "PositiveFloat",
     "PositiveInt",
     "Reward",
+    "RewardPart",
+    "RewardPool",
     "Rollout",
     "Section",
     "Slurm",

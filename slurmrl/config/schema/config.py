@@ -22,7 +22,8 @@ from slurmrl.config.schema.cluster import Cluster
 from slurmrl.config.schema.data import Dataset
 from slurmrl.config.schema.frequency import Checkpoint, Evaluation, Logging
 from slurmrl.config.schema.model import Model
-from slurmrl.config.schema.rollout import Reward, Rollout, Transfer
+from slurmrl.config.schema.reward import Reward
+from slurmrl.config.schema.rollout import Rollout, Transfer
 
 
 class Config(Section):

@@ -1,10 +1,10 @@
-"""Sampling and scoring of completions, and moves of weights to the engine that generates."""
+"""Sampling of completions, and moves of weights to the engine that generates."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
 from slurmrl.config.schema.base import (
     Line,
@@ -14,7 +14,6 @@ from slurmrl.config.schema.base import (
     PositiveInt,
     Section,
     Sequence,
-    Word,
 )
 
 
@@ -69,13 +68,3 @@ class Transfer(Section):
     all, or none. A difference ends the start with an error that names the tensor."""
     staging_mib: PositiveInt = 256
     """Buffers of a rank for what it sends and receives at a time, in MiB."""
-
-
-class Reward(Section):
-    """The reward that scores completions."""
-
-    name: Word
-    """A built-in reward (`exact_match`, `math`, …), or `package.module:name` of your own function
-    or class (docs/rewards.md)."""
-    options: dict[str, Any] = Field(default_factory=dict)
-    """Options of that reward."""

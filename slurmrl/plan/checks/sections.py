@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -10,6 +9,7 @@ from typing import Final
 from slurmrl.config.conditions import StopWhen
 from slurmrl.config.schema import Config, Dataset
 from slurmrl.config.schema.optimizer import USERS
+from slurmrl.config.schema.reward import ALONE, OWN_REWARD
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import GraphError, Problem
 from slurmrl.graph.call import DATASET_KEYS, Call
@@ -25,8 +25,6 @@ STEP_METRICS: Final = ("tokens", "tokens_per_s")
 
 REWARDS: Final = "slurmrl.rewards:REWARDS"
 """The table of rewards. It is in a layer above the plan, so it is resolved by name."""
-OWN_REWARD: Final = re.compile(r"[\w.]+:\w+")
-"""A user's own reward. It is not imported here: its module may need torch."""
 
 
 def _datasets(draft: Draft) -> Iterator[tuple[KeyPath, Dataset, Sequence[str]]]:
@@ -63,11 +61,14 @@ def reward(draft: Draft) -> Iterator[Problem]:
     if judging and not draft.writes("reward"):
         message = f"is required: it judges the completions of {' and '.join(judging)}"
         yield draft.problem(("reward",), message)
-    if config.reward is not None and not OWN_REWARD.fullmatch(config.reward.name):
-        known = sorted(resolve(REWARDS))
-        if config.reward.name not in known:
-            message = f"'{config.reward.name}' is not allowed; {near(config.reward.name, known)}"
-            yield draft.problem(("reward", "name"), message)
+    known = sorted(resolve(REWARDS))
+    parts = config.reward.functions if config.reward is not None else {}
+    for name, part in parts.items():
+        if part.name not in known and not OWN_REWARD.fullmatch(part.name):
+            where = ("reward", "name") if name == ALONE else ("reward", "parts", name, "name")
+            own = "or module:name of your own"
+            message = f"'{part.name}' is not allowed; {near(part.name, known)}, {own}"
+            yield draft.problem(where, message)
 
 
 def _makes_rewards(calls: Sequence[Call]) -> bool:
@@ -134,7 +135,7 @@ def stop_when(draft: Draft) -> Iterator[Problem]:
     yield from never
     reward = draft.config.reward
     known = known_metrics(draft.config, draft.algorithm)
-    own = reward is not None and ":" in reward.name
+    own = reward is not None and reward.has_own
     if metric not in known and not own and not never:
         message = f"'{text}' is not allowed: no step records '{metric}'; {near(metric, known)}"
         yield draft.problem(("stop_when",), message)
@@ -143,11 +144,14 @@ def stop_when(draft: Draft) -> Iterator[Problem]:
 def known_metrics(config: Config, algorithm: Algorithm) -> list[str]:
     """The metrics that lines of ``metrics.jsonl`` can have; a user's own reward may add more."""
     calls = algorithm.calls(config)
+    parts = {f"reward/{name}" for name in config.reward.parts} if config.reward else set()
     names = {"step", "epoch", *STEP_METRICS, "rows_left_out", "time/total", "time/checkpoint_stall"}
     names |= {f"time/{call.name}" for call in calls} | {"time/step"}
     names |= {name for call in calls for name in call.metrics}
+    names |= parts if _makes_rewards(calls) else set()
     if config.evaluation is not None:
         judged = {name for call in algorithm.evaluation_calls(config) for name in call.metrics}
+        judged |= parts if _makes_rewards(algorithm.evaluation_calls(config)) else set()
         names |= {f"eval/{name}" for name in judged | set(STEP_METRICS)} | {"time/evaluation"}
     return sorted(names)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import resource
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from itertools import islice
@@ -21,13 +20,13 @@ from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.records import MOST_PROBLEMS
 from slurmrl.data.rows import DatasetRows
 from slurmrl.data.tokenizer import load_tokenizer, vocabulary
-from slurmrl.errors import ConfigError, SlurmrlError, UsageError
+from slurmrl.errors import ConfigError, SlurmrlError, UnreadableInputError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.headers import mismatches, read_headers, unused
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.settings import load_resolved_settings
-from slurmrl.rewards import make
-from slurmrl.rewards.reward import CheckedReward
+from slurmrl.rewards.reward import describe
+from slurmrl.rewards.weighted import WeightedReward, make_reward
 from slurmrl.submission.checks.finding import CONFIG, FINDINGS, Finding, Weight
 from slurmrl.workers import process
 
@@ -127,27 +126,26 @@ class CheckProcess:
         if reward is None:
             return
         try:
-            with closing(make(reward.name, reward.options)) as function:
-                yield from self._judged_rows(reward.name, function)
+            with closing(make_reward(reward)) as function:
+                function.check_rows([])
+                yield from self._judged_rows(function)
         except UsageError as error:
             slurm = self.config.cluster.slurm
-            elsewhere = isinstance(error.__cause__, ImportError) and (
-                slurm.container or slurm.setup
-            )
+            elsewhere = isinstance(error, UnreadableInputError) and (slurm.container or slurm.setup)
             weight = Weight.WARNING if elsewhere else Weight.FAILED
             hint = " (the job's own container or setup may have it)" if elsewhere else ""
             yield Finding("reward", weight, f"{error}{hint}", "reward")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
-            message = f"reward '{reward.name}': {describe(error)}"
+            message = f"reward '{reward.title}': {describe(error)}"
             yield Finding("reward", Weight.FAILED, message, "reward")
 
-    def _judged_rows(self, name: str, function: CheckedReward) -> Iterator[Finding]:
+    def _judged_rows(self, function: WeightedReward) -> Iterator[Finding]:
         """Yield the rows that the reward cannot judge."""
         for key, dataset in datasets(self.config):
             rows = self.rows.get(key)
             if dataset.type != "prompt" or rows is None:
                 continue
-            if not rows.have_references and ":" not in name:
+            if not rows.have_references and function.needs_answers:
                 message = (
                     f"{dataset.path} has no answers under '{dataset.answer_key}' for the reward"
                 )
@@ -229,15 +227,6 @@ def _of_data(section: str, problem: Any) -> Finding:
         key = f"{section}.{problem.key}" if problem.key in SETTINGS else section
         return Finding("data", Weight.FAILED, problem.message, key)
     return Finding("data", Weight.FAILED, problem.message, problem.key, problem.where)
-
-
-def describe(error: BaseException) -> str:
-    """``KeyError: 'x' (my_rewards.py:12)``: the error and its last frame in the user's code."""
-    frames = traceback.extract_tb(error.__traceback__)
-    others = ("slurmrl", "importlib", "<frozen importlib._bootstrap>")
-    own = [frame for frame in frames if not set(others) & set(Path(frame.filename).parts)]
-    where = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-    return f"{type(error).__name__}: {error}{where}"
 
 
 def main(arguments: list[str]) -> None:

@@ -135,6 +135,19 @@ def test_a_run_directory_gives_the_same_settings(load_ppo: Load, folder: Path) -
         (["evaluation.samples=1"], "evaluation.samples", "must be at least 2"),
         (["reward="], "reward", "it judges the completions of ppo and evaluation"),
         (["reward.name=exactmatch"], "reward.name", "did you mean 'exact_match'?"),
+        (["reward={parts: {a: {name: mth}}}"], "reward.parts.a.name", "did you mean 'math'?"),
+        (
+            ["reward={parts: {a: {name: math, wieght: 1}}}"],
+            "reward.parts.a.wieght",
+            "unknown key; did you mean 'weight'?",
+        ),
+        (["reward={parts: {a: {weight: 1}}}"], "reward.parts.a.name", "is required"),
+        (["reward={name: math, pool: {}}"], "reward", "it is for a reward of your own"),
+        (
+            ["reward={parts: {a: {name: math}}}", "stop_when=reward/b >= 1"],
+            "stop_when",
+            "did you mean 'reward/a'?",
+        ),
         (
             ["stop_when=rewrad >= 1"],
             "stop_when",

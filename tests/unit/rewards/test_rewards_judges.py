@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from slurmrl.errors import WorkerDiedError
-from slurmrl.rewards.judges import JudgePool
+from slurmrl.rewards.judge import JudgeProgram
+from slurmrl.rewards.judges import JudgePool, Unjudged
 
 PROGRAM = """
 import json, os, sys, time
@@ -34,7 +35,7 @@ Make = Callable[..., JudgePool]
 
 def verdicts(pool: JudgePool, requests: list[dict[str, Any]], **limits: float) -> list[bool | None]:
     return [
-        None if verdict is None else verdict["correct"]
+        None if isinstance(verdict, Unjudged) else verdict["correct"]
         for verdict in pool.judge(requests, **limits)  # type: ignore[arg-type]
     ]
 
@@ -46,7 +47,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def build(processes: int | None = 1, timeout_s: float = 60.0, text: str = PROGRAM) -> JudgePool:
         program = tmp_path / "judge.py"
         program.write_text(text)
-        pools.append(JudgePool(timeout_s, processes, program))
+        pools.append(JudgePool(JudgeProgram("judge.py", [str(program)]), timeout_s, processes))
         return pools[-1]
 
     yield build

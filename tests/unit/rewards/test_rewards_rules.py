@@ -11,6 +11,8 @@ from slurmrl.errors import UnknownNameError, UnusableRowError, UsageError
 from slurmrl.rewards import judges as judges_module
 from slurmrl.rewards import make
 from slurmrl.rewards.exact_match import ExactMatch
+from slurmrl.rewards.judge import JudgeProgram
+from slurmrl.rewards.judges import Unjudged
 from slurmrl.rewards.math import MathReward, final_answer, tail
 
 
@@ -215,9 +217,9 @@ def test_long_completions_are_judged_by_their_end(
     assert judged(["p"] * 3, completions, rows) == [0.0, 0.0, 1.0]
     asked: list[dict[str, str]] = []
 
-    def judge(requests: list[dict[str, str]], **limits: float) -> list[None]:
+    def judge(requests: list[dict[str, str]], **limits: float) -> list[Unjudged]:
         asked.extend(requests)
-        return [None] * len(requests)
+        return [Unjudged("it took too long")] * len(requests)
 
     monkeypatch.setattr(judged._pool, "judge", judge)
     assert judged(["p"] * 3, completions, rows) == [0.0] * 3
@@ -248,7 +250,7 @@ def test_cores_decide_how_many_judges_there_are(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    started: list[Path] = []
+    started: list[JudgeProgram] = []
     accepting = tmp_path / "agree.py"
     reply = '{"refused": "", "correct": true}'
     accepting.write_text(
@@ -259,9 +261,9 @@ def test_cores_decide_how_many_judges_there_are(
     class Judge(judges_module.Judge):
         """Accepts every completion."""
 
-        def __init__(self, program: Path) -> None:
+        def __init__(self, program: JudgeProgram) -> None:
             started.append(program)
-            super().__init__(accepting)
+            super().__init__(JudgeProgram("agree.py", [str(accepting)]))
 
     monkeypatch.setattr(judges_module, "Judge", Judge)
     reward = make("math", options, cores=cores)

@@ -160,6 +160,22 @@ def test_a_reward_of_ones_own_is_made_with_its_options_and_what_lies_beside_it(
     assert not (tmp_path / "__pycache__").exists()
 
 
+def test_every_part_of_a_reward_is_made_and_asked_about_the_rows(tmp_path: Path) -> None:
+    """A part in a pool is made in a process of its own."""
+    rows = [{"prompt": "1", "answer": "3", "kind": "sum"}, {"prompt": "2", "answer": "4"}]
+    path = write_rows(tmp_path / "rows.jsonl", *rows)
+    (tmp_path / "mine.py").write_text(REWARD)
+    part = "name: 'mine:Good', where: {kind: sum}, pool: {processes: 1}"
+    evaluation = f"evaluation={{dataset: {{type: prompt, path: {path}}}}}"
+    changes = [evaluation, f"reward={{parts: {{a: {{{part}}}}}}}"]
+    (found,) = look(tmp_path, settings_of(tmp_path, *changes))
+    assert found.where.endswith("rows.jsonl:2")
+    assert "no part of the reward judges this row (kind None)" in found.message
+    changes[1] = changes[1].replace("mine:Good", "mine:Better")
+    (found,) = look(tmp_path, settings_of(tmp_path, *changes))
+    assert "mine has no 'Better'" in found.message
+
+
 def test_what_takes_too_long_is_ended_and_said_to_be_unchecked(tmp_path: Path) -> None:
     """The child is killed with its processes; problems found before are reported."""
     module = """
@@ -182,11 +198,13 @@ time.sleep(600)
         time.sleep(0.05)
 
 
-def test_an_import_that_only_the_job_s_container_may_have_is_a_warning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("pool", ["null", "{}"])
+def test_an_import_that_only_the_job_s_container_may_have_is_a_warning(
+    tmp_path: Path, pool: str
+) -> None:
     (tmp_path / "mine.py").write_text("import only_in_the_image\n")
-    settings = settings_of(
-        tmp_path, "reward={name: 'mine:Good'}", "cluster.slurm.container=run --image x"
-    )
+    reward = f"reward={{name: 'mine:Good', pool: {pool}}}"
+    settings = settings_of(tmp_path, reward, "cluster.slurm.container=run --image x")
     assert told(look(tmp_path, settings)) == [("reward", "warning")]
 
 

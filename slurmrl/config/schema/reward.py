@@ -1,0 +1,132 @@
+"""Rewards: a function that scores completions, or a weighted sum of several."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Final
+
+from pydantic import (
+    AfterValidator,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    model_validator,
+)
+
+from slurmrl.config.schema.base import PositiveFloat, PositiveInt, Section, Sequence, Word
+
+PART_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+OWN_REWARD: Final = re.compile(r"[\w.]+:\w+")
+"""The name of a user's own reward."""
+ALONE: Final = ""
+"""Name of the only part of a reward that is not a sum."""
+
+
+def _check_part_name(name: str) -> str:
+    if not PART_NAME.fullmatch(name):
+        raise ValueError(
+            "a part has a name of 1 to 64 letters, digits, '.', '_' or '-' that starts with a "
+            "letter or a digit"
+        )
+    return name
+
+
+PartName = Annotated[str, AfterValidator(_check_part_name)]
+Scalar = StrictBool | StrictInt | StrictFloat | StrictStr
+
+
+class RewardPool(Section):
+    """Processes in which a reward of your own runs, one completion at a time. A completion for
+    which it raises, hangs, dies or returns no finite number scores `unjudged_score`; the log shows
+    the sample and the reason, and the metric `reward_unjudged` is the share of such completions. It
+    is an error if no completion of a call can be judged."""
+
+    processes: PositiveInt | None = None
+    """Number of processes per rank. Default: the CPU cores of the host per rank, at most 8."""
+    timeout_s: PositiveFloat = 30.0
+    """Seconds for one completion, after which its process is killed and replaced."""
+    batch_timeout_s: PositiveFloat = 600.0
+    """Seconds for all completions of a call, after which the rest counts as not judged."""
+    memory_mib: PositiveInt = 4096
+    """Private memory of one process, in MiB (`RLIMIT_DATA`)."""
+    unjudged_score: float = 0.0
+    """Score of a completion that was not judged."""
+
+
+class RewardPart(Section):
+    """One function of a reward that is a sum."""
+
+    name: Word
+    """A built-in reward (`exact_match`, `math`, …), or `package.module:name` of your own function
+    or class (docs/rewards.md)."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of that reward."""
+    pool: RewardPool | None = None
+    """Run your own function or class in separate processes: `{}` with the default limits. Default:
+    in the process of the rank, with all its completions in one call."""
+    weight: float = 1.0
+    """Factor of its score in the sum. With 0 it is only a metric."""
+    where: dict[Word, Scalar | Sequence[Scalar]] = Field(default_factory=dict)
+    """Rows that it judges, by their fields: `{source: gsm8k}`, `{source: [gsm8k, math]}`. A field
+    inside an object is written with dots: `extra_info.source`. Default: all rows."""
+
+    @model_validator(mode="after")
+    def _pool_for_own(self) -> RewardPart:
+        _check_pool(self.name, self.pool)
+        return self
+
+
+class Reward(Section):
+    """The reward that scores completions: one function (`name`), or a weighted sum (`parts`)."""
+
+    name: Word | None = None
+    """A built-in reward (`exact_match`, `math`, …), or `package.module:name` of your own function
+    or class (docs/rewards.md)."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of that reward."""
+    pool: RewardPool | None = None
+    """Run your own function or class in separate processes: `{}` with the default limits. Default:
+    in the process of the rank, with all its completions in one call."""
+    parts: dict[PartName, RewardPart] = Field(default_factory=dict)
+    """Functions whose weighted scores are added up, by names of your choice. Each is the metric
+    `reward/<name>`, the mean of its scores before the weight."""
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Reward:
+        if self.name is None and not self.parts:
+            raise ValueError("needs a name, or parts")
+        if self.parts and (self.name is not None or self.options or self.pool is not None):
+            raise ValueError(
+                "has both parts and settings of a single function (name, options, pool); with "
+                "parts, these belong to each part"
+            )
+        if self.name is not None:
+            _check_pool(self.name, self.pool)
+        return self
+
+    @property
+    def functions(self) -> dict[str, RewardPart]:
+        """The functions by the names of the parts; a single one has the name `ALONE`."""
+        if self.name is None:
+            return dict(self.parts)
+        return {ALONE: RewardPart(name=self.name, options=self.options, pool=self.pool)}
+
+    @property
+    def title(self) -> str:
+        """Its name for messages."""
+        return self.name or " + ".join(self.parts)
+
+    @property
+    def has_own(self) -> bool:
+        """Whether a user's own function is among them."""
+        return any(OWN_REWARD.fullmatch(part.name) for part in self.functions.values())
+
+
+def _check_pool(name: str, pool: RewardPool | None) -> None:
+    if pool is not None and not OWN_REWARD.fullmatch(name):
+        raise ValueError(
+            f"pool is not allowed with '{name}': it is for a reward of your own (module:name); "
+            "built-in rewards have options instead"
+        )

@@ -1,0 +1,167 @@
+"""The configured reward: a weighted sum of functions, each for the rows that it is meant for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from slurmrl.config.schema import Reward, RewardPart
+from slurmrl.config.schema.reward import ALONE
+from slurmrl.errors import RewardError
+from slurmrl.rewards import make
+from slurmrl.rewards.pooled import PooledReward
+from slurmrl.rewards.reward import NO_EXTRAS, Extras, Stats, of_completion
+
+METRIC = "reward/"
+"""With the name of a part: the mean of its scores before the weight."""
+Row = Mapping[str, Any]
+
+
+class Scorer(Protocol):
+    """A function behind one calling convention: `CheckedReward` or `PooledReward`."""
+
+    @property
+    def needs_answers(self) -> bool: ...
+
+    def score(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        rows: Sequence[Row],
+        places: Sequence[str],
+        extras: Extras = NO_EXTRAS,
+    ) -> list[float]: ...
+
+    def check_rows(self, rows: Sequence[Row]) -> list[str]: ...
+
+    def stats(self) -> Stats: ...
+
+    def close(self) -> None: ...
+
+
+class WeightedPart(NamedTuple):
+    settings: RewardPart
+    scorer: Scorer
+
+
+class WeightedReward:
+    """:param parts: by name; `ALONE` for a reward that is not a sum, which has no metric of its
+    own."""
+
+    def __init__(self, parts: Mapping[str, WeightedPart]) -> None:
+        self._parts = dict(parts)
+        self._stats: Stats = {}
+
+    @property
+    def needs_answers(self) -> bool:
+        """Whether a function compares with the reference answer of the row."""
+        return any(part.scorer.needs_answers for part in self._parts.values())
+
+    def score(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        rows: Sequence[Row],
+        places: Sequence[str],
+        extras: Extras = NO_EXTRAS,
+    ) -> list[float]:
+        """One finite score per completion; see `CheckedReward.score`."""
+        self._stats = {}
+        for row, place in zip(rows, places, strict=True):
+            if problem := self._judged_by_none(row):
+                raise RewardError(f"{place}: {problem}")
+        totals = [0.0] * len(completions)
+        for name, (settings, scorer) in self._parts.items():
+            chosen = [index for index, row in enumerate(rows) if applies(settings, row)]
+            if not chosen:
+                continue
+            scores = scorer.score(
+                [prompts[index] for index in chosen],
+                [completions[index] for index in chosen],
+                [rows[index] for index in chosen],
+                [places[index] for index in chosen],
+                of_completion(extras, chosen),
+            )
+            for index, score in zip(chosen, scores, strict=True):
+                totals[index] += settings.weight * score
+            self._add(scorer.stats())
+            if name != ALONE:
+                self._add({METRIC + name: (sum(scores), float(len(scores)))})
+        return totals
+
+    def check_rows(self, rows: Sequence[Row]) -> list[str]:
+        """The reason why each row cannot be judged, "" if it can (see `RewardFunction`)."""
+        problems = [self._judged_by_none(row) for row in rows]
+        for settings, scorer in self._parts.values():
+            chosen = [index for index, row in enumerate(rows) if applies(settings, row)]
+            refused = scorer.check_rows([rows[index] for index in chosen])
+            for index, problem in zip(chosen, refused, strict=True):
+                problems[index] = problems[index] or problem
+        return problems
+
+    def stats(self) -> Stats:
+        """Additional metrics of the latest call: name to (sum, count)."""
+        return dict(self._stats)
+
+    def close(self) -> None:
+        for part in self._parts.values():
+            part.scorer.close()
+
+    def _add(self, stats: Stats) -> None:
+        for name, (total, count) in stats.items():
+            before = self._stats.get(name, (0.0, 0.0))
+            self._stats[name] = (before[0] + total, before[1] + count)
+
+    def _judged_by_none(self, row: Row) -> str:
+        """Why no part judges a row; "" if one does."""
+        settings = [part.settings for part in self._parts.values()]
+        if any(applies(each, row) for each in settings):
+            return ""
+        fields = dict.fromkeys(key for each in settings for key in each.where)
+        values = ", ".join(f"{key} {field_of(row, key)!r}" for key in fields)
+        return f"no part of the reward judges this row ({values}); see reward.parts.<name>.where"
+
+
+def make_reward(reward: Reward, *, cores: int | None = None) -> WeightedReward:
+    """Make the configured reward. Raises as `make` does, or in its first call for functions in a
+    pool."""
+    cores = cores or len(os.sched_getaffinity(0))
+    return WeightedReward(
+        {name: WeightedPart(part, _scorer(part, cores)) for name, part in reward.functions.items()}
+    )
+
+
+def _scorer(part: RewardPart, cores: int) -> Scorer:
+    if part.pool is not None:
+        return PooledReward(part.name, part.options, part.pool, cores)
+    return make(part.name, part.options, cores=cores)
+
+
+def applies(settings: RewardPart, row: Row) -> bool:
+    """Whether a part judges a row."""
+    return all(
+        any(_same(field_of(row, key), value) for value in _alternatives(wanted))
+        for key, wanted in settings.where.items()
+    )
+
+
+def field_of(row: Row, key: str) -> Any:
+    """The value under a key, or under a path with dots; None if there is none."""
+    value: Any = row
+    if key in row:
+        return row[key]
+    for name in key.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return None
+        value = value[name]
+    return value
+
+
+def _alternatives(wanted: Any) -> Sequence[Any]:
+    return wanted if isinstance(wanted, tuple) else (wanted,)
+
+
+def _same(value: Any, wanted: Any) -> bool:
+    """Whether two JSON values are equal; true is not 1."""
+    return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)

@@ -1,0 +1,168 @@
+"""Users' rewards in processes of their own: a failure costs one completion, whatever it is."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.config.schema import RewardPool
+from slurmrl.errors import RewardError, UnreadableInputError, UsageError
+from slurmrl.rewards import pooled
+from slurmrl.rewards.pooled import PooledReward
+
+MODULE = "tests.support.failing_rewards"
+DEADLINE_S = 60.0
+
+Make = Callable[..., PooledReward]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    rewards: list[PooledReward] = []
+
+    def build(name: str = "score", options: dict[str, Any] | None = None, **limits: Any) -> Any:
+        pool = RewardPool(**{"processes": 1, "timeout_s": DEADLINE_S, **limits})
+        rewards.append(PooledReward(f"{MODULE}:{name}", options or {}, pool, cores=1))
+        return rewards[-1]
+
+    yield build
+    for reward in rewards:
+        reward.close()
+
+
+def judge(reward: PooledReward, completions: list[str], **extras: Any) -> list[float]:
+    places = [f"rows.jsonl:{index} (sample {index}@0)" for index in range(len(completions))]
+    rows = [{"answer": "x"}] * len(completions)
+    return reward.score(["p"] * len(completions), completions, rows, places, extras)
+
+
+FAILURES = {
+    "raise": r"KeyError: 'nothing' \(failing_rewards.py:",
+    "exit": "SystemExit: 0",
+    "nan": "a score must be a finite number",
+    "text": "returned '1'",
+    "several": "returned 2 scores for 1 completions",
+    "recursion": "RecursionError",
+    "die": r"its process ended \(exited with code 0\)",
+    "segfault": r"its process ended \(SIGSEGV\)",
+    "memory": "MemoryError",
+    "close pipes": "its process ",
+}
+
+
+def test_a_failure_costs_its_own_completion(
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others get their scores; a failed one gets `unjudged_score`, is counted, and is logged
+    with its row and the reason."""
+    monkeypatch.setattr(pooled, "MOST_LOGGED", 100)
+    reward = make(memory_mib=2048, unjudged_score=-1.0)
+    with caplog.at_level(logging.WARNING):
+        scores = judge(reward, ["a", *FAILURES, "aaa"])
+    assert scores == [1.0, *[-1.0] * len(FAILURES), 3.0]
+    assert reward.stats() == {"reward_unjudged": (len(FAILURES), len(FAILURES) + 2.0)}
+    for index, (failure, why) in enumerate(FAILURES.items()):
+        message = caplog.records[index].getMessage()
+        assert f"rows.jsonl:{index + 1} (sample {index + 1}@0)" in message
+        assert f"completion '{failure}'" in message
+        assert re.search(f": .*{why}.*; it scores -1$", message)
+
+
+def test_the_log_shows_some_failures_and_counts_all(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        judge(make(), ["a", *["raise"] * 20])
+    assert len(caplog.records) == 6
+    assert "20 of 21 completions could not be judged" in caplog.text
+
+
+def test_a_hang_ends_with_its_time(make: Make) -> None:
+    reward = make(timeout_s=1.0)
+    assert judge(reward, ["sleep", "spin", "aaa"]) == [0.0, 0.0, 3.0]
+
+
+def test_standard_streams_are_not_the_protocol(make: Make) -> None:
+    assert judge(make(), ["print", "read"]) == [5.0, 4.0]
+
+
+def test_processes_left_behind_neither_delay_nor_survive(make: Make, tmp_path: Path) -> None:
+    """They hold the judge's pipes open and ignore SIGTERM."""
+    reward = make(options={"folder": str(tmp_path)})
+    assert judge(reward, ["fork", "leave"]) == [0.0, 5.0]
+    reward.close()
+    pids = [int(pid) for path in tmp_path.glob("*.pids") for pid in path.read_text().split()]
+    assert pids
+    deadline = time.monotonic() + DEADLINE_S
+    while alive := [pid for pid in pids if _running(pid)]:
+        assert time.monotonic() < deadline, f"{alive} still run"
+        time.sleep(0.01)
+
+
+def _running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def test_a_request_whose_process_died_is_tried_again(make: Make, tmp_path: Path) -> None:
+    assert judge(make("once", {"folder": str(tmp_path)}), ["a"]) == [1.0]
+
+
+def test_no_scores_at_all_are_an_error(make: Make) -> None:
+    """The cause is then the reward, not a completion; the message has one."""
+    reward = make()
+    with pytest.raises(RewardError, match=r"any of 3 completions .* KeyError: 'nothing'"):
+        judge(reward, ["raise"] * 3)
+
+
+def test_single_failures_are_an_error_once_they_do_not_end(make: Make) -> None:
+    """A call of one completion may fail, as in a small batch on many ranks."""
+    reward = make()
+    assert judge(reward, ["raise"]) == [0.0]
+    judge(reward, ["a"])
+    for _ in range(7):
+        assert judge(reward, ["raise"]) == [0.0]
+    with pytest.raises(RewardError, match="any of 8 completions in a row"):
+        judge(reward, ["raise"])
+
+
+def test_a_batch_has_a_time_limit_of_its_own(make: Make) -> None:
+    reward = make(batch_timeout_s=1.0)
+    assert judge(reward, ["a", "sleep", "aaa"]) == [1.0, 0.0, 0.0]
+    assert reward.stats()["reward_unjudged"] == (2.0, 3.0)
+
+
+def test_async_functions_and_classes(make: Make, tmp_path: Path) -> None:
+    assert judge(make("asynchronous"), ["a"]) == [2.0]
+    careful = make("Careful", {"folder": str(tmp_path)})
+    assert judge(careful, ["a", "b"], step=7, siblings=[["a"], ["b"]]) == [7.0, 7.0]
+    assert careful.stats() == {"careful": (4.0, 2.0), "reward_unjudged": (0.0, 2.0)}
+    assert careful.check_rows([{"answer": "1"}, {}]) == ["", "it has no answer"]
+    careful.close()
+    assert (tmp_path / "closed").exists(), "close() is called"
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "message"),
+    [
+        (f"{MODULE}:Broken", UsageError, "RuntimeError: no licence"),
+        (f"{MODULE}:scoer", UsageError, "did you mean 'score'"),
+        (f"{MODULE}:unmakeable", UsageError, r"is called with \(prompts, completions, rows\)"),
+        ("no_module_here:f", UnreadableInputError, "there is no module 'no_module_here'"),
+    ],
+)
+def test_a_reward_that_cannot_be_made_is_refused(
+    name: str, kind: type[Exception], message: str
+) -> None:
+    reward = PooledReward(name, {}, RewardPool(processes=1), cores=1)
+    with pytest.raises(kind, match=message):
+        reward.check_rows([])

@@ -1,0 +1,146 @@
+"""Weighted sums of rewards, and parts that judge some rows of a dataset only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from slurmrl.config.schema import Config, Reward
+from slurmrl.config.schema.reward import RewardPart
+from slurmrl.errors import RewardError
+from slurmrl.recover.differences import differences
+from slurmrl.rewards.weighted import WeightedReward, applies, make_reward
+from tests.support.trials import ppo_config
+
+MODULE = "tests.support.users_rewards"
+LENGTHS = {"name": f"{MODULE}:asynchronous"}
+ROWS = [
+    {"answer": "a", "source": "one"},
+    {"answer": "b", "source": "two"},
+    {"answer": "x", "source": "one"},
+]
+
+
+Make = Callable[..., WeightedReward]
+
+
+@pytest.fixture
+def reward() -> Iterator[Make]:
+    rewards: list[WeightedReward] = []
+
+    def build(**values: Any) -> WeightedReward:
+        rewards.append(make_reward(Reward.model_validate(values), cores=1))
+        return rewards[-1]
+
+    yield build
+    for made in rewards:
+        made.close()
+
+
+def judge(made: WeightedReward, completions: Sequence[str]) -> list[float]:
+    count = len(completions)
+    places = [f"rows.jsonl:{line}" for line in range(1, count + 1)]
+    return made.score(["p"] * count, completions, ROWS[:count], places)
+
+
+def test_scores_are_added_with_weights_and_each_part_is_a_metric(reward: Make) -> None:
+    """The metrics are means before the weight, so that they do not depend on it."""
+    parts = {
+        "right": {"name": "exact_match"},
+        "short": {**LENGTHS, "options": {"by": 1.0}, "weight": -0.5},
+        "watched": {**LENGTHS, "weight": 0.0},
+    }
+    made = reward(parts=parts)
+    assert judge(made, ["a", "bb", "x"]) == [1.0 - 0.5 * 2, -0.5 * 3, 1.0 - 0.5 * 2]
+    expected = {
+        "reward/right": (2.0, 3.0),
+        "reward/short": (7.0, 3.0),
+        "reward/watched": (4.0, 3.0),
+    }
+    assert made.stats() == expected
+    assert judge(made, ["a"]) == [0.0]
+    assert made.stats()["reward/right"] == (1.0, 1.0), "of the latest call"
+
+
+def test_a_reward_that_is_no_sum_has_no_part_metrics(reward: Make) -> None:
+    made = reward(name="exact_match")
+    assert judge(made, ["a", "c", "x"]) == [1.0, 0.0, 1.0]
+    assert made.stats() == {}
+
+
+def test_rows_choose_their_parts(reward: Make) -> None:
+    """Environments: each row is judged by the parts that are meant for it, and a row without any is
+    refused, at submission and in a run."""
+    parts = {
+        "first": {"name": "exact_match", "where": {"source": "one"}},
+        "second": {**LENGTHS, "where": {"source": ["two", "three"]}},
+    }
+    made = reward(parts=parts)
+    assert judge(made, ["a", "bbbb", "y"]) == [1.0, 4.0, 0.0]
+    assert made.stats() == {"reward/first": (1.0, 2.0), "reward/second": (4.0, 1.0)}
+    problems = made.check_rows([*ROWS, {"source": "four"}, {}])
+    assert problems[:3] == ["", "", ""]
+    assert problems[3].startswith("no part of the reward judges this row (source 'four')")
+    assert "(source None)" in problems[4]
+    with pytest.raises(RewardError, match=r"rows\.jsonl:9: no part .* \(source 'four'\)"):
+        made.score(["p"], ["a"], [{"source": "four"}], ["rows.jsonl:9"])
+
+
+@pytest.mark.parametrize(
+    ("where", "row", "judged"),
+    [
+        ({}, {}, True),
+        ({"a.b": 1}, {"a": {"b": 1}}, True),
+        ({"a.b": 1}, {"a.b": 1}, True),
+        ({"a.b": 1}, {"a": [1]}, False),
+        ({"a": 1}, {"a": True}, False),
+        ({"a": True}, {"a": 1}, False),
+        ({"a": [False, "x"]}, {"a": "x"}, True),
+        ({"a": 1, "b": 2}, {"a": 1, "b": 3}, False),
+    ],
+)
+def test_fields_are_compared_as_json(
+    where: dict[str, Any], row: dict[str, Any], judged: bool
+) -> None:
+    assert applies(RewardPart(name="exact_match", where=where), row) is judged
+
+
+def test_a_pool_and_its_statistics_are_part_of_the_sum(reward: Make) -> None:
+    name = "tests.support.failing_rewards:score"
+    pool = {"processes": 1, "unjudged_score": -2.0}
+    made = reward(parts={"a": {"name": name, "pool": pool, "weight": 10.0}})
+    assert judge(made, ["xx", "raise"]) == [20.0, -20.0]
+    assert made.stats() == {"reward_unjudged": (1.0, 2.0), "reward/a": (0.0, 2.0)}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({}, "needs a name, or parts"),
+        ({"name": "math", "parts": {"a": {"name": "math"}}}, "both parts and settings"),
+        ({"name": "math", "pool": {}}, "pool is not allowed with 'math'"),
+        ({"parts": {"a": {"name": "math", "pool": {}}}}, "pool is not allowed with 'math'"),
+        ({"parts": {"a b": {"name": "math"}}}, "a part has a name of 1 to 64 letters"),
+        ({"parts": {"a": {"name": "math", "weight": float("inf")}}}, "finite"),
+        ({"parts": {"a": {"name": "math", "where": {"x": None}}}}, "where"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(
+    values: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValidationError, match=message):
+        Reward.model_validate(values)
+
+
+def test_the_limits_of_a_pool_may_change_when_a_trial_is_resumed() -> None:
+    """A trial that ends because a limit is too low could not continue otherwise."""
+
+    def config(timeout_s: float, name: str = f"{MODULE}:asynchronous") -> Config:
+        part = {"name": name, "pool": {"timeout_s": timeout_s}}
+        return Config.model_validate(ppo_config(reward={"parts": {"a.b": part}}))
+
+    assert differences(config(1.0), config(2.0)) == []
+    assert len(differences(config(1.0), config(1.0, f"{MODULE}:returning"))) == 1
