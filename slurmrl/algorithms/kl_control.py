@@ -40,7 +40,8 @@ class AdaptiveKL(KLControl):
 
 
 class KLController(ScalarController):
-    """The scalars of policy gradients: ``kl_coef``, updated from the metric ``kl_sequence``."""
+    """The scalars of policy gradients: ``kl_coef``, updated from the metrics ``kl_sequence`` and
+    ``completions``."""
 
     def __init__(self, algorithm: Any) -> None:
         super().__init__(algorithm)
@@ -53,7 +54,7 @@ class KLController(ScalarController):
         return {"kl_coef": self._control.coef}
 
     def update(self, stats: Mapping[str, float]) -> None:
-        self._control.update(stats["kl_sequence"], self.algorithm.batch_size)
+        self._control.update(stats["kl_sequence"], round(stats["completions"]))
 
     def state(self) -> dict[str, float]:
         return {"kl_coef": self._control.coef}

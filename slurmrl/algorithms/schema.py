@@ -31,10 +31,20 @@ class AlgorithmSchema(Section, ABC):
         return 1
 
     @property
+    def epochs(self) -> int:
+        """Passes of each trained model over a batch."""
+        return self.optimizer_steps // self.minibatches
+
+    @property
     def minibatches(self) -> int:
         """Minibatches per batch: consecutive parts of equal numbers of items, one optimizer step
         each."""
         return 1
+
+    def sequences_per_item(self, config: Config) -> int:
+        """Sequences that an item has in training: the completions of a prompt."""
+        generates = any(call.method == Method.GENERATE for call in self.calls(config))
+        return config.rollout.n if generates else 1
 
     @abstractmethod
     def roles(self) -> tuple[RoleUse, ...]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 Lengths = dict[str, list[list[int]]]
 
@@ -43,8 +46,23 @@ class SampleMeta:
         """Tokens of each item under ``key`` (default: the main key)."""
         return [sum(inner) for inner in self.lengths[key or self.main_key()]]
 
+    def sequence_counts(self, key: str) -> list[int]:
+        """Sequences of each item under ``key``."""
+        return [len(row) for row in self.lengths[key]]
+
     def main_key(self) -> str:
         """The key with the largest total length; of several, the first."""
         if not self.lengths:
             raise ValueError("a sample without keys has no main key")
         return max(self.lengths, key=lambda key: sum(map(sum, self.lengths[key])))
+
+
+def one_each(rows: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The lengths of a key with one value for each sequence, given those of a key with one for each
+    token."""
+    return [[1] * len(row) for row in rows]
+
+
+def repeated(values: Sequence[T], counts: Sequence[int]) -> list[T]:
+    """The value of each item, once for each of its sequences."""
+    return [value for value, count in zip(values, counts, strict=True) for _ in range(count)]

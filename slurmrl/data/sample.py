@@ -14,24 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from slurmrl.data.meta import SampleMeta
-from slurmrl.errors import UnknownNameError
-from slurmrl.registry import near
-
-PER_SEQUENCE_KEYS = ("rewards", "finished")
-PER_TOKEN_KEYS = (
-    "input_ids",
-    "prompt_ids",
-    "prompt_mask",
-    "logprobs",
-    "old_logprobs",
-    "ref_logprobs",
-    "values",
-    "advantages",
-    "returns",
-    "response_mask",
-    "state_mask",
-)
+from slurmrl.data.meta import SampleMeta, one_each, repeated
 
 
 @dataclass
@@ -56,10 +39,29 @@ class SequenceSample(SampleMeta):
         ids: Sequence[str],
         data: Mapping[str, Tensor | None],
         metadata: Mapping[str, list[Any]] | None = None,
+        *,
+        per_sequence: Mapping[str, Tensor | None] | None = None,
     ) -> SequenceSample:
-        """One sequence per item, of ``lengths`` tokens; only known keys are allowed."""
-        rows = {key: _default_lengths(key, lengths) for key in data}
-        return SequenceSample(tuple(ids), rows, dict(metadata or {}), dict(data))
+        """Items of one sequence of ``lengths`` tokens each. ``data`` has an entry for each token,
+        ``per_sequence`` one for each sequence."""
+        rows = [[length] for length in lengths]
+        return SequenceSample.grouped(rows, ids, data, metadata, per_sequence=per_sequence)
+
+    @staticmethod
+    def grouped(
+        rows: Sequence[Sequence[int]],
+        ids: Sequence[str],
+        data: Mapping[str, Tensor | None],
+        metadata: Mapping[str, list[Any]] | None = None,
+        *,
+        per_sequence: Mapping[str, Tensor | None] | None = None,
+    ) -> SequenceSample:
+        """As `from_default`, of items with several sequences: ``rows[item]`` lists the lengths of
+        an item's."""
+        tokens = [list(row) for row in rows]
+        single = per_sequence or {}
+        lengths = dict.fromkeys(data, tokens) | {key: one_each(tokens) for key in single}
+        return SequenceSample(tuple(ids), lengths, dict(metadata or {}), {**data, **single})
 
     @staticmethod
     def gather(
@@ -125,6 +127,29 @@ class SequenceSample(SampleMeta):
             {key: self.data[key] for key in wanted},
         )
 
+    def sequences(self) -> SequenceSample:
+        """Each sequence as an item of its own, named ``<id>#<place in the item>``; tensors are
+        shared. For calculations that do not need the sequences of an item together.
+
+        Raises ValueError if an item has more sequences under one key than under another.
+        """
+        counts = self.sequence_counts(self.main_key()) if self.keys else []
+        for key in self.keys:
+            if self.sequence_counts(key) != counts:
+                raise ValueError(f"key '{key}' does not have the same sequences as the others")
+        if all(count == 1 for count in counts):
+            return self
+        names = zip(self.ids, counts, strict=True)
+        return SequenceSample(
+            ids=tuple(f"{name}#{place}" for name, count in names for place in range(count)),
+            lengths={
+                key: [[length] for row in rows for length in row]
+                for key, rows in self.lengths.items()
+            },
+            metadata={key: repeated(values, counts) for key, values in self.metadata.items()},
+            data=self.data,
+        )
+
     def update_(self, other: SequenceSample) -> None:
         """Add the keys and metadata of ``other``, which has the same ids; tensors are shared."""
         if other.ids != self.ids:
@@ -149,15 +174,6 @@ class SequenceSample(SampleMeta):
         pairs = zip(self.ids, other.ids, strict=False)
         first = next((pair for pair in pairs if pair[0] != pair[1]), None)
         return f"{self.bs} and {other.bs} items, first difference {first}"
-
-
-def _default_lengths(key: str, lengths: Sequence[int]) -> list[list[int]]:
-    if key in PER_SEQUENCE_KEYS:
-        return [[1] for _ in lengths]
-    if key in PER_TOKEN_KEYS:
-        return [[length] for length in lengths]
-    known = sorted((*PER_SEQUENCE_KEYS, *PER_TOKEN_KEYS))
-    raise UnknownNameError(f"no length rule for key '{key}'; {near(key, known)}")
 
 
 def _join(parts: Iterable[list[Any]]) -> list[Any]:

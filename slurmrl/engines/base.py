@@ -116,7 +116,8 @@ class TrainEngine(Engine):
         veto: Veto | None = None,
     ) -> dict[str, float]:
         """One optimizer step on the gradient of (sum of losses) / (sum of denominators), both
-        over all micro-batches and data-parallel ranks; ``denominator`` is this rank's share.
+        over all micro-batches and data-parallel ranks; ``denominator`` is this rank's share. The
+        sequences of an item are in one micro-batch (`SequenceSample.sequences` separates them).
 
         Returns, the same on every rank, the sums of ``loss_fn``'s statistics and ``loss``
         (divided), ``grad_norm`` (before clipping), ``lr``, ``tokens``, ``denominator``. If the
@@ -134,7 +135,7 @@ class TrainEngine(Engine):
         temperature: float = 1.0,
     ) -> Outputs:
         """Outputs without gradients, or the results of ``output_fn`` on them: each [T] in the
-        order of the sample."""
+        order of the sample. A micro-batch may have some of an item's sequences only."""
 
     @abstractmethod
     def snapshot(self, *, copy: bool = True) -> RoleSnapshot | None:
@@ -170,5 +171,6 @@ class RolloutEngine(Engine):
         step: int,
         keys: Tensor,
     ) -> GenerationOutput:
-        """Continue the prompts of key ``prompt_ids``. ``keys`` [S] int64 identify each sequence's
-        random stream, so that the draws do not depend on the ranks' shares of a batch."""
+        """Continue the prompts of key ``prompt_ids``, each once for each of its ``keys``. These
+        [S] int64, side by side for one prompt, identify each sequence's random stream, so that the
+        draws do not depend on the ranks' shares of a batch."""

@@ -38,7 +38,7 @@ class DecodeSession(Protocol):
         ...
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only these rows."""
+        """Continue with these rows only, in this order; a row may occur several times."""
         ...
 
 

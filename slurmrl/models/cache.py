@@ -53,7 +53,7 @@ class KVCache:
         return grown
 
     def keep(self, rows: Tensor) -> None:
-        """Keep only these rows."""
+        """Keep only these rows; a row may occur several times."""
         self.lengths = self.lengths[rows]
         for layer, (keys, values) in enumerate(self.slabs):
             self.slabs[layer] = (keys[rows], values[rows])

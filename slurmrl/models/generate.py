@@ -1,4 +1,4 @@
-"""Batched generation by any decoder. T packed tokens, S sequences, V vocabulary."""
+"""Batched generation by any decoder. T packed tokens, P prompts, S sequences, V vocabulary."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.base import DecodeSession, PackedModel
+from slurmrl.models.packed import packed_positions, packed_rows
 from slurmrl.ops.sampling import keyed_uniform, sample
 from slurmrl.ops.upload import upload
 
@@ -47,7 +48,7 @@ class GenerationOptions:
 
 @dataclass(frozen=True)
 class GenerationOutput:
-    """Prompts with their continuations, in the prompts' order."""
+    """Prompts with their continuations, in the prompts' order; those of one prompt side by side."""
 
     tokens: Tensor
     """[T] packed: each prompt followed by its new tokens, a stop token included."""
@@ -74,27 +75,51 @@ def generate(
     keys: Tensor,
     prefill_tokens: int | None = None,
 ) -> GenerationOutput:
-    """Continue every prompt until a stop token or ``max_new_tokens``.
+    """Continue every prompt until a stop token or ``max_new_tokens``, once for each of its keys.
 
-    input_ids [T] packed prompts, cu_seqlens [S+1] in host memory, keys [S] int64. Prompts are read
-    ``prefill_tokens`` at a time (default: all at once). The draw for a token depends on (seed,
-    step, the row's key, the token's position in its sequence) and on the logits only. Parameters
-    must be plain tensors: a sharded engine gathers them first.
+    input_ids [T] packed prompts, cu_seqlens [P+1] in host memory, keys [S] int64: S/P keys of each
+    prompt, side by side. Prompts are read once, ``prefill_tokens`` at a time (default: all at
+    once). The draw for a token depends on (seed, step, the row's key, the token's position in its
+    sequence) and on the logits only. Parameters must be plain tensors: a sharded engine gathers
+    them first.
     """
-    lengths: list[int] = cu_seqlens.diff().tolist()
-    batch = _Batch(lengths, keys, options)
-    if not lengths:
+    prompts: list[int] = cu_seqlens.diff().tolist()
+    copies = _copies(len(prompts), len(keys))
+    batch = _Batch([length for length in prompts for _ in range(copies)], keys, options)
+    if not prompts:
         return batch.output(input_ids)
-    if min(lengths) < 1:
+    if min(prompts) < 1:
         raise UsageError("an empty prompt cannot be continued")
-    tokens = sum(lengths) if prefill_tokens is None else prefill_tokens
-    session = decoder.session(lengths, options.max_new_tokens, tokens)
+    tokens = sum(prompts) if prefill_tokens is None else prefill_tokens
+    session = decoder.session(prompts, options.max_new_tokens, tokens)
     logits = session.prompts(input_ids)
+    if copies > 1:
+        rows, places = upload(_copied(cu_seqlens, copies), input_ids.device)
+        session.keep(rows)
+        logits, input_ids = logits[rows], input_ids[places]
     while True:
         batch.draw(logits, seed, step, session.lengths)
         if batch.ended(session):
             return batch.output(input_ids)
         logits = session.next(batch.last, batch.alive, batch.longest)
+
+
+def _copies(prompts: int, keys: int) -> int:
+    """Continuations of each prompt."""
+    copies = keys // max(prompts, 1)
+    if copies * prompts != keys or (prompts and not copies):
+        raise UsageError(f"{keys} keys for {prompts} prompts: expected 1 or more keys for each")
+    return copies
+
+
+def _copied(cu_seqlens: Tensor, copies: int) -> tuple[Tensor, Tensor]:
+    """The rows [S] and the tokens of prompts, each prompt ``copies`` times."""
+    lengths = cu_seqlens.diff().long()
+    rows = torch.arange(len(lengths)).repeat_interleave(copies)
+    cu_copied = torch.cat([lengths.new_zeros(1), lengths[rows].cumsum(0)])
+    tokens = int(cu_copied[-1])
+    begins = cu_seqlens[:-1].long()[rows[packed_rows(cu_copied, tokens)]]
+    return rows, begins + packed_positions(cu_copied, tokens)
 
 
 @dataclass(frozen=True)

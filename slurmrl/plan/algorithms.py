@@ -58,6 +58,15 @@ class Algorithm(Protocol):
         ...
 
     @property
+    def epochs(self) -> int:
+        """Passes of each trained model over a batch."""
+        ...
+
+    def sequences_per_item(self, config: Config) -> int:
+        """Sequences that an item has in training: the completions of a prompt."""
+        ...
+
+    @property
     def minibatches(self) -> int:
         """Consecutive parts of a batch, one for each optimizer step."""
         ...

@@ -29,10 +29,11 @@ STEPS = {"sft": 60, "ppo": 20}
 
 
 def config_of(kind: str) -> dict[str, Any]:
-    """PPO with every call that it can have."""
+    """PPO with every call that it can have, and groups of completions."""
     config = CONFIGS[kind](total_steps=STEPS[kind], checkpoint={"every_steps": 2})
     if kind == "ppo":
         config["algorithm"] = {**config["algorithm"], "recompute_logprobs": True}
+        config["rollout"] = {**config["rollout"], "n": 2}
     return config
 
 

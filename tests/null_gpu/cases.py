@@ -136,6 +136,8 @@ def batch(lengths: Sequence[int]) -> SequenceSample:
             "prompt_mask": prompt,
             "response_mask": ~prompt,
             "state_mask": ~prompt,
+        },
+        per_sequence={
             "rewards": torch.ones(len(lengths)),
             "finished": torch.ones(len(lengths), dtype=torch.bool),
         },

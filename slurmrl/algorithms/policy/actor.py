@@ -44,7 +44,7 @@ class ActorInterface(Interface):
         sample = sample.to(engine.context.device)
         estimates = estimate(sample, ppo, context.scalars["kl_coef"])
         mean, std = moments(estimates.advantages, engine.all_reduce_sum)
-        stats = _kl_stats(estimates, sample.bs, engine.all_reduce_sum)
+        stats = _kl_stats(estimates, len(sample.tensor("rewards")), engine.all_reduce_sum)
         stats |= {"advantages_mean": mean, "advantages_std": std}
         stats["kl_coef"] = context.scalars["kl_coef"]
         advantages = estimates.advantages
@@ -127,11 +127,16 @@ def _training_sample(
 
 
 def _kl_stats(estimates: Estimates, sequences: int, all_reduce_sum: SumOverRanks) -> MeanStats:
-    """KL of the sampling policy to the reference: per token, and per completion."""
+    """KL of the sampling policy to the reference, per token and per completion, and the number of
+    completions."""
     kl = estimates.kl.double()
     sizes = kl.new_tensor([float(len(kl)), float(sequences)])
     total, tokens, completions = all_reduce_sum(torch.cat([kl.sum().reshape(1), sizes])).tolist()
-    return {"kl": total / max(tokens, 1.0), "kl_sequence": total / max(completions, 1.0)}
+    return {
+        "kl": total / max(tokens, 1.0),
+        "kl_sequence": total / max(completions, 1.0),
+        "completions": completions,
+    }
 
 
 def _stop(limit: float | None) -> Callable[[MeanStats], bool] | None:

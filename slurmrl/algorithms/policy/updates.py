@@ -68,7 +68,7 @@ def run_updates(
 
 
 def minibatches(sample: SequenceSample, batch: tuple[str, ...], count: int) -> list[SequenceSample]:
-    """The items of ``sample`` in each of ``count`` consecutive parts of a batch."""
+    """The sequences of ``sample`` in each of ``count`` parts of a batch, of consecutive items."""
     numbers = {
         name: number
         for number, (start, stop) in enumerate(
@@ -79,7 +79,7 @@ def minibatches(sample: SequenceSample, batch: tuple[str, ...], count: int) -> l
     items: list[list[int]] = [[] for _ in range(count)]
     for index, name in enumerate(sample.ids):
         items[numbers[name]].append(index)
-    return [sample.take(part) for part in items]
+    return [sample.take(part).sequences() for part in items]
 
 
 def global_result(means: MeanStats, role: str) -> CallResult:

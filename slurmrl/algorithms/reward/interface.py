@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import accumulate, pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
+from slurmrl.data.meta import one_each, repeated
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
 from slurmrl.rewards.weighted import WeightedReward, make_reward
@@ -26,16 +26,22 @@ class RuleRewardInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """``rewards`` [S] float32. The sample carries the dataset's metadata."""
+        """``rewards`` [S] float32, one for each completion. The sample carries the dataset's
+        metadata."""
         reward = self._prepare(context)
         completions = decode_completions(sample, context.tokenizer)
-        prompts, rows = sample.metadata["prompt"], sample.metadata["row"]
+        counts = sample.sequence_counts("input_ids")
+        prompts, rows = (repeated(sample.metadata[key], counts) for key in ("prompt", "row"))
         scores = reward.score(prompts, completions, rows, _places(sample, context))
-        data: dict[str, Tensor | None] = {"rewards": torch.tensor(scores, dtype=torch.float32)}
+        rewards = torch.tensor(scores, dtype=torch.float32)
         stats = reward.stats() if completions else {}
         stats["reward"] = (float(sum(scores)), float(len(scores)))
         return CallResult(
-            SequenceSample.from_default([1] * sample.bs, sample.ids, data),
+            SequenceSample(
+                sample.ids,
+                {"rewards": one_each(sample.lengths["input_ids"])},
+                data={"rewards": rewards},
+            ),
             stats,
             _texts(sample, completions, scores, context.settings.config.logging.samples),
         )
@@ -55,10 +61,10 @@ class RuleRewardInterface(Interface):
 
 
 def decode_completions(sample: SequenceSample, tokenizer: Any) -> list[str]:
-    """The text after each prompt, without special tokens and without the stop token that ended it
+    """The text of each completion, without special tokens and without the stop token that ended it
     (which need not be a special token)."""
     ids, prompt = sample.tensor("input_ids").tolist(), sample.tensor("prompt_mask").tolist()
-    cuts = [0, *accumulate(sample.item_lengths("input_ids"))]
+    cuts = sample.cu_seqlens("input_ids").tolist()
     finished = sample.tensor("finished").tolist()
     return [
         tokenizer.decode(
@@ -70,28 +76,37 @@ def decode_completions(sample: SequenceSample, tokenizer: Any) -> list[str]:
 
 
 def _places(sample: SequenceSample, context: CallContext) -> list[str]:
-    """Source line of each item: ``data.jsonl:17 (sample 17@0)``."""
+    """Source line of each completion: ``data.jsonl:17 (sample 17@0)``; with ``, index 2`` if the
+    sample has several."""
     config = context.settings.config
     evaluation = config.evaluation if context.evaluation else None
     path = (evaluation or config).dataset.path
     return [
-        f"{path}:{line} (sample {name})"
-        for line, name in zip(sample.metadata["line"], sample.ids, strict=True)
+        f"{path}:{line} (sample {name}{f', index {place}' if count > 1 else ''})"
+        for line, name, count in zip(
+            sample.metadata["line"], sample.ids, sample.sequence_counts("input_ids"), strict=True
+        )
+        for place in range(count)
     ]
 
 
 def _texts(
     sample: SequenceSample, completions: list[str], scores: list[float], limit: int
 ) -> list[dict[str, Any]]:
+    """Rows of the samples table: the first ``limit`` completions, those of one prompt side by side
+    and numbered by their ``index``."""
     finished = sample.tensor("finished").tolist()
+    counts = sample.sequence_counts("input_ids")
+    places = ((item, place) for item, count in enumerate(counts) for place in range(count))
     return [
         {
-            "id": sample.ids[index],
-            "prompt": sample.metadata["prompt"][index],
-            "completion": completions[index],
-            "answer": sample.metadata["answer"][index],
-            "reward": scores[index],
-            "finished": bool(finished[index]),
+            "id": sample.ids[item],
+            **({"index": place} if counts[item] > 1 else {}),
+            "prompt": sample.metadata["prompt"][item],
+            "completion": completions[number],
+            "answer": sample.metadata["answer"][item],
+            "reward": scores[number],
+            "finished": bool(finished[number]),
         }
-        for index in range(min(limit, sample.bs))
+        for number, (item, place) in enumerate(islice(places, limit))
     ]

@@ -20,17 +20,25 @@ class RolloutInterface(Interface):
     def generate(
         self, engine: RolloutEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """Prompt and completion as ``input_ids``, with ``prompt_mask``, ``logprobs`` under the
-        sampling policy, and whether the completion ``finished`` with a stop token."""
+        """Each prompt's completions: prompt and completion as ``input_ids``, with ``prompt_mask``,
+        ``logprobs`` under the sampling policy, and whether the completion ``finished`` with a stop
+        token."""
         assert engine is not None
+        count = completions(context)
         output = engine.generate(
             sample.only(["prompt_ids"]),
             generation_options(context),
             seed=evaluation_seed(context.seed) if context.evaluation else context.seed,
             step=context.step,
-            keys=sampling_keys(sample.ids),
+            keys=sampling_keys(sample.ids, count),
         )
-        return CallResult(_as_sample(sample.ids, output), _length_stats(output))
+        return CallResult(_as_sample(sample.ids, output, count), _length_stats(output))
+
+
+def completions(context: CallContext) -> int:
+    """Completions of each prompt."""
+    rollout, evaluation = context.settings.config.rollout, context.settings.config.evaluation
+    return evaluation.n if context.evaluation and evaluation is not None else rollout.n
 
 
 def generation_options(context: CallContext) -> GenerationOptions:
@@ -54,10 +62,17 @@ def generation_options(context: CallContext) -> GenerationOptions:
     )
 
 
-def sampling_keys(ids: tuple[str, ...]) -> Tensor:
-    """[S] int64, a stable hash of each sample id: the tokens drawn for a sample depend on its hash,
-    not on the batch or the rank."""
-    return torch.tensor([_hash64(name) for name in ids], dtype=torch.int64)
+def sampling_keys(ids: tuple[str, ...], completions: int = 1) -> Tensor:
+    """[S] int64, a stable hash for each completion of each sample id. The tokens drawn for a
+    completion depend on it, and not on the batch, the rank or the number of completions."""
+    names = (_stream(name, place) for name in ids for place in range(completions))
+    return torch.tensor([_hash64(name) for name in names], dtype=torch.int64)
+
+
+def _stream(name: str, place: int) -> str:
+    """The first completion of a sample has the sample's own stream. (A sample id ends with
+    ``@<epoch>``, so no other one can equal the name of a completion.)"""
+    return f"{name}#{place}" if place else name
 
 
 def evaluation_seed(seed: int) -> int:
@@ -69,7 +84,8 @@ def _hash64(text: str) -> int:
     return int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def _as_sample(ids: tuple[str, ...], output: GenerationOutput) -> SequenceSample:
+def _as_sample(ids: tuple[str, ...], output: GenerationOutput, count: int) -> SequenceSample:
+    """The completions as items of ``count`` sequences each."""
     lengths, prompt_lengths = output.lengths, output.prompt_lengths
     starts = (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
     prompt = torch.arange(len(output.tokens)) - starts < prompt_lengths.repeat_interleave(lengths)
@@ -77,9 +93,9 @@ def _as_sample(ids: tuple[str, ...], output: GenerationOutput) -> SequenceSample
         "input_ids": output.tokens,
         "prompt_mask": prompt.to(output.tokens.device),
         "logprobs": output.logprobs,
-        "finished": output.finished,
     }
-    return SequenceSample.from_default(lengths.tolist(), ids, data)
+    rows = lengths.view(len(ids), count).tolist()
+    return SequenceSample.grouped(rows, ids, data, per_sequence={"finished": output.finished})
 
 
 def _length_stats(output: GenerationOutput) -> Stats:

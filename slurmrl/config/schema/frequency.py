@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+from pydantic import model_validator
+
 from slurmrl.config.schema.base import (
     NonNegativeInt,
     PositiveFloat,
@@ -12,6 +14,7 @@ from slurmrl.config.schema.base import (
     Word,
 )
 from slurmrl.config.schema.data import Dataset
+from slurmrl.config.schema.rollout import SAME_COMPLETIONS
 
 ExportDtype = Literal["source", "float32", "bfloat16", "float16"]
 
@@ -48,6 +51,8 @@ class Evaluation(Section):
     """The held-out prompts."""
     samples: PositiveInt | None = 512
     """Number of prompts, from the start of the dataset; null uses all."""
+    n: PositiveInt = 1
+    """Completions of each prompt; metrics are means over all of them."""
     every_steps: PositiveInt | None = None
     """Steps between evaluations."""
     every_seconds: PositiveFloat | None = None
@@ -64,6 +69,12 @@ class Evaluation(Section):
     """Always take the most probable token."""
     max_new_tokens: PositiveInt | None = None
     """Maximum number of tokens in a completion. Default: the value in `rollout`."""
+
+    @model_validator(mode="after")
+    def _completions_differ(self) -> Evaluation:
+        if self.greedy and self.n > 1:
+            raise ValueError(f"n {self.n} is not allowed with greedy: {SAME_COMPLETIONS}")
+        return self
 
 
 class Wandb(Section):

@@ -16,6 +16,8 @@ from slurmrl.config.schema.base import (
     Sequence,
 )
 
+SAME_COMPLETIONS = "all completions of a prompt would be the same; use n 1, or sample"
+
 
 class Rollout(Section):
     """Generation of completions."""
@@ -34,6 +36,8 @@ class Rollout(Section):
     """Ranks that share each matrix, instead of or in addition to the `t` of `backend`."""
     pipeline_parallel_size: PositiveInt | None = None
     """Stages that share the layers, instead of or in addition to the `p` of `backend`."""
+    n: PositiveInt = 1
+    """Completions of each prompt. A step trains on `algorithm.batch_size` times this many."""
     max_new_tokens: PositiveInt = 256
     """Maximum number of tokens in a completion."""
     min_new_tokens: NonNegativeInt = 0
@@ -57,6 +61,8 @@ class Rollout(Section):
             raise ValueError(
                 f"min_new_tokens {self.min_new_tokens} exceeds max_new_tokens {self.max_new_tokens}"
             )
+        if self.greedy and self.n > 1:
+            raise ValueError(f"n {self.n} is not allowed with greedy: {SAME_COMPLETIONS}")
         return self
 
 

@@ -209,7 +209,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         temperature: float = 1.0,
     ) -> Outputs:
         self._offload.check()
-        sample = sample.to(self.context.device)
+        sample = sample.sequences().to(self.context.device)
         schedule = self._schedule(sample, 0.0)
         results: list[Outputs] = []
         with self._shards.resharded():

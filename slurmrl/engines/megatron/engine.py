@@ -252,7 +252,7 @@ class MegatronEngine(TrainEngine):
         temperature: float = 1.0,
     ) -> Outputs:
         self._offload.check()
-        sample = sample.to(self.context.device)
+        sample = sample.sequences().to(self.context.device)
         schedule = agree(sample, self._budget(sample), 0.0, self.context)
         made: dict[int, Outputs] = {}
 

@@ -14,6 +14,7 @@ from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.checks.layouts import LAYOUT_CHECKS, SUBMISSION_CHECKS
 from slurmrl.plan.checks.sections import (
     averages,
+    completions,
     dataset_files,
     dataset_types,
     engine_options,
@@ -32,6 +33,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     engine_options,
     optimizers,
     averages,
+    completions,
     dataset_types,
     reward,
     stop_when,

@@ -129,12 +129,10 @@ def batches(draft: Draft) -> Iterator[Problem]:
     reported = set()
     for role, placed in draft.placements().items():
         size = placed.allocation.sizes["dp"]
-        group = int(getattr(draft.algorithm, "group_size", 1))
         if size in reported or BACKENDS[placed.allocation.backend].serves:
             continue  # servers handle requests one by one
         reported.add(size)
-        sequences = draft.algorithm.batch_size * (1 if role in ("actor", ROLLOUTS) else group)
-        if sequences % size:
+        if draft.algorithm.batch_size % size:
             message = (
                 f"{draft.algorithm.batch_size} is not allowed: must be a multiple of {size}, the "
                 f"data-parallel size of {role}.backend '{placed.allocation}'"
@@ -200,7 +198,7 @@ def architectures(draft: Draft) -> Iterator[Problem]:
     actor's problems, which are reported once."""
     placed = draft.placements()
     trained = {use.role for use in draft.algorithm.roles() if use.trained}
-    minibatches = int(getattr(draft.algorithm, "n_minibatches", 1))
+    minibatches = draft.algorithm.minibatches
     actor = draft.config.actor
     for role, place in placed.items():
         model = _model_on(draft, role)

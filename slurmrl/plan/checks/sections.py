@@ -12,7 +12,7 @@ from slurmrl.config.schema.optimizer import USERS
 from slurmrl.config.schema.reward import ALONE, OWN_REWARD
 from slurmrl.config.source import KeyPath
 from slurmrl.errors import GraphError, Problem
-from slurmrl.graph.call import DATASET_KEYS, Call
+from slurmrl.graph.call import DATASET_KEYS, Call, Method
 from slurmrl.graph.graph import Graph
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.checks.draft import Draft
@@ -69,6 +69,24 @@ def reward(draft: Draft) -> Iterator[Problem]:
             own = "or module:name of your own"
             message = f"'{part.name}' is not allowed; {near(part.name, known)}, {own}"
             yield draft.problem(where, message)
+
+
+def completions(draft: Draft) -> Iterator[Problem]:
+    """Only a trial or an evaluation that generates has several completions of each prompt."""
+    config = draft.config
+    if config.rollout.n > 1 and not _generates(draft.algorithm.calls(config)):
+        message = f"{config.rollout.n} is not allowed: {draft.algorithm.name} does not generate"
+        yield draft.problem(("rollout", "n"), f"{message} in training (see evaluation.n)")
+    evaluation = config.evaluation
+    if evaluation is None or evaluation.n == 1:
+        return
+    if not _generates(draft.algorithm.evaluation_calls(config)):
+        message = f"{evaluation.n} is not allowed: this evaluation does not generate"
+        yield draft.problem(("evaluation", "n"), message)
+
+
+def _generates(calls: Sequence[Call]) -> bool:
+    return any(call.method is Method.GENERATE for call in calls)
 
 
 def _makes_rewards(calls: Sequence[Call]) -> bool:

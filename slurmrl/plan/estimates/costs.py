@@ -94,7 +94,7 @@ def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
             computes=bool(methods - {Method.GENERATE}),
             generates=Method.GENERATE in methods,
             lengths=lengths,
-            minibatches=int(getattr(algorithm, "n_minibatches", 1)) if use.trained else 1,
+            minibatches=algorithm.minibatches if use.trained else 1,
         )
         estimates[name] = estimate(demand)
     return estimates
@@ -172,8 +172,7 @@ def cost(checked: Checked, call: Call, placed: dict[str, Placement]) -> CallCost
     if shape is None or lengths is None:
         return None
     use = next((use for use in algorithm.roles() if use.role == call.role), RoleUse(name, False))
-    passes = int(getattr(algorithm, "n_epochs", 1))
-    flops = call_flops(shape, use.head, call.method, lengths, passes)
+    flops = call_flops(shape, use.head, call.method, lengths, algorithm.epochs)
     gpu = hardware.gpu_of(config.cluster)
     if gpu is None or config.cluster.gpus_per_worker == 0:
         return CallCost(flops, None)

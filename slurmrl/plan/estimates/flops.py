@@ -39,9 +39,18 @@ def attention_flops(shape: ModelShape, length: int) -> int:
 def call_flops(shape: ModelShape, head: Head, method: Method, lengths: Lengths, passes: int) -> int:
     """Operations for all sequences of a step at full length; a train_step makes ``passes`` passes
     over them."""
-    products = lengths.longest * forward_flops_per_token(shape, head)
-    total = lengths.sequences * (products + attention_flops(shape, lengths.longest))
+    total = lengths.sequences * forward_flops(shape, head, lengths.longest)
+    if method is Method.GENERATE:  # an item's prompt is read once
+        prompt = lengths.longest - lengths.new_tokens
+        total -= (lengths.sequences - lengths.sequences // lengths.group) * forward_flops(
+            shape, head, prompt
+        )
     return total * passes * (1 + BACKWARD) if method is Method.TRAIN_STEP else total
+
+
+def forward_flops(shape: ModelShape, head: Head, length: int) -> int:
+    """Operations of a forward pass over one sequence."""
+    return length * forward_flops_per_token(shape, head) + attention_flops(shape, length)
 
 
 def compute_seconds(flops: int, gpus: int, gpu: Gpu) -> float:

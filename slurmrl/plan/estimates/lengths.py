@@ -20,18 +20,21 @@ class Lengths:
     assumed: bool
     """Whether the configuration sets no bound, so that ``longest`` is the model's number of
     positions."""
+    group: int = 1
+    """Sequences of an item. A prompt is read once to generate all of its completions."""
 
 
 def lengths_of(config: Config, algorithm: Algorithm, shape: ModelShape | None) -> Lengths | None:
     """The lengths of a step; None if neither the configuration nor the model bounds them."""
     new = config.rollout.max_new_tokens if config.dataset.type == "prompt" else 0
-    sequences = algorithm.batch_size * int(getattr(algorithm, "group_size", 1))
+    group = algorithm.sequences_per_item(config)
+    sequences = algorithm.batch_size * group
     bound = longest(config.dataset, new)
     if bound is not None:
-        return Lengths(sequences, bound, new, assumed=False)
+        return Lengths(sequences, bound, new, assumed=False, group=group)
     if shape is None or shape.positions is None:
         return None
-    return Lengths(sequences, max(shape.positions, new), new, assumed=True)
+    return Lengths(sequences, max(shape.positions, new), new, assumed=True, group=group)
 
 
 def longest(dataset: Dataset, new_tokens: int) -> int | None:

@@ -366,7 +366,7 @@ def _generation(job: MemoryDemand) -> int:
     if job.allocation.backend in SHARDED:
         size += whole_weights(job.shape, job.allocation, job.model.dtype)
     if job.allocation.backend in BUILT_IN:
-        size += max(_prefill(job, job.lengths, sequences), _drawing(job, sequences))
+        size += max(_prefill(job, job.lengths), _drawing(job, sequences))
     return round(size)
 
 
@@ -375,10 +375,11 @@ def whole_weights(shape: ModelShape, allocation: Allocation, dtype: str) -> floa
     return parameters(shape, allocation, "lm").total * BYTES[dtype]
 
 
-def _prefill(job: MemoryDemand, lengths: Lengths, sequences: int) -> float:
+def _prefill(job: MemoryDemand, lengths: Lengths) -> float:
     """Bytes of one layer's activations for the prompts that are read at a time."""
     prompt = lengths.longest - lengths.new_tokens
-    tokens = max(min(job.model.max_tokens_per_microbatch, sequences * prompt), prompt)
+    prompts = -(-lengths.sequences // (lengths.group * job.allocation.sizes["dp"]))
+    tokens = max(min(job.model.max_tokens_per_microbatch, prompts * prompt), prompt)
     return layer_activations(job) * tokens * BYTES[job.model.dtype]
 
 

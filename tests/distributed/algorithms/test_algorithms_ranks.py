@@ -33,6 +33,7 @@ ARCHITECTURE = {
     "num_key_value_heads": 2,
 }
 PARTS = {1: [list(range(8))], 2: [[0, 1, 2, 5, 6, 7], [3, 4]], 3: [[0, 1, 2], [3, 4, 5, 6, 7], []]}
+PAIRS = {1: [[0, 1, 2, 3]], 2: [[0, 1, 3], [2]]}
 """Items of each rank: uneven on purpose."""
 
 
@@ -51,17 +52,36 @@ def rollout() -> SequenceSample:
             "logprobs": -2.5 + 0.1 * torch.randn(total, generator=generator),
             "ref_logprobs": -2.5 + 0.1 * torch.randn(total, generator=generator),
             "values": torch.randn(total, generator=generator),
+        },
+        per_sequence={
             "rewards": torch.randn(8, generator=generator),
             "finished": torch.tensor([True, False] * 4),
         },
     )
 
 
-def train(size: int, engine: str = "fsdp", **options: Any) -> tuple[dict[str, float], torch.Tensor]:
+def pairs() -> SequenceSample:
+    """The same sequences as groups of two."""
+    whole = rollout()
+    lengths = {
+        key: [[*rows[item], *rows[item + 1]] for item in range(0, 8, 2)]
+        for key, rows in whole.lengths.items()
+    }
+    return SequenceSample(whole.ids[::2], lengths, data=whole.data)
+
+
+def train(
+    size: int, engine: str = "fsdp", *, grouped: bool = False, **options: Any
+) -> tuple[dict[str, float], torch.Tensor]:
     """Statistics of one actor and one critic step, and what the actor says afterwards."""
+    whole, parts = (pairs(), PAIRS) if grouped else (rollout(), PARTS)
     if engine == "megatron":
         megatron_cpu.install()
-    model = Model(architecture=ARCHITECTURE, optimizer=Optimizer(lr=1e-3, eps=1e-3))
+    model = Model(
+        architecture=ARCHITECTURE,
+        optimizer=Optimizer(lr=1e-3, eps=1e-3),
+        max_tokens_per_microbatch=11,
+    )
     ppo = PolicyGradient(batch_size=8, **options)
     config = Config(
         experiment="test",
@@ -71,7 +91,7 @@ def train(size: int, engine: str = "fsdp", **options: Any) -> tuple[dict[str, fl
         dataset=Dataset(type="prompt", path="unused"),
     )
     settings = Settings(config, ppo, cast(Any, None))
-    about = ((), rollout().ids)  # nothing is generated
+    about = ((), whole.ids)  # nothing is generated
     context = CallContext(1, 1, {"kl_coef": 0.1}, cast(Any, None), settings, *about)
     heads = {"actor": "lm", "critic": "value"}
     plans = [
@@ -88,7 +108,7 @@ def train(size: int, engine: str = "fsdp", **options: Any) -> tuple[dict[str, fl
     ]
     rank = dist.get_rank()
     contexts = build(plans, rank=rank, device=torch.device("cpu"))
-    own = rollout().take(PARTS[size][rank])
+    own = whole.take(parts[size][rank])
     stats: dict[str, float] = {}
     engines: dict[str, TrainEngine] = {}
     for plan, interface in zip(plans, (ActorInterface(), CriticInterface()), strict=True):
@@ -144,3 +164,25 @@ def test_a_step_on_ranks_is_the_step_on_one(
         torch.testing.assert_close(after, after_one, rtol=1e-5, atol=1e-5)
     assert wanted["actor_updates"] == options["n_minibatches"] * options.get("n_epochs", 1)
     assert wanted["advantages_std"] > 0.1
+
+
+@pytest.mark.parametrize(
+    ("size", "engine", "options"),
+    [
+        (1, "fsdp", {"n_minibatches": 2, "n_epochs": 2}),
+        (2, "fsdp", {"n_minibatches": 2, "recompute_logprobs": True}),
+        (2, "megatron", {"n_minibatches": 2}),
+    ],
+)
+def test_completions_of_one_prompt_train_as_those_of_several(
+    ranks: RankPool, size: int, engine: str, options: dict[str, int]
+) -> None:
+    """Two completions of each of four prompts give the update of eight prompts, on any number of
+    ranks, although a group exceeds the token budget of a micro-batch."""
+    (wanted, after_one), *_ = ranks(1, f"{HERE}:train", 1, engine, **options)
+    results = ranks(size, f"{HERE}:train", size, engine, grouped=True, **options)
+    assert wanted["completions"] == 8
+    for stats, after in results:
+        assert stats == results[0][0]
+        assert stats == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+        torch.testing.assert_close(after, after_one, rtol=1e-5, atol=1e-5)

@@ -105,10 +105,10 @@ def shared(setup: Setup) -> list[Any]:
         {
             "input_ids": torch.tensor([rank, 5, 6]),
             "logprobs": torch.tensor([0.5, rank, -1.0]),
-            "finished": torch.tensor([True, False]),
             "values": None,
         },
         {"row": [{"rank": rank}, None]},
+        per_sequence={"finished": torch.tensor([True, False])},
     )
     got = share(sample, place)
     empty = share(sample.take([]), place)

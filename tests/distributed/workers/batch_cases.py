@@ -42,14 +42,15 @@ def made(sample: SequenceSample, keys: tuple[str, ...]) -> SequenceSample:
     numbers = [int(name.partition("@")[0]) for name in sample.ids]
     sizes = [lengths(number + 1)[-1] + number % 3 for number in numbers]
     data: dict[str, Any] = {}
+    single: dict[str, Any] = {}
     for key in keys:
         if key == "rewards":
-            data[key] = torch.tensor(numbers, dtype=torch.float64) / 3
+            single[key] = torch.tensor(numbers, dtype=torch.float64) / 3
             continue
         each = [torch.full((n,), number) for n, number in zip(sizes, numbers, strict=True)]
         whole = torch.cat([torch.empty(0, dtype=torch.int64), *each])
         data[key] = whole if key == "input_ids" else whole.to(torch.float32) + 0.5
-    return SequenceSample.from_default(sizes, sample.ids, data)
+    return SequenceSample.from_default(sizes, sample.ids, data, per_sequence=single)
 
 
 def run(

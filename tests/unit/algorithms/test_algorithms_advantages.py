@@ -32,6 +32,8 @@ def batch(shapes: list[tuple[int, int]], seed: int = 0) -> SequenceSample:
             "logprobs": noise(total),
             "ref_logprobs": noise(total),
             "values": noise(total),
+        },
+        per_sequence={
             "rewards": noise(len(shapes)),
             "finished": torch.rand(len(shapes), generator=generator) < 0.5,
         },

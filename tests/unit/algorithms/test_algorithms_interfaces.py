@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from slurmrl.algorithms.policy.actor import RecomputeInterface
 from slurmrl.algorithms.reward.interface import RuleRewardInterface
 from slurmrl.algorithms.rollout.interface import (
     RolloutInterface,
+    completions,
     evaluation_seed,
     generation_options,
     sampling_keys,
@@ -48,6 +50,9 @@ def test_keys_are_stable_and_follow_the_sample_id() -> None:
     assert keys.tolist() == sampling_keys(("a@0", "a@1", "b@0")).tolist()
     assert len(set(keys.tolist())) == 3
     assert keys[0].item() == -2547367560560890577
+    groups = sampling_keys(("a@0", "a@1"), 3).tolist()
+    assert groups[::3] == keys[:2].tolist()
+    assert len(set(groups)) == 6
     assert sampling_keys(()).shape == (0,)
 
 
@@ -62,6 +67,32 @@ def test_a_completion_depends_on_its_id_and_not_on_the_batch(make_world: MakeWor
     for key in ("input_ids", "prompt_mask", "finished"):
         assert torch.equal(second.tensor(key), alone.tensor(key))
     assert both.tensor("prompt_mask").tolist().count(True) == 6
+
+
+def with_rollout(context: CallContext, **options: Any) -> CallContext:
+    config = context.settings.config
+    rollout = config.rollout.model_copy(update=options)
+    settings = replace(context.settings, config=config.model_copy(update={"rollout": rollout}))
+    return replace(context, settings=settings)
+
+
+def test_a_completion_does_not_depend_on_how_many_its_prompt_has(make_world: MakeWorld) -> None:
+    """The first one is the only one of n = 1, and the others have streams of their own; prompts
+    and completions of a group lie side by side."""
+    world = make_world()
+    drawn = {}
+    for n in (1, 2, 5):
+        context = with_rollout(world.context(step=3), n=n)
+        sample = RolloutInterface().generate(world.actor, prompts(["x@0", "y@0"]), context).sample
+        assert sample is not None
+        assert sample.sequence_counts("input_ids") == sample.sequence_counts("finished") == [n, n]
+        cuts = sample.cu_seqlens("input_ids").tolist()
+        tokens = sample.tensor("input_ids").tolist()
+        drawn[n] = [tokens[start:stop] for start, stop in pairwise(cuts)]
+        assert all(row[:3] == [2, 3, 4] for row in drawn[n])
+    assert drawn[2][0::2] == drawn[1]
+    assert drawn[5][0:2] + drawn[5][5:7] == drawn[2]
+    assert len({tuple(row) for row in drawn[5]}) == 10
 
 
 def test_generation_reports_lengths(make_world: MakeWorld) -> None:
@@ -104,7 +135,8 @@ def test_a_reward_does_not_see_the_stop_token(make_world: MakeWorld) -> None:
 def test_evaluation_has_settings_and_a_stream_of_its_own(make_world: MakeWorld) -> None:
     world = make_world()
     training = world.context(step=1)
-    evaluation = evaluating(training, temperature=0.5, max_new_tokens=4)
+    evaluation = evaluating(training, temperature=0.5, max_new_tokens=4, n=3)
+    assert (completions(training), completions(evaluation)) == (1, 3)
     config = evaluation.settings.config.model_copy(
         update={"rollout": Rollout(max_new_tokens=9, top_k=3, min_new_tokens=2)}
     )
@@ -167,7 +199,6 @@ def completed() -> SequenceSample:
         {
             "input_ids": torch.tensor(flat),
             "prompt_mask": torch.tensor(mask),
-            "finished": torch.tensor([row[2] for row in rows]),
         },
         {
             "prompt": ["1+2=", "4+5="],
@@ -175,6 +206,7 @@ def completed() -> SequenceSample:
             "row": [{"answer": "3"}, {"answer": "9"}],
             "line": [1, 2],
         },
+        per_sequence={"finished": torch.tensor([row[2] for row in rows])},
     )
 
 
@@ -206,6 +238,33 @@ def test_rewards_judge_decoded_completions(make_world: MakeWorld) -> None:
     nothing = interface.inference(None, completed().take([]), context)
     assert nothing.stats == {"reward": (0.0, 0.0)}
     interface.close()
+
+
+def test_each_completion_of_a_prompt_is_judged(make_world: MakeWorld) -> None:
+    """A reward gets the prompt and the row of every completion; readable samples number them."""
+    context = judging(make_world().context(step=1), samples=3)
+    pair = completed()
+    swapped = pair.take([1, 0])
+    rows = [pair.item_lengths("input_ids"), swapped.item_lengths("input_ids")]
+    data: dict[str, Any] = {
+        key: torch.cat([pair.tensor(key), swapped.tensor(key)])
+        for key in ("input_ids", "prompt_mask", "finished")
+    }
+    finished = {"finished": data.pop("finished")}
+    group = SequenceSample.grouped(rows, pair.ids, data, pair.metadata, per_sequence=finished)
+    result = RuleRewardInterface().inference(None, group, context)
+    assert result.sample is not None
+    assert result.sample.lengths == {"rewards": [[1, 1], [1, 1]]}
+    assert result.sample.tensor("rewards").tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert result.stats == {"reward": (1.0, 4.0)}
+    shown = [(row["id"], row["index"], row["completion"], row["answer"]) for row in result.texts]
+    assert shown == [("a@0", 0, "3", "3"), ("a@0", 1, "8", "3"), ("b@0", 0, "8", "9")]
+    config = context.settings.config.model_copy(
+        update={"reward": Reward(name="tests.support.users_rewards:nan_for_the_second")}
+    )
+    context = replace(context, settings=replace(context.settings, config=config))
+    with pytest.raises(RewardError, match=r":1 \(sample a@0, index 1\), completion '8'"):
+        RuleRewardInterface().inference(None, group, context)
 
 
 def test_a_reward_that_is_not_finite_fails_the_call(make_world: MakeWorld) -> None:

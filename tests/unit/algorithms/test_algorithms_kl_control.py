@@ -39,8 +39,11 @@ def test_the_controller_reads_kl_per_completion_and_restores() -> None:
     )
     controller = KLController(ppo)
     assert controller.values() == {"kl_coef": 0.1}
-    controller.update({"kl_sequence": 9.0, "kl": 0.0})
+    controller.update({"kl_sequence": 9.0, "kl": 0.0, "completions": 100.0})
     assert controller.values()["kl_coef"] == pytest.approx(0.102)
+    groups = KLController(ppo)
+    groups.update({"kl_sequence": 9.0, "completions": 400.0})
+    assert groups.values()["kl_coef"] == pytest.approx(0.108), "the horizon counts completions"
     other = KLController(ppo)
     other.restore(json.loads(json.dumps(controller.state())))
     assert other.values() == controller.values()
@@ -48,7 +51,7 @@ def test_the_controller_reads_kl_per_completion_and_restores() -> None:
 
 def test_the_default_is_fixed() -> None:
     controller = KLController(PolicyGradient(batch_size=1))
-    controller.update({"kl_sequence": 100.0})
+    controller.update({"kl_sequence": 100.0, "completions": 1.0})
     assert controller.values() == {"kl_coef": 0.1}
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from slurmrl.algorithms.policy import advantages, critic
+from slurmrl.algorithms.policy.actor import ActorInterface
 from slurmrl.algorithms.policy.advantages import estimate
 from slurmrl.algorithms.policy.critic import critic_loss
 from slurmrl.data.sample import SequenceSample
@@ -38,6 +39,48 @@ def check_reference_is_the_start(world: Any) -> None:
     for step in range(2, 6):
         last = world.train_actor(world.rollout(step), step, kl_coef=0.0)
     assert last["kl_sequence"] > 0.05
+
+
+def groups(world: Any, prompts: int, n: int) -> SequenceSample:
+    """Prompts of one batch with ``n`` completions each, and all that training reads."""
+    sequences = world.rollout(step=1, prompts=prompts * n)
+    return SequenceSample(
+        tuple(f"{item}@0" for item in range(prompts)),
+        {
+            key: [
+                [length for row in rows[item * n : (item + 1) * n] for length in row]
+                for item in range(prompts)
+            ]
+            for key, rows in sequences.lengths.items()
+        },
+        data=sequences.data,
+    )
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_a_group_of_completions_may_exceed_a_micro_batch(make_world: MakeWorld, role: str) -> None:
+    """Its sequences are packed apart, within the token budget, and the results are in order."""
+    world = make_world(n_minibatches=2)
+    sample, engine = groups(world, prompts=4, n=6), getattr(world, role)
+    interface = ActorInterface() if role == "actor" else critic.CriticInterface()
+    context = world.context(2, sample.ids, kl_coef=0.1)
+    whole = interface.inference(engine, sample, context).sample
+    assert whole is not None
+    [key] = whole.keys
+    assert whole.lengths[key] == sample.lengths["input_ids"]
+    sizes = []
+    run = engine._run
+
+    def watched(ids: torch.Tensor, *rest: Any) -> Any:
+        sizes.append(len(ids))
+        return run(ids, *rest)
+
+    engine._run, engine._max_tokens = watched, 20
+    parts = interface.inference(engine, sample, context).sample
+    assert parts is not None
+    torch.testing.assert_close(parts.tensor(key), whole.tensor(key), rtol=1e-5, atol=1e-5)
+    interface.train_step(engine, sample, context)
+    assert max(sizes) <= 20 < max(sample.item_lengths("input_ids"))
 
 
 def check_good_completions_have_advantages(world: Any) -> None:

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from slurmrl.data.meta import SampleMeta
 from slurmrl.data.sample import SequenceSample
-from slurmrl.errors import UnknownNameError
 
 
 def make(lengths: list[int], prefix: str = "s") -> SequenceSample:
@@ -23,9 +22,9 @@ def make(lengths: list[int], prefix: str = "s") -> SequenceSample:
         {
             "input_ids": torch.arange(total),
             "logprobs": torch.linspace(-1, 0, total),
-            "rewards": torch.arange(len(lengths)).float(),
         },
         {"text": [f"{prefix} {index}" for index in range(len(lengths))]},
+        per_sequence={"rewards": torch.arange(len(lengths)).float()},
     )
 
 
@@ -110,12 +109,37 @@ def test_cumulative_lengths_count_every_sequence() -> None:
     assert make([2, 3]).cu_seqlens("input_ids").dtype == torch.int32
 
 
-def test_well_known_keys_have_a_length_rule_and_others_do_not() -> None:
+def test_the_maker_of_a_key_says_whether_it_is_per_token_or_per_sequence() -> None:
     sample = make([2, 3])
     assert sample.lengths["logprobs"] == [[2], [3]]
     assert sample.lengths["rewards"] == [[1], [1]]
-    with pytest.raises(UnknownNameError, match="did you mean 'logprobs'"):
-        SequenceSample.from_default([1], ["a"], {"logprob": torch.zeros(1)})
+    group = SequenceSample.grouped(
+        [[2, 1], [3]], ["a", "b"], {"mine": torch.zeros(6)}, per_sequence={"own": torch.zeros(3)}
+    )
+    assert group.lengths == {"mine": [[2, 1], [3]], "own": [[1, 1], [1]]}
+
+
+@settings(deadline=None)
+@given(groups)
+def test_sequences_are_separated_in_order_and_none_is_lost(rows: list[list[int]]) -> None:
+    """Each sequence becomes an item with its own tokens and the metadata of its item."""
+    sample = nested(rows).only(["seq"])
+    sample.metadata["row"] = [f"row {item}" for item in range(len(rows))]
+    apart = sample.sequences()
+    places = [(item, place) for item, row in enumerate(rows) for place in range(len(row))]
+    assert apart.lengths["seq"] == [[rows[item][place]] for item, place in places]
+    assert torch.equal(apart.tensor("seq"), sample.tensor("seq"))
+    assert apart.metadata["row"] == [f"row {item}" for item, _ in places]
+    if any(len(row) > 1 for row in rows):
+        assert apart.ids == tuple(f"n{item}#{place}" for item, place in places)
+    else:
+        assert same(apart, sample)
+
+
+def test_keys_with_other_sequences_cannot_be_separated() -> None:
+    sample = nested([[2, 3], [1]])
+    with pytest.raises(ValueError, match="key 'score' does not have the same sequences"):
+        sample.sequences()
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -141,7 +165,10 @@ def test_a_key_may_hold_no_data() -> None:
 def test_update_takes_over_keys_of_the_same_items() -> None:
     sample = make([2, 3])
     more = SequenceSample.from_default(
-        [2, 3], sample.ids, {"values": torch.ones(5), "rewards": torch.tensor([7.0, 8.0])}
+        [2, 3],
+        sample.ids,
+        {"values": torch.ones(5)},
+        per_sequence={"rewards": torch.tensor([7.0, 8.0])},
     )
     sample.update_(more)
     assert sample.tensor("values").tolist() == [1.0] * 5

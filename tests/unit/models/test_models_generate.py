@@ -215,6 +215,25 @@ def test_draws_follow_seed_step_and_key(small_decoder: Callable[..., Decoder]) -
     assert new[0] != other[0]
 
 
+def test_a_prompt_with_several_keys_is_continued_once_for_each(
+    small_decoder: Callable[..., Decoder],
+) -> None:
+    """The same completions as from copies of the prompt, which is read once."""
+    decoder, sequences = small_decoder(), prompts(7)
+    options = GenerationOptions(max_new_tokens=12, stop_token_ids=(STOP, 11))
+    keys = torch.arange(21)
+    copies = [sequence for sequence in sequences for _ in range(3)]
+    wanted = run(decoder, copies, options, keys=keys)
+    output = run(decoder, sequences, options, keys=keys)
+    assert torch.equal(output.tokens, wanted.tokens)
+    assert torch.equal(output.lengths, wanted.lengths)
+    assert torch.equal(output.prompt_lengths, wanted.prompt_lengths)
+    assert torch.equal(output.finished, wanted.finished)
+    torch.testing.assert_close(output.logprobs, wanted.logprobs, rtol=1e-5, atol=1e-5)
+    with pytest.raises(UsageError, match="20 keys for 7 prompts: expected 1 or more keys for each"):
+        run(decoder, sequences, options, keys=keys[:20])
+
+
 def test_stop_tokens_end_rows(small_decoder: Callable[..., Decoder]) -> None:
     options = GenerationOptions(max_new_tokens=15, min_new_tokens=4, stop_token_ids=(STOP, 4, 5))
     output = run(small_decoder(), prompts(60), options)

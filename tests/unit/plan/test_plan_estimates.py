@@ -128,6 +128,18 @@ def test_flops_are_those_that_utilisation_is_counted_with(head: Any, method: Met
     assert call_flops(shape_of(LLAMA_8B), head, method, LENGTHS, passes=3) == expected
 
 
+def test_a_prompt_is_read_once_for_all_of_its_completions() -> None:
+    """Each completion costs the forward pass of its sequence but, after the first one, that of the
+    prompt. Other calls read whole sequences."""
+    shape, config = shape_of(LLAMA_8B), ModelConfig.from_hf(LLAMA_8B)
+    group, prompt = replace(LENGTHS, group=4), LENGTHS.longest - LENGTHS.new_tokens
+    alone = call_flops(shape, "lm", Method.GENERATE, LENGTHS, passes=1)
+    shared = decoder_flops.forward_flops(config, [prompt] * 48, "lm")
+    assert call_flops(shape, "lm", Method.GENERATE, group, passes=1) == alone - shared
+    inference = call_flops(shape, "lm", Method.INFERENCE, LENGTHS, passes=1)
+    assert call_flops(shape, "lm", Method.INFERENCE, group, passes=1) == inference
+
+
 def test_only_the_experts_of_a_token_count() -> None:
     per_token = call_flops(
         shape_of(QWEN3_30B_A3B), "lm", Method.INFERENCE, Lengths(1, 1, 0, False), passes=1

@@ -8,9 +8,10 @@ from typing import Any, ClassVar, Literal
 
 import pytest
 
+from slurmrl.algorithms.schema import AlgorithmSchema
 from slurmrl.allocation.legacy_spellings import HostShape
 from slurmrl.config.load import dump
-from slurmrl.config.schema import Config, Section
+from slurmrl.config.schema import Config
 from slurmrl.errors import AllocationError, ConfigError, Problem
 from slurmrl.graph.call import Call, Method, RoleUse
 from slurmrl.paths import RunPaths, user_name
@@ -239,7 +240,7 @@ def test_a_trial_without_export_names_the_configuration_to_submit_first(
     assert f"slurmrl submit {folder / 'start.yaml'}" in problem.message
 
 
-class Broken(Section):
+class Broken(AlgorithmSchema):
     """An algorithm whose calls do not fit together."""
 
     name: Literal["broken"] = "broken"
@@ -255,9 +256,6 @@ class Broken(Section):
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
         return ()
-
-    def controller(self) -> str | None:
-        return None
 
 
 def test_a_graph_that_does_not_fit_is_a_problem_of_the_algorithm(

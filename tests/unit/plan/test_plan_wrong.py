@@ -32,6 +32,15 @@ def wrong(
 
 BACKEND = "actor.backend"
 KINDS = {
+    "n of no generation": wrong(
+        "rollout.n",
+        "4 is not allowed: sft does not generate in training (see evaluation.n)",
+        *("algorithm={name: sft, batch_size: 16}", "critic=", "ref=", "rollout.n=4"),
+        "dataset.type=prompt_answer",
+    ),
+    "n without chance": wrong(
+        "rollout", "n 4 is not allowed with greedy", "rollout.n=4", "rollout.greedy=true"
+    ),
     "no such backend": wrong(BACKEND, "did you mean 'megatron'", "actor.backend=megatrom:d2"),
     "no backend": wrong(BACKEND, "unknown backend 'd4t2'", "actor.backend=d4t2"),
     "repeated dimension": wrong(BACKEND, "'d' is repeated", "actor.backend=fsdp:d2d4"),

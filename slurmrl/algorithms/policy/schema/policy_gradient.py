@@ -24,6 +24,7 @@ ACTOR_METRICS = (
     "entropy",
     "kl",
     "kl_sequence",
+    "completions",
     "kl_coef",
     "advantages_mean",
     "advantages_std",
