@@ -154,6 +154,12 @@ def test_generated_logprobs_are_those_of_the_training_forward(values: dict[str, 
     parts = generate(model, ids, cu, options, seed=1, step=2, keys=keys, prefill_tokens=20)
     assert torch.equal(parts.tokens, output.tokens)  # with one prompt read at a time
     assert (parts.logprobs - output.logprobs).abs().max() < 1e-4
+    groups = generate(model, ids, cu, options, seed=1, step=2, keys=keys.repeat_interleave(2))
+    rows = groups.tokens.split(groups.lengths.tolist())  # every prompt twice, with the same key
+    wanted = output.tokens.split(output.lengths.tolist())
+    for row, tokens in enumerate(wanted):
+        assert torch.equal(rows[2 * row], tokens)
+        assert torch.equal(rows[2 * row + 1], tokens)
     lengths = output.lengths
     assert len(set(lengths - torch.tensor(LENGTHS))) > 1  # some rows left the batch
     whole = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
