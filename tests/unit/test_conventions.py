@@ -62,7 +62,7 @@ ROWS: tuple[dict[str, tuple[str, ...]], ...] = (
         "parallel.gpu_memory": (),
         "rewards": (),
         "checkpoint": (),
-        "transfer": (),
+        "transfer": ("ops",),
     },
     {"engines": ("models",), "models": ()},
     {"algorithms": ()},
