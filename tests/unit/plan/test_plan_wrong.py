@@ -315,6 +315,10 @@ KINDS = {
     "older mode beside a backend": wrong(
         "allocation_mode", "is not allowed beside actor.backend", "allocation_mode=d2m1p1"
     ),
+    "older mode beside other sizes": wrong(
+        "actor.model.tensor_model_parallel_size", "says t = 1",
+        "actor.backend=''", "allocation_mode=d2m1p1", "actor.model.tensor_model_parallel_size=2",
+    ),
     "older mode": wrong(
         "allocation_mode", "searching for a layout is not supported",
         'actor.backend=""', "allocation_mode=search"
