@@ -19,6 +19,7 @@ ALGORITHMS = Registry(
         "ppo": "slurmrl.algorithms.policy.schema:PolicyGradient",
         "dpo": "slurmrl.algorithms.dpo.schema:DPO",
         "kto": "slurmrl.algorithms.kto.schema:KTO",
+        "distill": "slurmrl.algorithms.distill.schema:Distill",
         "reward_model": "slurmrl.algorithms.reward_model.schema:RewardModel",
     },
 )

@@ -7,8 +7,9 @@ from typing import Final
 
 from slurmrl.allocation import parse
 from slurmrl.config.schema import Config, Model, Optimizer
+from slurmrl.config.schema.config import FOLLOWERS, ROLES
 from slurmrl.config.source import Source
-from slurmrl.recover.differences import FOLLOWERS, LAYOUT, ROLES, changes
+from slurmrl.recover.differences import LAYOUT, changes
 
 WHERE: Final = ("backend", "gpus", "model")
 """Settings of a role that decide its layout."""

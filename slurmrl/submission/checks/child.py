@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -23,7 +23,9 @@ from slurmrl.data.tokenizer import load_tokenizer, vocabulary
 from slurmrl.errors import ConfigError, SlurmrlError, UnreadableInputError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.headers import mismatches, read_headers, unused
+from slurmrl.models.shapes import VALUE_HEAD
 from slurmrl.plan.estimates.shape import shape_of
+from slurmrl.plan.resolve.inherit import OWN_WEIGHTS
 from slurmrl.plan.settings import load_resolved_settings
 from slurmrl.rewards.reward import describe
 from slurmrl.rewards.weighted import WeightedReward, make_reward
@@ -104,6 +106,11 @@ class CheckProcess:
                 if extra := unused(headers, config, use.head):
                     message = f"{model.path}: {len(extra)} tensors are not used, such as {extra[0]}"
                     yield Finding("weights", Weight.WARNING, message, key)
+            if use.role == "reward_model" and not wrong and VALUE_HEAD not in headers:
+                wrong = [
+                    f"{model.path} has no {VALUE_HEAD}: every score would be 0; use an export of "
+                    "algorithm.name: reward_model or another folder with a scalar head"
+                ]
             for message in wrong:
                 yield Finding("weights", Weight.FAILED, message, key)
 
@@ -170,6 +177,7 @@ class CheckProcess:
         known = vocabulary(Path(folder))
         if known is None:
             known = load_tokenizer(Path(folder)).get_vocab()
+        yield from self._other_tokenizers(folder, known)
         last = max(known, key=lambda token: known[token])
         for use in self.roles:
             shape = shape_of(getattr(self.config, use.role))
@@ -181,6 +189,24 @@ class CheckProcess:
             )
             yield Finding("tokenizer", Weight.FAILED, message, "actor.tokenizer")
             return
+
+    def _other_tokenizers(self, folder: str, known: Mapping[str, int]) -> Iterator[Finding]:
+        """Yield the models that were trained with another tokenizer than the actor's: they get the
+        actor's token ids."""
+        for use in self.roles:
+            path = getattr(self.config, use.role).path
+            if use.role not in OWN_WEIGHTS or path is None:
+                continue
+            other = vocabulary(Path(path))
+            differing = [token for token in known if other and other.get(token) != known[token]]
+            if other and differing:
+                token = differing[0]
+                message = (
+                    f"'{path}' was trained with another tokenizer than '{folder}': {token!r} is "
+                    f"{other.get(token, 'no token')} there and {known[token]} here; {use.role} and "
+                    "actor must share one"
+                )
+                yield Finding("tokenizer", Weight.FAILED, message, f"{use.role}.path")
 
     def _lengths(self) -> Iterator[Finding]:
         """Yield how many lines a length limit leaves out."""
