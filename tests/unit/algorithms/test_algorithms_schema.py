@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from slurmrl.algorithms.base import Interface
+from slurmrl.algorithms.distill.schema import Distill
 from slurmrl.algorithms.dpo.schema import DPO
 from slurmrl.algorithms.kto.schema import KTO
 from slurmrl.algorithms.policy.schema import PolicyGradient
@@ -37,6 +38,7 @@ ALGORITHMS = (
     DPO(batch_size=8),
     KTO(batch_size=8),
     RewardModel(batch_size=8),
+    Distill(batch_size=8),
 )
 
 
