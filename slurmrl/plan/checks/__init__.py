@@ -15,6 +15,7 @@ from slurmrl.plan.checks.layouts import LAYOUT_CHECKS, SUBMISSION_CHECKS
 from slurmrl.plan.checks.sections import (
     averages,
     completions,
+    dataset_chats,
     dataset_files,
     dataset_types,
     engine_options,
@@ -35,6 +36,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     averages,
     completions,
     dataset_types,
+    dataset_chats,
     reward,
     stop_when,
     graphs,

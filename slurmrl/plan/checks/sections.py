@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -20,6 +21,9 @@ from slurmrl.plan.engines import ENGINES
 from slurmrl.plan.estimates.memory import SHARDED
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.registry import near, resolve
+
+SAVED_DATA: Final = ("dataset_dict.json", "state.json")
+"""Files of folders that Hugging Face `datasets` saves."""
 
 STEP_METRICS: Final = ("tokens", "tokens_per_s")
 
@@ -45,10 +49,32 @@ def dataset_types(draft: Draft) -> Iterator[Problem]:
 
 def dataset_files(draft: Draft) -> Iterator[Problem]:
     for where, dataset, _ in _datasets(draft):
-        path = Path(dataset.path)
-        if not path.is_file():
-            reason = "it is a folder" if path.is_dir() else "there is no such file"
-            yield draft.problem((*where, "path"), f"'{path}' is not allowed: {reason}")
+        if reason := _no_data(Path(dataset.path)):
+            yield draft.problem((*where, "path"), f"'{dataset.path}' is not allowed: {reason}")
+        template = dataset.chat_template
+        if isinstance(template, str) and not Path(template).is_file():
+            message = f"'{template}' is not allowed: there is no such file (true: the tokenizer's)"
+            yield draft.problem((*where, "chat_template"), message)
+
+
+def _no_data(path: Path) -> str:
+    if path.is_file():
+        return ""
+    if not path.is_dir():
+        return "there is no such file or folder"
+    names = os.listdir(path)
+    if any(name in SAVED_DATA or name.endswith(".parquet") for name in names):
+        return ""
+    return f"it is a folder without {', '.join(SAVED_DATA)} or *.parquet"
+
+
+def dataset_chats(draft: Draft) -> Iterator[Problem]:
+    """Settings that only a chat template uses."""
+    for where, dataset, _ in _datasets(draft):
+        for name in ("system_prompt", "chat_template_options"):
+            if getattr(dataset, name) and not dataset.is_chat:
+                message = "is not allowed without a chat template: set chat_template to true"
+                yield draft.problem((*where, name), message)
 
 
 def reward(draft: Draft) -> Iterator[Problem]:

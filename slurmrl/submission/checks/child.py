@@ -35,15 +35,6 @@ from slurmrl.workers import process
 MOST_BYTES: Final = 64 * 2**20
 """Bytes of a data file that are checked, from its start."""
 MOST_MEMORY: Final = 8 * 2**30
-SETTINGS: Final = (
-    "prompt_template",
-    "answer_template",
-    "prompt_key",
-    "answer_key",
-    "chosen_key",
-    "rejected_key",
-    "label_key",
-)
 
 Look = Callable[[], Iterator[Finding]]
 
@@ -164,12 +155,11 @@ class CheckProcess:
                 {**row, "answer": answer}
                 for row, answer in zip(rows.records.rows, answers, strict=True)
             ]
-            messages = zip(rows.records.lines, function.check_rows(lines), strict=True)
-            refused = ((line, message) for line, message in messages if message)
-            for line, message in islice(refused, MOST_PROBLEMS):
-                yield Finding(
-                    "reward", Weight.FAILED, message, dataset.answer_key, f"{dataset.path}:{line}"
-                )
+            messages = zip(rows.records.numbers, function.check_rows(lines), strict=True)
+            refused = ((number, message) for number, message in messages if message)
+            for number, message in islice(refused, MOST_PROBLEMS):
+                where = rows.records.where(number)
+                yield Finding("reward", Weight.FAILED, message, dataset.answer_key, where)
 
     def _tokenizer(self) -> Iterator[Finding]:
         folder = self.config.actor.tokenizer
@@ -213,7 +203,8 @@ class CheckProcess:
         limited = {
             key: dataset
             for key, dataset in datasets(self.config)
-            if key in self.rows and (dataset.max_prompt_tokens or dataset.max_tokens)
+            if key in self.rows
+            and (dataset.max_prompt_tokens or dataset.max_tokens or dataset.is_chat)
         }
         if not limited or self.config.actor.tokenizer is None:
             return
@@ -248,9 +239,9 @@ def limits(dataset: DatasetConfig) -> str:
 
 
 def _of_data(section: str, problem: Any) -> Finding:
-    """Locate a problem of a setting in the configuration, any other in the data file."""
-    if problem.key in SETTINGS or problem.key == "dataset":
-        key = f"{section}.{problem.key}" if problem.key in SETTINGS else section
+    """Locate a problem without a place in the configuration, any other in the data file."""
+    if not problem.where:
+        key = f"{section}.{problem.key}" if problem.key else section
         return Finding("data", Weight.FAILED, problem.message, key)
     return Finding("data", Weight.FAILED, problem.message, problem.key, problem.where)
 
