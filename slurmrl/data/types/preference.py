@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.row_fields import RowField, wrong_full_text
-from slurmrl.data.types.base import Row, RowTokens
+from slurmrl.data.types.base import Row, RowTokens, TokenSequence
 from slurmrl.data.types.prompt_answer import PromptAnswers
 from slurmrl.errors import Problem
 
@@ -71,8 +71,12 @@ class Preferences(PromptAnswers):
 
 def joined(rows: Sequence[RowTokens | str]) -> RowTokens | str:
     """The sequences of all rows as those of one, or the first reason why there are none."""
-    reason = next((row for row in rows if isinstance(row, str)), "")
-    return reason or [sequence for row in rows for sequence in row if not isinstance(row, str)]
+    sequences: list[TokenSequence] = []
+    for row in rows:
+        if isinstance(row, str):
+            return row
+        sequences += row
+    return sequences
 
 
 def _answers(value: Any) -> list[str]:
