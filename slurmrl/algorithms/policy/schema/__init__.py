@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from slurmrl.algorithms.policy.schema.advantages import KL
+from slurmrl.algorithms.policy.schema.objective import Correction, Objective, Updates, Value
 from slurmrl.algorithms.policy.schema.policy_gradient import (
     ACTOR_METRICS,
     CRITIC_METRICS,
@@ -10,4 +11,14 @@ from slurmrl.algorithms.policy.schema.policy_gradient import (
     PolicyGradient,
 )
 
-__all__ = ["ACTOR_METRICS", "CRITIC_METRICS", "KL", "OLD_LOGPROBS", "PolicyGradient"]
+__all__ = [
+    "ACTOR_METRICS",
+    "CRITIC_METRICS",
+    "KL",
+    "OLD_LOGPROBS",
+    "Correction",
+    "Objective",
+    "PolicyGradient",
+    "Updates",
+    "Value",
+]

@@ -45,6 +45,12 @@ CRITIC_METRICS = (
     "critic_updates",
     "critic_skipped",
 )
+MISMATCH_METRICS = (
+    "mismatch/kl",
+    "mismatch/kl_k1",
+    "mismatch/ratio_max",
+    "mismatch/effective_sample_size",
+)
 OLD_LOGPROBS = "old_logprobs"
 """Key of the log-probabilities that the training engine computed before the updates."""
 
@@ -64,7 +70,7 @@ class PolicyGradient(Correction, Value, Objective, Updates, Advantages, Algorith
 
     @property
     def minibatches(self) -> int:
-        return self.n_minibatches
+        return 1 if self.shuffle_minibatches else self.n_minibatches
 
     def roles(self) -> tuple[RoleUse, ...]:
         return (
@@ -74,12 +80,13 @@ class PolicyGradient(Correction, Value, Objective, Updates, Advantages, Algorith
         )
 
     def calls(self, config: Config) -> tuple[Call, ...]:
-        recomputes = self.recompute_logprobs
-        if recomputes is None:
-            recomputes = config.actor.dtype == "bfloat16"
+        recomputes = self.recomputes(config.actor.dtype)
         old = OLD_LOGPROBS if recomputes else "logprobs"
         rollout = ("input_ids", "prompt_mask", old, "finished")
         judged = (*rollout, "rewards", "ref_logprobs", "values")
+        weighed = (*judged, "logprobs") if self.correction != "none" else judged
+        actor_metrics = (*ACTOR_METRICS, *self.objective_metrics(recomputes=recomputes))
+        critic_metrics = (*CRITIC_METRICS, *self.value_metrics())
         actor = "slurmrl.algorithms.policy.actor:ActorInterface"
         critic = "slurmrl.algorithms.policy.critic:CriticInterface"
         ids = ("input_ids",)
@@ -89,12 +96,26 @@ class PolicyGradient(Correction, Value, Objective, Updates, Advantages, Algorith
             *((recompute_call(),) if recomputes else ()),
             Call("ref_inf", "ref", Method.INFERENCE, actor, ids, ("ref_logprobs",)),
             Call("critic_inf", "critic", Method.INFERENCE, critic, ids, ("values",)),
-            Call("actor_train", "actor", Method.TRAIN_STEP, actor, judged, (), ACTOR_METRICS),
-            Call("critic_train", "critic", Method.TRAIN_STEP, critic, judged, (), CRITIC_METRICS),
+            Call("actor_train", "actor", Method.TRAIN_STEP, actor, weighed, (), actor_metrics),
+            Call("critic_train", "critic", Method.TRAIN_STEP, critic, judged, (), critic_metrics),
         )
 
     def controller(self) -> str:
-        return "slurmrl.algorithms.kl_control:KLController"
+        return "slurmrl.algorithms.policy.scalars:PolicyScalars"
+
+    def objective_metrics(self, *, recomputes: bool) -> tuple[str, ...]:
+        """Metrics of the actor's training that follow from the settings. Where old
+        log-probabilities are recomputed, that call compares them with generation's."""
+        corrected = ("correction_weight", "correction_masked")
+        return (
+            *(corrected if self.correction != "none" else ()),
+            *(("m2_masked",) if self.m2_threshold is not None else ()),
+            *(() if recomputes else MISMATCH_METRICS),
+        )
+
+    def value_metrics(self) -> tuple[str, ...]:
+        names = ("value_norm_weight", "value_norm_mean", "value_norm_square")
+        return () if self.value_norm == "none" else names
 
 
 def recompute_call() -> Call:
@@ -106,5 +127,5 @@ def recompute_call() -> Call:
         interface="slurmrl.algorithms.policy.actor:RecomputeInterface",
         inputs=("input_ids", "prompt_mask", "logprobs"),
         outputs=(OLD_LOGPROBS,),
-        metrics=("logprob_difference_mean", "logprob_difference_max"),
+        metrics=("logprob_difference_mean", "logprob_difference_max", *MISMATCH_METRICS),
     )
