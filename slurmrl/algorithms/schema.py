@@ -25,10 +25,18 @@ class AlgorithmSchema(Section, ABC):
     evaluation_types: ClassVar[tuple[str, ...]] = ("prompt",)
     """Types of held-out dataset that the algorithm can evaluate."""
 
+    trains_on_samples: ClassVar[bool] = False
+    """Whether losses take the probabilities of sampled tokens for those that they were drawn with.
+    Then sampling may not be restricted to a part of the vocabulary."""
+
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of each trained model per step of the run."""
         return 1
+
+    def untrained_steps(self, role: str) -> int:
+        """Steps at the start of a run in which a trained role is not trained yet."""
+        return 0
 
     @property
     def epochs(self) -> int:

@@ -33,6 +33,10 @@ class Algorithm(Protocol):
     evaluation_types: ClassVar[tuple[str, ...]]
     """Types of held-out dataset that it can evaluate."""
 
+    trains_on_samples: ClassVar[bool]
+    """Whether losses take the probabilities of sampled tokens for those that they were drawn with.
+    Then sampling may not be restricted to a part of the vocabulary."""
+
     @property
     def name(self) -> str: ...
 
@@ -56,6 +60,10 @@ class Algorithm(Protocol):
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of each trained model in one step."""
+        ...
+
+    def untrained_steps(self, role: str) -> int:
+        """Steps at the start of a run in which a trained role is not trained yet."""
         ...
 
     @property

@@ -112,6 +112,8 @@ TORCH_FREE = (
     "algorithms.*.schema.*",
     "algorithms.scalars",
     "algorithms.kl_control",
+    "algorithms.policy.scalars",
+    "algorithms.policy.value_norm",
     "workers",
     "workers.messages",
     "workers.process",

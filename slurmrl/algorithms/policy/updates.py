@@ -35,7 +35,7 @@ MISMATCH = "mismatch_"
 @dataclass(frozen=True)
 class Minibatch:
     items: tuple[int, ...]
-    """Of this rank's sample."""
+    """Positions in this rank's sample."""
     denominator: float
     """This rank's share."""
     tokens: float
@@ -72,7 +72,7 @@ def run_updates(
     sizes: list[float] = []
     for minibatch in _minibatches(engine, sample, context, mask_key, settings, aggregation):
         size = minibatch.tokens
-        part = sample.take(minibatch.items)
+        part = sample.take(minibatch.items).sequences()
         result = engine.train_batch(
             part if prepare is None else prepare(part),
             loss_fn,
@@ -90,10 +90,6 @@ def run_updates(
     return means
 
 
-<<<<<<< HEAD
-def minibatches(sample: SequenceSample, batch: tuple[str, ...], count: int) -> list[SequenceSample]:
-    """The sequences of ``sample`` in each of ``count`` parts of a batch, of consecutive items."""
-=======
 def _veto(stop: Callable[[MeanStats], bool], size: float) -> Callable[[Mapping[str, float]], bool]:
     return lambda result: stop(_means([result], [size]))
 
@@ -142,7 +138,6 @@ def _order(context: CallContext, settings: Updates, epoch: int) -> list[str]:
 
 def split(ids: Sequence[str], order: Sequence[str], count: int) -> list[list[int]]:
     """The positions of ``ids`` in each of ``count`` consecutive parts of ``order``."""
->>>>>>> 45126e9 (Objectives, corrections and value losses of policy gradients are settings: clips on either side, dual clip, sequence ratios, CISPO, SAPO, M2PO, three aggregations, importance weights, Huber loss, value normalisation)
     numbers = {
         name: number
         for number, (start, stop) in enumerate(
@@ -153,11 +148,7 @@ def split(ids: Sequence[str], order: Sequence[str], count: int) -> list[list[int
     items: list[list[int]] = [[] for _ in range(count)]
     for index, name in enumerate(ids):
         items[numbers[name]].append(index)
-<<<<<<< HEAD
-    return [sample.take(part).sequences() for part in items]
-=======
     return items
->>>>>>> 45126e9 (Objectives, corrections and value losses of policy gradients are settings: clips on either side, dual clip, sequence ratios, CISPO, SAPO, M2PO, three aggregations, importance weights, Huber loss, value normalisation)
 
 
 def global_result(means: MeanStats, role: str) -> CallResult:

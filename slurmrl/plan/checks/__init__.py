@@ -22,7 +22,9 @@ from slurmrl.plan.checks.sections import (
     graphs,
     optimizers,
     reward,
+    sampling,
     stop_when,
+    untrained_steps,
 )
 from slurmrl.plan.checks.weights import implementations, lengths, stop_tokens, tokenizer, weights
 
@@ -38,6 +40,8 @@ CHECKS: Final[tuple[Check, ...]] = (
     dataset_types,
     dataset_chats,
     reward,
+    sampling,
+    untrained_steps,
     stop_when,
     graphs,
 )

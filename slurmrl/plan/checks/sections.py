@@ -119,6 +119,36 @@ def _makes_rewards(calls: Sequence[Call]) -> bool:
     return any("rewards" in call.outputs for call in calls)
 
 
+def sampling(draft: Draft) -> Iterator[Problem]:
+    """What would draw training completions from another distribution than the losses assume."""
+    if not draft.algorithm.trains_on_samples:
+        return
+    rollout = draft.config.rollout
+    restricted = {
+        "top_k": rollout.top_k is not None,
+        "top_p": rollout.top_p < 1.0,
+        "greedy": rollout.greedy,
+        "min_new_tokens": rollout.min_new_tokens > 0,
+    }
+    for field in (field for field, restricts in restricted.items() if restricts):
+        value = str(getattr(rollout, field)).lower()
+        message = (
+            f"{value} is not allowed with {draft.algorithm.name}: its losses assume that each "
+            "token is drawn from the whole vocabulary, and would be wrong for others; leave it out"
+        )
+        yield draft.problem(("rollout", field), message)
+
+
+def untrained_steps(draft: Draft) -> Iterator[Problem]:
+    """Each trained model has steps in which it is trained."""
+    total = draft.config.total_steps
+    for use in draft.algorithm.roles():
+        steps = draft.algorithm.untrained_steps(use.role) if use.trained else 0
+        if steps >= total:
+            message = f"{total} is not allowed: the first {steps} steps do not train {use.role}"
+            yield draft.problem(("total_steps",), message)
+
+
 def engine_options(draft: Draft) -> Iterator[Problem]:
     """Settings that not every engine supports."""
     for role, model in draft.models():

@@ -41,6 +41,22 @@ KINDS = {
     "n without chance": wrong(
         "rollout", "n 4 is not allowed with greedy", "rollout.n=4", "rollout.greedy=true"
     ),
+    **{
+        f"training on completions of {field}": wrong(
+            f"rollout.{field}",
+            f"{value} is not allowed with ppo: its losses assume",
+            f"rollout.{field}={value}",
+        )
+        for field, value in {
+            "top_k": "20", "top_p": "0.9", "greedy": "true", "min_new_tokens": "2"
+        }.items()
+    },
+    "an actor that never trains": wrong(
+        "total_steps",
+        "5 is not allowed: the first 5 steps do not train actor",
+        "total_steps=5",
+        "algorithm.critic_warmup_steps=5",
+    ),
     "no such backend": wrong(BACKEND, "did you mean 'megatron'", "actor.backend=megatrom:d2"),
     "no backend": wrong(BACKEND, "unknown backend 'd4t2'", "actor.backend=d4t2"),
     "repeated dimension": wrong(BACKEND, "'d' is repeated", "actor.backend=fsdp:d2d4"),

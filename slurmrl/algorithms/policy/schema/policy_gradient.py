@@ -63,10 +63,18 @@ class PolicyGradient(Correction, Value, Objective, Updates, Advantages, Algorith
     """`ppo`: proximal policy optimisation."""
 
     dataset_types: ClassVar[tuple[str, ...]] = ("prompt",)
+    trains_on_samples: ClassVar[bool] = True
 
     @property
     def optimizer_steps(self) -> int:
         return self.n_minibatches * self.n_epochs
+
+    def untrained_steps(self, role: str) -> int:
+        return self.critic_warmup_steps if role == "actor" else 0
+
+    @property
+    def epochs(self) -> int:
+        return self.n_epochs
 
     @property
     def minibatches(self) -> int:
