@@ -6,7 +6,6 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from slurmrl.config.schema import Config
-from slurmrl.config.schema.config import ROLES
 
 MAY_CHANGE = frozenset(
     {
@@ -19,7 +18,9 @@ MAY_CHANGE = frozenset(
         "cluster",
         "transfer",
         "rollout.offload",
-        *(f"{role}.offload" for role in ROLES),
+        "actor.offload",
+        "critic.offload",
+        "ref.offload",
         "logging",
         "checkpoint",
         "reward.pool",
@@ -34,6 +35,10 @@ MAY_CHANGE = frozenset(
 """Dotted keys, including all keys below them (`*` is any text), that change how a run is executed,
 monitored or ended, but not what it computes."""
 
+
+FOLLOWERS = ("critic", "ref")
+"""Roles that have the actor's layout unless they set their own."""
+ROLES = ("actor", *FOLLOWERS)
 
 LAYOUT = frozenset(
     {

@@ -122,8 +122,7 @@ def _named_files(config: Config) -> list[Path]:
     named = [config.dataset.path]
     if config.evaluation is not None:
         named.append(config.evaluation.dataset.path)
-    paths = [Path(os.path.realpath(path)) for path in dict.fromkeys(named)]
-    return [path for path in paths if not path.is_dir()]
+    return [Path(os.path.realpath(path)) for path in dict.fromkeys(named)]
 
 
 def _slurm_version() -> str | None:

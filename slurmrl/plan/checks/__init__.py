@@ -15,16 +15,14 @@ from slurmrl.plan.checks.layouts import LAYOUT_CHECKS, SUBMISSION_CHECKS
 from slurmrl.plan.checks.sections import (
     averages,
     completions,
-    dataset_chats,
+    conflicts,
     dataset_files,
     dataset_types,
     engine_options,
     graphs,
     optimizers,
     reward,
-    sampling,
     stop_when,
-    untrained_steps,
 )
 from slurmrl.plan.checks.weights import implementations, lengths, stop_tokens, tokenizer, weights
 
@@ -38,10 +36,8 @@ CHECKS: Final[tuple[Check, ...]] = (
     averages,
     completions,
     dataset_types,
-    dataset_chats,
+    conflicts,
     reward,
-    sampling,
-    untrained_steps,
     stop_when,
     graphs,
 )

@@ -69,10 +69,9 @@ def data_bytes(settings: Settings) -> int:
     if config.evaluation is not None:
         paths.append(config.evaluation.dataset.path)
     total = 0
-    for path in map(Path, paths):
+    for path in paths:
         with suppress(OSError):
-            files = path.rglob("*") if path.is_dir() else [path]
-            total += sum(file.stat().st_size for file in files)
+            total += os.stat(path).st_size
     return total * PREPARED_BYTES_PER_BYTE
 
 
