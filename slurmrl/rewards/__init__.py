@@ -18,6 +18,7 @@ from slurmrl.rewards.reward import CheckedReward
 REWARDS = Registry(
     "reward",
     {
+        "code": "slurmrl.rewards.code:CodeReward",
         "exact_match": "slurmrl.rewards.exact_match:ExactMatch",
         "math": "slurmrl.rewards.math:MathReward",
     },

@@ -8,7 +8,6 @@ import select
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -22,8 +21,6 @@ Verdict = dict[str, Any]
 """A judge's reply."""
 
 START_LIMIT_S = 120.0
-MOST_REPLY_BYTES = 1 << 20
-"""Longest reply that is read. A longer one comes from a process that is out of control."""
 READ_BYTES = 1 << 16
 ENDING_S = 1.0
 """How long a process may take to end after it closed its pipe, to report how it ended."""
@@ -41,13 +38,15 @@ class JudgeProgram:
 
     name: str
     """For messages."""
-    arguments: Sequence[str]
-    """Of the Python interpreter. The pid of the process that starts it is added."""
+    command: Sequence[str]
+    """The pid of the process that starts it is added."""
     setup: Mapping[str, Any] | None = None
     hint: str = ""
     """Advice in case that it does not start."""
     modules: Sequence[str] = ()
     """Folders from which it imports. Default: those of its environment."""
+    most_reply_bytes: int = 1 << 20
+    """Longest reply that is read. A longer one comes from a process that is out of control."""
     closing_s: float = 0.0
     """How long an idle judge may take to end after the end of its input, before it is killed."""
 
@@ -62,7 +61,7 @@ class Judge:
     def __init__(self, program: JudgeProgram) -> None:
         modules = {"PYTHONPATH": os.pathsep.join(program.modules)} if program.modules else {}
         self._process = subprocess.Popen(
-            [sys.executable, "-P", *program.arguments, str(os.getpid())],
+            [*program.command, str(os.getpid())],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, **modules},
@@ -74,6 +73,7 @@ class Judge:
         os.set_blocking(self._requests.fileno(), False)
         os.set_blocking(self._replies.fileno(), False)
         self._pidfd = os.pidfd_open(self._process.pid)
+        self._most_bytes = program.most_reply_bytes
         self._unsent = b""
         self._unread = b""
         self.ready = False
@@ -119,8 +119,8 @@ class Judge:
             return _message(line)
         if ended or closed:
             raise WorkerDiedError(self._ending())
-        if len(self._unread) > MOST_REPLY_BYTES:
-            raise WorkerDiedError(f"its reply is longer than {MOST_REPLY_BYTES >> 20} MiB")
+        if len(self._unread) > self._most_bytes:
+            raise WorkerDiedError(f"its reply is longer than {self._most_bytes} bytes")
         return None
 
     def end_input(self) -> None:
@@ -147,7 +147,7 @@ class Judge:
     def _receive(self) -> bool:
         """Read what there is. Return whether the pipe is at its end."""
         try:
-            while len(self._unread) <= MOST_REPLY_BYTES:
+            while len(self._unread) <= self._most_bytes:
                 data = os.read(self._replies.fileno(), READ_BYTES)
                 if not data:
                     return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
@@ -18,7 +19,7 @@ logger = log.get(__name__)
 
 PROGRAM = JudgeProgram(
     "math_judge.py",
-    [str(Path(__file__).with_name("math_judge.py"))],
+    [sys.executable, "-P", str(Path(__file__).with_name("math_judge.py"))],
     hint=": is math-verify installed?",
 )
 PLAIN_NUMBER = re.compile(r"-?\$?\d+(,\d{3})*(\.\d+)?%?")

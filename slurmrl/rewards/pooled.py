@@ -38,7 +38,10 @@ class PooledReward:
         self._cores = cores
         setup = {"name": name, "options": dict(options), "memory_bytes": pool.memory_mib << 20}
         modules = [path for path in sys.path if path]
-        program = JudgeProgram(f"reward '{name}'", ["-m", MODULE], setup, "", modules, CLOSING_S)
+        command = [sys.executable, "-P", "-m", MODULE]
+        program = JudgeProgram(
+            f"reward '{name}'", command, setup, modules=modules, closing_s=CLOSING_S
+        )
         self._pool = JudgePool(program, pool.timeout_s, pool.processes)
         self._stats: Stats = {}
         self._failures_in_a_row = 0

@@ -10,6 +10,7 @@ from slurmrl.config.schema import Reward, RewardPart
 from slurmrl.config.schema.reward import ALONE
 from slurmrl.errors import RewardError
 from slurmrl.rewards import make
+from slurmrl.rewards.fields import field_of
 from slurmrl.rewards.pooled import PooledReward
 from slurmrl.rewards.reward import NO_EXTRAS, Extras, Stats, of_completion
 
@@ -144,18 +145,6 @@ def applies(settings: RewardPart, row: Row) -> bool:
         any(_same(field_of(row, key), value) for value in _alternatives(wanted))
         for key, wanted in settings.where.items()
     )
-
-
-def field_of(row: Row, key: str) -> Any:
-    """The value under a key, or under a path with dots; None if there is none."""
-    value: Any = row
-    if key in row:
-        return row[key]
-    for name in key.split("."):
-        if not isinstance(value, Mapping) or name not in value:
-            return None
-        value = value[name]
-    return value
 
 
 def _alternatives(wanted: Any) -> Sequence[Any]:

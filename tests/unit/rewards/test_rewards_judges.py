@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,11 @@ def make(tmp_path: Path) -> Iterator[Make]:
     def build(processes: int | None = 1, timeout_s: float = 60.0, text: str = PROGRAM) -> JudgePool:
         program = tmp_path / "judge.py"
         program.write_text(text)
-        pools.append(JudgePool(JudgeProgram("judge.py", [str(program)]), timeout_s, processes))
+        pools.append(
+            JudgePool(
+                JudgeProgram("judge.py", [sys.executable, str(program)]), timeout_s, processes
+            )
+        )
         return pools[-1]
 
     yield build

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -263,7 +264,7 @@ def test_cores_decide_how_many_judges_there_are(
 
         def __init__(self, program: JudgeProgram) -> None:
             started.append(program)
-            super().__init__(JudgeProgram("agree.py", [str(accepting)]))
+            super().__init__(JudgeProgram("agree.py", [sys.executable, str(accepting)]))
 
     monkeypatch.setattr(judges_module, "Judge", Judge)
     reward = make("math", options, cores=cores)

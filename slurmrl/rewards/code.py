@@ -1,0 +1,271 @@
+"""1 for a completion whose program passes the tests of its row, else 0; or the share of tests."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from slurmrl import log
+from slurmrl.errors import UnusableRowError, UsageError
+from slurmrl.rewards.base import RewardFunction
+from slurmrl.rewards.code_cases import KEYS, Case, cases_of, program_of
+from slurmrl.rewards.fields import field_of
+from slurmrl.rewards.judge import JudgeProgram, Verdict
+from slurmrl.rewards.judges import MOST_JUDGES, JudgePool, Unjudged
+
+logger = log.get(__name__)
+
+SANDBOX = Path(__file__).with_name("code_sandbox.py")
+GRACE_S = 10.0
+"""How long after the time limit of a program a sandbox may take to answer."""
+MOST_REPLY_BYTES = 64 << 20
+MOST_RESULT_BYTES = 8 << 20
+"""Most bytes of results in one reply. As JSON they may be six times as long."""
+MOST_CASES = 1 << 30
+CLOSING_S = 2.0
+MISSING = {
+    "network": "they can use the network",
+    "files": "they can change the user's files",
+    "processes": "nothing limits the number of their processes",
+}
+"""What it means that a sandbox lacks a protection."""
+
+
+class CodeReward(RewardFunction):
+    """Runs programs in sandboxes (docs/rewards.md). Not a security boundary.
+
+    :param tests_key: the row's key for the tests; a path with dots for one inside an object.
+        Default: the first of ``tests``, ``input_output``, ``test_list`` and ``test`` in the row.
+    :param prefix_key: the row's key for a text that is put before each program, such as the
+        beginning of the function that a model completes.
+    :param score: ``all``: 1 if all tests pass; ``share``: the share of tests that pass.
+    :param test_timeout_s: seconds for one test.
+    :param timeout_s: seconds for all tests of a completion; the others fail.
+    :param batch_timeout_s: seconds after which all remaining completions of a call score 0 and
+        count as ``reward_unjudged``.
+    :param memory_mib: address space of each process of a program.
+    :param files_mib: size of its private folder, and of a file.
+    :param max_processes: processes and threads of a program.
+    :param processes: sandboxes that run at the same time. Default: one per CPU core of the rank, at
+        most 8.
+    :param container: command that runs the sandbox in a container:
+        ``apptainer exec --containall image.sif``.
+    :param python: interpreter of the programs. Default: this one; ``python3`` in a container.
+    :param namespaces: isolate programs by Linux namespaces: ``auto`` where possible, ``required``
+        or ``off``.
+    """
+
+    def __init__(
+        self,
+        *,
+        tests_key: str | None = None,
+        prefix_key: str | None = None,
+        score: Literal["all", "share"] = "all",
+        test_timeout_s: float = 10.0,
+        timeout_s: float = 60.0,
+        batch_timeout_s: float = 600.0,
+        memory_mib: int = 1024,
+        files_mib: int = 64,
+        max_processes: int = 64,
+        processes: int | None = None,
+        container: str | Sequence[str] = "",
+        python: str = "",
+        namespaces: Literal["auto", "required", "off"] = "auto",
+    ) -> None:
+        limits = (test_timeout_s, timeout_s, batch_timeout_s, memory_mib, files_mib, max_processes)
+        if min(limits) <= 0:
+            raise UsageError(f"{min(limits)} is not allowed: limits of programs must be positive")
+        _check_choice("score", score, ("all", "share"))
+        _check_choice("namespaces", namespaces, ("auto", "required", "off"))
+        self._tests_key, self._prefix_key = tests_key, prefix_key
+        self._share = score == "share"
+        self._required = namespaces == "required"
+        self._test_timeout_s, self._timeout_s = test_timeout_s, timeout_s
+        self._batch_timeout_s = batch_timeout_s
+        prefix = shlex.split(container) if isinstance(container, str) else list(container)
+        settings = {
+            "memory_bytes": memory_mib << 20,
+            "files_bytes": files_mib << 20,
+            "most_processes": max_processes,
+            "namespaces": namespaces != "off",
+        }
+        interpreter = python or ("python3" if prefix else sys.executable)
+        source = SANDBOX.read_text(encoding="utf-8")
+        program = JudgeProgram(
+            "the sandbox of programs",
+            [*prefix, interpreter, "-I", "-c", source, json.dumps(settings)],
+            closing_s=CLOSING_S,
+            most_reply_bytes=MOST_REPLY_BYTES,
+        )
+        self._pool = JudgePool(program, timeout_s + GRACE_S, processes)
+        self._checked = False
+        self._unjudged = 0
+        self._judged = 0
+
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+    ) -> list[float]:
+        """
+        :raises UnusableRowError: the tests of a row cannot be used.
+        """
+        self._check_protections()
+        usable: dict[int, list[Case]] = {}  # the completions of a prompt have one row object
+        for index, row in enumerate(rows):
+            if id(row) not in usable:
+                usable[id(row)] = self._usable(row, index)
+        programs = [
+            self._prefix(row, index) + program_of(completions[index])
+            for index, row in enumerate(rows)
+        ]
+        runs = [_Run(program, usable[id(row)]) for program, row in zip(programs, rows, strict=True)]
+        deadline = time.monotonic() + self._batch_timeout_s
+        if not self._share:  # most wrong programs fail the first test already
+            self._advance(runs, 1, deadline)
+        self._advance(runs, MOST_CASES, deadline)
+        self._judged = len(runs)
+        self._unjudged = sum(bool(run.unjudged) for run in runs)
+        for index, run in enumerate(runs):
+            if run.unjudged:
+                logger.warning("a program scores 0, %s: %s", run.unjudged, programs[index][:200])
+        return [run.score(share=self._share) for run in runs]
+
+    def check_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Rows without tests, or with tests in no known form."""
+        problems = []
+        for index, row in enumerate(rows):
+            try:
+                self._usable(row, index)
+                self._prefix(row, index)
+                problems.append("")
+            except UnusableRowError as error:
+                problems.append(str(error))
+        return problems
+
+    def stats(self) -> dict[str, tuple[float, float]]:
+        return {"reward_unjudged": (float(self._unjudged), float(self._judged))}
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _advance(self, runs: Sequence[_Run], most: int, deadline: float) -> None:
+        """Run up to ``most`` further tests of each program that may still pass."""
+        requests, owners = [], []
+        for run in runs:
+            for cases in run.next_cases(most, share=self._share):
+                owners.append((run, cases))
+                requests.append(
+                    {
+                        "program": run.program,
+                        "cases": [case.request() for case in cases],
+                        "all": self._share,
+                        "test_timeout_s": self._test_timeout_s,
+                        "timeout_s": self._timeout_s,
+                    }
+                )
+        if not requests:
+            return
+        left_s = max(deadline - time.monotonic(), 0.0)
+        most_judges = min(self.cores, MOST_JUDGES)
+        verdicts = self._pool.judge(requests, most=most_judges, within_s=left_s)
+        for (run, cases), verdict in zip(owners, verdicts, strict=True):
+            run.add(cases, verdict)
+
+    def _usable(self, row: Mapping[str, Any], index: int) -> list[Case]:
+        keys = KEYS if self._tests_key is None else (self._tests_key,)
+        key = next((key for key in keys if field_of(row, key) is not None), None)
+        if key is None:
+            where = " or ".join(repr(key) for key in keys)
+            raise UnusableRowError(f"reward 'code' finds no tests in the row, under {where}", index)
+        try:
+            cases = cases_of(row, field_of(row, key))
+        except UsageError as error:
+            message = f"reward 'code' cannot use the tests in '{key}': {error}"
+            raise UnusableRowError(message, index) from error
+        if not cases:
+            raise UnusableRowError(f"reward 'code': '{key}' holds no tests", index)
+        return cases
+
+    def _prefix(self, row: Mapping[str, Any], index: int) -> str:
+        if self._prefix_key is None:
+            return ""
+        text = field_of(row, self._prefix_key)
+        if not isinstance(text, str):
+            raise UnusableRowError(
+                f"reward 'code': the row has no text '{self._prefix_key}'", index
+            )
+        return text
+
+    def _check_protections(self) -> None:
+        """Report once what the sandboxes here cannot prevent.
+
+        :raises UsageError: namespaces are required and something is missing.
+        """
+        if self._checked:
+            return
+        self._checked = True
+        have = self._pool.start().get("protections", {})
+        missing = [text for name, text in MISSING.items() if not have.get(name)]
+        if missing and self._required:
+            raise UsageError(
+                f"reward 'code' cannot isolate programs here: {'; '.join(missing)}. Allow user "
+                "namespaces, configure a container, or set namespaces: auto"
+            )
+        if missing:
+            logger.warning("programs are not isolated here: %s", "; ".join(missing))
+
+
+class _Run:
+    """A program and the results of its tests so far."""
+
+    def __init__(self, program: str, cases: Sequence[Case]) -> None:
+        self.program = program
+        self.unjudged = ""
+        """Why it could not be judged, if so."""
+        self._cases = cases
+        self._begun = 0
+        self._passed = 0
+        self._failed = False
+
+    def next_cases(self, most: int, *, share: bool) -> list[list[Case]]:
+        """The next tests, in groups whose results fit into one reply; none for a program that
+        cannot pass any more."""
+        if self.unjudged or (self._failed and not share):
+            return []
+        cases = self._cases[self._begun : self._begun + most]
+        self._begun += len(cases)
+        groups: list[list[Case]] = []
+        size = 0
+        for case in cases:
+            if not groups or size + case.most_bytes > MOST_RESULT_BYTES:
+                groups.append([])
+                size = 0
+            groups[-1].append(case)
+            size += case.most_bytes
+        return groups
+
+    def add(self, cases: Sequence[Case], verdict: Verdict | Unjudged) -> None:
+        if isinstance(verdict, Unjudged):
+            self.unjudged = verdict.why
+            return
+        results = zip(cases, verdict["results"], strict=False)  # it may have stopped early
+        passed = sum(case.passed(result) for case, result in results)
+        self._passed += passed
+        self._failed = self._failed or passed < len(cases)
+
+    def score(self, *, share: bool) -> float:
+        if self.unjudged:
+            return 0.0
+        return self._passed / len(self._cases) if share else float(not self._failed)
+
+
+def _check_choice(name: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{name} {value!r} is not allowed; allowed: {', '.join(allowed)}")

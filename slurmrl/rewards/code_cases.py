@@ -1,0 +1,230 @@
+"""Test cases of programs: how they are written in rows of data, and what passes them."""
+
+from __future__ import annotations
+
+import json
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isclose
+from typing import Any, Final, Literal
+
+from slurmrl.errors import UsageError
+
+KEYS: Final = ("tests", "input_output", "test_list", "test")
+"""Where the tests of a row are looked for."""
+MOST_EXPECTED: Final = 1 << 20
+"""Most characters of an expected output."""
+SPARE_BYTES: Final = 4096
+TOLERANCE: Final = 1e-6
+"""Relative and absolute, between numbers of which one has a fraction or an exponent."""
+FENCE: Final = re.compile(r"```[ \t]*(\w*)[ \t]*\n(.*?)(?:\n?```|\Z)", re.DOTALL)
+LANGUAGES: Final = ("", "py", "python", "python3")
+NUMBER: Final = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One test."""
+
+    kind: Literal["script", "call", "check"]
+    """A script reads its input and prints; a function is called; code is run after the program."""
+    stdin: str = ""
+    function: str = ""
+    arguments: Sequence[Any] = ()
+    check: str = ""
+    expected: Any = field(default=None)
+    """The output of a script, or the result of a call."""
+
+    @property
+    def most_bytes(self) -> int:
+        """Longest output or result that is read; a longer one is wrong."""
+        script = self.kind == "script"
+        size = len(self.expected.encode(errors="replace") if script else json.dumps(self.expected))
+        return 2 * size + SPARE_BYTES
+
+    def request(self) -> dict[str, Any]:
+        """What the sandbox needs; without the expected result."""
+        return {
+            "kind": self.kind,
+            "stdin": self.stdin,
+            "function": self.function,
+            "arguments": list(self.arguments),
+            "check": self.check,
+            "most_bytes": self.most_bytes,
+        }
+
+    def passed(self, result: Mapping[str, Any]) -> bool:
+        """Whether a result of the sandbox is as expected."""
+        if "failed" in result:
+            return False
+        if self.kind == "script":
+            return same_output(result["output"], self.expected)
+        if self.kind == "call":
+            return same_value(result["value"], self.expected)
+        return True
+
+
+def program_of(completion: str) -> str:
+    """The last fenced block of Python; the whole text if there is none."""
+    blocks = [body for language, body in FENCE.findall(completion) if language in LANGUAGES]
+    return blocks[-1] if blocks else completion
+
+
+def cases_of(row: Mapping[str, Any], value: Any) -> list[Case]:
+    """The tests under a key of a row (docs/rewards.md has the forms).
+
+    :raises UsageError: they have none of the forms.
+    """
+    if isinstance(value, str):
+        value = _parsed(value)
+    if isinstance(value, str):
+        return [_check(row, _with_entry_point(row, value))] if value.strip() else []
+    if isinstance(value, Mapping):
+        return _of_lists(value)
+    if not isinstance(value, Sequence):
+        raise UsageError(f"they are {_kind(value)}; allowed: an object, a list or a text")
+    return [_of_item(row, item) for item in value]
+
+
+def _parsed(text: str) -> Any:
+    """The JSON in a text, if it holds an object or a list; else the text."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return text
+    return value if isinstance(value, dict | list) else text
+
+
+def _of_lists(value: Mapping[str, Any]) -> list[Case]:
+    """``{"inputs": […], "outputs": […]}``, of a function with ``"fn_name"``."""
+    inputs, outputs = value.get("inputs"), value.get("outputs")
+    if not isinstance(inputs, list) or not isinstance(outputs, list):
+        raise UsageError("an object needs the lists inputs and outputs")
+    if len(inputs) != len(outputs):
+        raise UsageError(f"there are {len(inputs)} inputs and {len(outputs)} outputs")
+    name = value.get("fn_name")
+    if name:
+        return [_call(str(name), *pair) for pair in zip(inputs, outputs, strict=True)]
+    return [_script(*pair) for pair in zip(inputs, outputs, strict=True)]
+
+
+def _of_item(row: Mapping[str, Any], item: Any) -> Case:
+    if isinstance(item, str):
+        return _check(row, item)
+    if isinstance(item, Mapping) and "input" in item and "output" in item:
+        if item.get("fn_name"):
+            return _call(str(item["fn_name"]), item["input"], item["output"])
+        return _script(item["input"], item["output"])
+    raise UsageError("an entry of a list must be code (a text) or have input and output")
+
+
+def _script(given: Any, expected: Any) -> Case:
+    return Case("script", stdin=_lines(given), expected=_bounded(_lines(expected)))
+
+
+def _lines(value: Any) -> str:
+    if isinstance(value, list) and all(isinstance(line, str) for line in value):
+        return "\n".join(value)
+    if not isinstance(value, str):
+        raise UsageError(f"input and output must be texts or lists of lines, not {_kind(value)}")
+    return value
+
+
+def _call(function: str, arguments: Any, expected: Any) -> Case:
+    if not function.isidentifier():
+        raise UsageError(f"fn_name {function!r} is not the name of a function")
+    if not isinstance(arguments, list):
+        raise UsageError(
+            f"the input of a call is the list of its arguments, not {_kind(arguments)}"
+        )
+    _bounded(json.dumps(expected))
+    return Case("call", function=function, arguments=arguments, expected=expected)
+
+
+def _check(row: Mapping[str, Any], code: str) -> Case:
+    imports = row.get("test_imports") or []
+    setup = row.get("test_setup_code") or ""
+    lines = [*imports, setup, code] if isinstance(imports, list) else [setup, code]
+    text = "\n".join(str(line) for line in lines if line)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            compile(text, "tests", "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise UsageError(f"they are not valid Python: {error}") from error
+    return Case("check", check=text)
+
+
+def _with_entry_point(row: Mapping[str, Any], code: str) -> str:
+    """HumanEval's tests define ``check``, which is called with the function to test."""
+    name = row.get("entry_point")
+    if re.search(r"^def check\(", code, re.MULTILINE) is None:
+        return code
+    if not isinstance(name, str) or not name.isidentifier():
+        raise UsageError(
+            "they define check(…), so the row needs the name of a function: entry_point"
+        )
+    return f"{code}\ncheck({name})\n"
+
+
+def _bounded(text: str) -> str:
+    if len(text) > MOST_EXPECTED:
+        raise UsageError(f"an expected output has more than {MOST_EXPECTED} characters")
+    return text
+
+
+def _kind(value: Any) -> str:
+    """A JSON value's type, for a message."""
+    names = {str: "a text", list: "a list", dict: "an object", bool: "a boolean"}
+    return "null" if value is None else names.get(type(value), "a number")
+
+
+def same_output(output: str, expected: str) -> bool:
+    """Whether two texts have the same lines, apart from white space at the ends of lines and of
+    the text. Numbers with a fraction or an exponent may differ by `TOLERANCE`."""
+    ours, theirs = _stripped(output), _stripped(expected)
+    return len(ours) == len(theirs) and all(map(_same_line, ours, theirs))
+
+
+def _stripped(text: str) -> list[str]:
+    return [line.rstrip() for line in text.strip().splitlines()]
+
+
+def _same_line(ours: str, theirs: str) -> bool:
+    if ours == theirs:
+        return True
+    words, wanted = ours.split(), theirs.split()
+    return len(words) == len(wanted) and all(map(_same_word, words, wanted))
+
+
+def _same_word(word: str, wanted: str) -> bool:
+    if word == wanted:
+        return True
+    if not NUMBER.fullmatch(word) or not NUMBER.fullmatch(wanted):
+        return False
+    if word.lstrip("+-").isdigit() and wanted.lstrip("+-").isdigit():
+        return False
+    return isclose(float(word), float(wanted), rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+
+
+def same_value(value: Any, expected: Any) -> bool:
+    """Whether a function's result is as expected. Some data sets put each expected result in a list
+    of its own."""
+    if _equal(value, expected):
+        return True
+    return isinstance(expected, list) and len(expected) == 1 and _equal(value, expected[0])
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, bool) or isinstance(theirs, bool):
+        return ours is theirs
+    if isinstance(ours, float) or isinstance(theirs, float):
+        numbers = isinstance(ours, int | float) and isinstance(theirs, int | float)
+        return numbers and isclose(ours, theirs, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    if isinstance(ours, list) and isinstance(theirs, list):
+        return len(ours) == len(theirs) and all(map(_equal, ours, theirs))
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        return ours.keys() == theirs.keys() and all(_equal(ours[key], theirs[key]) for key in ours)
+    return bool(ours == theirs)

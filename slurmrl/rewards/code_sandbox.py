@@ -1,0 +1,356 @@
+"""The process that runs programs: one JSON request a line in, one JSON reply a line out.
+
+Its source is passed to ``python -I -c``, perhaps inside a container, so it imports nothing of
+slurmrl. Where the kernel allows, it has namespaces of its own: no network, a read-only file system
+with one small private folder, and a process table whose processes all die with its first one.
+Elsewhere it reports what is missing. Each program runs in a forked child with resource limits and
+without capabilities, and never sees the results that are expected of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from contextlib import suppress
+from typing import Any, NoReturn
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
+NEW_MOUNTS, NEW_USER, NEW_PIDS, NEW_NET, NEW_IPC = 0x20000, 0x10000000, 0x20000000, 1 << 30, 1 << 27
+MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000
+MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
+CAPABILITY_VERSION = 0x20080522
+PRIVATE_FOLDERS = ("/tmp", "/var/tmp", "/mnt", "/media", "/srv")
+"""Mount points for the private folder; the first that holds nothing of this interpreter."""
+VARIABLES = {
+    "PATH": "/usr/local/bin:/usr/bin:/bin",
+    "LANG": "C.UTF-8",
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+}
+RESULT_FD = 3
+MOST_OPEN_FILES = 256
+WATCH_S = 0.02
+LAST_BYTES = 2000
+"""Bytes at the end of standard error from which the reason of a failure is taken."""
+
+
+class Sandbox:
+    """Runs programs, one after the other."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        self.network = self.files = self.process_table = False
+        """What is isolated."""
+        if settings["namespaces"]:
+            self._enter_namespaces()
+        self._folder = self._private_folder()
+        self._root = os.getuid() == 0
+        self._own_proc = self.process_table and self._mount("proc", "/proc", "proc")
+        if not self.process_table:
+            LIBC.prctl(PR_SET_CHILD_SUBREAPER, 1)
+        with suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+            file.write("1000")
+
+    def protections(self) -> dict[str, bool]:
+        """The kernel does not limit root's processes; they are counted in a process table."""
+        counted = self._own_proc or not self._root
+        return {"network": self.network, "files": self.files, "processes": counted}
+
+    def close(self) -> None:
+        if self._folder not in PRIVATE_FOLDERS:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    # -- isolation ---------------------------------------------------------------------------
+
+    def _enter_namespaces(self) -> None:
+        """Return in the first process of a new process table. Its parent waits for it."""
+        user, group = os.getuid(), os.getgid()
+        wanted = NEW_MOUNTS | NEW_PIDS | NEW_NET | NEW_IPC
+        if LIBC.unshare(wanted | NEW_USER) == 0:
+            _write("/proc/self/setgroups", "deny")
+            _write("/proc/self/uid_map", f"{user} {user} 1")
+            _write("/proc/self/gid_map", f"{group} {group} 1")
+        elif LIBC.unshare(wanted) != 0:
+            return
+        die_with_parent()  # a change of credentials has undone it
+        child = os.fork()
+        if child:
+            os.close(0)
+            os.close(1)
+            _, status = os.waitpid(child, 0)
+            os._exit(os.waitstatus_to_exitcode(status) & 0x7F)
+        die_with_parent()
+        self.process_table = self.network = True
+
+    def _private_folder(self) -> str:
+        """Make the file system read-only except for a small folder in memory, if possible."""
+        if self.process_table and LIBC.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) == 0:
+            attributes = (ctypes.c_uint64 * 4)(READ_ONLY, 0, 0, 0)
+            size = ctypes.sizeof(attributes)
+            self.files = (
+                LIBC.syscall(MOUNT_SETATTR, AT_FDCWD, b"/", AT_RECURSIVE, attributes, size) == 0
+            )
+            ours = [os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *sys.path)]
+            for place in PRIVATE_FOLDERS:
+                if os.path.isdir(place) and not any(path.startswith(place) for path in ours):
+                    options = f"size={self._settings['files_bytes']},mode=700"
+                    if self._mount("tmpfs", place, "tmpfs", options):
+                        return place
+        return tempfile.mkdtemp(prefix="slurmrl-code-")
+
+    def _mount(self, source: str, target: str, kind: str, options: str = "") -> bool:
+        flags = MS_NOSUID | MS_NODEV | (MS_NOEXEC if kind == "proc" else 0)
+        words = (word.encode() for word in (source, target, kind))
+        return bool(LIBC.mount(*words, flags, options.encode()) == 0)
+
+    # -- programs ----------------------------------------------------------------------------
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Run the cases of a request until one fails, or all if ``all`` is true."""
+        deadline = time.monotonic() + request["timeout_s"]
+        results: list[dict[str, Any]] = []
+        for case in request["cases"]:
+            left_s = min(request["test_timeout_s"], deadline - time.monotonic())
+            result = self._run(request, case, left_s) if left_s > 0 else {"failed": "time limit"}
+            results.append(result)
+            if "failed" in result and not request["all"]:
+                break
+        return {"results": results}
+
+    def _run(
+        self, request: dict[str, Any], case: dict[str, Any], timeout_s: float
+    ) -> dict[str, Any]:
+        place = os.path.join(self._folder, "work")
+        os.mkdir(place, 0o700)
+        names = ("input", "output", "errors", "result")
+        files = {name: os.memfd_create(name) for name in names}
+        os.pwrite(files["input"], case["stdin"].encode(errors="replace"), 0)
+        nonce = os.urandom(16)
+        child = os.fork()
+        if child == 0:
+            self._be_program(request, case, files, place, nonce, timeout_s)
+        try:
+            failed = self._watch(child, timeout_s)
+            self._kill_all(child)
+            return _result(failed, case, files, nonce)
+        finally:
+            for descriptor in files.values():
+                os.close(descriptor)
+            shutil.rmtree(place, ignore_errors=True)
+
+    def _watch(self, child: int, timeout_s: float) -> str:
+        """Wait for the program; return why it failed, "" if it did not."""
+        pidfd = os.pidfd_open(child)
+        deadline = time.monotonic() + timeout_s
+        step_s = WATCH_S if self._root and self._own_proc else timeout_s
+        try:
+            while not select.select([pidfd], [], [], min(step_s, _left(deadline)))[0]:
+                if not _left(deadline):
+                    return "time limit"
+                if self._count() > self._settings["most_processes"]:
+                    return "too many processes"
+        finally:
+            os.close(pidfd)
+        ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # its number stays reserved
+        if ended is None or ended.si_code != os.CLD_EXITED:
+            return f"signal {ended.si_status if ended else 0}"
+        return f"exit code {ended.si_status}" if ended.si_status else ""
+
+    def _count(self) -> int:
+        return sum(name.isdigit() for name in os.listdir("/proc")) if self._own_proc else 0
+
+    def _kill_all(self, child: int) -> None:
+        """Kill and reap the program and every process that it has left."""
+        alone = self.process_table and os.getpid() == 1
+        if not alone:
+            with suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+        while True:
+            for pid in (-1,) if alone else _children():  # -1: all but this one
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            try:
+                while os.waitpid(-1, 0 if alone else os.WNOHANG)[0]:
+                    pass
+            except ChildProcessError:
+                return
+            time.sleep(0.001)
+
+    def _be_program(
+        self,
+        request: dict[str, Any],
+        case: dict[str, Any],
+        files: dict[str, int],
+        place: str,
+        nonce: bytes,
+        timeout_s: float,
+    ) -> NoReturn:
+        """Become the program in a forked child."""
+        code = 1
+        try:
+            os.setsid()
+            result = os.dup(files["result"])
+            for number, name in enumerate(("input", "output", "errors")):
+                os.dup2(files[name], number)
+            os.dup2(result, RESULT_FD)
+            os.closerange(RESULT_FD + 1, os.sysconf("SC_OPEN_MAX"))
+            os.chdir(place)
+            os.environ.clear()
+            os.environ.update({**VARIABLES, "HOME": place, "TMPDIR": place})
+            tempfile.tempdir = None
+            self._limit(timeout_s)
+            code = _execute(request["program"], case, place, nonce)
+        except SystemExit as error:
+            code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        except BaseException:  # noqa: BLE001 - the program may raise anything
+            traceback.print_exc(file=sys.__stderr__)
+        finally:
+            with suppress(BaseException):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code & 0xFF)
+
+    def _limit(self, timeout_s: float) -> None:
+        settings = self._settings
+        seconds = int(timeout_s) + 2
+        processes = settings["most_processes"]
+        if not self.process_table:  # then the limit counts all processes of the user
+            processes += _threads_of_user()
+        limits = {
+            resource.RLIMIT_CPU: seconds,
+            resource.RLIMIT_AS: settings["memory_bytes"],
+            resource.RLIMIT_FSIZE: settings["files_bytes"],
+            resource.RLIMIT_NPROC: processes,
+            resource.RLIMIT_NOFILE: MOST_OPEN_FILES,
+            resource.RLIMIT_CORE: 0,
+        }
+        for number, limit in limits.items():
+            _, hard = resource.getrlimit(number)
+            limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+            resource.setrlimit(number, (limit, limit))
+        LIBC.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        header = (ctypes.c_uint32 * 2)(CAPABILITY_VERSION, 0)
+        LIBC.capset(header, (ctypes.c_uint32 * 6)())
+        die_with_parent()
+
+
+def _execute(program: str, case: dict[str, Any], place: str, nonce: bytes) -> int:
+    """Run the program in this process; return its exit code."""
+    sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)
+    sys.stdout = os.fdopen(1, "w", encoding="utf-8", closefd=False)
+    sys.stderr = os.fdopen(2, "w", encoding="utf-8", buffering=1, closefd=False)
+    sys.argv = ["main.py"]
+    sys.path.insert(0, place)
+    kind = case["kind"]
+    module = types.ModuleType("__main__" if kind == "script" else "program")
+    sys.modules[module.__name__] = module
+    space = module.__dict__
+    exec(compile(program, "main.py", "exec"), space)
+    if kind == "script":
+        threading._shutdown()  # type: ignore[attr-defined] # as the interpreter does at its end
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        return 0
+    if kind == "check":
+        exec(compile(case["check"], "tests.py", "exec"), space)
+        answer = None
+    else:
+        function = space.get(case["function"])
+        if function is None:
+            function = getattr(space["Solution"](), case["function"])
+        answer = function(*case["arguments"])
+    os.write(RESULT_FD, nonce + json.dumps(answer).encode())
+    return 0
+
+
+def _result(
+    failed: str, case: dict[str, Any], files: dict[str, int], nonce: bytes
+) -> dict[str, Any]:
+    """``{"output": TEXT}`` or ``{"value": JSON}`` of a program that ended as it should, else
+    ``{"failed": WHY}``."""
+    if failed:
+        end = max(os.fstat(files["errors"]).st_size - LAST_BYTES, 0)
+        words = os.pread(files["errors"], LAST_BYTES, end).decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(words) if line.strip()), "")
+        return {"failed": f"{failed}: {last[:200]}" if last else failed}
+    wanted = "output" if case["kind"] == "script" else "result"
+    data = os.pread(files[wanted], case["most_bytes"] + 1, 0)
+    if len(data) > case["most_bytes"]:
+        return {"failed": "more output than expected"}
+    if wanted == "output":
+        return {"output": data.decode(errors="replace")}
+    if not data.startswith(nonce):
+        return {"failed": "the program ended before its tests"}
+    try:
+        return {"value": json.loads(data[len(nonce) :])}
+    except ValueError:
+        return {"failed": "its result is not JSON"}
+
+
+def die_with_parent() -> None:
+    LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), 0.0)
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="ascii") as file:
+        file.write(text)
+
+
+def _children() -> list[int]:
+    """The children of this process, which adopts those that they leave behind."""
+    with suppress(OSError), open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return [int(pid) for pid in file.read().split()]
+    return []
+
+
+def _threads_of_user() -> int:
+    count = 0
+    for name in os.listdir("/proc"):
+        with suppress(OSError):
+            if name.isdigit() and os.stat(f"/proc/{name}").st_uid == os.getuid():
+                count += len(os.listdir(f"/proc/{name}/task"))
+    return count
+
+
+def main() -> None:
+    """Answer until the input ends."""
+    die_with_parent()
+    requests, replies = os.dup(0), os.dup(1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    sandbox = Sandbox(json.loads(sys.argv[1]))
+    _send(replies, {"ready": True, "protections": sandbox.protections()})
+    unread = b""
+    while data := os.read(requests, 1 << 16):
+        unread += data
+        if unread.endswith(b"\n"):
+            request = json.loads(unread)
+            unread = b""
+            _send(replies, sandbox.answer(request))
+    sandbox.close()
+
+
+def _send(replies: int, message: dict[str, Any]) -> None:
+    data = json.dumps(message).encode() + b"\n"
+    while data:
+        data = data[os.write(replies, data) :]
+
+
+if __name__ == "__main__":
+    main()

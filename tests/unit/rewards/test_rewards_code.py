@@ -1,0 +1,287 @@
+"""Programs against tests: what passes, and programs that try to escape their limits."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.errors import UnusableRowError, UsageError
+from slurmrl.rewards.code import CodeReward
+from slurmrl.rewards.code_cases import program_of, same_output, same_value
+
+Make = Callable[..., CodeReward]
+DEADLINE_S = 60.0
+
+SUM = {"inputs": ["1 2\n", "5 -7\n"], "outputs": ["3\n", "-2\n"]}
+ADDS = "print(sum(map(int, input().split())))"
+DOUBLE = {"fn_name": "double", "inputs": [[2], [[1]]], "outputs": [4, [[1, 1]]]}
+HUMAN = {
+    "entry_point": "add",
+    "test": "def check(candidate):\n    assert candidate(1, 2) == 3\n",
+}
+ASSERTS = {"test_list": ["assert add(1, 2) == 3", "assert add(0.5, 0.25) == 0.75"]}
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    rewards: list[CodeReward] = []
+
+    def build(**options: Any) -> CodeReward:
+        rewards.append(CodeReward(**{"processes": 1, **options}))
+        return rewards[-1]
+
+    yield build
+    for reward in rewards:
+        reward.close()
+
+
+def judge(reward: CodeReward, row: dict[str, Any], programs: Sequence[str]) -> list[float]:
+    return reward(["p"] * len(programs), programs, [row] * len(programs))
+
+
+@pytest.mark.parametrize(
+    ("row", "right", "wrong"),
+    [
+        ({"tests": SUM}, f"```python\n{ADDS}\n```", "print(3)"),
+        ({"input_output": json.dumps(SUM)}, ADDS, "1/0"),
+        ({"tests": [{"input": "4", "output": "4.0000001"}]}, "print(float(input()))", "print(5)"),
+        ({"tests": [{"input": ["a", "b"], "output": "b"}]}, "input(); print(input())", "print()"),
+        ({"tests": DOUBLE}, "def double(x): return x * 2", "def double(x): return x"),
+        (
+            {"tests": DOUBLE},
+            "class Solution:\n  def double(self, x): return x * 2",
+            "double = None",
+        ),
+        (HUMAN, "def add(a, b): return a + b", "def add(a, b): return a - b"),
+        (ASSERTS, "def add(a, b): return a + b", "def add(a, b): return int(a + b)"),
+        (
+            {"test_list": ["assert f() == math.pi"], "test_imports": ["import math"]},
+            "def f():\n  return 3.141592653589793",
+            "def f(): return 3",
+        ),
+    ],
+)
+def test_every_form_of_tests(make: Make, row: dict[str, Any], right: str, wrong: str) -> None:
+    """A right program scores 1; a wrong one, an empty one and one that ends before its tests 0."""
+    reward = make()
+    assert reward.check_rows([row]) == [""]
+    ends = "import os; os._exit(0)"
+    assert judge(reward, row, [right, wrong, "", ends]) == [1.0, 0.0, 0.0, 0.0]
+    assert reward.stats() == {"reward_unjudged": (0.0, 4.0)}
+
+
+def test_the_share_of_tests_that_pass(make: Make) -> None:
+    """Later tests run although earlier ones fail or take too long."""
+    row = {"tests": [{"input": str(n), "output": str(n)} for n in range(4)]}
+    slow = "n = int(input())\nwhile n == 1: pass\nprint(0 if n == 2 else n)"
+    assert judge(make(score="share", test_timeout_s=0.5), row, [slow]) == [0.5]
+    assert judge(make(test_timeout_s=0.5), row, [slow, "print(input())"]) == [0.0, 1.0]
+
+
+def test_a_prefix_from_the_row_is_completed(make: Make) -> None:
+    row = {**HUMAN, "prompt": "def add(a, b):\n"}
+    assert judge(make(prefix_key="prompt"), row, ["    return a + b", "    pass"]) == [1.0, 0.0]
+
+
+ESCAPES = {
+    "leaves a process": "import os, time\nif os.fork() == 0:\n  os.setsid()\n  time.sleep(3600)\n",
+    "ignores signals": "import signal\nfor n in (1, 2, 15): signal.signal(n, signal.SIG_IGN)\n"
+    "while True: pass",
+    "sleeps": "import time; time.sleep(3600)",
+    "bomb": "import os\nwhile True:\n  try: os.fork()\n  except OSError: pass",
+    "threads": "import threading, time\nwhile True:\n  threading.Thread(target=time.sleep,"
+    " args=(99,)).start()",
+    "memory": "x = bytearray(4 << 30)",
+    "file": "f = open('x', 'wb')\nwhile True: f.write(bytes(1 << 20))",
+    "files": "n = 0\nwhile True:\n  n += 1\n  open(str(n), 'wb').write(bytes(1 << 20))",
+    "output": "while True: print('x' * 10**6)",
+    "recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+    "segfault": "import ctypes; ctypes.string_at(0)",
+    "kills everybody": "import os; os.kill(-1, 9)",
+    "closes pipes": "import os; os.closerange(0, 100); print(3)",
+}
+
+
+@pytest.mark.parametrize("namespaces", ["auto", "off"])
+def test_no_program_affects_another_one(make: Make, namespaces: str) -> None:
+    """Each scores 0 (the first is right), ends within its time, leaves no process and no file, and
+    the sandbox still judges."""
+    programs = dict(ESCAPES)
+    if namespaces == "off":  # what only namespaces prevent; the user's processes would be killed
+        del programs["kills everybody"], programs["files"]
+        if os.getuid() == 0:  # whose processes the kernel does not limit
+            del programs["bomb"], programs["threads"]
+    reward = make(namespaces=namespaces, test_timeout_s=1.0, files_mib=16, memory_mib=512)
+    marked = [f"mark = 'escaped {os.getpid()}'\n{program}" for program in programs.values()]
+    row = {"tests": [{"input": "", "output": ""}]}
+    scores = judge(reward, row, [*marked, ""])
+    assert dict(zip(programs, scores[:-1], strict=True)) == {
+        **dict.fromkeys(programs, 0.0),
+        "leaves a process": 1.0,
+    }
+    assert scores[-1] == 1.0
+    assert reward.stats() == {"reward_unjudged": (0.0, len(scores))}
+    pids = reward._pool.pids
+    reward.close()
+    deadline = time.monotonic() + DEADLINE_S
+    while left := [pid for pid in pids if _group(pid)]:
+        assert time.monotonic() < deadline, f"processes of the sandboxes {left} still run"
+        time.sleep(0.02)
+
+
+def _group(session: int) -> list[str]:
+    """The processes of a session that have not ended."""
+    alive = []
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[3]) == session and fields[0] != "Z":
+            alive.append(str(path))
+    return alive
+
+
+def isolated(reward: CodeReward) -> dict[str, bool]:
+    protections: dict[str, bool] = reward._pool.start()["protections"]
+    return protections
+
+
+def test_programs_have_no_network_and_cannot_change_files(make: Make, tmp_path: Path) -> None:
+    reward = make()
+    missing = [name for name, have in isolated(reward).items() if not have]
+    if missing:
+        pytest.skip(f"no namespaces here for: {missing}")
+    (tmp_path / "mine").write_text("mine")
+    programs = [
+        "import socket; socket.create_connection(('127.0.0.1', 22), 1)",
+        "import socket; socket.create_connection(('1.1.1.1', 80), 1)",
+        f"open({str(tmp_path / 'mine')!r}, 'w')",
+        f"import os; os.unlink({str(tmp_path / 'mine')!r})",
+        "import subprocess; subprocess.run(['mount', '-o', 'remount,rw', '/'], check=True)",
+        "import os; assert len([n for n in os.listdir('/proc') if n.isdigit()]) > 2",
+        "import os; os.kill(1, 9); assert os.path.exists('gone')",
+    ]
+    row = {"tests": [{"input": "", "output": ""}]}
+    assert judge(reward, row, programs) == [0.0] * len(programs)
+    writes = "open('x', 'w').write('x'); import tempfile; tempfile.TemporaryFile()"
+    sees = "import os; assert os.listdir('.') == []"
+    assert judge(reward, row, [writes, sees]) == [1.0, 1.0], "a private folder, empty each time"
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_required_isolation_is_an_error_where_there_is_none(make: Make) -> None:
+    reward = make(namespaces="required")
+    reward._pool.facts = {"protections": {"files": True, "processes": True}}
+    reward._pool.start = lambda: reward._pool.facts  # type: ignore[method-assign]
+    with pytest.raises(UsageError, match=r"they can use the network\. Allow user namespaces"):
+        judge(reward, {"tests": SUM}, [ADDS])
+
+
+def test_a_container_runs_the_sandbox(make: Make, tmp_path: Path) -> None:
+    """The command gets the interpreter with its program; nothing else must be in the image."""
+    container = tmp_path / "container"
+    container.write_text(f'#!/bin/sh\necho "$2" "$3" >> {tmp_path}/used\nshift\nexec "$@"\n')
+    container.chmod(0o700)
+    reward = make(container=f"{container} --containall", python=sys.executable)
+    assert judge(reward, {"tests": SUM}, [ADDS]) == [1.0]
+    assert (tmp_path / "used").read_text() == f"{sys.executable} -I\n"
+
+
+def test_the_batch_has_a_time_limit(make: Make) -> None:
+    reward = make(batch_timeout_s=1.0)
+    row = {"tests": [{"input": "", "output": "x"}]}
+    assert judge(reward, row, ["while True: pass"] * 3) == [0.0] * 3
+    assert reward.stats() == {"reward_unjudged": (3.0, 3.0)}
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ({}, "finds no tests in the row, under 'tests' or 'input_output'"),
+        ({"tests": []}, "'tests' holds no tests"),
+        ({"tests": {"inputs": ["1"], "outputs": []}}, "there are 1 inputs and 0 outputs"),
+        ({"tests": {"in": 1}}, "needs the lists inputs and outputs"),
+        ({"tests": [{"input": 1, "output": "1"}]}, "not a number"),
+        ({"tests": ["assert f( == 1"]}, "not valid Python"),
+        ({"test": "def check(f):\n  assert f()"}, "needs the name of a function: entry_point"),
+        ({"tests": {**DOUBLE, "inputs": [1, 2]}}, "the list of its arguments"),
+        ({"tests": 7}, "they are a number; allowed"),
+        ({"tests": [{"input": "", "output": "x" * (1 << 21)}]}, "more than 1048576 characters"),
+    ],
+)
+def test_rows_without_usable_tests_are_refused(row: dict[str, Any], why: str) -> None:
+    reward = CodeReward()
+    [problem] = reward.check_rows([row])
+    assert why in problem
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(UsageError, match="-1 is not allowed: limits"):
+        CodeReward(memory_mib=-1)
+    with pytest.raises(UsageError, match="score 'any' is not allowed; allowed: all, share"):
+        CodeReward(score="any")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("completion", "program"),
+    [
+        ("x = 1", "x = 1"),
+        ("First ```python\na\n``` then\n```py\nb\n```\nDone.", "b"),
+        ("```\na\n```", "a"),
+        ("```python\na", "a"),
+        ("```python\na\n```\n```json\n{}\n```", "a"),
+    ],
+)
+def test_the_last_block_is_the_program(completion: str, program: str) -> None:
+    assert program_of(completion) == program
+
+
+@pytest.mark.parametrize(
+    ("output", "expected", "same"),
+    [
+        ("1\n2\n", "1\n2", True),
+        ("1 \n2\n\n", "1\n2", True),
+        ("1\n2", "1 2", False),
+        ("0.3333333", "0.33333333", True),
+        ("0.333", "0.334", False),
+        ("10000001", "10000002", False),
+        ("1e3", "1000.0", True),
+        ("1", "1.0", True),
+        ("nan", "nan", True),
+        ("Yes", "YES", False),
+        ("", "x", False),
+    ],
+)
+def test_outputs_are_compared_by_line(output: str, expected: str, same: bool) -> None:
+    assert same_output(output, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("value", "expected", "same"),
+    [
+        ([1, 2], [1, 2], True),
+        ([1, 2], [[1, 2]], True),
+        (True, 1, False),
+        (1, 1.0, True),
+        (0.1 + 0.2, 0.3, True),
+        ({"a": [0.1]}, {"a": [0.1000000001]}, True),
+        ("1", 1, False),
+        (None, None, True),
+    ],
+)
+def test_results_are_compared_as_json(value: Any, expected: Any, same: bool) -> None:
+    assert same_value(value, expected) is same
+
+
+def test_a_row_that_cannot_be_used_is_named(make: Make) -> None:
+    with pytest.raises(UnusableRowError) as error:
+        make()(["p"] * 2, ["", ""], [{"tests": SUM}, {}])
+    assert error.value.index == 1
