@@ -80,6 +80,10 @@ class ConfigError(UsageError):
         return "\n".join(str(problem) for problem in self.problems)
 
 
+class ChatTemplateError(UsageError):
+    """A chat template cannot render a conversation, or its turns cannot be told apart."""
+
+
 class RewardError(UsageError):
     """A reward function broke its contract, or cannot judge a row of the data."""
 

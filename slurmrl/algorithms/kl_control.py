@@ -54,8 +54,7 @@ class KLController(ScalarController):
         return {"kl_coef": self._control.coef}
 
     def update(self, stats: Mapping[str, float]) -> None:
-        if self._control.coef > 0:  # otherwise nothing measures the KL
-            self._control.update(stats["kl_sequence"], round(stats["completions"]))
+        self._control.update(stats["kl_sequence"], round(stats["completions"]))
 
     def state(self) -> dict[str, float]:
         return {"kl_coef": self._control.coef}

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
 from typing import ClassVar
 
 from slurmrl.config.schema import Config, PositiveInt, Section
-from slurmrl.config.source import KeyPath
 from slurmrl.graph.call import Call, Method, RoleUse
 
 ROLLOUT = "slurmrl.algorithms.rollout.interface:RolloutInterface"
@@ -27,10 +25,18 @@ class AlgorithmSchema(Section, ABC):
     evaluation_types: ClassVar[tuple[str, ...]] = ("prompt",)
     """Types of held-out dataset that the algorithm can evaluate."""
 
+    trains_on_samples: ClassVar[bool] = False
+    """Whether losses take the probabilities of sampled tokens for those that they were drawn with.
+    Then sampling may not be restricted to a part of the vocabulary."""
+
     @property
     def optimizer_steps(self) -> int:
         """Optimizer steps of each trained model per step of the run."""
         return 1
+
+    def untrained_steps(self, role: str) -> int:
+        """Steps at the start of a run in which a trained role is not trained yet."""
+        return 0
 
     @property
     def epochs(self) -> int:
@@ -59,11 +65,6 @@ class AlgorithmSchema(Section, ABC):
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
         """The calls of one evaluation: completions of held-out prompts, judged."""
         return (generate_call(), reward_call())
-
-    def conflicts(self, config: Config) -> Iterable[tuple[KeyPath, str]]:
-        """Settings anywhere in the configuration that exclude each other with this algorithm: their
-        key and the message."""
-        return ()
 
     def controller(self) -> str:
         """``module:Class`` of the ScalarController, which is constructed with this schema."""

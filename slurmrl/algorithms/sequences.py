@@ -65,11 +65,16 @@ def per_sequence(sample: SequenceSample, key: str, values: Tensor) -> SequenceSa
 
 
 def train_on_batch(
-    engine: TrainEngine, sample: SequenceSample, loss_fn: LossFn, denominator: float
+    engine: TrainEngine,
+    sample: SequenceSample,
+    loss_fn: LossFn,
+    denominator: float,
+    *,
+    temperature: float = 1.0,
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Make one optimizer step. Return what every training step reports, and the sums of the loss
     function's statistics over all ranks, with the ``denominator``'s."""
-    result = engine.train_batch(sample, loss_fn, denominator)
+    result = engine.train_batch(sample, loss_fn, denominator, temperature=temperature)
     means = {key: result[key] for key in ("loss", "grad_norm", "lr", "skipped")}
     return {key: mean for key, mean in means.items() if isfinite(mean)}, result
 

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     help="The folder to create. Default: export/step-N in the run directory.",
 )
 @click.option(
-    "--role", default="actor", show_default=True, help="The model to export: actor or critic."
+    "--role",
+    default="actor",
+    show_default=True,
+    help="The model to export: a role that is trained.",
 )
 @click.option(
     "--dtype",

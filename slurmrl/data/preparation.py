@@ -24,8 +24,12 @@ from slurmrl.data.prepared import (
     PreparedWriter,
     read_manifest,
 )
-from slurmrl.data.records import NumberedRow, RecordReader, id_of, source_fingerprint, source_state
-from slurmrl.data.rows import CHUNK_ROWS, row_checks, row_tokenizer
+from slurmrl.data.records import NumberedRow, RecordReader, id_of
+from slurmrl.data.row_checks import RowChecks
+from slurmrl.data.rows import CHUNK_ROWS, RowTokenizer
+from slurmrl.data.sources import open_source
+from slurmrl.data.sources.base import fingerprint_of, state_of
+from slurmrl.data.types import row_type
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, UsageError
 from slurmrl.fsio import atomic, inputs
 from slurmrl.fsio.calls import REAL, SystemCalls
@@ -66,7 +70,7 @@ def prepare(
     wanted = recipe(config, tokenizer)
     atomic.make_private_directory(folder, calls=calls)
     for directory in _made(folder, wanted, calls):
-        if _is_current(directory, Path(config.path), progress, calls):
+        if _is_current(directory, config, progress, calls):
             return directory
     directory = folder / f"{wanted}.{incarnation}"
     try:
@@ -98,11 +102,20 @@ def recipe(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> str:
     """A fingerprint of everything that determines the rows except the file's content."""
     parts = [
         VERSION,
-        config.model_dump_json(exclude={"shuffle"}),
+        config.path,
+        config.rules(),
+        _template_file(config),
         _tokenizer_fingerprint(Path(tokenizer.name_or_path)),
         *(metadata.version(library) for library in ("tokenizers", "transformers")),
     ]
     return blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+def _template_file(config: DatasetConfig) -> str:
+    """The content of the chat template that the configuration names; "" for none."""
+    if isinstance(config.chat_template, bool):
+        return ""
+    return inputs.read(Path(config.chat_template)).hex()
 
 
 def _tokenizer_fingerprint(folder: Path) -> str:
@@ -122,9 +135,11 @@ def _made(folder: Path, wanted: str, calls: SystemCalls) -> list[Path]:
     return [folder / f"{wanted}.{number}" for number in sorted(numbers, reverse=True)]
 
 
-def _is_current(directory: Path, source: Path, progress: Progress, calls: SystemCalls) -> bool:
-    """Whether a directory is finished, whole, and made from the file as it is now. The content is
-    compared only if the file's size or times have changed."""
+def _is_current(
+    directory: Path, config: DatasetConfig, progress: Progress, calls: SystemCalls
+) -> bool:
+    """Whether a directory is finished, whole, and made from the files as they are now. The content
+    is compared only if the files' sizes or times have changed."""
     try:
         if read_manifest(directory, calls=calls) is None:
             return False
@@ -133,10 +148,12 @@ def _is_current(directory: Path, source: Path, progress: Progress, calls: System
     except CorruptFileError as error:
         logger.warning("%s", error)
         return False
-    if manifest.source_state and manifest.source_state == source_state(source):
+    path = Path(config.path)
+    files = open_source(path, config.split).files
+    if manifest.source_state and manifest.source_state == state_of(files):
         return True
-    return manifest.source == source_fingerprint(
-        source, lambda share: progress(f"comparing {source.name}, {share:.0%}")
+    return manifest.source == fingerprint_of(
+        files, lambda share: progress(f"comparing {path.name}, {share:.0%}")
     )
 
 
@@ -149,27 +166,29 @@ def _make(
     calls: SystemCalls,
 ) -> None:
     _remove(directory, calls)  # an earlier attempt
-    reader = RecordReader(Path(config.path), config.id_key)
-    checks, tokens = row_checks(config), row_tokenizer(config, tokenizer)
-    has_prompts = config.type == "prompt"
+    kind = row_type(config)
+    reader = RecordReader(Path(config.path), config.id_key, config.split)
+    checks = RowChecks(kind, reader.where)
+    tokens = RowTokenizer(kind, tokenizer, reader.where)
     small = max(tokenizer.get_vocab().values()) < SMALL_VOCABULARY
     began = time.monotonic()
     with closing(PreparedWriter(directory, 2 if small else 4, calls=calls)) as writer:
         for chunk in _chunks(reader):
-            done = f"{reader.done / max(reader.size, 1):.0%} ({reader.rows} rows)"
+            done = f"{reader.share:.0%} ({reader.rows} rows)"
             progress(f"tokenising {Path(config.path).name}, {done}")
             for record in chunk:
-                checks.add(record.line, record.row)
+                checks.add(record.number, record.row)
             if not checks.fillable:
                 continue  # the file is refused at its end, with all its problems
-            made = tokens.tokens([(record.line, record.row) for record in chunk])
+            made = tokens.tokens([(record.number, record.row) for record in chunk])
             for record, row in zip(chunk, made, strict=True):
                 if row is not None:
-                    name = id_of(record.row, config.id_key, record.line)
-                    writer.add(row, name, record.line, record.raw if has_prompts else row.structure)
+                    name = id_of(record.row, config.id_key, record.number)
+                    writer.add(row, name, record.number, kind.stored(record.row, record.raw))
         for part in (reader, checks, tokens):
             part.finish()
-        writer.publish(wanted, reader.fingerprint, reader.state, tokens.left_out)
+        source = reader.source
+        writer.publish(wanted, source.fingerprint(), source.state, tokens.left_out)
     seconds = time.monotonic() - began
     logger.info("tokenised %d rows of %s in %.1f s", reader.rows, config.path, seconds)
 

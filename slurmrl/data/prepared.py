@@ -2,9 +2,9 @@
 
 A directory has three files. All numbers are little-endian.
 
-- ``rows.bin``: row after row, the token ids (uint16 or uint32), the id (UTF-8), and JSON: in a
-  dataset of prompts the row's line as it is in the user's file, in one of several answers to a
-  prompt their lengths and labels (`rows.RowTokens.structure`);
+- ``rows.bin``: row after row, the token ids of all sequences (uint16 or uint32), for each sequence
+  the number of its runs and their lengths (uint32, see `TokenSequence`), the id (UTF-8), and what
+  else samples need of the row (JSON, see `RowType.stored`);
 - ``index.bin``: an `Entry` of seven int64 for each row, and one for the end;
 - ``manifest.json``: written last. Without it the directory does not count.
 
@@ -27,7 +27,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from slurmrl.data.rows import RowTokens
+from slurmrl.data.types.base import RowTokens
 from slurmrl.errors import CorruptFileError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.calls import REAL, SystemCalls
@@ -35,11 +35,12 @@ from slurmrl.fsio.failures import corrupt, explain, unreadable
 from slurmrl.fsio.primitives import discard, make_private
 from slurmrl.fsio.shapes import INTEGER, SIZE, TEXT, Fields, FieldType, check
 
-VERSION: Final = 1
+VERSION: Final = 2
 ROWS, INDEX, MANIFEST = "rows.bin", "index.bin", "manifest.json"
 BUFFER_BYTES: Final = 1 << 20
 REMEDY: Final = "the next incarnation makes it again"
 _ENTRY: Final = struct.Struct("<7q")
+_RUN: Final = np.dtype("<u4")
 
 
 class Entry(NamedTuple):
@@ -49,12 +50,12 @@ class Entry(NamedTuple):
     """Its first byte. It ends where the next one starts."""
     tokens: int
     """Number of tokens."""
-    prompt: int
-    """Number of tokens of the prompt, which come first."""
+    runs: int
+    """Bytes of the runs."""
     name: int
     """Bytes of the id."""
     line: int
-    """Line number in the user's file."""
+    """Its number in the user's file (`NumberedRow.number`)."""
     row_check: int
     """CRC-32 of the row's bytes."""
     check: int
@@ -112,10 +113,11 @@ class PreparedRow(NamedTuple):
     name: str
     line: int
     tokens: NDArray[np.int64]
-    prompt: int
-    """Number of tokens of the prompt, which come first."""
+    """Those of all sequences."""
+    runs: list[list[int]]
+    """The runs of each sequence (`TokenSequence`)."""
     row: dict[str, Any]
-    """The row of the user's file in a dataset of prompts, `rows.RowTokens.structure` in others."""
+    """See `RowType.stored`."""
 
 
 class PreparedRows:
@@ -149,25 +151,28 @@ class PreparedRows:
     def __len__(self) -> int:
         return self.manifest.rows
 
-    def describe(self, index: int) -> tuple[str, int]:
-        """The id of a row and its number of tokens, which are not read."""
+    def describe(self, index: int) -> tuple[str, list[int]]:
+        """The id of a row and the lengths of its sequences, whose tokens are not read."""
         entry, _ = self._entries(index)
         start = entry.start + entry.tokens * self._dtype.itemsize
-        return self._decoded(index, self._read(ROWS, start, entry.name)), entry.tokens
+        content = self._read(ROWS, start, entry.runs + entry.name)
+        runs = self._runs(index, content[: entry.runs], entry.tokens)
+        return self._decoded(index, content[entry.runs :]), [sum(each) for each in runs]
 
     def read(self, index: int) -> PreparedRow:
         entry, end = self._entries(index)
         content = self._read(ROWS, entry.start, end.start - entry.start)
         if zlib.crc32(content) != entry.row_check:
             raise self._damaged(ROWS, index)
-        name = entry.tokens * self._dtype.itemsize
+        name = entry.tokens * self._dtype.itemsize + entry.runs
         row = name + entry.name
         tokens = np.frombuffer(content, self._dtype, entry.tokens).astype(np.int64)
+        runs = self._runs(index, content[name - entry.runs : name], entry.tokens)
         return PreparedRow(
             self._decoded(index, content[name:row]),
             entry.line,
             tokens,
-            entry.prompt,
+            runs,
             json.loads(content[row:]) if content[row:] else {},
         )
 
@@ -205,6 +210,18 @@ class PreparedRows:
             raise self._corrupt(name, "ends before its last row")
         return b"".join(parts)
 
+    def _runs(self, index: int, content: bytes, tokens: int) -> list[list[int]]:
+        """The lengths of each sequence's runs."""
+        numbers = np.frombuffer(content, _RUN).tolist()
+        runs = []
+        at = 0
+        while at < len(numbers):
+            runs.append(numbers[at + 1 : at + 1 + numbers[at]])
+            at += 1 + numbers[at]
+        if at != len(numbers) or sum(map(sum, runs)) != tokens:
+            raise self._damaged(ROWS, index)
+        return runs
+
     def _decoded(self, index: int, name: bytes) -> str:
         try:
             return name.decode()
@@ -235,10 +252,12 @@ class PreparedWriter:
         self._index = _Output(directory / INDEX, calls)
 
     def add(self, tokens: RowTokens, name: str, line: int, row: bytes) -> None:
-        ids = [*tokens.prompt, *tokens.answer]
+        ids = np.array([id for sequence in tokens for id in sequence.tokens], self._dtype)
+        runs = [number for each in tokens for number in (len(each.runs), *each.runs)]
+        packed = np.array(runs, _RUN).tobytes()
         encoded = name.encode(errors="surrogatepass")  # refused at the end of the file
-        content = b"".join((np.array(ids, self._dtype).tobytes(), encoded, row))
-        entry = (len(ids), len(tokens.prompt), len(encoded), line, zlib.crc32(content))
+        content = b"".join((ids.tobytes(), packed, encoded, row))
+        entry = (len(ids), len(packed), len(encoded), line, zlib.crc32(content))
         self._add_entry(self._rows.size, *entry)
         self._rows.write(content)
 

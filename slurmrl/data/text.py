@@ -13,7 +13,7 @@ def wrong_text(value: Any) -> str:
     """Why a value is not a text; "" if it is. Other values are never converted to strings: their
     Python form (``None``, ``True``, ``[{'role': …``) is not what the user meant."""
     if not isinstance(value, str):
-        return f"must be a string, but is {_kind(value)}{_advice(value)}"
+        return f"must be a string, but is {kind_of(value)}{_advice(value)}"
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -22,13 +22,19 @@ def wrong_text(value: Any) -> str:
     return ""
 
 
-def _kind(value: Any) -> str:
+def kind_of(value: Any) -> str:
     """``a number (42)``"""
     if value is None:
         return "null"
     if _is_messages(value):
         return "a list of messages"
-    kinds = {bool: "true or false", int: "a number", float: "a number", list: "a list"}
+    kinds = {
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        str: "a string",
+        list: "a list",
+    }
     text = json.dumps(value)
     shown = text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
     return f"{kinds.get(type(value), 'an object')} ({shown})"
@@ -36,7 +42,7 @@ def _kind(value: Any) -> str:
 
 def _advice(value: Any) -> str:
     if _is_messages(value):
-        return ": apply the model's chat template to them first, and write its text into the line"
+        return ": set dataset.chat_template to true, or write the rendered text into the line"
     if isinstance(value, int | float) and not isinstance(value, bool):
         return f': write "{json.dumps(value)}"'
     return ""

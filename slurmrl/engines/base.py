@@ -29,7 +29,9 @@ Outputs = dict[str, Tensor]
 """``{logp, entropy}`` of a language model, ``{values}`` of a value model; each [T] float32."""
 OUTPUTS: dict[Head, tuple[str, ...]] = {"lm": ("logp", "entropy"), "value": ("values",)}
 LossFn = Callable[[Outputs, SequenceSample], tuple[Tensor, dict[str, Tensor]]]
-"""(outputs of whole sequences, the micro-batch) -> (loss SUM, sums of statistics), all scalars."""
+"""(outputs of whole sequences, the micro-batch) -> (loss SUM, sums of statistics), all scalars.
+Statistics whose name ends in `MAXIMUM` are maxima instead of sums."""
+MAXIMUM = "_max"
 Veto = Callable[[Mapping[str, float]], bool]
 """(sums of a step's statistics over all ranks) -> whether to skip its update."""
 OutputFn = Callable[[Outputs, SequenceSample], Outputs]
@@ -119,7 +121,7 @@ class TrainEngine(Engine):
         over all micro-batches and data-parallel ranks; ``denominator`` is this rank's share. The
         sequences of an item are in one micro-batch (`SequenceSample.sequences` separates them).
 
-        Returns, the same on every rank, the sums of ``loss_fn``'s statistics and ``loss``
+        Returns, the same on every rank, the sums (maxima) of ``loss_fn``'s statistics and ``loss``
         (divided), ``grad_norm`` (before clipping), ``lr``, ``tokens``, ``denominator``. If the
         gradient is not finite, the update is skipped and ``skipped`` is 1. ``veto`` gets those
         sums with ``loss``, ``tokens`` and ``denominator``; if it returns true, the update is

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch import distributed as dist
 
 from slurmrl.data.packing import microbatches, padded_microbatches
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines.base import OUTPUTS, TOKENS, Outputs
+from slurmrl.engines.base import MAXIMUM, OUTPUTS, TOKENS, Outputs
 from slurmrl.errors import UsageError
 from slurmrl.models.config import Head
 from slurmrl.ops import collectives
@@ -101,7 +102,8 @@ def in_order(
 
 
 class Sums:
-    """Sums of scalars over micro-batches, then over ranks, in float64."""
+    """Sums of scalars over micro-batches, then over ranks, in float64. Of those whose name ends in
+    `MAXIMUM`, the maxima."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -111,7 +113,10 @@ class Sums:
     def add(self, values: Mapping[str, Tensor]) -> None:
         for name, value in values.items():
             value = value.detach().to(self._device, torch.float64)
-            self._sums[name] = self._sums[name] + value if name in self._sums else value
+            if name in self._sums:
+                join = torch.maximum if name.endswith(MAXIMUM) else torch.add
+                value = join(self._sums[name], value)
+            self._sums[name] = value
 
     def add_loss(
         self, role: str, sample: SequenceSample, loss: Tensor, stats: Mapping[str, Tensor]
@@ -139,11 +144,19 @@ class Sums:
         names = sorted(self._sums)
         if some_empty and context.dp_size > 1:
             names = _names_of_any(names, context)
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
-        total = torch.stack([self._sums.get(name, zero) for name in names])
+        names.sort(key=lambda name: name.endswith(MAXIMUM))
+        total = torch.stack([self._sums.get(name, self._neutral(name)) for name in names])
         if context.dp_size > 1:
-            dist.all_reduce(total, group=context.group("dp"))
+            group = context.group("dp")
+            first = sum(not name.endswith(MAXIMUM) for name in names)
+            dist.all_reduce(total[:first], group=group)
+            if first < len(names):
+                dist.all_reduce(total[first:], dist.ReduceOp.MAX, group=group)
         return dict(zip(names, total.tolist(), strict=True))
+
+    def _neutral(self, name: str) -> Tensor:
+        value = -inf if name.endswith(MAXIMUM) else 0.0
+        return torch.full((), value, dtype=torch.float64, device=self._device)
 
 
 def _gather(values: list[float], context: ParallelContext) -> list[list[float]]:

@@ -12,6 +12,7 @@ DATASET_KEYS: Final[dict[str, tuple[str, ...]]] = {
     "prompt_answer": ("input_ids", "prompt_mask"),
     "preference": ("input_ids", "prompt_mask"),
     "kto": ("input_ids", "prompt_mask", "desirable"),
+    "messages": ("input_ids", "prompt_mask"),
 }
 """The keys that each type of dataset feeds into the graph."""
 

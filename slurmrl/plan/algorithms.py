@@ -6,11 +6,9 @@ it makes. Schemas are torch-free; implementations are separate modules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import ClassVar, Protocol
 
 from slurmrl.config.schema import Config
-from slurmrl.config.source import KeyPath
 from slurmrl.graph.call import Call, RoleUse
 from slurmrl.registry import Registry
 
@@ -21,6 +19,7 @@ ALGORITHMS = Registry(
         "ppo": "slurmrl.algorithms.policy.schema:PolicyGradient",
         "dpo": "slurmrl.algorithms.dpo.schema:DPO",
         "kto": "slurmrl.algorithms.kto.schema:KTO",
+        "distill": "slurmrl.algorithms.distill.schema:Distill",
         "reward_model": "slurmrl.algorithms.reward_model.schema:RewardModel",
     },
 )
@@ -33,6 +32,10 @@ class Algorithm(Protocol):
     """Types of training dataset that it accepts."""
     evaluation_types: ClassVar[tuple[str, ...]]
     """Types of held-out dataset that it can evaluate."""
+
+    trains_on_samples: ClassVar[bool]
+    """Whether losses take the probabilities of sampled tokens for those that they were drawn with.
+    Then sampling may not be restricted to a part of the vocabulary."""
 
     @property
     def name(self) -> str: ...
@@ -59,6 +62,10 @@ class Algorithm(Protocol):
         """Optimizer steps of each trained model in one step."""
         ...
 
+    def untrained_steps(self, role: str) -> int:
+        """Steps at the start of a run in which a trained role is not trained yet."""
+        ...
+
     @property
     def epochs(self) -> int:
         """Passes of each trained model over a batch."""
@@ -71,11 +78,6 @@ class Algorithm(Protocol):
     @property
     def minibatches(self) -> int:
         """Consecutive parts of a batch, one for each optimizer step."""
-        ...
-
-    def conflicts(self, config: Config) -> Iterable[tuple[KeyPath, str]]:
-        """Settings anywhere in the configuration that exclude each other with this algorithm: their
-        key and the message."""
         ...
 
     def controller(self) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from slurmrl.allocation import parse
 from slurmrl.config.schema import Config, Model, Optimizer
+from slurmrl.config.schema.config import FOLLOWERS, ROLES
 from slurmrl.config.source import Source
-from slurmrl.recover.differences import FOLLOWERS, LAYOUT, ROLES, changes
+from slurmrl.recover.differences import LAYOUT, changes
 
 WHERE: Final = ("backend", "gpus", "model")
 """Settings of a role that decide its layout."""
@@ -79,19 +80,20 @@ def _ranks(config: Config) -> dict[str, int]:
 
 
 def moved_schedules(
-    old: Config, new: Config, *, trained: Iterable[str], step: int, optimizer_steps: int
+    old: Config, new: Config, *, trained: Mapping[str, int], step: int, optimizer_steps: int
 ) -> list[str]:
     """Describe how the learning rates of the ``trained`` roles change when the trial resumes after
-    ``step``, as lines for the user; empty if they do not change. Each step of the run has
+    ``step``, as lines for the user; empty if they do not change. The numbers of ``trained`` are
+    steps at the start of the run in which a role is not trained yet; each further step has
     ``optimizer_steps`` optimizer steps."""
     lines = []
-    for role in trained:
+    for role, untrained_steps in trained.items():
         before, now = _optimizer(old, role), _optimizer(new, role)
-        ends = before.last_step(old.total_steps * optimizer_steps) + 1
-        moved = now.last_step(new.total_steps * optimizer_steps) + 1
+        ends = before.last_step((old.total_steps - untrained_steps) * optimizer_steps) + 1
+        moved = now.last_step((new.total_steps - untrained_steps) * optimizer_steps) + 1
         if now.schedule == "constant" or moved == ends:
             continue
-        made = step * optimizer_steps
+        made = max(step - untrained_steps, 0) * optimizer_steps
         rates = before.learning_rate(made, ends), now.learning_rate(made, moved)
         lines.append(
             f"{role}: the {now.schedule} schedule of its learning rate ends after {moved} "

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from slurmrl.config.schema import Config
+from slurmrl.config.schema.config import ROLES
 
 MAY_CHANGE = frozenset(
     {
@@ -18,9 +19,7 @@ MAY_CHANGE = frozenset(
         "cluster",
         "transfer",
         "rollout.offload",
-        "actor.offload",
-        "critic.offload",
-        "ref.offload",
+        *(f"{role}.offload" for role in ROLES),
         "logging",
         "checkpoint",
         "reward.pool",
@@ -35,10 +34,6 @@ MAY_CHANGE = frozenset(
 """Dotted keys, including all keys below them (`*` is any text), that change how a run is executed,
 monitored or ended, but not what it computes."""
 
-
-FOLLOWERS = ("critic", "ref")
-"""Roles that have the actor's layout unless they set their own."""
-ROLES = ("actor", *FOLLOWERS)
 
 LAYOUT = frozenset(
     {

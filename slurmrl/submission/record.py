@@ -122,7 +122,8 @@ def _named_files(config: Config) -> list[Path]:
     named = [config.dataset.path]
     if config.evaluation is not None:
         named.append(config.evaluation.dataset.path)
-    return [Path(os.path.realpath(path)) for path in dict.fromkeys(named)]
+    paths = [Path(os.path.realpath(path)) for path in dict.fromkeys(named)]
+    return [path for path in paths if not path.is_dir()]
 
 
 def _slurm_version() -> str | None:

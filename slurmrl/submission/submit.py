@@ -281,7 +281,11 @@ def _notes(before: Config, settings: Settings, step: int) -> list[str]:
         *moved_schedules(
             before,
             settings.config,
-            trained=[use.role for use in algorithm.roles() if use.trained],
+            trained={
+                use.role: algorithm.untrained_steps(use.role)
+                for use in algorithm.roles()
+                if use.trained
+            },
             step=step,
             optimizer_steps=algorithm.optimizer_steps,
         ),

@@ -104,7 +104,7 @@ class RewardData:
         :raises ConfigError: lines without a completion, or of rows that are not in the data.
         """
         records = read_records(path, "")  # an id may occur more than once
-        numbered = list(zip(records.lines, records.rows, strict=True))[:count]
+        numbered = list(zip(records.numbers, records.rows, strict=True))[:count]
         problems: list[Problem] = []
         items = []
         for position, (line, row) in enumerate(numbered):
@@ -143,7 +143,7 @@ def try_reward(
     """
     indices = [item.index for item in items]
     records, answers = data.rows.records, data.rows.answers(indices)
-    lines = [records.lines[index] for index in indices]
+    lines = [records.numbers[index] for index in indices]
     ids = [records.ids[index] for index in indices]
     request = {
         "reward": data.reward.model_dump(mode="json"),
@@ -153,7 +153,7 @@ def try_reward(
             {**records.rows[index], "answer": answer}
             for index, answer in zip(indices, answers, strict=True)
         ],
-        "places": [f"{data.dataset.path}:{line}" for line in lines],
+        "places": [records.where(line) for line in lines],
     }
     with tempfile.TemporaryDirectory(prefix="slurmrl-reward-") as folder:
         environ = environment(Path(folder), Code(paths=code.paths), data.variables)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,13 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurmrl.errors import LayoutError
-from slurmrl.layout.box import Box, blocks
+from slurmrl.layout.box import Box
 from slurmrl.layout.shard import Shard
+from slurmrl.transfer.copies import BoxCopies
 from slurmrl.transfer.plan import Cargo, MovePlan, Segment
 from slurmrl.transfer.regions import PlacedLayout
-
-BLOCK = 1 << 20
-"""Elements of a moving average that are widened at a time."""
 
 Storages = Mapping[str, Tensor]
 """A rank's tensors by storage name; each is contiguous."""
@@ -94,7 +91,7 @@ class Mover:
 
     ``group`` contains all ranks of the move and is used by nothing else meanwhile. ``eta`` makes
     the target a moving average: ``eta source + (1 - eta) target``, computed in float32 (float64
-    where either is).
+    where either is). ``copies`` can be shared by the executions of a plan.
     """
 
     def __init__(
@@ -107,6 +104,7 @@ class Mover:
         group: dist.ProcessGroup | None,
         device: torch.device,
         eta: float = 1.0,
+        copies: BoxCopies | None = None,
     ) -> None:
         self.plan = plan
         self._rank = rank
@@ -115,6 +113,7 @@ class Mover:
         self._group = group
         self._device = device
         self._eta = eta
+        self._copies = copies or BoxCopies(device)
         self._sends: dict[int, list[_Leg]] = defaultdict(list)
         self._receives: dict[int, list[_Leg]] = defaultdict(list)
         for number, segment in enumerate(plan.segments):
@@ -145,18 +144,11 @@ class Mover:
         if not slots:
             self._copy_local()
 
-    def start(self) -> Future[None]:
-        """Execute the move in a thread of its own. The future has the thread's exception."""
-        pool = ThreadPoolExecutor(1, thread_name_prefix="slurmrl-move")
-        future = pool.submit(self.run)
-        pool.shutdown(wait=False)
-        return future
-
     def _copy_local(self) -> None:
         for cargo in self.plan.local.get(self._rank, ()):
             source, *_ = self._source.views(cargo.name, cargo.box)
             for target in self._target.views(cargo.name, cargo.box):
-                self._write(target, source)
+                self._copies.write(target, source, self._eta)
 
     def _post(self, slot: int, arrived: Arrived) -> _UnderWay:
         """Begin what a slot sends and receives. ``arrived`` is what the slot before received and
@@ -195,6 +187,9 @@ class Mover:
             view = self._source.views(cargo[0].name, cargo[0].box)[0]
             if self._travels(view, cargo[0]):
                 return _Message(cargo, _bytes(view))
+            packed = self._copies.packed(view, getattr(torch, cargo[0].dtype))
+            if packed is not None:
+                return _Message(cargo, _bytes(packed))
         message = self._empty(cargo)
         for item, elements in _boxes(message):
             elements.copy_(self._source.views(item.name, item.box)[0])
@@ -224,20 +219,7 @@ class Mover:
         for item, elements in _boxes(message):
             targets = message.copies
             for target in self._target.views(item.name, item.box) if targets is None else targets:
-                self._write(target, elements)
-
-    def _write(self, target: Tensor, elements: Tensor) -> None:
-        if self._eta == 1.0:
-            target.copy_(elements)
-            return
-        wide = torch.promote_types(torch.promote_types(target.dtype, elements.dtype), torch.float32)
-        for box in blocks(Box.whole(tuple(target.shape)), BLOCK):
-            old = target[box.slices]
-            new = elements[box.slices].to(old.device, wide)
-            if old.dtype == wide:
-                old.lerp_(new, self._eta)
-            else:
-                old.copy_(old.to(wide).lerp_(new, self._eta))
+                self._copies.write(target, elements, self._eta)
 
 
 def _boxes(message: _Message) -> Iterator[tuple[Cargo, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def run(site: Site, trial: str, steps: int = 3, **sections: Any) -> list[dict[st
     config = config_of("ppo", trial=trial, total_steps=steps)
     config["algorithm"] |= REWARDED
     for name, section in sections.items():
-        config[name] = config.get(name, {}) | section
+        config[name] = config.get(name, {}) | section if isinstance(section, dict) else section
     file = site.write(f"{trial}.yaml", config)
     site.slurmrl("submit", str(file), "--scheduler", "local", "--wait")
     return site.metrics(f"ppo/{trial}")
@@ -150,6 +151,35 @@ def test_an_actor_on_megatron_generates(
             sections["cluster"] = let_megatron_compute_here(site, tmp_path, trial, "ppo")
         found.append(run(site, trial, **sections))
     assert_close(*found)
+
+
+MANUAL = ",".join(
+    [
+        "actor_gen:node01:0,1,2,3:d2m2p1",
+        "actor_train:node01:0,1,2,3:d1m2p2",
+        "critic:node01:2,3:d2m1p1",
+        "ref_inf:node01:0,1:d1m2p1",
+    ]
+)
+"""ReaL's manual allocation."""
+
+
+@pytest.mark.long
+def test_every_call_on_a_mesh_of_its_own(tmp_path: Path) -> None:
+    """Generation on d2t2 and training on megatron's t2p2 of four ranks, the critic on the last two
+    and the reference on the first two: the numbers are those of one rank."""
+    site = Site(tmp_path)
+    cluster = let_megatron_compute_here(site, tmp_path, "manual", "ppo")
+    actor = megatron("") | {"backend": ""}
+    found = run(site, "manual", steps=2, allocation_mode=MANUAL, actor=actor, cluster=cluster)
+    models = json.loads(site.paths("ppo/manual").plan.read_text())["models"]
+    assert {name: (model["backend"], model["ranks"]) for name, model in models.items()} == {
+        "actor": ("megatron:t2p2", [0, 1, 2, 3]),
+        "critic": ("fsdp:d2", [2, 3]),
+        "ref": ("fsdp:t2", [0, 1]),
+        "rollout": ("native:d2t2", [0, 1, 2, 3]),
+    }
+    assert_close(found, run(site, "one", steps=2))
 
 
 class OnMegatron(Setting):

@@ -10,7 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from slurmrl.algorithms.policy.loss import policy_loss
+from slurmrl.algorithms.policy.loss import PolicyTargets, policy_loss
+from slurmrl.algorithms.policy.schema import Objective
+from slurmrl.algorithms.policy.sequences import Sequences
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
@@ -114,9 +116,9 @@ def engine(
 def ppo_loss(outputs: Outputs, sample: SequenceSample) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of PPO's actor, on what `batch` has."""
     keys = ("logprobs", "advantages", "response_mask")
-    return policy_loss(
-        outputs["logp"], outputs["entropy"], *(sample.tensor(key) for key in keys), clip_ratio=0.2
-    )
+    sequences = Sequences.of(sample.cu_seqlens("input_ids"), outputs["logp"].device)
+    targets = PolicyTargets(*(sample.tensor(key) for key in keys), sequences)
+    return policy_loss(outputs["logp"], outputs["entropy"], targets, Objective())
 
 
 def batch(lengths: Sequence[int]) -> SequenceSample:

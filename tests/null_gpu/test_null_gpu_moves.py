@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
+from slurmrl.ops import intervals
+from slurmrl.transfer import copies
+from slurmrl.transfer.copies import BoxCopies
 from slurmrl.transfer.execute import Holdings, Mover
 from slurmrl.transfer.plan import plan_move
 from slurmrl.transfer.regions import PlacedLayout
 from slurmrl.transfer.verify import verify_move
-from tests.null_gpu import cases
+from tests.null_gpu import cases, device
 from tests.null_gpu.test_null_gpu_engines import ENGINES, LENGTHS, generated, loss, make
 from tests.null_gpu.values import SmallValues
 
+GPU = torch.device("cuda", 0)
 pytestmark = pytest.mark.filterwarnings("ignore")  # megatron-core warns of its own settings
 
 
@@ -39,11 +46,36 @@ def test_a_move_has_no_tensor_on_a_wrong_device(kind: str, experts: bool, ranks:
                 Holdings(side, 0, engine.storages())
                 for side, engine in zip(sides, (trained, native), strict=True)
             )
-            device = torch.device("cuda", 0)
-            Mover(plan, 0, held, taken, group=None, device=device).run()
+            Mover(plan, 0, held, taken, group=None, device=GPU).run()
             if ranks == 1:
-                verify_move(*sides, 0, held, taken, group=None, device=device)
+                verify_move(*sides, 0, held, taken, group=None, device=GPU)
             assert generated(native, sample).tokens.is_cuda
             weights = list(native.storages().values())
             native.offload()
             assert not any(tensor.untyped_storage().nbytes() for tensor in weights)
+
+
+def test_strided_and_averaging_copies_are_one_kernel_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They make no temporary tensors and no host waits. (torch's moving average has four kernels
+    for every 2**20 elements.)"""
+    launched: list[Any] = []
+    compiled = SimpleNamespace(copy=lambda *arguments: launched.append(arguments))
+    for module in (intervals, copies):
+        monkeypatch.setattr(module, "operators", lambda *_: compiled)
+    made = BoxCopies(GPU)
+    columns = torch.zeros(4096, 4096, dtype=torch.bfloat16, device=GPU)[:, :2048]
+    elements = torch.zeros(4096, 2048, dtype=torch.bfloat16, device=GPU)
+    averaged = torch.zeros(4096, 2048, device=GPU)
+
+    def run() -> None:
+        made.packed(columns, torch.bfloat16)
+        made.write(columns, elements, 1.0)
+        made.write(columns, elements, 0.1)
+        made.write(averaged, elements, 0.1)
+
+    run()  # makes the intervals
+    launched.clear()
+    with device.counted() as found:
+        run()
+    assert len(launched) == 4
+    assert not any(found[kind] for kind in ("launches", "to_device", "on_device", "waits")), found

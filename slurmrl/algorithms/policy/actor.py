@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
+from slurmrl.algorithms.policy.actor_update import update_actor
 from slurmrl.algorithms.policy.advantages import (
     Estimates,
+    SumOverRanks,
     estimate,
-    old_logprobs,
+    moments,
     spread_over_tokens,
+    whiten,
 )
-from slurmrl.algorithms.policy.loss import policy_loss
-from slurmrl.algorithms.policy.moments import SumOverRanks, moments, whiten
-from slurmrl.algorithms.policy.schema import OLD_LOGPROBS, REF_LOGPROBS, PolicyGradient
-from slurmrl.algorithms.policy.updates import MeanStats, global_result, run_updates
+from slurmrl.algorithms.policy.correction import RATIO_MAX, mismatch_metrics, mismatch_sums
+from slurmrl.algorithms.policy.schema import OLD_LOGPROBS, PolicyGradient
+from slurmrl.algorithms.policy.updates import MeanStats, global_result
 from slurmrl.data.sample import SequenceSample
 
 if TYPE_CHECKING:
@@ -31,34 +31,26 @@ class ActorInterface(Interface):
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """The model's log-probabilities of the completions, as ``ref_logprobs``."""
-        return CallResult(_logprobs(engine, sample, context, REF_LOGPROBS))
+        return CallResult(_logprobs(engine, sample, context, "ref_logprobs"))
 
     def train_step(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """Clipped policy updates on advantages that are normalised over the whole batch."""
+        """Updates on advantages that are normalised over the whole batch."""
         assert engine is not None
         ppo = cast(PolicyGradient, context.settings.algorithm)
         sample = sample.to(engine.context.device)
-        estimates = estimate(sample, context, engine.all_reduce_sum)
+        estimates = estimate(sample, ppo, context.scalars["kl_coef"])
         mean, std = moments(estimates.advantages, engine.all_reduce_sum)
-        stats = {"advantages_mean": mean, "advantages_std": std}
-        if estimates.kl is not None:
-            stats |= _kl_stats(estimates.kl, len(sample.tensor("rewards")), engine.all_reduce_sum)
-            stats["kl_coef"] = context.scalars["kl_coef"]
+        stats = _kl_stats(estimates, len(sample.tensor("rewards")), engine.all_reduce_sum)
+        stats |= {"advantages_mean": mean, "advantages_std": std}
+        stats["kl_coef"] = context.scalars["kl_coef"]
         advantages = estimates.advantages
         if ppo.normalize_advantages:
             advantages = whiten(advantages, mean, std)
-        means = run_updates(
-            engine,
-            _training_sample(sample, estimates, advantages),
-            context.batch,
-            "response_mask",
-            partial(actor_loss, ppo=ppo),
-            ppo,
-            temperature=context.settings.config.rollout.temperature,
-            stop=_stop(ppo.early_stop_importance_ratio),
-        )
+        tokens = len(sample.tensor("input_ids"))
+        spread = spread_over_tokens(advantages, estimates.responses.tokens, tokens)
+        means = update_actor(engine, sample, spread, context)
         return global_result({**stats, **means}, "actor")
 
 
@@ -67,22 +59,29 @@ class RecomputeInterface(Interface):
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """The training engine's log-probabilities of the completions, as ``old_logprobs``. Reports
-        the mean and largest absolute difference to those of generation, over response tokens."""
+        the mean and largest absolute difference to those of generation, over response tokens, and
+        the mismatch of the two policies."""
         assert engine is not None
         sample = sample.to(engine.context.device)
         output = _logprobs(engine, sample, context, OLD_LOGPROBS)
         response = ~sample.tensor("prompt_mask")
         distance = (output.tensor(OLD_LOGPROBS) - sample.tensor("logprobs")).abs().double()
         distance = torch.where(response, distance, 0.0)
+        sums = mismatch_sums(output.tensor(OLD_LOGPROBS), sample.tensor("logprobs"), response)
         largest = distance.max() if len(distance) else distance.sum()
-        largest = engine.all_reduce_max(largest)
-        values = torch.stack([distance.sum(), response.sum().double(), largest])
-        total, tokens, most = values.tolist()
-        stats = {
-            "logprob_difference_mean": (total, tokens),
-            "logprob_difference_max": (most, 1.0),  # the same on all ranks, whose mean is reported
+        maxima = torch.stack([largest, sums.pop(RATIO_MAX)])
+        totals = torch.stack([distance.sum(), response.sum().double(), *sums.values()])
+        engine.all_reduce_max(maxima)
+        engine.all_reduce_sum(totals)
+        most, ratio, total, tokens, *rest = torch.cat([maxima, totals]).tolist()
+        mismatch = {RATIO_MAX: ratio, **dict(zip(sums, rest, strict=True))}
+        means = {
+            "logprob_difference_mean": total / max(tokens, 1.0),
+            "logprob_difference_max": most,
+            **mismatch_metrics(mismatch, tokens),
         }
-        return CallResult(output, stats)
+        # They are the same on all ranks, whose mean is reported.
+        return CallResult(output, {name: (mean, 1.0) for name, mean in means.items()})
 
 
 def _logprobs(
@@ -96,39 +95,10 @@ def _logprobs(
     return SequenceSample(sample.ids, {key: sample.lengths["input_ids"]}, data=data)
 
 
-def actor_loss(
-    outputs: dict[str, Tensor], batch: SequenceSample, ppo: PolicyGradient
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """The engine's loss function: outputs {logp, entropy} [T]."""
-    return policy_loss(
-        outputs["logp"],
-        outputs["entropy"],
-        batch.tensor("logprobs"),
-        batch.tensor("advantages"),
-        batch.tensor("response_mask"),
-        clip_ratio=ppo.clip_ratio,
-        entropy_coef=ppo.entropy_coef,
-    )
-
-
-def _training_sample(
-    sample: SequenceSample, estimates: Estimates, advantages: Tensor
-) -> SequenceSample:
-    ids = sample.tensor("input_ids")
-    rows = sample.lengths["input_ids"]
-    data: dict[str, Tensor | None] = {
-        "input_ids": ids,
-        "logprobs": old_logprobs(sample),
-        "response_mask": ~sample.tensor("prompt_mask"),
-        "advantages": spread_over_tokens(advantages, estimates.responses.tokens, len(ids)),
-    }
-    return SequenceSample(sample.ids, dict.fromkeys(data, rows), data=data)
-
-
-def _kl_stats(kl: Tensor, sequences: int, all_reduce_sum: SumOverRanks) -> MeanStats:
+def _kl_stats(estimates: Estimates, sequences: int, all_reduce_sum: SumOverRanks) -> MeanStats:
     """KL of the sampling policy to the reference, per token and per completion, and the number of
     completions."""
-    kl = kl.double()
+    kl = estimates.kl.double()
     sizes = kl.new_tensor([float(len(kl)), float(sequences)])
     total, tokens, completions = all_reduce_sum(torch.cat([kl.sum().reshape(1), sizes])).tolist()
     return {
@@ -136,8 +106,3 @@ def _kl_stats(kl: Tensor, sequences: int, all_reduce_sum: SumOverRanks) -> MeanS
         "kl_sequence": total / max(completions, 1.0),
         "completions": completions,
     }
-
-
-def _stop(limit: float | None) -> Callable[[MeanStats], bool] | None:
-    """The test of a minibatch's mean probability ratio that ends the updates of a step."""
-    return None if limit is None else lambda means: means["importance_ratio"] > limit

@@ -5,14 +5,21 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
-from slurmrl.algorithms.policy.advantages import Estimates, estimate, spread_over_tokens
+from slurmrl.algorithms.policy.advantages import (
+    Estimates,
+    SumOverRanks,
+    estimate,
+    moments,
+    spread_over_tokens,
+)
 from slurmrl.algorithms.policy.loss import value_loss
-from slurmrl.algorithms.policy.moments import moments
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.policy.updates import global_result, run_updates
+from slurmrl.algorithms.policy.value_norm import ReturnMoments
 from slurmrl.data.sample import SequenceSample
 
 if TYPE_CHECKING:
@@ -23,21 +30,26 @@ class CriticInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """``values``, aligned: position t holds the value of the state after token t."""
+        """``values``, aligned: position t holds the value of the state after token t, in units of
+        the returns."""
         assert engine is not None
-        outputs = engine.forward(sample.only(["input_ids"]))
-        data: dict[str, Tensor | None] = {"values": outputs["values"]}
+        values = engine.forward(sample.only(["input_ids"]))["values"]
+        settings = cast(PolicyGradient, context.settings.algorithm)
+        if settings.value_norm != "none":
+            values = ReturnMoments.of(context.scalars).denormalized(values)
+        data: dict[str, Tensor | None] = {"values": values}
         lengths = {"values": sample.lengths["input_ids"]}
         return CallResult(SequenceSample(sample.ids, lengths, data=data))
 
     def train_step(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """Regression of the values before each response token to the returns."""
+        """Regression of the values before each response token to the returns. With ``value_norm``,
+        both are normalised, and the moments include these returns."""
         assert engine is not None
         ppo = cast(PolicyGradient, context.settings.algorithm)
         sample = sample.to(engine.context.device)
-        estimates = estimate(sample, context, engine.all_reduce_sum)
+        estimates = estimate(sample, ppo, context.scalars["kl_coef"])
         mean, std = moments(estimates.returns, engine.all_reduce_sum)
         _, error = moments(estimates.returns - estimates.old_values, engine.all_reduce_sum)
         stats = {
@@ -45,10 +57,18 @@ class CriticInterface(Interface):
             "returns_std": std,
             "explained_variance": explained_variance(std, error),
         }
+        training = _training_sample(sample, estimates)
+        if ppo.value_norm != "none":
+            before = ReturnMoments.of(context.scalars)
+            after = _joined(before, mean, std, estimates.returns, ppo, engine.all_reduce_sum)
+            stats |= after.scalars()
+            # The old values as the model gave them: clipping compares them with its new outputs.
+            training.data["values"] = before.normalized(training.tensor("values"))
+            training.data["returns"] = after.normalized(training.tensor("returns"))
         means = run_updates(
             engine,
-            _training_sample(sample, estimates),
-            context.batch,
+            training,
+            context,
             "state_mask",
             partial(critic_loss, ppo=ppo),
             ppo,
@@ -66,7 +86,27 @@ def critic_loss(
         batch.tensor("returns"),
         batch.tensor("state_mask"),
         value_clip=ppo.value_clip,
+        huber_delta=ppo.value_huber_delta,
     )
+
+
+def _joined(
+    moments: ReturnMoments,
+    mean: float,
+    std: float,
+    returns: Tensor,
+    settings: PolicyGradient,
+    all_reduce_sum: SumOverRanks,
+) -> ReturnMoments:
+    """The moments after a step, whose returns have this mean and standard deviation on all ranks;
+    ``returns`` are this rank's."""
+    square = std**2 + mean**2
+    count = float(all_reduce_sum(returns.new_tensor(float(len(returns)), dtype=torch.float64)))
+    if not count:
+        return moments
+    if settings.value_norm == "moving":
+        return moments.moving(mean, square, count)
+    return moments.exponential(mean, square, settings.value_norm_decay)
 
 
 def explained_variance(returns_std: float, error_std: float) -> float:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from math import isfinite
 from typing import TYPE_CHECKING
 
 import torch
 
-from slurmrl.algorithms.base import CallResult
-from slurmrl.algorithms.policy.schema import PolicyGradient
+from slurmrl.algorithms.base import CallContext, CallResult
+from slurmrl.algorithms.policy.aggregation import item_shares
+from slurmrl.algorithms.policy.correction import mismatch_metrics
+from slurmrl.algorithms.policy.schema import Updates
 from slurmrl.data.packing import even_sizes
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
+from slurmrl.ops.upload import upload
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import LossFn, TrainEngine
@@ -21,65 +26,129 @@ if TYPE_CHECKING:
 MeanStats = dict[str, float]
 ENGINE_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "vetoed")
 """The engine's results besides the sums of the loss function's statistics."""
+LOSS_STATS = ("actor_loss", "kl_loss", "value_loss")
+"""Statistics that are weighted like the loss. The others are sums over tokens."""
+MISMATCH = "mismatch_"
+"""Prefix of the statistics of which only the first minibatch's count."""
+
+
+@dataclass(frozen=True)
+class Minibatch:
+    items: tuple[int, ...]
+    """Positions in this rank's sample."""
+    denominator: float
+    """This rank's share."""
+    tokens: float
+    """The tokens that count, on all ranks."""
 
 
 def run_updates(
     engine: TrainEngine,
     sample: SequenceSample,
-    batch: tuple[str, ...],
+    context: CallContext,
     mask_key: str,
     loss_fn: LossFn,
-    ppo: PolicyGradient,
+    settings: Updates,
     *,
+    aggregation: str = "tokens",
     temperature: float = 1.0,
     stop: Callable[[MeanStats], bool] | None = None,
+    prepare: Callable[[SequenceSample], SequenceSample] | None = None,
 ) -> MeanStats:
-    """Make one optimizer step for each minibatch, in ``n_epochs`` passes. ``batch`` has the ids of
-    all ranks' items in order; ``sample`` has this rank's items.
+    """Make one optimizer step for each minibatch, in ``n_epochs`` passes. ``context.batch`` has the
+    ids of all ranks' items in order; ``sample`` has this rank's items.
 
     The bool tensor under ``mask_key`` selects the tokens that count. Every rank makes the same
     steps: a minibatch without such a token on any rank is skipped. If ``stop`` returns True for a
-    minibatch's global means, its update and all later ones are skipped.
+    minibatch's global means, its update and all later ones are skipped. ``prepare`` changes a
+    minibatch just before its update; it may be collective.
 
     :return: global means over the tokens of all processed minibatches; the mean ``grad_norm`` of
         the updates; the last ``lr``; the number of ``updates``, and of those that the engine
-        ``skipped``; with ``stop``, ``early_stop`` = 1 if it stopped.
+        ``skipped``; with ``stop``, ``early_stop`` = 1 if it stopped; the metrics of the first
+        minibatch's mismatch, if the loss function gives their sums.
     """
-    parts = minibatches(sample, batch, ppo.n_minibatches)
-    own = torch.stack([part.tensor(mask_key).sum() for part in parts]).double()
-    total = engine.all_reduce_sum(own.clone())
-    counts, totals = torch.stack([own, total]).tolist()
-    schedule = [index for index, size in enumerate(totals) if size > 0]
-    if not schedule:
-        raise UsageError("no token of this batch counts for the loss: there is nothing to train on")
-    veto = None if stop is None else lambda result: stop(_means([result]))
     results: list[dict[str, float]] = []
-    for index in schedule * ppo.n_epochs:
+    sizes: list[float] = []
+    for minibatch in _minibatches(engine, sample, context, mask_key, settings, aggregation):
+        size = minibatch.tokens
+        part = sample.take(minibatch.items).sequences()
         result = engine.train_batch(
-            parts[index], loss_fn, counts[index], temperature=temperature, veto=veto
+            part if prepare is None else prepare(part),
+            loss_fn,
+            minibatch.denominator,
+            temperature=temperature,
+            veto=None if stop is None else _veto(stop, size),
         )
         results.append(result)
+        sizes.append(size)
         if result["vetoed"]:
             break
-    means = _summary(results)
+    means = _summary(results, sizes)
     if stop is not None:
         means["early_stop"] = sum(result["vetoed"] for result in results)
     return means
 
 
-def minibatches(sample: SequenceSample, batch: tuple[str, ...], count: int) -> list[SequenceSample]:
-    """The sequences of ``sample`` in each of ``count`` parts of a batch, of consecutive items."""
+def _veto(stop: Callable[[MeanStats], bool], size: float) -> Callable[[Mapping[str, float]], bool]:
+    return lambda result: stop(_means([result], [size]))
+
+
+def _minibatches(
+    engine: TrainEngine,
+    sample: SequenceSample,
+    context: CallContext,
+    mask_key: str,
+    settings: Updates,
+    aggregation: str,
+) -> list[Minibatch]:
+    """The minibatches of all epochs in order, without those that have no token that counts on any
+    rank. Collective."""
+    parts = [
+        part
+        for epoch in range(settings.n_epochs)
+        for part in split(sample.ids, _order(context, settings, epoch), settings.n_minibatches)
+    ]
+    values = item_shares(sample, mask_key, aggregation)
+    owners = [part for part, items in enumerate(parts) for _ in items]
+    places = [torch.tensor(x) for x in (owners, [item for part in parts for item in part])]
+    owner, item = upload([place.long() for place in places], values.device)
+    own = values.new_zeros(len(parts), 2).index_add(0, owner, values[item])
+    total = engine.all_reduce_sum(own.clone())
+    shares, totals = torch.stack([own, total]).tolist()
+    chosen = [
+        Minibatch(tuple(part), share, size)
+        for part, (share, _), (_, size) in zip(parts, shares, totals, strict=True)
+        if size > 0
+    ]
+    if not chosen:
+        raise UsageError("no token of this batch counts for the loss: there is nothing to train on")
+    return chosen
+
+
+def _order(context: CallContext, settings: Updates, epoch: int) -> list[str]:
+    """The ids of the batch in the order in which an epoch trains on them: a pure function of seed,
+    step and epoch."""
+    order = list(context.batch)
+    if settings.shuffle_minibatches:
+        key = f"slurmrl minibatches {context.seed} {context.step} {epoch}"
+        random.Random(key).shuffle(order)
+    return order
+
+
+def split(ids: Sequence[str], order: Sequence[str], count: int) -> list[list[int]]:
+    """The positions of ``ids`` in each of ``count`` consecutive parts of ``order``."""
     numbers = {
         name: number
         for number, (start, stop) in enumerate(
-            pairwise(accumulate(even_sizes(len(batch), count), initial=0))
+            pairwise(accumulate(even_sizes(len(order), count), initial=0))
         )
-        for name in batch[start:stop]
+        for name in order[start:stop]
     }
     items: list[list[int]] = [[] for _ in range(count)]
-    for index, name in enumerate(sample.ids):
+    for index, name in enumerate(ids):
         items[numbers[name]].append(index)
-    return [sample.take(part).sequences() for part in items]
+    return items
 
 
 def global_result(means: MeanStats, role: str) -> CallResult:
@@ -90,20 +159,30 @@ def global_result(means: MeanStats, role: str) -> CallResult:
     return CallResult(stats={key: (mean, 1.0) for key, mean in named.items()})
 
 
-def _summary(results: list[dict[str, float]]) -> MeanStats:
+def _summary(results: list[dict[str, float]], sizes: list[float]) -> MeanStats:
     made = [result for result in results if not result["vetoed"]]
     norms = [result["grad_norm"] for result in made if isfinite(result["grad_norm"])]
-    return {
-        **_means(results),
+    means = {
+        **_means(results, sizes),
         "grad_norm": sum(norms) / max(len(norms), 1),
         "lr": (made or results)[-1]["lr"],
         "updates": float(len(made)),
         "skipped": sum(result["skipped"] for result in made),
     }
+    if any(name.startswith(MISMATCH) for name in results[0]):
+        means |= mismatch_metrics(results[0], sizes[0])
+    return means
 
 
-def _means(results: Sequence[Mapping[str, float]]) -> MeanStats:
-    """Means of the loss function's statistics over all tokens."""
-    total = sum(result["denominator"] for result in results)
-    names = [name for name in results[0] if name not in ENGINE_STATS]
-    return {name: sum(result[name] for result in results) / total for name in names}
+def _means(results: Sequence[Mapping[str, float]], sizes: Sequence[float]) -> MeanStats:
+    """Means of the loss function's statistics over all tokens, of which the results have
+    ``sizes``."""
+    tokens, denominator = sum(sizes), sum(result["denominator"] for result in results)
+    names = [
+        name for name in results[0] if name not in ENGINE_STATS and not name.startswith(MISMATCH)
+    ]
+    return {
+        name: sum(result[name] for result in results)
+        / (denominator if name in LOSS_STATS else tokens)
+        for name in names
+    }

@@ -12,17 +12,18 @@ INTERFACE = "slurmrl.algorithms.sft.interface:SFTInterface"
 
 
 class SFT(AlgorithmSchema):
-    """Supervised fine-tuning: cross entropy of the answers' tokens, given the prompts.
+    """Supervised fine-tuning: cross entropy of the answers' tokens, given the prompts. In
+    conversations all turns of the assistant are answers.
 
     Evaluation on held-out prompts generates completions and judges them with the reward; on
-    held-out prompt-answer pairs, it computes the loss.
+    held-out prompt-answer pairs or conversations, it computes the loss.
     """
 
     name: Literal["sft"] = "sft"
     """`sft`."""
 
-    dataset_types: ClassVar[tuple[str, ...]] = ("prompt_answer",)
-    evaluation_types: ClassVar[tuple[str, ...]] = ("prompt", "prompt_answer")
+    dataset_types: ClassVar[tuple[str, ...]] = ("prompt_answer", "messages")
+    evaluation_types: ClassVar[tuple[str, ...]] = ("prompt", "prompt_answer", "messages")
 
     def roles(self) -> tuple[RoleUse, ...]:
         return (RoleUse("actor", trained=True, head="lm"),)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from pydantic import field_validator
 
@@ -24,6 +24,10 @@ from slurmrl.config.schema.frequency import Checkpoint, Evaluation, Logging
 from slurmrl.config.schema.model import Model
 from slurmrl.config.schema.reward import Reward
 from slurmrl.config.schema.rollout import Rollout, Transfer
+
+FOLLOWERS: Final = ("critic", "ref", "teacher", "reward_model")
+"""Roles that have the actor's layout unless they set their own."""
+ROLES: Final = ("actor", *FOLLOWERS)
 
 
 class Config(Section):
@@ -68,6 +72,11 @@ class Config(Section):
     ref: Model | None = None
     """The reference model of the KL penalty, for algorithms that have one. Default: the initial
     actor."""
+    teacher: Model | None = None
+    """The model that `distill` learns from. Needs a `path`; its tokenizer must be the actor's."""
+    reward_model: Model | None = None
+    """The model behind a reward named `model`: an export of `algorithm.name: reward_model`, or
+    another folder with a scalar head. Needs a `path`; its tokenizer must be the actor's."""
     rollout: Rollout = Rollout()
     transfer: Transfer = Transfer()
     reward: Reward | None = None

@@ -1,10 +1,10 @@
-"""Datasets of prompts and answers."""
+"""Datasets."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from slurmrl.config.schema.base import PathText, PositiveInt, Section, Word
 from slurmrl.config.template import Template
@@ -31,21 +31,27 @@ FIRST_SETTINGS: Final = (
 
 
 class Dataset(Section):
-    """A JSONL file: one object with a unique id on each line."""
+    """The rows that feed a trial: JSONL, JSON or Parquet files, or a folder that Hugging Face
+    `datasets` has saved (docs/data.md). A key of a row may be nested: `reward_model.ground_truth`
+    or `choices.0.text`."""
 
-    type: Literal["prompt", "prompt_answer", "preference", "kto"]
-    """`prompt` feeds generation (the answer goes to the reward), `prompt_answer` feeds SFT,
-    `preference` (pairs of answers) feeds DPO and reward models, `kto` (labelled answers) KTO."""
+    type: Literal["prompt", "prompt_answer", "messages", "preference", "kto"]
+    """`prompt` feeds generation (the answer goes to the reward), `prompt_answer` and `messages`
+    (conversations) feed SFT, `preference` (pairs of answers) feeds DPO and reward models, `kto`
+    (labelled answers) KTO."""
     path: PathText
-    """The JSONL file. It is tokenised once per trial, into the run directory, when the first job
-    starts. Do not change it during a trial."""
+    """The file or folder. It is tokenised once per trial, into the run directory, when the first
+    job starts. Do not change it during a trial."""
+    split: Word | None = None
+    """The split to read, for a folder that has several (`train`)."""
     prompt_template: TemplateText = "{prompt}"
     """Template of a prompt: `{key}` inserts the value of that key, `{{` and `}}` are literal
     braces. Every line must have every key, with a string as its value."""
     answer_template: TemplateText = "{answer}"
     """Template of an answer, in the same syntax. The end-of-text token is appended to it."""
     prompt_key: Word = "prompt"
-    """Key whose value `{prompt}` inserts."""
+    """Key whose value `{prompt}` inserts. With `chat_template` the value may be a list of messages
+    instead of a string."""
     answer_key: Word = "answer"
     """Key whose value `{answer}` inserts. For type `prompt` it holds the reference answer for the
     reward; if one line has it, every line must have it, as a string."""
@@ -60,15 +66,35 @@ class Dataset(Section):
     """For type `preference`: use at most the first pairs of a line; null uses all."""
     label_key: Word = "label"
     """For type `kto`: key of the label, true if the answer is desirable and false if it is not."""
+    messages_key: Word = "messages"
+    """Key of the conversation of type `messages`: a list of messages, each with `role` and
+    `content`."""
+    tools_key: Word = "tools"
+    """Key of the tools (a list of JSON schemas) that the chat template describes to the model. Rows
+    need not have it."""
+    chat_template: bool | PathText = False
+    """`true` makes each prompt a conversation and applies the tokenizer's chat template, with the
+    generation prompt. A path names a Jinja file to use instead of the tokenizer's template. Type
+    `messages` always applies a chat template."""
+    chat_template_options: dict[str, Any] = Field(default_factory=dict)
+    """Variables for the chat template (`enable_thinking: false`)."""
+    system_prompt: str | None = None
+    """System message put before conversations that do not begin with one. Needs a chat template."""
     id_key: Word = "id"
     """Key of the id. If no line has this key, line numbers are the ids."""
     max_prompt_tokens: PositiveInt | None = None
     """Lines with longer prompts are skipped; null keeps all. Their number is reported at
     submission, in the log, and as the metric `rows_left_out`."""
     max_tokens: PositiveInt | None = None
-    """Lines with more tokens in prompt and answer are skipped in the same way; null keeps all."""
+    """Lines with more tokens in prompt and answer (in the conversation, for type `messages`) are
+    skipped in the same way; null keeps all."""
     shuffle: bool = True
     """Shuffle the lines anew for each epoch, with the run's seed."""
+
+    @property
+    def is_chat(self) -> bool:
+        """Whether a chat template makes the texts."""
+        return self.type == "messages" or self.chat_template is not False
 
     def rules(self) -> dict[str, Any]:
         """What determines the rows except the file, as JSON values. Settings that slurmrl 1 did not
@@ -78,5 +104,6 @@ class Dataset(Section):
         return {
             name: value
             for name, value in values.items()
-            if name in FIRST_SETTINGS or getattr(self, name) != fields[name].default
+            if name in FIRST_SETTINGS
+            or getattr(self, name) != fields[name].get_default(call_default_factory=True)
         }

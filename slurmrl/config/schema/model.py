@@ -1,4 +1,4 @@
-"""One model role (actor, critic, ref): its weights and its engine."""
+"""One model role (actor, critic, ref, teacher, reward_model): its weights and its engine."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class ParallelSizes(Section):
 
 
 class Model(Section):
-    """One role. `critic` and `ref` inherit from the actor each of these that they do not set: the
-    weights (`path` or `architecture`), `implementation`, `tokenizer`, `backend`, `gpus`, `model`,
-    `dtype`, `gradient_checkpointing`, `transformer_engine` and `max_tokens_per_microbatch`, but not
-    the optimizer."""
+    """One role. The other roles inherit from the actor each of these that they do not set: the
+    weights (`path` or `architecture`; `teacher` and `reward_model` must set theirs),
+    `implementation`, `tokenizer`, `backend`, `gpus`, `model`, `dtype`, `gradient_checkpointing`,
+    `transformer_engine` and `max_tokens_per_microbatch`, but not the optimizer."""
 
     path: PathText | None = None
     """Folder in Hugging Face format, or `trial:EXPERIMENT/TRIAL` for that trial's newest export."""

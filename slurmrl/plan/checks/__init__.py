@@ -15,14 +15,16 @@ from slurmrl.plan.checks.layouts import LAYOUT_CHECKS, SUBMISSION_CHECKS
 from slurmrl.plan.checks.sections import (
     averages,
     completions,
-    conflicts,
+    dataset_chats,
     dataset_files,
     dataset_types,
     engine_options,
     graphs,
     optimizers,
     reward,
+    sampling,
     stop_when,
+    untrained_steps,
 )
 from slurmrl.plan.checks.weights import implementations, lengths, stop_tokens, tokenizer, weights
 
@@ -36,8 +38,10 @@ CHECKS: Final[tuple[Check, ...]] = (
     averages,
     completions,
     dataset_types,
-    conflicts,
+    dataset_chats,
     reward,
+    sampling,
+    untrained_steps,
     stop_when,
     graphs,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -20,6 +21,9 @@ from slurmrl.plan.engines import ENGINES
 from slurmrl.plan.estimates.memory import SHARDED
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.registry import near, resolve
+
+SAVED_DATA: Final = ("dataset_dict.json", "state.json")
+"""Files of folders that Hugging Face `datasets` saves."""
 
 STEP_METRICS: Final = ("tokens", "tokens_per_s")
 
@@ -43,18 +47,34 @@ def dataset_types(draft: Draft) -> Iterator[Problem]:
             yield draft.problem((*where, "type"), f"'{dataset.type}' is not allowed: {rule}")
 
 
-def conflicts(draft: Draft) -> Iterator[Problem]:
-    """Settings that exclude each other with the algorithm."""
-    for where, message in draft.algorithm.conflicts(draft.config):
-        yield draft.problem(where, message)
-
-
 def dataset_files(draft: Draft) -> Iterator[Problem]:
     for where, dataset, _ in _datasets(draft):
-        path = Path(dataset.path)
-        if not path.is_file():
-            reason = "it is a folder" if path.is_dir() else "there is no such file"
-            yield draft.problem((*where, "path"), f"'{path}' is not allowed: {reason}")
+        if reason := _no_data(Path(dataset.path)):
+            yield draft.problem((*where, "path"), f"'{dataset.path}' is not allowed: {reason}")
+        template = dataset.chat_template
+        if isinstance(template, str) and not Path(template).is_file():
+            message = f"'{template}' is not allowed: there is no such file (true: the tokenizer's)"
+            yield draft.problem((*where, "chat_template"), message)
+
+
+def _no_data(path: Path) -> str:
+    if path.is_file():
+        return ""
+    if not path.is_dir():
+        return "there is no such file or folder"
+    names = os.listdir(path)
+    if any(name in SAVED_DATA or name.endswith(".parquet") for name in names):
+        return ""
+    return f"it is a folder without {', '.join(SAVED_DATA)} or *.parquet"
+
+
+def dataset_chats(draft: Draft) -> Iterator[Problem]:
+    """Settings that only a chat template uses."""
+    for where, dataset, _ in _datasets(draft):
+        for name in ("system_prompt", "chat_template_options"):
+            if getattr(dataset, name) and not dataset.is_chat:
+                message = "is not allowed without a chat template: set chat_template to true"
+                yield draft.problem((*where, name), message)
 
 
 def reward(draft: Draft) -> Iterator[Problem]:
@@ -97,6 +117,36 @@ def _generates(calls: Sequence[Call]) -> bool:
 
 def _makes_rewards(calls: Sequence[Call]) -> bool:
     return any("rewards" in call.outputs for call in calls)
+
+
+def sampling(draft: Draft) -> Iterator[Problem]:
+    """What would draw training completions from another distribution than the losses assume."""
+    if not draft.algorithm.trains_on_samples:
+        return
+    rollout = draft.config.rollout
+    restricted = {
+        "top_k": rollout.top_k is not None,
+        "top_p": rollout.top_p < 1.0,
+        "greedy": rollout.greedy,
+        "min_new_tokens": rollout.min_new_tokens > 0,
+    }
+    for field in (field for field, restricts in restricted.items() if restricts):
+        value = str(getattr(rollout, field)).lower()
+        message = (
+            f"{value} is not allowed with {draft.algorithm.name}: its losses assume that each "
+            "token is drawn from the whole vocabulary, and would be wrong for others; leave it out"
+        )
+        yield draft.problem(("rollout", field), message)
+
+
+def untrained_steps(draft: Draft) -> Iterator[Problem]:
+    """Each trained model has steps in which it is trained."""
+    total = draft.config.total_steps
+    for use in draft.algorithm.roles():
+        steps = draft.algorithm.untrained_steps(use.role) if use.trained else 0
+        if steps >= total:
+            message = f"{total} is not allowed: the first {steps} steps do not train {use.role}"
+            yield draft.problem(("total_steps",), message)
 
 
 def engine_options(draft: Draft) -> Iterator[Problem]:

@@ -88,7 +88,7 @@ def _written_twice(config: Config) -> Iterator[str]:
         section = getattr(config, role)
         if section is None:
             continue
-        for field in ("backend", "gpus", "model"):
+        for field in ("backend", "gpus"):
             if getattr(section, field, None):
                 yield f"{role}.{field}"
 

@@ -1,4 +1,4 @@
-"""Settings that the critic and the reference inherit from the actor, and each role's layout in one
+"""Settings that the other roles inherit from the actor, and each role's layout in one
 spelling."""
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from slurmrl.plan.resolve.allocation_mode import shape_of
 
 DEFAULT_ENGINE: Final = "fsdp"
 DEFAULT_BACKEND: Final = "fsdp:d1"
+OWN_WEIGHTS: Final = ("teacher", "reward_model")
+"""Roles that never start from the actor's weights: a copy of the actor teaches nothing."""
 INHERITED: Final = (
     "implementation",
     "dtype",
@@ -33,7 +35,7 @@ def complete(config: Config, algorithm: Algorithm, source: Source) -> tuple[Conf
             "tokenizer": config.actor.tokenizer or config.actor.path,
         }
     )
-    roles = {use.role: _from_actor(getattr(config, use.role), actor) for use in algorithm.roles()}
+    roles = {use.role: _from_actor(config, use.role, actor) for use in algorithm.roles()}
     roles["actor"] = actor
     for role, model in roles.items():
         inherits = role != "actor" and model.model is actor.model
@@ -55,14 +57,14 @@ def _default(model: Model) -> str:
     return DEFAULT_ENGINE if sizes.given(model) else DEFAULT_BACKEND
 
 
-def _from_actor(model: Model | None, actor: Model) -> Model:
-    model = model or Model()
+def _from_actor(config: Config, role: str, actor: Model) -> Model:
+    model: Model = getattr(config, role) or Model()
     update: dict[str, Any] = {
         name: getattr(actor, name) for name in INHERITED if name not in model.model_fields_set
     }
     update |= _layout_from_actor(model, actor)
     update["tokenizer"] = model.tokenizer or actor.tokenizer
-    if model.path is None and model.architecture is None:
+    if model.path is None and model.architecture is None and role not in OWN_WEIGHTS:
         update |= {"path": actor.path, "architecture": actor.architecture}
     return model.model_copy(update=update)
 

@@ -8,12 +8,12 @@ from typing import Any, Final
 
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.base import NAME_PATTERN
+from slurmrl.config.schema.config import ROLES
 from slurmrl.config.schema.model import TRIAL_PREFIX
 from slurmrl.config.source import Source, read
 from slurmrl.errors import Problem, UsageError
 from slurmrl.paths import RunPaths, user_name
 
-ROLES: Final = ("actor", "critic", "ref")
 FIELDS: Final = ("path", "tokenizer")
 _EXPORT: Final = re.compile(r"step-(\d+)")
 

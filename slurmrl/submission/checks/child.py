@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import resource
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from itertools import islice
 from pathlib import Path
@@ -23,7 +23,9 @@ from slurmrl.data.tokenizer import load_tokenizer, vocabulary
 from slurmrl.errors import ConfigError, SlurmrlError, UnreadableInputError, UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.headers import mismatches, read_headers, unused
+from slurmrl.models.shapes import VALUE_HEAD
 from slurmrl.plan.estimates.shape import shape_of
+from slurmrl.plan.resolve.inherit import OWN_WEIGHTS
 from slurmrl.plan.settings import load_resolved_settings
 from slurmrl.rewards.reward import describe
 from slurmrl.rewards.weighted import WeightedReward, make_reward
@@ -33,15 +35,6 @@ from slurmrl.workers import process
 MOST_BYTES: Final = 64 * 2**20
 """Bytes of a data file that are checked, from its start."""
 MOST_MEMORY: Final = 8 * 2**30
-SETTINGS: Final = (
-    "prompt_template",
-    "answer_template",
-    "prompt_key",
-    "answer_key",
-    "chosen_key",
-    "rejected_key",
-    "label_key",
-)
 
 Look = Callable[[], Iterator[Finding]]
 
@@ -104,6 +97,11 @@ class CheckProcess:
                 if extra := unused(headers, config, use.head):
                     message = f"{model.path}: {len(extra)} tensors are not used, such as {extra[0]}"
                     yield Finding("weights", Weight.WARNING, message, key)
+            if use.role == "reward_model" and not wrong and VALUE_HEAD not in headers:
+                wrong = [
+                    f"{model.path} has no {VALUE_HEAD}: every score would be 0; use an export of "
+                    "algorithm.name: reward_model or another folder with a scalar head"
+                ]
             for message in wrong:
                 yield Finding("weights", Weight.FAILED, message, key)
 
@@ -157,12 +155,11 @@ class CheckProcess:
                 {**row, "answer": answer}
                 for row, answer in zip(rows.records.rows, answers, strict=True)
             ]
-            messages = zip(rows.records.lines, function.check_rows(lines), strict=True)
-            refused = ((line, message) for line, message in messages if message)
-            for line, message in islice(refused, MOST_PROBLEMS):
-                yield Finding(
-                    "reward", Weight.FAILED, message, dataset.answer_key, f"{dataset.path}:{line}"
-                )
+            messages = zip(rows.records.numbers, function.check_rows(lines), strict=True)
+            refused = ((number, message) for number, message in messages if message)
+            for number, message in islice(refused, MOST_PROBLEMS):
+                where = rows.records.where(number)
+                yield Finding("reward", Weight.FAILED, message, dataset.answer_key, where)
 
     def _tokenizer(self) -> Iterator[Finding]:
         folder = self.config.actor.tokenizer
@@ -170,6 +167,7 @@ class CheckProcess:
         known = vocabulary(Path(folder))
         if known is None:
             known = load_tokenizer(Path(folder)).get_vocab()
+        yield from self._other_tokenizers(folder, known)
         last = max(known, key=lambda token: known[token])
         for use in self.roles:
             shape = shape_of(getattr(self.config, use.role))
@@ -182,12 +180,31 @@ class CheckProcess:
             yield Finding("tokenizer", Weight.FAILED, message, "actor.tokenizer")
             return
 
+    def _other_tokenizers(self, folder: str, known: Mapping[str, int]) -> Iterator[Finding]:
+        """Yield the models that were trained with another tokenizer than the actor's: they get the
+        actor's token ids."""
+        for use in self.roles:
+            path = getattr(self.config, use.role).path
+            if use.role not in OWN_WEIGHTS or path is None:
+                continue
+            other = vocabulary(Path(path))
+            differing = [token for token in known if other and other.get(token) != known[token]]
+            if other and differing:
+                token = differing[0]
+                message = (
+                    f"'{path}' was trained with another tokenizer than '{folder}': {token!r} is "
+                    f"{other.get(token, 'no token')} there and {known[token]} here; {use.role} and "
+                    "actor must share one"
+                )
+                yield Finding("tokenizer", Weight.FAILED, message, f"{use.role}.path")
+
     def _lengths(self) -> Iterator[Finding]:
         """Yield how many lines a length limit leaves out."""
         limited = {
             key: dataset
             for key, dataset in datasets(self.config)
-            if key in self.rows and (dataset.max_prompt_tokens or dataset.max_tokens)
+            if key in self.rows
+            and (dataset.max_prompt_tokens or dataset.max_tokens or dataset.is_chat)
         }
         if not limited or self.config.actor.tokenizer is None:
             return
@@ -222,9 +239,9 @@ def limits(dataset: DatasetConfig) -> str:
 
 
 def _of_data(section: str, problem: Any) -> Finding:
-    """Locate a problem of a setting in the configuration, any other in the data file."""
-    if problem.key in SETTINGS or problem.key == "dataset":
-        key = f"{section}.{problem.key}" if problem.key in SETTINGS else section
+    """Locate a problem without a place in the configuration, any other in the data file."""
+    if not problem.where:
+        key = f"{section}.{problem.key}" if problem.key else section
         return Finding("data", Weight.FAILED, problem.message, key)
     return Finding("data", Weight.FAILED, problem.message, problem.key, problem.where)
 

@@ -69,9 +69,10 @@ def data_bytes(settings: Settings) -> int:
     if config.evaluation is not None:
         paths.append(config.evaluation.dataset.path)
     total = 0
-    for path in paths:
+    for path in map(Path, paths):
         with suppress(OSError):
-            total += os.stat(path).st_size
+            files = path.rglob("*") if path.is_dir() else [path]
+            total += sum(file.stat().st_size for file in files)
     return total * PREPARED_BYTES_PER_BYTE
 
 

@@ -16,6 +16,7 @@ from slurmrl.errors import MoveError
 from slurmrl.layout.layout import Layout
 from slurmrl.parallel.activity import Activity
 from slurmrl.plan.model import ModelPlan, Plan, Reallocation
+from slurmrl.transfer.copies import BoxCopies
 from slurmrl.transfer.execute import Holdings, Mover, Storages
 from slurmrl.transfer.plan import MovePlan, plan_move
 from slurmrl.transfer.regions import PlacedLayout
@@ -37,6 +38,7 @@ class PreparedMove:
     plan: MovePlan
     group: dist.ProcessGroup
     device: torch.device
+    copies: BoxCopies
 
     def run(self, *, verify: bool) -> None:
         """Execute the move. Collective over the ranks of both models. Raises MoveError on every
@@ -48,7 +50,16 @@ class PreparedMove:
             for layout, engine in zip(self.layouts, self.engines, strict=True)
         )
         eta = self.hook.eta
-        Mover(self.plan, rank, held, taken, group=self.group, device=self.device, eta=eta).run()
+        Mover(
+            self.plan,
+            rank,
+            held,
+            taken,
+            group=self.group,
+            device=self.device,
+            eta=eta,
+            copies=self.copies,
+        ).run()
         if verify and eta == 1.0:
             try:
                 verify_move(*self.layouts, rank, held, taken, group=self.group, device=self.device)
@@ -125,6 +136,7 @@ def prepare(
             plan_move(source, target, hosts=hosts, budget=staging_bytes),
             group,
             device,
+            BoxCopies(device),
         )
     return prepared
 

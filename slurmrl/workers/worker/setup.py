@@ -196,13 +196,14 @@ def _engines(
 ) -> dict[str, Engine]:
     """Build the models of which this rank holds a shard, with their initial weights."""
     config = settings.config
-    optimizer_steps = config.total_steps * settings.algorithm.optimizer_steps
+    algorithm = settings.algorithm
     engines: dict[str, Engine] = {}
     for role, context in contexts.items():
         model = model_of(config, role)
         source = Path(model.path) if model.path is not None else None
         if source is not None:  # while no other rank waits in a collective
             _read(f"the model of {role}", partial(inputs.check_folder, source))
+        steps = config.total_steps - algorithm.untrained_steps(role)
         placed = plan.models[role]
         if placed.averaged:  # like a trained one, but without moments
             model = model.model_copy(update={"optimizer": Optimizer(name="sgd")})
@@ -213,7 +214,7 @@ def _engines(
             trained=placed.changes,
             context=context,
             seed=config.seed,
-            total_steps=optimizer_steps,
+            total_steps=steps * algorithm.optimizer_steps,
             source=source,
         )
     return engines

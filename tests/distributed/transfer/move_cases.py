@@ -20,6 +20,7 @@ from slurmrl.errors import MoveError
 from slurmrl.layout.layout import Layout
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.parallel.groups import build
+from slurmrl.transfer.copies import BoxCopies
 from slurmrl.transfer.execute import Holdings, Mover
 from slurmrl.transfer.plan import Segment, plan_move
 from slurmrl.transfer.regions import PlacedLayout
@@ -190,7 +191,7 @@ class Coalesced:
 
 
 def coalesced(sides: list[Side], architecture: dict[str, Any]) -> None:
-    """A move over a backend with one operation for each batch arrives."""
+    """A move over a backend with one operation for each batch arrives, with interval operators."""
     made = engines(sides, architecture)
     layouts, rank = placed_layouts(sides, made), dist.get_rank()
     held, taken = (
@@ -199,7 +200,8 @@ def coalesced(sides: list[Side], architecture: dict[str, Any]) -> None:
     )
     plan = plan_move(*layouts, hosts=dict.fromkeys(range(8), 0), budget=BUDGET)
     device = torch.device("cpu")
-    mover = Mover(plan, rank, held, taken, group=None, device=device)
+    copies = BoxCopies(device, kernels=True)
+    mover = Mover(plan, rank, held, taken, group=None, device=device, copies=copies)
     real = SimpleNamespace(**vars(dist))
     real.batch_isend_irecv = lambda operations: [Coalesced(operations)]
     with mock.patch("slurmrl.transfer.execute.dist", real):
@@ -208,7 +210,8 @@ def coalesced(sides: list[Side], architecture: dict[str, Any]) -> None:
 
 
 def moving_average(sides: list[Side], architecture: dict[str, Any], eta: float) -> None:
-    """Three moves with ``eta`` into other weights equal the average computed in float64."""
+    """Four moves with ``eta`` into other weights, by turns with torch and with interval operators,
+    equal the average computed in float64."""
     made = engines(sides, architecture)
     layouts, rank = placed_layouts(sides, made), dist.get_rank()
     source, target = ({} if e is None else e.storages() for e in made)
@@ -217,17 +220,11 @@ def moving_average(sides: list[Side], architecture: dict[str, Any], eta: float) 
         tensor.detach().mul_(-0.5)
     expected = {name: tensor.clone().double() for name, tensor in target.items()}
     plan = plan_move(*layouts, hosts=dict.fromkeys(range(8), 0), budget=BUDGET)
-    mover = Mover(
-        plan,
-        rank,
-        Holdings(layouts[0], rank, source),
-        Holdings(layouts[1], rank, target),
-        group=None,
-        device=torch.device("cpu"),
-        eta=eta,
-    )
-    for _ in range(3):
-        mover.start().result(timeout=60)
+    held, taken = Holdings(layouts[0], rank, source), Holdings(layouts[1], rank, target)
+    device = torch.device("cpu")
+    for kernels in (False, True, False, True):
+        copies = BoxCopies(device, kernels=kernels)
+        Mover(plan, rank, held, taken, group=None, device=device, eta=eta, copies=copies).run()
         for name, values in expected.items():
             values.lerp_(fresh[name], eta)
     for name, values in expected.items():

@@ -181,6 +181,10 @@ def test_recomputed_logprobs_replace_those_of_generation(make_world: MakeWorld) 
     assert reported["logprob_difference_mean"] == pytest.approx(mean, abs=1e-4)
     sample.update_(result.sample)
     stats = world.train_actor(sample, 1, kl_coef=0.1)
+    # (Otherwise the first minibatch compares the engines, here this call did.)
+    expected_stats = {
+        name: value for name, value in expected_stats.items() if not name.startswith("mismatch/")
+    }
     assert stats == pytest.approx(expected_stats, rel=1e-3, abs=1e-4)
 
 

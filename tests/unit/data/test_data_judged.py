@@ -128,7 +128,7 @@ def test_keys_that_no_line_has_are_problems_of_the_settings(tmp_path: Path) -> N
     found = problems("preference", tmp_path, PAIR, chosen_key="choosen")
     assert found == [
         " chosen_key 'choosen' is not a key of any line of "
-        f"{tmp_path}/rows.jsonl; did you mean 'chosen'? allowed: chosen, id, prompt, rejected"
+        f"{tmp_path}/rows.jsonl; did you mean 'chosen'? allowed: id, prompt, chosen, rejected"
     ]
     assert problems("kto", tmp_path, {"prompt": "1+1=", "answer": "2"})[0].startswith(" label_key")
     wrong = problems("preference", tmp_path, PAIR, answer_template="{id}")

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from slurmrl.data.records import RecordReader, read_records, source_fingerprint, source_state
+from slurmrl.data.records import RecordReader, read_records
+from slurmrl.data.sources.base import fingerprint_of, state_of
 from slurmrl.errors import ConfigError, EnvironmentFailure
 
 
@@ -20,7 +21,7 @@ def test_rows_ids_and_line_numbers(tmp_path: Path) -> None:
     path = write(tmp_path, '{"id": "a", "x": 1}\n\n{"id": 7}\n')
     records = read_records(path, "id")
     assert records.ids == ("a", "7")
-    assert records.lines == (1, 3)
+    assert records.numbers == (1, 3)
     assert records.rows[0] == {"id": "a", "x": 1}
 
 
@@ -40,7 +41,7 @@ def test_all_wrong_lines_are_named_at_once(tmp_path: Path) -> None:
         (problem.where.rpartition(":")[2], problem.message) for problem in caught.value.problems
     }
     assert ("2", "'a' is already the id of line 1") in found
-    assert ("3", "missing here, though other lines have it") in found
+    assert ("3", "missing here, though other rows have it") in found
     assert ("5", "must be a JSON object") in found
     assert any(line == "4" and text.startswith("not JSON") for line, text in found)
 
@@ -75,16 +76,19 @@ def test_an_empty_or_missing_file_is_refused(tmp_path: Path) -> None:
 def test_the_fingerprint_follows_the_bytes(tmp_path: Path) -> None:
     path = write(tmp_path, '{"x": 1}\n\n {"x": 2}')
     reader = RecordReader(path, "id")
-    assert [(record.line, record.raw) for record in reader] == [(1, b'{"x": 1}'), (3, b'{"x": 2}')]
-    assert reader.fingerprint == source_fingerprint(path, lambda share: None)
+    assert [(record.number, record.raw) for record in reader] == [
+        (1, b'{"x": 1}'),
+        (3, b'{"x": 2}'),
+    ]
+    assert reader.source.fingerprint() == fingerprint_of([path], lambda share: None)
     write(tmp_path, '{"x": 1}\n')
-    assert reader.fingerprint != source_fingerprint(path, lambda share: None)
+    assert reader.source.fingerprint() != fingerprint_of([path], lambda share: None)
 
 
 def test_a_file_that_changed_a_moment_ago_has_no_state_yet(tmp_path: Path) -> None:
     """The next change could leave its size and times as they are."""
     path = write(tmp_path, '{"x": 1}\n')
-    assert source_state(path) == ""
+    assert state_of([path]) == ""
 
 
 def test_problems_are_those_of_the_first_lines(tmp_path: Path) -> None:

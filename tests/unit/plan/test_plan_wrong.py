@@ -38,23 +38,24 @@ KINDS = {
         *("algorithm={name: sft, batch_size: 16}", "critic=", "ref=", "rollout.n=4"),
         "dataset.type=prompt_answer",
     ),
-    "group of one": wrong(
-        "rollout.n",
-        "1 is not allowed with algorithm.advantage: group",
-        "algorithm.advantage=group",
-    ),
-    "std of one": wrong(
-        "rollout.n",
-        "1 is not allowed with algorithm.advantage_std: group",
-        *("algorithm.advantage=batch", "algorithm.advantage_std=group"),
-    ),
-    "buffer beyond the completion": wrong(
-        "algorithm.overlong_buffer",
-        "300 is not allowed: it is a part of rollout.max_new_tokens, 256",
-        "algorithm.overlong_buffer=300",
-    ),
     "n without chance": wrong(
         "rollout", "n 4 is not allowed with greedy", "rollout.n=4", "rollout.greedy=true"
+    ),
+    **{
+        f"training on completions of {field}": wrong(
+            f"rollout.{field}",
+            f"{value} is not allowed with ppo: its losses assume",
+            f"rollout.{field}={value}",
+        )
+        for field, value in {
+            "top_k": "20", "top_p": "0.9", "greedy": "true", "min_new_tokens": "2"
+        }.items()
+    },
+    "an actor that never trains": wrong(
+        "total_steps",
+        "5 is not allowed: the first 5 steps do not train actor",
+        "total_steps=5",
+        "algorithm.critic_warmup_steps=5",
     ),
     "no such backend": wrong(BACKEND, "did you mean 'megatron'", "actor.backend=megatrom:d2"),
     "no backend": wrong(BACKEND, "unknown backend 'd4t2'", "actor.backend=d4t2"),
@@ -329,6 +330,10 @@ KINDS = {
     ),
     "older mode beside a backend": wrong(
         "allocation_mode", "is not allowed beside actor.backend", "allocation_mode=d2m1p1"
+    ),
+    "older mode beside other sizes": wrong(
+        "actor.model.tensor_model_parallel_size", "says t = 1",
+        "actor.backend=''", "allocation_mode=d2m1p1", "actor.model.tensor_model_parallel_size=2",
     ),
     "older mode": wrong(
         "allocation_mode", "searching for a layout is not supported",

@@ -17,7 +17,7 @@ def config(folder: Path, *overrides: str) -> Config:
 
 
 def told(before: Config, now: Config, step: int = 5) -> list[str]:
-    return moved_schedules(before, now, trained=["actor"], step=step, optimizer_steps=2)
+    return moved_schedules(before, now, trained={"actor": 0}, step=step, optimizer_steps=2)
 
 
 def test_a_longer_run_says_how_its_learning_rate_goes_on(tmp_path: Path) -> None:

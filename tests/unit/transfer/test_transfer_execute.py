@@ -9,7 +9,7 @@ from torch import Tensor
 from slurmrl.layout.box import Box
 from slurmrl.layout.layout import Layout, TensorSpec
 from slurmrl.layout.shard import Shard
-from slurmrl.transfer import execute, verify
+from slurmrl.transfer import copies, execute, verify
 from slurmrl.transfer.plan import plan_move
 from slurmrl.transfer.regions import PlacedLayout
 from tests.support.host_memory import peak_bytes
@@ -55,7 +55,7 @@ def test_conversion_and_moving_average_make_no_copy_of_a_tensor(
     source: torch.dtype, target: torch.dtype, eta: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tensor is converted and averaged in blocks of bounded size, whatever its own size is."""
-    monkeypatch.setattr(execute, "BLOCK", 4096)
+    monkeypatch.setattr(copies, "BLOCK", 4096)
     new, old = torch.randn(SHAPE).to(source), torch.randn(SHAPE).to(target)
     expected = old.double().lerp(new.double(), eta)
     assert move(new, old, eta) <= 3 * 4 * 4096 < BYTES // 16

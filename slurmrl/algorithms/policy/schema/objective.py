@@ -2,36 +2,124 @@
 
 from __future__ import annotations
 
-from slurmrl.config.schema.base import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from math import inf
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from slurmrl.config.schema.base import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+)
+
+AboveOne = Annotated[float, Field(gt=1)]
 
 
 class Updates(Section):
     """Minibatches and epochs over a batch, and what ends them early."""
 
     n_minibatches: PositiveInt = 4
-    """Consecutive parts of a batch, of equal numbers of prompts, with one optimizer step each. They
-    are the same for every number of ranks."""
+    """Parts of a batch, of equal numbers of prompts, with one optimizer step each. They are the
+    same for every number of ranks."""
+    shuffle_minibatches: bool = False
+    """Draw the minibatches of each epoch at random, the same for every number of ranks. Default:
+    consecutive parts of the batch. Ranks' shares of a consecutive part have about equal numbers of
+    tokens; those of a random one have that only on average."""
     n_epochs: PositiveInt = 1
     """Passes over each batch."""
     early_stop_importance_ratio: PositiveFloat | None = 5.0
     """If the mean probability ratio of a minibatch's tokens exceeds this, skip its update of the
     actor and all later ones of the step; null disables this."""
+    early_stop_kl: PositiveFloat | None = None
+    """The same if the estimate of KL(old || new) per token (the metric `approx_kl`) exceeds this,
+    in nats; null disables this."""
 
 
 class Objective(Section):
     """The actor's loss."""
 
+    objective: Literal["clip", "unclipped", "cispo", "sapo"] = "clip"
+    """Loss of a token as a function of its probability ratio. `clip`: PPO's clipped surrogate;
+    `unclipped`: ratio times advantage; `cispo`: log-probability times advantage and clipped ratio,
+    without a gradient through the ratio; `sapo`: a smooth gate instead of a clip."""
+    ratio: Literal["token", "sequence", "sequence_token"] = "token"
+    """Probability ratio of new to old policy: of the `token`, or the geometric mean over the
+    response (`sequence`, GSPO), or this with the gradient of the token alone (`sequence_token`,
+    GSPO-token)."""
     clip_ratio: PositiveFloat = 0.2
-    """The probability ratio of a token is clipped to the range from 1 - this to 1 + this."""
+    """The ratio is clipped from below at 1 - this; 1 or more sets no lower bound. It is also the
+    upper bound's distance from 1 unless `clip_ratio_high` is set."""
+    clip_ratio_high: PositiveFloat | None = None
+    """The ratio is clipped from above at 1 + this. Default: `clip_ratio`."""
+    dual_clip: AboveOne | None = None
+    """Tokens with a negative advantage count as if their ratio were at most this. Only with
+    `objective: clip`; null disables this."""
+    sapo_tau_positive: PositiveFloat = 1.0
+    """Temperature of `sapo`'s gate for tokens with a positive advantage: higher ones decay
+    faster."""
+    sapo_tau_negative: PositiveFloat = 1.05
+    """The same for tokens with a negative advantage."""
+    m2_threshold: PositiveFloat | None = None
+    """Before each update, drop the tokens whose log-ratio has moved furthest in the direction of
+    their advantage, until the mean square of the log-ratios that moved so is at most this (M2PO).
+    Costs a forward pass for each update; null disables this."""
+    aggregation: Literal["tokens", "sequences", "constant"] = "tokens"
+    """How the losses of tokens are averaged in a minibatch: over all `tokens`; over each sequence,
+    then over `sequences`; or summed over each sequence, divided by a `constant`, then averaged over
+    sequences."""
+    aggregation_length: PositiveInt | None = None
+    """Divisor of `aggregation: constant`, in tokens. Default: `rollout.max_new_tokens`."""
     entropy_coef: NonNegativeFloat = 0.0
     """Coefficient of the entropy bonus in the actor's loss."""
+
+    @property
+    def ratio_bounds(self) -> tuple[float, float]:
+        """The smallest and the largest ratio that is not clipped."""
+        high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+        return 1.0 - self.clip_ratio, 1.0 + high
+
+    @model_validator(mode="after")
+    def _objective_uses_its_settings(self) -> Objective:
+        clips = self.objective in ("clip", "cispo")
+        used = {
+            "dual_clip": self.objective == "clip",
+            "clip_ratio_high": clips,
+            "sapo_tau_positive": self.objective == "sapo",
+            "sapo_tau_negative": self.objective == "sapo",
+        }
+        _refuse_unused(self, used, f"objective: {self.objective}")
+        constant = self.aggregation == "constant"
+        _refuse_unused(self, {"aggregation_length": constant}, f"aggregation: {self.aggregation}")
+        return self
 
 
 class Value(Section):
     """The critic's loss."""
 
     value_clip: PositiveFloat | None = 0.2
-    """New values are clipped to this distance from the old ones; null does not clip."""
+    """New values are clipped to this distance from the old ones; null does not clip. With
+    `value_norm`, in units of the normalised values."""
+    value_huber_delta: PositiveFloat | None = None
+    """Errors of values beyond this grow linearly instead of quadratically (Huber loss); null keeps
+    the squared error. With `value_norm`, in units of the normalised values."""
+    value_norm: Literal["none", "exponential", "moving"] = "none"
+    """The critic predicts returns less their running mean, divided by their running standard
+    deviation. `exponential`: recent steps count more; `moving`: all returns so far count alike. The
+    running moments are part of every checkpoint."""
+    value_norm_decay: Annotated[float, Field(gt=0, lt=1)] = 0.99995
+    """Decay of the `exponential` moments per step."""
+    critic_warmup_steps: NonNegativeInt = 0
+    """Steps at the start of the run in which only the critic is trained. The actor's learning rate
+    schedule begins after them and ends with the run."""
+
+    @model_validator(mode="after")
+    def _value_norm_uses_its_settings(self) -> Value:
+        exponential = self.value_norm == "exponential"
+        _refuse_unused(self, {"value_norm_decay": exponential}, f"value_norm: {self.value_norm}")
+        return self
 
 
 class Correction(Section):
@@ -40,4 +128,62 @@ class Correction(Section):
     recompute_logprobs: bool | None = None
     """Compute the old log-probabilities of a batch with the training engine before it is trained
     on, instead of using those of generation. Default: true if the actor computes in bfloat16, in
-    which the kernels of generation and training round differently; false in float32."""
+    which the kernels of generation and training round differently, or with a `correction`; false
+    in float32."""
+    correction: Literal["none", "weight", "truncate", "mask"] = "none"
+    """Importance weights of recomputed old probabilities over those of generation, which multiply
+    the losses of tokens. `weight`: without bounds (the decoupled objective); `truncate`: moved to
+    the nearer bound; `mask`: 0 beyond the bounds."""
+    correction_level: Literal["token", "sequence", "geometric"] = "token"
+    """What a weight belongs to: each `token`; the whole response, as the product over its tokens
+    (`sequence`) or as their `geometric` mean."""
+    correction_upper: PositiveFloat = 2.0
+    """Largest weight of `truncate` and `mask`."""
+    correction_lower: NonNegativeFloat = 0.0
+    """Smallest weight of `truncate` and `mask`."""
+
+    @property
+    def correction_bounds(self) -> tuple[float, float]:
+        """The smallest and the largest weight."""
+        bounded = self.correction in ("truncate", "mask")
+        return (self.correction_lower, self.correction_upper) if bounded else (0.0, inf)
+
+    def recomputes(self, actor_dtype: str) -> bool:
+        """Whether the training engine computes the old log-probabilities."""
+        if self.recompute_logprobs is None:
+            return actor_dtype == "bfloat16" or self.correction != "none"
+        return self.recompute_logprobs
+
+    @model_validator(mode="after")
+    def _correction_is_possible(self) -> Correction:
+        bounded = self.correction in ("truncate", "mask")
+        used = {
+            "correction_level": self.correction != "none",
+            "correction_upper": bounded,
+            "correction_lower": bounded,
+        }
+        _refuse_unused(self, used, f"correction: {self.correction}")
+        if self.correction_lower > self.correction_upper:
+            raise ValueError(
+                f"correction_lower {self.correction_lower} exceeds correction_upper "
+                f"{self.correction_upper}"
+            )
+        if self.correction != "none" and self.recompute_logprobs is False:
+            raise ValueError(
+                f"correction: {self.correction} is not allowed with recompute_logprobs: false: it "
+                "weighs recomputed log-probabilities against those of generation; remove one"
+            )
+        return self
+
+
+def _refuse_unused(section: Section, used: dict[str, bool], chosen: str) -> None:
+    """Raise ValueError for settings that differ from their defaults and that ``chosen`` does not
+    use."""
+    fields = type(section).model_fields
+    unused = [
+        name
+        for name, is_used in used.items()
+        if not is_used and getattr(section, name) != fields[name].default
+    ]
+    if unused:
+        raise ValueError(f"{', '.join(unused)} is not allowed with {chosen}, which does not use it")

@@ -1,0 +1,60 @@
+"""Settings of on-policy distillation. Torch-free."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_call
+from slurmrl.config.schema import Config, PositiveFloat
+from slurmrl.graph.call import Call, Method, RoleUse
+
+INTERFACE = "slurmrl.algorithms.distill.interface:DistillInterface"
+DISTILL_METRICS = ("entropy", "importance_ratio")
+
+
+class Distill(AlgorithmSchema):
+    """On-policy distillation: the actor completes prompts, and learns from the teacher's
+    log-probabilities of its own tokens.
+
+    Evaluation on held-out prompts measures the divergence from the teacher and, if the
+    configuration has a reward, judges the completions.
+    """
+
+    name: Literal["distill"] = "distill"
+    """`distill`."""
+    importance_cap: PositiveFloat | None = 2.0
+    """Upper bound of a token's importance weight p(training) / p(generation), which corrects for
+    differences between the two engines; null sets all weights to 1."""
+
+    dataset_types: ClassVar[tuple[str, ...]] = ("prompt",)
+
+    def roles(self) -> tuple[RoleUse, ...]:
+        return (RoleUse("actor", trained=True, head="lm"), RoleUse("teacher", trained=False))
+
+    def calls(self, config: Config) -> tuple[Call, ...]:
+        train = Call(
+            name="actor_train",
+            role="actor",
+            method=Method.TRAIN_STEP,
+            interface=INTERFACE,
+            inputs=("input_ids", "prompt_mask", "logprobs", "teacher_logprobs"),
+            metrics=("loss", *DISTILL_METRICS, "grad_norm", "lr", "skipped"),
+        )
+        return (generate_call(), teacher_call(), train)
+
+    def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
+        judged = () if config.reward is None else (reward_call(),)
+        return (generate_call(), *judged, teacher_call())
+
+
+def teacher_call() -> Call:
+    """The teacher's log-probabilities of the actor's tokens."""
+    return Call(
+        name="teacher_inf",
+        role="teacher",
+        method=Method.INFERENCE,
+        interface=INTERFACE,
+        inputs=("input_ids", "prompt_mask", "logprobs"),
+        outputs=("teacher_logprobs",),
+        metrics=("reverse_kl", "teacher_logprob"),
+    )

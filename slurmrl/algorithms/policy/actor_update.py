@@ -1,0 +1,135 @@
+"""The actor's updates of a step, given the advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from slurmrl.algorithms.base import CallContext
+from slurmrl.algorithms.policy.advantages import old_logprobs
+from slurmrl.algorithms.policy.aggregation import token_weights
+from slurmrl.algorithms.policy.correction import correction_weights, mismatch_sums
+from slurmrl.algorithms.policy.loss import PolicyTargets, policy_loss
+from slurmrl.algorithms.policy.schema import OLD_LOGPROBS, PolicyGradient
+from slurmrl.algorithms.policy.second_moment import second_moment_mask
+from slurmrl.algorithms.policy.sequences import Sequences
+from slurmrl.algorithms.policy.updates import MeanStats, run_updates
+from slurmrl.data.sample import SequenceSample
+
+if TYPE_CHECKING:
+    from slurmrl.engines.base import TrainEngine
+
+MASK = "response_mask"
+
+
+def update_actor(
+    engine: TrainEngine, sample: SequenceSample, advantages: Tensor, context: CallContext
+) -> MeanStats:
+    """Make the updates of a step. ``advantages`` [T] are 0 on prompts.
+
+    During the critic's warm-up no update is made: the first minibatch's gradient is computed for
+    its metrics and dropped, so the optimizer and its schedule do not advance.
+    """
+    settings = cast(PolicyGradient, context.settings.algorithm)
+    temperature = context.settings.config.rollout.temperature
+    warms_up = context.step <= settings.critic_warmup_steps
+    generates_old = OLD_LOGPROBS not in sample.keys
+    means = run_updates(
+        engine,
+        _training_sample(sample, advantages, context),
+        context,
+        MASK,
+        partial(actor_loss, settings=settings, compares=generates_old),
+        settings,
+        aggregation=settings.aggregation,
+        temperature=temperature,
+        stop=(lambda _: True) if warms_up else _stop(settings),
+        prepare=_second_moment(engine, settings, temperature),
+    )
+    if warms_up:
+        means["early_stop"] = 0.0
+    return means
+
+
+def actor_loss(
+    outputs: dict[str, Tensor],
+    batch: SequenceSample,
+    settings: PolicyGradient,
+    *,
+    compares: bool = False,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The engine's loss function: outputs {logp, entropy} [T]. With ``compares``, the old
+    log-probabilities are generation's, and its statistics compare them with the outputs."""
+    logp, mask = outputs["logp"], batch.tensor(MASK)
+    targets = PolicyTargets(
+        batch.tensor("logprobs"),
+        batch.tensor("advantages"),
+        mask,
+        Sequences.of(batch.cu_seqlens("input_ids"), mask.device),
+        weights=batch.data.get("loss_weights"),
+        corrections=batch.data.get("corrections"),
+        kept=batch.data.get("kept"),
+    )
+    loss, stats = policy_loss(logp, outputs["entropy"], targets, settings)
+    if compares:
+        stats |= mismatch_sums(logp.detach(), targets.old_logp, mask)
+    return loss, stats
+
+
+def _training_sample(
+    sample: SequenceSample, advantages: Tensor, context: CallContext
+) -> SequenceSample:
+    settings = cast(PolicyGradient, context.settings.algorithm)
+    mask = ~sample.tensor("prompt_mask")
+    sequences = Sequences.of(sample.cu_seqlens("input_ids"), mask.device)
+    length = settings.aggregation_length or context.settings.config.rollout.max_new_tokens
+    old = old_logprobs(sample)
+    data: dict[str, Tensor | None] = {
+        "input_ids": sample.tensor("input_ids"),
+        "logprobs": old,
+        MASK: mask,
+        "advantages": advantages,
+        "loss_weights": token_weights(mask, sequences, settings.aggregation, length),
+    }
+    if settings.correction != "none":
+        behaviour = sample.tensor("logprobs")
+        data["corrections"] = correction_weights(old, behaviour, mask, sequences, settings)
+    lengths = dict.fromkeys(data, sample.lengths["input_ids"])
+    return SequenceSample(sample.ids, lengths, data=data)
+
+
+def _stop(settings: PolicyGradient) -> Callable[[MeanStats], bool] | None:
+    """The test of a minibatch's means that ends the updates of a step."""
+    limits = {
+        "importance_ratio": settings.early_stop_importance_ratio,
+        "approx_kl": settings.early_stop_kl,
+    }
+    tests = [(name, limit) for name, limit in limits.items() if limit is not None]
+    if not tests:
+        return None
+    return lambda means: any(means[name] > limit for name, limit in tests)
+
+
+def _second_moment(
+    engine: TrainEngine, settings: PolicyGradient, temperature: float
+) -> Callable[[SequenceSample], SequenceSample] | None:
+    """What adds to a minibatch the tokens that M2PO keeps, by the current weights."""
+    threshold = settings.m2_threshold
+    if threshold is None:
+        return None
+
+    def keep(part: SequenceSample) -> SequenceSample:
+        logp = engine.forward(part.only(["input_ids"]), temperature=temperature)["logp"]
+        mask = part.tensor(MASK)
+        log_ratio = torch.where(mask, logp - part.tensor("logprobs"), 0.0)
+        kept = second_moment_mask(
+            log_ratio, part.tensor("advantages"), mask, threshold, engine.all_reduce_sum
+        )
+        lengths = {**part.lengths, "kept": part.lengths[MASK]}
+        return SequenceSample(part.ids, lengths, data={**part.data, "kept": kept})
+
+    return keep

@@ -1,0 +1,87 @@
+"""Generation and training compute log-probabilities by different kernels, so tokens are drawn from
+another policy than the one that is trained. How far apart the two are, and importance weights
+against it, as pure tensor functions. [T] each, and 0 where ``mask`` is False.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import inf, log
+
+import torch
+from torch import Tensor
+
+from slurmrl.algorithms.policy.schema import Correction
+from slurmrl.algorithms.policy.sequences import Sequences
+
+LARGEST_LOG = 80.0
+"""Larger log-weights count as this one: their exponential would overflow."""
+RATIO_MAX = "mismatch_ratio_max"
+
+
+def correction_weights(
+    proximal: Tensor,
+    behaviour: Tensor,
+    mask: Tensor,
+    sequences: Sequences,
+    settings: Correction,
+) -> Tensor:
+    """Importance weights from log-probabilities of the training engine before the update
+    (``proximal``) and of generation (``behaviour``). They multiply the losses of tokens, so the
+    ratio of the objective and this weight make up the decoupled objective (Fu et al. 2025, "AReaL",
+    eq. 5).
+
+    The level says what a weight belongs to: ``token``: each token; ``sequence``: the product over
+    the response; ``geometric``: the geometric mean over the response.
+    ``truncate`` moves weights beyond the bounds to them (truncated importance sampling, Yao et al.
+    2025), ``mask`` sets them to 0, ``weight`` has no bounds.
+    """
+    log_weights = torch.where(mask, proximal - behaviour, 0.0)
+    if settings.correction_level == "sequence":
+        log_weights = sequences.totals(log_weights)
+    elif settings.correction_level == "geometric":
+        log_weights = sequences.means(log_weights, mask)
+    low, high = (_log(bound) for bound in settings.correction_bounds)
+    if settings.correction == "truncate":
+        log_weights = log_weights.clamp(low, high)
+    weights = log_weights.clamp(max=LARGEST_LOG).exp()
+    counts = mask
+    if settings.correction == "mask":
+        counts = mask & (log_weights >= low) & (log_weights <= high)
+    return torch.where(counts, weights, 0.0)
+
+
+def mismatch_sums(training: Tensor, behaviour: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Sums over tokens, and the largest ratio, from which `mismatch_metrics` follow: of
+    log-probabilities of the training engine and of generation, by the same weights."""
+    log_ratio = torch.where(mask, training - behaviour, 0.0).double()
+    ratio = log_ratio.exp()
+    counted = torch.where(mask, ratio, 0.0)
+    return {
+        "mismatch_log": -log_ratio.sum(),
+        "mismatch_ratio": counted.sum(),
+        "mismatch_square": counted.square().sum(),
+        RATIO_MAX: counted.max() if len(counted) else counted.sum(),
+    }
+
+
+def mismatch_metrics(sums: Mapping[str, float], tokens: float) -> dict[str, float]:
+    """``mismatch/kl``: KL(generation || training) per token by the never negative estimator k3;
+    ``mismatch/kl_k1`` by the mean of log(generation / training). ``mismatch/ratio_max``: the
+    largest ratio of training to generation of a token. ``mismatch/effective_sample_size``: that of
+    the tokens, weighted by their ratios (Kong 1992), as a share of their number: 1 if all are
+    alike. Empty for no tokens."""
+    if not tokens:
+        return {}
+    ratio, square = sums["mismatch_ratio"], sums["mismatch_square"]
+    k1 = sums["mismatch_log"] / tokens
+    return {
+        "mismatch/kl": ratio / tokens - 1.0 + k1,
+        "mismatch/kl_k1": k1,
+        "mismatch/ratio_max": sums[RATIO_MAX],
+        "mismatch/effective_sample_size": ratio**2 / (tokens * square) if square > 0 else 0.0,
+    }
+
+
+def _log(bound: float) -> float:
+    return log(bound) if bound > 0 else -inf

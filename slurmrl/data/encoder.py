@@ -1,0 +1,105 @@
+"""A tokenizer and the chat template of a dataset. Torch-free, except for what transformers
+imports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from slurmrl.config.schema import Dataset as DatasetConfig
+from slurmrl.data.chat import ChatTemplate, MarkedText
+from slurmrl.data.messages import Message
+from slurmrl.data.tokenizer import end_id, text_ids
+from slurmrl.data.types.base import RowTokens, TokenSequence
+from slurmrl.errors import ChatTemplateError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Chat = tuple[Sequence[Message], Any]
+"""Messages, and the tools that they can use."""
+
+
+class Encoder:
+    """Tokenises texts and conversations.
+
+    :raises ConfigError: there is no chat template, though the dataset needs one.
+    """
+
+    def __init__(self, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self.chat = ChatTemplate(config, tokenizer) if config.is_chat else None
+
+    @property
+    def end(self) -> int:
+        """The end-of-text token."""
+        return end_id(self._tokenizer)
+
+    def no_token(self, what: str) -> str:
+        return f"the tokenizer {self._tokenizer.name_or_path} makes no token of this {what}"
+
+    def texts(self, texts: Sequence[str], *, begin: bool) -> list[list[int]]:
+        return text_ids(self._tokenizer, texts, begin=begin)
+
+    def chat_prompts(self, chats: Sequence[Chat]) -> list[list[int] | str]:
+        """The tokens of prompts as the chat template renders them, or why it cannot. The template
+        decides about the begin-of-text token."""
+        assert self.chat is not None
+        texts: list[str] = []
+        reasons: dict[int, str] = {}
+        for place, (messages, tools) in enumerate(chats):
+            try:
+                texts.append(self.chat.prompt(messages, tools))
+            except ChatTemplateError as error:
+                reasons[place] = str(error)
+        ids = iter(self.texts(texts, begin=False))
+        return [reasons[place] if place in reasons else next(ids) for place in range(len(chats))]
+
+    def conversations(self, chats: Sequence[Chat]) -> list[RowTokens | str]:
+        """The tokens of whole conversations with the assistant's turns as targets, or why there are
+        none."""
+        assert self.chat is not None
+        marked: list[MarkedText | str] = []
+        for messages, tools in chats:
+            try:
+                marked.append(self.chat.conversation(messages, tools))
+            except ChatTemplateError as error:
+                marked.append(str(error))
+        texts = iter(self._tokens([each for each in marked if not isinstance(each, str)]))
+        return [each if isinstance(each, str) else next(texts) for each in marked]
+
+    def _tokens(self, marked: Sequence[MarkedText]) -> list[RowTokens | str]:
+        if not marked:
+            return []
+        made = self._tokenizer(
+            [each.text for each in marked],
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            return_offsets_mapping=True,
+        )
+        rows = zip(made.input_ids, made.offset_mapping, marked, strict=True)
+        return [self._masked(ids, offsets, each) for ids, offsets, each in rows]
+
+    def _masked(
+        self, ids: list[int], offsets: Sequence[tuple[int, int]], marked: MarkedText
+    ) -> RowTokens | str:
+        """Mark the tokens inside the targets. A token that is only partly inside leaves no right
+        answer: in generation the context would have other tokens."""
+        spans = iter(marked.targets)
+        first, last = next(spans, (0, 0))
+        targets = []
+        for begin, end in offsets:
+            while begin >= last > first:
+                first, last = next(spans, (0, 0))
+            inside = first <= begin < end <= last
+            if not inside and begin < last and end > first:
+                shown = repr(marked.text[begin:end])
+                return (
+                    f"the token {shown} contains both context and the assistant's turn, so the "
+                    "chat template does not fit the tokenizer: no loss mask is right"
+                )
+            targets.append(inside)
+        if not any(targets):
+            return self.no_token("assistant's turn")
+        return [TokenSequence.masked(ids, targets)]

@@ -1,0 +1,75 @@
+"""A key that rows of a dataset must have. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Final
+
+from slurmrl.config.schema import Dataset as DatasetConfig
+from slurmrl.config.template import DOUBLING, Template
+from slurmrl.data.fields import has, value_at
+from slurmrl.data.text import wrong_text
+from slurmrl.registry import near
+
+KEYS: Final[Mapping[str, str]] = {"prompt": "prompt_key", "answer": "answer_key"}
+"""The settings with the row's key for a field of a template."""
+
+
+class Requirement(Enum):
+    """Which rows have a key."""
+
+    EVERY = "every row"
+    EVERY_OR_NONE = "every row, or none"
+    ANY = "any rows"
+
+
+@dataclass(frozen=True)
+class RowField:
+    key: str
+    """The key in the row, which may be nested."""
+    setting: str
+    """The setting that names the key or has it in a template."""
+    wrong: Callable[[Any], str]
+    """Why a value cannot be used; "" if it can."""
+    requirement: Requirement = Requirement.EVERY
+    name: str = ""
+    """The field of the template that inserts the value."""
+    other: str = ""
+    """Another key that a row may have in its place."""
+
+    def key_in(self, row: Mapping[str, Any]) -> str:
+        """The key that a row has."""
+        return self.other if self.other and has(row, self.other) else self.key
+
+    def value(self, row: Mapping[str, Any]) -> Any:
+        """The value, or ABSENT."""
+        return value_at(row, self.key_in(row))
+
+    def absence(self, path: str, present: list[str]) -> str:
+        """Why no row has the key. ``present``: the keys that rows have."""
+        fact = f"is not a key of any line of {path}"
+        if self.name in KEYS:
+            return f"{{{self.name}}} inserts '{self.key}', which {fact}; {near(self.key, present)}"
+        if not self.name:
+            return f"'{self.key}' {fact}; {near(self.key, present)}"
+        fields = list(dict.fromkeys([*present, *KEYS]))
+        return f"'{self.key}' {fact}; {near(self.key, fields)}; {DOUBLING}"
+
+
+def template_fields(config: DatasetConfig, setting: str) -> list[RowField]:
+    """The fields of a template."""
+    fields = []
+    for name in Template.parse(getattr(config, setting)).fields:
+        if name in KEYS:
+            key = str(getattr(config, KEYS[name]))
+            fields.append(RowField(key, KEYS[name], wrong_full_text, name=name))
+        else:
+            fields.append(RowField(name, setting, wrong_text, name=name))
+    return fields
+
+
+def wrong_full_text(value: Any) -> str:
+    """Why a value is not a text with more than white space."""
+    return wrong_text(value) or ("" if value.strip() else "must not be empty")

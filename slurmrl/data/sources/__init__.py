@@ -1,0 +1,38 @@
+"""The files of rows that a dataset can have. Torch-free.
+
+A new format is a `base.RowSource` in a file of its own and a case in `open_source`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from slurmrl.data.sources.base import RowSource
+from slurmrl.data.sources.json_array import JsonArray, begins_array
+from slurmrl.data.sources.jsonl import JsonLines
+from slurmrl.errors import ConfigError, Problem
+
+LINES = (".jsonl", ".ndjson")
+
+
+def open_source(
+    path: Path, split: str | None = None, *, most_bytes: int | None = None
+) -> RowSource:
+    """The rows of a file or folder. ``most_bytes``: only the first whole rows in about that many
+    bytes.
+
+    :raises ConfigError: a folder without a dataset, or a split that is not there.
+    :raises MissingDependencyError: Parquet or Arrow files without pyarrow.
+    :raises EnvironmentFailure: the files cannot be read.
+    """
+    if path.is_dir() or path.suffix == ".parquet":
+        from slurmrl.data.sources.arrow import ArrowFiles
+        from slurmrl.data.sources.folder import arrow_files
+
+        return ArrowFiles(path, arrow_files(path, split), most_bytes)
+    if split is not None:
+        message = f"'{split}' is not allowed: {path} is a single file, which has no splits"
+        raise ConfigError((Problem("", "split", message),))
+    if path.suffix not in LINES and begins_array(path):
+        return JsonArray(path, (path,), most_bytes)
+    return JsonLines(path, (path,), most_bytes)

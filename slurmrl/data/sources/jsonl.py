@@ -1,0 +1,73 @@
+"""JSONL files: one object per line. Torch-free."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+
+from slurmrl.data.sources.base import (
+    NOT_AN_OBJECT,
+    ROW_BYTES,
+    RowSource,
+    SourceRow,
+    state_of_one,
+    unreadable,
+)
+from slurmrl.errors import ConfigError, Problem
+
+
+class JsonLines(RowSource):
+    """Blank lines are skipped. A row's number is its line."""
+
+    def __init__(self, path: Path, files: Sequence[Path], most_bytes: int | None = None) -> None:
+        super().__init__(path, files, most_bytes)
+        self._digest = blake2b(digest_size=16)
+
+    def rows(self) -> Iterator[SourceRow]:
+        for number, line in enumerate(self._lines(), start=1):
+            if len(line) > ROW_BYTES:
+                message = f"the line is longer than {ROW_BYTES >> 20} MiB; a row is one line"
+                raise ConfigError((Problem(self.where(number), "", message),))
+            if line.strip():
+                yield parsed(number, line.strip())
+
+    def fingerprint(self) -> str:
+        return self._digest.hexdigest()
+
+    def where(self, number: int) -> str:
+        return f"{self.path}:{number}"
+
+    def _lines(self) -> Iterator[bytes]:
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                self.size, self.state = status.st_size, state_of_one(status)
+                most = self._most_bytes if self._most_bytes is not None else self.size
+                limited = most < self.size
+                while line := file.readline(ROW_BYTES + 1):
+                    if limited and self.done + len(line) > most:
+                        self.whole = False
+                        return
+                    self.done += len(line)
+                    self._digest.update(line)
+                    yield line
+                self.size = self.done  # it may have grown
+        except OSError as error:
+            raise unreadable(self.path, error) from error
+
+
+def parsed(number: int, raw: bytes) -> SourceRow:
+    """A row from its JSON text."""
+    message = NOT_AN_OBJECT
+    try:
+        row = json.loads(raw)
+        if isinstance(row, dict):
+            return SourceRow(number, raw, row, "")
+    except RecursionError:
+        message = "not JSON: nested too deeply"
+    except ValueError as error:
+        message = f"not JSON: {error}"
+    return SourceRow(number, raw, None, message)

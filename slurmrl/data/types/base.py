@@ -1,0 +1,116 @@
+"""What every type of dataset says about its rows. Torch-free."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, chain, groupby, pairwise
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from slurmrl.config.schema import Dataset as DatasetConfig
+from slurmrl.config.template import Template
+from slurmrl.data.row_fields import RowField, template_fields
+from slurmrl.errors import Problem
+
+if TYPE_CHECKING:
+    from slurmrl.data.encoder import Encoder
+
+Row = Mapping[str, Any]
+
+
+class TokenSequence(NamedTuple):
+    """The tokens of one sequence, and which of them are targets (trained on)."""
+
+    tokens: Sequence[int]
+    runs: Sequence[int]
+    """Lengths of alternate runs of tokens: context, targets, context, …"""
+
+    @staticmethod
+    def of(prompt: Sequence[int], answer: Sequence[int]) -> TokenSequence:
+        return TokenSequence([*prompt, *answer], [len(prompt), len(answer)])
+
+    @staticmethod
+    def masked(tokens: Sequence[int], targets: Sequence[bool]) -> TokenSequence:
+        """``targets`` says of each token whether it is one."""
+        runs = [] if targets and not targets[0] else [0]
+        runs += [len(list(run)) for _, run in groupby(targets)]
+        return TokenSequence(tokens, runs)
+
+    @property
+    def context(self) -> Sequence[int]:
+        """The tokens before the first target."""
+        return self.tokens[: self.runs[0]]
+
+    def after(self, context: Sequence[int]) -> TokenSequence:
+        """The sequence with another context before its first target."""
+        tokens = [*context, *self.tokens[self.runs[0] :]]
+        return TokenSequence(tokens, [len(context), *self.runs[1:]])
+
+    def cut(self, most: int | None) -> TokenSequence:
+        """At most the first tokens; None: all."""
+        if most is None or len(self.tokens) <= most:
+            return self
+        ends = [min(end, most) for end in accumulate(self.runs)]
+        return TokenSequence(
+            self.tokens[:most], [stop - start for start, stop in pairwise([0, *ends])]
+        )
+
+
+RowTokens = Sequence[TokenSequence]
+"""The sequences of one row."""
+
+
+def expanded(runs: Sequence[int]) -> list[bool]:
+    """True for each token of a context run, False for each target (see `TokenSequence`)."""
+    pieces = ([place % 2 == 0] * length for place, length in enumerate(runs))
+    return list(chain.from_iterable(pieces))
+
+
+class RowType(ABC):
+    """The keys that a row must have, its texts, and the sequences of tokens that it becomes."""
+
+    dataset: ClassVar[str]
+    """``module:Class`` of the `data.dataset.TokenizedDataset` that makes samples of the rows."""
+    templates: ClassVar[tuple[str, ...]] = ()
+    """The settings with templates that the rows fill in."""
+
+    def __init__(self, config: DatasetConfig) -> None:
+        self.config = config
+        self._filled = {
+            setting: (Template.parse(getattr(config, setting)), template_fields(config, setting))
+            for setting in self.templates
+        }
+
+    def fields(self) -> list[RowField]:
+        """The keys of a row. Default: those of the templates."""
+        return [field for _, fields in self._filled.values() for field in fields]
+
+    def wrong_settings(self) -> Iterator[Problem]:
+        """Problems of the settings that need no row."""
+        return iter(())
+
+    def wrong_row(self, row: Row) -> tuple[str, str] | None:
+        """The key of a problem between right values of a row, and the problem."""
+        return None
+
+    def stored(self, row: Row, raw: bytes) -> bytes:
+        """What samples need of a row besides its tokens, as JSON. ``raw`` is the row itself."""
+        return b""
+
+    def fits(self, row: RowTokens) -> bool:
+        """Whether all sequences are within the length limits."""
+        most_prompt, most = self.config.max_prompt_tokens, self.config.max_tokens
+        return all(
+            (most_prompt is None or len(sequence.context) <= most_prompt)
+            and (most is None or len(sequence.tokens) <= most)
+            for sequence in row
+        )
+
+    @abstractmethod
+    def tokens(self, rows: Sequence[Row], encoder: Encoder) -> list[RowTokens | str]:
+        """The sequences of checked rows, or for a row that has none the reason."""
+
+    def filled(self, setting: str, row: Row) -> str:
+        """The template of a setting with the values of a row."""
+        template, fields = self._filled[setting]
+        return template.fill({field.name: field.value(row) for field in fields})

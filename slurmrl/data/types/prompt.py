@@ -1,0 +1,96 @@
+"""Type ``prompt``: prompts for generation, with reference answers for the reward. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from slurmrl.data import messages
+from slurmrl.data.fields import value_at
+from slurmrl.data.row_fields import Requirement, RowField, wrong_full_text
+from slurmrl.data.types.base import Row, RowTokens, RowType, TokenSequence
+
+if TYPE_CHECKING:
+    from slurmrl.data.encoder import Encoder
+
+WHOLE = "{prompt}"
+
+
+class Prompts(RowType):
+    """One sequence, all of it context."""
+
+    dataset = "slurmrl.data.dataset:PromptDataset"
+    templates = ("prompt_template",)
+
+    def fields(self) -> list[RowField]:
+        fields = [conversational(self, field) for field in super().fields()]
+        answer = RowField(
+            self.config.answer_key,
+            "answer_key",
+            wrong_full_text,
+            Requirement.EVERY_OR_NONE,
+            name="answer",
+        )
+        return [*fields, answer, *tools_field(self)]
+
+    def stored(self, row: Row, raw: bytes) -> bytes:
+        return raw
+
+    def tokens(self, rows: Sequence[Row], encoder: Encoder) -> list[RowTokens | str]:
+        found = prompts(self, rows, encoder)
+        return [ids if isinstance(ids, str) else [TokenSequence.of(ids, [])] for ids in found]
+
+    def text(self, row: Row) -> str:
+        """The prompt without the chat template: for a list of messages, the last one."""
+        value = value_at(row, self.config.prompt_key)
+        if self.config.is_chat and isinstance(value, list):
+            return messages.text_of(value[-1])
+        return self.filled("prompt_template", row)
+
+
+def conversational(kind: RowType, field: RowField) -> RowField:
+    """A prompt may be a list of messages where a chat template is applied."""
+    if field.name != "prompt" or not kind.config.is_chat:
+        return field
+    whole = kind.config.prompt_template == WHOLE
+    return replace(field, wrong=partial(_wrong_prompt, whole=whole))
+
+
+def tools_field(kind: RowType) -> list[RowField]:
+    if not kind.config.is_chat:
+        return []
+    key = kind.config.tools_key
+    return [RowField(key, "tools_key", messages.wrong_tools, Requirement.ANY)]
+
+
+def prompts(kind: RowType, rows: Sequence[Row], encoder: Encoder) -> list[list[int] | str]:
+    """The tokens of prompts, or why there are none."""
+    if encoder.chat is None:
+        found: list[list[int] | str] = []
+        found += encoder.texts([kind.filled("prompt_template", row) for row in rows], begin=True)
+    else:
+        found = encoder.chat_prompts([(conversation(kind, row), tools(kind, row)) for row in rows])
+    return [ids if ids else encoder.no_token("prompt") for ids in found]
+
+
+def conversation(kind: RowType, row: Row) -> list[dict[str, Any]]:
+    """The messages of a prompt."""
+    value = value_at(row, kind.config.prompt_key)
+    if isinstance(value, list):
+        return value
+    return [{"role": "user", "content": kind.filled("prompt_template", row)}]
+
+
+def tools(kind: RowType, row: Row) -> Any:
+    value = value_at(row, kind.config.tools_key)
+    return value if isinstance(value, list) and value else None
+
+
+def _wrong_prompt(value: Any, *, whole: bool) -> str:
+    if not isinstance(value, list):
+        return wrong_full_text(value)
+    if not whole:
+        return f"must be a string: messages are not inserted into a prompt_template; use {WHOLE!r}"
+    return messages.wrong_prompt(value)

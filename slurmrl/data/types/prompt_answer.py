@@ -1,0 +1,42 @@
+"""Type ``prompt_answer``: prompts with the answers to learn. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from slurmrl.data.row_fields import RowField
+from slurmrl.data.types import prompt
+from slurmrl.data.types.base import Row, RowTokens, RowType, TokenSequence
+
+if TYPE_CHECKING:
+    from slurmrl.data.encoder import Encoder
+
+
+class PromptAnswers(RowType):
+    """One sequence: prompt, answer, end-of-text token. Both are tokenised separately, so that a
+    prompt has the same tokens as in generation. With a chat template the answer is the assistant's
+    turn, which ends as the template says."""
+
+    dataset = "slurmrl.data.dataset:TokenizedDataset"
+    templates = ("prompt_template", "answer_template")
+
+    def fields(self) -> list[RowField]:
+        fields = [prompt.conversational(self, field) for field in super().fields()]
+        return [*fields, *prompt.tools_field(self)]
+
+    def tokens(self, rows: Sequence[Row], encoder: Encoder) -> list[RowTokens | str]:
+        texts = [self.filled("answer_template", row) for row in rows]
+        if encoder.chat is not None:
+            turns = ({"role": "assistant", "content": text} for text in texts)
+            return encoder.conversations(
+                [
+                    ([*prompt.conversation(self, row), turn], prompt.tools(self, row))
+                    for row, turn in zip(rows, turns, strict=True)
+                ]
+            )
+        answers = encoder.texts(texts, begin=False)
+        return [
+            ids if isinstance(ids, str) else [TokenSequence.of(ids, [*answer, encoder.end])]
+            for ids, answer in zip(prompt.prompts(self, rows, encoder), answers, strict=True)
+        ]

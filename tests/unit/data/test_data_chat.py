@@ -1,0 +1,235 @@
+"""Chat templates: prompts as the model sees them, and loss masks of conversations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.config.schema import Dataset
+from slurmrl.data import dataset, preparation
+from slurmrl.data.prepared import PreparedRows
+from slurmrl.data.sample import SequenceSample
+from slurmrl.data.tokenizer import load_tokenizer, train_bpe
+from slurmrl.errors import ConfigError
+
+CHATML = (
+    "{%- if tools %}<|im_start|>tools\n{{ tools | map(attribute='name') | join(',') }}<|im_end|>\n"
+    "{% endif %}{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+REASONING = (
+    "{%- for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>{{ m.reasoning }}</think>{% endif %}"
+    "{{ m.content }}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+GENERATION = (
+    "{%- for m in messages %}{% if m.role == 'assistant' %}"
+    "Bot:\n{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ m.role }}: {{ m.content }}\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}Bot:\n{% endif %}"
+)
+COUNTING = "{{ messages | length }} {% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+JOINED = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+TURNS = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello\n", "reasoning": "easy"},
+    {"role": "user", "content": "Bye"},
+    {"role": "assistant", "content": "See you", "reasoning": "sad"},
+]
+
+
+class Site:
+    """A folder with a tokenizer and a file of rows."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        train_bpe(["Hello, Hi, Bye, assistant:Hello See you"] * 5, 290, folder)
+        path = folder / "tokenizer_config.json"
+        settings = json.loads(path.read_text())
+        settings["additional_special_tokens"] = ["<|im_start|>", "<|im_end|>"]
+        settings["bos_token"] = "<|im_start|>"
+        path.write_text(json.dumps(settings))
+        self.template(CHATML)
+
+    def template(self, text: str) -> None:
+        (self.folder / "chat_template.jinja").write_text(text)
+
+    @property
+    def tokenizer(self) -> Any:
+        return load_tokenizer(self.folder)
+
+    def sample(self, *rows: Mapping[str, Any], **settings: Any) -> SequenceSample:
+        path = self.folder / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = Dataset(**{"type": "messages", "path": str(path), **settings})
+        data = self.folder / "data"
+        directory = preparation.prepare(data, 1, config, self.tokenizer, lambda what: None)
+        made = dataset.make(config, PreparedRows(directory))
+        return made.sample([(0, row) for row in range(made.size)])
+
+    def marked(self, sample: SequenceSample) -> str:
+        """The text of the first row with its targets in brackets."""
+        text, tokenizer = "", self.tokenizer
+        (length,) = sample.lengths["input_ids"][0]
+        ids = sample.tensor("input_ids").tolist()[:length]
+        before = True
+        for token, context in zip(ids, sample.tensor("prompt_mask").tolist(), strict=False):
+            text += {(True, False): "[", (False, True): "]"}.get((before, context), "")
+            text, before = text + tokenizer.decode([token]), context
+        return text + ("" if before else "]")
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+def test_the_assistant_s_turns_up_to_their_end_token_are_targets(site: Site) -> None:
+    """The tokens are those of the tokenizer's own chat template; a system prompt is context."""
+    sample = site.sample({"messages": TURNS}, system_prompt="Be kind")
+    assert site.marked(sample) == (
+        "<|im_start|>system\nBe kind<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n[Hello\n<|im_end|>]\n<|im_start|>user\nBye<|im_end|>\n"
+        "<|im_start|>assistant\n[See you<|im_end|>]\n"
+    )
+    plain = [{"role": "system", "content": "Be kind"}, *TURNS]
+    expected = site.tokenizer.apply_chat_template(plain, return_dict=False)
+    assert sample.tensor("input_ids").tolist() == expected
+
+
+def test_a_row_s_own_system_message_and_tools_and_weights_count(site: Site) -> None:
+    turns = [{"role": "system", "content": "S"}, *TURNS]
+    turns[2] = {**TURNS[1], "weight": 0}
+    row = {"chat": {"turns": turns}, "tools": [{"name": "search"}]}
+    sample = site.sample(row, system_prompt="Be kind", messages_key="chat.turns")
+    text = site.marked(sample)
+    assert text.startswith("<|im_start|>tools\nsearch<|im_end|>\n<|im_start|>system\nS<|im_end|>\n")
+    assert "Be kind" not in text
+    assert text.count("[") == 1
+    assert "[See you<|im_end|>]" in text
+
+
+def test_reasoning_that_the_template_drops_from_earlier_turns_has_a_right_mask(site: Site) -> None:
+    site.template(REASONING)
+    text = site.marked(site.sample({"messages": TURNS}))
+    assert text.count("[Hello\n<|im_end|>]\n<|im_start|>user") == 1
+    assert text.endswith("[<think>sad</think>See you<|im_end|>]\n")
+
+
+def test_generation_blocks_of_a_template_are_the_targets(site: Site) -> None:
+    """Also from a file that the configuration names; ``weight`` counts there too."""
+    path = site.folder / "other.jinja"
+    path.write_text(GENERATION)
+    text = site.marked(site.sample({"messages": TURNS}, chat_template=str(path)))
+    assert text == "user: Hi\nBot:\n[Hello\n<|im_end|>]\nuser: Bye\nBot:\n[See you<|im_end|>]\n"
+    skipped = [*TURNS[:3], {**TURNS[3], "weight": 0}]
+    text = site.marked(site.sample({"messages": skipped}, chat_template=str(path)))
+    assert text == "user: Hi\nBot:\n[Hello\n<|im_end|>]\nuser: Bye\nBot:\nSee you<|im_end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (COUNTING, "no loss mask is right for message 2 .* the text before it changes"),
+        (JOINED, "the token ' See' contains both context and the assistant's turn"),
+        (
+            "{{ raise_exception('roles must alternate') }}",
+            "the chat template refuses it: roles must alternate",
+        ),
+        ("{{ messages[9].content }}", "the chat template refuses it: "),
+    ],
+)
+def test_templates_without_a_right_mask_are_refused(
+    site: Site, template: str, message: str
+) -> None:
+    site.template(template)
+    with pytest.raises(ConfigError, match=rf"rows\.jsonl:1: {message}"):
+        site.sample({"messages": [{"role": "user", "content": "Hi"}, TURNS[3]]})
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("Hi", 'must be a list of messages, but is a string ("Hi")'),
+        ([], "must be a list of messages, but is a list ([])"),
+        (TURNS[:1], "has no message of the assistant to learn from"),
+        ([*TURNS, {"role": "user"}], "message 5 has neither 'content' nor 'tool_calls'"),
+        ([*TURNS, {"content": "x"}], "message 5 must have a 'role'"),
+        ([{"role": "user", "content": 3}, *TURNS], "message 1 has a 'content' that must be a str"),
+        (["x"], "message 1 must be an object with 'role' and 'content', but is a string (\"x\")"),
+        ([{**TURNS[1], "weight": 0.5}], "message 1 has 'weight' a number (0.5): allowed are 0"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "message 1 has a part that is not"),
+    ],
+)
+def test_wrong_conversations_are_named_with_their_line(
+    site: Site, value: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        site.sample({"messages": TURNS}, {"messages": value})
+    (problem,) = caught.value.problems
+    assert problem.where.endswith("rows.jsonl:2")
+    assert problem.key == "messages"
+    assert problem.message.startswith(message)
+
+
+def test_prompts_get_the_template_with_generation_prompt_and_one_begin_token(site: Site) -> None:
+    rows = [
+        {"prompt": "Hi", "answer": "x", "tools": [{"name": "f"}]},
+        {"prompt": TURNS[:3], "answer": "y"},
+    ]
+    sample = site.sample(*rows, type="prompt", chat_template=True, system_prompt="Be kind")
+    tokenizer = site.tokenizer
+    system = {"role": "system", "content": "Be kind"}
+    first = tokenizer.apply_chat_template(
+        [system, TURNS[0]], tools=rows[0]["tools"], add_generation_prompt=True, return_dict=False
+    )
+    second = tokenizer.apply_chat_template(
+        [system, *TURNS[:3]], add_generation_prompt=True, return_dict=False
+    )
+    assert sample.tensor("prompt_ids").tolist() == [*first, *second]
+    assert sample.lengths == {"prompt_ids": [[len(first)], [len(second)]]}
+    assert sample.metadata["prompt"] == ["Hi", "Bye"], "the reward's prompt has no template"
+    assert sample.metadata["row"] == rows
+
+
+def test_a_prompt_that_ends_with_the_assistant_or_is_inserted_is_refused(site: Site) -> None:
+    settings: dict[str, Any] = {"type": "prompt", "chat_template": True}
+    with pytest.raises(ConfigError, match=r"rows.jsonl:1: prompt: ends with a message of the"):
+        site.sample({"prompt": TURNS}, **settings)
+    with pytest.raises(ConfigError, match="prompt: must be a string: messages are not inserted"):
+        site.sample({"prompt": TURNS[:1]}, prompt_template="Q: {prompt}", **settings)
+
+
+def test_an_answer_is_the_assistant_s_turn(site: Site) -> None:
+    row = {"prompt": "Hi", "answer": "Hello"}
+    sample = site.sample(row, type="prompt_answer", chat_template=True, prompt_template="{prompt}!")
+    assert site.marked(sample) == (
+        "<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\n[Hello<|im_end|>]\n"
+    )
+
+
+def test_options_reach_the_template_and_its_text_is_part_of_the_recipe(site: Site) -> None:
+    path = site.folder / "t.jinja"
+    path.write_text("{{ mood }} {{ messages[0].content }}")
+    settings: dict[str, Any] = {"type": "prompt", "chat_template": str(path)}
+    settings["chat_template_options"] = {"mood": "Hello"}
+    row = {"prompt": "Hi"}
+    ids = site.sample(row, **settings).tensor("prompt_ids").tolist()
+    assert site.tokenizer.decode(ids) == "Hello Hi"
+    path.write_text("{{ messages[0].content }}")
+    ids = site.sample(row, **settings).tensor("prompt_ids").tolist()
+    assert site.tokenizer.decode(ids) == "Hi"
+
+
+def test_a_tokenizer_without_template_is_refused(site: Site) -> None:
+    (site.folder / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match=r"chat_template: the tokenizer .* has no chat template"):
+        site.sample({"messages": TURNS})

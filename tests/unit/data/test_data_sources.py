@@ -1,0 +1,222 @@
+"""Files of rows: JSON arrays, Parquet, and folders that Hugging Face `datasets` has saved."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pytest
+from pyarrow import ipc, parquet
+
+from slurmrl.config.schema import Dataset
+from slurmrl.data import dataset, preparation
+from slurmrl.data.prepared import PreparedRows
+from slurmrl.data.records import RecordReader, read_records
+from slurmrl.data.sources import base, json_array, open_source
+from slurmrl.errors import ConfigError, EnvironmentFailure
+from tests.support.chaos.preparations import Characters
+
+ROWS = [{"id": "a", "x": 1, "n": {"m": ["é"]}}, {"id": "b", "x": 2, "n": {"m": []}}]
+
+
+def write_arrow(folder: Path, rows: Sequence[Mapping[str, Any]], split: str = "train") -> Path:
+    """Write a folder as ``Dataset.save_to_disk`` does."""
+    folder.mkdir(parents=True)
+    name = "data-00000-of-00001.arrow"
+    table = pyarrow.Table.from_pylist(list(rows))
+    with ipc.new_stream(str(folder / name), table.schema) as stream:
+        stream.write_table(table)
+    state = {"_data_files": [{"filename": name}], "_split": split}
+    (folder / "state.json").write_text(json.dumps(state))
+    return folder
+
+
+def write(folder: Path, kind: str, rows: Sequence[Mapping[str, Any]]) -> Path:
+    path = folder / f"rows.{kind}"
+    if kind == "parquet":
+        parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path, row_group_size=1)
+    elif kind == "folder":
+        write_arrow(path, rows)
+    elif kind == "json":
+        path.write_text(json.dumps(rows, indent=1, ensure_ascii=False))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "folder"])
+def test_every_format_gives_the_same_rows_and_follows_its_content(
+    tmp_path: Path, kind: str
+) -> None:
+    """The fingerprint of what was read is that of the files, so nothing is tokenised twice."""
+    path = write(tmp_path, kind, ROWS)
+    reader = RecordReader(path, "id")
+    assert [record.row for record in reader] == ROWS
+    reader.finish()
+    assert reader.share == 1
+    files = open_source(path).files
+    before = reader.source.fingerprint()
+    assert before == base.fingerprint_of(files, lambda share: None)
+    (tmp_path / "other").mkdir()
+    changed = write(tmp_path / "other", kind, [ROWS[0], {**ROWS[1], "x": 3}])
+    assert base.fingerprint_of(open_source(changed).files, lambda share: None) != before
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "folder"])
+def test_of_a_large_file_the_first_rows_are_read(tmp_path: Path, kind: str) -> None:
+    path = write(tmp_path, kind, [{"x": "y" * 50}] * 9)
+    found = read_records(path, "id", most_bytes=200)
+    assert 2 < len(found.rows) < 6
+    assert not found.whole
+    assert read_records(path, "id", most_bytes=5000).whole
+
+
+@pytest.mark.parametrize(
+    ("kind", "places"),
+    [
+        ("jsonl", ("rows.jsonl:2", "already the id of line 1")),
+        ("json", ("rows.json:11", "already the id of line 2")),
+        ("parquet", ("rows.parquet, row 2", "already the id of rows.parquet, row 1")),
+    ],
+)
+def test_a_problem_names_the_row_s_place(
+    tmp_path: Path, kind: str, places: tuple[str, str]
+) -> None:
+    path = write(tmp_path, kind, [ROWS[0], ROWS[0]])
+    with pytest.raises(ConfigError) as caught:
+        read_records(path, "id")
+    (problem,) = caught.value.problems
+    assert problem.where == f"{tmp_path}/{places[0]}"
+    assert places[1] in problem.message
+
+
+def test_an_array_is_parsed_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the place at which reading stops, the rows are the same: also inside an escape, a
+    character of several bytes, or white space."""
+    rows = [{"text": 'é"\\\n \u20ac' * 3, "list": [1.5, None, True, {"a": []}]}, {}, {"n": -12}]
+    path = tmp_path / "rows.json"
+    path.write_bytes(b"\xef\xbb\xbf \n" + json.dumps(rows, indent=2).encode() + b" \n ")
+    for size in range(1, 40):
+        monkeypatch.setattr(json_array, "READ_BYTES", size)
+        assert [row.row for row in open_source(path).rows()] == rows
+    path.write_text("[ ]")
+    assert list(open_source(path).rows()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('[\n{"a": 1},\n{"a": }]', r"rows\.json:3: not JSON: Expecting value"),
+        ('[\n{"a": 1}\n{"a": 2}]', r"rows\.json:3: not JSON: expected ',' or '\]', found '{'"),
+        ('[{"a": 1},\n', r"rows\.json:2: not JSON: Expecting value"),
+        ('[{"a": "x', r"rows\.json:1: not JSON: Unterminated string"),
+        ('[{"a": 1}', r"rows\.json:1: not JSON: expected ',' or '\]', found 'the end'"),
+        ('[{"a": 1}]\n\n{"a": 2}', r"rows\.json:3: '{' after the end of the array"),
+        ('[{"a": 1},\n3, "x"]', r"rows\.json:2: must be a JSON object\n.*json:2: must be a JSON"),
+        ('[{"a": "\udcff"}]', r"rows\.json:1: not UTF-8 text"),
+        ("[" * 99_999, r"rows\.json:1: not JSON: nested too deeply"),
+    ],
+)
+def test_a_damaged_array_is_named_with_its_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "rows.json"
+    path.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(ConfigError, match=message):
+        read_records(path, "id")
+
+
+def test_columns_become_json(tmp_path: Path) -> None:
+    """Dates become ISO texts; bytes have no JSON form."""
+    path = write(tmp_path, "parquet", [{"day": date(2026, 1, 2), "x": 1.5}])
+    assert read_records(path, "id").rows == ({"day": "2026-01-02", "x": 1.5},)
+    path = write(tmp_path, "parquet", [{"image": b"\xff"}])
+    with pytest.raises(ConfigError, match=r"parquet, row 1: holds a value of type bytes"):
+        read_records(path, "id")
+
+
+def test_damaged_and_missing_files_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path, "parquet", ROWS)
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(ConfigError, match=r"rows\.parquet: not a whole parquet file"):
+        read_records(path, "id")
+    for name in ("none.parquet", "none.json"):
+        with pytest.raises(EnvironmentFailure, match="cannot read dataset"):
+            read_records(tmp_path / name, "id")
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_of_a_folder_with_splits_one_is_read(tmp_path: Path, saved: bool) -> None:
+    if saved:
+        for split, row in zip(("train", "test"), ROWS, strict=True):
+            write_arrow(tmp_path / "data" / split, [row], split)
+        (tmp_path / "data" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    else:
+        (tmp_path / "data").mkdir()
+        for name, row in zip(("train-00000-of-00001", "test"), ROWS, strict=True):
+            table = pyarrow.Table.from_pylist([row])
+            parquet.write_table(table, tmp_path / "data" / f"{name}.parquet")
+    assert read_records(tmp_path / "data", "id", "test").ids == ("b",)
+    with pytest.raises(ConfigError, match=r"split: is required: .* has the splits t"):
+        read_records(tmp_path / "data", "id")
+    with pytest.raises(ConfigError, match=r"split: 'tset' is not allowed; did you mean 'test'"):
+        read_records(tmp_path / "data", "id", "tset")
+
+
+def test_files_of_a_folder_follow_each_other(tmp_path: Path) -> None:
+    for number, row in enumerate(ROWS):
+        parquet.write_table(pyarrow.Table.from_pylist([row]), tmp_path / f"part-{number}.parquet")
+    records = read_records(tmp_path, "id")
+    assert records.ids == ("a", "b")
+    assert records.where(2) == f"{tmp_path}/part-1.parquet, row 1"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match=r"the folder has no dataset_dict\.json"):
+        read_records(tmp_path / "empty", "id")
+    with pytest.raises(ConfigError, match="is a single file, which has no splits"):
+        read_records(write(tmp_path, "jsonl", ROWS), "id", "train")
+
+
+def prepared(config: Dataset, folder: Path) -> Any:
+    tokenizer: Any = Characters(folder)
+    directory = preparation.prepare(folder / "data", 1, config, tokenizer, str)
+    return dataset.make(config, PreparedRows(directory))
+
+
+def test_nested_keys_and_their_values_reach_the_reward_untouched(tmp_path: Path) -> None:
+    row = {
+        "meta": {"id": 7},
+        "turns": [{"text": "1+1="}],
+        "a.b": "!",
+        "reward_model": {"ground_truth": "2", "points": 0.25},
+    }
+    config = Dataset(
+        type="prompt",
+        path=str(write(tmp_path, "jsonl", [row])),
+        prompt_template="{turns.0.text}{a.b}",
+        answer_key="reward_model.ground_truth",
+        id_key="meta.id",
+    )
+    sample = prepared(config, tmp_path).sample([(0, 0)])
+    assert sample.ids == ("7@0",)
+    assert bytes(sample.tensor("prompt_ids").tolist()) == b"1+1=!"
+    assert sample.metadata["answer"] == ["2"]
+    assert sample.metadata["row"] == [{**row, "answer": "2"}]
+
+
+def test_a_misspelt_nested_key_is_the_setting_s_fault(tmp_path: Path) -> None:
+    path = write(tmp_path, "jsonl", [{"prompt": "x", "reward_model": {"ground_truth": "2"}}])
+    config = Dataset(type="prompt", path=str(path), answer_key="reward_model.ground_thruth")
+    with pytest.raises(ConfigError, match=r"did you mean 'reward_model\.ground_truth'\?"):
+        prepared(config, tmp_path)
+
+
+def test_fingerprints_in_commits_of_earlier_versions_stay_valid(tmp_path: Path) -> None:
+    """A new setting changes the fingerprint of a dataset only where it is set."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"id": "a", "prompt": "1+1=", "answer": "2"}\n')
+    plain = Dataset(type="prompt", path=str(path))
+    assert prepared(plain, tmp_path).fingerprint == "d4c808dc1e97a6312ed10395a65ef2ce"
+    other = plain.model_copy(update={"split": "x"})
+    assert other.rules() == {**plain.rules(), "split": "x"}
