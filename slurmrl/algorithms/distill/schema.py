@@ -27,6 +27,7 @@ class Distill(AlgorithmSchema):
     differences between the two engines; null sets all weights to 1."""
 
     dataset_types: ClassVar[tuple[str, ...]] = ("prompt",)
+    trains_on_samples: ClassVar[bool] = True
 
     def roles(self) -> tuple[RoleUse, ...]:
         return (RoleUse("actor", trained=True, head="lm"), RoleUse("teacher", trained=False))

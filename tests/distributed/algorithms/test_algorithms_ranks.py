@@ -11,6 +11,7 @@ import torch.distributed as dist
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.actor import ActorInterface, RecomputeInterface
 from slurmrl.algorithms.policy.critic import CriticInterface
+from slurmrl.algorithms.policy.scalars import PolicyScalars
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.config.schema import Config, Dataset, Model, Optimizer
 from slurmrl.data.sample import SequenceSample
@@ -35,6 +36,21 @@ ARCHITECTURE = {
 PARTS = {1: [list(range(8))], 2: [[0, 1, 2, 5, 6, 7], [3, 4]], 3: [[0, 1, 2], [3, 4, 5, 6, 7], []]}
 PAIRS = {1: [[0, 1, 2, 3]], 2: [[0, 1, 3], [2]]}
 """Items of each rank: uneven on purpose."""
+
+OPTIONS: dict[str, Any] = {
+    "n_minibatches": 3,
+    "n_epochs": 2,
+    "shuffle_minibatches": True,
+    "m2_threshold": 0.002,
+    "recompute_logprobs": True,
+    "correction": "mask",
+    "correction_level": "geometric",
+    "correction_upper": 1.05,
+    "correction_lower": 0.7,
+    "value_norm": "moving",
+}
+"""Options whose results depend on all tokens of a minibatch, and minibatches of their own in each
+epoch."""
 
 
 def rollout() -> SequenceSample:
@@ -92,7 +108,8 @@ def train(
     )
     settings = Settings(config, ppo, cast(Any, None))
     about = ((), whole.ids)  # nothing is generated
-    context = CallContext(1, 1, {"kl_coef": 0.1}, cast(Any, None), settings, *about)
+    scalars = PolicyScalars(ppo).values()
+    context = CallContext(1, 1, scalars, cast(Any, None), settings, *about)
     heads = {"actor": "lm", "critic": "value"}
     plans = [
         ModelPlan(
@@ -150,10 +167,12 @@ def recompute(engine: TrainEngine, own: SequenceSample, context: CallContext) ->
         (2, "fsdp", {"n_minibatches": 4}),
         (3, "fsdp", {"n_minibatches": 3}),
         (2, "megatron", {"n_minibatches": 3, "n_epochs": 2}),
+        (3, "fsdp", OPTIONS | {"aggregation": "sequences", "ratio": "sequence"}),
+        (2, "megatron", OPTIONS | {"aggregation": "constant", "objective": "cispo"}),
     ],
 )
 def test_a_step_on_ranks_is_the_step_on_one(
-    ranks: RankPool, size: int, engine: str, options: dict[str, int]
+    ranks: RankPool, size: int, engine: str, options: dict[str, Any]
 ) -> None:
     """A minibatch has the same items on any number of ranks: here some have none of one."""
     (wanted, after_one), *_ = ranks(1, f"{HERE}:train", 1, engine, **options)
@@ -164,6 +183,9 @@ def test_a_step_on_ranks_is_the_step_on_one(
         torch.testing.assert_close(after, after_one, rtol=1e-5, atol=1e-5)
     assert wanted["actor_updates"] == options["n_minibatches"] * options.get("n_epochs", 1)
     assert wanted["advantages_std"] > 0.1
+    if "m2_threshold" in options:
+        assert 0.0 < wanted["m2_masked"] < 1.0
+        assert 0.0 < wanted["correction_masked"] < 1.0
 
 
 @pytest.mark.parametrize(

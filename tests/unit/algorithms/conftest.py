@@ -12,6 +12,7 @@ import torch
 from slurmrl.algorithms.base import CallContext, CallResult
 from slurmrl.algorithms.policy.actor import ActorInterface
 from slurmrl.algorithms.policy.critic import CriticInterface
+from slurmrl.algorithms.policy.scalars import PolicyScalars
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.rollout.interface import RolloutInterface
 from slurmrl.config.schema import Config, Dataset, Model, Optimizer, Rollout
@@ -49,7 +50,8 @@ class World:
 
     def context(self, step: int, batch: tuple[str, ...] = (), **scalars: float) -> CallContext:
         tokenizer = cast(Any, None)
-        return CallContext(step, self.seed, scalars, tokenizer, self.settings, self.stops, batch)
+        given = PolicyScalars(self.ppo).values() | scalars
+        return CallContext(step, self.seed, given, tokenizer, self.settings, self.stops, batch)
 
     def rollout(
         self, step: int, prompts: int = 48, ref: FSDPEngine | None = None
