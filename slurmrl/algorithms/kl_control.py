@@ -54,7 +54,8 @@ class KLController(ScalarController):
         return {"kl_coef": self._control.coef}
 
     def update(self, stats: Mapping[str, float]) -> None:
-        self._control.update(stats["kl_sequence"], round(stats["completions"]))
+        if self._control.coef > 0:  # otherwise nothing measures the KL
+            self._control.update(stats["kl_sequence"], round(stats["completions"]))
 
     def state(self) -> dict[str, float]:
         return {"kl_coef": self._control.coef}

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import ClassVar
 
 from slurmrl.config.schema import Config, PositiveInt, Section
+from slurmrl.config.source import KeyPath
 from slurmrl.graph.call import Call, Method, RoleUse
 
 ROLLOUT = "slurmrl.algorithms.rollout.interface:RolloutInterface"
@@ -65,6 +67,11 @@ class AlgorithmSchema(Section, ABC):
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
         """The calls of one evaluation: completions of held-out prompts, judged."""
         return (generate_call(), reward_call())
+
+    def conflicts(self, config: Config) -> Iterable[tuple[KeyPath, str]]:
+        """Settings anywhere in the configuration that exclude each other with this algorithm: their
+        key and the message."""
+        return ()
 
     def controller(self) -> str:
         """``module:Class`` of the ScalarController, which is constructed with this schema."""

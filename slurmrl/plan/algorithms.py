@@ -6,9 +6,11 @@ it makes. Schemas are torch-free; implementations are separate modules.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import ClassVar, Protocol
 
 from slurmrl.config.schema import Config
+from slurmrl.config.source import KeyPath
 from slurmrl.graph.call import Call, RoleUse
 from slurmrl.registry import Registry
 
@@ -78,6 +80,11 @@ class Algorithm(Protocol):
     @property
     def minibatches(self) -> int:
         """Consecutive parts of a batch, one for each optimizer step."""
+        ...
+
+    def conflicts(self, config: Config) -> Iterable[tuple[KeyPath, str]]:
+        """Settings anywhere in the configuration that exclude each other with this algorithm: their
+        key and the message."""
         ...
 
     def controller(self) -> str:

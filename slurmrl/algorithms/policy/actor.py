@@ -10,15 +10,12 @@ from torch import Tensor
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.algorithms.policy.actor_update import update_actor
 from slurmrl.algorithms.policy.advantages import (
-    Estimates,
-    SumOverRanks,
     estimate,
-    moments,
     spread_over_tokens,
-    whiten,
 )
 from slurmrl.algorithms.policy.correction import RATIO_MAX, mismatch_metrics, mismatch_sums
-from slurmrl.algorithms.policy.schema import OLD_LOGPROBS, PolicyGradient
+from slurmrl.algorithms.policy.moments import SumOverRanks, moments, whiten
+from slurmrl.algorithms.policy.schema import OLD_LOGPROBS, REF_LOGPROBS, PolicyGradient
 from slurmrl.algorithms.policy.updates import MeanStats, global_result
 from slurmrl.data.sample import SequenceSample
 
@@ -31,7 +28,7 @@ class ActorInterface(Interface):
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """The model's log-probabilities of the completions, as ``ref_logprobs``."""
-        return CallResult(_logprobs(engine, sample, context, "ref_logprobs"))
+        return CallResult(_logprobs(engine, sample, context, REF_LOGPROBS))
 
     def train_step(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
@@ -40,11 +37,12 @@ class ActorInterface(Interface):
         assert engine is not None
         ppo = cast(PolicyGradient, context.settings.algorithm)
         sample = sample.to(engine.context.device)
-        estimates = estimate(sample, ppo, context.scalars["kl_coef"])
+        estimates = estimate(sample, context, engine.all_reduce_sum)
         mean, std = moments(estimates.advantages, engine.all_reduce_sum)
-        stats = _kl_stats(estimates, len(sample.tensor("rewards")), engine.all_reduce_sum)
-        stats |= {"advantages_mean": mean, "advantages_std": std}
-        stats["kl_coef"] = context.scalars["kl_coef"]
+        stats = {"advantages_mean": mean, "advantages_std": std}
+        if estimates.kl is not None:
+            stats |= _kl_stats(estimates.kl, len(sample.tensor("rewards")), engine.all_reduce_sum)
+            stats["kl_coef"] = context.scalars["kl_coef"]
         advantages = estimates.advantages
         if ppo.normalize_advantages:
             advantages = whiten(advantages, mean, std)
@@ -95,10 +93,10 @@ def _logprobs(
     return SequenceSample(sample.ids, {key: sample.lengths["input_ids"]}, data=data)
 
 
-def _kl_stats(estimates: Estimates, sequences: int, all_reduce_sum: SumOverRanks) -> MeanStats:
+def _kl_stats(kl: Tensor, sequences: int, all_reduce_sum: SumOverRanks) -> MeanStats:
     """KL of the sampling policy to the reference, per token and per completion, and the number of
     completions."""
-    kl = estimates.kl.double()
+    kl = kl.double()
     sizes = kl.new_tensor([float(len(kl)), float(sequences)])
     total, tokens, completions = all_reduce_sum(torch.cat([kl.sum().reshape(1), sizes])).tolist()
     return {

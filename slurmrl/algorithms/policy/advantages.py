@@ -5,23 +5,28 @@ T packed tokens, S sequences, R response tokens.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from slurmrl.algorithms.base import CallContext
+from slurmrl.algorithms.policy.baselines import Groups, completion_advantages
+from slurmrl.algorithms.policy.moments import SumOverRanks
+from slurmrl.algorithms.policy.objective import kl_estimate
 from slurmrl.algorithms.policy.responses import Responses, find_responses
-from slurmrl.algorithms.policy.schema import OLD_LOGPROBS, PolicyGradient
+from slurmrl.algorithms.policy.schema import (
+    GREEDY,
+    OF_COMPLETIONS,
+    OLD_LOGPROBS,
+    REF_LOGPROBS,
+    PolicyGradient,
+)
+from slurmrl.algorithms.policy.shaping import shape_scores
 from slurmrl.data.sample import SequenceSample
 from slurmrl.ops.gae import packed_gae
-
-VARIANCE_FLOOR = 1e-8
-"""Added to the variance when advantages are whitened, as in TRL."""
-
-SumOverRanks = Callable[[Tensor], Tensor]
-"""Adds a tensor up over the data-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -29,27 +34,91 @@ class Estimates:
     """Per response token [R] each."""
 
     responses: Responses
-    kl: Tensor
-    """log(p/p_ref) of the sampled token."""
+    kl: Tensor | None
+    """log(p/p_ref) of the sampled token; None without a reference model."""
     old_values: Tensor
-    """The critic's value of the state before the token, when it was sampled."""
+    """The critic's value of the state before the token, when it was sampled; 0 without a critic."""
     advantages: Tensor
     returns: Tensor
+    """The advantage plus the value; without a critic, what the advantage was computed from."""
 
 
-def estimate(sample: SequenceSample, ppo: PolicyGradient, kl_coef: float) -> Estimates:
-    """Advantages by GAE. A truncated completion bootstraps from the value of its last state."""
+def estimate(
+    sample: SequenceSample, context: CallContext, all_reduce_sum: SumOverRanks
+) -> Estimates:
+    """Advantages and returns by the setting ``advantage``.
+
+    With a critic, a truncated completion bootstraps from the value of its last state; without one,
+    its return ends with its last token.
+    """
+    settings = cast(PolicyGradient, context.settings.algorithm)
+    max_new_tokens = context.settings.config.rollout.max_new_tokens
     responses = find_responses(sample.tensor("prompt_mask"), sample.cu_seqlens("input_ids"))
     finished = sample.tensor("finished").bool()
-    kl = (old_logprobs(sample) - sample.tensor("ref_logprobs"))[responses.tokens]
-    scores = shape_scores(sample.tensor("rewards"), finished, ppo)
-    rewards = token_rewards(kl, scores, responses, kl_coef)
-    values = sample.tensor("values")[responses.states]
-    advantages, returns = packed_gae(
-        rewards, values, responses.cu_seqlens, ~finished, ppo.discount, ppo.gae_lambda
-    )
-    old_values = sample.tensor("values")[responses.tokens - 1]
+    lengths = responses.cu_seqlens.diff()
+    scores = shape_scores(sample.tensor("rewards"), finished, lengths, settings, max_new_tokens)
+    penalties = _penalties(sample, responses, settings, context.scalars)
+    if settings.advantage in OF_COMPLETIONS:
+        groups = Groups.of(sample.sequence_counts("input_ids"), scores.device)
+        totals = scores.double() - responses.sums(penalties.double())
+        compared = completion_advantages(totals, groups, settings, all_reduce_sum)
+        advantages, returns = (
+            x.to(penalties.dtype)[responses.sequence] for x in (compared, totals)
+        )
+    else:
+        rewards = token_rewards(penalties, scores, responses)
+        gamma, lam = settings.discount, settings.gae_lambda
+        states = _values(sample, responses.states, rewards)
+        advantages, returns = packed_gae(
+            rewards, states, responses.cu_seqlens, ~finished, gamma, lam
+        )
+    if settings.advantage == "greedy":
+        advantages = returns - _greedy_scores(sample, settings, max_new_tokens)[responses.sequence]
+    old_values = _values(sample, responses.tokens - 1, returns)
+    kl = _log_ratio_to_reference(sample, responses)
     return Estimates(responses, kl, old_values, advantages, returns)
+
+
+def _values(sample: SequenceSample, positions: Tensor, like: Tensor) -> Tensor:
+    """The critic's values at ``positions``; without a critic, zeros of the dtype of ``like``."""
+    if "values" in sample.keys:
+        return sample.tensor("values")[positions]
+    return torch.zeros_like(positions, dtype=like.dtype)
+
+
+def _log_ratio_to_reference(sample: SequenceSample, responses: Responses) -> Tensor | None:
+    if REF_LOGPROBS not in sample.keys:
+        return None
+    return (old_logprobs(sample) - sample.tensor(REF_LOGPROBS))[responses.tokens]
+
+
+def _penalties(
+    sample: SequenceSample,
+    responses: Responses,
+    settings: PolicyGradient,
+    scalars: Mapping[str, float],
+) -> Tensor:
+    """[R]: what the KL to the reference takes from the reward of each token."""
+    old = old_logprobs(sample)[responses.tokens]
+    if not settings.uses_reference or settings.kl.where != "reward":
+        return torch.zeros_like(old)
+    reference = sample.tensor(REF_LOGPROBS)[responses.tokens]
+    return scalars["kl_coef"] * kl_estimate(old, reference, settings.kl.estimator)
+
+
+def _greedy_scores(sample: SequenceSample, settings: PolicyGradient, max_new_tokens: int) -> Tensor:
+    """[S]: the scores of the prompts' greedy completions, shaped like those of the sampled ones,
+    without a KL penalty (Li et al. 2024, "ReMax", algorithm 1)."""
+    mask = sample.tensor(GREEDY + "prompt_mask")
+    responses = find_responses(mask, sample.cu_seqlens(GREEDY + "prompt_mask"))
+    scores = shape_scores(
+        sample.tensor(GREEDY + "rewards"),
+        sample.tensor(GREEDY + "finished").bool(),
+        responses.cu_seqlens.diff(),
+        settings,
+        max_new_tokens,
+    )
+    return scores[Groups.of(sample.sequence_counts("input_ids"), scores.device).index]
 
 
 def old_logprobs(sample: SequenceSample) -> Tensor:
@@ -58,42 +127,12 @@ def old_logprobs(sample: SequenceSample) -> Tensor:
     return sample.tensor(OLD_LOGPROBS if OLD_LOGPROBS in sample.keys else "logprobs")
 
 
-def shape_scores(rewards: Tensor, finished: Tensor, ppo: PolicyGradient) -> Tensor:
-    """The rule's rewards [S] with bias, scale and clip applied, in this order."""
-    scores = (rewards - ppo.reward_bias) * ppo.reward_scaling
-    if ppo.reward_clip is not None:
-        scores = scores.clamp(-ppo.reward_clip, ppo.reward_clip)
-    if ppo.mask_no_eos_with_zero:
-        scores = torch.where(finished, scores, torch.zeros_like(scores))
-    return scores
-
-
-def token_rewards(kl: Tensor, scores: Tensor, responses: Responses, kl_coef: float) -> Tensor:
+def token_rewards(penalties: Tensor, scores: Tensor, responses: Responses) -> Tensor:
     """[R]: the KL penalty of each response token, plus the score at the last token of its
     completion."""
-    rewards = -kl_coef * kl
+    rewards = -penalties
     rewards[responses.last] += scores[responses.answered].to(rewards.dtype)
     return rewards
-
-
-def moments(x: Tensor, all_reduce_sum: SumOverRanks) -> tuple[float, float]:
-    """Mean and population standard deviation of x over all ranks, in float64; 0 and 0 if empty."""
-    wide = x.double()
-    total = all_reduce_sum(torch.stack([wide.sum(), wide.new_tensor(float(len(x)))]))
-    summed, counted = total.tolist()
-    count = max(counted, 1.0)
-    mean = summed / count
-    squares = all_reduce_sum((wide - mean).square().sum().reshape(1))
-    return mean, float((squares / count).sqrt())
-
-
-def whiten(x: Tensor, mean: float, std: float) -> Tensor:
-    """x with mean 0 and standard deviation 1, given its moments over all ranks.
-
-    Advantages that hardly differ stay small: if no completion earned a reward, they are rounding
-    errors, which must not be scaled up.
-    """
-    return (x - mean) / math.sqrt(std**2 + VARIANCE_FLOOR)
 
 
 def spread_over_tokens(x: Tensor, positions: Tensor, tokens: int) -> Tensor:

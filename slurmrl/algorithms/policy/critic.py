@@ -9,14 +9,9 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
-from slurmrl.algorithms.policy.advantages import (
-    Estimates,
-    SumOverRanks,
-    estimate,
-    moments,
-    spread_over_tokens,
-)
+from slurmrl.algorithms.policy.advantages import Estimates, estimate, spread_over_tokens
 from slurmrl.algorithms.policy.loss import value_loss
+from slurmrl.algorithms.policy.moments import SumOverRanks, moments
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.policy.updates import global_result, run_updates
 from slurmrl.algorithms.policy.value_norm import ReturnMoments
@@ -49,7 +44,7 @@ class CriticInterface(Interface):
         assert engine is not None
         ppo = cast(PolicyGradient, context.settings.algorithm)
         sample = sample.to(engine.context.device)
-        estimates = estimate(sample, ppo, context.scalars["kl_coef"])
+        estimates = estimate(sample, context, engine.all_reduce_sum)
         mean, std = moments(estimates.returns, engine.all_reduce_sum)
         _, error = moments(estimates.returns - estimates.old_values, engine.all_reduce_sum)
         stats = {

@@ -22,12 +22,18 @@ class Responses:
     states: Tensor
     """[R+S] positions of the states: for each sequence those before its response tokens, then the
     one after its last token."""
+    sequence: Tensor
+    """[R] number of the sequence of each response token."""
     cu_seqlens: Tensor
     """[S+1] cumulative numbers of response tokens."""
     last: Tensor
     """[S'] positions among the R of the last response tokens of sequences that have any."""
     answered: Tensor
     """[S'] numbers of these sequences."""
+
+    def sums(self, x: Tensor) -> Tensor:
+        """[S]: the sum of x [R] over each sequence."""
+        return x.new_zeros(len(self.cu_seqlens) - 1).index_add(0, self.sequence, x)
 
 
 def find_responses(prompt_mask: Tensor, cu_seqlens: Tensor) -> Responses:
@@ -44,5 +50,5 @@ def find_responses(prompt_mask: Tensor, cu_seqlens: Tensor) -> Responses:
     behind = cu_responses[1:] + torch.arange(len(ends))
     states[behind] = ends - 1
     answered = counts.nonzero().squeeze(1)
-    indices = (tokens, states, cu_responses, cu_responses[1:][answered] - 1, answered)
+    indices = (tokens, states, sequence, cu_responses, cu_responses[1:][answered] - 1, answered)
     return Responses(*upload(indices, prompt_mask.device))

@@ -15,6 +15,7 @@ from slurmrl.plan.checks.layouts import LAYOUT_CHECKS, SUBMISSION_CHECKS
 from slurmrl.plan.checks.sections import (
     averages,
     completions,
+    conflicts,
     dataset_chats,
     dataset_files,
     dataset_types,
@@ -39,6 +40,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     completions,
     dataset_types,
     dataset_chats,
+    conflicts,
     reward,
     sampling,
     untrained_steps,

@@ -47,6 +47,12 @@ def dataset_types(draft: Draft) -> Iterator[Problem]:
             yield draft.problem((*where, "type"), f"'{dataset.type}' is not allowed: {rule}")
 
 
+def conflicts(draft: Draft) -> Iterator[Problem]:
+    """Settings that exclude each other with the algorithm."""
+    for where, message in draft.algorithm.conflicts(draft.config):
+        yield draft.problem(where, message)
+
+
 def dataset_files(draft: Draft) -> Iterator[Problem]:
     for where, dataset, _ in _datasets(draft):
         if reason := _no_data(Path(dataset.path)):

@@ -11,6 +11,7 @@ import torch
 
 from slurmrl.algorithms.base import CallContext, CallResult
 from slurmrl.algorithms.policy.actor import ActorInterface
+from slurmrl.algorithms.policy.advantages import Estimates, estimate
 from slurmrl.algorithms.policy.critic import CriticInterface
 from slurmrl.algorithms.policy.scalars import PolicyScalars
 from slurmrl.algorithms.policy.schema import PolicyGradient
@@ -69,6 +70,10 @@ class World:
         take(sample, ActorInterface().inference(ref or self.ref, sample, context))
         take(sample, CriticInterface().inference(self.critic, sample, context))
         return sample
+
+    def estimate(self, sample: SequenceSample, kl_coef: float = 0.0) -> Estimates:
+        context = self.context(0, sample.ids, kl_coef=kl_coef)
+        return estimate(sample, context, self.actor.all_reduce_sum)
 
     def train_actor(self, sample: SequenceSample, step: int, kl_coef: float) -> dict[str, float]:
         context = self.context(step, sample.ids, kl_coef=kl_coef)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmrl.algorithms.policy.advantages import estimate, moments, shape_scores, whiten
+from slurmrl.algorithms.base import CallContext
+from slurmrl.algorithms.policy.advantages import Estimates, estimate
+from slurmrl.algorithms.policy.moments import moments, whiten
 from slurmrl.algorithms.policy.responses import find_responses
 from slurmrl.algorithms.policy.schema import PolicyGradient
+from slurmrl.algorithms.policy.shaping import shape_scores
+from slurmrl.config.schema import Rollout
 from slurmrl.data.sample import SequenceSample
 
 
@@ -38,6 +45,16 @@ def batch(shapes: list[tuple[int, int]], seed: int = 0) -> SequenceSample:
             "finished": torch.rand(len(shapes), generator=generator) < 0.5,
         },
     )
+
+
+def estimates_of(
+    sample: SequenceSample, algorithm: PolicyGradient, kl_coef: float = 0.0, limit: int = 8
+) -> Estimates:
+    """The estimates on one rank; completions may have ``limit`` tokens."""
+    config = SimpleNamespace(rollout=Rollout(max_new_tokens=limit))
+    settings: Any = SimpleNamespace(algorithm=algorithm, config=config)
+    context = CallContext(1, 1, {"kl_coef": kl_coef}, settings, settings, (), sample.ids)
+    return estimate(sample, context, lambda x: x)
 
 
 def one_by_one(
@@ -73,7 +90,7 @@ def test_estimates_are_those_of_single_sequences(
 ) -> None:
     ppo = PolicyGradient(batch_size=8, discount=discount, gae_lambda=lam, reward_clip=None)
     sample = batch(rows, seed)
-    estimates = estimate(sample, ppo, kl_coef)
+    estimates = estimates_of(sample, ppo, kl_coef)
     advantages, returns = one_by_one(sample, ppo, kl_coef)
     torch.testing.assert_close(estimates.advantages, torch.tensor(advantages, dtype=torch.float64))
     torch.testing.assert_close(estimates.returns, torch.tensor(returns, dtype=torch.float64))
@@ -91,14 +108,16 @@ def test_states_stand_before_their_tokens() -> None:
 
 def test_an_empty_batch_has_no_estimates() -> None:
     sample = batch([(2, 3)]).take([])
-    estimates = estimate(sample, PolicyGradient(batch_size=8), 0.1)
+    estimates = estimates_of(sample, PolicyGradient(batch_size=8), 0.1)
     assert estimates.advantages.shape == (0,)
     assert moments(estimates.advantages, lambda x: x) == (0.0, 0.0)
 
 
 def test_scores_are_shifted_scaled_clipped_in_this_order() -> None:
     ppo = PolicyGradient(batch_size=8, reward_bias=1.0, reward_scaling=2.0, reward_clip=3.0)
-    scores = shape_scores(torch.tensor([2.0, 9.0, -9.0]), torch.tensor([True] * 3), ppo)
+    scores = shape_scores(
+        torch.tensor([2.0, 9.0, -9.0]), torch.tensor([True] * 3), torch.ones(3), ppo, 8
+    )
     assert scores.tolist() == [2.0, 3.0, -3.0]
 
 
@@ -107,7 +126,10 @@ def test_unfinished_completions_keep_their_score_unless_masked(
     mask: bool, wanted: list[float]
 ) -> None:
     ppo = PolicyGradient(batch_size=8, mask_no_eos_with_zero=mask)
-    assert shape_scores(torch.ones(2), torch.tensor([True, False]), ppo).tolist() == wanted
+    assert (
+        shape_scores(torch.ones(2), torch.tensor([True, False]), torch.ones(2), ppo, 8).tolist()
+        == wanted
+    )
 
 
 def test_whitening_uses_the_moments_of_all_ranks() -> None:

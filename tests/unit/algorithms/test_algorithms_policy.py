@@ -10,7 +10,6 @@ import torch
 
 from slurmrl.algorithms.policy import advantages, critic
 from slurmrl.algorithms.policy.actor import ActorInterface
-from slurmrl.algorithms.policy.advantages import estimate
 from slurmrl.algorithms.policy.critic import critic_loss
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TrainEngine
@@ -90,7 +89,7 @@ def check_good_completions_have_advantages(world: Any) -> None:
     for reward in (1.0, -1.0):
         sample.data["rewards"] = torch.full((sample.bs,), reward)
         sample.data["finished"] = torch.ones(sample.bs, dtype=torch.bool)
-        found = estimate(sample, world.ppo, kl_coef=0.0).advantages
+        found = world.estimate(sample).advantages
         torch.testing.assert_close(found, torch.full_like(found, reward))
 
 
@@ -159,9 +158,9 @@ def test_a_flipped_sign_in_gae_is_seen(
 
 def explained(world: Any, sample: SequenceSample) -> float:
     """Share of the returns' variance that the critic explains."""
-    returns = estimate(sample, world.ppo, 0.0).returns
+    returns = world.estimate(sample).returns
     values = world.critic.forward(sample.only(["input_ids"]))["values"]
-    states = estimate(sample, world.ppo, 0.0).responses.tokens - 1
+    states = world.estimate(sample).responses.tokens - 1
     return 1.0 - float((returns - values[states]).var() / returns.var())
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 from pydantic import ValidationError
 
@@ -9,13 +12,13 @@ from slurmrl.algorithms.base import Interface
 from slurmrl.algorithms.distill.schema import Distill
 from slurmrl.algorithms.dpo.schema import DPO
 from slurmrl.algorithms.kto.schema import KTO
-from slurmrl.algorithms.policy.schema import PolicyGradient
+from slurmrl.algorithms.policy.schema import KL, PolicyGradient
 from slurmrl.algorithms.reward_model.schema import RewardModel
 from slurmrl.algorithms.scalars import ScalarController
 from slurmrl.algorithms.schema import AlgorithmSchema
 from slurmrl.algorithms.sft.schema import SFT
 from slurmrl.config.schema import Config, Dataset, Evaluation, Model
-from slurmrl.graph.call import DATASET_KEYS
+from slurmrl.graph.call import DATASET_KEYS, Method
 from slurmrl.graph.graph import Graph
 from slurmrl.registry import resolve
 
@@ -35,6 +38,7 @@ def config(evaluation_type: str = "prompt") -> Config:
 ALGORITHMS = (
     SFT(batch_size=8),
     PolicyGradient(batch_size=8, recompute_logprobs=True),
+    PolicyGradient(batch_size=8, advantage="greedy", kl=KL(coef=0.0)),
     DPO(batch_size=8),
     KTO(batch_size=8),
     RewardModel(batch_size=8),
@@ -90,3 +94,56 @@ def test_optimizer_steps() -> None:
 def test_impossible_settings_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         PolicyGradient.model_validate({"batch_size": 8, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("options", "roles"),
+    [
+        ({}, ["actor", "critic", "ref"]),
+        ({"advantage": "group"}, ["actor", "ref"]),
+        ({"kl": {"coef": 0.0}}, ["actor", "critic"]),
+        ({"advantage": "none", "kl": {"coef": 0.0}}, ["actor"]),
+    ],
+)
+def test_only_models_that_the_settings_need_are_in_the_graph(
+    options: dict[str, Any], roles: list[str]
+) -> None:
+    """A critic serves GAE alone, a reference a KL coefficient above 0; their calls, keys and
+    metrics come and go with them."""
+    algorithm = PolicyGradient.model_validate({"batch_size": 8, **options})
+    assert [use.role for use in algorithm.roles()] == roles
+    calls = {call.name: call for call in algorithm.calls(config())}
+    assert {call.role for call in calls.values()} - {None} == set(roles)
+    assert ("values" in calls["actor_train"].inputs) == ("critic" in roles)
+    assert ("ref_logprobs" in calls["actor_train"].inputs) == ("ref" in roles)
+    assert ("kl" in calls["actor_train"].metrics) == ("ref" in roles)
+
+
+def test_a_greedy_baseline_generates_twice() -> None:
+    """The actor's training reads the rewards of sampled and of greedy completions."""
+    calls = {
+        call.name: call for call in PolicyGradient(batch_size=8, advantage="greedy").calls(config())
+    }
+    generations = [name for name, call in calls.items() if call.method is Method.GENERATE]
+    assert generations == ["actor_gen", "greedy_gen"]
+    assert {"rewards", "greedy_rewards"} <= set(calls["actor_train"].inputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"advantage": "none", "advantage_std": "group"}, "allowed with advantage: group,"),
+        ({"advantage": "none", "critic_warmup_steps": 1}, "which does not use it"),
+        ({"advantage": "group", "discount": 0.9}, "one return per completion"),
+        ({"advantage": "group", "gae_lambda": 0.9}, "has no values"),
+        ({"kl": {"kind": "adaptive", "coef": 0.0}}, "use more than 0"),
+        ({"kl": {"where": "loss"}}, "allowed: k2, k3"),
+        ({"overlong_buffer": 4, "mask_no_eos_with_zero": True}, "replaced by 0"),
+        ({"overlong_penalty": 0.5}, "without overlong_buffer"),
+    ],
+)
+def test_settings_that_exclude_each_other_are_refused_with_the_reason(
+    options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValidationError, match=re.escape(reason)):
+        PolicyGradient.model_validate({"batch_size": 8, **options})

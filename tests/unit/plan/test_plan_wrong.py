@@ -38,6 +38,21 @@ KINDS = {
         *("algorithm={name: sft, batch_size: 16}", "critic=", "ref=", "rollout.n=4"),
         "dataset.type=prompt_answer",
     ),
+    "group of one": wrong(
+        "rollout.n",
+        "1 is not allowed with algorithm.advantage: group",
+        "algorithm.advantage=group",
+    ),
+    "std of one": wrong(
+        "rollout.n",
+        "1 is not allowed with algorithm.advantage_std: group",
+        *("algorithm.advantage=batch", "algorithm.advantage_std=group"),
+    ),
+    "buffer beyond the completion": wrong(
+        "algorithm.overlong_buffer",
+        "300 is not allowed: it is a part of rollout.max_new_tokens, 256",
+        "algorithm.overlong_buffer=300",
+    ),
     "n without chance": wrong(
         "rollout", "n 4 is not allowed with greedy", "rollout.n=4", "rollout.greedy=true"
     ),

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from slurmrl.algorithms.policy.schema.advantages import KL
+from slurmrl.algorithms.policy.schema.advantages import OF_COMPLETIONS
 from slurmrl.algorithms.policy.schema.objective import Correction, Objective, Updates, Value
 from slurmrl.algorithms.policy.schema.policy_gradient import (
     ACTOR_METRICS,
     CRITIC_METRICS,
+    GREEDY,
     OLD_LOGPROBS,
+    REF_LOGPROBS,
     PolicyGradient,
 )
+from slurmrl.algorithms.policy.schema.rewards import KL
 
 __all__ = [
     "ACTOR_METRICS",
     "CRITIC_METRICS",
+    "GREEDY",
     "KL",
+    "OF_COMPLETIONS",
     "OLD_LOGPROBS",
+    "REF_LOGPROBS",
     "Correction",
     "Objective",
     "PolicyGradient",

@@ -1,41 +1,61 @@
-"""Settings of rewards, their KL penalty, and advantages."""
+"""Settings of the advantages."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
-from slurmrl.config.schema.base import Fraction, NonNegativeFloat, PositiveFloat, Section
+from pydantic import model_validator
 
+from slurmrl.config.schema.base import Fraction, NonNegativeFloat, Section
 
-class KL(Section):
-    """The KL penalty for moving away from the reference model."""
-
-    kind: Literal["fixed", "adaptive"] = "fixed"
-    """`fixed` keeps the coefficient; `adaptive` steers the measured KL to `target`."""
-    coef: NonNegativeFloat = 0.1
-    """Initial coefficient: penalty per token for each nat of log(p/p_ref)."""
-    target: PositiveFloat = 6.0
-    """Adaptive: target of the mean KL per completion, in nats."""
-    horizon: PositiveFloat = 10000.0
-    """Adaptive: completions over which the coefficient moves by up to 20 %."""
+OF_COMPLETIONS: Final = ("group", "leave_one_out", "batch")
+"""Estimators that give all tokens of a completion the same advantage."""
+OF_GROUPS: Final = ("group", "leave_one_out")
+"""Estimators that compare the completions of one prompt."""
 
 
 class Advantages(Section):
-    """From rewards to advantages."""
+    """From scores to advantages."""
 
-    reward_bias: float = 0.0
-    """Subtracted from each reward, before scaling."""
-    reward_scaling: float = 1.0
-    """Factor of each reward, before clipping."""
-    reward_clip: PositiveFloat | None = 20.0
-    """Rewards are clipped to this magnitude; null does not clip."""
-    mask_no_eos_with_zero: bool = False
-    """Give completions without a stop token the reward 0 instead of the reward function's score."""
-    kl: KL = KL()
+    advantage: Literal["gae", "group", "leave_one_out", "greedy", "batch", "none"] = "gae"
+    """What a completion's return is compared with. `gae`: the values of a critic. `group`: the mean
+    over the prompt's completions. `leave_one_out`: the mean over the prompt's other completions.
+    `greedy`: the score of a greedy completion of the prompt, which costs another generation.
+    `batch`: the mean over all completions of the batch. `none`: nothing. `group`, `leave_one_out`
+    and `batch` have one return per completion, the others one per token."""
+    advantage_std: Literal["none", "group", "batch"] = "none"
+    """Divide by the standard deviation of the returns of the prompt's completions (`group`) or of
+    all completions (`batch`). Only with `advantage` `group`, `leave_one_out` or `batch`."""
+    std_unbiased: bool = True
+    """That standard deviation divides by the number of completions less one (true) or by their
+    number (false)."""
+    std_epsilon: NonNegativeFloat = 1e-6
+    """Added to that standard deviation."""
     discount: Fraction = 1.0
-    """Discount per token (gamma)."""
+    """Discount per token (gamma). Must be 1 where a completion has one return."""
     gae_lambda: Fraction = 1.0
-    """Weight of longer returns in the advantages (lambda)."""
+    """Weight of longer returns in the advantages (lambda). Only with `advantage: gae`."""
     normalize_advantages: bool = True
     """Normalise the advantages to mean 0 and standard deviation 1 over all response tokens of the
-    batch."""
+    batch. (Population variance; 1e-8 is added to it.)"""
+
+    @model_validator(mode="after")
+    def _advantage_uses_its_settings(self) -> Advantages:
+        of_completions = self.advantage in OF_COMPLETIONS
+        chosen = f"advantage: {self.advantage}"
+        if self.advantage_std != "none" and not of_completions:
+            raise ValueError(
+                f"advantage_std: {self.advantage_std} is not allowed with {chosen}; "
+                f"allowed with advantage: {', '.join(OF_COMPLETIONS)}"
+            )
+        if self.discount != 1.0 and of_completions:
+            raise ValueError(
+                f"discount {self.discount} is not allowed with {chosen}, which has one return per "
+                "completion; use 1.0"
+            )
+        if self.gae_lambda != 1.0 and self.advantage != "gae":
+            raise ValueError(
+                f"gae_lambda {self.gae_lambda} is not allowed with {chosen}, which has no values; "
+                "allowed with advantage: gae"
+            )
+        return self

@@ -90,9 +90,9 @@ class Objective(Section):
             "sapo_tau_positive": self.objective == "sapo",
             "sapo_tau_negative": self.objective == "sapo",
         }
-        _refuse_unused(self, used, f"objective: {self.objective}")
+        refuse_unused(self, used, f"objective: {self.objective}")
         constant = self.aggregation == "constant"
-        _refuse_unused(self, {"aggregation_length": constant}, f"aggregation: {self.aggregation}")
+        refuse_unused(self, {"aggregation_length": constant}, f"aggregation: {self.aggregation}")
         return self
 
 
@@ -118,7 +118,7 @@ class Value(Section):
     @model_validator(mode="after")
     def _value_norm_uses_its_settings(self) -> Value:
         exponential = self.value_norm == "exponential"
-        _refuse_unused(self, {"value_norm_decay": exponential}, f"value_norm: {self.value_norm}")
+        refuse_unused(self, {"value_norm_decay": exponential}, f"value_norm: {self.value_norm}")
         return self
 
 
@@ -162,7 +162,7 @@ class Correction(Section):
             "correction_upper": bounded,
             "correction_lower": bounded,
         }
-        _refuse_unused(self, used, f"correction: {self.correction}")
+        refuse_unused(self, used, f"correction: {self.correction}")
         if self.correction_lower > self.correction_upper:
             raise ValueError(
                 f"correction_lower {self.correction_lower} exceeds correction_upper "
@@ -176,7 +176,7 @@ class Correction(Section):
         return self
 
 
-def _refuse_unused(section: Section, used: dict[str, bool], chosen: str) -> None:
+def refuse_unused(section: Section, used: dict[str, bool], chosen: str) -> None:
     """Raise ValueError for settings that differ from their defaults and that ``chosen`` does not
     use."""
     fields = type(section).model_fields

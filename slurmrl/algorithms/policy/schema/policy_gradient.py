@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from slurmrl.algorithms.policy.schema.advantages import Advantages
+from pydantic import model_validator
+
+from slurmrl.algorithms.policy.schema.advantages import OF_GROUPS, Advantages
 from slurmrl.algorithms.policy.schema.objective import (
     Correction,
     Objective,
     Updates,
     Value,
+    refuse_unused,
 )
+from slurmrl.algorithms.policy.schema.rewards import RewardShaping
 from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_call
 from slurmrl.config.schema import Config
+from slurmrl.config.source import KeyPath
 from slurmrl.graph.call import Call, Method, RoleUse
 
 ACTOR_METRICS = (
@@ -22,10 +28,6 @@ ACTOR_METRICS = (
     "approx_kl_k1",
     "approx_kl",
     "entropy",
-    "kl",
-    "kl_sequence",
-    "completions",
-    "kl_coef",
     "advantages_mean",
     "advantages_std",
     "early_stop",
@@ -34,6 +36,8 @@ ACTOR_METRICS = (
     "actor_updates",
     "actor_skipped",
 )
+KL_METRICS = ("kl", "kl_sequence", "completions", "kl_coef")
+"""Of an actor with a reference model."""
 CRITIC_METRICS = (
     "value_loss",
     "value_clip_fraction",
@@ -53,17 +57,31 @@ MISMATCH_METRICS = (
 )
 OLD_LOGPROBS = "old_logprobs"
 """Key of the log-probabilities that the training engine computed before the updates."""
+REF_LOGPROBS = "ref_logprobs"
+"""Key of the reference model's log-probabilities."""
+GREEDY = "greedy_"
+"""Prefix of the keys of greedy completions."""
+ACTOR = "slurmrl.algorithms.policy.actor:ActorInterface"
+CRITIC = "slurmrl.algorithms.policy.critic:CriticInterface"
 
 
-class PolicyGradient(Correction, Value, Objective, Updates, Advantages, AlgorithmSchema):
-    """Policy gradients: the actor completes prompts, a rule rewards completions, the reference
-    model gives the KL penalty, and the critic's values give advantages."""
+class PolicyGradient(
+    Correction, Value, Objective, Updates, Advantages, RewardShaping, AlgorithmSchema
+):
+    """Policy gradients: the actor completes prompts, a rule rewards completions, and the actor is
+    trained on their advantages. The models and calls of a step follow from the settings."""
 
     name: Literal["ppo"] = "ppo"
     """`ppo`: proximal policy optimisation."""
 
     dataset_types: ClassVar[tuple[str, ...]] = ("prompt",)
     trains_on_samples: ClassVar[bool] = True
+
+    @model_validator(mode="after")
+    def _critic_settings_need_a_critic(self) -> PolicyGradient:
+        used = dict.fromkeys(Value.model_fields, self.uses_critic)
+        refuse_unused(self, used, f"advantage: {self.advantage}")
+        return self
 
     @property
     def optimizer_steps(self) -> int:
@@ -80,33 +98,80 @@ class PolicyGradient(Correction, Value, Objective, Updates, Advantages, Algorith
     def minibatches(self) -> int:
         return 1 if self.shuffle_minibatches else self.n_minibatches
 
+    @property
+    def uses_critic(self) -> bool:
+        return self.advantage == "gae"
+
+    @property
+    def uses_reference(self) -> bool:
+        return self.kl.coef > 0
+
     def roles(self) -> tuple[RoleUse, ...]:
+        critic = (RoleUse("critic", trained=True, head="value"),)
+        ref = (RoleUse("ref", trained=False, head="lm"),)
         return (
             RoleUse("actor", trained=True, head="lm"),
-            RoleUse("critic", trained=True, head="value"),
-            RoleUse("ref", trained=False, head="lm"),
+            *(critic if self.uses_critic else ()),
+            *(ref if self.uses_reference else ()),
         )
 
     def calls(self, config: Config) -> tuple[Call, ...]:
         recomputes = self.recomputes(config.actor.dtype)
-        old = OLD_LOGPROBS if recomputes else "logprobs"
-        rollout = ("input_ids", "prompt_mask", old, "finished")
-        judged = (*rollout, "rewards", "ref_logprobs", "values")
-        weighed = (*judged, "logprobs") if self.correction != "none" else judged
-        actor_metrics = (*ACTOR_METRICS, *self.objective_metrics(recomputes=recomputes))
-        critic_metrics = (*CRITIC_METRICS, *self.value_metrics())
-        actor = "slurmrl.algorithms.policy.actor:ActorInterface"
-        critic = "slurmrl.algorithms.policy.critic:CriticInterface"
-        ids = ("input_ids",)
+        greedy = self.advantage == "greedy"
+        judged = (
+            *("input_ids", "prompt_mask", OLD_LOGPROBS if recomputes else "logprobs", "finished"),
+            "rewards",
+            *((REF_LOGPROBS,) if self.uses_reference else ()),
+            *(("values",) if self.uses_critic else ()),
+            *(("greedy_prompt_mask", "greedy_finished", "greedy_rewards") if greedy else ()),
+        )
         return (
             generate_call(),
+            *((greedy_generate_call(),) if greedy else ()),
             reward_call(),
+            *((greedy_reward_call(),) if greedy else ()),
             *((recompute_call(),) if recomputes else ()),
-            Call("ref_inf", "ref", Method.INFERENCE, actor, ids, ("ref_logprobs",)),
-            Call("critic_inf", "critic", Method.INFERENCE, critic, ids, ("values",)),
-            Call("actor_train", "actor", Method.TRAIN_STEP, actor, weighed, (), actor_metrics),
-            Call("critic_train", "critic", Method.TRAIN_STEP, critic, judged, (), critic_metrics),
+            *self._inference_calls(),
+            *self._training_calls(judged, recomputes=recomputes),
         )
+
+    def _inference_calls(self) -> Iterator[Call]:
+        """The models besides the actor read the completions."""
+        ids = ("input_ids",)
+        if self.uses_reference:
+            yield Call("ref_inf", "ref", Method.INFERENCE, ACTOR, ids, (REF_LOGPROBS,))
+        if self.uses_critic:
+            yield Call("critic_inf", "critic", Method.INFERENCE, CRITIC, ids, ("values",))
+
+    def _training_calls(self, judged: tuple[str, ...], *, recomputes: bool) -> Iterator[Call]:
+        train = Method.TRAIN_STEP
+        weighed = (*judged, "logprobs") if self.correction != "none" else judged
+        metrics = (*ACTOR_METRICS, *self.objective_metrics(recomputes=recomputes))
+        yield Call("actor_train", "actor", train, ACTOR, weighed, (), metrics)
+        if self.uses_critic:
+            metrics = (*CRITIC_METRICS, *self.value_metrics())
+            yield Call("critic_train", "critic", train, CRITIC, judged, (), metrics)
+
+    def conflicts(self, config: Config) -> Iterator[tuple[KeyPath, str]]:
+        """Settings that exclude each other across sections."""
+        limit = config.rollout.max_new_tokens
+        if self.overlong_buffer is not None and self.overlong_buffer > limit:
+            yield (
+                ("algorithm", "overlong_buffer"),
+                f"{self.overlong_buffer} is not allowed: it is a part of rollout.max_new_tokens, "
+                f"{limit}",
+            )
+        groups = {
+            f"advantage: {self.advantage}": self.advantage in OF_GROUPS,
+            f"advantage_std: {self.advantage_std}": self.advantage_std == "group",
+        }
+        users = [f"algorithm.{setting}" for setting, compares in groups.items() if compares]
+        if users and config.rollout.n == 1:
+            message = (
+                f"1 is not allowed with {users[0]}, which compares completions of the same prompt; "
+                "use 2 or more"
+            )
+            yield ("rollout", "n"), message
 
     def controller(self) -> str:
         return "slurmrl.algorithms.policy.scalars:PolicyScalars"
@@ -116,6 +181,7 @@ class PolicyGradient(Correction, Value, Objective, Updates, Advantages, Algorith
         log-probabilities are recomputed, that call compares them with generation's."""
         corrected = ("correction_weight", "correction_masked")
         return (
+            *(KL_METRICS if self.uses_reference else ()),
             *(corrected if self.correction != "none" else ()),
             *(("m2_masked",) if self.m2_threshold is not None else ()),
             *(() if recomputes else MISMATCH_METRICS),
@@ -136,4 +202,30 @@ def recompute_call() -> Call:
         inputs=("input_ids", "prompt_mask", "logprobs"),
         outputs=(OLD_LOGPROBS,),
         metrics=("logprob_difference_mean", "logprob_difference_max", *MISMATCH_METRICS),
+    )
+
+
+def greedy_generate_call() -> Call:
+    """The actor completes each prompt once more, without sampling."""
+    return Call(
+        name="greedy_gen",
+        role="actor",
+        method=Method.GENERATE,
+        interface="slurmrl.algorithms.policy.greedy:GreedyRolloutInterface",
+        inputs=("prompt_ids",),
+        outputs=("greedy_input_ids", "greedy_prompt_mask", "greedy_finished"),
+        metrics=("greedy_response_length",),
+    )
+
+
+def greedy_reward_call() -> Call:
+    """The reward judges the greedy completions too."""
+    return Call(
+        name="greedy_reward_inf",
+        role=None,
+        method=Method.INFERENCE,
+        interface="slurmrl.algorithms.policy.greedy:GreedyRewardInterface",
+        inputs=("greedy_input_ids", "greedy_prompt_mask", "greedy_finished"),
+        outputs=("greedy_rewards",),
+        metrics=("greedy_reward",),
     )

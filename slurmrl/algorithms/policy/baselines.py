@@ -1,0 +1,77 @@
+"""Advantages of whole completions: their returns compared with those of others.
+
+S sequences; all statistics are computed in float64. A group has the completions of one prompt,
+which are always on the same rank, so that only statistics over the batch need other ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from slurmrl.algorithms.policy.moments import SumOverRanks, moments
+from slurmrl.algorithms.policy.schema import PolicyGradient
+from slurmrl.ops.upload import upload
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The group of each of S sequences."""
+
+    index: Tensor
+    """[S] the number of the group."""
+    sizes: Tensor
+    """[S] the number of sequences in that group."""
+
+    @staticmethod
+    def of(counts: Sequence[int], device: torch.device) -> Groups:
+        """``counts`` [items] are the numbers of sequences of the groups in order."""
+        rows = torch.tensor(counts, dtype=torch.int64)
+        index = torch.arange(len(rows)).repeat_interleave(rows)
+        return Groups(*upload((index, rows[index]), device))
+
+    def sums(self, x: Tensor) -> Tensor:
+        """[S]: for each sequence, the sum of x [S] over its group."""
+        totals = x.new_zeros(len(x)).index_add(0, self.index, x)
+        return totals[self.index]
+
+    def means(self, x: Tensor) -> Tensor:
+        """[S]: for each sequence, the mean of x [S] over its group."""
+        return self.sums(x) / self.sizes
+
+
+def completion_advantages(
+    returns: Tensor, groups: Groups, settings: PolicyGradient, all_reduce_sum: SumOverRanks
+) -> Tensor:
+    """[S] float64, from the returns [S] of completions, less a baseline, divided by a standard
+    deviation.
+
+    - ``group``: x_i - mean(x_1 … x_n) (Shao et al. 2024, "DeepSeekMath", section 4.1.2);
+    - ``leave_one_out``: x_i - mean of the others (Kool et al. 2019, "Buy 4 REINFORCE samples, get a
+      baseline for free!"), which is n / (n - 1) times the former;
+    - ``batch``: x_i - mean over all completions of the batch.
+    """
+    wide = returns.double()
+    mean, std = 0.0, 0.0
+    if "batch" in (settings.advantage, settings.advantage_std):
+        mean, std = moments(wide, all_reduce_sum, unbiased=settings.std_unbiased)
+    group_means = groups.means(wide)
+    match settings.advantage:
+        case "group":
+            centred = wide - group_means
+        case "leave_one_out":
+            centred = (wide - group_means) * groups.sizes / (groups.sizes - 1.0).clamp(min=1.0)
+        case _:
+            centred = wide - mean
+    match settings.advantage_std:
+        case "group":
+            squares = groups.sums((wide - group_means).square())
+            degrees = groups.sizes - (1.0 if settings.std_unbiased else 0.0)
+            deviation = (squares / degrees.clamp(min=1.0)).sqrt()
+            return centred / (deviation + settings.std_epsilon)
+        case "batch":
+            return centred / (std + settings.std_epsilon)
+    return centred

@@ -1,0 +1,62 @@
+"""A greedy completion of each prompt and its reward, under keys of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from slurmrl.algorithms.base import CallContext, CallResult
+from slurmrl.algorithms.policy.schema import GREEDY
+from slurmrl.algorithms.reward.interface import RuleRewardInterface
+from slurmrl.algorithms.rollout.interface import RolloutInterface
+from slurmrl.data.sample import SequenceSample
+
+if TYPE_CHECKING:
+    from slurmrl.engines.base import RolloutEngine, TrainEngine
+
+COMPLETION: Final = ("input_ids", "prompt_mask", "finished")
+
+
+class GreedyRolloutInterface(RolloutInterface):
+    def generate(
+        self, engine: RolloutEngine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        """One completion of each prompt from its most probable tokens."""
+        result = super().generate(engine, sample, _greedy(context))
+        assert result.sample is not None
+        names = {key: GREEDY + key for key in COMPLETION}
+        lengths = result.stats["response_length"]
+        return CallResult(_renamed(result.sample, names), {"greedy_response_length": lengths})
+
+
+class GreedyRewardInterface(RuleRewardInterface):
+    def inference(
+        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        """``greedy_rewards``, one for each prompt."""
+        plain = _renamed(sample, {GREEDY + key: key for key in COMPLETION})
+        result = super().inference(engine, plain, context)
+        assert result.sample is not None
+        return CallResult(
+            _renamed(result.sample, {"rewards": "greedy_rewards"}),
+            {"greedy_reward": result.stats["reward"]},
+        )
+
+
+def _greedy(context: CallContext) -> CallContext:
+    """The context of a generation that takes the most probable tokens."""
+    config = context.settings.config
+    rollout = config.rollout.model_copy(update={"greedy": True, "n": 1})
+    config = config.model_copy(update={"rollout": rollout})
+    return replace(context, settings=replace(context.settings, config=config))
+
+
+def _renamed(sample: SequenceSample, names: Mapping[str, str]) -> SequenceSample:
+    """The keys in ``names`` under their new names; tensors are shared."""
+    return SequenceSample(
+        sample.ids,
+        {new: sample.lengths[old] for old, new in names.items()},
+        sample.metadata,
+        {new: sample.data[old] for old, new in names.items()},
+    )

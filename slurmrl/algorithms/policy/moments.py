@@ -1,0 +1,39 @@
+"""Mean and standard deviation over all data-parallel ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+VARIANCE_FLOOR = 1e-8
+"""Added to the variance when advantages are whitened, as in TRL."""
+
+SumOverRanks = Callable[[Tensor], Tensor]
+"""Adds a tensor up over the data-parallel ranks."""
+
+
+def moments(
+    x: Tensor, all_reduce_sum: SumOverRanks, *, unbiased: bool = False
+) -> tuple[float, float]:
+    """Mean and standard deviation of x over all ranks, in float64; 0 and 0 if empty. ``unbiased``
+    divides by the number of entries less one."""
+    wide = x.double()
+    total = all_reduce_sum(torch.stack([wide.sum(), wide.new_tensor(float(len(x)))]))
+    summed, counted = total.tolist()
+    count = max(counted, 1.0)
+    mean = summed / count
+    squares = all_reduce_sum((wide - mean).square().sum().reshape(1))
+    degrees = max(counted - 1.0, 1.0) if unbiased else count
+    return mean, math.sqrt(float(squares) / degrees)
+
+
+def whiten(x: Tensor, mean: float, std: float) -> Tensor:
+    """x with mean 0 and standard deviation 1, given its moments over all ranks.
+
+    Advantages that hardly differ stay small: if no completion earned a reward, they are rounding
+    errors, which must not be scaled up.
+    """
+    return (x - mean) / math.sqrt(std**2 + VARIANCE_FLOOR)

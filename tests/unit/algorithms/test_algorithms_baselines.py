@@ -1,0 +1,284 @@
+"""Advantages without a critic, against loops over single completions in float64."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from math import exp
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slurmrl.algorithms.base import CallContext
+from slurmrl.algorithms.policy.advantages import Estimates, estimate
+from slurmrl.algorithms.policy.schema import PolicyGradient
+from slurmrl.algorithms.policy.shaping import overlong_penalty
+from slurmrl.config.schema import Rollout
+from slurmrl.data.sample import SequenceSample
+
+KL_COEF, LIMIT = 0.3, 8
+SHAPES = [[(2, 3), (2, 1), (2, 5)], [(1, 8), (1, 2), (1, 4)], [(3, 1), (3, 1), (3, 2)]]
+"""(prompt tokens, response tokens) of each completion of three prompts."""
+
+
+def rollout(shapes: list[list[tuple[int, int]]] = SHAPES, seed: int = 0) -> SequenceSample:
+    generator = torch.Generator().manual_seed(seed)
+    sequences = [shape for group in shapes for shape in group]
+    mask = [[True] * prompt + [False] * response for prompt, response in sequences]
+    tokens = sum(map(sum, sequences))
+
+    def noise(n: int) -> Tensor:
+        return torch.randn(n, generator=generator, dtype=torch.float64)
+
+    names = [str(item) for item in range(len(shapes))]
+    sample = SequenceSample.grouped(
+        [[sum(shape) for shape in group] for group in shapes],
+        names,
+        {
+            "prompt_mask": torch.tensor([bit for row in mask for bit in row]),
+            "logprobs": noise(tokens),
+            "ref_logprobs": noise(tokens),
+            "input_ids": torch.arange(tokens),
+        },
+        per_sequence={
+            "rewards": noise(len(sequences)),
+            "finished": torch.rand(len(sequences), generator=generator) < 0.7,
+        },
+    )
+    greedy = SequenceSample.from_default(
+        [4] * len(shapes),
+        names,
+        {"greedy_prompt_mask": torch.tensor([True, True, False, False] * len(shapes))},
+        per_sequence={
+            "greedy_rewards": noise(len(shapes)),
+            "greedy_finished": torch.ones(len(shapes), dtype=torch.bool),
+        },
+    )
+    sample.update_(greedy)
+    return sample
+
+
+def algorithm(**options: Any) -> PolicyGradient:
+    return PolicyGradient(batch_size=3, **{"reward_clip": None, **options})
+
+
+def estimates(
+    sample: SequenceSample,
+    settings: PolicyGradient,
+    all_reduce_sum: Callable[[Tensor], Tensor] = lambda x: x,
+) -> Estimates:
+    config = SimpleNamespace(rollout=Rollout(max_new_tokens=LIMIT))
+    scalars = {"kl_coef": KL_COEF}
+    context: Any = SimpleNamespace(algorithm=settings, config=config)
+    return estimate(
+        sample, CallContext(1, 1, scalars, context, context, (), sample.ids), all_reduce_sum
+    )
+
+
+def penalty(x: float, estimator: str) -> float:
+    values = {"k1": x, "k2": x * x / 2, "k3": exp(-x) - 1 + x}
+    return KL_COEF * values[estimator]
+
+
+def token_penalties(sample: SequenceSample, settings: PolicyGradient) -> list[list[float]]:
+    """Of each response token of each completion."""
+    logp, ref = sample.tensor("logprobs").tolist(), sample.tensor("ref_logprobs").tolist()
+    mask = sample.tensor("prompt_mask").tolist()
+    cuts = sample.cu_seqlens("input_ids").tolist()
+    return [
+        [
+            penalty(logp[t] - ref[t], settings.kl.estimator) if settings.kl.coef else 0.0
+            for t in range(start, stop)
+            if not mask[t]
+        ]
+        for start, stop in pairwise(cuts)
+    ]
+
+
+def deviation(values: Sequence[float], settings: PolicyGradient) -> float:
+    spread = statistics.stdev(values) if settings.std_unbiased else statistics.pstdev(values)
+    return spread + settings.std_epsilon
+
+
+def of_completions(sample: SequenceSample, settings: PolicyGradient) -> list[float]:
+    """The advantages of all response tokens where a completion has one return."""
+    penalties, counts = token_penalties(sample, settings), sample.sequence_counts("input_ids")
+    rewards = sample.tensor("rewards").tolist()
+    returns = [reward - sum(row) for reward, row in zip(rewards, penalties, strict=True)]
+    advantages: list[float] = []
+    first = 0
+    for count in counts:
+        group = returns[first : first + count]
+        for place, value in enumerate(group):
+            others = group[:place] + group[place + 1 :]
+            baseline = {"group": group, "leave_one_out": others, "batch": returns}
+            advantage = value - statistics.fmean(baseline[settings.advantage])
+            if settings.advantage_std != "none":
+                spread = group if settings.advantage_std == "group" else returns
+                advantage /= deviation(spread, settings)
+            advantages += [advantage] * len(penalties[first + place])
+        first += count
+    return advantages
+
+
+def of_tokens(sample: SequenceSample, settings: PolicyGradient) -> list[float]:
+    """The advantages of all response tokens where each token has a return."""
+    counts = sample.sequence_counts("input_ids")
+    group = [item for item, count in enumerate(counts) for _ in range(count)]
+    greedy = sample.tensor("greedy_rewards").tolist()
+    advantages: list[float] = []
+    for number, row in enumerate(token_penalties(sample, settings)):
+        following, returns = 0.0, []
+        for place in reversed(range(len(row))):
+            reward = float(sample.tensor("rewards")[number]) if place == len(row) - 1 else 0.0
+            following = reward - row[place] + settings.discount * following
+            returns.append(following)
+        baseline = greedy[group[number]] if settings.advantage == "greedy" else 0.0
+        advantages += [value - baseline for value in reversed(returns)]
+    return advantages
+
+
+@pytest.mark.parametrize("kl", [{"coef": 0.0}, {"estimator": "k1"}, {"estimator": "k3"}])
+@pytest.mark.parametrize("std", ["none", "group", "batch"])
+@pytest.mark.parametrize("unbiased", [True, False])
+@pytest.mark.parametrize("advantage", ["group", "leave_one_out", "batch"])
+def test_completions_are_compared_as_the_formulas_say(
+    advantage: str, unbiased: bool, std: str, kl: dict[str, Any]
+) -> None:
+    """Every baseline with every standard deviation gives what a loop over completions gives."""
+    settings = algorithm(
+        advantage=advantage, advantage_std=std, std_unbiased=unbiased, std_epsilon=0.01, kl=kl
+    )
+    sample = rollout()
+    advantages = estimates(sample, settings).advantages
+    wanted = torch.tensor(of_completions(sample, settings), dtype=torch.float64)
+    torch.testing.assert_close(advantages, wanted)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("discount", [1.0, 0.9])
+@pytest.mark.parametrize("advantage", ["none", "greedy"])
+def test_tokens_have_the_return_from_there_on(
+    advantage: str, discount: float, estimator: str
+) -> None:
+    settings = algorithm(advantage=advantage, discount=discount, kl={"estimator": estimator})
+    sample = rollout()
+    advantages = estimates(sample, settings).advantages
+    wanted = torch.tensor(of_tokens(sample, settings), dtype=torch.float64)
+    torch.testing.assert_close(advantages, wanted)
+
+
+def test_a_group_by_hand() -> None:
+    """Rewards 1, 0, 0: mean 1/3, others' means 0 and 1/2, unbiased std sqrt(1/3)."""
+    sample = rollout([[(1, 1), (1, 2), (1, 1)]])
+    sample.data["rewards"] = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
+    free = {"kl": {"coef": 0.0}, "std_epsilon": 0.0}
+
+    def advantages(**options: Any) -> list[float]:
+        values: list[float] = estimates(sample, algorithm(**free, **options)).advantages.tolist()
+        return values
+
+    root = 3**0.5
+    wanted = {
+        ("group", "none"): [2 / 3, -1 / 3, -1 / 3, -1 / 3],
+        ("leave_one_out", "none"): [1.0, -0.5, -0.5, -0.5],
+        ("group", "group"): [2 / root, -1 / root, -1 / root, -1 / root],
+    }
+    for (advantage, std), values in wanted.items():
+        assert advantages(advantage=advantage, advantage_std=std) == pytest.approx(values)
+
+
+@pytest.mark.parametrize("advantage", ["group", "leave_one_out", "batch"])
+@pytest.mark.parametrize("std", ["none", "group", "batch"])
+@pytest.mark.parametrize("reward", [0.1, 1e6])
+def test_equal_rewards_give_no_advantage(advantage: str, std: str, reward: float) -> None:
+    """Rounding errors of the mean must not be divided by a vanishing standard deviation."""
+    sample = rollout()
+    sample.data["rewards"] = torch.full_like(sample.tensor("rewards"), reward)
+    settings = algorithm(advantage=advantage, advantage_std=std, kl={"coef": 0.0})
+    assert float(estimates(sample, settings).advantages.abs().max()) < 1e-3
+
+
+class Ranks:
+    """Data-parallel ranks as threads that add tensors up."""
+
+    def __init__(self, count: int) -> None:
+        self._barrier = threading.Barrier(count, timeout=30)
+        self._shared: dict[int, Tensor] = {}
+
+    def run(self, work: Callable[[int, Callable[[Tensor], Tensor]], Any]) -> list[Any]:
+        def rank(number: int) -> Any:
+            def all_reduce_sum(own: Tensor) -> Tensor:
+                self._shared[number] = own
+                self._barrier.wait()
+                total = torch.stack([self._shared[key] for key in sorted(self._shared)]).sum(0)
+                self._barrier.wait()
+                return total
+
+            return work(number, all_reduce_sum)
+
+        with ThreadPoolExecutor(self._barrier.parties) as pool:
+            return list(pool.map(rank, range(self._barrier.parties)))
+
+
+@pytest.mark.parametrize(
+    ("advantage", "std"), [("group", "group"), ("group", "batch"), ("batch", "batch")]
+)
+def test_advantages_do_not_depend_on_ranks_or_order(advantage: str, std: str) -> None:
+    """Any distribution of whole groups over ranks gives each completion the same advantage, also a
+    rank without items."""
+    settings = algorithm(advantage=advantage, advantage_std=std)
+    sample = rollout()
+    whole = estimates(sample, settings).advantages
+    sizes = [sum(response for _, response in group) for group in SHAPES]
+    rows = dict(enumerate(whole.split(sizes)))
+    shares = [[2, 0], [], [1]]
+
+    def work(rank: int, all_reduce_sum: Callable[[Tensor], Tensor]) -> Tensor:
+        return estimates(sample.take(shares[rank]), settings, all_reduce_sum).advantages
+
+    for share, own in zip(shares, Ranks(3).run(work), strict=True):
+        wanted = torch.cat([rows[item] for item in share]) if share else whole[:0]
+        torch.testing.assert_close(own, wanted)
+
+
+def test_a_greedy_baseline_is_shaped_like_the_scores() -> None:
+    """Bias, scale and overlong penalty apply to both, so an equal completion has no advantage."""
+    sample = rollout([[(2, 2)]])
+    sample.data["greedy_rewards"] = sample.tensor("rewards").clone()
+    settings = algorithm(
+        advantage="greedy", reward_bias=0.5, reward_scaling=3.0, overlong_buffer=8, kl={"coef": 0.0}
+    )
+    advantages = estimates(sample, settings).advantages
+    torch.testing.assert_close(advantages, torch.zeros_like(advantages))
+
+
+def test_a_penalty_in_the_loss_leaves_the_rewards_alone() -> None:
+    in_loss = {"where": "loss", "estimator": "k3"}
+    sample = rollout()
+    for advantage in ("group", "none"):
+        settings = [algorithm(advantage=advantage, kl=kl) for kl in (in_loss, {"coef": 0.0})]
+        penalised, free = (estimates(sample, each).advantages for each in settings)
+        assert torch.equal(penalised, free)
+
+
+def test_the_overlong_penalty_is_that_of_dapo() -> None:
+    """Equation 13 with a limit of 10 tokens, of which 4 are the buffer."""
+    lengths = torch.tensor([1, 6, 7, 8, 10, 12])
+    assert overlong_penalty(lengths, 10, 4).tolist() == [0.0, 0.0, -0.25, -0.5, -1.0, -1.0]
+
+
+def test_the_overlong_penalty_lowers_the_score() -> None:
+    """Of 8 tokens the last 4 are the buffer: a completion of 8 loses all, one of 2 nothing."""
+    sample = rollout([[(1, 8), (1, 2)]])
+    sample.data["rewards"] = torch.ones(2, dtype=torch.float64)
+    settings = algorithm(
+        advantage="none", overlong_buffer=4, overlong_penalty=0.5, kl={"coef": 0.0}
+    )
+    assert estimates(sample, settings).returns.tolist() == [0.5] * 8 + [1.0] * 2
