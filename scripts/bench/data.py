@@ -78,7 +78,7 @@ def main() -> None:
             with measured(what):
                 directory = preparation.prepare(folder / "data", 1, config, tokenizer, str)
         with measured("open (each rank)"):
-            opened = dataset.make(config, PreparedRows(directory))
+            opened = dataset.make(config, [PreparedRows(directory)])
         chance = random.Random(0)
         items = [(0, index) for index in chance.sample(range(opened.size), options.batch)]
         with measured(f"ids and lengths of {options.batch} items"):

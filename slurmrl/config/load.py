@@ -124,7 +124,14 @@ def _resolve_paths(model: M, source: Source, prefix: KeyPath) -> M:
         if isinstance(value, BaseModel):
             changes[name] = _resolve_paths(value, source, here)
         elif isinstance(value, str) and _is_path(field) and not value.startswith(TRIAL_PREFIX):
-            changes[name] = _absolute(value, source, here)
+            changes[name] = _absolute(value, source, here) if value else value
+        elif isinstance(value, dict):
+            changes[name] = {
+                key: _resolve_paths(each, source, (*here, key))
+                if isinstance(each, BaseModel)
+                else each
+                for key, each in value.items()
+            }
         elif isinstance(value, tuple) and _is_path(field):
             changes[name] = tuple(
                 _absolute(text, source, (*here, index)) for index, text in enumerate(value)

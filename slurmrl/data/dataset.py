@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections.abc import Sequence
 from hashlib import blake2b
-from typing import Any
+from itertools import accumulate
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,16 +26,50 @@ Item = tuple[int, int]
 """(epoch, index of a usable row)"""
 
 
-def make(config: DatasetConfig, prepared: PreparedRows) -> TokenizedDataset:
-    """The dataset that a configuration names, from its prepared rows."""
+def make(config: DatasetConfig, prepared: Sequence[PreparedRows]) -> Rows:
+    """The dataset that a configuration names, from the prepared rows of its sources."""
+    parts = [
+        _make_part(part, name, rows)
+        for (name, part), rows in zip(config.parts.items(), prepared, strict=True)
+    ]
+    return MixedDataset(config, parts) if config.sources else parts[0]
+
+
+def _make_part(config: DatasetConfig, name: str, prepared: PreparedRows) -> TokenizedDataset:
     kind = row_type(config)
-    dataset: TokenizedDataset = resolve(kind.dataset)(kind, prepared)
+    dataset: TokenizedDataset = resolve(kind.dataset)(kind, prepared, name)
     return dataset
+
+
+class Rows(Protocol):
+    """A dataset as a rank uses it."""
+
+    @property
+    def size(self) -> int:
+        """Number of usable rows."""
+
+    @property
+    def left_out(self) -> int:
+        """Number of rows that were too long."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes if a file, the dataset's settings or the number of usable rows changes."""
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        """Names of the directories of the prepared rows."""
+
+    def meta(self, items: Sequence[Item]) -> SampleMeta:
+        """Ids and lengths of items, without reading their tokens."""
+
+    def sample(self, items: Sequence[Item]) -> SequenceSample:
+        """The items, of which there may be none."""
 
 
 class TokenizedDataset:
     """The usable rows of a file, in its order: those within the length limits. A row's sample id is
-    ``<id>@<epoch>``.
+    ``<id>@<epoch>``, after ``<name>/`` in a dataset of several sources.
 
     An item has all sequences of its row, under the keys ``input_ids`` and ``prompt_mask`` (bool,
     False on the targets).
@@ -44,38 +80,40 @@ class TokenizedDataset:
     token_key: str = "input_ids"
     """The key whose lengths `meta` gives."""
 
-    def __init__(self, kind: RowType, prepared: PreparedRows) -> None:
+    def __init__(self, kind: RowType, prepared: PreparedRows, name: str = "") -> None:
+        """``name`` is the source's, with which ids begin."""
         self._kind = kind
         self._prepared = prepared
+        self._prefix = f"{name}/" if name else ""
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        return (self._prepared.name,)
 
     @property
     def size(self) -> int:
-        """Number of usable rows."""
         return len(self._prepared)
 
     @property
     def left_out(self) -> int:
-        """Number of rows that were too long."""
         return self._prepared.manifest.left_out
 
     @property
     def fingerprint(self) -> str:
-        """Changes if the file, the dataset's settings or the number of usable rows changes."""
         rules = json.dumps(self._kind.config.rules(), separators=(",", ":"), ensure_ascii=False)
         text = f"{self._prepared.manifest.source} {rules} {self.size}"
         return blake2b(text.encode(), digest_size=16).hexdigest()
 
     def meta(self, items: Sequence[Item]) -> SampleMeta:
-        """Ids and lengths of items, without reading their tokens."""
         rows = [(epoch, *self._prepared.describe(index)) for epoch, index in items]
-        ids = tuple(f"{name}@{epoch}" for epoch, name, _ in rows)
+        ids = tuple(f"{self._prefix}{name}@{epoch}" for epoch, name, _ in rows)
         return SampleMeta(ids, {self.token_key: [lengths for _, _, lengths in rows]})
 
     def sample(self, items: Sequence[Item]) -> SequenceSample:
-        """The items, of which there may be none."""
         rows = [self._prepared.read(index) for _, index in items]
-        ids = tuple(f"{row.name}@{epoch}" for row, (epoch, _) in zip(rows, items, strict=True))
-        return self._sample(rows, ids)
+        names = [f"{self._prefix}{row.name}" for row in rows]
+        ids = [f"{name}@{epoch}" for name, (epoch, _) in zip(names, items, strict=True)]
+        return self._sample(rows, tuple(ids))
 
     def _sample(self, rows: Sequence[PreparedRow], ids: tuple[str, ...]) -> SequenceSample:
         """Rows of the file as a sample."""
@@ -121,6 +159,67 @@ class LabelledDataset(TokenizedDataset):
         key = {"desirable": [[1] for _ in rows]}
         sample.update_(SequenceSample(ids, key, data={"desirable": labels}))
         return sample
+
+
+class MixedDataset:
+    """The rows of several sources, one source after the other."""
+
+    def __init__(self, config: DatasetConfig, parts: Sequence[TokenizedDataset]) -> None:
+        self._names = [*config.sources]
+        self._weights = config.weights
+        self._parts = parts
+        self._first = [0, *accumulate(part.size for part in parts)]
+
+    @property
+    def directories(self) -> tuple[str, ...]:
+        return tuple(name for part in self._parts for name in part.directories)
+
+    @property
+    def size(self) -> int:
+        return self._first[-1]
+
+    @property
+    def left_out(self) -> int:
+        return sum(part.left_out for part in self._parts)
+
+    @property
+    def fingerprint(self) -> str:
+        parts = [part.fingerprint for part in self._parts]
+        text = json.dumps([self._names, self._weights, parts])
+        return blake2b(text.encode(), digest_size=16).hexdigest()
+
+    def meta(self, items: Sequence[Item]) -> SampleMeta:
+        metas = [part.meta(own) for part, own in self._by_part(items)]
+        key = self._parts[0].token_key
+        ids = [name for meta in metas for name in meta.ids]
+        lengths = [row for meta in metas for row in meta.lengths[key]]
+        places = self._places(items)
+        return SampleMeta(
+            tuple(ids[place] for place in places), {key: [lengths[place] for place in places]}
+        )
+
+    def sample(self, items: Sequence[Item]) -> SequenceSample:
+        parts = [part.sample(own) for part, own in self._by_part(items)]
+        return SequenceSample.gather(parts).take(self._places(items))
+
+    def _part_of(self, item: Item) -> int:
+        return bisect_right(self._first, item[1]) - 1
+
+    def _by_part(self, items: Sequence[Item]) -> list[tuple[TokenizedDataset, list[Item]]]:
+        """The items of each source, with their indices there."""
+        own: list[list[Item]] = [[] for _ in self._parts]
+        for epoch, index in items:
+            part = self._part_of((epoch, index))
+            own[part].append((epoch, index - self._first[part]))
+        return list(zip(self._parts, own, strict=True))
+
+    def _places(self, items: Sequence[Item]) -> list[int]:
+        """Where each item is if the items of the first source come first, and so on."""
+        order = sorted(range(len(items)), key=lambda place: self._part_of(items[place]))
+        places = [0] * len(items)
+        for position, place in enumerate(order):
+            places[place] = position
+        return places
 
 
 def _lengths(rows: Sequence[PreparedRow]) -> list[list[int]]:

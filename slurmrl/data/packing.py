@@ -61,6 +61,35 @@ def even_partition(lengths: Sequence[int], k: int, sections: int = 1) -> list[li
     return parts
 
 
+def longest_first(
+    order: Sequence[int], lengths: Sequence[float], batch: int, first: int
+) -> list[int]:
+    """Reorder indices into batches of about equal total length, those with the largest total first:
+    the longest first, each into the batch with the smallest total for its size that has room (LPT).
+    Within a batch the order is kept.
+
+    The first batch has ``first`` items, which complete one that began before, unless that is 0; it
+    stays the first one, and an incomplete last one the last.
+    """
+    _check_parts(batch, 1)
+    first = min(first, len(order))
+    whole, rest = divmod(len(order) - first, batch)
+    sizes = [first, *[batch] * whole, rest]
+    parts: list[list[int]] = [[] for _ in sizes]
+    heap = [(0.0, part) for part, size in enumerate(sizes) if size]
+    totals = [0.0] * len(sizes)
+    for place in sorted(range(len(order)), key=lambda at: lengths[order[at]], reverse=True):
+        _, part = heap[0]
+        parts[part].append(place)
+        totals[part] += lengths[order[place]]
+        if len(parts[part]) < sizes[part]:
+            heapreplace(heap, (totals[part] / sizes[part], part))
+        else:
+            heappop(heap)
+    middle = sorted(range(1, whole + 1), key=totals.__getitem__, reverse=True)
+    return [order[place] for part in (0, *middle, whole + 1) for place in sorted(parts[part])]
+
+
 def microbatches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
     """Partition the indices into few parts of at most ``max_tokens`` each; a longer sequence gets a
     part of its own.

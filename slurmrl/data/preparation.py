@@ -184,7 +184,13 @@ def _make(
             for record, row in zip(chunk, made, strict=True):
                 if row is not None:
                     name = id_of(record.row, config.id_key, record.number)
-                    writer.add(row, name, record.number, kind.stored(record.row, record.raw))
+                    writer.add(
+                        row,
+                        name,
+                        record.number,
+                        kind.stored(record.row, record.raw),
+                        kind.difficulty(record.row),
+                    )
         for part in (reader, checks, tokens):
             part.finish()
         source = reader.source

@@ -5,7 +5,7 @@ A directory has three files. All numbers are little-endian.
 - ``rows.bin``: row after row, the token ids of all sequences (uint16 or uint32), for each sequence
   the number of its runs and their lengths (uint32, see `TokenSequence`), the id (UTF-8), and what
   else samples need of the row (JSON, see `RowType.stored`);
-- ``index.bin``: an `Entry` of seven int64 for each row, and one for the end;
+- ``index.bin``: an `Entry` of seven int64 and a float64 for each row, and one for the end;
 - ``manifest.json``: written last. Without it the directory does not count.
 
 Rows are read with pread and not through a mapping: while a network file system does not answer, a
@@ -19,6 +19,7 @@ import json
 import os
 import struct
 import zlib
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,11 +36,14 @@ from slurmrl.fsio.failures import corrupt, explain, unreadable
 from slurmrl.fsio.primitives import discard, make_private
 from slurmrl.fsio.shapes import INTEGER, SIZE, TEXT, Fields, FieldType, check
 
-VERSION: Final = 2
+VERSION: Final = 3
 ROWS, INDEX, MANIFEST = "rows.bin", "index.bin", "manifest.json"
 BUFFER_BYTES: Final = 1 << 20
+INDEX_ROWS: Final = 1 << 14
+"""Entries that are read together."""
 REMEDY: Final = "the next incarnation makes it again"
-_ENTRY: Final = struct.Struct("<7q")
+_ENTRY: Final = struct.Struct("<6qdq")
+_CHECKED: Final = struct.Struct("<7qd")
 _RUN: Final = np.dtype("<u4")
 
 
@@ -58,12 +62,14 @@ class Entry(NamedTuple):
     """Its number in the user's file (`NumberedRow.number`)."""
     row_check: int
     """CRC-32 of the row's bytes."""
+    difficulty: float
+    """Its number under ``curriculum_key``; 0 without one."""
     check: int
     """CRC-32 of the row's number and the fields above."""
 
     @staticmethod
-    def make(number: int, *fields: int) -> Entry:
-        return Entry._make((*fields, zlib.crc32(_ENTRY.pack(number, *fields))))
+    def make(number: int, *fields: float) -> Entry:
+        return Entry._make((*fields, zlib.crc32(_CHECKED.pack(number, *fields))))
 
 
 @dataclass(frozen=True)
@@ -143,6 +149,11 @@ class PreparedRows:
             self.close()
             raise
 
+    @property
+    def name(self) -> str:
+        """The name of the directory."""
+        return self._directory.name
+
     def close(self) -> None:
         for descriptor in self._files.values():
             self._calls.close(descriptor)
@@ -158,6 +169,14 @@ class PreparedRows:
         content = self._read(ROWS, start, entry.runs + entry.name)
         runs = self._runs(index, content[: entry.runs], entry.tokens)
         return self._decoded(index, content[entry.runs :]), [sum(each) for each in runs]
+
+    def entries(self) -> Iterator[Entry]:
+        """The entries of all rows, in order."""
+        for start in range(0, len(self), INDEX_ROWS):
+            count = min(INDEX_ROWS, len(self) - start)
+            data = self._read(INDEX, start * _ENTRY.size, count * _ENTRY.size)
+            for number, fields in enumerate(_ENTRY.iter_unpack(data), start=start):
+                yield self._checked(number, Entry._make(fields))
 
     def read(self, index: int) -> PreparedRow:
         entry, end = self._entries(index)
@@ -192,11 +211,13 @@ class PreparedRows:
     def _entries(self, index: int) -> tuple[Entry, Entry]:
         """The entries of a row and of the next one."""
         data = self._read(INDEX, index * _ENTRY.size, 2 * _ENTRY.size)
-        entry, end = (Entry(*fields) for fields in _ENTRY.iter_unpack(data))
-        for number, each in enumerate((entry, end), start=index):
-            if each != Entry.make(number, *each[:-1]):
-                raise self._damaged(INDEX, number)
-        return entry, end
+        entry, end = map(Entry._make, _ENTRY.iter_unpack(data))
+        return self._checked(index, entry), self._checked(index + 1, end)
+
+    def _checked(self, number: int, entry: Entry) -> Entry:
+        if entry != Entry.make(number, *entry[:-1]):
+            raise self._damaged(INDEX, number)
+        return entry
 
     def _read(self, name: str, start: int, count: int) -> bytes:
         parts, left = [], count
@@ -251,13 +272,15 @@ class PreparedWriter:
         self._rows = _Output(directory / ROWS, calls)
         self._index = _Output(directory / INDEX, calls)
 
-    def add(self, tokens: RowTokens, name: str, line: int, row: bytes) -> None:
+    def add(
+        self, tokens: RowTokens, name: str, line: int, row: bytes, difficulty: float = 0.0
+    ) -> None:
         ids = np.array([id for sequence in tokens for id in sequence.tokens], self._dtype)
         runs = [number for each in tokens for number in (len(each.runs), *each.runs)]
         packed = np.array(runs, _RUN).tobytes()
         encoded = name.encode(errors="surrogatepass")  # refused at the end of the file
         content = b"".join((ids.tobytes(), packed, encoded, row))
-        entry = (len(ids), len(packed), len(encoded), line, zlib.crc32(content))
+        entry = (len(ids), len(packed), len(encoded), line, zlib.crc32(content), difficulty)
         self._add_entry(self._rows.size, *entry)
         self._rows.write(content)
 
@@ -265,7 +288,7 @@ class PreparedWriter:
         """Make the rows durable, and then the manifest."""
         sizes = self._dtype.itemsize, self._rows.size
         manifest = PreparedManifest(recipe, source, source_state, self._number, left_out, *sizes)
-        self._add_entry(self._rows.size, 0, 0, 0, 0, 0)
+        self._add_entry(self._rows.size, 0, 0, 0, 0, 0, 0.0)
         self._rows.finish()
         self._index.finish()
         text = json.dumps({"version": VERSION, **asdict(manifest)}, indent=1) + "\n"
@@ -275,7 +298,7 @@ class PreparedWriter:
         self._rows.close()
         self._index.close()
 
-    def _add_entry(self, *fields: int) -> None:
+    def _add_entry(self, *fields: float) -> None:
         self._index.write(_ENTRY.pack(*Entry.make(self._number, *fields)))
         self._number += 1
 

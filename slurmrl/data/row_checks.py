@@ -7,7 +7,7 @@ from typing import Any
 
 from slurmrl.data.fields import ABSENT, paths
 from slurmrl.data.records import MOST_PROBLEMS
-from slurmrl.data.row_fields import Requirement, RowField
+from slurmrl.data.row_fields import Requirement, RowField, curriculum_field
 from slurmrl.data.types.base import RowType
 from slurmrl.errors import ConfigError, Problem
 
@@ -19,10 +19,11 @@ class RowChecks:
     def __init__(self, kind: RowType, where: Callable[[int], str]) -> None:
         """``where`` gives the place of a row."""
         self._kind = kind
+        self._curriculum = kind.config.curriculum_key
         self._where = where
         self._fields: dict[str, RowField] = {}
         """By key; of several fields with one key, the first."""
-        for field in kind.fields():
+        for field in [*kind.fields(), *curriculum_field(kind.config)]:
             self._fields.setdefault(field.key, field)
         self._required = {
             key for key, field in self._fields.items() if field.requirement is Requirement.EVERY
@@ -84,9 +85,9 @@ class RowChecks:
         wrong = [(key, message) for key, message in each if message]
         if wrong or not keys:
             return wrong
-        values = [self._fields[key].value(row) for key in keys]
-        if all(isinstance(value, str) and not value.strip() for value in values):
-            return [(", ".join(keys), "must not all be empty")]
+        texts = {key: self._fields[key].value(row) for key in keys if key != self._curriculum}
+        if texts and all(isinstance(text, str) and not text.strip() for text in texts.values()):
+            return [(", ".join(texts), "must not all be empty")]
         complete = self._required <= set(keys)
         problem = self._kind.wrong_row(row) if complete else None
         return [problem] if problem else []

@@ -10,11 +10,15 @@ from typing import Any, Final
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.config.template import DOUBLING, Template
 from slurmrl.data.fields import has, value_at
-from slurmrl.data.text import wrong_text
+from slurmrl.data.text import kind_of, wrong_text
 from slurmrl.registry import near
 
 KEYS: Final[Mapping[str, str]] = {"prompt": "prompt_key", "answer": "answer_key"}
 """The settings with the row's key for a field of a template."""
+
+
+LARGEST: Final = 1e300
+"""Limit for the number of a curriculum."""
 
 
 class Requirement(Enum):
@@ -73,3 +77,16 @@ def template_fields(config: DatasetConfig, setting: str) -> list[RowField]:
 def wrong_full_text(value: Any) -> str:
     """Why a value is not a text with more than white space."""
     return wrong_text(value) or ("" if value.strip() else "must not be empty")
+
+
+def curriculum_field(config: DatasetConfig) -> list[RowField]:
+    """The field by which a curriculum orders the rows, if there is one."""
+    key = config.curriculum_key
+    return [] if key is None else [RowField(key, "curriculum_key", _wrong_number)]
+
+
+def _wrong_number(value: Any) -> str:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if number and abs(value) < LARGEST:
+        return ""
+    return f"must be a number, but is {kind_of(value)}"

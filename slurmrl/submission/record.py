@@ -119,10 +119,7 @@ def recorded_folders(snapshot: Path) -> list[Path]:
 
 def _named_files(config: Config) -> list[Path]:
     """Return the files that settings name and that are not copied as code."""
-    named = [config.dataset.path]
-    if config.evaluation is not None:
-        named.append(config.evaluation.dataset.path)
-    paths = [Path(os.path.realpath(path)) for path in dict.fromkeys(named)]
+    paths = [Path(os.path.realpath(path)) for path in config.data_paths()]
     return [path for path in paths if not path.is_dir()]
 
 

@@ -74,7 +74,7 @@ class RewardData:
         if not prompts:
             message = "has no prompts for a reward to judge: type 'prompt' is required"
             raise ConfigError((settings.source.problem(("dataset",), message),))
-        self.dataset: Dataset = prompts[0]
+        self.dataset: Dataset = next(iter(prompts[0].parts.values()))
         self.rows = DatasetRows(self.dataset)
         file = config.cluster.variables_file
         self.variables = variables.read(Path(file)) if file else {}

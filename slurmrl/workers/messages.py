@@ -129,6 +129,8 @@ class Ready:
     evaluation_left_out: Annotated[int, SIZE] = 0
     stop_tokens: tuple[tuple[int, str], ...] = ()
     """Ids and texts of the tokens that end a completion."""
+    directories: tuple[str, ...] = ()
+    """Names of the directories of the prepared rows, one for each source."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -80,7 +80,7 @@ def _places(sample: SequenceSample, context: CallContext) -> list[str]:
     sample has several."""
     config = context.settings.config
     evaluation = config.evaluation if context.evaluation else None
-    path = (evaluation or config).dataset.path
+    path = (evaluation or config).dataset.title
     return [
         f"{path}:{line} (sample {name}{f', index {place}' if count > 1 else ''})"
         for line, name, count in zip(

@@ -12,7 +12,7 @@ from slurmrl.config.schema.base import (
 )
 from slurmrl.config.schema.cluster import Cluster, Slurm
 from slurmrl.config.schema.config import Config
-from slurmrl.config.schema.data import Dataset
+from slurmrl.config.schema.data import Dataset, DataSource
 from slurmrl.config.schema.frequency import Checkpoint, Evaluation, Logging, Wandb
 from slurmrl.config.schema.model import Model, ParallelSizes
 from slurmrl.config.schema.optimizer import Optimizer
@@ -23,6 +23,7 @@ __all__ = [
     "Checkpoint",
     "Cluster",
     "Config",
+    "DataSource",
     "Dataset",
     "Evaluation",
     "Logging",

@@ -85,6 +85,12 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
 
+    def data_paths(self) -> tuple[str, ...]:
+        """The files and folders of all datasets."""
+        sections = [self.dataset, *([self.evaluation.dataset] if self.evaluation else [])]
+        paths = [part.path for section in sections for part in section.parts.values()]
+        return tuple(dict.fromkeys(paths))
+
     @field_validator("stop_when")
     @classmethod
     def _stop_when_parses(cls, text: str | None) -> str | None:

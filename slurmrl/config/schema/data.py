@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
-from slurmrl.config.schema.base import PathText, PositiveInt, Section, Word
+from slurmrl.config.schema.base import PathText, PositiveFloat, PositiveInt, Section, Word
 from slurmrl.config.template import Template
 
 
@@ -17,6 +18,8 @@ def _check_template(text: str) -> str:
 
 TemplateText = Annotated[str, AfterValidator(_check_template)]
 
+SOURCE_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
+BOTH: Final = "has both path and sources; a path belongs to each source"
 FIRST_SETTINGS: Final = (
     "type",
     "prompt_template",
@@ -30,6 +33,41 @@ FIRST_SETTINGS: Final = (
 """Settings that are in every fingerprint, see `Dataset.rules`."""
 
 
+def _check_source_name(name: str) -> str:
+    if not SOURCE_NAME.fullmatch(name):
+        raise ValueError("a source has a name of 1 to 64 letters, digits, '.', '_' or '-'")
+    return name
+
+
+SourceName = Annotated[str, AfterValidator(_check_source_name)]
+
+
+class DataSource(Section):
+    """One of several sources of a dataset. What it leaves at null is as in the dataset."""
+
+    path: PathText
+    """The file or folder."""
+    split: Word | None = None
+    """The split to read, for a folder that has several."""
+    weight: PositiveFloat | None = None
+    """Share of the items that come from this source, relative to the other weights. Either every
+    source has a weight or none; without weights each epoch has each row of every source once."""
+    prompt_template: TemplateText | None = None
+    """Template of a prompt."""
+    answer_template: TemplateText | None = None
+    """Template of an answer."""
+    prompt_key: Word | None = None
+    """Key of the prompt."""
+    answer_key: Word | None = None
+    """Key of the answer."""
+    messages_key: Word | None = None
+    """Key of the conversation."""
+    id_key: Word | None = None
+    """Key of the id."""
+    system_prompt: str | None = None
+    """System message."""
+
+
 class Dataset(Section):
     """The rows that feed a trial: JSONL, JSON or Parquet files, or a folder that Hugging Face
     `datasets` has saved (docs/data.md). A key of a row may be nested: `reward_model.ground_truth`
@@ -39,9 +77,12 @@ class Dataset(Section):
     """`prompt` feeds generation (the answer goes to the reward), `prompt_answer` and `messages`
     (conversations) feed SFT, `preference` (pairs of answers) feeds DPO and reward models, `kto`
     (labelled answers) KTO."""
-    path: PathText
+    path: PathText = ""
     """The file or folder. It is tokenised once per trial, into the run directory, when the first
-    job starts. Do not change it during a trial."""
+    job starts. Do not change it during a trial. Required without `sources`."""
+    sources: dict[SourceName, DataSource] = Field(default_factory=dict)
+    """Several files or folders in place of `path`, by names of your choice. A sample's id begins
+    with the name: `math/17@0`."""
     split: Word | None = None
     """The split to read, for a folder that has several (`train`)."""
     prompt_template: TemplateText = "{prompt}"
@@ -90,6 +131,52 @@ class Dataset(Section):
     skipped in the same way; null keeps all."""
     shuffle: bool = True
     """Shuffle the lines anew for each epoch, with the run's seed."""
+    curriculum_key: Word | None = None
+    """Key of a number, its difficulty: each epoch has the rows in the order of their numbers, from
+    small to large. `shuffle` shuffles rows with equal numbers."""
+    balanced_batches: bool = False
+    """Order each epoch into batches of about equal numbers of tokens, those with most tokens first,
+    so that a batch that does not fit into memory is met at once. `shuffle` changes which rows of
+    equal length go together. Lengths are those of the dataset, without completions."""
+
+    @model_validator(mode="after")
+    def _one_form(self) -> Dataset:
+        if bool(self.path) == bool(self.sources):
+            raise ValueError("needs a path, or sources" if not self.path else BOTH)
+        weights = [source.weight is not None for source in self.sources.values()]
+        if any(weights) and not all(weights):
+            without = next(name for name, own in self.sources.items() if own.weight is None)
+            raise ValueError(f"source '{without}' has no weight: every source has one, or none")
+        if self.curriculum_key is not None and self.balanced_batches:
+            raise ValueError("curriculum_key and balanced_batches are two orders: use one of them")
+        if self.balanced_batches and any(weights):
+            raise ValueError("balanced_batches needs whole epochs: sources have no weights with it")
+        return self
+
+    @property
+    def parts(self) -> dict[str, Dataset]:
+        """A dataset for each source, by its name; "" for a dataset without sources."""
+        if not self.sources:
+            return {"": self}
+        return {
+            name: self.model_copy(
+                update={
+                    **source.model_dump(exclude={"weight"}, exclude_none=True),
+                    "sources": {},
+                }
+            )
+            for name, source in self.sources.items()
+        }
+
+    @property
+    def title(self) -> str:
+        """The paths, for messages."""
+        return ", ".join(part.path for part in self.parts.values())
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """Those of the sources; empty without weights."""
+        return tuple(each.weight for each in self.sources.values() if each.weight is not None)
 
     @property
     def is_chat(self) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.config.template import Template
+from slurmrl.data.fields import value_at
 from slurmrl.data.row_fields import RowField, template_fields
 from slurmrl.errors import Problem
 
@@ -84,6 +85,11 @@ class RowType(ABC):
     def fields(self) -> list[RowField]:
         """The keys of a row. Default: those of the templates."""
         return [field for _, fields in self._filled.values() for field in fields]
+
+    def difficulty(self, row: Row) -> float:
+        """The number of a checked row by which a curriculum orders it."""
+        key = self.config.curriculum_key
+        return 0.0 if key is None else float(value_at(row, key))
 
     def wrong_settings(self) -> Iterator[Problem]:
         """Problems of the settings that need no row."""

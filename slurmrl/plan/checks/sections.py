@@ -39,6 +39,13 @@ def _datasets(draft: Draft) -> Iterator[tuple[KeyPath, Dataset, Sequence[str]]]:
         yield ("evaluation", "dataset"), config.evaluation.dataset, algorithm.evaluation_types
 
 
+def _sources(draft: Draft) -> Iterator[tuple[KeyPath, Dataset]]:
+    """The sources of all datasets with their keys."""
+    for where, dataset, _ in _datasets(draft):
+        for name, part in dataset.parts.items():
+            yield (*where, "sources", name) if name else where, part
+
+
 def dataset_types(draft: Draft) -> Iterator[Problem]:
     for where, dataset, types in _datasets(draft):
         if dataset.type not in types:
@@ -54,7 +61,7 @@ def conflicts(draft: Draft) -> Iterator[Problem]:
 
 
 def dataset_files(draft: Draft) -> Iterator[Problem]:
-    for where, dataset, _ in _datasets(draft):
+    for where, dataset in _sources(draft):
         if reason := _no_data(Path(dataset.path)):
             yield draft.problem((*where, "path"), f"'{dataset.path}' is not allowed: {reason}")
         template = dataset.chat_template
@@ -76,7 +83,7 @@ def _no_data(path: Path) -> str:
 
 def dataset_chats(draft: Draft) -> Iterator[Problem]:
     """Settings that only a chat template uses."""
-    for where, dataset, _ in _datasets(draft):
+    for where, dataset in _sources(draft):
         for name in ("system_prompt", "chat_template_options"):
             if getattr(dataset, name) and not dataset.is_chat:
                 message = "is not allowed without a chat template: set chat_template to true"

@@ -226,10 +226,13 @@ class CheckProcess:
 
 
 def datasets(config: Config) -> Iterator[tuple[str, DatasetConfig]]:
-    """Yield the data sets with the dotted keys of their sections."""
-    yield "dataset", config.dataset
+    """Yield the sources of all data sets with the dotted keys of their sections."""
+    sections = {"dataset": config.dataset}
     if config.evaluation is not None:
-        yield "evaluation.dataset", config.evaluation.dataset
+        sections["evaluation.dataset"] = config.evaluation.dataset
+    for key, section in sections.items():
+        for name, part in section.parts.items():
+            yield f"{key}.sources.{name}" if name else key, part
 
 
 def limits(dataset: DatasetConfig) -> str:

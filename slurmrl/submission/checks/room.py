@@ -64,12 +64,8 @@ def checkpoint_bytes(settings: Settings) -> int:
 
 def data_bytes(settings: Settings) -> int:
     """Estimate the bytes of the tokenised data; a file that cannot be read counts 0."""
-    config = settings.config
-    paths = [config.dataset.path]
-    if config.evaluation is not None:
-        paths.append(config.evaluation.dataset.path)
     total = 0
-    for path in map(Path, paths):
+    for path in map(Path, settings.config.data_paths()):
         with suppress(OSError):
             files = path.rglob("*") if path.is_dir() else [path]
             total += sum(file.stat().st_size for file in files)

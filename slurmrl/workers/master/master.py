@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from slurmrl import log
-from slurmrl.backoff import Backoff, retry
+from slurmrl.backoff import READ_S, Backoff, retry
 from slurmrl.config.schema import Config
 from slurmrl.errors import CheckpointError
 from slurmrl.fsio.atomic import replace
@@ -159,7 +159,9 @@ class Master:
         }
         if len(seen) > 1:
             raise CheckpointError(f"the ranks see different datasets: {sorted(seen)}")
-        self.progress.use_dataset(*seen.pop())
+        directories = [self.paths.data / name for name in ready[0].directories]
+        use = partial(self.progress.use_dataset, *seen.pop(), directories)
+        retry("read the order of the dataset", use, timeout_s=READ_S)
         self._tell_left_out(ready[0])
         self._use_stop_tokens({answer.stop_tokens for answer in ready.values()})
 
@@ -172,7 +174,7 @@ class Master:
             found.append((evaluation, ready.evaluation_left_out, ready.evaluation_size))
         for dataset, left, size in found:
             if left:
-                where, total = dataset.path, size + left
+                where, total = dataset.title, size + left
                 logger.warning(
                     "%d of %d lines of %s are too long and were dropped", left, total, where
                 )

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from slurmrl.algorithms.scalars import ScalarController
 from slurmrl.config.conditions import Frequency, StopWhen
 from slurmrl.config.schema import Config
+from slurmrl.data.arrangement import order_of
 from slurmrl.data.ledger import Ledger, LedgerRecord
-from slurmrl.data.order import DataOrder
+from slurmrl.data.order import ItemOrder
 from slurmrl.errors import CheckpointError, CorruptFileError
 from slurmrl.fsio import objects
 from slurmrl.fsio.failures import corrupt
@@ -114,7 +116,7 @@ class Progress:
         self.evaluation_size = 0
         self.stop_token_ids: list[int] = []
         """The tokens that end a completion; an export states them."""
-        self._order: DataOrder | None = None
+        self._order: ItemOrder | None = None
         self._batch: list[int] = []
         """The items in flight for the next step."""
         if state is not None:
@@ -149,31 +151,41 @@ class Progress:
 
     # -- data --------------------------------------------------------------------------------
 
-    def use_dataset(self, size: int, fingerprint: str, evaluation_size: int) -> None:
-        """Set the dataset that the ranks have read.
+    def use_dataset(
+        self,
+        size: int,
+        fingerprint: str,
+        evaluation_size: int,
+        directories: Sequence[Path] = (),
+    ) -> None:
+        """Set the dataset that the ranks have read; ``directories`` hold its prepared rows.
 
         Raises:
             CheckpointError: it differs from the dataset that the last commit's ledger is about.
+            CorruptFileError, EnvironmentFailure: the order cannot be made from the prepared rows.
         """
         dataset = {"size": size, "fingerprint": fingerprint}
         if self.dataset is not None and self.dataset != dataset:
             raise CheckpointError(
-                f"the dataset {self.config.dataset.path} has changed since the last commit: "
+                f"the dataset {self.config.dataset.title} has changed since the last commit: "
                 f"{self.dataset['size']} items then, {size} now; the data order cannot be kept"
             )
         self.dataset = dataset
         self.evaluation_size = evaluation_size
-        self._order = DataOrder(size, self.config.seed, shuffle=self.config.dataset.shuffle)
+        self._order = order_of(
+            self.config.dataset, self.config.seed, self.batch_size, size, directories
+        )
 
     @property
-    def order(self) -> DataOrder:
+    def order(self) -> ItemOrder:
         if self._order is None:
             raise RuntimeError("use_dataset comes first")
         return self._order
 
     @property
     def epoch(self) -> int:
-        """Epochs of which all items are trained or dropped."""
+        """Epochs of which all items are trained or dropped. With weights, an epoch has as many
+        items as all sources together."""
         return self.ledger.settled // self.order.size
 
     def take_batch(self) -> list[tuple[int, int]]:

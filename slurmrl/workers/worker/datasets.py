@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from slurmrl.backoff import READ_S, Interval, retry
 from slurmrl.config.schema import Config
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data import dataset, preparation
-from slurmrl.data.dataset import TokenizedDataset
+from slurmrl.data.dataset import Rows
 from slurmrl.data.prepared import PreparedRows
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.parallel.activity import Activity
@@ -53,7 +53,7 @@ class Datasets:
 
     def provide(
         self, tokenizer: PreTrainedTokenizerBase, rank: int, say: Callable[[Preparing], None]
-    ) -> tuple[TokenizedDataset, ...]:
+    ) -> tuple[Rows, ...]:
         """Return the training dataset and, if there is one, that of evaluations. ``say`` sends
         `Preparing` to the master now and then while rank 0 tokenises."""
         if rank == 0:
@@ -73,9 +73,9 @@ class Datasets:
                 report()
 
         directories = []
-        for section in self._sections:
+        for part in (part for section in self._sections for part in section.parts.values()):
             make = partial(
-                preparation.prepare, self._folder, self._incarnation, section, tokenizer, progress
+                preparation.prepare, self._folder, self._incarnation, part, tokenizer, progress
             )
             directories.append(retry("prepare the dataset", make, timeout_s=READ_S))
         try:
@@ -84,7 +84,7 @@ class Datasets:
             logger.warning("old prepared data stays: %s", error)
         self._store.set(KEY, json.dumps([directory.name for directory in directories]))
 
-    def _open(self) -> tuple[TokenizedDataset, ...]:
+    def _open(self) -> tuple[Rows, ...]:
         """Wait for rank 0, however long it takes: the agents end this rank if rank 0 fails."""
         self._activity.phase("waiting for rank 0 to tokenise the dataset")
         while True:
@@ -93,11 +93,12 @@ class Datasets:
                 break
             except dist.DistStoreError:
                 continue
-        names = json.loads(self._store.get(KEY))
-        return tuple(
-            retry("open the dataset", partial(self._open_one, section, name), timeout_s=READ_S)
-            for section, name in zip(self._sections, names, strict=True)
-        )
+        names = iter(json.loads(self._store.get(KEY)))
+        opened = []
+        for section in self._sections:
+            make = partial(self._open_one, section, [next(names) for _ in section.parts])
+            opened.append(retry("open the dataset", make, timeout_s=READ_S))
+        return tuple(opened)
 
-    def _open_one(self, section: DatasetConfig, name: str) -> TokenizedDataset:
-        return dataset.make(section, PreparedRows(self._folder / name))
+    def _open_one(self, section: DatasetConfig, names: Sequence[str]) -> Rows:
+        return dataset.make(section, [PreparedRows(self._folder / name) for name in names])

@@ -10,7 +10,7 @@ import torch
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.backoff import READ_S, retry
-from slurmrl.data.dataset import TokenizedDataset
+from slurmrl.data.dataset import Rows
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TOKENS, Engine, TrainEngine
 from slurmrl.graph.call import Method
@@ -41,7 +41,7 @@ class Executor:
         plan: Plan,
         rank: int,
         engines: Mapping[str, Engine],
-        datasets: Sequence[TokenizedDataset],
+        datasets: Sequence[Rows],
         tokenizer: Any,
         stop_token_ids: tuple[int, ...],
         cores: int,
@@ -79,6 +79,7 @@ class Executor:
             evaluation_size=evaluation.size if evaluation is not None else 0,
             left_out=self.dataset.left_out,
             evaluation_left_out=evaluation.left_out if evaluation is not None else 0,
+            directories=self.dataset.directories,
             stop_tokens=tuple(zip(self.stop_token_ids, map(str, texts), strict=True)),
         )
 

@@ -185,9 +185,7 @@ def require_inputs(settings: Settings) -> None:
     """Raise UnreadableInputError for a path of the configuration that is not on this host."""
     config = settings.config
     models: list[Model] = [getattr(config, use.role) for use in settings.algorithm.roles()]
-    paths = [config.actor.tokenizer, *(model.path for model in models), config.dataset.path]
-    if config.evaluation is not None:
-        paths.append(config.evaluation.dataset.path)
+    paths = [config.actor.tokenizer, *(model.path for model in models), *config.data_paths()]
     inputs.require(Path(path) for path in paths if path is not None)
 
 

@@ -72,7 +72,7 @@ class Site:
         config = Dataset(**{"type": "messages", "path": str(path), **settings})
         data = self.folder / "data"
         directory = preparation.prepare(data, 1, config, self.tokenizer, lambda what: None)
-        made = dataset.make(config, PreparedRows(directory))
+        made = dataset.make(config, [PreparedRows(directory)])
         return made.sample([(0, row) for row in range(made.size)])
 
     def marked(self, sample: SequenceSample) -> str:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from slurmrl.data.order import DataOrder, permutation
+from slurmrl.data.order import DataOrder, Mixture, permutation
+from slurmrl.data.packing import longest_first
 
 
 def test_an_order_is_a_function_of_seed_epoch_and_size() -> None:
@@ -45,3 +46,66 @@ def test_without_shuffling_the_file_order_stays() -> None:
 def test_an_empty_dataset_has_no_order() -> None:
     with pytest.raises(ValueError, match="without items"):
         DataOrder(0, seed=1)
+
+
+WEIGHTS = [5.0, 3.0, 0.5]
+
+
+def mixture(seed: int = 1) -> Mixture:
+    return Mixture([DataOrder(size, f"{seed} {size}") for size in (7, 5, 40)], WEIGHTS, seed)
+
+
+def source_of(index: int) -> int:
+    return (index >= 7) + (index >= 12)
+
+
+def test_a_mixture_takes_each_source_s_items_in_its_order_and_once() -> None:
+    """What a source gives is its own endless order without gaps, so each (epoch, index) comes
+    once."""
+    items = mixture(1).items(range(600))
+    for source, (first, size) in enumerate(((0, 7), (7, 5), (12, 40))):
+        own = [(e, i - first) for e, i in items if source_of(i) == source]
+        assert own == DataOrder(size, f"1 {size}").items(range(len(own)))
+    assert items != mixture(2).items(range(600))
+
+
+def test_every_stretch_of_a_mixture_is_close_to_the_weights() -> None:
+    """Also far from its start, where nothing before it is looked at."""
+    for begin in (0, 12_345, 10**12):
+        counts = Counter(source_of(i) for _, i in mixture().items(range(begin, begin + 850)))
+        for source, weight in enumerate(WEIGHTS):
+            assert abs(counts[source] - 850 * weight / sum(WEIGHTS)) < 5
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 999), unique=True, max_size=9))
+def test_an_item_of_a_mixture_depends_on_its_number_only(numbers: list[int]) -> None:
+    found = mixture().items(numbers)
+    assert found == [mixture().items([number])[0] for number in numbers]
+
+
+def test_batches_are_balanced_and_come_longest_first() -> None:
+    lengths = [float(permutation(3, 0, 50)[place] ** 2) for place in range(50)]
+    order = longest_first(permutation(1, 0, 50), lengths, 10, 0)
+    totals = [sum(lengths[i] for i in order[at : at + 10]) for at in range(0, 50, 10)]
+    assert sorted(order) == list(range(50))
+    assert totals == sorted(totals, reverse=True)
+    assert totals[0] < 1.05 * totals[-1], "a shuffled epoch's batches differ by half"
+    plain = permutation(1, 0, 50)
+    assert max(sum(lengths[i] for i in plain[at : at + 10]) for at in range(0, 50, 10)) > totals[0]
+
+
+@pytest.mark.parametrize(("size", "batch"), [(10, 4), (7, 10), (9, 3), (11, 1), (5, 7)])
+def test_batches_that_reach_into_the_next_epoch_stay_whole(size: int, batch: int) -> None:
+    """Batches are those of the steps: of an epoch that begins within a batch, the first items
+    complete it, and only whole batches are sorted."""
+    lengths = [float(i) for i in range(size)]
+    begun = 0
+    for _epoch in range(5):
+        first = -begun % batch
+        order = longest_first(list(range(size)), lengths, batch, first)
+        assert sorted(order) == list(range(size))
+        starts = range(min(first, size), size - batch + 1, batch)
+        totals = [sum(lengths[i] for i in order[at : at + batch]) for at in starts]
+        assert totals == sorted(totals, reverse=True)
+        begun += size

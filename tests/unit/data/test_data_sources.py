@@ -181,7 +181,7 @@ def test_files_of_a_folder_follow_each_other(tmp_path: Path) -> None:
 def prepared(config: Dataset, folder: Path) -> Any:
     tokenizer: Any = Characters(folder)
     directory = preparation.prepare(folder / "data", 1, config, tokenizer, str)
-    return dataset.make(config, PreparedRows(directory))
+    return dataset.make(config, [PreparedRows(directory)])
 
 
 def test_nested_keys_and_their_values_reach_the_reward_untouched(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.checkpoint.tensors import SavedFile
-from slurmrl.data.dataset import TokenizedDataset
+from slurmrl.data.dataset import Rows
 from slurmrl.data.meta import SampleMeta
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TrainEngine
@@ -42,6 +42,7 @@ class FakeDataset:
         self.size = size
         self.fingerprint = f"of {size}"
         self.left_out = 3
+        self.directories = (f"rows-{size}",)
         self.reads: list[list[tuple[int, int]]] = []
 
     def meta(self, items: Sequence[tuple[int, int]]) -> SampleMeta:
@@ -165,7 +166,7 @@ class Ranks:
                     role: cast(TrainEngine, FakeEngine(role, rank, sizes, on))
                     for role in ("actor", "ref")
                 },
-                [cast(TokenizedDataset, each) for each in (self.dataset, self.held_out)],
+                [cast(Rows, each) for each in (self.dataset, self.held_out)],
                 tokenizer=FakeTokenizer(),
                 stop_token_ids=(7, 2),
                 cores=3,
@@ -438,4 +439,5 @@ def test_description_of_the_data(make_ranks: Callable[..., Ranks]) -> None:
         left_out=3,
         evaluation_left_out=3,
         stop_tokens=((7, "<7>"), (2, "<2>")),
+        directories=("rows-40",),
     )

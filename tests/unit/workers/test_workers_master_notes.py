@@ -25,8 +25,8 @@ class Events:
 
 def test_lines_that_are_left_out_are_reported_by_file(caplog: pytest.LogCaptureFixture) -> None:
     config = SimpleNamespace(
-        dataset=SimpleNamespace(path="/train"),
-        evaluation=SimpleNamespace(dataset=SimpleNamespace(path="/held")),
+        dataset=SimpleNamespace(title="/train"),
+        evaluation=SimpleNamespace(dataset=SimpleNamespace(title="/held")),
     )
     master: Any = SimpleNamespace(config=config, events=Events())
     ready = Ready(rank=0, size=7, fingerprint="f", left_out=3, evaluation_size=4)
