@@ -17,7 +17,7 @@ from slurmrl.workers.master.progress import REQUIRED, STATE, Progress
 
 SIZE = 10
 FINGERPRINT = "f1"
-STATS = {"kl_sequence": 30.0}
+STATS = {"kl_sequence": 30.0, "completions": 4.0}
 """A KL far above any target, which an adaptive coefficient answers."""
 
 
