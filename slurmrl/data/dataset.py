@@ -26,7 +26,7 @@ Item = tuple[int, int]
 """(epoch, index of a usable row)"""
 
 
-def make(config: DatasetConfig, prepared: Sequence[PreparedRows]) -> Rows:
+def make(config: DatasetConfig, prepared: Sequence[PreparedRows]) -> SampleRows:
     """The dataset that a configuration names, from the prepared rows of its sources."""
     parts = [
         _make_part(part, name, rows)
@@ -41,7 +41,7 @@ def _make_part(config: DatasetConfig, name: str, prepared: PreparedRows) -> Toke
     return dataset
 
 
-class Rows(Protocol):
+class SampleRows(Protocol):
     """A dataset as a rank uses it."""
 
     @property

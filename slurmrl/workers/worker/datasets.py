@@ -17,7 +17,7 @@ from slurmrl.backoff import READ_S, Interval, retry
 from slurmrl.config.schema import Config
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data import dataset, preparation
-from slurmrl.data.dataset import Rows
+from slurmrl.data.dataset import SampleRows
 from slurmrl.data.prepared import PreparedRows
 from slurmrl.errors import EnvironmentFailure
 from slurmrl.parallel.activity import Activity
@@ -53,7 +53,7 @@ class Datasets:
 
     def provide(
         self, tokenizer: PreTrainedTokenizerBase, rank: int, say: Callable[[Preparing], None]
-    ) -> tuple[Rows, ...]:
+    ) -> tuple[SampleRows, ...]:
         """Return the training dataset and, if there is one, that of evaluations. ``say`` sends
         `Preparing` to the master now and then while rank 0 tokenises."""
         if rank == 0:
@@ -84,7 +84,7 @@ class Datasets:
             logger.warning("old prepared data stays: %s", error)
         self._store.set(KEY, json.dumps([directory.name for directory in directories]))
 
-    def _open(self) -> tuple[Rows, ...]:
+    def _open(self) -> tuple[SampleRows, ...]:
         """Wait for rank 0, however long it takes: the agents end this rank if rank 0 fails."""
         self._activity.phase("waiting for rank 0 to tokenise the dataset")
         while True:
@@ -100,5 +100,5 @@ class Datasets:
             opened.append(retry("open the dataset", make, timeout_s=READ_S))
         return tuple(opened)
 
-    def _open_one(self, section: DatasetConfig, names: Sequence[str]) -> Rows:
+    def _open_one(self, section: DatasetConfig, names: Sequence[str]) -> SampleRows:
         return dataset.make(section, [PreparedRows(self._folder / name) for name in names])

@@ -10,7 +10,7 @@ import torch
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.backoff import READ_S, retry
-from slurmrl.data.dataset import Rows
+from slurmrl.data.dataset import SampleRows
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TOKENS, Engine, TrainEngine
 from slurmrl.graph.call import Method
@@ -41,7 +41,7 @@ class Executor:
         plan: Plan,
         rank: int,
         engines: Mapping[str, Engine],
-        datasets: Sequence[Rows],
+        datasets: Sequence[SampleRows],
         tokenizer: Any,
         stop_token_ids: tuple[int, ...],
         cores: int,

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from slurmrl.config.schema import Dataset
 from slurmrl.data import dataset, preparation
-from slurmrl.data.dataset import Rows
+from slurmrl.data.dataset import SampleRows
 from slurmrl.data.prepared import PreparedRows
 from slurmrl.data.tokenizer import load_tokenizer, save_tokenizer, text_ids, train_bpe
 from slurmrl.errors import ConfigError, UsageError
@@ -42,7 +42,7 @@ def rows(folder: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
-def make(config: Dataset, tokenizer: Any) -> Rows:
+def make(config: Dataset, tokenizer: Any) -> SampleRows:
     folder = Path(config.path).parent / "data"
     directory = preparation.prepare(folder, 1, config, tokenizer, lambda what: None)
     return dataset.make(config, [PreparedRows(directory)])

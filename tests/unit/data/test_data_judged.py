@@ -10,7 +10,7 @@ import pytest
 
 from slurmrl.config.schema import Dataset
 from slurmrl.data import dataset, preparation
-from slurmrl.data.dataset import Rows
+from slurmrl.data.dataset import SampleRows
 from slurmrl.data.prepared import PreparedRows
 from slurmrl.data.rows import DatasetRows
 from slurmrl.data.tokenizer import load_tokenizer
@@ -25,13 +25,13 @@ def write(folder: Path, *rows: dict[str, Any]) -> str:
     return str(path)
 
 
-def make(kind: str, folder: Path, *rows: dict[str, Any], **options: Any) -> Rows:
+def make(kind: str, folder: Path, *rows: dict[str, Any], **options: Any) -> SampleRows:
     config = Dataset(type=kind, path=write(folder, *rows), **options)
     directory = preparation.prepare(folder / "data", 1, config, TOKENIZER, lambda what: None)
     return dataset.make(config, [PreparedRows(directory)])
 
 
-def texts(made: Rows, *indices: int) -> list[list[tuple[str, str]]]:
+def texts(made: SampleRows, *indices: int) -> list[list[tuple[str, str]]]:
     """The (prompt, answer) of each sequence of the items, by way of the masks."""
     sample = made.sample([(0, index) for index in indices])
     ids = iter(sample.tensor("input_ids").tolist())

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from slurmrl.config.schema import Dataset
 from slurmrl.data import dataset, preparation
 from slurmrl.data.arrangement import order_of
-from slurmrl.data.dataset import Rows
+from slurmrl.data.dataset import SampleRows
 from slurmrl.data.prepared import PreparedRows
 from slurmrl.errors import ConfigError
 from tests.support.chaos.preparations import Characters
@@ -29,7 +29,7 @@ class Site:
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return str(path)
 
-    def make(self, **settings: Any) -> tuple[Dataset, Rows]:
+    def make(self, **settings: Any) -> tuple[Dataset, SampleRows]:
         config = Dataset(**{"type": "prompt", **settings})
         tokenizer: Any = Characters(self.folder)
         prepared = [
@@ -38,7 +38,7 @@ class Site:
         ]
         return config, dataset.make(config, prepared)
 
-    def order(self, made: tuple[Dataset, Rows], count: int, batch: int = 2) -> list[str]:
+    def order(self, made: tuple[Dataset, SampleRows], count: int, batch: int = 2) -> list[str]:
         """The ids of the first items."""
         config, rows = made
         directories = [self.folder / "data" / name for name in rows.directories]

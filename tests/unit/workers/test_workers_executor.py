@@ -17,7 +17,7 @@ from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.checkpoint.tensors import SavedFile
-from slurmrl.data.dataset import Rows
+from slurmrl.data.dataset import SampleRows
 from slurmrl.data.meta import SampleMeta
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TrainEngine
@@ -166,7 +166,7 @@ class Ranks:
                     role: cast(TrainEngine, FakeEngine(role, rank, sizes, on))
                     for role in ("actor", "ref")
                 },
-                [cast(Rows, each) for each in (self.dataset, self.held_out)],
+                [cast(SampleRows, each) for each in (self.dataset, self.held_out)],
                 tokenizer=FakeTokenizer(),
                 stop_token_ids=(7, 2),
                 cores=3,
