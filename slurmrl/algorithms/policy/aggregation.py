@@ -21,8 +21,8 @@ def token_weights(
     - ``tokens``: all tokens count alike (Yu et al. 2025, "DAPO", eq. 8).
     - ``sequences``: the mean over sequences of the means over their tokens (Shao et al. 2024,
       "DeepSeekMath", eq. 3).
-    - ``constant``: the mean over sequences of sums over tokens, divided by ``length`` (Liu et al.
-      2025, "Understanding R1-Zero-like training", section 3.1).
+    - ``constant``: the mean over sequences of sums over tokens, divided by ``length`` (Dr. GRPO:
+      Liu et al. 2025, "Understanding R1-Zero-like training").
     """
     if aggregation == "tokens":
         return None

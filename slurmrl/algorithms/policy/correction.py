@@ -29,7 +29,7 @@ def correction_weights(
     """Importance weights from log-probabilities of the training engine before the update
     (``proximal``) and of generation (``behaviour``). They multiply the losses of tokens, so the
     ratio of the objective and this weight make up the decoupled objective (Fu et al. 2025, "AReaL",
-    eq. 5).
+    section 5.2).
 
     The level says what a weight belongs to: ``token``: each token; ``sequence``: the product over
     the response; ``geometric``: the geometric mean over the response.

@@ -57,7 +57,7 @@ def surrogate(
 def _clipped(log_ratio: Tensor, advantages: Tensor, settings: Objective) -> tuple[Tensor, Tensor]:
     """PPO's pessimistic clip (Schulman et al. 2017, eq. 7) with bounds of its own on either side
     (Yu et al. 2025, "DAPO", eq. 10). ``dual_clip`` bounds the loss of tokens with negative
-    advantages (Ye et al. 2020, "Mastering complex control in MOBA games", eq. 5)."""
+    advantages (Ye et al. 2020, "Mastering complex control in MOBA games")."""
     low, high = settings.ratio_bounds
     ratio = log_ratio.exp()
     plain = -advantages * ratio

@@ -49,7 +49,7 @@ class ReturnMoments:
 
     def exponential(self, mean: float, square: float, decay: float) -> ReturnMoments:
         """After a further batch, with the weight 1 - ``decay`` (van Hasselt et al. 2016, "Learning
-        values across many orders of magnitude", eq. 6)."""
+        values across many orders of magnitude", without the change of weights)."""
         return self._joined(decay * self.weight, 1.0 - decay, mean, square)
 
     def moving(self, mean: float, square: float, count: float) -> ReturnMoments:
