@@ -3,8 +3,10 @@
     python examples/addition/make_data.py
 
 ``12+34=`` has the answer ``64``. The held-out problems are those of 256 pairs of numbers in
-either order; ``train.jsonl`` holds all other problems, for SFT and for RL. Run it again after a
-change; a test compares the files with what it makes.
+either order; ``train.jsonl`` holds all other problems, for SFT and for RL. ``pairs.jsonl`` and
+``heldout_pairs.jsonl`` have a right and a wrong answer to each problem, for DPO and reward models,
+``labels.jsonl`` right and wrong answers with labels, for KTO. Run it again after a change; a test
+compares the files with what it makes.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from slurmrl.data.tokenizer import save_tokenizer
 FOLDER = Path(__file__).parent
 NUMBERS = range(10, 100)
 HELD_OUT_PAIRS = 256
+JUDGED = 3072
+"""Problems with right and wrong answers."""
 SYMBOLS = ["<pad>", "<eos>", "<unk>", *"0123456789", "+", "=", "-"]
 
 
@@ -36,6 +40,32 @@ def problems() -> tuple[list[dict[str, str]], list[dict[str, str]]]:
     return train, test
 
 
+def pairs(rows: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Each problem with its answer and one that has a wrong digit."""
+    draw = random.Random("pairs")
+    made = []
+    for row in rows:
+        right = row["answer"]
+        place = draw.randrange(len(right))
+        digit = draw.choice([digit for digit in "0123456789" if digit != right[place]])
+        wrong = right[:place] + digit + right[place + 1 :]
+        made.append({**_problem(row), "chosen": right, "rejected": wrong})
+    return made
+
+
+def labels(rows: list[dict[str, str]]) -> list[dict[str, str | bool]]:
+    """The answers of pairs, one by one: right ones are desirable, wrong ones are not."""
+    return [
+        {**_problem(row), "id": f"{row['id']} {key}", "answer": row[key], "label": key == "chosen"}
+        for row in rows
+        for key in ("chosen", "rejected")
+    ]
+
+
+def _problem(row: dict[str, str]) -> dict[str, str]:
+    return {"id": row["id"], "prompt": row["prompt"]}
+
+
 def tokenizer() -> Tokenizer:
     """One token for each symbol."""
     vocabulary = {symbol: index for index, symbol in enumerate(SYMBOLS)}
@@ -48,7 +78,16 @@ def tokenizer() -> Tokenizer:
 
 def write(folder: Path) -> None:
     """All files of the example's data into ``folder``."""
-    for name, rows in zip(("train", "heldout"), problems(), strict=True):
+    train, held_out = problems()
+    some = random.Random("some").sample(train, JUDGED)
+    files = {
+        "train": train,
+        "heldout": held_out,
+        "pairs": pairs(some),
+        "heldout_pairs": pairs(held_out),
+        "labels": labels(pairs(some)),
+    }
+    for name, rows in files.items():
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"{name}.jsonl").write_text(text, encoding="utf-8")
     save_tokenizer(tokenizer(), folder / "tokenizer", end="<eos>", pad="<pad>")

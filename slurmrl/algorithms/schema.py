@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import ClassVar
 
 from slurmrl.config.schema import Config, PositiveInt, Section
 from slurmrl.config.source import KeyPath
-from slurmrl.graph.call import Call, Method, RoleUse
+from slurmrl.graph.call import REWARD_MODEL, Call, Method, RoleUse
 
 ROLLOUT = "slurmrl.algorithms.rollout.interface:RolloutInterface"
 REFERENCE = "slurmrl.algorithms.sequences:ReferenceInterface"
+MODEL_SCORES = "slurmrl.algorithms.reward_model.scores:ScoresInterface"
 RULE_REWARD = "slurmrl.algorithms.reward.interface:RuleRewardInterface"
 
 
@@ -66,7 +68,7 @@ class AlgorithmSchema(Section, ABC):
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
         """The calls of one evaluation: completions of held-out prompts, judged."""
-        return (generate_call(), reward_call())
+        return (generate_call(), *reward_calls(config))
 
     def conflicts(self, config: Config) -> Iterable[tuple[KeyPath, str]]:
         """Settings anywhere in the configuration that exclude each other with this algorithm: their
@@ -101,6 +103,24 @@ def generate_call() -> Call:
         outputs=("input_ids", "prompt_mask", "logprobs", "finished"),
         metrics=("response_length", "prompt_length", "finished"),
     )
+
+
+def reward_calls(config: Config) -> tuple[Call, ...]:
+    """The calls that judge completions: the configured reward, after the model that it uses, if
+    any."""
+    judge = reward_call()
+    if config.reward is None or not config.reward.uses_model:
+        return (judge,)
+    scores = Call(
+        name="reward_model_inf",
+        role=REWARD_MODEL,
+        method=Method.INFERENCE,
+        interface=MODEL_SCORES,
+        inputs=("input_ids",),
+        outputs=("model_scores",),
+        metrics=("model_score",),
+    )
+    return (scores, replace(judge, inputs=(*judge.inputs, "model_scores")))
 
 
 def reward_call() -> Call:

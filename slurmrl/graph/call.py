@@ -17,6 +17,10 @@ DATASET_KEYS: Final[dict[str, tuple[str, ...]]] = {
 """The keys that each type of dataset feeds into the graph."""
 
 
+REWARD_MODEL: Final = "reward_model"
+"""The role that scores completions for the reward ``model``."""
+
+
 class Method(StrEnum):
     """What a call does with its model."""
 

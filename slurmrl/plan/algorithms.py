@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 
 from slurmrl.config.schema import Config
 from slurmrl.config.source import KeyPath
-from slurmrl.graph.call import Call, RoleUse
+from slurmrl.graph.call import REWARD_MODEL, Call, RoleUse
 from slurmrl.registry import Registry
 
 ALGORITHMS = Registry(
@@ -25,6 +25,16 @@ ALGORITHMS = Registry(
         "reward_model": "slurmrl.algorithms.reward_model.schema:RewardModel",
     },
 )
+
+
+def uses_of(config: Config, algorithm: Algorithm) -> tuple[RoleUse, ...]:
+    """The models of a trial: those of the algorithm, and the reward model if a call uses it."""
+    calls = list(algorithm.calls(config))
+    if config.evaluation is not None:
+        calls += algorithm.evaluation_calls(config)
+    if all(call.role != REWARD_MODEL for call in calls):
+        return algorithm.roles()
+    return (*algorithm.roles(), RoleUse(REWARD_MODEL, trained=False, head="value"))
 
 
 class Algorithm(Protocol):

@@ -11,6 +11,7 @@ from slurmrl.config.schema import Config
 from slurmrl.graph.call import DATASET_KEYS, Call, Method, RoleUse
 from slurmrl.graph.graph import Graph
 from slurmrl.plan import placement, resources
+from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.estimates.host import worker_bytes
 from slurmrl.plan.estimates.memory import uses_sequence_parallel
 from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Offloading, Plan, Reallocation
@@ -31,7 +32,7 @@ def make_plan(
     """The plan for ``scheduler``, ``"local"`` or ``"slurm"``, and for the cluster's ``hosts`` if
     they are known."""
     config, algorithm = settings.config, settings.algorithm
-    uses = {use.role: use for use in algorithm.roles()}
+    uses = {use.role: use for use in uses_of(config, algorithm)}
     placed = placement.placements(config, uses)
     models = {
         name: _model(config, uses.get(name) or RoleUse(name, trained=False), place)

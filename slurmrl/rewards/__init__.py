@@ -21,6 +21,7 @@ REWARDS = Registry(
         "code": "slurmrl.rewards.code:CodeReward",
         "exact_match": "slurmrl.rewards.exact_match:ExactMatch",
         "math": "slurmrl.rewards.math:MathReward",
+        "model": "slurmrl.rewards.model:ModelReward",
     },
 )
 

@@ -17,7 +17,14 @@ if TYPE_CHECKING:
     import asyncio
 
 ARGUMENTS: Final = ("prompts", "completions", "rows")
-PER_COMPLETION: Final = ("token_ids", "finished", "sample_ids", "indices", "siblings")
+PER_COMPLETION: Final = (
+    "token_ids",
+    "finished",
+    "sample_ids",
+    "indices",
+    "siblings",
+    "model_scores",
+)
 PER_CALL: Final = ("step", "evaluation")
 """What a reward may ask for by the names of its parameters (docs/rewards.md)."""
 Stats = dict[str, tuple[float, float]]

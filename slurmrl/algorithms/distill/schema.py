@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_call
+from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_calls
 from slurmrl.config.schema import Config, PositiveFloat
 from slurmrl.graph.call import Call, Method, RoleUse
 
@@ -44,7 +44,7 @@ class Distill(AlgorithmSchema):
         return (generate_call(), teacher_call(), train)
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
-        judged = () if config.reward is None else (reward_call(),)
+        judged = () if config.reward is None else reward_calls(config)
         return (generate_call(), *judged, teacher_call())
 
 

@@ -10,7 +10,7 @@ from slurmrl.algorithms.schema import (
     AlgorithmSchema,
     generate_call,
     reference_call,
-    reward_call,
+    reward_calls,
 )
 from slurmrl.config.schema import Config, PositiveFloat
 from slurmrl.graph.call import Call, Method, RoleUse
@@ -58,6 +58,10 @@ class DPO(AlgorithmSchema):
             )
         return self
 
+    def sequences_per_item(self, config: Config) -> int:
+        """Those of the pairs of a prompt, of which there may be more without a limit."""
+        return 2 * (config.dataset.max_pairs_per_prompt or 1)
+
     def roles(self) -> tuple[RoleUse, ...]:
         actor = RoleUse("actor", trained=True, head="lm")
         return (actor,) if self.reference_free else (actor, RoleUse("ref", trained=False))
@@ -75,7 +79,7 @@ class DPO(AlgorithmSchema):
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
         if config.evaluation is None or config.evaluation.dataset.type == "prompt":
-            return (generate_call(), reward_call())
+            return (generate_call(), *reward_calls(config))
         compare = Call(
             name="actor_compare",
             role="actor",

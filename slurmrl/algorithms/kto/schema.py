@@ -8,7 +8,7 @@ from slurmrl.algorithms.schema import (
     AlgorithmSchema,
     generate_call,
     reference_call,
-    reward_call,
+    reward_calls,
 )
 from slurmrl.config.schema import Config, NonNegativeFloat, PositiveFloat
 from slurmrl.graph.call import Call, Method, RoleUse
@@ -45,6 +45,10 @@ class KTO(AlgorithmSchema):
     dataset_types: ClassVar[tuple[str, ...]] = ("kto",)
     evaluation_types: ClassVar[tuple[str, ...]] = ("kto", "prompt")
 
+    def sequences_per_item(self, config: Config) -> int:
+        """An answer and a mismatched one."""
+        return 2
+
     def roles(self) -> tuple[RoleUse, ...]:
         return (RoleUse("actor", trained=True, head="lm"), RoleUse("ref", trained=False))
 
@@ -63,7 +67,7 @@ class KTO(AlgorithmSchema):
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
         if config.evaluation is None or config.evaluation.dataset.type == "prompt":
-            return (generate_call(), reward_call())
+            return (generate_call(), *reward_calls(config))
         return (
             reference_call(),
             Call(

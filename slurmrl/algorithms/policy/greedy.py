@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 from slurmrl.algorithms.base import CallContext, CallResult
 from slurmrl.algorithms.policy.schema import GREEDY
 from slurmrl.algorithms.reward.interface import RuleRewardInterface
+from slurmrl.algorithms.reward_model.scores import ScoresInterface
 from slurmrl.algorithms.rollout.interface import RolloutInterface
 from slurmrl.data.sample import SequenceSample
 
@@ -35,13 +36,25 @@ class GreedyRewardInterface(RuleRewardInterface):
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """``greedy_rewards``, one for each prompt."""
-        plain = _renamed(sample, {GREEDY + key: key for key in COMPLETION})
+        keys = (*COMPLETION, "model_scores")
+        plain = _renamed(sample, {GREEDY + k: k for k in keys if GREEDY + k in sample.keys})
         result = super().inference(engine, plain, context)
         assert result.sample is not None
         return CallResult(
             _renamed(result.sample, {"rewards": "greedy_rewards"}),
             {"greedy_reward": result.stats["reward"]},
         )
+
+
+class GreedyScoresInterface(ScoresInterface):
+    def inference(
+        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        """``greedy_model_scores``, one for each prompt."""
+        plain = _renamed(sample, {"greedy_input_ids": "input_ids"})
+        result = super().inference(engine, plain, context)
+        assert result.sample is not None
+        return CallResult(_renamed(result.sample, {"model_scores": "greedy_model_scores"}))
 
 
 def _greedy(context: CallContext) -> CallContext:

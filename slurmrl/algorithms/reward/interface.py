@@ -11,6 +11,7 @@ from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.data.meta import one_each, repeated
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
+from slurmrl.rewards.reward import NO_EXTRAS, Extras
 from slurmrl.rewards.weighted import WeightedReward, make_reward
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ class RuleRewardInterface(Interface):
         completions = decode_completions(sample, context.tokenizer)
         counts = sample.sequence_counts("input_ids")
         prompts, rows = (repeated(sample.metadata[key], counts) for key in ("prompt", "row"))
-        scores = reward.score(prompts, completions, rows, _places(sample, context))
+        places = _places(sample, context)
+        scores = reward.score(prompts, completions, rows, places, _extras(sample))
         rewards = torch.tensor(scores, dtype=torch.float32)
         stats = reward.stats() if completions else {}
         stats["reward"] = (float(sum(scores)), float(len(scores)))
@@ -58,6 +60,13 @@ class RuleRewardInterface(Interface):
                 raise UsageError("the configuration has no reward")
             self._reward = make_reward(reward, cores=context.cores)
         return self._reward
+
+
+def _extras(sample: SequenceSample) -> Extras:
+    """What a reward may ask for besides texts and rows."""
+    if "model_scores" not in sample.keys:
+        return NO_EXTRAS
+    return {"model_scores": sample.tensor("model_scores").tolist()}
 
 
 def decode_completions(sample: SequenceSample, tokenizer: Any) -> list[str]:

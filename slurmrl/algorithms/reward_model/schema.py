@@ -27,6 +27,10 @@ class RewardModel(AlgorithmSchema):
     dataset_types: ClassVar[tuple[str, ...]] = ("preference",)
     evaluation_types: ClassVar[tuple[str, ...]] = ("preference",)
 
+    def sequences_per_item(self, config: Config) -> int:
+        """Those of the pairs of a prompt, of which there may be more without a limit."""
+        return 2 * (config.dataset.max_pairs_per_prompt or 1)
+
     def roles(self) -> tuple[RoleUse, ...]:
         return (RoleUse("actor", trained=True, head="value"),)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_call
+from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_calls
 from slurmrl.config.schema import Config
 from slurmrl.graph.call import Call, Method, RoleUse
 
@@ -42,7 +42,7 @@ class SFT(AlgorithmSchema):
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
         if config.evaluation is None or config.evaluation.dataset.type == "prompt":
-            return (generate_call(), reward_call())
+            return (generate_call(), *reward_calls(config))
         return (
             Call(
                 name="actor_loss",

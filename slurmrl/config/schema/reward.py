@@ -20,6 +20,8 @@ from slurmrl.config.schema.base import PositiveFloat, PositiveInt, Section, Sequ
 PART_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 OWN_REWARD: Final = re.compile(r"[\w.]+:\w+")
 """The name of a user's own reward."""
+MODEL: Final = "model"
+"""The name of the reward that a model computes."""
 ALONE: Final = ""
 """Name of the only part of a reward that is not a sum."""
 
@@ -117,6 +119,11 @@ class Reward(Section):
     def title(self) -> str:
         """Its name for messages."""
         return self.name or " + ".join(self.parts)
+
+    @property
+    def uses_model(self) -> bool:
+        """Whether the role ``reward_model`` scores completions."""
+        return any(part.name == MODEL for part in self.functions.values())
 
     @property
     def has_own(self) -> bool:

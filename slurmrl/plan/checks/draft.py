@@ -9,7 +9,7 @@ from slurmrl.allocation import Allocation
 from slurmrl.config.schema import Config, Model
 from slurmrl.config.source import KeyPath, Source
 from slurmrl.errors import Problem
-from slurmrl.plan.algorithms import Algorithm
+from slurmrl.plan.algorithms import Algorithm, uses_of
 from slurmrl.plan.placement import Placement, placements
 
 
@@ -21,12 +21,13 @@ class Draft:
 
     def models(self) -> Iterator[tuple[str, Model]]:
         """The roles that the algorithm uses, with their completed sections."""
-        for use in self.algorithm.roles():
+        for use in uses_of(self.config, self.algorithm):
             yield use.role, getattr(self.config, use.role)
 
     def placements(self) -> dict[str, Placement]:
         """The placements of the models; invalid ones are left out."""
-        return placements(self.config, [use.role for use in self.algorithm.roles()])
+        uses = uses_of(self.config, self.algorithm)
+        return placements(self.config, [use.role for use in uses])
 
     def allocations(self) -> dict[str, Allocation]:
         return {name: place.allocation for name, place in self.placements().items()}

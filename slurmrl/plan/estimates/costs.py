@@ -8,7 +8,7 @@ from typing import Final, NamedTuple, Protocol
 
 from slurmrl.config.schema import Config, Model
 from slurmrl.graph.call import Call, Method, RoleUse
-from slurmrl.plan.algorithms import Algorithm
+from slurmrl.plan.algorithms import Algorithm, uses_of
 from slurmrl.plan.estimates import hardware
 from slurmrl.plan.estimates.flops import call_flops, compute_seconds, decode_seconds
 from slurmrl.plan.estimates.lengths import Lengths, lengths_of
@@ -71,7 +71,7 @@ def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
     """The memory of each model whose architecture is known. ``certain`` counts only what does not
     depend on an assumed length of sequences."""
     config, algorithm = checked.config, checked.algorithm
-    uses = {use.role: use for use in algorithm.roles()}
+    uses = {use.role: use for use in uses_of(config, algorithm)}
     placed = placements(config, uses)
     on = [(call, layout_of(call, list(placed))) for call in algorithm.calls(config)]
     estimates = {}
@@ -155,7 +155,8 @@ def _standing(models: Mapping[str, Memory]) -> dict[str, int]:
 
 def fullest_gpu(checked: Checked, *, certain: bool = False) -> Fullest:
     """The trainers' GPU with the highest estimate; ``certain`` as in `memories`."""
-    placed = placements(checked.config, [use.role for use in checked.algorithm.roles()])
+    uses = uses_of(checked.config, checked.algorithm)
+    placed = placements(checked.config, [use.role for use in uses])
     return fullest(checked.config, placed, memories(checked, certain=certain))
 
 
@@ -171,7 +172,8 @@ def cost(checked: Checked, call: Call, placed: dict[str, Placement]) -> CallCost
     lengths = lengths_of(config, algorithm, shape)
     if shape is None or lengths is None:
         return None
-    use = next((use for use in algorithm.roles() if use.role == call.role), RoleUse(name, False))
+    uses = uses_of(config, algorithm)
+    use = next((use for use in uses if use.role == call.role), RoleUse(name, False))
     flops = call_flops(shape, use.head, call.method, lengths, algorithm.epochs)
     gpu = hardware.gpu_of(config.cluster)
     if gpu is None or config.cluster.gpus_per_worker == 0:

@@ -7,6 +7,7 @@ from typing import Final
 
 from slurmrl.config.schema import Config
 from slurmrl.graph.call import RoleUse
+from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.estimates.costs import Checked, memories
 from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.memory import BYTES, SHARDED, parameters, shard_parameters
@@ -27,7 +28,7 @@ EXACT_FROM: Final = (2, 13)
 def worker_bytes(checked: Checked) -> int | None:
     """Host memory of a trainers' worker with a GPU; None where a model's architecture is
     unknown."""
-    uses = {use.role: use for use in checked.algorithm.roles()}
+    uses = {use.role: use for use in uses_of(checked.config, checked.algorithm)}
     placed = placements(checked.config, uses)
     away, sizes = offloaded(checked.config, placed), memories(checked)
     on_rank: dict[int, int] = {}

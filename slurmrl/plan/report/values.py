@@ -10,6 +10,7 @@ from typing import Any
 
 from slurmrl.allocation import parse
 from slurmrl.graph.call import Call
+from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.checks.fit import Fit, padded_vocabulary
 from slurmrl.plan.estimates import costs, hardware
 from slurmrl.plan.estimates.host import worker_bytes
@@ -24,7 +25,9 @@ from slurmrl.plan.settings import Settings
 def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict[str, Any]:
     """The report of a plan; ``warnings`` are added to its own."""
     memories = costs.memories(settings)
-    placed = placements(settings.config, [use.role for use in settings.algorithm.roles()])
+    placed = placements(
+        settings.config, [use.role for use in uses_of(settings.config, settings.algorithm)]
+    )
     groups = tables.process_groups(plan)
     return {
         "experiment": plan.experiment,

@@ -8,7 +8,7 @@ from typing import Any, Final
 from slurmrl.config.schema import Config, Model
 from slurmrl.config.source import Source
 from slurmrl.errors import Problem
-from slurmrl.plan.algorithms import Algorithm
+from slurmrl.plan.algorithms import Algorithm, uses_of
 from slurmrl.plan.resolve import sizes
 from slurmrl.plan.resolve.allocation_mode import shape_of
 
@@ -35,7 +35,7 @@ def complete(config: Config, algorithm: Algorithm, source: Source) -> tuple[Conf
             "tokenizer": config.actor.tokenizer or config.actor.path,
         }
     )
-    roles = {use.role: _from_actor(config, use.role, actor) for use in algorithm.roles()}
+    roles = {use.role: _from_actor(config, use.role, actor) for use in uses_of(config, algorithm)}
     roles["actor"] = actor
     for role, model in roles.items():
         inherits = role != "actor" and model.model is actor.model

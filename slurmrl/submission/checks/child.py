@@ -24,6 +24,7 @@ from slurmrl.errors import ConfigError, SlurmrlError, UnreadableInputError, Usag
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.headers import mismatches, read_headers, unused
 from slurmrl.models.shapes import VALUE_HEAD
+from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.resolve.inherit import OWN_WEIGHTS
 from slurmrl.plan.settings import load_resolved_settings
@@ -45,7 +46,7 @@ class CheckProcess:
     def __init__(self, folder: Path) -> None:
         settings = load_resolved_settings(folder / CONFIG)
         self.config = settings.config
-        self.roles = settings.algorithm.roles()
+        self.roles = uses_of(settings.config, settings.algorithm)
         self.rows: dict[str, DatasetRows] = {}
         """Valid data sets by the dotted key of their section."""
         self._file = (folder / FINDINGS).open("a", encoding="utf-8")

@@ -10,6 +10,7 @@ from typing import Final
 from slurmrl.allocation import parse
 from slurmrl.graph.call import Head
 from slurmrl.paths import RunPaths, user_name
+from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.estimates.memory import parameters
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.settings import Settings
@@ -53,7 +54,7 @@ def checkpoint_bytes(settings: Settings) -> int:
     """Estimate the bytes of one checkpoint: weights and optimizer states of the trained models. A
     model of unknown architecture counts 0."""
     total = 0
-    for use in settings.algorithm.roles():
+    for use in uses_of(settings.config, settings.algorithm):
         if use.trained:
             tensors = 1 + len(getattr(settings.config, use.role).optimizer.moments)
             total += _parameters(settings, use.role, use.head) * tensors * SCALAR_BYTES

@@ -25,6 +25,7 @@ from slurmrl.parallel import device, gpu_memory, groups, numa
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.groups import ParallelContext
 from slurmrl.paths import RunPaths
+from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.checks import memory
 from slurmrl.plan.model import Plan
 from slurmrl.plan.model_files import stop_tokens
@@ -184,7 +185,8 @@ def require_memory(settings: Settings, gpu: str, total_bytes: int) -> None:
 def require_inputs(settings: Settings) -> None:
     """Raise UnreadableInputError for a path of the configuration that is not on this host."""
     config = settings.config
-    models: list[Model] = [getattr(config, use.role) for use in settings.algorithm.roles()]
+    uses = uses_of(config, settings.algorithm)
+    models: list[Model] = [getattr(config, use.role) for use in uses]
     paths = [config.actor.tokenizer, *(model.path for model in models), *config.data_paths()]
     inputs.require(Path(path) for path in paths if path is not None)
 

@@ -13,7 +13,9 @@ import torch
 
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.actor import RecomputeInterface
+from slurmrl.algorithms.policy.greedy import GreedyRewardInterface, GreedyScoresInterface
 from slurmrl.algorithms.reward.interface import RuleRewardInterface
+from slurmrl.algorithms.reward_model.scores import ScoresInterface
 from slurmrl.algorithms.rollout.interface import (
     RolloutInterface,
     completions,
@@ -242,6 +244,50 @@ def test_rewards_judge_decoded_completions(make_world: MakeWorld) -> None:
     nothing = interface.inference(None, completed().take([]), context)
     assert nothing.stats == {"reward": (0.0, 0.0)}
     interface.close()
+
+
+def test_a_reward_model_scores_completions(make_world: MakeWorld) -> None:
+    """A part named ``model`` is the value at the last token, less the bias and times the scale; it
+    adds up with others."""
+    world = make_world()
+    context = judging(world.context(step=1), samples=1)
+    sample = completed()
+    world.critic.storages()["score.weight"].normal_()
+    known = SequenceSample(
+        sample.ids,
+        {"input_ids": sample.lengths["input_ids"]},
+        data={"input_ids": sample.tensor("input_ids") % 12},  # the model's vocabulary
+    )
+    result = ScoresInterface().inference(world.critic, known, context)
+    assert result.sample is not None
+    sample.update_(result.sample)
+    values = world.critic.forward(known)["values"].tolist()
+    cuts = sample.cu_seqlens("input_ids").tolist()
+    scores = [values[cut - 1] for cut in cuts[1:]]
+    assert sample.tensor("model_scores").tolist() == scores
+    assert result.stats["model_score"] == (pytest.approx(sum(scores)), 2.0)
+    options = {"name": "model", "options": {"scale": 2.0, "bias": 0.5}}
+    parts = {"judge": options, "right": {"name": "exact_match", "weight": 10.0}}
+    for reward, right in (({"parts": parts}, [10.0, 0.0]), (options, [0.0, 0.0])):
+        update = {"reward": Reward.model_validate(reward)}
+        config = context.settings.config.model_copy(update=update)
+        judged = replace(context, settings=replace(context.settings, config=config))
+        found = RuleRewardInterface().inference(None, sample, judged).sample
+        assert found is not None
+        wanted = [2 * (score - 0.5) + more for score, more in zip(scores, right, strict=True)]
+        assert found.tensor("rewards").tolist() == pytest.approx(wanted)
+        keys = ("input_ids", "prompt_mask", "finished")
+        greedy = {f"greedy_{key}": sample.tensor(key) for key in keys}
+        rows = {key: sample.lengths[key.removeprefix("greedy_")] for key in greedy}
+        again = SequenceSample(sample.ids, rows, sample.metadata, dict(greedy))
+        again.data["greedy_input_ids"] = known.tensor("input_ids")
+        made = GreedyScoresInterface().inference(world.critic, again, judged).sample
+        assert made is not None
+        again.data["greedy_input_ids"] = sample.tensor("input_ids")
+        again.update_(made)
+        found = GreedyRewardInterface().inference(None, again, judged).sample
+        assert found is not None
+        assert found.tensor("greedy_rewards").tolist() == pytest.approx(wanted)
 
 
 def test_each_completion_of_a_prompt_is_judged(make_world: MakeWorld) -> None:

@@ -31,7 +31,7 @@ def read(name: str) -> list[dict[str, str]]:
 def test_the_files_are_what_the_script_makes(maker: ModuleType, tmp_path: Path) -> None:
     maker.write(tmp_path)
     made = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
-    assert len(made) == 4
+    assert len(made) == 7
     for path in made:
         assert (FOLDER / path).read_bytes() == (tmp_path / path).read_bytes(), path
 
@@ -63,3 +63,20 @@ def test_every_text_is_one_token_a_symbol() -> None:
         ids = tokenizer(text, add_special_tokens=False).input_ids
         assert len(ids) == len(text)
         assert tokenizer.decode(ids) == text
+
+
+def test_pairs_and_labels_tell_right_answers_from_wrong_ones() -> None:
+    trained, held_out = read("pairs.jsonl"), read("heldout_pairs.jsonl")
+    assert {row["id"] for row in trained} < {row["id"] for row in read("train.jsonl")}
+    assert [row["id"] for row in held_out] == [row["id"] for row in read("heldout.jsonl")]
+    labelled = [(row["prompt"], row["answer"], row["label"]) for row in read("labels.jsonl")]
+    for row in trained + held_out:
+        a, b = row["prompt"].rstrip("=").split("+")
+        assert int(row["chosen"][::-1]) == int(a) + int(b)
+        assert len(row["rejected"]) == len(row["chosen"])
+        assert row["rejected"] != row["chosen"]
+    assert labelled == [
+        (row["prompt"], row[key], key == "chosen")
+        for row in trained
+        for key in ("chosen", "rejected")
+    ]

@@ -30,9 +30,10 @@ def overrides(example: Path, folder: Path) -> list[str]:
 
 
 def export_of(example: Path, root: Path) -> None:
-    """The export of the trial that an example starts from."""
-    path = str(load(example).values["actor"].get("path"))
-    if path.startswith(TRIAL_PREFIX):
+    """The exports of the trials that an example starts from."""
+    sections = [part for part in load(example).values.values() if isinstance(part, dict)]
+    paths = [str(section.get("path")) for section in sections]
+    for path in (path for path in paths if path.startswith(TRIAL_PREFIX)):
         experiment, trial = path.removeprefix(TRIAL_PREFIX).split("/")
         folder = RunPaths.of(root, user_name(), experiment, trial).export(7)
         folder.mkdir(parents=True)

@@ -12,10 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer, models
 
 from slurmrl.cli.main import main
 from slurmrl.config.load import dump
+from slurmrl.data.tokenizer import save_tokenizer, vocabulary
 from slurmrl.errors import ConfigError
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.decoder import build
+from slurmrl.models.hf import to_hf
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.settings import Settings, load_settings
@@ -174,6 +179,30 @@ def test_every_part_of_a_reward_is_made_and_asked_about_the_rows(tmp_path: Path)
     changes[1] = changes[1].replace("mine:Good", "mine:Better")
     (found,) = look(tmp_path, settings_of(tmp_path, *changes))
     assert "mine has no 'Better'" in found.message
+
+
+def test_a_reward_model_needs_a_scalar_head_and_the_actor_s_tokenizer(tmp_path: Path) -> None:
+    """Otherwise every score would be 0, or be that of other texts."""
+    judge = tmp_path / "judge"
+    judge.mkdir()
+    settings = settings_of(tmp_path)
+    architecture = settings.config.actor.architecture
+    assert architecture is not None
+    to_hf(build(ModelConfig.from_hf(architecture), "lm"), judge)
+    known = vocabulary(Path(str(settings.config.actor.tokenizer)))
+    assert known is not None
+    symbols = {symbol: 15 - place for symbol, place in known.items()}
+    core = Tokenizer(models.WordLevel(symbols, unk_token="<unk>"))
+    save_tokenizer(core, judge, end="<eos>", pad="<pad>")
+    held = write_rows(tmp_path / "held.jsonl", {"prompt": "1+1=", "answer": "2"})
+    evaluation = f"evaluation={{dataset: {{type: prompt, path: {held}}}}}"
+    overrides = (evaluation, f"reward_model.path={judge}")
+    found = look(tmp_path, settings_of(tmp_path, *overrides, "reward={name: model}"))
+    messages = {one.subject: one for one in found if one.key == "reward_model.path"}
+    assert "has no score.weight: every score would be 0" in messages["weights"].message
+    assert "another tokenizer" in messages["tokenizer"].message
+    assert messages["tokenizer"].weight is messages["weights"].weight is Weight.FAILED
+    assert not [one for one in look(tmp_path, settings) if one.key == "reward_model.path"]
 
 
 def test_what_takes_too_long_is_ended_and_said_to_be_unchecked(tmp_path: Path) -> None:

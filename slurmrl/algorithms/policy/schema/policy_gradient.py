@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from pydantic import model_validator
@@ -16,10 +17,10 @@ from slurmrl.algorithms.policy.schema.objective import (
     refuse_unused,
 )
 from slurmrl.algorithms.policy.schema.rewards import RewardShaping
-from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_call
+from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_calls
 from slurmrl.config.schema import Config
 from slurmrl.config.source import KeyPath
-from slurmrl.graph.call import Call, Method, RoleUse
+from slurmrl.graph.call import REWARD_MODEL, Call, Method, RoleUse
 
 ACTOR_METRICS = (
     "actor_loss",
@@ -128,8 +129,8 @@ class PolicyGradient(
         return (
             generate_call(),
             *((greedy_generate_call(),) if greedy else ()),
-            reward_call(),
-            *((greedy_reward_call(),) if greedy else ()),
+            *reward_calls(config),
+            *(greedy_reward_calls(config) if greedy else ()),
             *((recompute_call(),) if recomputes else ()),
             *self._inference_calls(),
             *self._training_calls(judged, recomputes=recomputes),
@@ -218,9 +219,9 @@ def greedy_generate_call() -> Call:
     )
 
 
-def greedy_reward_call() -> Call:
-    """The reward judges the greedy completions too."""
-    return Call(
+def greedy_reward_calls(config: Config) -> tuple[Call, ...]:
+    """The reward judges the greedy completions too, after the model that it uses, if any."""
+    judge = Call(
         name="greedy_reward_inf",
         role=None,
         method=Method.INFERENCE,
@@ -229,3 +230,14 @@ def greedy_reward_call() -> Call:
         outputs=("greedy_rewards",),
         metrics=("greedy_reward",),
     )
+    if config.reward is None or not config.reward.uses_model:
+        return (judge,)
+    scores = Call(
+        name="greedy_reward_model_inf",
+        role=REWARD_MODEL,
+        method=Method.INFERENCE,
+        interface="slurmrl.algorithms.policy.greedy:GreedyScoresInterface",
+        inputs=("greedy_input_ids",),
+        outputs=("greedy_model_scores",),
+    )
+    return (scores, replace(judge, inputs=(*judge.inputs, "greedy_model_scores")))

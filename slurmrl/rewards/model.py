@@ -1,0 +1,36 @@
+"""The scores of a reward model, which a call of the graph has computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from slurmrl.errors import UsageError
+
+
+class ModelReward:
+    """``(score - bias) * scale`` of the role ``reward_model`` at the last token of each completion.
+
+    :param scale: factor of each score.
+    :param bias: subtracted from each score before scaling.
+    """
+
+    def __init__(self, *, scale: float = 1.0, bias: float = 0.0) -> None:
+        self._scale = _number("scale", scale)
+        self._bias = _number("bias", bias)
+
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        rows: Sequence[Mapping[str, Any]],
+        *,
+        model_scores: Sequence[float],
+    ) -> list[float]:
+        return [(score - self._bias) * self._scale for score in model_scores]
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"{name} must be a number, but is {value!r}")
+    return float(value)

@@ -1,0 +1,90 @@
+"""Models besides actor, critic and reference: teachers, and the reward model behind a reward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.errors import ConfigError
+from slurmrl.plan.build import make_plan
+from tests.unit.plan.conftest import Load, write_model
+
+SCORED = ("reward.name=model", "reward_model.path=judge")
+DISTILL = ("algorithm={name: distill, batch_size: 64}", "teacher.path=judge")
+
+
+@pytest.fixture
+def load(folder: Path, load_ppo: Load, monkeypatch: pytest.MonkeyPatch) -> Load:
+    write_model(folder / "judge")
+    monkeypatch.chdir(folder)
+    return load_ppo
+
+
+def problems(load: Callable[..., Any], *overrides: str) -> list[tuple[str, str]]:
+    with pytest.raises(ConfigError) as caught:
+        load(*overrides)
+    return [(problem.key, problem.message) for problem in caught.value.problems]
+
+
+def test_a_reward_model_scores_completions_before_they_are_judged(load: Load) -> None:
+    """It is a frozen model with a value head and the actor's layout, in training and in
+    evaluations."""
+    settings = load(*SCORED)
+    plan = make_plan(settings, scheduler="local")
+    model = plan.models["reward_model"]
+    assert (model.head, model.trained, model.backend) == ("value", False, "fsdp:d2")
+    assert settings.config.reward_model is not None
+    assert settings.config.reward_model.path != settings.config.actor.path
+    for calls in (plan.calls, plan.evaluation_calls):
+        names = [call.name for call in calls]
+        assert names.index("reward_model_inf") < names.index("reward_inf")
+        judge = next(call for call in calls if call.name == "reward_inf")
+        assert "model_scores" in judge.inputs
+        assert judge.role is None
+
+
+def test_without_the_reward_named_model_there_is_no_reward_model(load: Load) -> None:
+    plan = make_plan(load("reward_model.path=judge"), scheduler="local")
+    assert "reward_model" not in plan.models
+    parts = "reward={parts: {right: {name: exact_match}, rm: {name: model, weight: 0.5}}}"
+    plan = make_plan(load(parts, "reward_model.path=judge"), scheduler="local")
+    assert "reward_model" in plan.models
+
+
+def test_a_teacher_gives_logprobs_of_the_completions(load: Load) -> None:
+    """A reward is needed only to judge completions of evaluations; without one they measure the
+    divergence alone."""
+    plan = make_plan(load(*DISTILL), scheduler="local")
+    assert (plan.models["teacher"].head, plan.models["teacher"].trained) == ("lm", False)
+    assert [call.name for call in plan.calls] == ["actor_gen", "teacher_inf", "actor_train"]
+    assert {call.name for call in plan.evaluation_calls} == {
+        "actor_gen",
+        "reward_inf",
+        "teacher_inf",
+    }
+    plan = make_plan(load(*DISTILL, "reward=null"), scheduler="local")
+    assert [call.name for call in plan.evaluation_calls] == ["actor_gen", "teacher_inf"]
+
+
+def test_teachers_and_reward_models_have_weights_of_their_own(load: Load) -> None:
+    """They never are a silent copy of the actor."""
+    required = "a path or an architecture is required"
+    assert problems(load, "reward.name=model") == [("reward_model", required)]
+    assert problems(load, DISTILL[0]) == [("teacher", required)]
+
+
+def test_a_teacher_is_not_asked_about_tokens_of_a_restricted_distribution(load: Load) -> None:
+    """The estimate of the divergence would be biased."""
+    [(key, message)] = problems(load, *DISTILL, "rollout.top_k=3")
+    assert key == "rollout.top_k"
+    assert "not allowed with distill" in message
+
+
+def test_greedy_completions_are_scored_by_the_reward_model_too(load: Load) -> None:
+    plan = make_plan(load(*SCORED, "algorithm.advantage=greedy"), scheduler="local")
+    calls = {call.name: call for call in plan.calls}
+    assert calls["greedy_reward_model_inf"].role == "reward_model"
+    assert calls["greedy_reward_model_inf"].outputs[0] in calls["greedy_reward_inf"].inputs
