@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 import zipfile
@@ -117,6 +118,60 @@ def test_the_report_is_whole_after_each_section(tmp_path: Path) -> None:
     assert "| first | passed |" in earlier
     assert "**1 more sections had not run when this was written.**" in earlier
     assert "more sections" not in report.partition("seen: ")[0]
+
+
+MAIN = """
+import runpy, sys
+from pathlib import Path
+from types import SimpleNamespace
+scripts, out, status = sys.argv[1:]
+sys.path.insert(0, scripts)
+from card.environment import Environment
+from card.sections import Section
+main = runpy.run_path(f"{scripts}/test-gpu")["main"]
+torch = {"torch": "2.11.0", "cuda": "13.0", "gpus": ["H200"], "python": "3.12.3"}
+python = Path(sys.executable)
+exits = (sys.executable, "-c", f"raise SystemExit({status})")
+main.__globals__["sections"] = lambda *_: [
+    Section("lane", "", exits, 60), Section("mfu", "", (sys.executable, "-c", ""), 60)
+]
+main.__globals__["environment"] = SimpleNamespace(
+    find_torch=lambda named: (python, torch), prepare=lambda *_: Environment(python, torch)
+)
+sys.argv = ["test-gpu", "--out", out]
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_exit_status_says_whether_a_section_failed(tmp_path: Path, status: int) -> None:
+    command = [sys.executable, "-c", MAIN, ROOT / "scripts", tmp_path, str(status)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == status, done.stderr
+    assert ("failed: lane" in done.stdout) == bool(status)
+    assert "| mfu | passed |" in (tmp_path / "gpu-report.md").read_text()
+
+
+def test_all_sections_name_what_exists_and_fit_into_nine_minutes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Programs, their options, and tests. A wrong name would be found on the card only."""
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    sections = runpy.run_path(str(TEST_GPU))["sections"](sys.executable, "nvcc", "sanitizer")
+    assert sum(section.seconds for section in sections) <= 9 * 60
+    for section in sections:
+        words = section.command[1:]
+        if words[:2] == ("-m", "pytest"):
+            for node in (word.partition("=")[2] or word for word in words if "tests/" in word):
+                file, _, test = node.partition("::")
+                assert (ROOT / file).exists()
+                assert not test or f"def {test}(" in (ROOT / file).read_text()
+            continue
+        module = ROOT.joinpath(*words[1].split(".")) if words[0] == "-m" else None
+        program = ROOT / words[0] if module is None else module / "__main__.py"
+        source = program.read_text()
+        for option in (word.partition("=")[0] for word in words if word.startswith("--")):
+            assert f'"{option}"' in source, (section.name, option)
 
 
 def test_time_that_is_left_goes_to_the_next_section_and_never_that_of_later_ones(

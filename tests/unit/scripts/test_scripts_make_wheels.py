@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import configparser
+import re
 import runpy
 import subprocess
 import sys
@@ -11,18 +13,24 @@ from typing import Any
 
 import pytest
 
-MAKE_WHEELS = Path(__file__).parents[3] / "scripts" / "make-wheels"
+ROOT = Path(__file__).parents[3]
+MAKE_WHEELS = ROOT / "scripts" / "make-wheels"
 MB = 1_000_000
+LARGE = ("transformers", "numpy")
 BROUGHT = {"pydantic": ("pydantic_core", 2), "transformers": ("tokenizers", 3)}
 """What a package needs, and its megabytes."""
 
 
 @pytest.fixture
-def gather(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def script(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    monkeypatch.syspath_prepend(str(MAKE_WHEELS.parent))
+    return runpy.run_path(str(MAKE_WHEELS))
+
+
+@pytest.fixture
+def gather(script: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """The script's function with an index of its own: transformers has 10 MB, numpy 8 MB for each
     Python, all else close to nothing."""
-    monkeypatch.syspath_prepend(str(MAKE_WHEELS.parent))
-    script = runpy.run_path(str(MAKE_WHEELS))
 
     def download(wanted: list[str], python: str, folder: Path) -> None:
         def wheel(name: str, tag: str, megabytes: float) -> None:
@@ -68,8 +76,31 @@ def test_large_packages_are_left_out_where_there_is_no_room(
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= limit_mb * MB
     assert names.count("numpy") == numpys
     assert ("tokenizers" in names) == ("transformers" in names) == ("transformers" not in left_out)
-    assert {"pip", "pydantic", "pydantic_core", "pytest", "submitit"} <= set(names)
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    needed = {re.split("[<>=]", line)[0] for line in parser["options"]["install_requires"].split()}
+    small = {name.replace("-", "_") for name in needed - {"torch", *LARGE}}
+    assert {"pip", "pydantic_core", "pytest", "xxhash", *small} <= set(names)
     assert not {"torch", "sympy"} & set(names)
+
+
+def test_wheels_are_those_of_the_constraints_for_each_python(
+    script: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """And no source archives, which the other machine could not build."""
+    commands: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    script["gather"](["3.11", "3.13"], MB, tmp_path)
+    versions = {word for command in commands for word in command if "--python-version" in word}
+    assert versions == {"--python-version=3.11", "--python-version=3.13"}
+    for command in commands:
+        assert command[command.index("-c") + 1] == str(ROOT / "constraints.txt")
+        assert "--only-binary=:all:" in command
 
 
 def test_a_folder_with_other_files_is_not_replaced(tmp_path: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import configparser
 import os
 import shutil
+import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).parents[3]
 DRIVERS = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
@@ -17,14 +21,15 @@ BUILDS = {"cpu": "cpu", "cuda": "13.0", "cu126": "12.6"}
 PYTHON = """#!/bin/sh
 cd "{folder}"
 case "$*" in
+*torch==*) if [ -e killed ]; then kill -9 $PPID; exit 1; fi ;;
+esac
+case "$*" in
 "-c import pip") ;;
-*uninstall*) rm -f torch ;;
 *torch==={version}) cp pypi torch ;;
 *torch=={version}+cpu) [ ! -e no-cpu ] && echo "{version} cpu" >torch ;;
 *torch=={version}+cu126) echo "{version} 12.6" >torch ;;
 *torch=={version}) cp pypi torch ;;
 "-") cat torch 2>/dev/null ;;
-*constraints.txt*) [ ! -e killed ] || exit 9 ;;
 esac
 """
 
@@ -43,13 +48,15 @@ class SetUp:
         python.write_text(PYTHON.format(folder=folder, version=self.version))
         python.chmod(0o700)
 
-    def run(self, *arguments: str, code: int = 0, variable: str = "") -> str:
+    def run(
+        self, *arguments: str, code: int = 0, variable: str = "", path: str = os.environ["PATH"]
+    ) -> str:
         done = subprocess.run(
             ["bash", str(self.folder / "scripts" / "setup"), *arguments],
             capture_output=True,
             text=True,
             check=False,
-            env={**os.environ, "SLURMRL_TORCH": variable},
+            env={**os.environ, "SLURMRL_TORCH": variable, "PATH": path},
         )
         assert done.returncode == code, done.stderr
         return done.stderr
@@ -78,7 +85,6 @@ def test_a_choice_is_kept_by_set_ups_that_make_none(set_up: SetUp) -> None:
 
 @pytest.mark.parametrize(("before", "build"), [("cpu", "cuda"), ("cuda", "cpu"), ("cuda", "cu126")])
 def test_the_build_that_was_chosen_replaces_another(set_up: SetUp, before: str, build: str) -> None:
-    """pip alone counts 2.13.0+cpu as 2.13.0 and would keep it."""
     set_up.run("--torch", before)
     set_up.run(variable=build)
     assert set_up.torch == BUILDS[build]
@@ -86,11 +92,36 @@ def test_the_build_that_was_chosen_replaces_another(set_up: SetUp, before: str, 
 
 
 def test_a_set_up_that_was_killed_forgets_no_choice(set_up: SetUp) -> None:
+    """Also where nothing was installed yet that would tell of it."""
+    chosen = "cuda" if HERE == "cpu" else "cpu"
     (set_up.folder / "killed").touch()
-    set_up.run("--torch=cuda", code=9)
+    set_up.run(f"--torch={chosen}", code=-signal.SIGKILL)
     (set_up.folder / "killed").unlink()
     assert "installing" in set_up.run()
-    assert set_up.torch == BUILDS["cuda"]
+    assert set_up.torch == BUILDS[chosen]
+
+
+@pytest.mark.parametrize(
+    ("versions", "refused"),
+    [((3, 10), True), ((3, 15), True), ((3, 11), False), ((3, 14), False)],
+)
+def test_a_python_without_wheels_is_refused(
+    set_up: SetUp, tmp_path: Path, versions: tuple[int, int], refused: bool
+) -> None:
+    """The same versions as those that the package allows and that scripts/make-wheels covers."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    for name in ("python3", *(f"python3.{minor}" for minor in range(11, 16))):
+        program = f"import sys; sys.version_info = {versions}; exec(sys.argv[1])"
+        (folder / name).write_text(f'#!/bin/sh\nexec {sys.executable} -c "{program}" "$2"\n')
+        (folder / name).chmod(0o700)
+    said = set_up.run(code=3 if refused else 0, path=f"{folder}{os.pathsep}{os.environ['PATH']}")
+    assert ("Python 3.11 to 3.14 is needed" in said) == refused
+    allowed = configparser.ConfigParser()
+    allowed.read(ROOT / "setup.cfg")
+    version = ".".join(map(str, versions))
+    assert SpecifierSet(allowed["options"]["python_requires"]).contains(version) != refused
+    assert (f'"{version}"' in (ROOT / "scripts" / "make-wheels").read_text()) != refused
 
 
 def test_without_a_choice_the_driver_decides_and_the_cpu_build_is_announced(set_up: SetUp) -> None:
