@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -320,6 +321,31 @@ def test_gpus_where_slurm_does_not_assign_them(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(EnvironmentFailure, match="gives 0"):
         host.devices()
+
+
+@pytest.mark.parametrize(
+    ("local", "directive", "alone"),
+    [(True, "gres", False), (False, "none", False), (False, "gres", True)],
+)
+def test_workers_learn_whether_their_gpus_are_theirs_alone(
+    host: Host, monkeypatch: pytest.MonkeyPatch, local: bool, directive: str, alone: bool
+) -> None:
+    """Where the scheduler gives each GPU to one job, memory in use by others is a fault."""
+    slurm = host.cluster.slurm.model_copy(update={"gpu_directive": directive})
+    host.cluster, host.local = host.cluster.model_copy(update={"slurm": slurm}), local
+    sent: list[Any] = []
+    slot = SimpleNamespace(rank=1, send=lambda start, _: sent.append(start))
+    monkeypatch.setattr(Script, "_meet", lambda *_: "h:1")
+
+    def forms(incarnation: Incarnation) -> None:
+        state = host.begun(0)
+        assert state is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(host.children, "slots", [slot])
+            incarnation._form(state)
+
+    assert live(host, both(begins(), forms)) == OK
+    assert [start.exclusive for start in sent] == [alone]
 
 
 class ScriptedWorld(TaskWorld):

@@ -47,27 +47,53 @@ def test_what_is_missing_on_a_host_is_the_hosts_failure(tmp_path: Path, missing:
             place.unlink()
 
 
-@pytest.mark.parametrize("base", [None, "step-00000004.1"])
-def test_models_that_cannot_fit_end_the_first_start_before_they_are_built(
+@pytest.fixture
+def on_gpu(
     make_settings: Callable[..., Settings],
     plans: Callable[..., Plan],
-    paths: RunPaths,
     monkeypatch: pytest.MonkeyPatch,
-    base: str | None,
-) -> None:
-    """A user error names host and GPU; a start from a checkpoint is not checked again."""
-    settings = make_settings()
+) -> SimpleNamespace:
+    """Building a trainer on a GPU, up to the point where it uses the GPU. Returns the GPU."""
+    settings, plan = make_settings(), plans()
+    group = plan.trainers.model_copy(update={"gpus_per_worker": 1, "cpus_per_worker": 6})
+    plan = plan.model_copy(update={"groups": (group,)})
     gpu = SimpleNamespace(name="tiny GPU", total_memory=2**10)
     monkeypatch.setattr(setup, "load_run_settings", lambda _: settings)
     monkeypatch.setattr(setup, "require_inputs", lambda _: None)
-    monkeypatch.setattr(setup.Plan, "read", lambda _: plans())
+    monkeypatch.setattr(setup.Plan, "read", lambda _: plan)
     monkeypatch.setattr(setup.device, "choose", lambda gpus: setup.device.GPU)
     monkeypatch.setattr(setup.gpu_memory, "wait_until_free", lambda *_, **__: None)
     monkeypatch.setattr(setup.device, "set_up", _reached)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    return gpu
+
+
+@pytest.mark.parametrize("exclusive", [True, False])
+def test_a_trainer_is_bound_to_its_gpus_node_and_waits_for_its_memory_before_it_uses_it(
+    on_gpu: SimpleNamespace, paths: RunPaths, monkeypatch: pytest.MonkeyPatch, exclusive: bool
+) -> None:
+    """Bound first: host memory comes from the node of the thread that first writes it."""
+    done: list[object] = []
+    monkeypatch.setattr(setup.numa, "bind_to", lambda gpu, least: done.append((gpu, least)))
+    monkeypatch.setattr(
+        setup.gpu_memory,
+        "wait_until_free",
+        lambda gpu, *, exclusive: done.append((gpu, exclusive)),
+    )
+    start = Start(store="h:1", world_size=1, base="step-00000004.1", exclusive=exclusive)
+    with pytest.raises(KeyError, match="built"):
+        setup.build_trainer(paths, 0, start, None, Activity(), [].append)
+    assert done == [(on_gpu, 6), (setup.device.GPU.device, exclusive)]
+
+
+@pytest.mark.parametrize("base", [None, "step-00000004.1"])
+def test_models_that_cannot_fit_end_the_first_start_before_they_are_built(
+    on_gpu: SimpleNamespace, paths: RunPaths, base: str | None
+) -> None:
+    """A user error names host and GPU; a start from a checkpoint is not checked again."""
     expected = KeyError if base else UsageError
     start = Start(store="h:1", world_size=1, base=base, exclusive=True)
-    with pytest.raises(expected, match="built" if base else "the tiny GPU has 0.0 GiB"):
+    with pytest.raises(expected, match="built" if base else f"the {on_gpu.name} has 0.0 GiB"):
         setup.build_trainer(paths, 0, start, None, Activity(), [].append)
 
 
