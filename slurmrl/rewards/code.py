@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from slurmrl import log
+from slurmrl.data.fields import ABSENT, value_at
 from slurmrl.errors import UnusableRowError, UsageError
 from slurmrl.rewards.base import RewardFunction
 from slurmrl.rewards.code_cases import KEYS, Case, cases_of, program_of
-from slurmrl.rewards.fields import field_of
 from slurmrl.rewards.judge import JudgeProgram, Verdict
 from slurmrl.rewards.judges import MOST_JUDGES, JudgePool, Unjudged
 
@@ -180,12 +180,12 @@ class CodeReward(RewardFunction):
 
     def _usable(self, row: Mapping[str, Any], index: int) -> list[Case]:
         keys = KEYS if self._tests_key is None else (self._tests_key,)
-        key = next((key for key in keys if field_of(row, key) is not None), None)
+        key = next((key for key in keys if value_at(row, key) not in (ABSENT, None)), None)
         if key is None:
             where = " or ".join(repr(key) for key in keys)
             raise UnusableRowError(f"reward 'code' finds no tests in the row, under {where}", index)
         try:
-            cases = cases_of(row, field_of(row, key))
+            cases = cases_of(row, value_at(row, key))
         except UsageError as error:
             message = f"reward 'code' cannot use the tests in '{key}': {error}"
             raise UnusableRowError(message, index) from error
@@ -196,7 +196,7 @@ class CodeReward(RewardFunction):
     def _prefix(self, row: Mapping[str, Any], index: int) -> str:
         if self._prefix_key is None:
             return ""
-        text = field_of(row, self._prefix_key)
+        text = value_at(row, self._prefix_key)
         if not isinstance(text, str):
             raise UnusableRowError(
                 f"reward 'code': the row has no text '{self._prefix_key}'", index

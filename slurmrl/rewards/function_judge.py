@@ -55,7 +55,7 @@ def _made(setup: Mapping[str, Any], replies: IO[bytes]) -> CheckedReward | None:
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
         _send(replies, {"failed": f"reward '{name}': {_short(error)}"})
         return None
-    facts = {"extras": list(reward.extras), "checks_rows": reward.checks_rows}
+    facts = {"extras": list(reward.wanted()), "checks_rows": reward.checks_rows}
     _send(replies, {"ready": True, **facts})
     return reward
 

@@ -51,6 +51,11 @@ class PooledReward:
         """A user's function decides itself what a row must have."""
         return False
 
+    def wanted(self) -> Sequence[str]:
+        """The names of the additional arguments that it asks for."""
+        names: Sequence[str] = self._pool.start()["extras"]
+        return names
+
     def score(
         self,
         prompts: Sequence[str],
@@ -66,7 +71,7 @@ class PooledReward:
         self._stats = {}
         if not completions:
             return []
-        wanted = {name: extras[name] for name in self._pool.start()["extras"] if name in extras}
+        wanted = {name: extras[name] for name in self.wanted() if name in extras}
         each = zip(prompts, completions, rows, places, strict=True)
         requests = [
             {

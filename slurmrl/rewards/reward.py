@@ -48,11 +48,14 @@ class CheckedReward:
             self._object, keywords = _constructed(name, kind, options), {}
         if not callable(self._object):
             raise UsageError(f"reward '{name}' is {_what(kind)}; it must be a function or a class")
-        self.extras = _check_call(name, self._object, keywords)
-        """The names of the additional arguments that it asks for."""
+        self._wanted = _check_call(name, self._object, keywords)
         self._function = partial(self._object, **keywords)
         if isinstance(self._object, RewardFunction):
             self._object.cores = cores
+
+    def wanted(self) -> Sequence[str]:
+        """The names of the additional arguments that it asks for."""
+        return self._wanted
 
     def score(
         self,
@@ -69,12 +72,12 @@ class CheckedReward:
         """
         if not completions:
             return []
-        missing = [name for name in self.extras if name not in extras]
+        missing = [name for name in self._wanted if name not in extras]
         if missing:
             raise RewardError(f"reward {self.name} asks for {missing[0]}, which is not known here")
-        wanted = {name: extras[name] for name in self.extras}
+        given = {name: extras[name] for name in self._wanted}
         try:
-            returned = self._result(self._function, prompts, completions, rows, **wanted)
+            returned = self._result(self._function, prompts, completions, rows, **given)
         except UnusableRowError as error:
             raise RewardError(f"{places[error.index]}: {error}") from error
         return as_scores(self.name, returned, completions, places)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple, Protocol
 
 from slurmrl.config.schema import Reward, RewardPart
 from slurmrl.config.schema.reward import ALONE
+from slurmrl.data.fields import ABSENT, value_at
 from slurmrl.errors import RewardError
 from slurmrl.rewards import make
-from slurmrl.rewards.fields import field_of
 from slurmrl.rewards.pooled import PooledReward
 from slurmrl.rewards.reward import NO_EXTRAS, Extras, Stats, of_completion
 
@@ -24,6 +24,8 @@ class Scorer(Protocol):
 
     @property
     def needs_answers(self) -> bool: ...
+
+    def wanted(self) -> Sequence[str]: ...
 
     def score(
         self,
@@ -58,6 +60,10 @@ class WeightedReward:
     def needs_answers(self) -> bool:
         """Whether a function compares with the reference answer of the row."""
         return any(part.scorer.needs_answers for part in self._parts.values())
+
+    def wanted(self) -> set[str]:
+        """The names of the additional arguments that functions ask for. Raises as `score` does."""
+        return {name for part in self._parts.values() for name in part.scorer.wanted()}
 
     def score(
         self,
@@ -120,7 +126,7 @@ class WeightedReward:
         if any(applies(each, row) for each in settings):
             return ""
         fields = dict.fromkeys(key for each in settings for key in each.where)
-        values = ", ".join(f"{key} {field_of(row, key)!r}" for key in fields)
+        values = ", ".join(f"{key}: {_shown(value_at(row, key))}" for key in fields)
         return f"no part of the reward judges this row ({values}); see reward.parts.<name>.where"
 
 
@@ -142,7 +148,7 @@ def _scorer(part: RewardPart, cores: int) -> Scorer:
 def applies(settings: RewardPart, row: Row) -> bool:
     """Whether a part judges a row."""
     return all(
-        any(_same(field_of(row, key), value) for value in _alternatives(wanted))
+        any(_same(value_at(row, key), value) for value in _alternatives(wanted))
         for key, wanted in settings.where.items()
     )
 
@@ -154,3 +160,7 @@ def _alternatives(wanted: Any) -> Sequence[Any]:
 def _same(value: Any, wanted: Any) -> bool:
     """Whether two JSON values are equal; true is not 1."""
     return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
+
+
+def _shown(value: Any) -> str:
+    return "absent" if value is ABSENT else repr(value)[:100]

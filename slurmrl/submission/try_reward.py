@@ -11,25 +11,26 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from slurmrl.config.schema import Dataset, Reward
-from slurmrl.data.records import read_records
-from slurmrl.data.rows import DatasetRows
+from slurmrl.config.schema import Reward
+from slurmrl.data.fields import has
+from slurmrl.data.records import MOST_PROBLEMS, RecordReader
 from slurmrl.errors import ConfigError, Problem, RunFailedError, UsageError, WaitTimeoutError
 from slurmrl.fsio import variables
 from slurmrl.plan.settings import Settings
-from slurmrl.rewards import trial
-from slurmrl.submission import own_code
+from slurmrl.submission import own_code, reward_trial
 from slurmrl.submission.checks.run import Code, environment
+from slurmrl.submission.found_rows import DataRow, FoundRows
 
 
 @dataclass(frozen=True)
 class Item:
-    """One completion to judge, for the row at ``index`` of the data."""
+    """One completion to judge, for a row of the data."""
 
-    index: int
+    row: DataRow
     completion: str
 
 
@@ -74,28 +75,25 @@ class RewardData:
         if not prompts:
             message = "has no prompts for a reward to judge: type 'prompt' is required"
             raise ConfigError((settings.source.problem(("dataset",), message),))
-        self.dataset: Dataset = next(iter(prompts[0].parts.values()))
-        self.rows = DatasetRows(self.dataset)
+        self.rows = FoundRows(next(iter(prompts[0].parts.values())))
+        self.tokenizer = config.actor.tokenizer
         file = config.cluster.variables_file
         self.variables = variables.read(Path(file)) if file else {}
 
     def references(self, count: int) -> list[Item]:
         """Return the answers of the first rows as completions."""
-        if not self.rows.have_references:
+        rows = self.rows.first(count)
+        config = self.rows.config
+        if not has(rows[0].values, config.answer_key):
             raise UsageError(
-                f"{self.dataset.path} has no answers under '{self.dataset.answer_key}': "
+                f"{config.path} has no answers under '{config.answer_key}': "
                 "give --completion or --completions"
             )
-        indices = range(min(count, len(self.rows)))
-        return [
-            Item(index, text)
-            for index, text in zip(indices, self.rows.answers(indices), strict=True)
-        ]
+        return [Item(row, self.rows.answer(row)) for row in rows]
 
     def texts(self, count: int, completions: Sequence[str]) -> list[Item]:
         """Return each completion for each of the first rows."""
-        indices = range(min(count, len(self.rows)))
-        return [Item(index, text) for index in indices for text in completions]
+        return [Item(row, text) for row in self.rows.first(count) for text in completions]
 
     def file(self, path: Path, count: int | None) -> list[Item]:
         """The first completions of a JSONL file of ``{"id": …, "completion": …}``, as a run's
@@ -103,32 +101,30 @@ class RewardData:
 
         :raises ConfigError: lines without a completion, or of rows that are not in the data.
         """
-        records = read_records(path, "")  # an id may occur more than once
-        numbered = list(zip(records.numbers, records.rows, strict=True))[:count]
+        reader = RecordReader(path, "")  # an id may occur more than once
+        given = [(record.number, record.row) for record in islice(reader, count)]
+        reader.finish()
+        named = self.rows.named({str(row["id"]) for _, row in given if "id" in row})
+        unnamed = any("id" not in row for _, row in given)
+        first = self.rows.first(len(given)) if unnamed else []
         problems: list[Problem] = []
         items = []
-        for position, (line, row) in enumerate(numbered):
-            where, text = f"{path}:{line}", row.get("completion")
-            index = self._index(row["id"]) if "id" in row else position
+        for position, (line, values) in enumerate(given):
+            where, text = f"{path}:{line}", values.get("completion")
+            row = first[position] if position < len(first) else None
+            if "id" in values:
+                row = named.get(str(values["id"]))
             if not isinstance(text, str):
                 problems.append(Problem(where, "completion", "must be a text"))
-            elif index is None or index >= len(self.rows):
-                which = repr(row["id"]) if "id" in row else f"number {position + 1}"
-                message = f"{self.dataset.path} has no row {which}"
+            elif row is None:
+                which = repr(values["id"]) if "id" in values else f"number {position + 1}"
+                message = f"{self.rows.config.path} has no row {which}"
                 problems.append(Problem(where, "id", message))
             else:
-                items.append(Item(index, text))
+                items.append(Item(row, text))
         if problems:
-            raise ConfigError(tuple(problems))
+            raise ConfigError(tuple(problems[:MOST_PROBLEMS]))
         return items
-
-    def _index(self, name: Any) -> int | None:
-        """Return the row of an id, or of a sample's id, which ends in ``@`` and the epoch."""
-        ids = self.rows.records.ids
-        for wanted in (str(name), str(name).rpartition("@")[0]):
-            if wanted in ids:
-                return ids.index(wanted)
-        return None
 
 
 def try_reward(
@@ -141,33 +137,52 @@ def try_reward(
     :raises RunFailedError: the reward raised something else; its traceback is on standard error.
     :raises WaitTimeoutError: the reward took longer than ``timeout_s``.
     """
-    indices = [item.index for item in items]
-    records, answers = data.rows.records, data.rows.answers(indices)
-    lines = [records.numbers[index] for index in indices]
-    ids = [records.ids[index] for index in indices]
+    rows = [item.row for item in items]
+    answers = [data.rows.answer(row) for row in rows]
+    completions = [item.completion for item in items]
     request = {
         "reward": data.reward.model_dump(mode="json"),
-        "prompts": data.rows.prompts(indices),
-        "completions": [item.completion for item in items],
+        "tokenizer": data.tokenizer,
+        "prompts": [data.rows.prompt(row) for row in rows],
+        "completions": completions,
         "rows": [
-            {**records.rows[index], "answer": answer}
-            for index, answer in zip(indices, answers, strict=True)
+            {**row.values, "answer": answer} for row, answer in zip(rows, answers, strict=True)
         ],
-        "places": [records.where(line) for line in lines],
+        "places": [row.where for row in rows],
+        "extras": _extras(items),
     }
     with tempfile.TemporaryDirectory(prefix="slurmrl-reward-") as folder:
         environ = environment(Path(folder), Code(paths=code.paths), data.variables)
         reply = _ask(data.reward.title, request, environ, timeout_s)
-    each = zip(lines, ids, items, answers, reply["scores"], strict=True)
+    each = zip(items, answers, reply["scores"], strict=True)
     return Tried(
         tuple(
-            Judged(line, name, item.completion, answer, score)
-            for line, name, item, answer, score in each
+            Judged(item.row.number, item.row.id, item.completion, answer, score)
+            for item, answer, score in each
         ),
         {name: total / count for name, (total, count) in reply["stats"].items() if count},
         reply["made_s"],
         reply["scored_s"],
     )
+
+
+def _extras(items: Sequence[Item]) -> dict[str, Any]:
+    """What a reward may ask for besides texts and rows, as in the first step of a run. The
+    completions of a row are a group."""
+    groups: dict[int, list[str]] = {}
+    indices = []
+    for item in items:
+        group = groups.setdefault(item.row.number, [])
+        indices.append(len(group))
+        group.append(item.completion)
+    return {
+        "finished": [True] * len(items),
+        "sample_ids": [f"{item.row.id}@0" for item in items],
+        "indices": indices,
+        "siblings": [groups[item.row.number] for item in items],
+        "step": 1,
+        "evaluation": False,
+    }
 
 
 def _ask(
@@ -176,7 +191,7 @@ def _ask(
     """``name`` is the reward's, for messages."""
     with (
         subprocess.Popen(
-            [sys.executable, "-P", "-m", trial.__name__],
+            [sys.executable, "-P", "-m", reward_trial.__name__],
             env=environ,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

@@ -85,6 +85,36 @@ class Looks:
         self.closed = True
 
 
+class Asking:
+    """Remembers the additional arguments of its latest call."""
+
+    def __call__(
+        self,
+        prompts: Sequence[str],
+        completions: Sequence[str],
+        rows: Rows,
+        token_ids: Sequence[Sequence[int]],
+        *,
+        finished: Sequence[bool],
+        sample_ids: Sequence[str],
+        indices: Sequence[int],
+        siblings: Sequence[Sequence[str]],
+        step: int,
+        evaluation: bool = False,
+        other: int = 0,
+    ) -> list[float]:
+        self.asked = {
+            "token_ids": token_ids,
+            "finished": finished,
+            "sample_ids": sample_ids,
+            "indices": indices,
+            "siblings": siblings,
+            "step": step,
+            "evaluation": evaluation,
+        }
+        return [0.0] * len(completions)
+
+
 class Silent:
     """Has no __call__."""
 

@@ -60,7 +60,7 @@ ROWS: tuple[dict[str, tuple[str, ...]], ...] = (
         "parallel.groups": ("parallel.device",),
         "parallel.device": (),
         "parallel.gpu_memory": (),
-        "rewards": (),
+        "rewards": ("data",),
         "checkpoint": (),
         "transfer": ("ops",),
     },

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import islice, pairwise
+from collections.abc import Sequence
+from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.data.meta import one_each, repeated
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
-from slurmrl.rewards.reward import NO_EXTRAS, Extras
+from slurmrl.rewards.reward import Extras
 from slurmrl.rewards.weighted import WeightedReward, make_reward
 
 if TYPE_CHECKING:
@@ -30,11 +31,12 @@ class RuleRewardInterface(Interface):
         """``rewards`` [S] float32, one for each completion. The sample carries the dataset's
         metadata."""
         reward = self._prepare(context)
-        completions = decode_completions(sample, context.tokenizer)
+        tokens = completion_tokens(sample)
+        completions = decode_completions(sample, tokens, context.tokenizer)
         counts = sample.sequence_counts("input_ids")
         prompts, rows = (repeated(sample.metadata[key], counts) for key in ("prompt", "row"))
-        places = _places(sample, context)
-        scores = reward.score(prompts, completions, rows, places, _extras(sample))
+        places, extras = _places(sample, context), _extras(sample, tokens, completions, context)
+        scores = reward.score(prompts, completions, rows, places, extras)
         rewards = torch.tensor(scores, dtype=torch.float32)
         stats = reward.stats() if completions else {}
         stats["reward"] = (float(sum(scores)), float(len(scores)))
@@ -62,26 +64,49 @@ class RuleRewardInterface(Interface):
         return self._reward
 
 
-def _extras(sample: SequenceSample) -> Extras:
-    """What a reward may ask for besides texts and rows."""
-    if "model_scores" not in sample.keys:
-        return NO_EXTRAS
-    return {"model_scores": sample.tensor("model_scores").tolist()}
-
-
-def decode_completions(sample: SequenceSample, tokenizer: Any) -> list[str]:
-    """The text of each completion, without special tokens and without the stop token that ended it
-    (which need not be a special token)."""
+def completion_tokens(sample: SequenceSample) -> list[list[int]]:
+    """The tokens of each completion, with the stop token that ended it."""
     ids, prompt = sample.tensor("input_ids").tolist(), sample.tensor("prompt_mask").tolist()
     cuts = sample.cu_seqlens("input_ids").tolist()
+    return [
+        [ids[at] for at in range(start, stop) if not prompt[at]] for start, stop in pairwise(cuts)
+    ]
+
+
+def decode_completions(
+    sample: SequenceSample, tokens: Sequence[Sequence[int]], tokenizer: Any
+) -> list[str]:
+    """The text of each completion, without special tokens and without the stop token that ended it
+    (which need not be a special token)."""
     finished = sample.tensor("finished").tolist()
     return [
-        tokenizer.decode(
-            [ids[at] for at in range(start, stop - bool(ended)) if not prompt[at]],
-            skip_special_tokens=True,
-        )
-        for (start, stop), ended in zip(pairwise(cuts), finished, strict=True)
+        tokenizer.decode(each[: len(each) - bool(ended)], skip_special_tokens=True)
+        for each, ended in zip(tokens, finished, strict=True)
     ]
+
+
+def _extras(
+    sample: SequenceSample,
+    tokens: list[list[int]],
+    completions: Sequence[str],
+    context: CallContext,
+) -> Extras:
+    """What a reward may ask for besides texts and rows (docs/rewards.md)."""
+    counts = sample.sequence_counts("input_ids")
+    ends = list(accumulate(counts))
+    groups = [list(completions[end - count : end]) for end, count in zip(ends, counts, strict=True)]
+    extras: dict[str, Any] = {
+        "token_ids": tokens,
+        "finished": [bool(ended) for ended in sample.tensor("finished").tolist()],
+        "sample_ids": repeated(sample.ids, counts),
+        "indices": [index for count in counts for index in range(count)],
+        "siblings": repeated(groups, counts),
+        "step": context.step,
+        "evaluation": context.evaluation,
+    }
+    if "model_scores" in sample.keys:
+        extras["model_scores"] = sample.tensor("model_scores").tolist()
+    return extras
 
 
 def _places(sample: SequenceSample, context: CallContext) -> list[str]:

@@ -309,12 +309,34 @@ def test_each_completion_of_a_prompt_is_judged(make_world: MakeWorld) -> None:
     assert result.stats == {"reward": (1.0, 4.0)}
     shown = [(row["id"], row["index"], row["completion"], row["answer"]) for row in result.texts]
     assert shown == [("a@0", 0, "3", "3"), ("a@0", 1, "8", "3"), ("b@0", 0, "8", "9")]
-    config = context.settings.config.model_copy(
-        update={"reward": Reward(name="tests.support.users_rewards:nan_for_the_second")}
-    )
-    context = replace(context, settings=replace(context.settings, config=config))
+    wrong = rewarded(context, "nan_for_the_second")
     with pytest.raises(RewardError, match=r":1 \(sample a@0, index 1\), completion '8'"):
-        RuleRewardInterface().inference(None, group, context)
+        RuleRewardInterface().inference(None, group, wrong)
+    asking = RuleRewardInterface()
+    asking.inference(None, group, rewarded(context, "Asking"))
+    assert asking._reward is not None
+    asked = asking._reward._parts[""].scorer._object.asked  # type: ignore[attr-defined]
+    tokens = group.tensor("input_ids").tolist()
+    cuts, prompt = group.cu_seqlens("input_ids").tolist(), group.tensor("prompt_mask").tolist()
+    assert asked == {
+        "token_ids": [
+            [token for token, mask in zip(tokens[a:b], prompt[a:b], strict=True) if not mask]
+            for a, b in pairwise(cuts)
+        ],
+        "finished": group.tensor("finished").tolist(),
+        "sample_ids": ["a@0", "a@0", "b@0", "b@0"],
+        "indices": [0, 1, 0, 1],
+        "siblings": [["3", "8"]] * 2 + [["8", "3"]] * 2,
+        "step": 1,
+        "evaluation": False,
+    }
+
+
+def rewarded(context: CallContext, name: str) -> CallContext:
+    """The context with one of the users' rewards."""
+    reward = Reward(name=f"tests.support.users_rewards:{name}")
+    config = context.settings.config.model_copy(update={"reward": reward})
+    return replace(context, settings=replace(context.settings, config=config))
 
 
 def test_a_reward_that_is_not_finite_fails_the_call(make_world: MakeWorld) -> None:

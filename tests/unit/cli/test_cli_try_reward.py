@@ -35,6 +35,11 @@ def token(prompts, completions, rows):
     return [float(os.environ.get("TOKEN", 0)) + ("SECRET" in os.environ) for _ in completions]
 
 
+def asks(prompts, completions, rows, *, token_ids, indices, siblings, sample_ids, step, evaluation):
+    print(token_ids, indices, siblings, sample_ids, step, evaluation)
+    return [float(len(tokens)) for tokens in token_ids]
+
+
 def hangs(prompts, completions, rows):
     while True:
         pass
@@ -85,6 +90,33 @@ def test_the_answers_of_the_first_rows_are_judged(
     assert lines[9] == "mine:judge: mean 3 of 8 completions"
     assert "judging 0" in err, "what the reward prints is seen, and is no result"
     assert not (config.parent / "runs").exists()
+
+
+def test_only_the_rows_that_are_needed_are_read(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A data file may have gigabytes. The line after row 7 is found to be wrong once it is read."""
+    path = config.with_name("rows.jsonl")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[:7], "no JSON\n", *lines[7:]]))
+    assert len(tried(capfd, str(config), "--rows", "7")["items"]) == 7
+    samples = config.with_name("samples.jsonl")
+    samples.write_text('{"id": "3@0", "completion": "4"}\n')
+    assert tried(capfd, str(config), "--completions", str(samples))["items"][0]["line"] == 3
+    code, _, err = run(capfd, str(config), "--rows", "8")
+    assert (code, "rows.jsonl:8: not JSON" in err) == (2, True)
+
+
+def test_a_reward_gets_what_it_asks_for(config: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """As in the first step of a run; the completions of one row are siblings. A pool changes
+    nothing."""
+    texts = ["--rows", "2", "--completion", "12", "--completion", "345"]
+    for pool in ("null", "{processes: 1}"):
+        changes = ["reward.name=mine:asks", f"reward.pool={pool}"]
+        code, out, err = run(capfd, str(config), *changes, *texts, "--json")
+        assert code == 0, err
+        assert [item["score"] for item in json.loads(out)["items"]] == [3.0, 4.0, 3.0, 4.0]
+        assert "[0, 1, 0, 1]" in err or "[1] [['12', '345']] ['2@0'] 1 False" in err, err
 
 
 def test_given_texts_are_judged(config: Path, capfd: pytest.CaptureFixture[str]) -> None:

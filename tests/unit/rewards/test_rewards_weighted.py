@@ -83,9 +83,9 @@ def test_rows_choose_their_parts(reward: Make) -> None:
     assert made.stats() == {"reward/first": (1.0, 2.0), "reward/second": (4.0, 1.0)}
     problems = made.check_rows([*ROWS, {"source": "four"}, {}])
     assert problems[:3] == ["", "", ""]
-    assert problems[3].startswith("no part of the reward judges this row (source 'four')")
-    assert "(source None)" in problems[4]
-    with pytest.raises(RewardError, match=r"rows\.jsonl:9: no part .* \(source 'four'\)"):
+    assert problems[3].startswith("no part of the reward judges this row (source: 'four')")
+    assert "(source: absent)" in problems[4]
+    with pytest.raises(RewardError, match=r"rows\.jsonl:9: no part .* \(source: 'four'\)"):
         made.score(["p"], ["a"], [{"source": "four"}], ["rows.jsonl:9"])
 
 

@@ -175,7 +175,7 @@ def test_every_part_of_a_reward_is_made_and_asked_about_the_rows(tmp_path: Path)
     changes = [evaluation, f"reward={{parts: {{a: {{{part}}}}}}}"]
     (found,) = look(tmp_path, settings_of(tmp_path, *changes))
     assert found.where.endswith("rows.jsonl:2")
-    assert "no part of the reward judges this row (kind None)" in found.message
+    assert "no part of the reward judges this row (kind: absent)" in found.message
     changes[1] = changes[1].replace("mine:Good", "mine:Better")
     (found,) = look(tmp_path, settings_of(tmp_path, *changes))
     assert "mine has no 'Better'" in found.message

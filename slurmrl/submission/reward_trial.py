@@ -1,7 +1,7 @@
 """Child process of ``slurmrl try-reward``: JSON request on stdin, JSON result on stdout.
 
-Run as ``python -m slurmrl.rewards.trial`` by `slurmrl.submission.try_reward`. The reward's own
-output goes to stderr.
+Run as ``python -m slurmrl.submission.reward_trial`` by `slurmrl.submission.try_reward`. The
+reward's own output goes to stderr.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from slurmrl.config.schema import Reward
-from slurmrl.errors import SlurmrlError
+from slurmrl.data.tokenizer import end_id, load_tokenizer, text_ids
+from slurmrl.errors import SlurmrlError, UsageError
 from slurmrl.rewards.weighted import make_reward
 
 PR_SET_PDEATHSIG = 1
@@ -41,10 +44,18 @@ def main() -> int:
 def _try(request: dict[str, Any]) -> dict[str, Any]:
     began = time.monotonic()
     reward = make_reward(Reward.model_validate(request["reward"]))
-    made = time.monotonic()
-    arguments = (request[key] for key in ("prompts", "completions", "rows", "places"))
     try:
-        scores = reward.score(*arguments)
+        extras = request["extras"]
+        if "token_ids" in reward.wanted():
+            extras["token_ids"] = _token_ids(request["tokenizer"], request["completions"])
+        made = time.monotonic()
+        scores = reward.score(
+            request["prompts"],
+            request["completions"],
+            request["rows"],
+            request["places"],
+            extras,
+        )
         scored = time.monotonic()
         return {
             "scores": scores,
@@ -54,6 +65,15 @@ def _try(request: dict[str, Any]) -> dict[str, Any]:
         }
     finally:
         reward.close()
+
+
+def _token_ids(folder: str | None, completions: Sequence[str]) -> list[list[int]]:
+    """The tokens of texts as if a model had written them, with the end-of-text token."""
+    if folder is None:
+        raise UsageError("the reward asks for token_ids, but the configuration has no tokenizer")
+    tokenizer = load_tokenizer(Path(folder))
+    end = end_id(tokenizer)
+    return [[*ids, end] for ids in text_ids(tokenizer, completions, begin=False)]
 
 
 if __name__ == "__main__":
