@@ -34,6 +34,9 @@ COMMANDS = {
     "try-reward": Command(
         "slurmrl.cli.try_reward:try_reward", "Score some completions with a configuration's reward."
     ),
+    "data": Command(
+        "slurmrl.cli.data:data", "Show and check a configuration's data as the model sees it."
+    ),
     "graph": Command(
         "slurmrl.cli.graph:graph", "Show the calls of a step and the data between them."
     ),

@@ -8,7 +8,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection
 from contextlib import closing
 from hashlib import blake2b
 from importlib import metadata
@@ -24,12 +24,10 @@ from slurmrl.data.prepared import (
     PreparedWriter,
     read_manifest,
 )
-from slurmrl.data.records import NumberedRow, RecordReader, id_of
-from slurmrl.data.row_checks import RowChecks
-from slurmrl.data.rows import CHUNK_ROWS, RowTokenizer
+from slurmrl.data.reading import Progress, TokenReader
+from slurmrl.data.records import id_of
 from slurmrl.data.sources import open_source
 from slurmrl.data.sources.base import fingerprint_of, state_of
-from slurmrl.data.types import row_type
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, UsageError
 from slurmrl.fsio import atomic, inputs
 from slurmrl.fsio.calls import REAL, SystemCalls
@@ -41,11 +39,7 @@ if TYPE_CHECKING:
 
 logger = log.get(__name__)
 
-Progress = Callable[[str], None]
-"""Receives what is being done: ``tokenising rows.jsonl, 34 % (340000 rows)``."""
-
 FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-CHUNK_BYTES: Final = 16 << 20
 SMALL_VOCABULARY: Final = 1 << 16
 _NAME: Final = re.compile(r"([0-9a-f]{32})\.(\d{1,9})")
 _OF_TOKENIZERS: Final = (".json", ".txt", ".model", ".tiktoken", ".jinja", ".bpe", ".spm", ".vocab")
@@ -166,50 +160,20 @@ def _make(
     calls: SystemCalls,
 ) -> None:
     _remove(directory, calls)  # an earlier attempt
-    kind = row_type(config)
-    reader = RecordReader(Path(config.path), config.id_key, config.split)
-    checks = RowChecks(kind, reader.where)
-    tokens = RowTokenizer(kind, tokenizer, reader.where)
+    reader = TokenReader(config, tokenizer, progress)
     small = max(tokenizer.get_vocab().values()) < SMALL_VOCABULARY
     began = time.monotonic()
     with closing(PreparedWriter(directory, 2 if small else 4, calls=calls)) as writer:
-        for chunk in _chunks(reader):
-            done = f"{reader.share:.0%} ({reader.rows} rows)"
-            progress(f"tokenising {Path(config.path).name}, {done}")
-            for record in chunk:
-                checks.add(record.number, record.row)
-            if not checks.fillable:
-                continue  # the file is refused at its end, with all its problems
-            made = tokens.tokens([(record.number, record.row) for record in chunk])
-            for record, row in zip(chunk, made, strict=True):
-                if row is not None:
-                    name = id_of(record.row, config.id_key, record.number)
-                    writer.add(
-                        row,
-                        name,
-                        record.number,
-                        kind.stored(record.row, record.raw),
-                        kind.difficulty(record.row),
-                    )
-        for part in (reader, checks, tokens):
-            part.finish()
-        source = reader.source
-        writer.publish(wanted, source.fingerprint(), source.state, tokens.left_out)
+        for record, row in reader:
+            name = id_of(record.row, config.id_key, record.number)
+            stored = reader.kind.stored(record.row, record.raw)
+            difficulty = reader.kind.difficulty(record.row)
+            writer.add(row, name, record.number, stored, difficulty)
+        reader.finish()
+        source = reader.records.source
+        writer.publish(wanted, source.fingerprint(), source.state, reader.left_out)
     seconds = time.monotonic() - began
-    logger.info("tokenised %d rows of %s in %.1f s", reader.rows, config.path, seconds)
-
-
-def _chunks(reader: RecordReader) -> Iterator[list[NumberedRow]]:
-    chunk: list[NumberedRow] = []
-    size = 0
-    for record in reader:
-        chunk.append(record)
-        size += len(record.raw)
-        if len(chunk) >= CHUNK_ROWS or size >= CHUNK_BYTES:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk
+    logger.info("tokenised %d rows of %s in %.1f s", reader.records.rows, config.path, seconds)
 
 
 def _remove(directory: Path, calls: SystemCalls) -> None:

@@ -5,9 +5,17 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from slurmrl.config.schema.base import PathText, PositiveFloat, PositiveInt, Section, Word
+from slurmrl.config.schema.base import (
+    IsPath,
+    Line,
+    PathText,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Word,
+)
 from slurmrl.config.template import Template
 
 
@@ -40,6 +48,9 @@ def _check_source_name(name: str) -> str:
 
 
 SourceName = Annotated[str, AfterValidator(_check_source_name)]
+
+
+OptionalPath = Annotated[Line, BeforeValidator(lambda path: path or ""), IsPath()]
 
 
 class DataSource(Section):
@@ -77,7 +88,7 @@ class Dataset(Section):
     """`prompt` feeds generation (the answer goes to the reward), `prompt_answer` and `messages`
     (conversations) feed SFT, `preference` (pairs of answers) feeds DPO and reward models, `kto`
     (labelled answers) KTO."""
-    path: PathText = ""
+    path: OptionalPath = ""
     """The file or folder. It is tokenised once per trial, into the run directory, when the first
     job starts. Do not change it during a trial. Required without `sources`."""
     sources: dict[SourceName, DataSource] = Field(default_factory=dict)
