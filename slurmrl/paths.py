@@ -179,8 +179,8 @@ class RunPaths:
     def damaged_checkpoints(self) -> list[Path]:
         return sorted(self.checkpoints.glob(f"{DAMAGED_PREFIX}*"))
 
-    def export(self, step: int, role: str = "actor") -> Path:
-        other = "" if role == "actor" else f"-{role}"
+    def export(self, step: int, role: str = "actor", *, adapter: bool = False) -> Path:
+        other = ("" if role == "actor" else f"-{role}") + ("-adapter" if adapter else "")
         return self.exports / f"step-{step:08d}{other}"
 
     def log(self, group: str, task: int, attempt: int) -> Path:

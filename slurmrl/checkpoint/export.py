@@ -6,12 +6,11 @@ import json
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from slurmrl.checkpoint.precision import AS_STORED, FLOATS, Precision
-from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.checkpoint.stored import Storage, by_name, file_entries
 from slurmrl.checkpoint.tensors import TensorEntry, write_tensors
 from slurmrl.errors import EnvironmentFailure, UnreadableInputError
@@ -19,6 +18,9 @@ from slurmrl.fsio import inputs
 from slurmrl.fsio.calls import REAL, SystemCalls
 from slurmrl.fsio.failures import explain
 from slurmrl.fsio.primitives import temporary_beside, write_new
+from slurmrl.layout.box import Box
+from slurmrl.layout.copy import Array
+from slurmrl.layout.layout import TensorSpec
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -43,8 +45,20 @@ SHARD_BYTES = 50 * 10**9
 Shard = list[TensorEntry]
 
 
+class ExportedWeights(Protocol):
+    """The weights of a role, such as those of a ``RoleCheckpoint``."""
+
+    def weights(self) -> Iterable[tuple[str, TensorSpec]]:
+        """Names and specs, in the model's order."""
+        ...
+
+    def read(self, name: str, box: Box) -> Array:
+        """A box of a tensor, contiguous; bfloat16 as its bits (uint16)."""
+        ...
+
+
 def export(
-    weights: RoleCheckpoint,
+    weights: ExportedWeights,
     config: Mapping[str, Any],
     target: Path,
     *,
@@ -60,19 +74,28 @@ def export(
 
     ``config`` is the object for config.json, ``generation`` that for generation_config.json.
     ``storage`` maps parameters to tensors of the files, and ``precision`` gives their types. The
-    folder is written under a temporary name and then renamed, so it is complete or absent; an
-    existing one is replaced. One tensor is in memory at a time.
+    folder is complete or absent; an existing one is replaced. One tensor is in memory at a time.
     """
+
+    def fill(folder: Path) -> None:
+        stored = file_entries(weights.weights(), weights.read, storage)
+        entries = [precision.apply(entry) for entry in stored]
+        write_weights(folder, entries, shard_bytes=shard_bytes, calls=calls)
+        write_json(folder / "config.json", {**config, "dtype": _main_dtype(entries)}, calls)
+        write_json(folder / "generation_config.json", generation, calls)
+        if tokenizer is not None:
+            copy_tokenizer(tokenizer, folder, calls)
+
+    return write_folder(target, fill, calls)
+
+
+def write_folder(target: Path, fill: Callable[[Path], None], calls: SystemCalls = REAL) -> Path:
+    """Make a folder that is complete or absent: ``fill`` writes its files under a temporary name,
+    which is then renamed. An existing folder is replaced. Raises EnvironmentFailure."""
     temporary = temporary_beside(target)
     try:
         calls.mkdir(temporary)
-        stored = file_entries(weights.weights(), weights.read, storage)
-        entries = [precision.apply(entry) for entry in stored]
-        write_weights(temporary, entries, shard_bytes=shard_bytes, calls=calls)
-        _write_json(temporary / "config.json", {**config, "dtype": _main_dtype(entries)}, calls)
-        _write_json(temporary / "generation_config.json", generation, calls)
-        if tokenizer is not None:
-            copy_tokenizer(tokenizer, temporary, calls)
+        fill(temporary)
         calls.fsync_directory(temporary)
         _publish(temporary, target, calls)
     except EnvironmentFailure:
@@ -100,7 +123,7 @@ def write_weights(
         places = {e.name: name for name, shard in zip(names, shards, strict=True) for e in shard}
         total = sum(entry.spec.bytes for entry in entries)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-        _write_json(folder / "model.safetensors.index.json", index, calls)
+        write_json(folder / "model.safetensors.index.json", index, calls)
 
 
 def _shards(entries: Iterable[TensorEntry], limit_bytes: int) -> list[Shard]:
@@ -149,7 +172,7 @@ def copy_tokenizer(source: Path, folder: Path, calls: SystemCalls) -> None:
         calls.fsync_directory(folder / MORE_TEMPLATES)
 
 
-def _write_json(path: Path, values: Mapping[str, Any], calls: SystemCalls) -> None:
+def write_json(path: Path, values: Mapping[str, Any], calls: SystemCalls) -> None:
     text = json.dumps(values, indent=2, sort_keys=True, ensure_ascii=False) + "\n"
     write_new(path, text.encode(), True, calls)
 

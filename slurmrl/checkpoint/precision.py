@@ -49,9 +49,9 @@ def _converted(entry: TensorEntry, wanted: str) -> Array:
     target = np.empty(flat.shape, dtype=NUMPY_DTYPES[wanted])
     for begin in range(0, flat.size, BLOCK):
         block = slice(begin, begin + BLOCK)
-        wide = _widened(flat[block], entry.spec.dtype)
+        wide = widened(flat[block], entry.spec.dtype)
         target[block] = narrow = _narrowed(wide, wanted)
-        lost = np.isinf(_widened(narrow, wanted)) & np.isfinite(wide)
+        lost = np.isinf(widened(narrow, wanted)) & np.isfinite(wide)
         if lost.any():
             value = float(wide[lost][0])
             raise CheckpointError(
@@ -61,7 +61,7 @@ def _converted(entry: TensorEntry, wanted: str) -> Array:
     return target.reshape(values.shape)
 
 
-def _widened(values: Array, dtype: str) -> Array:
+def widened(values: Array, dtype: str) -> Array:
     """Convert to float32, without rounding."""
     if dtype == "bfloat16":
         return (values.astype("<u4") << 16).view("<f4")

@@ -10,7 +10,7 @@ import click
 from slurmrl.cli.options import common
 
 if TYPE_CHECKING:
-    from slurmrl.config.schema.frequency import ExportDtype
+    from slurmrl.config.schema.frequency import ExportDtype, ExportForm
 
 
 @click.command()
@@ -36,6 +36,12 @@ if TYPE_CHECKING:
     help="Type of the weights; source: the type of the model that the role was loaded from. "
     "Default: checkpoint.export_dtype of the trial, source unless set.",
 )
+@click.option(
+    "--form",
+    type=click.Choice(["merged", "adapter"]),
+    help="What a role with lora is exported as: merged, a whole model; adapter, a folder for PEFT. "
+    "Default: checkpoint.export_form of the trial, merged unless set.",
+)
 @common
 def export(
     trial: str,
@@ -43,9 +49,11 @@ def export(
     out: Path | None,
     role: str,
     dtype: ExportDtype | None,
+    form: ExportForm | None,
     root: str | None,
 ) -> int:
-    """Export a checkpoint's model to a folder that transformers can load, and print the folder.
+    """Export a checkpoint's model to a folder that transformers or PEFT can load, and print the
+    folder.
 
     Works while the trial runs and after it has ended. The checkpoint is verified by checksum first;
     nothing is written from a damaged one.
@@ -55,5 +63,5 @@ def export(
 
     paths = trials.find(trials.root_folder(root), trial)
     target = out.absolute() if out is not None else None
-    click.echo(str(export_step(paths, role, step, target, dtype)))
+    click.echo(str(export_step(paths, role, step, target, dtype, form)))
     return 0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from slurmrl.checkpoint.shards import RoleSnapshot
 from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.data.sample import SequenceSample
+from slurmrl.errors import UsageError
 from slurmrl.layout.layout import Layout
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.generate import GenerationOptions, GenerationOutput
@@ -60,8 +62,9 @@ class Engine(ABC):
 
     @abstractmethod
     def storages(self) -> Mapping[str, Tensor]:
-        """This rank's tensors by the storage names of ``layout``, contiguous and without copies.
-        They may be other tensors after a call of the engine."""
+        """This rank's tensors by the storage names of ``layout``, contiguous and without copies;
+        with adapters, merged copies that are made as they are read. They may be other tensors
+        after a call of the engine. Collective."""
 
     @abstractmethod
     def offload(self) -> None:
@@ -138,6 +141,11 @@ class TrainEngine(Engine):
     ) -> Outputs:
         """Outputs without gradients, or the results of ``output_fn`` on them: each [T] in the
         order of the sample. A micro-batch may have some of an item's sequences only."""
+
+    def base(self) -> AbstractContextManager[None]:
+        """While entered, the model computes with its frozen weights, without its adapters. Raises
+        UsageError if it has none."""
+        raise UsageError(f"{self.role} has no adapters, so it is not its own reference")
 
     @abstractmethod
     def snapshot(self, *, copy: bool = True) -> RoleSnapshot | None:

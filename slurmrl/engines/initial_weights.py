@@ -73,6 +73,11 @@ def init_tensor(name: str, shape: tuple[int, ...], config: ModelConfig, seed: in
         return torch.zeros(shape) if config.family.norm_offset else torch.ones(shape)
     if name.endswith(".bias"):
         return torch.zeros(shape)
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") & (2**63 - 1))
+    generator = generator_of(name, seed)
     return torch.empty(shape).normal_(0.0, config.initializer_range, generator=generator)
+
+
+def generator_of(name: str, seed: int) -> torch.Generator:
+    """The generator of a parameter's initial values."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") & (2**63 - 1))

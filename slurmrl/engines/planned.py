@@ -84,7 +84,8 @@ def planned_layout(plan: PlannedModel, model: Model, config: ModelConfig) -> Lay
 
 
 def _fsdp(plan: PlannedModel, model: Model, config: ModelConfig) -> Layout:
-    dtype = "float32" if plan.trained or model.ema is not None else model.dtype
+    wide = model.lora is None if plan.trained else model.ema is not None
+    dtype = "float32" if wide else model.dtype
     return _placing(plan, config, dtype, sharded=True).layout()
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.norm import RMSNorm
-from slurmrl.models.parallel.linear import RowLinear
+from slurmrl.models.parallel.linear import Linear, RowLinear
 from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.models.rotary import Rotation
 from slurmrl.ops.attention import Packing, packed_attention
@@ -65,9 +65,9 @@ class Attention(nn.Module):
         self.spec = AttentionSpec(layer, scale, config.windows[layer])
         hidden, q = config.hidden_size, config.num_heads // split.tensor.size * config.head_dim
         kv = kv_heads(config, split) * config.head_dim
-        self.q_proj = nn.Linear(hidden, q, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(hidden, kv, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(hidden, kv, bias=config.qkv_bias)
+        self.q_proj = Linear(hidden, q, bias=config.qkv_bias)
+        self.k_proj = Linear(hidden, kv, bias=config.qkv_bias)
+        self.v_proj = Linear(hidden, kv, bias=config.qkv_bias)
         self.o_proj = RowLinear(q, hidden, bias=config.o_bias, split=split)
         if config.qk_norm:
             self.q_norm: nn.Module = RMSNorm(config.head_dim, config.norm_eps)

@@ -26,7 +26,7 @@ from slurmrl.models.norm import RMSNorm
 from slurmrl.models.packed import inverse, length_order, packed_positions
 from slurmrl.models.parallel.core import split_core
 from slurmrl.models.parallel.heads import split_logprobs, split_values
-from slurmrl.models.parallel.linear import LogProbs, VocabEmbedding, VocabProjection
+from slurmrl.models.parallel.linear import Adapter, LogProbs, VocabEmbedding, VocabProjection
 from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.models.recompute import (
     LayerCall,
@@ -110,6 +110,8 @@ class Decoder(PackedModel):
 
     config: ModelConfig
     body: type[nn.Module] = DecoderBody
+    adapters: Adapter | None = None
+    """Those of its linear layers, if they have any."""
 
     def __init__(self, config: ModelConfig, head: Head = "lm", split: Split = WHOLE) -> None:
         super().__init__()
@@ -162,6 +164,8 @@ class Decoder(PackedModel):
         positions = packed_positions(cu_sorted, input_ids.shape[0])
         indices = (order, inverse(order), positions)
         order, back, positions = upload(indices, input_ids.device)
+        if self.adapters is not None:
+            self.adapters.arrange(order, self.split)
         core = PackedCore(Packing(cu_sorted, max_len))
         call = layer_call(self.recompute)
         hidden = self._run(input_ids[order], positions, core, call, self.split)
@@ -226,7 +230,8 @@ class Decoder(PackedModel):
 
     def values(self, features: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
         assert self.head == "value", "a language model has no value head"
-        values = wide_linear(features, self.score.weight).squeeze(-1)
+        weight = self.score.weight  # in float32 if the rest of the model is frozen in bfloat16
+        values = wide_linear(features.to(weight.dtype), weight).squeeze(-1)
         if self.split.whole:
             return values
         assert cu_seqlens is not None, "a split model needs cu_seqlens"

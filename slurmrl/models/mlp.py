@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from slurmrl.models.config import ModelConfig
-from slurmrl.models.parallel.linear import RowLinear
+from slurmrl.models.parallel.linear import Linear, RowLinear
 from slurmrl.models.parallel.split import WHOLE, Split
 from slurmrl.ops.gated import ACTIVATIONS, gated_linear, gated_product
 
@@ -22,8 +22,8 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.split = split
         hidden, inner = config.hidden_size, config.intermediate_size // split.tensor.size
-        self.gate_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
+        self.gate_proj = Linear(hidden, inner, bias=config.mlp_bias)
+        self.up_proj = Linear(hidden, inner, bias=config.mlp_bias)
         self.down_proj = RowLinear(inner, hidden, bias=config.mlp_bias, split=split)
         self.activation = config.activation
 
@@ -31,8 +31,9 @@ class GatedMLP(nn.Module):
         """x [T, h] -> [T, h]."""
         x, down = self.split.enter(x), self.down_proj
         gate, up = self.gate_proj(x), self.up_proj(x)
-        if self.recomputed:
-            products = F.linear(gated_product(gate, up, self.activation), down.weight)
+        if self.recomputed or down.adapter is not None:
+            inner = gated_product(gate, up, self.activation)
+            products = down.adapted(F.linear(inner, down.weight), inner)
         else:
             products = gated_linear(gate, up, down.weight, self.activation)
         return down.whole(products)
@@ -45,7 +46,7 @@ class PlainMLP(nn.Module):
         super().__init__()
         self.split = split
         hidden, inner = config.hidden_size, config.intermediate_size // split.tensor.size
-        self.up_proj = nn.Linear(hidden, inner, bias=config.mlp_bias)
+        self.up_proj = Linear(hidden, inner, bias=config.mlp_bias)
         self.down_proj = RowLinear(inner, hidden, bias=config.mlp_bias, split=split)
         self.activation = ACTIVATIONS[config.activation].value
 

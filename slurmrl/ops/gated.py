@@ -104,11 +104,12 @@ class _GatedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         gate, up, weight = ctx.saved_tensors
         product, gradients = _gradients(gate, up, grad @ weight, ctx.activation)
         grad_gate, grad_up = gradients.chunk(2, -1)
-        return grad_gate, grad_up, grad.t() @ product, None
+        grad_weight = grad.t() @ product if ctx.needs_input_grad[2] else None
+        return grad_gate, grad_up, grad_weight, None
 
 
 def _product(gate: Tensor, up: Tensor, activation: str) -> Tensor:

@@ -9,25 +9,20 @@ import torch
 from torch import Tensor
 
 from slurmrl.ops.checks import wide
+from slurmrl.ops.splitmix import mix, shift, start
 
 RESOLUTION = 2**40
 """Probabilities are rounded to multiples of one over this."""
-_MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
 
 
 def keyed_uniform(seed: int, step: int, keys: Tensor, position: Tensor | int) -> Tensor:
     """Uniform numbers in [0, 1) [S] float64, each a pure function of (seed, step, key, position).
 
     keys [S] int64; position: one number or [S]. A row's number does not depend on the other rows of
-    the batch, on their order, or on the device. The hash is a chain of SplitMix64 finalizers
-    (Steele, Lea and Flood 2014).
+    the batch, on their order, or on the device.
     """
-    start = _mix_int(_mix_int(seed & _MASK) ^ (step & _MASK))
-    state = _mix(keys.to(torch.int64) ^ _signed(start))
-    bits = _shift(_mix(state ^ position), 11)
+    state = mix(keys.to(torch.int64) ^ start(seed, step))
+    bits = shift(mix(state ^ position), 11)
     return bits.to(torch.float64) * 2.0**-53
 
 
@@ -85,29 +80,3 @@ def _draw(scaled: Tensor, uniforms: Tensor) -> Tensor:
 def _weights(scaled: Tensor) -> Tensor:
     """Probabilities in units of 1 / RESOLUTION, int64, so that sums are exact on every device."""
     return scaled.double().softmax(-1).mul_(RESOLUTION).round_().long()
-
-
-def _mix(x: Tensor) -> Tensor:
-    """SplitMix64's step on int64 tensors (multiplication wraps)."""
-    x = x + _signed(_GOLDEN)
-    x = (x ^ _shift(x, 30)) * _signed(_MIX_1)
-    x = (x ^ _shift(x, 27)) * _signed(_MIX_2)
-    return x ^ _shift(x, 31)
-
-
-def _mix_int(x: int) -> int:
-    x = (x + _GOLDEN) & _MASK
-    x = ((x ^ (x >> 30)) * _MIX_1) & _MASK
-    x = ((x ^ (x >> 27)) * _MIX_2) & _MASK
-    return x ^ (x >> 31)
-
-
-def _shift(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int64 (torch's is arithmetic)."""
-    shifted: Tensor = (x >> bits) & (2 ** (64 - bits) - 1)
-    return shifted
-
-
-def _signed(x: int) -> int:
-    """The two's complement int64 with the bits of x."""
-    return x - 2**64 if x >= 2**63 else x

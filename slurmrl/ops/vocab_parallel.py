@@ -94,5 +94,6 @@ class _Logprobs(torch.autograd.Function):
         hidden, weight, targets, normalizer, entropy = ctx.saved_tensors
         own = targets - ctx.rows.first
         per_token = (own, normalizer, entropy, grad_logp, grad_entropy)
-        both = gradients(hidden, weight, per_token, ctx.temperature, ctx.chunk)
+        wanted = ctx.needs_input_grad[:2]
+        both = gradients(hidden, weight, per_token, ctx.temperature, ctx.chunk, wanted)
         return *both, None, None, None, None

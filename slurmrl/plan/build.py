@@ -168,7 +168,8 @@ def _call(
     own = layout_of(call, list(models))
     layout = own or "actor"
     before: tuple[Reallocation, ...] = ()
-    if call.role is not None and layout != call.role:
+    base = call.role is not None and call.role not in models
+    if call.role is not None and layout != call.role and not base:
         before = (Reallocation(source=call.role, target=layout),)
     after: list[Reallocation | Offloading] = []
     if call.role == "actor" and call.method is Method.TRAIN_STEP:
@@ -183,7 +184,8 @@ def _call(
         inputs=call.inputs,
         outputs=call.outputs,
         ranks=models[layout].ranks,
-        layout=layout if before else None,
+        layout=layout if before or base else None,
+        base=base,
         pre_hooks=before,
         post_hooks=tuple(after),
     )

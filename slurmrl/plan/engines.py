@@ -29,6 +29,8 @@ class EngineRules:
     own_experts: bool = True
     """Whether experts may have a layout of their own."""
     cpu_offload: bool = False
+    adapters: bool = False
+    """Whether it trains low-rank adapters of the built-in decoder."""
     transformer_engine: bool = False
     """Whether it can build its layers from TransformerEngine's modules."""
     context_heads: bool = False
@@ -43,6 +45,7 @@ FSDP: Final = EngineRules(
     hf_architectures="slurmrl.models.hf_config:HFConfig",
     own_experts=False,
     cpu_offload=True,
+    adapters=True,
     context_heads=True,
 )
 """FSDP2 around the built-in decoder; ``archon`` is another name for it."""

@@ -125,6 +125,8 @@ class CallPlan(_PlanPart):
     ranks: tuple[int, ...]
     layout: str | None = None
     """The model of the plan whose layout it runs on, if that is not the role's own."""
+    base: bool = False
+    """Whether it runs on that model without its adapters."""
     pre_hooks: tuple[Reallocation, ...] = ()
     """What the ranks of both layouts do before the call."""
     post_hooks: tuple[Reallocation | Offloading, ...] = ()

@@ -15,6 +15,18 @@ from slurmrl.graph.call import Call, Method
 from slurmrl.worlds import TRAINERS
 
 ROLLOUTS: Final = "rollout"
+REFERENCE: Final = "ref"
+OWN: Final = (
+    "path",
+    "architecture",
+    "implementation",
+    "dtype",
+    "backend",
+    "gpus",
+    "model",
+    "max_tokens_per_microbatch",
+)
+"""Settings with which a reference differs from the actor's frozen weights if they differ."""
 LARGEST_HOST: Final = 8
 """Workers on one host, unless the user sets their number."""
 
@@ -58,9 +70,9 @@ def _by_copies(allocation: Allocation) -> tuple[int, ...]:
 
 def placements(config: Config, roles: Iterable[str]) -> dict[str, Placement]:
     """The placements of the roles' models and, under ``rollout``, of a separate generation engine.
-    Invalid ones are left out."""
+    Invalid ones are left out, and so is a role that has no model of its own (`uses_base`)."""
     placed = {}
-    sections = {role: getattr(config, role) for role in roles}
+    sections = {role: getattr(config, role) for role in roles if not uses_base(config, role)}
     if config.rollout.backend:
         sections[ROLLOUTS] = config.rollout
     for role, section in sections.items():
@@ -71,6 +83,15 @@ def placements(config: Config, roles: Iterable[str]) -> dict[str, Placement]:
     return placed
 
 
+def uses_base(config: Config, role: str) -> bool:
+    """Whether a role is the actor without its adapters: a reference with the same weights, layout
+    and precision."""
+    model: Model | None = getattr(config, role)
+    if role != REFERENCE or model is None or config.actor.lora is None or model.ema is not None:
+        return False
+    return all(getattr(model, name) == getattr(config.actor, name) for name in OWN)
+
+
 def model_of(config: Config, name: str) -> Model:
     """The section behind a model of the plan: generation runs the actor's weights."""
     section: Model = config.actor if name == ROLLOUTS else getattr(config, name)
@@ -78,10 +99,11 @@ def model_of(config: Config, name: str) -> Model:
 
 
 def layout_of(call: Call, names: Sequence[str]) -> str | None:
-    """The model in the plan that a call runs on; None for a call without a model."""
+    """The model in the plan that a call runs on; None for a call without a model. ``names`` are the
+    plan's models."""
     if call.method is Method.GENERATE and ROLLOUTS in names:
         return ROLLOUTS
-    return call.role
+    return "actor" if call.role == REFERENCE and REFERENCE not in names else call.role
 
 
 def offloaded(config: Config, placed: Mapping[str, Placement]) -> frozenset[str]:

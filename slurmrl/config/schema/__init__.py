@@ -14,6 +14,7 @@ from slurmrl.config.schema.cluster import Cluster, Slurm
 from slurmrl.config.schema.config import Config
 from slurmrl.config.schema.data import Dataset, DataSource
 from slurmrl.config.schema.frequency import Checkpoint, Evaluation, Logging, Wandb
+from slurmrl.config.schema.lora import Lora
 from slurmrl.config.schema.model import Model, ParallelSizes
 from slurmrl.config.schema.optimizer import Optimizer
 from slurmrl.config.schema.reward import Reward, RewardPart, RewardPool
@@ -27,6 +28,7 @@ __all__ = [
     "Dataset",
     "Evaluation",
     "Logging",
+    "Lora",
     "Model",
     "NonNegativeFloat",
     "NonNegativeInt",

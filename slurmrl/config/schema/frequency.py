@@ -17,6 +17,7 @@ from slurmrl.config.schema.data import Dataset
 from slurmrl.config.schema.rollout import SAME_COMPLETIONS
 
 ExportDtype = Literal["source", "float32", "bfloat16", "float16"]
+ExportForm = Literal["merged", "adapter"]
 
 
 class Checkpoint(Section):
@@ -42,6 +43,10 @@ class Checkpoint(Section):
     """Data type of exported weights; `slurmrl export --dtype` overrides it. `source` gives each
     tensor its type in the folder `<role>.path`; for a new model, the `dtype` of its `architecture`,
     or float32. Checkpoints are always in float32."""
+    export_form: ExportForm = "merged"
+    """What an actor with `lora` is exported as; `slurmrl export --form` overrides it. `merged` is a
+    whole model, which transformers and `trial:` paths load; `adapter` is a folder for PEFT with the
+    adapters alone, to be loaded onto the model of `actor.path`."""
 
 
 class Evaluation(Section):

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from slurmrl.config.schema.base import Line, PathText, PositiveFraction, PositiveInt, Section
+from slurmrl.config.schema.lora import Lora
 from slurmrl.config.schema.optimizer import Optimizer
 
 TRIAL_PREFIX = "trial:"
@@ -40,7 +41,8 @@ class Model(Section):
     """One role. The other roles inherit from the actor each of these that they do not set: the
     weights (`path` or `architecture`; `teacher` and `reward_model` must set theirs),
     `implementation`, `tokenizer`, `backend`, `gpus`, `model`, `dtype`, `gradient_checkpointing`,
-    `transformer_engine` and `max_tokens_per_microbatch`, but not the optimizer."""
+    `transformer_engine` and `max_tokens_per_microbatch`, but not `lora` and the
+    optimizer."""
 
     path: PathText | None = None
     """Folder in Hugging Face format, or `trial:EXPERIMENT/TRIAL` for that trial's newest export."""
@@ -87,6 +89,10 @@ class Model(Section):
     """For `ref` on fsdp: the reference follows the actor. After each training step, each of its
     weights becomes ema times the actor's plus (1 - ema) times its own. They are then float32, and
     checkpoints hold them. Default: the reference does not change."""
+    lora: Lora | None = None
+    """Train low-rank adapters of frozen weights, for a trained role with a `path`. The reference is
+    then the actor without its adapters, on the actor's GPUs and without memory of its own, unless
+    it has weights, a layout or a `dtype` of its own. Default: train all weights."""
     optimizer: Optimizer = Optimizer()
 
     @model_validator(mode="after")

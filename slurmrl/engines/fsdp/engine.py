@@ -4,7 +4,9 @@ slurmrl's optimizers."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import cached_property, partial
 from math import isfinite
 from pathlib import Path
 
@@ -16,6 +18,12 @@ from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TOKENS, LossFn, OutputFn, Outputs, TrainEngine, Veto
 from slurmrl.engines.fsdp import state
+from slurmrl.engines.fsdp.adapters import (
+    MergedWeights,
+    attached,
+    dropout_keys,
+    initial_matrix,
+)
 from slurmrl.engines.fsdp.generation import GatheredGeneration
 from slurmrl.engines.fsdp.gradients import clip, global_norm, sum_copies
 from slurmrl.engines.fsdp.placing import Placing
@@ -37,6 +45,7 @@ from slurmrl.engines.optimizers import OPTIMIZERS
 from slurmrl.engines.optimizers.base import ShardOptimizer
 from slurmrl.errors import UsageError
 from slurmrl.layout.layout import Layout
+from slurmrl.models.adapters import adapted_weight, trained_shapes
 from slurmrl.models.balance import Balance
 from slurmrl.models.config import Head, ModelConfig
 from slurmrl.ops.upload import OnHost
@@ -51,6 +60,9 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
     in that dtype. Weights are read from the folder ``source``, or drawn at random for
     ``model.architecture``. ``total_steps`` counts optimizer steps. Models of up to ``small_bytes``
     use one collective for all parameters instead of one for each layer.
+
+    With ``model.lora`` a trained model's weights are stored like a frozen one's, and its adapters
+    are trained. ``layout`` and ``storages`` are those of the weights with the adapters merged.
     """
 
     def __init__(
@@ -72,7 +84,9 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         self.context = context
         self.config = model_config(role, model, source)
         self._max_tokens = model.max_tokens_per_microbatch
-        self._dtype = "float32" if trained else model.dtype
+        self._seed = seed
+        lora = model.lora if trained else None
+        self._dtype = model.dtype if lora is not None or not trained else "float32"
         sequence = model.model is not None and bool(model.model.sequence_parallel)
         self._split = split_of(role, self.config, context, sequence=sequence)
         decoder = new_model(
@@ -80,6 +94,7 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         )
         decoder.use(model.recompute)
         decoder.requires_grad_(trained)
+        self._adapters = None if lora is None else attached(role, decoder, lora)
         self._placing = Placing(
             whole_shapes(decoder),
             self._dtype,
@@ -88,10 +103,14 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
             tensor_split(self.config, self._split),
             constant_specs(decoder, trained=trained),
         )
+        self._trained_placing = self._placing
+        if lora is not None and isinstance(self.config, ModelConfig):
+            shapes = trained_shapes(self.config, head, lora)
+            self._trained_placing = replace(self._placing, shapes=shapes, dtype="float32")
         plan = shard_plan(
             decoder,
             context,
-            mixed=trained and model.dtype == "bfloat16",
+            mixed=self._dtype != model.dtype,
             small_bytes=small_bytes,
             offload=model.cpu_offload,
         )
@@ -100,14 +119,24 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         self._shards = Shards(decoder, plan, context)
         local = self._shards.local()
         if isinstance(self.config, ModelConfig):
-            with initial_weights(self.config, head, seed=seed, source=source) as read:
-                fill(local, self._placing.own_boxes(), read)
+            self._fill(local, source)
         self._optimizer: ShardOptimizer | None = None
         if trained:
             kind = OPTIMIZERS.load(model.optimizer.name)
-            matrices = {name for name, parameter in local.items() if parameter.dim() > 1}
-            self._optimizer = kind(model.optimizer, total_steps, local, matrices)
+            own = self._shards.trained()
+            matrices = {name for name, parameter in own.items() if parameter.dim() > 1}
+            self._optimizer = kind(model.optimizer, total_steps, own, matrices)
         self._host, self._offload = HostCopies(), Offload(role)
+
+    def _fill(self, local: Mapping[str, Tensor], source: Path | None) -> None:
+        """Write the initial weights and adapters into this rank's chunks."""
+        assert isinstance(self.config, ModelConfig), "a model of transformers has its weights"
+        weights = {n: chunk for n, chunk in local.items() if adapted_weight(n) is None}
+        with initial_weights(self.config, self.head, seed=self._seed, source=source) as read:
+            fill(weights, self._placing.own_boxes(), read)
+        placing = self._trained_placing
+        adapters = {n: chunk for n, chunk in local.items() if n not in weights}
+        fill(adapters, placing.own_boxes(), partial(initial_matrix, placing.shapes, self._seed))
 
     @property
     def steps(self) -> int:
@@ -161,10 +190,18 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
                 torch.autograd.backward(self._empty_micro_batch(temperature))
                 continue
             micro = sample.take(part)
-            outputs = self._outputs(micro, temperature)
-            loss = sums.add_loss(self.role, micro, *loss_fn(outputs, micro))
-            torch.autograd.backward(loss * schedule.scale)
+            with self._dropping(micro):
+                outputs = self._outputs(micro, temperature)
+                loss = sums.add_loss(self.role, micro, *loss_fn(outputs, micro))
+                torch.autograd.backward(loss * schedule.scale)
         return sums
+
+    def _dropping(self, sample: SequenceSample) -> AbstractContextManager[None]:
+        """Dropout of the adapters in a micro-batch's forward and backward passes."""
+        if self._adapters is None or not self._adapters.dropout:
+            return nullcontext()
+        keys = dropout_keys(sample, self.role, self._seed, self.steps)
+        return self._adapters.dropping(keys.to(self.context.device))
 
     @torch.no_grad()
     def _count(
@@ -176,7 +213,9 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
             for index in range(schedule.count):
                 part = schedule.part(index)
                 balance.now = "count" if part is not None else "other"
-                self._features(*self._tokens(None if part is None else sample.take(part)))
+                micro = None if part is None else sample.take(part)
+                with nullcontext() if micro is None else self._dropping(micro):
+                    self._features(*self._tokens(micro))
         balance.sum_counts([self.context.group("shard")] if self._spread else [])
 
     @property
@@ -274,15 +313,15 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         if self._optimizer is None:
             return
         self._offload.check()
-        layout = self._placing.layout(self._prefixes)
+        layout = self._trained_placing.layout(self._prefixes)
         self._optimizer.steps = state.load(
             directory, self.role, self.context.rank, layout, self._state()
         )
 
     @cached_property
     def _saved_layout(self) -> Layout:
-        """The layout of a checkpoint: parameters and moments, each element on one rank."""
-        return self._placing.layout(self._prefixes, copies=False)
+        """The layout of a checkpoint: what is trained and its moments, each element on one rank."""
+        return self._trained_placing.layout(self._prefixes, copies=False)
 
     @property
     def _prefixes(self) -> tuple[str, ...]:
@@ -290,24 +329,31 @@ class FSDPEngine(TrainEngine, GatheredGeneration):
         return ("", *(f"{moment}/" for moment in self._optimizer.names))
 
     def _state(self) -> dict[str, Tensor]:
-        """This rank's chunks of weights and moments, and the model's constants."""
+        """This rank's chunks of what is trained and of its moments, and the model's constants."""
         assert self._optimizer is not None
-        tensors = self._shards.local() | self._shards.decoder.constants()
+        tensors = self._shards.trained() | self._shards.decoder.constants()
         for moment, values in self._optimizer.moments.items():
             tensors |= {f"{moment}/{name}": value for name, value in values.items()}
         return tensors
+
+    def base(self) -> AbstractContextManager[None]:
+        if self._adapters is None:
+            return super().base()
+        return self._adapters.unused()
 
     def layout(self) -> Layout:
         return self._placing.layout()
 
     def storages(self) -> Mapping[str, Tensor]:
         self._offload.check()
+        if self._adapters is not None:
+            return MergedWeights(self._shards.local(), self._adapters, self.context)
         return self._shards.local() | self._shards.decoder.constants()
 
     def offload(self) -> None:
         if not self._shards.plan.offload:  # with cpu_offload they are in host memory already
-            held = self._shards.local() if self._optimizer is None else self._state()
-            self._offload.take(held.values())
+            state = {} if self._optimizer is None else self._state()
+            self._offload.take([*self._shards.local().values(), *state.values()])
 
     def onload(self) -> None:
         self._offload.give()

@@ -81,6 +81,14 @@ class Shards:
         """This rank's chunk of every parameter, by name; writing to it changes the parameter."""
         return {name: _local(p.detach()) for name, p in self.decoder.named_parameters()}
 
+    def trained(self) -> dict[str, Tensor]:
+        """This rank's chunks of the parameters that have gradients, as ``local``."""
+        return {
+            name: _local(p.detach())
+            for name, p in self.decoder.named_parameters()
+            if p.requires_grad
+        }
+
     def take_gradients(self) -> dict[str, Tensor]:
         """This rank's chunk of every gradient, summed over ranks; the decoder's are cleared."""
         gradients = {

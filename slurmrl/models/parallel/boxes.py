@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from slurmrl.layout.box import Box, Index
+from slurmrl.models.adapters import LORA_B, adapted_weight
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.shapes import EMBEDDING, LM_HEAD
 
@@ -29,7 +30,8 @@ SPLIT_DIMS = {
     "mlp.experts.up_proj": 1,
     "mlp.experts.down_proj": 2,
 }
-"""The dim along which a layer's parameters are split; all other parameters are replicated."""
+"""The dim along which a layer's parameters are split; all other parameters are replicated. Of an
+adapter, ``lora_B`` is split with the rows of the weight, and ``lora_A`` with its columns."""
 KEYS_AND_VALUES = ("self_attn.k_proj.", "self_attn.v_proj.")
 OF_PARTS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight", "mlp.gate.weight")
 """Replicated parameters whose gradients come only from the rank's own heads or inner units."""
@@ -64,7 +66,8 @@ class TensorSplit:
         equal."""
         if self.ranks == 1 or self.copies(name) == 1:
             return False
-        return self.sequence or self._is_heads(name) or _in_layer(name) in OF_PARTS
+        partial = self._is_heads(name) or _in_layer(name) in OF_PARTS
+        return self.sequence or partial or adapted_weight(name) is not None
 
     @property
     def head_copies(self) -> int:
@@ -78,7 +81,11 @@ class TensorSplit:
     def _dim(self, name: str) -> int | None:
         if self.ranks == 1:
             return None
-        return 0 if name in (EMBEDDING, LM_HEAD) else SPLIT_DIMS.get(_in_layer(name))
+        weight = adapted_weight(name)
+        if weight is None:
+            return 0 if name in (EMBEDDING, LM_HEAD) else SPLIT_DIMS.get(_in_layer(name))
+        dim = SPLIT_DIMS[_in_layer(weight)]
+        return dim if dim == (0 if name.endswith(LORA_B) else 1) else None
 
     def _is_heads(self, name: str) -> bool:
         return _in_layer(name).startswith(KEYS_AND_VALUES)

@@ -1,11 +1,12 @@
 """Modules that hold a tensor rank's part of their parameters, under the names of the whole ones.
 
-A matrix that is split by rows is a plain ``nn.Linear`` after ``Split.enter``.
+A matrix that is split by rows is a ``Linear`` after ``Split.enter``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -16,7 +17,35 @@ LogProbs = tuple[Tensor, Tensor]
 """Log-probabilities and entropies, each [T]."""
 
 
-class RowLinear(nn.Linear):
+class Adapter(Protocol):
+    """What adds to the outputs of a decoder's linear layers."""
+
+    def arrange(self, order: Tensor, split: Split) -> None:
+        """The layers see this rank's part of the packed tokens in ``order`` [T]."""
+        ...
+
+    def product(self, layer: Linear, x: Tensor) -> Tensor | None:
+        """This rank's part of what it adds for inputs x [T, i]: [T, o], or None for nothing."""
+        ...
+
+
+class Linear(nn.Linear):
+    """A linear layer that may have an adapter."""
+
+    adapter: Adapter | None = None
+    first = 0
+    """The column of the whole matrix that this rank's first input belongs to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.adapted(super().forward(x), x)
+
+    def adapted(self, products: Tensor, x: Tensor) -> Tensor:
+        """``products`` of the weight and the inputs x, with what the adapter adds."""
+        more = None if self.adapter is None else self.adapter.product(self, x)
+        return products if more is None else products + more
+
+
+class RowLinear(Linear):
     """A linear layer split by input columns: the products of the ranks are summed, and then the
     bias is added once."""
 
@@ -24,11 +53,12 @@ class RowLinear(nn.Linear):
         """``inputs`` is the number of this rank's columns."""
         super().__init__(inputs, outputs, bias=bias)
         self.split = split
+        self.first = split.tensor.rank * inputs
 
     def forward(self, x: Tensor) -> Tensor:
         if self.split.tensor.size == 1:
             return super().forward(x)
-        return self.whole(F.linear(x, self.weight))
+        return self.whole(self.adapted(F.linear(x, self.weight), x))
 
     def whole(self, products: Tensor) -> Tensor:
         """The output, from this rank's products of inputs and weight."""

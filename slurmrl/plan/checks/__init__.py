@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Final, TypeAlias
 
 from slurmrl.errors import Problem
+from slurmrl.plan.checks.adapters import adapters, base_reference
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.checks.layouts import LAYOUT_CHECKS, SUBMISSION_CHECKS
 from slurmrl.plan.checks.sections import (
@@ -38,6 +39,8 @@ CHECKS: Final[tuple[Check, ...]] = (
     optimizers,
     averages,
     completions,
+    adapters,
+    base_reference,
     dataset_types,
     dataset_chats,
     conflicts,

@@ -174,7 +174,8 @@ def cost(checked: Checked, call: Call, placed: dict[str, Placement]) -> CallCost
         return None
     uses = uses_of(config, algorithm)
     use = next((use for use in uses if use.role == call.role), RoleUse(name, False))
-    flops = call_flops(shape, use.head, call.method, lengths, algorithm.epochs)
+    frozen = model.lora is not None
+    flops = call_flops(shape, use.head, call.method, lengths, algorithm.epochs, frozen=frozen)
     gpu = hardware.gpu_of(config.cluster)
     if gpu is None or config.cluster.gpus_per_worker == 0:
         return CallCost(flops, None)

@@ -36,16 +36,28 @@ def attention_flops(shape: ModelShape, length: int) -> int:
     return 4 * shape.layers * shape.queries * (length * (length + 1) // 2)
 
 
-def call_flops(shape: ModelShape, head: Head, method: Method, lengths: Lengths, passes: int) -> int:
+def call_flops(
+    shape: ModelShape,
+    head: Head,
+    method: Method,
+    lengths: Lengths,
+    passes: int,
+    *,
+    frozen: bool = False,
+) -> int:
     """Operations for all sequences of a step at full length; a train_step makes ``passes`` passes
-    over them."""
+    over them. Weights that are ``frozen`` under adapters need no gradients."""
     total = lengths.sequences * forward_flops(shape, head, lengths.longest)
     if method is Method.GENERATE:  # an item's prompt is read once
         prompt = lengths.longest - lengths.new_tokens
         total -= (lengths.sequences - lengths.sequences // lengths.group) * forward_flops(
             shape, head, prompt
         )
-    return total * passes * (1 + BACKWARD) if method is Method.TRAIN_STEP else total
+    if method is Method.TRAIN_STEP:
+        tokens = lengths.sequences * lengths.longest * int(frozen)
+        total = total * (1 + BACKWARD) - tokens * forward_flops_per_token(shape, head)
+        total *= passes
+    return total
 
 
 def forward_flops(shape: ModelShape, head: Head, length: int) -> int:

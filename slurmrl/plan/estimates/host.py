@@ -5,12 +5,13 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Final
 
-from slurmrl.config.schema import Config
+from slurmrl.config.schema import Config, Model
 from slurmrl.graph.call import RoleUse
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.estimates.costs import Checked, memories
 from slurmrl.plan.estimates.hardware import GIB
-from slurmrl.plan.estimates.memory import BYTES, SHARDED, parameters, shard_parameters
+from slurmrl.plan.estimates.memory import BYTES, SHARDED
+from slurmrl.plan.estimates.parameters import parameters, shard_parameters, trained_shard
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.placement import Placement, model_of, offloaded, placements
 from slurmrl.worlds import TRAINERS
@@ -55,17 +56,24 @@ def _model_bytes(config: Config, use: RoleUse, placed: Placement) -> int | None:
     if shape is None:
         return None
     own = shard_parameters(shape, placed.allocation, use.head)
+    trained = trained_shard(model, shape, placed.allocation, use.head)
     moments, size = len(model.optimizer.moments), 0.0
     if use.trained and config.checkpoint.asynchronous:
-        size += 4 * own * (1 + moments)
+        size += 4 * trained * (1 + moments)
     elif model.ema is not None and config.checkpoint.asynchronous:
         size += 4 * own
     if model.cpu_offload and placed.allocation.backend in SHARDED:
-        width = 4 if use.trained else BYTES[model.dtype]
-        gradients = 4 if use.trained else 0
-        size += _rounding(config) * (width + gradients) * own
-        size += 4 * own * moments if use.trained else 0
+        size += _rounding(config) * _weight_width(model, use) * own
+        if use.trained:
+            size += 4 * trained * (_rounding(config) + moments)
+        if use.trained and model.lora is not None:
+            size += 4 * trained * _rounding(config)
     return round(size)
+
+
+def _weight_width(model: Model, use: RoleUse) -> int:
+    """Bytes of an element of its weights."""
+    return 4 if use.trained and model.lora is None else BYTES[model.dtype]
 
 
 def _rounding(config: Config) -> int:

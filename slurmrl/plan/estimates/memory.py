@@ -10,6 +10,13 @@ from slurmrl.allocation import Allocation
 from slurmrl.config.schema import Model
 from slurmrl.graph.call import Head
 from slurmrl.plan.estimates.lengths import Lengths
+from slurmrl.plan.estimates.parameters import (
+    expert_tp,
+    layer_parameters,
+    parameters,
+    shard_parameters,
+    trained_shard,
+)
 from slurmrl.plan.estimates.shape import ModelShape
 
 BYTES: Final[Mapping[str, int]] = {"float32": 4, "bfloat16": 2}
@@ -85,6 +92,11 @@ class MemoryDemand:
     """Optimizer steps of a step."""
 
 
+def adapts(job: MemoryDemand) -> bool:
+    """Whether it trains adapters of frozen weights."""
+    return job.trained and job.model.lora is not None
+
+
 def estimate(job: MemoryDemand) -> Memory:
     size = _weight_bytes(job)
     gradients, optimizer = _training_bytes(job) if job.trained else (0, 0)
@@ -98,72 +110,20 @@ def estimate(job: MemoryDemand) -> Memory:
     )
 
 
-@dataclass(frozen=True)
-class Parameters:
-    """Elements on one rank before sharding; experts have a layout of their own."""
-
-    dense: float
-    experts: float
-
-    @property
-    def total(self) -> float:
-        return self.dense + self.experts
-
-
-def layer_parameters(shape: ModelShape, allocation: Allocation, *, moe: bool) -> Parameters:
-    """The parameters of one layer on one tensor rank, without biases."""
-    tp = allocation.sizes["tp"]
-    queries = shape.queries / tp
-    keys = shape.kv_heads_of_rank(tp) * shape.head_dim
-    attention = shape.hidden * (2 * queries + 2 * keys) + 2 * shape.hidden
-    if not moe:
-        return Parameters(attention + shape.mlp_matrices * shape.hidden * shape.inner / tp, 0)
-    expert = shape.mlp_matrices * shape.hidden * shape.expert_inner
-    shared = shape.mlp_matrices * shape.hidden * shape.shared_inner / tp
-    own = shape.experts / allocation.sizes["ep"] * expert / _expert_tp(allocation)
-    return Parameters(attention + shape.hidden * shape.experts + shared, own)
-
-
-def _expert_tp(allocation: Allocation) -> int:
-    """Tensor-parallel size of the experts; without a layout of their own, that of the model."""
-    return allocation.experts.tp if allocation.experts else allocation.sizes["tp"]
-
-
-def parameters(shape: ModelShape, allocation: Allocation, head: Head) -> Parameters:
-    """The parameters of the fullest pipeline stage."""
-    pp, tp = allocation.sizes["pp"], allocation.sizes["tp"]
-    plain = layer_parameters(shape, allocation, moe=False)
-    moe = layer_parameters(shape, allocation, moe=True)
-    count, sparse = shape.layers / pp, shape.expert_layers / pp
-    dense = (count - sparse) * plain.dense + sparse * moe.dense
-    embedding = shape.vocabulary * shape.hidden / tp
-    outputs = embedding if head == "lm" else shape.hidden
-    last = 0.0 if shape.tied and head == "lm" and pp == 1 else outputs
-    ends = embedding + last if pp == 1 else max(embedding, last)
-    return Parameters(dense + ends + shape.hidden, sparse * moe.experts)
-
-
-def _copies(allocation: Allocation) -> tuple[int, int]:
-    """Number of replicas of dense parameters and of experts."""
-    dense = allocation.sizes["dp"] * allocation.sizes["cp"]
-    return dense, allocation.experts.dp if allocation.experts else dense
-
-
-def shard_parameters(shape: ModelShape, allocation: Allocation, head: Head) -> float:
-    """Elements of one rank's shard: parameters are sharded over their replicas."""
-    own = parameters(shape, allocation, head)
-    dense, experts = _copies(allocation)
-    return own.dense / dense + own.experts / experts
-
-
 def _per_rank(job: MemoryDemand) -> float:
     return shard_parameters(job.shape, job.allocation, job.head)
+
+
+def _trained_per_rank(job: MemoryDemand) -> float:
+    return trained_shard(job.model, job.shape, job.allocation, job.head)
 
 
 def _weight_bytes(job: MemoryDemand) -> int:
     if job.allocation.backend in SHARDED:
         if job.model.cpu_offload:
             return 0
+        if adapts(job):
+            return round(_per_rank(job) * BYTES[job.model.dtype] + _trained_per_rank(job) * 4)
         changes = job.trained or job.model.ema is not None
         return round(_per_rank(job) * (4 if changes else BYTES[job.model.dtype]))
     own = parameters(job.shape, job.allocation, job.head)
@@ -171,10 +131,10 @@ def _weight_bytes(job: MemoryDemand) -> int:
 
 
 def _training_bytes(job: MemoryDemand) -> tuple[int, int]:
-    """Gradients and optimizer state. Sharded engines: 4 bytes per parameter and 4 for each moment,
-    0 with ``cpu_offload``. megatron with its distributed optimizer: float32 gradients on every
-    replica, and sharded moments and float32 copies of bfloat16 weights."""
-    sharded, moments = _per_rank(job), len(job.model.optimizer.moments)
+    """Gradients and optimizer state. Sharded engines: 4 bytes per trained parameter and 4 for each
+    of its moments, 0 with ``cpu_offload``. megatron with its distributed optimizer: float32
+    gradients on every replica, and sharded moments and float32 copies of bfloat16 weights."""
+    sharded, moments = _trained_per_rank(job), len(job.model.optimizer.moments)
     if job.allocation.backend in SHARDED:
         if job.model.cpu_offload:
             return 0, 0
@@ -237,18 +197,20 @@ def _inner(job: MemoryDemand) -> float:
     shape = job.shape
     inner = shape.inner / job.allocation.sizes["tp"]
     if shape.expert_layers:
-        routed = shape.experts_per_token * shape.expert_inner / _expert_tp(job.allocation)
+        routed = shape.experts_per_token * shape.expert_inner / expert_tp(job.allocation)
         inner = routed + shape.shared_inner / job.allocation.sizes["tp"]
     return inner
 
 
 def _inner_tensors(job: MemoryDemand) -> int:
     """Tensors of that size that a feed-forward block keeps: the built-in dense one keeps its gate
-    and its other half; experts and megatron's blocks also keep their product, and transformers'
-    blocks the activated gate as well."""
+    and its other half; experts, megatron's blocks and blocks with an adapter of their output also
+    keep their product, and transformers' blocks the activated gate as well."""
     gated = job.shape.mlp_matrices == 3
     if job.model.implementation == "hf":
         return 4 if gated else 2
+    if adapts(job) and job.model.lora is not None and job.model.lora.adapts("down_proj"):
+        return 3 if gated else 2
     if job.allocation.backend not in SHARDED or job.shape.expert_layers:
         return 3 if gated else 2
     return 2
@@ -285,6 +247,8 @@ def _head_backward(job: MemoryDemand, tokens: int) -> float:
     if job.allocation.backend not in SHARDED:
         return _logits(job, tokens)
     width, matrix = BYTES[job.model.dtype], _projection(job)
+    if adapts(job):
+        return matrix * width + _logits(job, tokens)
     return matrix * (width + REDUCED) + max(_logits(job, tokens), matrix * width)
 
 
@@ -299,8 +263,9 @@ def _layer_backward(job: MemoryDemand, tokens: int) -> float:
         elements -= layer_activations(job, selective=True)
     size = elements * tokens * width
     if job.allocation.backend in SHARDED:
-        size += _gathered_layers(job) + _layer_total(job) * (width + REDUCED)
-        size += _tied_projection(job) * 2 * width
+        size += _gathered_layers(job) + _tied_projection(job) * width
+        if not adapts(job):
+            size += _layer_total(job) * (width + REDUCED) + _tied_projection(job) * width
     return size
 
 
@@ -312,7 +277,7 @@ def _tied_projection(job: MemoryDemand) -> float:
 
 def _embedding_backward(job: MemoryDemand) -> float:
     """Bytes at the end of the backward pass: the embedding's gradient that is being reduced."""
-    if job.allocation.backend not in SHARDED:
+    if job.allocation.backend not in SHARDED or adapts(job):
         return 0
     embedding = job.shape.vocabulary / job.allocation.sizes["tp"] * job.shape.hidden
     width = BYTES[job.model.dtype]

@@ -78,6 +78,8 @@ def _model(model: Mapping[str, Any]) -> str:
     state = "follows the actor" if model["averaged"] else "not trained"
     facts = [model["backend"], "trained" if model["trained"] else state]
     facts.append(f"{model['dtype']} ({model['dtype_from']})")
+    if model["lora"] is not None:
+        facts.append(_lora(model["lora"]))
     if model["virtual_pipeline"] > 1:
         facts.append(f"virtual pipeline {model['virtual_pipeline']}")
     if model["sequence_parallel"]:
@@ -86,6 +88,12 @@ def _model(model: Mapping[str, Any]) -> str:
         sizes = (f"{axis}{size}" for axis, size in model["expert_sizes"].items())
         facts.append(f"experts {' '.join(sizes)}")
     return f"{', '.join(facts)}, in {model['group']}"
+
+
+def _lora(lora: Mapping[str, Any]) -> str:
+    trained, every = lora["trained_parameters"], lora["parameters"]
+    share = f" ({trained / every:.2g} of its parameters)" if every else ""
+    return f"adapters of rank {lora['rank']}{share}"
 
 
 def _grid(report: Mapping[str, Any], group: Mapping[str, Any]) -> Grid:
@@ -129,6 +137,8 @@ def _fullest(report: Mapping[str, Any]) -> str:
         return f"memory of a {device}: not estimated"
     models, size = ", ".join(memory["models"]), binary_size(memory["bytes"])
     fullest = f"fullest {device}: {memory['fullest_gpu']} with {models}: {size}"
+    if memory["without_adapters_bytes"]:
+        fullest += f" (with all weights trained {binary_size(memory['without_adapters_bytes'])})"
     if not report["gpus"]:
         return fullest
     limit = f", of {binary_size(memory['gpu_bytes'])}" if memory["gpu_bytes"] else ""
@@ -141,7 +151,8 @@ def _calls(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
         seconds = "-" if call["seconds"] is None else f"{call['seconds']:.3g}"
         hooks = ", ".join([*call["pre_hooks"], *call["post_hooks"]])
         ranks = str(call["ranks"])
-        yield call["name"], call["model"] or "-", call["method"], ranks, flops, seconds, hooks
+        model = f"{call['model']} base" if call["base"] else call["model"] or "-"
+        yield call["name"], model, call["method"], ranks, flops, seconds, hooks
 
 
 def _process_groups(report: Mapping[str, Any]) -> Lines:

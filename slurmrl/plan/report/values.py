@@ -5,17 +5,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from slurmrl.allocation import parse
+from slurmrl.config.schema import Model
 from slurmrl.graph.call import Call
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.checks.fit import Fit, padded_vocabulary
 from slurmrl.plan.estimates import costs, hardware
 from slurmrl.plan.estimates.host import worker_bytes
 from slurmrl.plan.estimates.memory import Memory
-from slurmrl.plan.estimates.shape import shape_of
+from slurmrl.plan.estimates.parameters import parameters, trained_shard
+from slurmrl.plan.estimates.shape import ModelShape, shape_of
 from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
 from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, placements
 from slurmrl.plan.report import tables
@@ -81,6 +83,7 @@ def _model(
         "dtype": section.dtype,
         "dtype_from": _dtype_from(settings, model.role, plan),
         "padded_vocabulary": padded_vocabulary(Fit(own, allocation, shape, None)),
+        "lora": _lora(section, shape, model),
         "memory": None if memory is None else memory.explain(),
         "ranks": [
             {
@@ -94,6 +97,19 @@ def _model(
             for row in tables.rows(plan, model)
         ],
     }
+
+
+def _lora(section: Model, shape: ModelShape | None, model: ModelPlan) -> dict[str, Any] | None:
+    """A trained model's adapters, and their share of its parameters."""
+    if section.lora is None or not model.trained:
+        return None
+    one = parse(f"{model.engine}:d1")
+    counts = shape and (
+        round(trained_shard(section, shape, one, model.head)),
+        round(parameters(shape, one, model.head).total),
+    )
+    trained, every = counts or (None, None)
+    return {"rank": section.lora.rank, "trained_parameters": trained, "parameters": every}
 
 
 def _dtype_from(settings: Settings, role: str, plan: Plan) -> str:
@@ -125,6 +141,7 @@ def _calls(
             {
                 "name": call.name,
                 "model": call.layout or call.role,
+                "base": call.base,
                 "method": call.method.value,
                 "inputs": list(call.inputs),
                 "outputs": list(call.outputs),
@@ -142,13 +159,27 @@ def _fullest(
     settings: Settings, placed: dict[str, Placement], memories: dict[str, Memory]
 ) -> dict[str, Any]:
     fullest = costs.fullest(settings.config, placed, memories)
+    full = _without_adapters(settings)
     return {
         "fullest_gpu": fullest.rank,
         "models": list(fullest.models),
         "bytes": fullest.size if fullest.models else None,
+        "without_adapters_bytes": costs.fullest_gpu(full).size if full else None,
         "margin_bytes": hardware.margin(fullest.size) if fullest.models else None,
         "gpu_bytes": hardware.memory_bytes(settings.config.cluster),
     }
+
+
+def _without_adapters(settings: Settings) -> Settings | None:
+    """The same with all weights trained; None if no model has adapters."""
+    roles = {use.role: getattr(settings.config, use.role) for use in settings.algorithm.roles()}
+    update = {
+        role: model.model_copy(update={"lora": None})
+        for role, model in roles.items()
+        if model.lora is not None
+    }
+    config = settings.config.model_copy(update=update)
+    return replace(settings, config=config) if update else None
 
 
 def _warnings(plan: Plan) -> list[str]:

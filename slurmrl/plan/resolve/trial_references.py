@@ -56,6 +56,11 @@ def newest_export(text: str, root: Path, configs: Path) -> Path:
     if exports.is_dir():
         matches = ((_EXPORT.fullmatch(folder.name), folder) for folder in exports.iterdir())
         steps = {int(match[1]): folder for match, folder in matches if match}
+    if not steps and exports.is_dir() and any(exports.glob("step-*-adapter")):
+        raise UsageError(
+            f"'{text}' has exports of adapters only in {exports}; export a whole model: "
+            f"slurmrl export {experiment}/{trial} --form merged"
+        )
     if not steps:
         raise UsageError(
             f"'{text}' has no export yet in {exports}; first let that trial finish: "

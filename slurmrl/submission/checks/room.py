@@ -11,7 +11,7 @@ from slurmrl.allocation import parse
 from slurmrl.graph.call import Head
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.algorithms import uses_of
-from slurmrl.plan.estimates.memory import parameters
+from slurmrl.plan.estimates.parameters import parameters, trained_shard
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.settings import Settings
 from slurmrl.submission.checks.finding import Finding, Weight
@@ -57,7 +57,7 @@ def checkpoint_bytes(settings: Settings) -> int:
     for use in uses_of(settings.config, settings.algorithm):
         if use.trained:
             tensors = 1 + len(getattr(settings.config, use.role).optimizer.moments)
-            total += _parameters(settings, use.role, use.head) * tensors * SCALAR_BYTES
+            total += _trained(settings, use.role, use.head) * tensors * SCALAR_BYTES
         elif getattr(settings.config, use.role).ema is not None:
             total += _parameters(settings, use.role, use.head) * SCALAR_BYTES
     return total
@@ -81,6 +81,12 @@ def _holds(folder: Path) -> bool:
 def _parameters(settings: Settings, role: str, head: Head) -> int:
     shape = shape_of(getattr(settings.config, role))
     return round(parameters(shape, parse("fsdp:d1"), head).total) if shape else 0
+
+
+def _trained(settings: Settings, role: str, head: Head) -> int:
+    model = getattr(settings.config, role)
+    shape = shape_of(model)
+    return round(trained_shard(model, shape, parse("fsdp:d1"), head)) if shape else 0
 
 
 def _checkpoints(paths: RunPaths) -> int:

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmrl.checkpoint.export import export
+from slurmrl.checkpoint.export import ExportedWeights, export
 from slurmrl.checkpoint.manifest import open_verified, read_state, until_certain
 from slurmrl.checkpoint.precision import FLOATS, Precision
+from slurmrl.checkpoint.shards import RoleCheckpoint
 from slurmrl.checkpoint.tensors import DTYPES
 from slurmrl.config.load import load_resolved
-from slurmrl.config.schema import Config, Model
-from slurmrl.config.schema.frequency import ExportDtype
+from slurmrl.config.schema import Config, Lora, Model
+from slurmrl.config.schema.frequency import ExportDtype, ExportForm
 from slurmrl.errors import (
     CheckpointError,
     CorruptFileError,
@@ -30,8 +31,10 @@ from slurmrl.fsio.atomic import make_private_directory
 from slurmrl.fsio.primitives import is_temporary
 from slurmrl.history.log import History
 from slurmrl.history.state import Commit, fold
-from slurmrl.models.config import Head
+from slurmrl.models.config import Head, ModelConfig
 from slurmrl.models.headers import read_headers
+from slurmrl.models.merged import MergedCheckpoint
+from slurmrl.models.peft import write_adapter
 from slurmrl.models.storage import file_form
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
@@ -53,24 +56,33 @@ class Exporter:
     role: str
     head: Head
     dtype: ExportDtype
+    form: ExportForm
+    """Of a role that trains adapters; any other one has whole weights."""
 
     @property
     def model(self) -> Model:
         model: Model = getattr(self.config, self.role)
         return model
 
+    def folder(self, step: int) -> Path:
+        """Where an export of a step is by default."""
+        adapter = self.model.lora is not None and self.form == "adapter"
+        return self.paths.export(step, self.role, adapter=adapter)
+
     def write(self, commit: Commit, target: Path) -> Path:
         """Export a commit; return the directory. Raises DamagedCheckpointError before writing."""
         _sweep(self.paths)
         model, checkpoint = self.model, self.paths.checkpoints / commit.directory
-        weights = open_verified(checkpoint, self.role)
+        trained = open_verified(checkpoint, self.role)
+        if model.lora is not None and self.form == "adapter":
+            return self._write_adapter(trained, target, model.lora)
+        weights = self._whole(trained)
         stops = self._stop_tokens(checkpoint)
         stated = config_values(model)
         if stated.get(EOS) is None and text_config(stated).get(EOS) is None:
             # The family's default need not be a token of this tokenizer.
             stated = {**stated, EOS: _one_or_list(stops)}
         values, storage = file_form(stated, model.implementation, self.head)
-        tokenizer = model.tokenizer or self.config.actor.tokenizer
         make_private_directory(target.parent)
         return export(
             weights,
@@ -79,8 +91,34 @@ class Exporter:
             generation=_generation(generation_values(model), values, stops),
             storage=storage,
             precision=_precision(model, self.dtype),
-            tokenizer=Path(tokenizer) if tokenizer else None,
+            tokenizer=self._tokenizer,
         )
+
+    def _whole(self, trained: RoleCheckpoint) -> ExportedWeights:
+        """All weights of the role, of which a checkpoint may have adapters only."""
+        model = self.model
+        if model.lora is None:
+            return trained
+        assert model.path is not None, "adapters without a path are refused at submission"
+        config = ModelConfig.from_hf(config_values(model))
+        return MergedCheckpoint(trained, Path(model.path), config, self.head, model.lora)
+
+    def _write_adapter(self, trained: RoleCheckpoint, target: Path, lora: Lora) -> Path:
+        make_private_directory(target.parent)
+        return write_adapter(
+            trained,
+            target,
+            lora,
+            self.head,
+            base=str(self.model.path),
+            tokenizer=self._tokenizer,
+            precision=Precision(None if self.dtype == "source" else self.dtype),
+        )
+
+    @property
+    def _tokenizer(self) -> Path | None:
+        folder = self.model.tokenizer or self.config.actor.tokenizer
+        return Path(folder) if folder else None
 
     def _stop_tokens(self, checkpoint: Path) -> list[int]:
         """Return the stop tokens of the run; those of the model files if none were committed."""
@@ -93,8 +131,9 @@ def export_actor(paths: RunPaths, config: Config, commit: Commit) -> Path:
 
     Raises DamagedCheckpointError before anything is written.
     """
-    exporter = Exporter(paths, config, ROLE, "lm", config.checkpoint.export_dtype)
-    return until_certain(lambda: exporter.write(commit, paths.export(commit.step)))
+    settings = config.checkpoint
+    exporter = Exporter(paths, config, ROLE, "lm", settings.export_dtype, settings.export_form)
+    return until_certain(lambda: exporter.write(commit, exporter.folder(commit.step)))
 
 
 def export_step(
@@ -103,22 +142,26 @@ def export_step(
     step: int | None,
     target: Path | None,
     dtype: ExportDtype | None = None,
+    form: ExportForm | None = None,
 ) -> Path:
     """Export a commit of any trial, running or not; by default the newest, into its own directory.
     If the run deletes the commit meanwhile, another one is chosen.
 
-    Raises UsageError for an unknown step or role or a target in use, CheckpointError for a damaged
-    commit, naming the alternatives.
+    Raises UsageError for an unknown step or role, a target in use, or an adapter of a role without
+    one, CheckpointError for a damaged commit, naming the alternatives.
     """
     config = load_resolved(paths.config)
-    dtype = dtype or config.checkpoint.export_dtype
-    exporter = Exporter(paths, config, role, _head(paths, role), dtype)
+    settings, head = config.checkpoint, _head(paths, role)
+    dtype = dtype or settings.export_dtype
+    exporter = Exporter(paths, config, role, head, dtype, form or settings.export_form)
+    if form == "adapter" and exporter.model.lora is None:
+        raise UsageError(f"{role} has no adapters: all its weights were trained; export it merged")
     if target is not None and target.exists() and not _is_empty_folder(target):
         raise UsageError(f"{target} exists already: choose a new directory")
     while True:
         commit = _choose(paths, step)
         try:
-            return exporter.write(commit, target or paths.export(commit.step, role))
+            return exporter.write(commit, target or exporter.folder(commit.step))
         except (CheckpointError, CorruptFileError, EnvironmentFailure) as error:
             left = fold(History(paths.history).read()).commits
             if commit not in left:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -206,7 +207,8 @@ class Executor:
         interface = self._interfaces[call.interface]
         engine = self.engines[self._layout(call)] if call.role is not None else None
         method = getattr(interface, call.method.value)
-        result: CallResult = method(engine, sample, context)
+        with engine.base() if call.base and isinstance(engine, TrainEngine) else nullcontext():
+            result: CallResult = method(engine, sample, context)
         return result
 
     def close(self) -> None:

@@ -1,0 +1,125 @@
+"""Low-rank adapters of a sharded decoder: initial values, dropout keys, and merged weights.
+
+T packed tokens, S sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from slurmrl.config.schema.lora import Lora
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.base import TOKENS
+from slurmrl.engines.initial_weights import generator_of
+from slurmrl.errors import UsageError
+from slurmrl.layout.box import Box, Index
+from slurmrl.models.adapters import LORA_A, LORA_B, adapted_weight, matrix_name, refusal
+from slurmrl.models.base import PackedModel
+from slurmrl.models.decoder import Decoder
+from slurmrl.models.lora import Adapters, attach
+from slurmrl.models.packed import packed_positions, packed_rows
+from slurmrl.ops.collectives import gathered
+from slurmrl.ops.splitmix import hash64, mix, start
+from slurmrl.parallel.groups import ParallelContext
+
+
+def attached(role: str, decoder: PackedModel, lora: Lora) -> Adapters:
+    """Give a decoder adapters. Raises UsageError for one that cannot have them."""
+    if not isinstance(decoder, Decoder):
+        raise UsageError(f"{role}.lora is not allowed with implementation hf: use builtin")
+    if reason := refusal(decoder.config, lora):
+        raise UsageError(f"{role}.lora is not allowed: {reason}")
+    return attach(decoder, lora)
+
+
+def initial_matrix(shapes: Mapping[str, Index], seed: int, name: str, box: Box) -> Tensor:
+    """A box of an adapter matrix's initial float32 values: the same for a (seed, name) on every
+    rank. As in PEFT, B is zero, so that training starts with the frozen model, and A is uniform
+    with magnitude 1 / sqrt(inputs)."""
+    if name.endswith(LORA_B):
+        return torch.zeros(box.size)
+    bound = shapes[name][1] ** -0.5
+    whole = torch.empty(shapes[name]).uniform_(-bound, bound, generator=generator_of(name, seed))
+    return whole[box.slices]
+
+
+def dropout_keys(sample: SequenceSample, role: str, seed: int, steps: int) -> Tensor:
+    """A number for each token [T] int64, on the host: of its sample, sequence and position, and of
+    the optimizer steps before it."""
+    states = [
+        start(hash64(role), seed, steps, hash64(name), sequence)
+        for name, row in zip(sample.ids, sample.lengths[TOKENS], strict=True)
+        for sequence in range(len(row))
+    ]
+    cu_seqlens, tokens = sample.cu_seqlens(TOKENS), sample.tensor(TOKENS).shape[0]
+    rows = packed_rows(cu_seqlens, tokens)
+    return mix(torch.tensor(states)[rows] ^ packed_positions(cu_seqlens, tokens))
+
+
+class MergedWeights(Mapping[str, Tensor]):
+    """This rank's chunks of a decoder's weights, each with its adapter: W + scale * B A, rounded to
+    the type of W. They are computed when they are read, always from the frozen W; only the last one
+    is kept. To be made by all ranks of the model together."""
+
+    def __init__(
+        self, local: Mapping[str, Tensor], adapters: Adapters, context: ParallelContext
+    ) -> None:
+        """``local`` are this rank's chunks of all parameters."""
+        self._scale = adapters.scale
+        self._weights = {n: w for n, w in local.items() if adapted_weight(n) is None}
+        self._rows = {
+            weight: values
+            for name, values in local.items()
+            if name.endswith(LORA_B) and (weight := adapted_weight(name)) is not None
+        }
+        """This rank's rows of each B, which are the rows of its weight."""
+        chunks = {weight: local[matrix_name(weight, LORA_A)] for weight in self._rows}
+        self._inner = _gathered_rows(chunks, adapters.rank, context)
+        """Every A with all of its rows."""
+        self._last: tuple[str, Tensor] | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        weight = self._weights[name]
+        if name not in self._rows:
+            return weight
+        if self._last is None or self._last[0] != name:
+            self._last = None  # before the next one is allocated
+            self._last = name, self._merged(weight, self._rows[name], self._inner[name])
+        return self._last[1]
+
+    @torch.no_grad()
+    def _merged(self, weight: Tensor, rows: Tensor, inner: Tensor) -> Tensor:
+        device = inner.device
+        delta = (rows.to(device) @ inner).mul_(self._scale)
+        return delta.add_(weight.to(device)).to(weight.device, weight.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._weights)
+
+    def __len__(self) -> int:
+        return len(self._weights)
+
+
+def _gathered_rows(
+    chunks: Mapping[str, Tensor], rows: int, context: ParallelContext
+) -> dict[str, Tensor]:
+    """All ``rows`` of each matrix, of which data- and context-parallel ranks have ceil-chunks. One
+    collective."""
+    ranks = context.axis_size("dp") * context.axis_size("cp")
+    if ranks == 1:
+        return {name: chunk.to(context.device) for name, chunk in chunks.items()}
+    each = -(-rows // ranks)
+    padded = []
+    for chunk in chunks.values():
+        part = torch.zeros((each, chunk.shape[1]), device=context.device)
+        part[: chunk.shape[0]] = chunk
+        padded.append(part.flatten())
+    whole = gathered(torch.cat(padded)[None], context.group("shard"))
+    parts = whole.split_with_sizes([part.numel() for part in padded], 1)
+    return {
+        name: part.reshape(ranks * each, -1)[:rows]
+        for name, part in zip(chunks, parts, strict=True)
+    }

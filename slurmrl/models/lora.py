@@ -1,0 +1,91 @@
+"""Low-rank adapters of a decoder's linear layers.
+
+T packed tokens, i inputs, o outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+from slurmrl.config.schema.lora import Lora
+from slurmrl.models.adapters import LORA_A, LORA_B
+from slurmrl.models.decoder import Decoder
+from slurmrl.models.parallel.linear import Linear
+from slurmrl.models.parallel.split import Split
+from slurmrl.ops.low_rank import Dropout, low_rank_linear
+from slurmrl.ops.splitmix import hash64
+
+
+class Adapters:
+    """The adapters of one decoder: whether they are in use, and their dropout."""
+
+    def __init__(self, lora: Lora) -> None:
+        self.rank, self.scale, self.dropout = lora.rank, lora.scale, lora.dropout
+        self._salts: dict[nn.Module, int] = {}
+        self._used = True
+        self._keys: Tensor | None = None
+        """[T] int64, one for each token of the packed batch; None without dropout."""
+        self._own_keys: Tensor | None = None
+        """Those of the tokens that the layers see, in their order."""
+
+    @contextmanager
+    def unused(self) -> Iterator[None]:
+        """The decoder computes with its frozen weights alone."""
+        self._used = False
+        try:
+            yield
+        finally:
+            self._used = True
+
+    @contextmanager
+    def dropping(self, keys: Tensor) -> Iterator[None]:
+        """Use dropout in forward and backward passes of tokens with these ``keys`` [T] int64."""
+        self._keys = keys
+        try:
+            yield
+        finally:
+            self._keys = self._own_keys = None
+
+    def arrange(self, order: Tensor, split: Split) -> None:
+        if self._keys is not None:
+            self._own_keys = split.own_tokens(self._keys[order])
+
+    def product(self, layer: Linear, x: Tensor) -> Tensor | None:
+        """Computed in the dtype of x; nothing while the adapters are not in use."""
+        if not self._used:
+            return None
+        dropout = None
+        if self._own_keys is not None:
+            dropout = Dropout(self._own_keys, self._salts[layer], self.dropout, layer.first)
+        a, b = (layer.get_parameter(name).to(x.dtype) for name in (LORA_A, LORA_B))
+        return low_rank_linear(x, a, b, self.scale, dropout)
+
+    def add(self, layer: Linear, name: str) -> None:
+        """Give the layer of this name an adapter, with uninitialised matrices in float32."""
+        device, outputs = layer.weight.device, layer.weight.shape[0]
+        for matrix, shape in (
+            (LORA_A, (self.rank, layer.weight.shape[1])),
+            (LORA_B, (outputs, self.rank)),
+        ):
+            empty = torch.empty(shape, dtype=torch.float32, device=device)
+            layer.register_parameter(matrix, nn.Parameter(empty))
+        layer.adapter = self
+        self._salts[layer] = hash64(name)
+
+
+def attach(decoder: Decoder, lora: Lora) -> Adapters:
+    """Freeze a decoder's parameters, except for a value head, and give its linear layers adapters.
+    What is trained is in float32."""
+    decoder.requires_grad_(False)
+    if decoder.head == "value":
+        decoder.score.float().requires_grad_(True)
+    adapters = Adapters(lora)
+    for name, layer in decoder.named_modules():
+        if isinstance(layer, Linear) and lora.adapts(name.rpartition(".")[2]):
+            adapters.add(layer, name)
+    decoder.adapters = adapters
+    return adapters

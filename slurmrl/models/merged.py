@@ -1,0 +1,88 @@
+"""The weights of a role that trains adapters: those of its model folder, with the adapters of a
+checkpoint merged. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from slurmrl.checkpoint.precision import widened
+from slurmrl.checkpoint.shards import RoleCheckpoint
+from slurmrl.checkpoint.stored import TensorSlice
+from slurmrl.checkpoint.tensors import TensorFile
+from slurmrl.config.schema.lora import Lora
+from slurmrl.errors import UsageError
+from slurmrl.fsio import inputs
+from slurmrl.layout.box import Box
+from slurmrl.layout.copy import Array
+from slurmrl.layout.layout import TensorSpec
+from slurmrl.models.adapters import LORA_A, LORA_B, adapted_weights, matrix_name
+from slurmrl.models.config import Head, ModelConfig
+from slurmrl.models.headers import mismatches, read_headers, stored_name, weight_files
+from slurmrl.models.shapes import parameter_shapes
+from slurmrl.models.storage import storage_of
+
+
+class MergedCheckpoint:
+    """Weights for an export: W + scale * B A in float32, and what is trained besides. Raises
+    UsageError if the folder has no weights of this architecture."""
+
+    def __init__(
+        self, trained: RoleCheckpoint, folder: Path, config: ModelConfig, head: Head, lora: Lora
+    ) -> None:
+        inputs.check_folder(folder)
+        headers, problems = read_headers(folder)
+        problems = problems or mismatches(headers, config, head)
+        if problems:
+            raise UsageError(f"{folder}: {'; '.join(problems)}")
+        self._trained, self._folder, self._scale = trained, folder, lora.scale
+        self._shapes = parameter_shapes(config, head)
+        self._storage = storage_of(config)
+        self._adapted = {name for name, _ in adapted_weights(config, lora)}
+        listed = weight_files(folder)
+        self._file_of = {
+            name: file
+            for file, names in listed.items()
+            for name in (names or headers)  # a single file has no index
+        }
+        self._open: dict[str, TensorFile] = {}
+
+    def weights(self) -> Iterator[tuple[str, TensorSpec]]:
+        """Names and specs of all parameters, in the model's order."""
+        return ((name, TensorSpec(shape, "float32")) for name, shape in self._shapes.items())
+
+    def read(self, name: str, box: Box) -> Array:
+        """A box of a parameter, merged, in float32. Raises CheckpointError, UsageError."""
+        if name in self._trained.layout.tensors:
+            return self._trained.read(name, box)
+        values = self._base(name, box)
+        if name not in self._adapted:
+            return values
+        rows, columns = zip(box.start, box.size, strict=True)
+        rank = self._trained.layout.tensors[matrix_name(name, LORA_A)].shape[0]
+        a = self._trained.read(matrix_name(name, LORA_A), Box((0, columns[0]), (rank, columns[1])))
+        b = self._trained.read(matrix_name(name, LORA_B), Box((rows[0], 0), (rows[1], rank)))
+        return np.asarray(values + self._scale * (b @ a), dtype="<f4")
+
+    def _base(self, name: str, box: Box) -> Array:
+        """A box of a parameter of the folder, in float32."""
+        parts = self._storage(name, self._shapes[name])
+        if parts[0].row is None:
+            return self._part(parts[0], box)
+        rows = parts[box.start[0] : box.stop[0]]
+        return np.stack([self._part(part, box) for part in rows])
+
+    def _part(self, part: TensorSlice, box: Box) -> Array:
+        stored = stored_name(part.tensor, self._file_of)
+        assert stored is not None, "the files were compared with the architecture"
+        file = self._file_of[stored]
+        if file not in self._open:
+            self._open[file] = TensorFile(self._folder / file)
+        spec = self._open[file].specs[stored]
+        place = part.box(box)
+        values = self._open[file].flat(stored).reshape(spec.shape)[place.slices]
+        wide = np.ascontiguousarray(widened(values, spec.dtype))
+        self._open[file].release()
+        return np.ascontiguousarray(wide.T) if part.transposed else wide

@@ -1,0 +1,41 @@
+"""What ranks do in the tests of adapters: see ``cases``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from slurmrl.engines.base import Outputs
+from tests.distributed.engines.cases import Setup, batch, denominator, loss, make
+
+Chunk = tuple[str, tuple[int, ...], Tensor]
+
+
+def loaded(setup: Setup, folder: Path) -> tuple[Outputs, Outputs, list[Chunk]]:
+    """Outputs with the adapters of a checkpoint and without them, and this rank's chunks of the
+    merged weights: name, start of the box, values."""
+    engine = make(setup)
+    engine.load(folder)
+    sample = batch(1).take(setup.split[engine.context.dp_rank])
+    adapted = engine.forward(sample)
+    with engine.base():
+        base = engine.forward(sample)
+    merged = engine.storages()
+    shards = engine.layout().held_by(dist.get_rank())
+    return adapted, base, [(s.name, s.box.start, merged[s.storage].clone()) for s in shards]
+
+
+def stored(setup: Setup) -> tuple[dict[str, torch.dtype], bool, float]:
+    """The type of each parameter, whether a training step left the frozen ones as they were, and
+    the step's loss."""
+    engine = make(setup)
+    local = engine._shards.local()  # type: ignore[attr-defined]
+    trained = engine._shards.trained()  # type: ignore[attr-defined]
+    before = {name: chunk.clone() for name, chunk in local.items()}
+    sample = batch().take(setup.split[engine.context.dp_rank])
+    stats = engine.train_batch(sample, loss, denominator(sample))
+    frozen = all(torch.equal(before[name], local[name]) for name in local if name not in trained)
+    return {name: chunk.dtype for name, chunk in local.items()}, frozen, stats["loss"]

@@ -1,0 +1,158 @@
+"""Adapters in plans: the reference without a model of its own, estimates, refusals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.allocation import parse
+from slurmrl.engines.planned import planned_layout
+from slurmrl.errors import ConfigError
+from slurmrl.models.adapters import trained_shapes
+from slurmrl.models.config import ModelConfig
+from slurmrl.plan.build import make_plan
+from slurmrl.plan.estimates.costs import memories
+from slurmrl.plan.estimates.parameters import adapter_parameters
+from slurmrl.plan.estimates.shape import read
+from slurmrl.plan.model import Plan
+from slurmrl.plan.report.document import document
+from slurmrl.plan.report.values import report
+from slurmrl.plan.settings import Settings
+from slurmrl.submission.checks.room import checkpoint_bytes
+from tests.unit.plan.conftest import EXPERTS, LARGE
+
+Load = Callable[..., Settings]
+GPT2 = {"model_type": "gpt2", "vocab_size": 16, "n_embd": 8, "n_layer": 1, "n_head": 2}
+LORA = "actor.lora={rank: 4}"
+
+
+@pytest.fixture
+def load(folder: Path, load_ppo: Load) -> Load:
+    """The configuration with adapters of the actor, on a larger model than its folder's."""
+
+    def loaded(*overrides: str, architecture: dict[str, Any] = LARGE) -> Settings:
+        (folder / "model" / "config.json").write_text(json.dumps(architecture))
+        return load_ppo("dataset.max_prompt_tokens=64", *overrides)
+
+    return loaded
+
+
+def planned(settings: Settings) -> Plan:
+    return make_plan(settings, scheduler="slurm")
+
+
+def test_the_reference_is_the_actor_without_its_adapters(load: Load) -> None:
+    """It has no model in the plan; its call runs on the actor's ranks."""
+    settings = load(LORA, "actor.offload=true")
+    plan = planned(settings)
+    assert set(plan.models) == {"actor", "critic"}
+    call = next(call for call in plan.calls if call.role == "ref")
+    assert (call.layout, call.base, call.ranks) == ("actor", True, plan.models["actor"].ranks)
+    assert [str(hook) for hook in call.post_hooks] == ["offload actor"]
+    assert [other.base for other in plan.calls if other.role != "ref"].count(True) == 0
+    assert Plan.from_json(plan.to_json()) == plan
+    shown = report(settings, plan)
+    assert next(row for row in shown["calls"] if row["name"] == "ref_inf")["base"]
+    assert "ref" not in memories(settings)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        "ref.backend=fsdp:t2",
+        "ref.gpus=2-3",
+        "ref.dtype=bfloat16",
+        "ref.max_tokens_per_microbatch=128",
+        "ref.path=other",
+        "ref.ema=0.5",
+    ],
+)
+def test_a_reference_that_differs_has_a_model_of_its_own(
+    load: Load, folder: Path, own: str
+) -> None:
+    """The setting is in force, instead of being ignored."""
+    (folder / "other").mkdir()
+    (folder / "other" / "config.json").write_text(json.dumps(LARGE))
+    own = own.replace("=other", f"={folder / 'other'}")
+    plan = planned(load(LORA, "actor.dtype=float32", own))
+    assert "ref" in plan.models
+    assert not any(call.base for call in plan.calls)
+
+
+def test_without_adapters_every_role_has_a_model(load: Load) -> None:
+    assert "ref" in planned(load("critic.lora={}")).models
+
+
+def test_estimates_count_frozen_weights_and_trained_adapters(load: Load) -> None:
+    """The plan says how much less the fullest GPU needs; checkpoints hold the adapters alone."""
+    plain, adapted = load(), load(LORA, "critic.lora={rank: 4}")
+    before, after = memories(plain)["actor"], memories(adapted)["actor"]
+    assert after.optimizer < before.optimizer / 10
+    assert after.gradients < before.gradients / 10
+    assert checkpoint_bytes(adapted) < checkpoint_bytes(plain) / 10
+    shown = report(adapted, planned(adapted))
+    full = report(plain, planned(plain))
+    assert shown["memory"]["without_adapters_bytes"] == full["memory"]["bytes"]
+    assert full["memory"]["without_adapters_bytes"] is None
+    text = str(document(shown))
+    assert "with all weights trained" in text
+    assert "adapters of rank 4" in text
+
+
+@pytest.mark.parametrize("head", ["lm", "value"])
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "o_proj", "up_proj"]])
+def test_the_number_of_trained_parameters_is_exact(load: Load, head: Any, targets: Any) -> None:
+    settings = load(f"actor.lora={{rank: 4, targets: {json.dumps(targets)}}}")
+    lora, shape = settings.config.actor.lora, read(LARGE)
+    assert lora is not None
+    assert shape is not None
+    tensors = trained_shapes(ModelConfig.from_hf(LARGE), head, lora)
+    total = sum(rows * columns for rows, columns in tensors.values())
+    assert adapter_parameters(shape, parse("fsdp:d1"), lora, head) == total
+
+
+def test_the_planned_layout_has_the_role_s_dtype(load: Load) -> None:
+    """What moves to generation is the merged weights in that type."""
+    settings = load(LORA, "actor.dtype=bfloat16")
+    model = planned(settings).models["actor"]
+    layout = planned_layout(model, settings.config.actor, ModelConfig.from_hf(LARGE))
+    assert {spec.dtype for spec in layout.tensors.values()} == {"bfloat16"}
+
+
+@pytest.mark.parametrize(
+    ("key", "message", "overrides", "architecture"),
+    [
+        ("actor.lora", "megatron does not train adapters", ["actor.backend=megatron:d2"], LARGE),
+        ("actor.lora", "implementation hf does not", ["actor.implementation=hf"], LARGE),
+        (
+            "actor.lora",
+            "would stay random",
+            ["actor.path=", f"actor.architecture={json.dumps(LARGE)}"],
+            LARGE,
+        ),
+        ("ref.lora", "ref is not trained", ["ref.lora={}"], LARGE),
+        ("ref.offload", "set actor.offload", ["ref.offload=true"], LARGE),
+        ("actor.lora", "includes the experts", [], EXPERTS),
+        ("actor.lora", "one matrix", [], GPT2),
+        ("actor.lora.targets", "'qkv' is not allowed", ["actor.lora.targets=[qkv]"], LARGE),
+        ("actor.lora.targets", "a name twice", ["actor.lora.targets=[q_proj, q_proj]"], LARGE),
+        ("actor.lora.dropout", "less than 1", ["actor.lora.dropout=1.0"], LARGE),
+        (
+            "checkpoint.export_form",
+            "without actor.lora",
+            ["actor.lora=", "checkpoint.export_form=adapter"],
+            LARGE,
+        ),
+    ],
+)
+def test_what_cannot_have_adapters_is_refused(
+    load: Load, key: str, message: str, overrides: list[str], architecture: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(LORA, *overrides, architecture=architecture)
+    found = {problem.key: problem.message for problem in refused.value.problems}
+    assert message in found[key]
