@@ -51,6 +51,8 @@ class CallResult:
     stats: Stats = field(default_factory=dict)
     texts: list[dict[str, Any]] = field(default_factory=list)
     """Readable completions for the samples table; at most ``logging.samples`` per rank."""
+    dropped: dict[str, str] = field(default_factory=dict)
+    """Of a filter: the reason, by id, of each item that it does not accept."""
 
 
 class Interface(ABC):  # noqa: B024 - each interface implements some of the methods
@@ -75,6 +77,11 @@ class Interface(ABC):  # noqa: B024 - each interface implements some of the meth
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         raise NotImplementedError(f"{type(self).__name__} does not train")
+
+    def filter(
+        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        raise NotImplementedError(f"{type(self).__name__} does not filter")
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Release what the interface holds (processes of a reward)."""

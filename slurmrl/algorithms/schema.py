@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from slurmrl.config.schema import Config, PositiveInt, Section
 from slurmrl.config.source import KeyPath
-from slurmrl.graph.call import REWARD_MODEL, Call, Method, RoleUse
+from slurmrl.graph.call import REWARD_MODEL, Call, Method, Refill, RoleUse
 
 ROLLOUT = "slurmrl.algorithms.rollout.interface:RolloutInterface"
 REFERENCE = "slurmrl.algorithms.sequences:ReferenceInterface"
@@ -74,6 +74,10 @@ class AlgorithmSchema(Section, ABC):
         """Settings anywhere in the configuration that exclude each other with this algorithm: their
         key and the message."""
         return ()
+
+    def refill(self) -> Refill:
+        """How a step fills its batch if its calls contain a filter."""
+        return Refill()
 
     def controller(self) -> str:
         """``module:Class`` of the ScalarController, which is constructed with this schema."""

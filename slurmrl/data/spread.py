@@ -3,7 +3,7 @@ Torch-free."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -50,3 +50,16 @@ def deliveries(source: Spread, target: Spread) -> Iterator[Delivery]:
             items = tuple(item for item in part if item in wanted)
             if items:
                 yield Delivery(sender, receiver, items)
+
+
+def joined(spreads: Sequence[Spread], items: Sequence[tuple[int, int]]) -> Spread:
+    """The spread of a batch whose items come from batches with ``spreads`` of one layout and stay
+    where they are. ``items`` are (number of the batch, place in it)."""
+    parts: list[list[int]] = [[] for _ in spreads[0].parts]
+    owners = [
+        {place: part for part, places in enumerate(spread.parts) for place in places}
+        for spread in spreads
+    ]
+    for item, (batch, place) in enumerate(items):
+        parts[owners[batch][place]].append(item)
+    return Spread(tuple(map(tuple, parts)), spreads[0].members)

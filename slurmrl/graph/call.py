@@ -27,6 +27,8 @@ class Method(StrEnum):
     GENERATE = "generate"
     INFERENCE = "inference"
     TRAIN_STEP = "train_step"
+    FILTER = "filter"
+    """Chooses items. Only those that it accepts go through the calls after it."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,19 @@ class Call:
     outputs: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
     """Names of the metrics that it reports; a user's own reward may add more."""
+
+
+@dataclass(frozen=True)
+class Refill:
+    """How a step fills its batch where a filter drops items. Rounds of candidates go through the
+    calls up to the filter until the batch is full."""
+
+    rounds: int = 1
+    """Maximum number of rounds in a step."""
+    candidates: int | None = None
+    """Items of a round; None: as many as a batch has."""
+    complete: bool = False
+    """Whether a batch that is still short after these rounds is an error."""
 
 
 @dataclass(frozen=True)

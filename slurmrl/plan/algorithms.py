@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 
 from slurmrl.config.schema import Config
 from slurmrl.config.source import KeyPath
-from slurmrl.graph.call import REWARD_MODEL, Call, RoleUse
+from slurmrl.graph.call import REWARD_MODEL, Call, Refill, RoleUse
 from slurmrl.registry import Registry
 
 ALGORITHMS = Registry(
@@ -95,6 +95,10 @@ class Algorithm(Protocol):
     def conflicts(self, config: Config) -> Iterable[tuple[KeyPath, str]]:
         """Settings anywhere in the configuration that exclude each other with this algorithm: their
         key and the message."""
+        ...
+
+    def refill(self) -> Refill:
+        """How a step fills its batch if its calls contain a filter."""
         ...
 
     def controller(self) -> str:

@@ -155,6 +155,13 @@ class Plan(_PlanPart):
         return self
 
     @property
+    def filtered(self) -> int:
+        """The number of a step's calls that candidates go through: those up to the filter; 0
+        without one."""
+        numbers = (n for n, call in enumerate(self.calls, 1) if call.method is Method.FILTER)
+        return max(numbers, default=0)
+
+    @property
     def trainers(self) -> GroupPlan:
         return self.group(TRAINERS)
 

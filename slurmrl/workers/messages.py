@@ -53,6 +53,9 @@ class LoadBatch(Order):
     """(epoch, index)"""
     evaluation: bool = False
     """Whether items and calls are those of an evaluation."""
+    candidates: bool = False
+    """Whether these items go through the calls up to the filter only. The step's last `LoadBatch`
+    then has those that were accepted, which keep what these calls made of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +151,8 @@ class Done:
     """(sum, count) of each metric"""
     texts: tuple[Mapping[str, Any], ...] = ()
     """Rows of the samples table."""
+    dropped: Mapping[str, tuple[Annotated[int, SIZE], ...]] = field(default_factory=dict)
+    """Of a filter: places in the batch of the items that it does not accept, by reason."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ from slurmrl.monitor.events import EventWriter
 from slurmrl.monitor.sinks import MetricsRecorder
 from slurmrl.name_resolve.base import NameStore
 from slurmrl.paths import RunPaths
-from slurmrl.plan.model import CallPlan, Plan
+from slurmrl.plan.model import Plan
 from slurmrl.registry import near
 from slurmrl.workers import doorbell
 from slurmrl.workers.master import step_metrics
@@ -38,9 +38,10 @@ from slurmrl.workers.master.exporting import export_actor
 from slurmrl.workers.master.progress import Progress
 from slurmrl.workers.master.publish import StatusPublisher
 from slurmrl.workers.master.requests import StackRequests
+from slurmrl.workers.master.steps import StepRunner
 from slurmrl.workers.master.task_worlds import TaskWorlds
 from slurmrl.workers.master.worker_channel import WorkerChannel
-from slurmrl.workers.messages import Exit, LoadBatch, Ready, RunCall
+from slurmrl.workers.messages import Exit, Ready
 from slurmrl.workers.poll_intervals import PollIntervals
 
 logger = log.get(__name__)
@@ -113,6 +114,7 @@ class Master:
             recorder.sync,
         )
         self.progress = progress
+        self.steps = StepRunner(self.channel, plan, progress, config.step_timeout_s)
         self.recorder = recorder
         self.fresh = state.last_commit is None
         self.rows_left_out = 0
@@ -207,56 +209,24 @@ class Master:
         """Evaluate the initial model before the first step."""
         evaluation = self.config.evaluation
         if evaluation is not None and evaluation.at_start:
-            self._record(self._evaluate())
+            self._record(self.steps.evaluate(self.progress.step))
 
     def _step(self) -> None:
         began = time.monotonic()
         self._tell(self.committer.poll())
         step = self.progress.step + 1
         scalars = self.progress.scalars()
-        items = self.progress.take_batch()
-        metrics, calls = self._execute(step, items, self.plan.calls, evaluation=False)
+        executed = self.steps.train(step)
+        metrics = executed.metrics
         self.progress.advance(metrics)
-        self._write_samples(step, step_metrics.texts(calls))
+        self._write_samples(step, executed.texts)
         if self.progress.evaluation_due():
-            metrics.update(self._evaluate())
+            metrics.update(self.steps.evaluate(step))
         self._record({**metrics, **scalars, "time/total": time.monotonic() - began})
         if self.progress.commit_due():
             self._checkpoint(asynchronous=self.config.checkpoint.asynchronous)
 
     # -- parts of a step ---------------------------------------------------------------------
-
-    def _execute(
-        self,
-        step: int,
-        items: Sequence[tuple[int, int]],
-        calls: Sequence[CallPlan],
-        *,
-        evaluation: bool,
-    ) -> tuple[dict[str, Any], list[tuple[CallPlan, step_metrics.Answers]]]:
-        """Post a batch and all of its calls at once, in their fixed order, and collect answers."""
-        began = time.monotonic()
-        scalars = self.progress.scalars()
-        load = LoadBatch(step=step, items=tuple(items), evaluation=evaluation)
-        runs = [
-            RunCall(step=step, name=call.name, scalars=scalars, evaluation=evaluation)
-            for call in calls
-        ]
-        numbers = self.channel.post(load, *runs)
-        timeout_s = self.config.step_timeout_s
-        self.channel.collect(numbers[0], f"loading the batch of step {step}", timeout_s)
-        answered: list[tuple[CallPlan, step_metrics.Answers]] = [
-            (call, self.channel.collect(number, f"{call.name} of step {step}", timeout_s))
-            for call, number in zip(calls, numbers[1:], strict=True)
-        ]
-        return step_metrics.of_step(answered, time.monotonic() - began), answered
-
-    def _evaluate(self) -> dict[str, Any]:
-        """Evaluate held-out prompts; the state of training does not change."""
-        step = self.progress.step
-        items = self.progress.evaluation_items()
-        metrics, _ = self._execute(step, items, self.plan.evaluation_calls, evaluation=True)
-        return step_metrics.of_evaluation(metrics)
 
     def _record(self, metrics: dict[str, Any]) -> None:
         step = self.progress.step

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from slurmrl.fsio.shapes import (
     list_of,
     table,
 )
+from slurmrl.graph.call import Refill
 from slurmrl.monitor.metrics import finite
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
@@ -101,6 +102,7 @@ class Progress:
     def __init__(self, settings: Settings, state: Mapping[str, Any] | None) -> None:
         self.config: Config = settings.config
         self.batch_size: int = settings.algorithm.batch_size
+        self.refill: Refill = settings.algorithm.refill()
         self.controller: ScalarController = resolve(settings.algorithm.controller())(
             settings.algorithm
         )
@@ -190,10 +192,33 @@ class Progress:
 
     def take_batch(self) -> list[tuple[int, int]]:
         """Take the items (epoch, index) of the next step; `advance` counts them as trained."""
-        order = self.order
         assert not self._batch, "one step at a time"
-        self._batch = self.ledger.take(self.batch_size, self.step + 1)
-        return order.items(self._batch)
+        return self.items(self.take(self.batch_size))
+
+    def take(self, count: int) -> list[int]:
+        """Take the numbers of the next items for the next step. `advance` counts those as trained
+        that are neither dropped nor given back by then."""
+        taken = self.ledger.take(count, self.step + 1)
+        self._batch += taken
+        return taken
+
+    def items(self, numbers: Iterable[int]) -> list[tuple[int, int]]:
+        """The numbered items as (epoch, index)."""
+        return self.order.items(numbers)
+
+    def drop(self, numbers: Collection[int], reason: str) -> None:
+        """Count taken items as dropped for a reason: they are never trained."""
+        self.ledger.drop(numbers, reason)
+        self._leave(numbers)
+
+    def give_back(self, numbers: Collection[int]) -> None:
+        """Queue taken items again, before all that were never taken."""
+        self.ledger.give_back(numbers)
+        self._leave(numbers)
+
+    def _leave(self, numbers: Collection[int]) -> None:
+        left = set(numbers)
+        self._batch = [number for number in self._batch if number not in left]
 
     def evaluation_items(self) -> list[tuple[int, int]]:
         """Items of an evaluation: always the same ones, from the top of the dataset."""
@@ -207,11 +232,13 @@ class Progress:
         return self.controller.values()
 
     def advance(self, metrics: Mapping[str, Any]) -> None:
-        """Finish the step: its batch is trained, and its metrics change the scalars."""
+        """Finish the step: its batch is trained, and its metrics change the scalars, unless the
+        filter left nothing to train on."""
         self.step += 1
         self.ledger.finish(self._batch, self.step)
+        if self._batch:
+            self.controller.update(metrics)
         self._batch = []
-        self.controller.update(metrics)
 
     def finish_reason(self) -> str | None:
         """Return why the run is finished after this step, or None. It is evaluated again after a

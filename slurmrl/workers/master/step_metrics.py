@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any
 
 from slurmrl.graph.call import Method
@@ -12,14 +13,16 @@ from slurmrl.workers.messages import Done
 
 Answers = Mapping[int, Done]
 """By rank."""
+Answered = list[tuple[CallPlan, Answers]]
+"""The answers to each executed call. A call that candidates went through occurs once a round."""
 
 
-def mean_stats(call: CallPlan, answers: Answers) -> dict[str, float]:
-    """Return means over the whole batch. A training call's stats are global already, the same on
+def mean_stats(call: CallPlan, *rounds: Answers) -> dict[str, float]:
+    """Return means over all items. A training call's stats are global already, the same on
     every rank; those of other calls are sums and counts over a rank's part and are added up."""
     ranks = call.ranks[:1] if call.method == Method.TRAIN_STEP else call.ranks
     sums: dict[str, list[float]] = {}
-    for rank in ranks:
+    for answers, rank in product(rounds, ranks):
         for name, (total, count) in answers[rank].stats.items():
             pair = sums.setdefault(name, [0.0, 0.0])
             pair[0] += total
@@ -27,21 +30,24 @@ def mean_stats(call: CallPlan, answers: Answers) -> dict[str, float]:
     return {name: total / count for name, (total, count) in sums.items() if count}
 
 
-def seconds(answers: Answers) -> float:
-    """Return the time of a call: that of its slowest rank."""
-    return max(answer.seconds for answer in answers.values())
+def seconds(*rounds: Answers) -> float:
+    """Return the time of a call: that of its slowest rank, of all rounds together."""
+    return sum(max(answer.seconds for answer in answers.values()) for answers in rounds)
 
 
 def of_step(calls: Sequence[tuple[CallPlan, Answers]], step_s: float) -> dict[str, Any]:
     """Metrics of one step: the calls' stats, their times, and tokens per second."""
     metrics: dict[str, Any] = {}
+    rounds: dict[str, list[Answers]] = {}
     for call, answers in calls:
-        metrics.update(mean_stats(call, answers))
+        rounds.setdefault(call.name, []).append(answers)
+    for call in {call.name: call for call, _ in calls}.values():
+        metrics.update(mean_stats(call, *rounds[call.name]))
     tokens = sum(calls[-1][1][rank].tokens for rank in calls[-1][0].ranks)
     metrics["tokens"] = tokens
     metrics["tokens_per_s"] = tokens / step_s
     metrics["time/step"] = step_s
-    metrics.update({f"time/{call.name}": seconds(answers) for call, answers in calls})
+    metrics.update({f"time/{name}": seconds(*answers) for name, answers in rounds.items()})
     return metrics
 
 
@@ -54,8 +60,14 @@ def of_evaluation(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def texts(calls: Sequence[tuple[CallPlan, Answers]]) -> list[Mapping[str, Any]]:
-    """Readable samples of the batch, from whichever calls give some."""
-    return [text for call, answers in calls for rank in call.ranks for text in answers[rank].texts]
+    """Readable samples of the batch, or of the first candidates for it, from whichever calls give
+    some."""
+    first = {call.name: (call, answers) for call, answers in reversed(calls)}
+    names = dict.fromkeys(call.name for call, _ in calls)
+    answered = [first[name] for name in names]
+    return [
+        text for call, answers in answered for rank in call.ranks for text in answers[rank].texts
+    ]
 
 
 def sample_lines(step: int, rows: Sequence[Mapping[str, Any]]) -> bytes:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from slurmrl.data.meta import SampleMeta
 from slurmrl.data.sample import SequenceSample
-from slurmrl.data.spread import Delivery, Spread, deliveries
+from slurmrl.data.spread import Delivery, Spread, deliveries, joined
 from slurmrl.parallel.activity import Activity
 from slurmrl.parallel.groups import ParallelContext
 from slurmrl.plan.model import CallPlan
@@ -37,15 +37,20 @@ class Batch:
         rank: int,
         mail: Mail,
         activity: Activity,
+        *,
+        first: int = 0,
+        stop: int | None = None,
     ) -> None:
-        """``take`` reads the items at these places of the batch from the dataset."""
+        """``take`` reads the items at these places of the batch from the dataset. This batch
+        executes ``calls[first:stop]``; ``take_over`` gets what the calls before ``first`` made."""
         self.ids = meta.ids
+        self._calls, self._first = calls, first
         self._take = take
         self._shares = shares
         self._order = {call.name: index for index, call in enumerate(calls)}
         self._readers = [
-            (maker, [call for call in calls if not set(call.inputs).isdisjoint(maker.outputs)])
-            for maker in calls
+            (maker, [call for call in calls[first:stop] if _reads(call, maker)])
+            for maker in calls[:stop]
         ]
         """The calls that read what a call makes and to which it has not been sent yet."""
         self._sent: dict[Spread, set[str]] = {}
@@ -63,6 +68,27 @@ class Batch:
         """The keys that all ranks of a spread hold; the same on every rank."""
         self._lengths: Callable[[], Tensor] | None = None
         """Waits for the lengths of all items with their completions."""
+
+    def take_over(self, sources: Sequence[Batch]) -> None:
+        """Get what earlier batches, of candidates, have made of this batch's items. Each item is in
+        one of them, and stays with the ranks that have it."""
+        origins = {
+            name: (source, place)
+            for source, batch in enumerate(sources)
+            for place, name in enumerate(batch.ids)
+        }
+        items = [origins[name] for name in self.ids]
+        for call in self._calls[: self._first]:
+            spread = joined([batch._shares.of(call) for batch in sources], items)
+            self._shares.use_spread(call, spread)
+            made = [batch._made[call.name] for batch in sources if call.name in batch._made]
+            part = spread.part_of(self._rank)
+            if made and part is not None:
+                own = [self.ids[item] for item in spread.parts[part]]
+                self._made[call.name] = _by_ids(SequenceSample.gather(made), own)
+        if self._shares.generation is not None:
+            lengths = [batch._all_lengths() for batch in sources]
+            self._shares.use_lengths([lengths[source][place] for source, place in items])
 
     def inputs(self, call: CallPlan, context: ParallelContext | None) -> SequenceSample | None:
         """This rank's items of what the call reads; None if the rank takes no part in it."""
@@ -115,10 +141,15 @@ class Batch:
         """The spread of a call, after it is known how long the completions are if it follows from
         that."""
         if self._shares.needs_lengths(call):
-            assert self._lengths is not None, "generation comes first"
-            self._activity.phase("waiting for the lengths of all completions")
-            self._shares.use_lengths(self._lengths().tolist())
+            self._shares.use_lengths(self._all_lengths())
         return self._shares.of(call)
+
+    def _all_lengths(self) -> list[int]:
+        """The lengths of all items, once every rank has made its completions."""
+        assert self._lengths is not None, "generation comes first"
+        self._activity.phase("waiting for the lengths of all completions")
+        lengths: list[int] = self._lengths().tolist()
+        return lengths
 
     def _part(self, spread: Spread) -> SequenceSample:
         """This rank's part under a spread of the layout that it is in."""
@@ -170,9 +201,7 @@ class Batch:
             self._activity.phase("")
         if not received:
             return None
-        gathered = SequenceSample.gather(received)
-        places = {name: place for place, name in enumerate(gathered.ids)}
-        return gathered.take([places[name] for name in self._part(target).ids])
+        return _by_ids(SequenceSample.gather(received), self._part(target).ids)
 
     def _own(self, maker: CallPlan, keys: Sequence[str], delivery: Delivery) -> SequenceSample:
         """The items of a delivery that this rank has made."""
@@ -184,6 +213,16 @@ class Batch:
 
     def _tag(self, maker: CallPlan, reader: CallPlan) -> int:
         return self._order[maker.name] * len(self._order) + self._order[reader.name]
+
+
+def _reads(call: CallPlan, maker: CallPlan) -> bool:
+    return not set(call.inputs).isdisjoint(maker.outputs)
+
+
+def _by_ids(sample: SequenceSample, ids: Sequence[str]) -> SequenceSample:
+    """These items of a sample, in this order."""
+    places = {name: place for place, name in enumerate(sample.ids)}
+    return sample.take([places[name] for name in ids])
 
 
 def _having(sample: SequenceSample, keys: Collection[str]) -> SequenceSample:

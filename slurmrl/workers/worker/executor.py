@@ -62,6 +62,8 @@ class Executor:
         self.stop_token_ids = stop_token_ids
         self._cores = cores
         self.batch: Batch | None = None
+        self._candidates: list[Batch] = []
+        """The batches of candidates for the next one."""
         self._mail = mail
         self._reallocations = reallocations
         self._residence = residence
@@ -116,7 +118,18 @@ class Executor:
 
         minibatches = self.settings.algorithm.minibatches
         shares = Shares(calls, layout_of, meta.item_lengths(), minibatches)
-        self.batch = Batch(meta, take, calls, shares, self.rank, self._mail, self._activity)
+        filtered = 0 if order.evaluation else self.plan.filtered
+        first, stop = (0, filtered) if order.candidates else (filtered, None)
+        self.batch = Batch(
+            *(meta, take, calls, shares, self.rank, self._mail, self._activity),
+            first=first,
+            stop=stop,
+        )
+        if order.candidates:
+            self._candidates.append(self.batch)
+        elif filtered:
+            self.batch.take_over(self._candidates)
+            self._candidates.clear()
         return self._done(order, began)
 
     def call(self, order: RunCall) -> Done:
@@ -228,7 +241,18 @@ class Executor:
             tokens=tokens,
             stats=result.stats,
             texts=tuple(result.texts),
+            dropped=self._places_by_reason(result.dropped),
         )
+
+    def _places_by_reason(self, dropped: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+        """Places in the batch of what a filter dropped."""
+        if self.batch is None or not dropped:
+            return {}
+        places: dict[str, list[int]] = {}
+        for place, name in enumerate(self.batch.ids):
+            if name in dropped:
+                places.setdefault(dropped[name], []).append(place)
+        return {reason: tuple(found) for reason, found in places.items()}
 
 
 def _read(action: Callable[[], T]) -> T:

@@ -52,6 +52,10 @@ class Shares:
         """``lengths`` of all items, with their completions; the same on every rank."""
         self._known = tuple(lengths)
 
+    def use_spread(self, call: CallPlan, spread: Spread) -> None:
+        """Set the shares of a call that earlier batches have executed."""
+        self._spreads[call.name] = spread
+
     def of(self, call: CallPlan) -> Spread:
         if call.name not in self._spreads:
             self._spreads[call.name] = self._spread(call)

@@ -53,6 +53,21 @@ def made(sample: SequenceSample, keys: tuple[str, ...]) -> SequenceSample:
     return SequenceSample.from_default(sizes, sample.ids, data, per_sequence=single)
 
 
+def plan_of(
+    layouts: list[Where], name: str, layout: int, inputs: tuple[str, ...], outputs: tuple[str, ...]
+) -> CallPlan:
+    return CallPlan(
+        name=name,
+        role=None if name == "judge" else layouts[layout].role,
+        layout=layouts[layout].role,
+        method=Method.GENERATE if name == "generate" else Method.INFERENCE,
+        interface="nowhere:Nothing",
+        inputs=inputs,
+        outputs=outputs,
+        ranks=layouts[layout].ranks,
+    )
+
+
 def run(
     layouts: list[Where],
     calls: list[tuple[str, int, tuple[str, ...], tuple[str, ...]]],
@@ -64,19 +79,7 @@ def run(
     completions, "judge" has no model. "busy" and "meanwhile" wait for each other."""
     rank, device = dist.get_rank(), torch.device("cpu")
     contexts = build(layouts, rank=rank, device=device)
-    plans = [
-        CallPlan(
-            name=name,
-            role=None if name == "judge" else layouts[layout].role,
-            layout=layouts[layout].role,
-            method=Method.GENERATE if name == "generate" else Method.INFERENCE,
-            interface="nowhere:Nothing",
-            inputs=inputs,
-            outputs=outputs,
-            ranks=layouts[layout].ranks,
-        )
-        for name, layout, inputs, outputs in calls
-    ]
+    plans = [plan_of(layouts, *call) for call in calls]
     mail = Mail(None, device)
     events = []
     for items in batches:
@@ -110,6 +113,64 @@ def run(
         assert not kept, f"{kept} are read by no later call"
     mail.finish()
     return events
+
+
+def choose(
+    layouts: list[Where],
+    calls: list[tuple[str, int, tuple[str, ...], tuple[str, ...]]],
+    filtered: int,
+    steps: list[tuple[list[list[int]], list[int]]],
+) -> list[list[int]]:
+    """Execute rounds of candidates, each a list of items, through the first ``filtered`` calls, and
+    chosen ones of them through the other calls; check every input. Returns the items of this rank
+    in the last call of each step."""
+    rank, device = dist.get_rank(), torch.device("cpu")
+    contexts = build(layouts, rank=rank, device=device)
+    plans = [plan_of(layouts, *call) for call in calls]
+    mail, activity = Mail(None, device), Activity()
+    last: list[list[int]] = []
+
+    def begin(items: list[int], first: int, stop: int | None) -> tuple[Batch, Shares]:
+        whole = prompts(max(items, default=0) + 1).take(items)
+        shares = Shares(
+            plans,
+            lambda plan: next(where for where in layouts if where.role == plan.layout),
+            whole.item_lengths(),
+            2,
+        )
+        mail.finish()
+        batch = Batch(
+            *(whole, whole.take, plans, shares, rank, mail, activity), first=first, stop=stop
+        )
+        return batch, shares
+
+    def execute(batch: Batch, shares: Shares, part: slice) -> None:
+        for plan in plans[part]:
+            where = next(where for where in layouts if where.role == plan.layout)
+            context = contexts[where.role] if rank in where.ranks else None
+            sample = batch.inputs(plan, context)
+            result = None
+            if sample is not None and context is not None:
+                own = [batch.ids[item] for item in shares.of(plan).parts[context.dp_rank]]
+                check_inputs(sample, plan, own)
+                last[-1] = [int(name.partition("@")[0]) for name in own]
+                if context.is_leader and plan.outputs:
+                    result = made(sample, plan.outputs)
+            batch.add(plan, result)
+
+    for rounds, chosen in steps:
+        last.append([])
+        sources = []
+        for items in rounds:
+            batch, shares = begin(items, 0, filtered)
+            execute(batch, shares, slice(filtered))
+            sources.append(batch)
+        batch, shares = begin(chosen, filtered, None)
+        batch.take_over(sources)
+        if chosen:
+            execute(batch, shares, slice(filtered, None))
+    mail.finish()
+    return last
 
 
 def rebalance(sizes: list[list[int]], minibatches: int) -> tuple[list[int], list[list[int]]]:
@@ -166,7 +227,12 @@ def rebalance(sizes: list[list[int]], minibatches: int) -> tuple[list[int], list
 
 def check(sample: SequenceSample, plan: CallPlan, parts: list[tuple[int, ...]]) -> None:
     """All inputs are those of this part, in its order."""
-    assert sample.ids == tuple(f"{item}@0" for part in parts for item in part)
+    check_inputs(sample, plan, [f"{item}@0" for part in parts for item in part])
+
+
+def check_inputs(sample: SequenceSample, plan: CallPlan, ids: list[str]) -> None:
+    """All inputs are those of the items ``ids``."""
+    assert sample.ids == tuple(ids)
     assert sample.keys == plan.inputs
     expected = made(sample, tuple(key for key in plan.inputs if key != "prompt_ids"))
     for key in expected.keys:

@@ -38,6 +38,23 @@ def test_every_call_finds_its_inputs(ranks: RankPool) -> None:
         assert [set(names) for names in batches] == [own] * 4
 
 
+@pytest.mark.parametrize("filtered", [2, 4])
+def test_chosen_items_keep_what_was_made_of_them(ranks: RankPool, filtered: int) -> None:
+    """Calls up to a filter see all candidates of several rounds, calls after it the chosen items
+    with what the former made of them, wherever that is: also of parts that are empty, of a round
+    without a chosen item, and after a step in which none was chosen."""
+    steps = [
+        ([list(range(9)), list(range(20, 27))], [25, 3, 0, 21, 8, 20, 4]),
+        ([[30, 31]], []),
+        ([[40], [41, 42, 43, 44], [45, 46]], [45, 40]),
+    ]
+    arguments = (LAYOUTS, CALLS, filtered, steps)
+    parts = ranks(4, f"{HERE}:choose", *arguments, deadline_s=60.0)
+    for number, (_, chosen) in enumerate(steps):
+        trained = [item for rank in (1, 3) for item in parts[rank][number]]
+        assert sorted(trained) == sorted(chosen) or not chosen
+
+
 def test_a_rank_that_only_sends_does_not_wait(ranks: RankPool) -> None:
     """Ranks 0 and 1 finish a batch although rank 2 has not begun to read what they made: it waits
     for rank 3, which waits for them."""

@@ -121,6 +121,16 @@ class FakeInterface(Interface):
 
     generate = inference
 
+    def filter(self, engine: Any, sample: SequenceSample, context: CallContext) -> CallResult:
+        self.given.append((engine, sample, context))
+        reasons = {1: "odd", 2: "three"}
+        indices = {name: int(name.partition("@")[0]) for name in sample.ids}
+        return CallResult(
+            dropped={
+                name: reasons[index % 4] for name, index in indices.items() if index % 4 in reasons
+            }
+        )
+
     def train_step(self, engine: Any, sample: SequenceSample, context: CallContext) -> CallResult:
         self.given.append((engine, sample, context))
         return CallResult(None, {"loss": (0.1, 1.0)})
@@ -182,9 +192,9 @@ class Ranks:
         self.interfaces.append(FakeInterface())
         return self.interfaces[-1]
 
-    def load(self, items: list[list[int]], *, evaluation: bool = False) -> list[Done]:
+    def load(self, items: list[list[int]], **kind: bool) -> list[Done]:
         chosen = tuple((epoch, index) for epoch, index in items)
-        order = LoadBatch(step=3, items=chosen, evaluation=evaluation)
+        order = LoadBatch(step=3, items=chosen, **kind)
         return [executor.load(order) for executor in self.executors]
 
     def call(self, name: str, *, evaluation: bool = False) -> list[Done]:
@@ -441,3 +451,38 @@ def test_description_of_the_data(make_ranks: Callable[..., Ranks]) -> None:
         stop_tokens=((7, "<7>"), (2, "<2>")),
         directories=("rows-40",),
     )
+
+
+def test_a_batch_keeps_what_was_made_of_its_candidates(
+    make_ranks: Callable[..., Ranks], calls: Callable[..., CallPlan]
+) -> None:
+    """The accepted items of both rounds, in the order of the batch; places of dropped items are
+    those in the batch of candidates."""
+    ranks = make_ranks(1)
+    plan = ranks.executors[0].plan
+    judge, train = plan.calls
+    chosen = calls("filter", ranks=(0,), role=None, method="filter", inputs=("rewards",))
+    for executor in ranks.executors:
+        executor.plan = plan.model_copy(update={"calls": (judge, chosen, train)})
+    places = []
+    for items in ([4, 1, 8, 2, 3], [5, 6, 12]):
+        ranks.load([[0, index] for index in items], candidates=True)
+        ranks.call("judge")
+        dropped: dict[int, str] = {}
+        for done in ranks.call("filter"):
+            found = {place: why for why, all_ in done.dropped.items() for place in all_}
+            assert not found.keys() & dropped.keys()
+            dropped |= found
+        places.append(dropped)
+    assert places == [{1: "odd", 3: "three"}, {0: "odd", 1: "three"}]
+    before = len(ranks.interfaces)
+    ranks.load([[0, index] for index in (12, 8, 3, 4)])
+    ranks.call("train")
+    given = [interface.given[0] for interface in ranks.interfaces[before:]]
+    assert sorted(name for _, sample, _ in given for name in sample.ids) == [
+        *("12@0", "3@0", "4@0", "8@0")
+    ]
+    for _, sample, context in given:
+        assert context.batch == ("12@0", "8@0", "3@0", "4@0")
+        assert sample.tensor("rewards").tolist() == [0.5] * sample.bs
+        assert sample.keys == ("input_ids", "rewards")

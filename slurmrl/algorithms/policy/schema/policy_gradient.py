@@ -9,6 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import model_validator
 
 from slurmrl.algorithms.policy.schema.advantages import OF_GROUPS, Advantages
+from slurmrl.algorithms.policy.schema.filters import Filters, filter_call
 from slurmrl.algorithms.policy.schema.objective import (
     Correction,
     Objective,
@@ -67,7 +68,7 @@ CRITIC = "slurmrl.algorithms.policy.critic:CriticInterface"
 
 
 class PolicyGradient(
-    Correction, Value, Objective, Updates, Advantages, RewardShaping, AlgorithmSchema
+    Filters, Correction, Value, Objective, Updates, Advantages, RewardShaping, AlgorithmSchema
 ):
     """Policy gradients: the actor completes prompts, a rule rewards completions, and the actor is
     trained on their advantages. The models and calls of a step follow from the settings."""
@@ -128,9 +129,9 @@ class PolicyGradient(
         )
         return (
             generate_call(),
-            *((greedy_generate_call(),) if greedy else ()),
             *reward_calls(config),
-            *(greedy_reward_calls(config) if greedy else ()),
+            *((filter_call(),) if self.filters else ()),
+            *((greedy_generate_call(), *greedy_reward_calls(config)) if greedy else ()),
             *((recompute_call(),) if recomputes else ()),
             *self._inference_calls(),
             *self._training_calls(judged, recomputes=recomputes),
@@ -163,6 +164,7 @@ class PolicyGradient(
                 f"{limit}",
             )
         groups = {
+            "zero_variance: drop": self.zero_variance == "drop",
             f"advantage: {self.advantage}": self.advantage in OF_GROUPS,
             f"advantage_std: {self.advantage_std}": self.advantage_std == "group",
         }

@@ -1,0 +1,58 @@
+"""Settings of filters: which prompts a step trains on, and how it replaces the others."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from slurmrl.config.schema.base import Fraction, PositiveInt, Section
+from slurmrl.graph.call import Call, Method, Refill
+
+ZERO_VARIANCE = "zero_variance"
+TRUNCATED = "truncated"
+
+
+class Filters(Section):
+    """Prompts that are dropped after their completions were judged, and what replaces them."""
+
+    zero_variance: Literal["keep", "drop"] = "keep"
+    """`drop`: do not train on prompts whose completions all got the same reward, which say nothing
+    about what is better. Requires `rollout.n` of at least 2."""
+    max_truncated: Fraction | None = None
+    """Do not train on prompts of which more than this share of completions has no stop token; null
+    keeps them."""
+    filter_rounds: PositiveInt = 10
+    """Rounds of generation in a step until enough prompts for a batch are left. 1 replaces no
+    prompt."""
+    filter_candidates: PositiveInt | None = None
+    """Prompts of a round. What exceeds a full batch is generated again in the next step. Default:
+    `batch_size`."""
+    short_batch: Literal["train", "error"] = "train"
+    """When prompts are missing after the last round: train on those that there are (on nothing, if
+    there are none), or end the trial with an error."""
+
+    @property
+    def filters(self) -> bool:
+        """Whether any prompt may be dropped."""
+        return self.zero_variance == "drop" or self.max_truncated is not None
+
+    def refill(self) -> Refill:
+        return Refill(
+            rounds=self.filter_rounds,
+            candidates=self.filter_candidates,
+            complete=self.short_batch == "error",
+        )
+
+
+def filter_call() -> Call:
+    """Choose prompts by what their completions earned."""
+    return Call(
+        name="prompt_filter",
+        role=None,
+        method=Method.FILTER,
+        interface="slurmrl.algorithms.policy.filters:FilterInterface",
+        inputs=("rewards", "finished"),
+        metrics=(
+            *(f"filter/{name}" for name in (ZERO_VARIANCE, TRUNCATED)),
+            *(f"filter/{name}" for name in ("rounds", "accepted", "surplus")),
+        ),
+    )

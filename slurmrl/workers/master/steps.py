@@ -1,0 +1,140 @@
+"""A step or an evaluation, executed by the ranks: one batch through all calls, or rounds of
+candidates up to a filter and then those that it accepted through the calls after it."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from slurmrl import log
+from slurmrl.errors import UsageError
+from slurmrl.graph.call import Refill
+from slurmrl.plan.model import CallPlan, Plan
+from slurmrl.workers.master import step_metrics
+from slurmrl.workers.master.progress import Progress
+from slurmrl.workers.master.step_metrics import Answered
+from slurmrl.workers.master.worker_channel import WorkerChannel
+from slurmrl.workers.messages import LoadBatch, RunCall
+
+logger = log.get(__name__)
+Item = tuple[int, int]
+"""(epoch, index)"""
+
+
+@dataclass(frozen=True)
+class Executed:
+    """What the ranks reported about a step."""
+
+    metrics: dict[str, Any]
+    texts: list[Any]
+    """Readable samples."""
+
+
+class StepRunner:
+    """Posts the orders of steps and collects the answers; ``progress`` accounts for the items."""
+
+    def __init__(
+        self, channel: WorkerChannel, plan: Plan, progress: Progress, timeout_s: float
+    ) -> None:
+        self._channel = channel
+        self._plan = plan
+        self._progress = progress
+        self._timeout_s = timeout_s
+
+    def train(self, step: int) -> Executed:
+        """Train on the next items. Raises UsageError if the filter leaves too few of them and the
+        settings require a full batch."""
+        began = time.monotonic()
+        if self._plan.filtered:
+            answered, counts = self._filtered(step, self._progress.refill)
+        else:
+            answered = self._run(step, self._progress.take_batch(), self._plan.calls)
+            counts = {}
+        metrics = step_metrics.of_step(answered, time.monotonic() - began)
+        return Executed({**metrics, **counts}, step_metrics.texts(answered))
+
+    def evaluate(self, step: int) -> dict[str, Any]:
+        """Evaluate held-out items; the state of training does not change."""
+        began = time.monotonic()
+        items, calls = self._progress.evaluation_items(), self._plan.evaluation_calls
+        answered = self._run(step, items, calls, evaluation=True)
+        metrics = step_metrics.of_step(answered, time.monotonic() - began)
+        return step_metrics.of_evaluation(metrics)
+
+    def _filtered(self, step: int, refill: Refill) -> tuple[Answered, dict[str, int]]:
+        """Take candidates until enough are accepted for a batch, and train on it. Candidates beyond
+        it are queued again."""
+        progress, calls = self._progress, self._plan.calls
+        before, after = calls[: self._plan.filtered], calls[self._plan.filtered :]
+        answered: Answered = []
+        accepted: list[int] = []
+        reasons: Counter[str] = Counter()
+        rounds = 0
+        while rounds < refill.rounds and len(accepted) < progress.batch_size:
+            candidates = progress.take(refill.candidates or progress.batch_size)
+            answered += self._run(step, progress.items(candidates), before, candidates=True)
+            rounds += 1
+            dropped = _dropped(*answered[-1], candidates)
+            for number, reason in dropped.items():
+                progress.drop([number], reason)
+            reasons.update(dropped.values())
+            accepted += [number for number in candidates if number not in dropped]
+        batch, surplus = accepted[: progress.batch_size], accepted[progress.batch_size :]
+        progress.give_back(surplus)
+        if len(batch) < progress.batch_size:
+            self._tell_short(step, len(batch), rounds, reasons)
+        answered += self._run(step, progress.items(batch), after if batch else ())
+        counts = {"rounds": rounds, "accepted": len(batch), "surplus": len(surplus)}
+        return answered, {f"filter/{name}": count for name, count in counts.items()}
+
+    def _tell_short(self, step: int, items: int, rounds: int, reasons: Counter[str]) -> None:
+        """Report a batch that is not full. Raises UsageError if it must be."""
+        dropped = ", ".join(f"{number} {reason}" for reason, number in sorted(reasons.items()))
+        short = f"{items} of {self._progress.batch_size} items after {rounds} rounds ({dropped})"
+        if self._progress.refill.complete:
+            raise UsageError(
+                f"the filter left step {step} only {short}. Allow more rounds or more candidates "
+                "in a round, or train on batches that are not full (docs/algorithms.md, Filters)"
+            )
+        outcome = "training on these" if items else "nothing is trained"
+        logger.warning("step %d has %s; %s", step, short, outcome)
+
+    def _run(
+        self,
+        step: int,
+        items: Sequence[Item],
+        calls: Sequence[CallPlan],
+        *,
+        evaluation: bool = False,
+        candidates: bool = False,
+    ) -> Answered:
+        """Post a batch and calls at once, in their fixed order, and collect the answers."""
+        scalars = self._progress.scalars()
+        load = LoadBatch(
+            step=step, items=tuple(items), evaluation=evaluation, candidates=candidates
+        )
+        runs = [
+            RunCall(step=step, name=call.name, scalars=scalars, evaluation=evaluation)
+            for call in calls
+        ]
+        numbers = self._channel.post(load, *runs)
+        self._channel.collect(numbers[0], f"loading the batch of step {step}", self._timeout_s)
+        return [
+            (call, self._channel.collect(number, f"{call.name} of step {step}", self._timeout_s))
+            for call, number in zip(calls, numbers[1:], strict=True)
+        ]
+
+
+def _dropped(
+    call: CallPlan, answers: step_metrics.Answers, candidates: Sequence[int]
+) -> dict[int, str]:
+    """The reason for each item that a filter dropped on any rank, by the item's number."""
+    return {
+        candidates[place]: reason
+        for rank in call.ranks
+        for reason, places in answers[rank].dropped.items()
+        for place in places
+    }

@@ -1,0 +1,199 @@
+"""The master fills a batch with the items that a filter accepts, each of them trained once."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections import Counter
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+
+from slurmrl.errors import UsageError
+from slurmrl.graph.call import Method, Refill
+from slurmrl.plan.model import CallPlan, Plan
+from slurmrl.workers.master.progress import Progress
+from slurmrl.workers.master.steps import StepRunner
+from slurmrl.workers.messages import Done, LoadBatch, Order, RunCall
+
+SIZE = 50
+Verdict = Callable[[tuple[int, int], int], str]
+"""(item, step) -> why it is dropped, or an empty text"""
+
+
+class Ranks:
+    """Two ranks that execute orders; the filter's verdicts on the even and the odd places of a
+    batch come from one each."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        self._verdict = verdict
+        self._numbers = itertools.count()
+        self._answers: dict[int, dict[int, Done]] = {}
+        self._load = LoadBatch(step=0, items=())
+        self.orders: list[Order] = []
+
+    def post(self, *orders: Order) -> list[int]:
+        numbers = [next(self._numbers) for _ in orders]
+        for number, order in zip(numbers, orders, strict=True):
+            self.orders.append(order)
+            if isinstance(order, LoadBatch):
+                self._load = order
+            self._answers[number] = {rank: self._answer(rank, order) for rank in range(2)}
+        return numbers
+
+    def _answer(self, rank: int, order: Order) -> Done:
+        values: dict[str, Any] = {}
+        items = self._load.items[rank::2]
+        if isinstance(order, RunCall) and order.name == "gen":
+            values = {"stats": {"reward": (float(len(items)), float(len(items)))}}
+            values["texts"] = ({"id": str(items[:1])},)
+        elif isinstance(order, RunCall) and order.name == "filter":
+            dropped: dict[str, list[int]] = {}
+            for place, item in enumerate(self._load.items):
+                if place % 2 == rank and (reason := self._verdict(item, order.step)):
+                    dropped.setdefault(reason, []).append(place)
+            values = {"dropped": {reason: tuple(found) for reason, found in dropped.items()}}
+        elif isinstance(order, RunCall):
+            values = {"stats": {"kl_sequence": (1.0, 1.0), "completions": (4.0, 1.0)}}
+        return Done(rank=rank, seq=0, seconds=0.5, tokens=3 * len(items), **values)
+
+    def collect(self, number: int, what: str, timeout_s: float) -> dict[int, Done]:
+        return self._answers.pop(number)
+
+    def batches(self, *, candidates: bool) -> list[tuple[tuple[int, int], ...]]:
+        loads = [order for order in self.orders if isinstance(order, LoadBatch)]
+        return [load.items for load in loads if load.candidates == candidates]
+
+
+@pytest.fixture
+def run(
+    make_settings: Any, plans: Callable[..., Plan], calls: Callable[..., CallPlan]
+) -> Callable[..., tuple[StepRunner, Progress, Ranks]]:
+    """A runner on ranks with this verdict; batches have four items."""
+    graph = (
+        calls("gen", method=Method.GENERATE),
+        calls("filter", role=None, method=Method.FILTER),
+        calls("train", method=Method.TRAIN_STEP),
+    )
+
+    def make(
+        verdict: Verdict, state: dict[str, Any] | None = None, **refill: Any
+    ) -> tuple[StepRunner, Progress, Ranks]:
+        progress = Progress(make_settings(), state)
+        progress.use_dataset(SIZE, "f1", 7)
+        progress.refill = Refill(**{"rounds": 10, **refill})
+        ranks = Ranks(verdict)
+        channel: Any = ranks
+        plan = plans(per_host=2, calls=graph, evaluation_calls=())
+        return StepRunner(channel, plan, progress, 1.0), progress, ranks
+
+    return make
+
+
+def by_index(*indices: int) -> Verdict:
+    return lambda item, step: "dull" if item[1] in indices else ""
+
+
+def test_rounds_of_candidates_until_the_batch_is_full(run: Callable[..., Any]) -> None:
+    """What is accepted beyond the batch is taken first in the next step."""
+    runner, progress, ranks = run(lambda item, step: "")
+    order = progress.items(range(SIZE))
+    dull = by_index(*(order[number][1] for number in (0, 1, 3)))
+    runner, progress, ranks = run(dull)
+    executed = runner.train(1)
+    assert ranks.batches(candidates=True) == [tuple(order[:4]), tuple(order[4:8])]
+    trained = (order[2], order[4], order[5], order[6])
+    assert ranks.batches(candidates=False) == [trained]
+    assert [type(o).__name__ + getattr(o, "name", "") for o in ranks.orders] == [
+        *("LoadBatch", "RunCallgen", "RunCallfilter") * 2,
+        *("LoadBatch", "RunCalltrain"),
+    ]
+    counts = {
+        name: executed.metrics[f"filter/{name}"] for name in ("rounds", "accepted", "surplus")
+    }
+    assert counts == {"rounds": 2, "accepted": 4, "surplus": 1}
+    assert executed.metrics["reward"] == 1.0
+    assert executed.metrics["time/gen"] == 1.0, "of both rounds"
+    assert executed.metrics["tokens"] == 3 * 4, "of what is trained on"
+    assert executed.texts == [{"id": str((order[0],))}, {"id": str((order[1],))}], "of the first"
+    progress.advance(executed.metrics)
+    assert dict(progress.ledger.dropped) == {"dull": 3}
+    runner.train(2)
+    assert ranks.batches(candidates=True)[2] == tuple(order[7:11])
+
+
+@pytest.mark.parametrize("candidates", [None, 3, 9])
+def test_every_item_is_trained_once_or_dropped_whenever_the_run_is_interrupted(
+    run: Callable[..., Any], candidates: int | None
+) -> None:
+    """The same items at the same steps as without interruptions, in the middle of epochs, too."""
+
+    def verdict(item: tuple[int, int], step: int) -> str:
+        return Random(f"{item} {step}").choice(("", "", "same", "long"))
+
+    def steps(number: int, interrupt: Random | None) -> tuple[dict[int, Any], Counter[Any], Any]:
+        runner, progress, ranks = run(verdict, candidates=candidates)
+        trained: dict[int, Any] = {}
+        state = json.loads(json.dumps(progress.state()))
+        dropped: Counter[Any] = Counter()
+        while progress.step < number:
+            executed = runner.train(progress.step + 1)
+            if interrupt is not None and interrupt.random() < 0.4:
+                runner, progress, ranks = run(verdict, state, candidates=candidates)
+                continue
+            progress.advance(executed.metrics)
+            trained[progress.step] = ranks.batches(candidates=False)[-1]
+            state = json.loads(json.dumps(progress.state()))
+            dropped = Counter(progress.ledger.dropped)
+        return trained, dropped, state["ledger"]
+
+    plain = steps(40, None)
+    assert steps(40, Random(candidates)) == plain
+    trained, dropped, ledger = plain
+    items = [item for batch in trained.values() for item in batch]
+    assert len(items) == len(set(items)) == 40 * 4
+    assert max(epoch for epoch, _ in items) >= 3
+    unfinished = ledger["next"] - ledger["settled"]
+    assert len(items) + sum(dropped.values()) <= ledger["next"]
+    assert ledger["next"] - len(items) - sum(dropped.values()) <= unfinished
+    assert set(dropped) == {"same", "long"}
+
+
+def test_a_batch_that_stays_short_is_trained_on_and_reported(
+    run: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    runner, progress, ranks = run(lambda item, step: "" if item[1] % 5 == 0 else "same", rounds=2)
+    wanted = [item for item in progress.items(range(8)) if item[1] % 5 == 0]
+    assert 0 < len(wanted) < 4
+    with caplog.at_level(logging.WARNING):
+        executed = runner.train(1)
+    assert ranks.batches(candidates=False) == [tuple(wanted)]
+    assert executed.metrics["filter/accepted"] == len(wanted)
+    expected = f"{len(wanted)} of 4 items after 2 rounds ({8 - len(wanted)} same)"
+    assert expected in caplog.text
+    progress.advance(executed.metrics)
+    assert progress.ledger.settled == 8
+
+
+def test_a_step_without_any_item_trains_nothing(run: Callable[..., Any]) -> None:
+    runner, progress, ranks = run(lambda item, step: "same", rounds=3)
+    coef = progress.scalars()
+    executed = runner.train(1)
+    progress.advance(executed.metrics)
+    assert "RunCalltrain" not in [type(o).__name__ + getattr(o, "name", "") for o in ranks.orders]
+    assert ranks.batches(candidates=False) == [()], "the ranks forget the candidates"
+    assert executed.metrics["filter/accepted"] == 0
+    assert (progress.step, progress.ledger.settled) == (1, 12)
+    assert progress.scalars() == coef
+
+
+def test_a_short_batch_may_be_an_error(run: Callable[..., Any]) -> None:
+    runner, _, ranks = run(lambda item, step: "same", rounds=2, complete=True)
+    with pytest.raises(
+        UsageError, match=r"left step 1 only 0 of 4 items after 2 rounds \(8 same\)"
+    ):
+        runner.train(1)
+    assert ranks.batches(candidates=False) == []
