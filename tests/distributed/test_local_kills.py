@@ -29,10 +29,12 @@ STEPS = {"sft": 60, "ppo": 20}
 
 
 def config_of(kind: str) -> dict[str, Any]:
-    """PPO with every call that it can have, and groups of completions."""
+    """PPO with every call that it can have, and groups of completions of which a filter drops more
+    than half."""
     config = CONFIGS[kind](total_steps=STEPS[kind], checkpoint={"every_steps": 2})
     if kind == "ppo":
-        config["algorithm"] = {**config["algorithm"], "recompute_logprobs": True}
+        more = {"recompute_logprobs": True, "max_truncated": 0.5}
+        config["algorithm"] = {**config["algorithm"], **more}
         config["rollout"] = {**config["rollout"], "n": 2}
     return config
 

@@ -53,6 +53,11 @@ KINDS = {
         "300 is not allowed: it is a part of rollout.max_new_tokens, 256",
         "algorithm.overlong_buffer=300",
     ),
+    "variance of one": wrong(
+        "rollout.n",
+        "1 is not allowed with algorithm.zero_variance: drop, which compares completions",
+        "algorithm.zero_variance=drop",
+    ),
     "n without chance": wrong(
         "rollout", "n 4 is not allowed with greedy", "rollout.n=4", "rollout.greedy=true"
     ),
