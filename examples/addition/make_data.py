@@ -5,8 +5,9 @@
 ``12+34=`` has the answer ``64``. The held-out problems are those of 256 pairs of numbers in
 either order; ``train.jsonl`` holds all other problems, for SFT and for RL. ``pairs.jsonl`` and
 ``heldout_pairs.jsonl`` have a right and a wrong answer to each problem, for DPO and reward models,
-``labels.jsonl`` right and wrong answers with labels, for KTO. Run it again after a change; a test
-compares the files with what it makes.
+``labels.jsonl`` right and wrong answers with labels, for KTO. ``chat.jsonl`` and
+``heldout_chat.jsonl`` have conversations: a sum, then a number that is added to it. Run it again
+after a change; a test compares the files with what it makes.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -62,6 +64,19 @@ def labels(rows: list[dict[str, str]]) -> list[dict[str, str | bool]]:
     ]
 
 
+def conversations(rows: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """Two turns: the problem, and one more summand."""
+    draw = random.Random("chat")
+    made = []
+    for row in rows:
+        total, more = int(row["answer"][::-1]), draw.choice(NUMBERS)
+        turns = [row["prompt"], row["answer"], f"+{more}=", str(total + more)[::-1]]
+        roles = ("user", "assistant") * 2
+        messages = [{"role": r, "content": text} for r, text in zip(roles, turns, strict=True)]
+        made.append({"id": row["id"], "messages": messages})
+    return made
+
+
 def _problem(row: dict[str, str]) -> dict[str, str]:
     return {"id": row["id"], "prompt": row["prompt"]}
 
@@ -86,6 +101,8 @@ def write(folder: Path) -> None:
         "pairs": pairs(some),
         "heldout_pairs": pairs(held_out),
         "labels": labels(pairs(some)),
+        "chat": conversations(some),
+        "heldout_chat": conversations(held_out),
     }
     for name, rows in files.items():
         text = "".join(json.dumps(row) + "\n" for row in rows)

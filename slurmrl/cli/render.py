@@ -14,7 +14,21 @@ from slurmrl.monitor.words import age, first_line, plain
 
 Status = Mapping[str, Any]
 
-SHOWN = ("reward", "eval/reward", "loss", "kl", "entropy", "tokens_per_s", "rows_left_out")
+SHOWN = (
+    "reward",
+    "eval/reward",
+    "accuracy",
+    "eval/accuracy",
+    "rewards/accuracies",
+    "eval/rewards/accuracies",
+    "loss",
+    "eval/loss",
+    "kl",
+    "reverse_kl",
+    "entropy",
+    "tokens_per_s",
+    "rows_left_out",
+)
 """Metrics of a progress line, as far as a run has them."""
 COLUMNS = {
     "REWARD": "reward",

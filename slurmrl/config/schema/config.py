@@ -10,6 +10,7 @@ from slurmrl.config.conditions import StopWhen
 from slurmrl.config.schema.base import (
     Line,
     Name,
+    NonNegativeInt,
     PathText,
     PositiveFloat,
     PositiveInt,
@@ -42,8 +43,8 @@ class Config(Section):
     root: Word = "./runs"
     """Folder of all runs, in a directory that all hosts share. A relative path starts at the
     current directory. `--root` and SLURMRL_ROOT take precedence."""
-    total_steps: PositiveInt
-    """Steps after which the run is finished."""
+    total_steps: NonNegativeInt
+    """Steps after which the run is finished. 0 evaluates the models as they are."""
     stop_when: str | None = None
     """Finish early once this condition holds: `METRIC >= NUMBER` or `METRIC <= NUMBER`. A metric
     that no step reports is refused. If a custom reward may report it, the log warns while it is

@@ -38,7 +38,7 @@ class Checkpoint(Section):
     optimizer state to host memory, which needs as much memory again. A job waits for its last
     checkpoint."""
     export_at_end: bool = True
-    """Export the trained actor in Hugging Face format when the run finishes."""
+    """Export the trained actor in Hugging Face format when the run finishes after a step."""
     export_dtype: ExportDtype = "source"
     """Data type of exported weights; `slurmrl export --dtype` overrides it. `source` gives each
     tensor its type in the folder `<role>.path`; for a new model, the `dtype` of its `architecture`,

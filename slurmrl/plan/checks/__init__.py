@@ -25,6 +25,7 @@ from slurmrl.plan.checks.sections import (
     optimizers,
     reward,
     sampling,
+    something_to_do,
     stop_when,
     untrained_steps,
 )
@@ -48,6 +49,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     sampling,
     untrained_steps,
     stop_when,
+    something_to_do,
     graphs,
 )
 """What every plan must satisfy."""

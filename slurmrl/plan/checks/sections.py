@@ -157,9 +157,17 @@ def untrained_steps(draft: Draft) -> Iterator[Problem]:
     total = draft.config.total_steps
     for use in draft.algorithm.roles():
         steps = draft.algorithm.untrained_steps(use.role) if use.trained else 0
-        if steps >= total:
+        if steps >= total > 0:
             message = f"{total} is not allowed: the first {steps} steps do not train {use.role}"
             yield draft.problem(("total_steps",), message)
+
+
+def something_to_do(draft: Draft) -> Iterator[Problem]:
+    """A trial without steps evaluates."""
+    evaluation = draft.config.evaluation
+    if draft.config.total_steps == 0 and (evaluation is None or not evaluation.at_start):
+        message = "0 is not allowed without an evaluation at the start: the trial would do nothing"
+        yield draft.problem(("total_steps",), message)
 
 
 def engine_options(draft: Draft) -> Iterator[Problem]:

@@ -303,7 +303,7 @@ class Master:
 
     def _finish(self, reason: str) -> None:
         step = self.progress.step
-        if self.config.checkpoint.export_at_end:
+        if self.config.checkpoint.export_at_end and step:
             self._export(step)
         self.writer.append(Kind.FINISHED, {"step": step, "reason": reason})
         self.status.update(phase="finished")

@@ -31,7 +31,7 @@ def read(name: str) -> list[dict[str, str]]:
 def test_the_files_are_what_the_script_makes(maker: ModuleType, tmp_path: Path) -> None:
     maker.write(tmp_path)
     made = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
-    assert len(made) == 7
+    assert len(made) == 9
     for path in made:
         assert (FOLDER / path).read_bytes() == (tmp_path / path).read_bytes(), path
 
@@ -80,3 +80,14 @@ def test_pairs_and_labels_tell_right_answers_from_wrong_ones() -> None:
         for row in trained
         for key in ("chosen", "rejected")
     ]
+
+
+def test_conversations_go_on_with_their_sums() -> None:
+    for name in ("chat.jsonl", "heldout_chat.jsonl"):
+        for line in (FOLDER / name).read_text().splitlines():
+            question, answer, more, final = (
+                message["content"] for message in json.loads(line)["messages"]
+            )
+            a, b = question.rstrip("=").split("+")
+            assert int(answer[::-1]) == int(a) + int(b)
+            assert int(final[::-1]) == int(a) + int(b) + int(more.strip("+="))

@@ -88,3 +88,11 @@ def test_greedy_completions_are_scored_by_the_reward_model_too(load: Load) -> No
     calls = {call.name: call for call in plan.calls}
     assert calls["greedy_reward_model_inf"].role == "reward_model"
     assert calls["greedy_reward_model_inf"].outputs[0] in calls["greedy_reward_inf"].inputs
+
+
+def test_a_trial_without_steps_evaluates(load: Load) -> None:
+    assert load("total_steps=0").config.total_steps == 0
+    for nothing in ("evaluation=null", "evaluation.at_start=false"):
+        [(key, message)] = problems(load, "total_steps=0", nothing)
+        assert key == "total_steps"
+        assert "would do nothing" in message
