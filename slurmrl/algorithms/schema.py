@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from slurmrl.config.schema import Config, PositiveInt, Section
 from slurmrl.config.source import KeyPath
@@ -32,6 +32,16 @@ class AlgorithmSchema(Section, ABC):
     trains_on_samples: ClassVar[bool] = False
     """Whether losses take the probabilities of sampled tokens for those that they were drawn with.
     Then sampling may not be restricted to a part of the vocabulary."""
+
+    @property
+    def preset(self) -> Mapping[str, Any]:
+        """Defaults of settings that follow from ``name``."""
+        return {}
+
+    @property
+    def completions(self) -> int:
+        """Default of ``rollout.n``."""
+        return 1
 
     @property
     def optimizer_steps(self) -> int:

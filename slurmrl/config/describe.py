@@ -36,8 +36,11 @@ _SIGNS: Final = {Gt: ("gt", ">"), Ge: ("ge", "≥"), Lt: ("lt", "<"), Le: ("le",
 def reference(algorithms: Mapping[str, type[BaseModel]]) -> str:
     """The whole page; ``algorithms`` are the schemas of the ``algorithm`` section by name."""
     parts = [INTRODUCTION, *_chapters(Config, "", "Top level")]
+    names: dict[type[BaseModel], list[str]] = {}
     for name, schema in algorithms.items():
-        parts += _chapters(schema, "algorithm", f"`algorithm` with `name: {name}`")
+        names.setdefault(schema, []).append(f"`{name}`")
+    for schema, known in names.items():
+        parts += _chapters(schema, "algorithm", f"`algorithm` with `name:` {', '.join(known)}")
     return "\n".join(parts)
 
 

@@ -6,19 +6,34 @@ it makes. Schemas are torch-free; implementations are separate modules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import ClassVar, Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, Final, Protocol
 
 from slurmrl.config.schema import Config
 from slurmrl.config.source import KeyPath
 from slurmrl.graph.call import REWARD_MODEL, Call, Refill, RoleUse
 from slurmrl.registry import Registry
 
+POLICY_GRADIENTS: Final = (
+    "ppo",
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "rloo",
+    "remax",
+    "reinforce_pp",
+    "gspo",
+    "cispo",
+    "sapo",
+    "lite_ppo",
+    "m2po",
+)
+"""Names for sets of defaults of the same algorithm."""
 ALGORITHMS = Registry(
     "algorithm",
     {
         "sft": "slurmrl.algorithms.sft.schema:SFT",
-        "ppo": "slurmrl.algorithms.policy.schema:PolicyGradient",
+        **dict.fromkeys(POLICY_GRADIENTS, "slurmrl.algorithms.policy.schema:PolicyGradient"),
         "dpo": "slurmrl.algorithms.dpo.schema:DPO",
         "kto": "slurmrl.algorithms.kto.schema:KTO",
         "distill": "slurmrl.algorithms.distill.schema:Distill",
@@ -51,6 +66,16 @@ class Algorithm(Protocol):
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def preset(self) -> Mapping[str, Any]:
+        """Defaults of settings that follow from ``name``."""
+        ...
+
+    @property
+    def completions(self) -> int:
+        """Default of ``rollout.n``."""
+        ...
 
     @property
     def batch_size(self) -> int:

@@ -14,7 +14,7 @@ from slurmrl.algorithms.policy.advantages import old_logprobs
 from slurmrl.algorithms.policy.aggregation import token_weights
 from slurmrl.algorithms.policy.correction import correction_weights, mismatch_sums
 from slurmrl.algorithms.policy.loss import PolicyTargets, policy_loss
-from slurmrl.algorithms.policy.schema import OLD_LOGPROBS, PolicyGradient
+from slurmrl.algorithms.policy.schema import OLD_LOGPROBS, REF_LOGPROBS, PolicyGradient
 from slurmrl.algorithms.policy.second_moment import second_moment_mask
 from slurmrl.algorithms.policy.sequences import Sequences
 from slurmrl.algorithms.policy.updates import MeanStats, run_updates
@@ -43,7 +43,12 @@ def update_actor(
         _training_sample(sample, advantages, context),
         context,
         MASK,
-        partial(actor_loss, settings=settings, compares=generates_old),
+        partial(
+            actor_loss,
+            settings=settings,
+            kl_coef=context.scalars["kl_coef"],
+            compares=generates_old,
+        ),
         settings,
         aggregation=settings.aggregation,
         temperature=temperature,
@@ -60,6 +65,7 @@ def actor_loss(
     batch: SequenceSample,
     settings: PolicyGradient,
     *,
+    kl_coef: float = 0.0,
     compares: bool = False,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The engine's loss function: outputs {logp, entropy} [T]. With ``compares``, the old
@@ -73,8 +79,16 @@ def actor_loss(
         weights=batch.data.get("loss_weights"),
         corrections=batch.data.get("corrections"),
         kept=batch.data.get("kept"),
+        ref_logp=batch.data.get(REF_LOGPROBS),
     )
-    loss, stats = policy_loss(logp, outputs["entropy"], targets, settings)
+    loss, stats = policy_loss(
+        logp,
+        outputs["entropy"],
+        targets,
+        settings,
+        kl_coef=kl_coef,
+        kl_estimator=settings.kl.estimator,
+    )
     if compares:
         stats |= mismatch_sums(logp.detach(), targets.old_logp, mask)
     return loss, stats
@@ -95,6 +109,8 @@ def _training_sample(
         "advantages": advantages,
         "loss_weights": token_weights(mask, sequences, settings.aggregation, length),
     }
+    if settings.penalises_in_loss:
+        data[REF_LOGPROBS] = sample.tensor(REF_LOGPROBS)
     if settings.correction != "none":
         behaviour = sample.tensor("logprobs")
         data["corrections"] = correction_weights(old, behaviour, mask, sequences, settings)

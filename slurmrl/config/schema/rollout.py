@@ -37,7 +37,8 @@ class Rollout(Section):
     pipeline_parallel_size: PositiveInt | None = None
     """Stages that share the layers, instead of or in addition to the `p` of `backend`."""
     n: PositiveInt = 1
-    """Completions of each prompt. A step trains on `algorithm.batch_size` times this many."""
+    """Completions of each prompt. A step trains on `algorithm.batch_size` times this many. Default
+    where an algorithm compares completions of a prompt: that of `algorithm.name` (8 for `grpo`)."""
     max_new_tokens: PositiveInt = 256
     """Maximum number of tokens in a completion."""
     min_new_tokens: NonNegativeInt = 0

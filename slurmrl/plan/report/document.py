@@ -9,6 +9,7 @@ from typing import Any, Final
 from slurmrl.display.document import Block, Document, Grid, GridRow, Legend, Lines, Table
 from slurmrl.plan.estimates.hardware import binary_size
 from slurmrl.plan.estimates.memory import PASSING, STANDING
+from slurmrl.plan.report.algorithm import lines
 from slurmrl.plan.report.moves import blocks_of
 
 AXIS_LETTERS: Final = {"pp": "p", "dp": "d", "cp": "c", "tp": "t"}
@@ -28,6 +29,7 @@ def document(report: Mapping[str, Any]) -> Document:
         Table(calls, list(_calls(report))),
         *(blocks_of(report["moves"]) if "moves" in report else ()),
         _process_groups(report),
+        Lines(f"algorithm {report['algorithm']['name']}:", list(lines(report["algorithm"]))),
     ]
     ends = {"warnings": "warnings", "notes": "notes", "missing": "to fix before submission"}
     blocks += [Lines(f"{title}:", report[key]) for key, title in ends.items() if report[key]]

@@ -21,6 +21,7 @@ from slurmrl.plan.estimates.shape import ModelShape, shape_of
 from slurmrl.plan.model import GroupPlan, ModelPlan, Plan
 from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, placements
 from slurmrl.plan.report import tables
+from slurmrl.plan.report.algorithm import in_force
 from slurmrl.plan.settings import Settings
 
 
@@ -34,6 +35,7 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
     return {
         "experiment": plan.experiment,
         "trial": plan.trial,
+        "algorithm": in_force(settings),
         "world_size": plan.trainers.world_size,
         "gpus": sum(group.workers * group.gpus_per_worker for group in plan.groups),
         "groups": [_group(group) for group in plan.groups],

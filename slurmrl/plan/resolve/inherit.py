@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from slurmrl.config.schema import Config, Model
+from slurmrl.config.schema import Config, Model, Rollout
 from slurmrl.config.source import Source
 from slurmrl.errors import Problem
 from slurmrl.plan.algorithms import Algorithm, uses_of
@@ -46,11 +46,20 @@ def complete(config: Config, algorithm: Algorithm, source: Source) -> tuple[Conf
                 source.problem((role, "model", conflict.field), conflict.message)
                 for conflict in conflicts
             ]
+    config = config.model_copy(update={"rollout": _with_completions(config.rollout, algorithm)})
     rollout, conflicts = _rollout(config)
     problems += [
         source.problem(("rollout", conflict.field), conflict.message) for conflict in conflicts
     ]
     return config.model_copy(update={**roles, "rollout": rollout}), problems
+
+
+def _with_completions(rollout: Rollout, algorithm: Algorithm) -> Rollout:
+    """The rollout with the algorithm's number of completions for each prompt, if it sets none.
+    (Greedy ones would all be the same.)"""
+    if "n" in rollout.model_fields_set or rollout.greedy:
+        return rollout
+    return rollout.model_copy(update={"n": algorithm.completions})
 
 
 def _default(model: Model) -> str:

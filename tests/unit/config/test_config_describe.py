@@ -46,7 +46,7 @@ def test_every_key_is_in_the_reference_with_type_and_default() -> None:
     assert "| `betas` | list of 2: number ≥ 0, < 1 | `[0.9, 0.95]` |" in text
     assert "| `dtype` | `float32`, `bfloat16` | by device |" in text
     assert "## `dataset`, `evaluation.dataset`" in text
-    assert "## `algorithm` with `name: ppo`" in text
+    assert "## `algorithm` with `name:` `ppo`, `grpo`" in text
 
 
 def test_the_page_in_docs_is_current() -> None:

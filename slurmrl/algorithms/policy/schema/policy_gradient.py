@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import model_validator
 
@@ -17,6 +17,7 @@ from slurmrl.algorithms.policy.schema.objective import (
     Value,
     refuse_unused,
 )
+from slurmrl.algorithms.policy.schema.presets import PRESETS, with_defaults
 from slurmrl.algorithms.policy.schema.rewards import RewardShaping
 from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_calls
 from slurmrl.config.schema import Config
@@ -73,11 +74,30 @@ class PolicyGradient(
     """Policy gradients: the actor completes prompts, a rule rewards completions, and the actor is
     trained on their advantages. The models and calls of a step follow from the settings."""
 
-    name: Literal["ppo"] = "ppo"
-    """`ppo`: proximal policy optimisation."""
+    name: Literal[
+        "ppo",
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "rloo",
+        "remax",
+        "reinforce_pp",
+        "gspo",
+        "cispo",
+        "sapo",
+        "lite_ppo",
+        "m2po",
+    ] = "ppo"
+    """The preset: a table of defaults for the settings below (docs/algorithms.md). Those of `ppo`
+    are listed here. `slurmrl plan` prints what is in force."""
 
     dataset_types: ClassVar[tuple[str, ...]] = ("prompt",)
     trains_on_samples: ClassVar[bool] = True
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_the_preset(cls, values: Any) -> Any:
+        return with_defaults(values) if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")
     def _critic_settings_need_a_critic(self) -> PolicyGradient:
@@ -101,12 +121,25 @@ class PolicyGradient(
         return 1 if self.shuffle_minibatches else self.n_minibatches
 
     @property
+    def preset(self) -> Mapping[str, Any]:
+        return PRESETS[self.name].settings
+
+    @property
+    def completions(self) -> int:
+        return PRESETS[self.name].completions
+
+    @property
     def uses_critic(self) -> bool:
         return self.advantage == "gae"
 
     @property
     def uses_reference(self) -> bool:
         return self.kl.coef > 0
+
+    @property
+    def penalises_in_loss(self) -> bool:
+        """Whether the actor's loss has the KL penalty."""
+        return self.uses_reference and self.kl.where == "loss"
 
     def roles(self) -> tuple[RoleUse, ...]:
         critic = (RoleUse("critic", trained=True, head="value"),)
@@ -185,6 +218,7 @@ class PolicyGradient(
         corrected = ("correction_weight", "correction_masked")
         return (
             *(KL_METRICS if self.uses_reference else ()),
+            *(("kl_loss",) if self.penalises_in_loss else ()),
             *(corrected if self.correction != "none" else ()),
             *(("m2_masked",) if self.m2_threshold is not None else ()),
             *(() if recomputes else MISMATCH_METRICS),

@@ -1,0 +1,180 @@
+"""Named choices of settings: tables of defaults, each value with its source.
+
+A preset changes defaults only. Whatever a configuration sets takes precedence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+
+@dataclass(frozen=True)
+class Preset:
+    title: str
+    """Name of the method, and its paper."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Defaults that differ from those of `ppo`."""
+    completions: int = 1
+    """Default of `rollout.n`."""
+
+
+GROUP_SIZE: Final = 8
+"""Completions per prompt where a method compares them. Papers use 4 to 64; 8 suits small runs."""
+PLAIN: Final = {
+    # The papers' objectives have neither of these safeguards of ReaL's PPO.
+    "reward_clip": None,
+    "early_stop_importance_ratio": None,
+}
+NO_KL: Final = {"kl": {"coef": 0.0}}
+GROUP_NORMALIZED: Final = {
+    # DeepSeekMath (arXiv 2402.03300), section 4.1.2: (r - mean) / std of the prompt's outputs.
+    **PLAIN,
+    "advantage": "group",
+    "advantage_std": "group",
+    "normalize_advantages": False,
+}
+REINFORCE: Final = {
+    # One update of the policy per batch, with the gradient of the sum of log-probabilities over
+    # each completion, averaged over completions.
+    **PLAIN,
+    "n_minibatches": 1,
+    "objective": "unclipped",
+    "aggregation": "constant",
+    "aggregation_length": 1,
+    "normalize_advantages": False,
+}
+
+PRESETS: Final[dict[str, Preset]] = {
+    "ppo": Preset("proximal policy optimisation (Schulman et al. 2017, arXiv 1707.06347)"),
+    "grpo": Preset(
+        "group relative policy optimisation (Shao et al. 2024, arXiv 2402.03300)",
+        {
+            **GROUP_NORMALIZED,
+            "aggregation": "sequences",  # eq. 3: the mean over each output, then over outputs
+            "n_minibatches": 1,  # section 4.2: a single update following each exploration stage
+            # eq. 4 and section 4.2: the k3 estimator in the loss, coefficient 0.04
+            "kl": {"where": "loss", "estimator": "k3", "coef": 0.04},
+        },
+        GROUP_SIZE,
+    ),
+    "dr_grpo": Preset(
+        "GRPO without its biases of length and difficulty (Liu et al. 2025, arXiv 2503.20783)",
+        {
+            **GROUP_NORMALIZED,
+            **NO_KL,  # section 3.1: beta 0
+            "advantage_std": "none",  # section 3.2: no division by the standard deviation
+            "aggregation": "constant",  # section 3.2: nor by the length of the output
+            "n_minibatches": 1,
+        },
+        GROUP_SIZE,
+    ),
+    "dapo": Preset(
+        "decoupled clip and dynamic sampling (Yu et al. 2025, arXiv 2503.14476)",
+        {
+            **GROUP_NORMALIZED,
+            **NO_KL,  # section 2.3: no KL penalty
+            "clip_ratio": 0.2,  # section 4.1: epsilon_low
+            "clip_ratio_high": 0.28,  # section 4.1: epsilon_high
+            "aggregation": "tokens",  # eq. 12: token-level loss
+            "n_minibatches": 16,  # section 4.1: 16 gradient updates for each rollout step
+        },
+        16,  # section 4.1: responses sampled for each prompt
+    ),
+    "rloo": Preset(
+        "REINFORCE leave-one-out (Ahmadian et al. 2024, arXiv 2402.14740)",
+        {
+            **REINFORCE,
+            "advantage": "leave_one_out",  # section 3
+            "kl": {"coef": 0.03},  # in the reward, for TL;DR
+        },
+        4,  # k
+    ),
+    "remax": Preset(
+        "REINFORCE with a greedy baseline (Li et al. 2023, arXiv 2310.10505)",
+        {**REINFORCE, "advantage": "greedy"},  # algorithm 1
+    ),
+    "reinforce_pp": Preset(
+        "REINFORCE++ (Hu et al. 2025, arXiv 2501.03262)",
+        {
+            **PLAIN,
+            "advantage": "none",  # the return from each token on, with the KL penalty in the reward
+            "normalize_advantages": True,  # over all tokens of the global batch
+            "kl": {"coef": 0.01},  # k1 in the reward; the coefficient is our choice
+        },
+    ),
+    "gspo": Preset(
+        "group sequence policy optimisation (Zheng et al. 2025, arXiv 2507.18071)",
+        {
+            **GROUP_NORMALIZED,
+            **NO_KL,
+            "ratio": "sequence",  # eq. 7
+            "clip_ratio": 3e-4,  # section 5.1: left range
+            "clip_ratio_high": 4e-4,  # section 5.1: right range
+            "aggregation": "sequences",  # eq. 5
+            "n_minibatches": 4,  # section 5.1: four mini-batches
+        },
+        GROUP_SIZE,
+    ),
+    "cispo": Preset(
+        "clipped importance weights (MiniMax 2025, arXiv 2506.13585)",
+        {
+            **GROUP_NORMALIZED,
+            **NO_KL,  # section 3.1
+            "objective": "cispo",  # eq. 4
+            "clip_ratio": 1.0,  # section 3.1: no lower bound
+            "clip_ratio_high": 4.0,  # at most 5, as in ScaleRL (Khatri et al. 2025, 2510.13786)
+            "aggregation": "tokens",  # eq. 4
+        },
+        GROUP_SIZE,
+    ),
+    "sapo": Preset(
+        "soft adaptive policy optimisation (Gao et al. 2025, arXiv 2511.20347)",
+        {
+            **GROUP_NORMALIZED,
+            **NO_KL,
+            "objective": "sapo",
+            "sapo_tau_positive": 1.0,  # tau_pos
+            "sapo_tau_negative": 1.05,  # tau_neg
+            "aggregation": "sequences",
+        },
+        GROUP_SIZE,
+    ),
+    "lite_ppo": Preset(
+        "PPO's loss without a critic (Liu et al. 2025, arXiv 2508.08221)",
+        {
+            **GROUP_NORMALIZED,
+            **NO_KL,
+            "advantage_std": "batch",  # the mean of the group, the deviation of the batch
+            "aggregation": "tokens",
+        },
+        GROUP_SIZE,
+    ),
+    "m2po": Preset(
+        "second-moment trust policy optimisation (Zheng et al. 2025, arXiv 2510.01161)",
+        {
+            **GROUP_NORMALIZED,
+            **NO_KL,
+            "objective": "unclipped",  # the mask replaces the clip
+            "m2_threshold": 0.04,
+            "aggregation": "tokens",
+        },
+        GROUP_SIZE,
+    ),
+}
+
+
+def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of an ``algorithm`` section over those of the preset that they name."""
+    preset = PRESETS.get(str(values.get("name", "ppo")))
+    return _merged(preset.settings, values) if preset else dict(values)
+
+
+def _merged(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    merged = {**defaults, **values}
+    for key, default in defaults.items():
+        value = values.get(key)
+        if isinstance(default, Mapping) and isinstance(value, Mapping):
+            merged[key] = _merged(default, value)
+    return merged

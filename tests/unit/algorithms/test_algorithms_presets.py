@@ -1,0 +1,57 @@
+"""Presets of policy gradients."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from slurmrl.algorithms.policy.schema import PolicyGradient
+from slurmrl.algorithms.policy.schema.presets import PRESETS
+from slurmrl.plan.algorithms import ALGORITHMS, POLICY_GRADIENTS
+
+DOCS = Path(__file__).parents[3] / "docs" / "algorithms.md"
+
+
+def values(settings: Any, key: str) -> Any:
+    for part in key.split("."):
+        settings = getattr(settings, part)
+    return settings
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_gives_defaults_that_the_user_may_override(name: str) -> None:
+    """Every value of the table is in force, and gives way to one that is set."""
+    settings = PolicyGradient.model_validate({"batch_size": 8, "name": name})
+    for key, value in PRESETS[name].settings.items():
+        wanted = value.items() if key == "kl" else [(key, value)]
+        assert all(
+            values(settings, f"kl.{part}" if key == "kl" else part) == each for part, each in wanted
+        )
+    own = {"kl": {"coef": 0.5, "estimator": "k2"}, "n_minibatches": 3, "reward_clip": 7.0}
+    changed = PolicyGradient.model_validate({"batch_size": 8, "name": name, **own})
+    assert (changed.kl.coef, changed.n_minibatches, changed.reward_clip) == (0.5, 3, 7.0)
+    assert changed.kl.where == settings.kl.where
+    assert changed.advantage == settings.advantage
+
+
+def test_every_preset_can_be_chosen_and_is_documented() -> None:
+    """The registry, the schema, and the table of docs/algorithms.md have the same names."""
+    assert set(PRESETS) == set(POLICY_GRADIENTS)
+    assert set(PRESETS) == set(get_args(PolicyGradient.model_fields["name"].annotation))
+    assert all(ALGORITHMS.load(name) is PolicyGradient for name in PRESETS)
+    assert set(PRESETS) == set(re.findall(r"^\| `(\w+)` \|.*arXiv", DOCS.read_text(), re.M))
+
+
+def test_the_presets_of_ppo_are_the_defaults() -> None:
+    named = PolicyGradient.model_validate({"batch_size": 8, "name": "ppo"})
+    assert named == PolicyGradient(batch_size=8)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_resolved_settings_read_back_are_the_same(name: str) -> None:
+    """A run directory's configuration has every value, so a later preset cannot change a trial."""
+    settings = PolicyGradient.model_validate({"batch_size": 8, "name": name})
+    assert PolicyGradient.model_validate(settings.model_dump(mode="json")) == settings
