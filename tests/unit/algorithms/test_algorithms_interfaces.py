@@ -13,7 +13,11 @@ import torch
 
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.actor import RecomputeInterface
-from slurmrl.algorithms.policy.greedy import GreedyRewardInterface, GreedyScoresInterface
+from slurmrl.algorithms.policy.greedy import (
+    GreedyRewardInterface,
+    GreedyRolloutInterface,
+    GreedyScoresInterface,
+)
 from slurmrl.algorithms.reward.interface import RuleRewardInterface
 from slurmrl.algorithms.reward_model.scores import ScoresInterface
 from slurmrl.algorithms.rollout.interface import (
@@ -76,6 +80,22 @@ def with_rollout(context: CallContext, **options: Any) -> CallContext:
     rollout = config.rollout.model_copy(update=options)
     settings = replace(context.settings, config=config.model_copy(update={"rollout": rollout}))
     return replace(context, settings=settings)
+
+
+def test_a_greedy_baseline_has_one_most_probable_completion(make_world: MakeWorld) -> None:
+    """Whatever the rollout's n and temperature, with keys of its own."""
+    world = make_world()
+    context = world.context(step=3)
+    both = prompts(["x@0", "y@0"])
+    sampled = with_rollout(context, n=3, temperature=2.0)
+    baseline = GreedyRolloutInterface().generate(world.actor, both, sampled).sample
+    wanted = RolloutInterface().generate(world.actor, both, with_rollout(context, greedy=True))
+    assert baseline is not None
+    assert wanted.sample is not None
+    assert set(baseline.keys) == {"greedy_input_ids", "greedy_prompt_mask", "greedy_finished"}
+    assert baseline.sequence_counts("greedy_input_ids") == [1, 1]
+    for key in ("input_ids", "prompt_mask", "finished"):
+        assert torch.equal(baseline.tensor(f"greedy_{key}"), wanted.sample.tensor(key))
 
 
 def test_a_completion_does_not_depend_on_how_many_its_prompt_has(make_world: MakeWorld) -> None:

@@ -11,6 +11,7 @@ import torch
 from slurmrl.algorithms.policy import advantages, critic
 from slurmrl.algorithms.policy.actor import ActorInterface
 from slurmrl.algorithms.policy.critic import critic_loss
+from slurmrl.algorithms.policy.schema import KL
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import TrainEngine
 from slurmrl.ops.gae import packed_gae
@@ -201,8 +202,12 @@ def final_kl(world: Any, kl_coef: float) -> float:
     return float(stats["kl_sequence"])
 
 
-def test_a_larger_kl_coefficient_gives_a_smaller_final_kl(make_world: MakeWorld) -> None:
-    free, tied = (final_kl(make_world(), coef) for coef in (0.0, 1.0))
+@pytest.mark.parametrize("where", [{"where": "reward"}, {"where": "loss", "estimator": "k3"}])
+def test_a_larger_kl_coefficient_gives_a_smaller_final_kl(
+    make_world: MakeWorld, where: dict[str, Any]
+) -> None:
+    """The penalty holds the actor near the reference, in the reward and in the loss."""
+    free, tied = (final_kl(make_world(kl=KL(**where)), coef) for coef in (0.0, 1.0))
     assert free > 2 * abs(tied)
     assert free > 0.1
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from slurmrl.algorithms.policy.advantages import estimate
 from slurmrl.algorithms.policy.critic import CriticInterface
 from slurmrl.algorithms.policy.scalars import PolicyScalars
 from slurmrl.algorithms.policy.schema import PolicyGradient, Value
@@ -107,7 +106,7 @@ def test_the_critic_predicts_normalised_returns(make_world: MakeWorld) -> None:
     world = make_world(**OPTIONS)
     sample, context = take_rewards(world, 1, before.scalars())
     torch.testing.assert_close(sample.tensor("values"), raw * before.std + 90.0)
-    estimates = estimate(sample, world.ppo, 0.0)
+    estimates = world.estimate(sample)
     returns, own = estimates.returns.double(), raw[estimates.responses.tokens - 1].double()
     after = before.moving(float(returns.mean()), float(returns.square().mean()), len(returns))
     result = CriticInterface().train_step(world.critic, sample, context)
@@ -129,7 +128,7 @@ def test_a_critic_with_normalised_returns_learns_large_ones_sooner(make_world: M
             found = {name: total for name, (total, _) in result.stats.items()}
             scalars = {name: found.get(name, value) for name, value in scalars.items()}
         sample, _ = take_rewards(world, 1, scalars)
-        estimates = estimate(sample, world.ppo, 0.0)
+        estimates = world.estimate(sample)
         errors[kind] = float((estimates.returns - estimates.old_values).square().mean().sqrt())
     assert errors["exponential"] < 10.0 < errors["none"]
 

@@ -16,6 +16,7 @@ from slurmrl.errors import AllocationError, ConfigError, Problem
 from slurmrl.graph.call import Call, Method, RoleUse
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.algorithms import ALGORITHMS
+from slurmrl.plan.report.algorithm import in_force
 from slurmrl.plan.resolve import allocation_mode
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.registry import Registry
@@ -287,3 +288,40 @@ def test_of_two_grammars_the_one_that_reads_further_explains_an_allocation_mode(
         allocation_mode.read("fsdp:d2z at character 99", HostShape(1, 8))
     assert caught.value.position == 7
     assert caught.value.reason == "expected a dimension of fsdp: d, t, c"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "completions"),
+    [
+        ([], 1),
+        (["algorithm.name=grpo"], 8),
+        (["algorithm.name=grpo", "rollout.n=3"], 3),
+        (["algorithm.name=reinforce_pp"], 1),
+    ],
+)
+def test_a_preset_chooses_the_number_of_completions(
+    load_ppo: Load, overrides: list[str], completions: int
+) -> None:
+    """Where completions of a prompt are compared; ``rollout.n`` takes precedence."""
+    assert load_ppo(*overrides).config.rollout.n == completions
+
+
+def test_a_greedy_rollout_has_nothing_to_compare(load_ppo: Load) -> None:
+    """A preset's number of completions does not slip past the refusal of several greedy ones."""
+    with pytest.raises(ConfigError, match=r"rollout\.n: 1 is not allowed with algorithm"):
+        load_ppo("algorithm.name=grpo", "rollout.greedy=true")
+
+
+def test_the_plan_says_which_settings_are_in_force_and_why(load_ppo: Load) -> None:
+    """Every setting once, under the configuration, the preset or the defaults."""
+    settings = load_ppo("algorithm.name=grpo", "algorithm.kl.coef=0.1", "algorithm.clip_ratio=0.3")
+    shown = in_force(settings)
+    assert shown["name"] == "grpo"
+    assert shown["configuration"] == {"batch_size": 64, "clip_ratio": 0.3, "kl.coef": 0.1}
+    assert (
+        shown["preset"].items()
+        >= {"advantage": "group", "kl.where": "loss", "rollout.n": 8}.items()
+    )
+    assert shown["default"].items() >= {"n_epochs": 1, "kl.kind": "fixed"}.items()
+    keys = [key for source in ("configuration", "preset", "default") for key in shown[source]]
+    assert len(keys) == len(set(keys))
