@@ -78,6 +78,7 @@ PRESETS: Final[dict[str, Preset]] = {
             "clip_ratio": 0.2,  # section 4.1: epsilon_low
             "clip_ratio_high": 0.28,  # section 4.1: epsilon_high
             "aggregation": "tokens",  # eq. 12: token-level loss
+            "zero_variance": "drop",  # section 3.2: dynamic sampling
             "n_minibatches": 16,  # section 4.1: 16 gradient updates for each rollout step
         },
         16,  # section 4.1: responses sampled for each prompt
