@@ -66,7 +66,7 @@ def test_whole_numbers_are_taken_where_text_is_asked_for(tmp_path: Path) -> None
         ("seed=1.5", "1.5 is not allowed: must be a whole number"),
         ("seed=true", "true is not allowed: must be a whole number"),
         ("seed=-1", "-1 is not allowed: must be at least 0"),
-        ("total_steps=0", "0 is not allowed: must be greater than 0"),
+        ("total_steps=-1", "-1 is not allowed: must be at least 0"),
         ("total_steps=", "null is not allowed: must be a whole number"),
         ("step_timeout_s=-3", "-3 is not allowed: must be greater than 0"),
         ("step_timeout_s=.inf", "must be a finite number"),
@@ -169,10 +169,10 @@ def test_required_keys_say_what_they_are_for(tmp_path: Path) -> None:
 
 
 def test_a_message_reads_file_line_key_value_rule(tmp_path: Path) -> None:
-    text = TEXT.replace("total_steps: 3", "total_steps: 0")
+    text = TEXT.replace("total_steps: 3", "total_steps: -1")
     [problem] = problems(tmp_path, text=text)
     file = tmp_path / "a.yaml"
-    assert str(problem) == f"{file}:2: total_steps: 0 is not allowed: must be greater than 0"
+    assert str(problem) == f"{file}:2: total_steps: -1 is not allowed: must be at least 0"
 
 
 def test_paths_are_relative_to_the_file_or_to_the_command(

@@ -269,7 +269,7 @@ def test_resume_cannot_rename(again: Submit) -> None:
 def test_resume_reports_all_problems(again: Submit) -> None:
     paths = again().paths
     with pytest.raises(ConfigError) as caught:
-        propose_resume(paths, ["total_steps=0", "sed=1"])
+        propose_resume(paths, ["total_steps=-1", "sed=1"])
     assert [problem.key for problem in caught.value.problems] == ["total_steps", "sed"]
 
 
