@@ -15,8 +15,8 @@ from slurmrl.ops.native.load import operators
 
 BLOCK = 1 << 20
 """Elements of a moving average that torch widens at a time."""
-SHORTEST_RUN = 16
-"""Bytes of adjacent elements from which on the kernels are worthwhile."""
+SHORTEST_RUN = 256
+"""Bytes of adjacent elements from which on the kernels are used: an interval takes 16 bytes."""
 
 
 class BoxCopies:
@@ -51,7 +51,8 @@ class BoxCopies:
         if view.device.type != self._device.type or any(t.device != view.device for t in others):
             return False
         run, _ = _runs(tuple(view.shape), view.stride())
-        return run * view.element_size() >= SHORTEST_RUN and self._has_kernels()
+        long = run * view.element_size() >= SHORTEST_RUN
+        return long and view.is_floating_point() and self._has_kernels()
 
     def _has_kernels(self) -> bool:
         if self._kernels is None:
