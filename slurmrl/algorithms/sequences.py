@@ -36,6 +36,12 @@ def answer_logprobs(logp: Tensor, sample: SequenceSample) -> Tensor:
     return sequence_sums(logp, mask, sample.cu_seqlens(TOKENS))
 
 
+def answer_lengths(sample: SequenceSample) -> Tensor:
+    """[S]: the number of answer tokens of each sequence, at least 1."""
+    mask = ~sample.tensor("prompt_mask")
+    return sequence_sums(mask.float(), mask, sample.cu_seqlens(TOKENS)).clamp(min=1.0)
+
+
 def last_values(values: Tensor, sample: SequenceSample) -> Tensor:
     """[S]: the values [T] at the last token of each sequence."""
     last = sample.cu_seqlens(TOKENS)[1:].long() - 1

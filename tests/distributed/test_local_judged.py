@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.trials import ADDITION, ARCHITECTURE, Site, ppo_config, sft_config
+from tests.support.trials import ADDITION, ARCHITECTURE, REPOSITORY, Site, ppo_config, sft_config
 
 TOKENIZER = str(ADDITION / "tokenizer")
 
@@ -72,3 +73,20 @@ def test_a_teacher_of_another_layout_and_pairs_with_labels(tmp_path: Path) -> No
     lines = run(site, "kto", config)
     assert lines[1]["loss"] == 0.5, "the actor is the reference"
     assert lines[-1]["eval/loss"] != 0.5
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["dpo", "kto", "reward_model", "distill", "sft_chat"])
+def test_an_example_runs_in_a_short_form(name: str, tmp_path: Path) -> None:
+    """From random weights instead of the models of other trials."""
+    site, model = Site(tmp_path), json.dumps(ARCHITECTURE)
+    small = [f"actor.architecture={model}", f"actor.tokenizer={TOKENIZER}", "actor.path=null"]
+    small += ["total_steps=2", "algorithm.batch_size=16", "evaluation.samples=16"]
+    if name == "distill":
+        small.append(f"teacher={{architecture: {model}}}")
+    example = str(REPOSITORY / "examples" / f"{name}.yaml")
+    site.slurmrl("submit", example, *small, "--scheduler", "local", "--wait", timeout_s=600)
+    (experiment,) = (path.name for path in site.root.glob("*/*") if path.is_dir())
+    lines = site.metrics(f"{experiment}/1")
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert all("eval/reward" in line or "eval/loss" in line for line in (lines[0], lines[-1]))

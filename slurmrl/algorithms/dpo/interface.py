@@ -11,7 +11,13 @@ from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.algorithms.dpo.loss import pair_losses
 from slurmrl.algorithms.dpo.schema import DPO, PAIR_METRICS
 from slurmrl.algorithms.pairs import PairValues, pair_stats, pair_weights, split_pairs
-from slurmrl.algorithms.sequences import TOKENS, answer_logprobs, global_means, train_on_batch
+from slurmrl.algorithms.sequences import (
+    TOKENS,
+    answer_lengths,
+    answer_logprobs,
+    global_means,
+    train_on_batch,
+)
 from slurmrl.data.sample import SequenceSample
 
 if TYPE_CHECKING:
@@ -50,7 +56,8 @@ def dpo_loss(
     ratios = sums if dpo.reference_free else sums - batch.tensor("ref_logps")
     logps, logratios = split_pairs(sums), split_pairs(ratios)
     weights = pair_weights(batch, sums)
-    loss = (weights * pair_losses(logratios, dpo)).sum()
+    scaled = ratios / answer_lengths(batch).to(ratios) if dpo.length_normalized else ratios
+    loss = (weights * pair_losses(split_pairs(scaled), dpo)).sum()
     rewards = PairValues(*(dpo.beta * part.detach() for part in logratios))
     stats = {f"rewards/{name}": value for name, value in pair_stats(weights, rewards).items()}
     stats["logps/chosen"] = (weights * logps.chosen).sum()

@@ -43,6 +43,9 @@ class DPO(AlgorithmSchema):
     """Strength of the pull towards the reference model (for `hinge`, the inverse of the margin)."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     """For `sigmoid`: probability that a label is wrong (conservative DPO)."""
+    length_normalized: bool = False
+    """Divide the log-ratio of each answer by the number of its tokens before the loss: pairs of
+    long answers count no more than those of short ones."""
     reference_free: bool = False
     """Leave the reference model out, as if it gave all answers the same probability."""
 

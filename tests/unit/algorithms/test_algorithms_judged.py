@@ -73,6 +73,8 @@ def expected_dpo(logp: Tensor, sample: SequenceSample, dpo: DPO) -> float:
     total = 0.0
     for item in answers(logp, sample.lengths["input_ids"]):
         ratios = [sum(tokens) - (next(refs) * (not dpo.reference_free)) for tokens in item]
+        if dpo.length_normalized:
+            ratios = [ratio / len(tokens) for ratio, tokens in zip(ratios, item, strict=True)]
         own = 0.0
         for chosen, rejected in zip(ratios[::2], ratios[1::2], strict=True):
             h = chosen - rejected
@@ -121,6 +123,7 @@ DPOS = (
     DPO(batch_size=3, loss="ipo", beta=0.5),
     DPO(batch_size=3, loss="hinge", beta=0.7),
     DPO(batch_size=3, reference_free=True, beta=0.5),
+    DPO(batch_size=3, loss="ipo", beta=0.5, length_normalized=True),
 )
 
 
