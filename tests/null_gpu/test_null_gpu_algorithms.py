@@ -11,6 +11,7 @@ import torch
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.actor import ActorInterface, RecomputeInterface
 from slurmrl.algorithms.policy.critic import CriticInterface
+from slurmrl.algorithms.policy.scalars import PolicyScalars
 from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.rollout.interface import RolloutInterface
 from slurmrl.algorithms.sft.interface import SFTInterface
@@ -40,7 +41,17 @@ def call_context() -> CallContext:
         n_epochs=2,
         entropy_coef=0.01,
         early_stop_importance_ratio=10.0,
+        early_stop_kl=1000.0,
         recompute_logprobs=True,
+        shuffle_minibatches=True,
+        ratio="sequence",
+        dual_clip=3.0,
+        aggregation="sequences",
+        m2_threshold=0.04,
+        correction="mask",
+        correction_level="geometric",
+        value_huber_delta=1.0,
+        value_norm="moving",
     )
     config = Config(
         experiment="test",
@@ -51,7 +62,8 @@ def call_context() -> CallContext:
         dataset=Dataset(type="prompt", path="unused"),
     )
     settings = Settings(config, ppo, cast(Any, None))
-    return CallContext(1, 1, {"kl_coef": 0.1}, cast(Any, None), settings, (3,), names)
+    scalars = PolicyScalars(ppo).values()
+    return CallContext(1, 1, scalars, cast(Any, None), settings, (3,), names)
 
 
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
