@@ -259,3 +259,24 @@ def test_all_options_together_make_the_host_wait_no_more_often(make_world: MakeW
             world.train_actor(sample, 1, kl_coef=0.1)
         counts.append(len(waits))
     assert counts[0] == counts[1] > 0
+
+
+def test_settings_of_the_losses_reach_the_updates(make_world: MakeWorld) -> None:
+    """The constant is by default the longest completion, here 6 tokens."""
+    norms = {}
+    for name, options in {
+        "tokens": {},
+        "sequences": {"aggregation": "sequences"},
+        "constant": {"aggregation": "constant"},
+        "constant 3": {"aggregation": "constant", "aggregation_length": 3},
+        "entropy": {"entropy_coef": 1.0},
+        "huber": {"value_huber_delta": 0.01},
+    }.items():
+        world = make_world(n_minibatches=1, value_clip=None, **options)
+        sample = world.rollout(step=1)
+        actor = world.train_actor(sample, 1, kl_coef=0.0)["actor_grad_norm"]
+        norms[name] = (actor, world.train_critic(sample, 1, kl_coef=0.0)["critic_grad_norm"])
+    actors = {norm for name, (norm, _) in norms.items() if name != "huber"}
+    assert len(actors) == 5
+    assert norms["constant 3"][0] == pytest.approx(2.0 * norms["constant"][0], rel=1e-4)
+    assert 0.0 < norms["huber"][1] < 0.2 * norms["tokens"][1]
