@@ -16,8 +16,9 @@ def config(folder: Path, *overrides: str) -> Config:
     return parse(load(write_config(folder), overrides))
 
 
-def told(before: Config, now: Config, step: int = 5) -> list[str]:
-    return moved_schedules(before, now, trained={"actor": 0}, step=step, optimizer_steps=2)
+def told(before: Config, now: Config, step: int = 5, untrained_steps: int = 0) -> list[str]:
+    trained = {"actor": untrained_steps}
+    return moved_schedules(before, now, trained=trained, step=step, optimizer_steps=2)
 
 
 def test_a_longer_run_says_how_its_learning_rate_goes_on(tmp_path: Path) -> None:
@@ -31,6 +32,14 @@ def test_a_longer_run_says_how_its_learning_rate_goes_on(tmp_path: Path) -> None
         "set actor.optimizer.schedule_steps=20 to keep it"
     )
     assert "from 0.000543, not 0;" in told(before, now, step=10)[0]
+
+
+def test_a_schedule_begins_after_the_steps_that_do_not_train_its_model(tmp_path: Path) -> None:
+    """Three further steps at the start change neither rates nor what is said of the updates."""
+    before, now = (config(tmp_path, LINEAR, f"total_steps={steps}") for steps in (10, 20))
+    later = [config(tmp_path, LINEAR, f"total_steps={steps}") for steps in (13, 23)]
+    [line], [moved] = told(before, now), told(*later, step=8, untrained_steps=3)
+    assert moved == line.replace("after step 5", "after step 8")
 
 
 def test_a_schedule_may_be_kept(tmp_path: Path) -> None:

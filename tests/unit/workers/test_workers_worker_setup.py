@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from slurmrl.engines.base import TrainEngine
 from slurmrl.errors import UnreadableInputError, UsageError
 from slurmrl.parallel.activity import Activity
 from slurmrl.paths import RunPaths
+from slurmrl.plan import build
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings
 from slurmrl.workers.messages import Start
@@ -32,10 +33,14 @@ def test_what_is_missing_on_a_host_is_the_hosts_failure(tmp_path: Path, missing:
     model, tokenizer, rows, heldout = map(str, places)
     config = SimpleNamespace(
         actor=SimpleNamespace(path=model, tokenizer=tokenizer),
-        dataset=SimpleNamespace(path=rows),
-        evaluation=SimpleNamespace(dataset=SimpleNamespace(path=heldout)),
+        evaluation=SimpleNamespace(),
+        data_paths=lambda: [rows, heldout],
     )
-    algorithm = SimpleNamespace(roles=lambda: [SimpleNamespace(role="actor")])
+    algorithm = SimpleNamespace(
+        roles=lambda: [SimpleNamespace(role="actor")],
+        calls=lambda _: [],
+        evaluation_calls=lambda _: [],
+    )
     settings = cast(Settings, SimpleNamespace(config=config, algorithm=algorithm))
     require_inputs(settings)
     (tmp_path / missing).unlink()
@@ -124,3 +129,21 @@ def test_a_rank_loads_its_checkpoint_once_the_mount_is_back(
     engine = cast(TrainEngine, SimpleNamespace(load=read))
     setup.load(checkpoint, 0, 1, [engine], hide)
     assert loaded == ["{}"]
+
+
+def test_a_learning_rate_schedule_has_the_steps_in_which_its_model_is_trained(
+    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six steps of eight updates; the actor of a critic that warms up is left out of two steps."""
+    made: dict[str, int] = {}
+
+    def engine(role: str, model: object, *, total_steps: int, **_: object) -> str:
+        made[role] = total_steps
+        return role
+
+    monkeypatch.setattr(setup.ENGINES, "load", lambda name: engine)
+    algorithm = {"name": "ppo", "batch_size": 4, "n_epochs": 2, "critic_warmup_steps": 2}
+    settings = make_settings(algorithm=algorithm)
+    plan = build.make_plan(settings, scheduler="local")
+    setup._engines(settings, plan, dict.fromkeys(plan.models, cast(Any, None)))
+    assert (made["actor"], made["critic"]) == (32, 48)
