@@ -208,3 +208,24 @@ def test_completions_of_one_prompt_train_as_those_of_several(
         assert stats == results[0][0]
         assert stats == pytest.approx(wanted, rel=1e-4, abs=1e-5)
         torch.testing.assert_close(after, after_one, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("std", ["group", "batch"])
+def test_groups_on_ranks_have_the_advantages_that_they_have_on_one(
+    ranks: RankPool, std: str
+) -> None:
+    """A group stays on one rank, and statistics of the batch are those of all ranks. The KL penalty
+    in the loss has the same weight on any number of ranks."""
+    options: dict[str, Any] = {
+        "n_minibatches": 2,
+        "advantage": "group",
+        "advantage_std": std,
+        "normalize_advantages": False,
+        "kl": {"where": "loss", "estimator": "k3"},
+    }
+    (wanted, after_one), *_ = ranks(1, f"{HERE}:train", 1, grouped=True, **options)
+    results = ranks(2, f"{HERE}:train", 2, grouped=True, **options)
+    assert wanted["kl_loss"] > 0.01
+    for stats, after in results:
+        assert stats == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+        torch.testing.assert_close(after, after_one, rtol=1e-5, atol=1e-5)

@@ -29,8 +29,9 @@ def test_the_start_model_learns_until_an_evaluation_says_so(tmp_path: Path) -> N
     assert config.actor.backend == "fsdp:d2"
 
 
-def test_ppo_lacks_nothing_but_its_start_model(tmp_path: Path) -> None:
-    assert lacking("ppo.yaml", tmp_path) == {"actor.path"}
+@pytest.mark.parametrize("name", ["ppo", "ppo_ema", "grpo"])
+def test_rl_lacks_nothing_but_its_start_model(tmp_path: Path, name: str) -> None:
+    assert lacking(f"{name}.yaml", tmp_path) == {"actor.path"}
 
 
 def test_gsm8k_lacks_nothing_but_data_and_start_model(tmp_path: Path) -> None:
