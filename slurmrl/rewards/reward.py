@@ -25,6 +25,8 @@ PER_COMPLETION: Final = (
     "siblings",
     "model_scores",
 )
+MODEL_SCORES: Final = "model_scores"
+"""Of these, the one that is there only if a reward model scores the completions."""
 PER_CALL: Final = ("step", "evaluation")
 """What a reward may ask for by the names of its parameters (docs/rewards.md)."""
 Stats = dict[str, tuple[float, float]]
@@ -74,7 +76,9 @@ class CheckedReward:
             return []
         missing = [name for name in self._wanted if name not in extras]
         if missing:
-            raise RewardError(f"reward {self.name} asks for {missing[0]}, which is not known here")
+            raise RewardError(
+                f"reward {self.name} asks for {missing[0]}, which only a run with a model has"
+            )
         given = {name: extras[name] for name in self._wanted}
         try:
             returned = self._result(self._function, prompts, completions, rows, **given)

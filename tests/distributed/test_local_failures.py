@@ -99,6 +99,49 @@ def test_reward_that_raises_fails_the_trial(
     )
 
 
+POOLED_REWARD = """
+import os, subprocess
+
+def judge(prompts, completions, rows, *, indices):
+    if indices[0] == 0:
+        subprocess.Popen(["sleep", "600"])
+        os._exit(1)
+    return [1.0]
+"""
+
+
+@pytest.mark.long
+def test_a_reward_in_a_pool_costs_completions_and_not_the_trial(
+    make_site: Callable[[str], Site],
+) -> None:
+    """Each first completion of a prompt kills its judge. The others are judged, by the example's
+    own reward too, and no process is left."""
+    site = make_site("site")
+    example = Path(__file__).parents[2] / "examples" / "custom" / "rewards.py"
+    (site.folder / "rewards.py").write_text(example.read_text())
+    (site.folder / "pooled.py").write_text(POOLED_REWARD)
+    parts = {
+        "pooled": {"name": "pooled:judge", "pool": {"processes": 1, "unjudged_score": -3.0}},
+        "novelty": {"name": "rewards:novelty", "options": {"steps": 4}, "weight": 0.0},
+    }
+    config = ppo_config(
+        algorithm={"name": "ppo", "batch_size": 4},
+        reward={"parts": parts},
+        rollout={"max_new_tokens": 4, "n": 2},
+        evaluation=None,
+        total_steps=2,
+    )
+    path = str(site.write("config.yaml", config))
+    site.slurmrl("submit", path, "--scheduler", "local", "--wait")
+    lines = site.metrics("ppo/1")
+    assert [line["reward/pooled"] for line in lines] == [-1.0, -1.0]
+    assert [line["reward"] for line in lines] == [-1.0, -1.0]
+    assert [line["reward_unjudged"] for line in lines] == [0.5, 0.5]
+    assert all(line["reward/novelty"] <= 1 - line["step"] / 4 for line in lines)
+    run = site.paths("ppo/1").run
+    wait_until("all processes to leave", lambda: not any(processes(run).values()))
+
+
 @pytest.mark.long
 def test_reward_that_is_not_finite_fails_the_trial_at_its_first_start(
     make_site: Callable[[str], Site],

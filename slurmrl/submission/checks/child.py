@@ -28,7 +28,7 @@ from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.estimates.shape import shape_of
 from slurmrl.plan.resolve.inherit import OWN_WEIGHTS
 from slurmrl.plan.settings import load_resolved_settings
-from slurmrl.rewards.reward import describe
+from slurmrl.rewards.reward import MODEL_SCORES, describe
 from slurmrl.rewards.weighted import WeightedReward, make_reward
 from slurmrl.submission.checks.finding import CONFIG, FINDINGS, Finding, Weight
 from slurmrl.workers import process
@@ -127,6 +127,11 @@ class CheckProcess:
         try:
             with closing(make_reward(reward)) as function:
                 function.check_rows([])
+                if MODEL_SCORES in function.wanted() and not reward.uses_model:
+                    message = (
+                        f"'{reward.title}' asks for {MODEL_SCORES}: add a part with name: model"
+                    )
+                    yield Finding("reward", Weight.FAILED, message, "reward")
                 yield from self._judged_rows(function)
         except UsageError as error:
             slurm = self.config.cluster.slurm

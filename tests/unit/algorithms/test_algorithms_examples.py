@@ -51,3 +51,7 @@ def test_gsm8k_takes_its_paths_as_overrides(tmp_path: Path) -> None:
     ]
     settings = load_settings(EXAMPLES / "gsm8k_sft.yaml", overrides, root=tmp_path)
     assert settings.config.dataset.path == str(rows)
+
+
+def test_a_reward_of_ones_own_lacks_nothing_but_its_start_model(tmp_path: Path) -> None:
+    assert lacking("custom/reward.yaml", tmp_path) == {"actor.path"}

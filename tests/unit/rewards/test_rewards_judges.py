@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -32,6 +34,7 @@ for line in sys.stdin:
 """
 
 Make = Callable[..., JudgePool]
+T = TypeVar("T")
 
 
 def verdicts(pool: JudgePool, requests: list[dict[str, Any]], **limits: float) -> list[bool | None]:
@@ -123,3 +126,67 @@ def test_judges_end_when_the_pool_is_closed(make: Make) -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+OWNER = """
+import sys
+from slurmrl.config.schema import RewardPool
+from slurmrl.rewards.code import CodeReward
+from slurmrl.rewards.pooled import PooledReward
+
+kind = sys.argv[1]
+if kind == "function":
+    reward = PooledReward("sleeps:judge", {}, RewardPool(processes=1), cores=1)
+    reward.score(["p"], ["x"], [{}], ["rows.jsonl:1"])
+else:
+    reward = CodeReward(processes=1, test_timeout_s=600, timeout_s=600, namespaces=kind)
+    program = "import os, time\\nif os.fork() == 0: os.setsid()\\ntime.sleep(599)"
+    reward(["p"], [program], [{"tests": [{"input": "", "output": ""}]}])
+"""
+SLEEPS = """
+import time
+
+def judge(prompts, completions, rows):
+    time.sleep(598)
+"""
+
+
+@pytest.mark.parametrize(("kind", "processes"), [("function", 1), ("auto", 3)])
+def test_judges_die_with_the_process_that_started_them(
+    tmp_path: Path, kind: str, processes: int
+) -> None:
+    """A rank is killed with SIGKILL while they are busy."""
+    (tmp_path / "sleeps.py").write_text(SLEEPS)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-c", OWNER, kind]
+    owner = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        until("the judges run", lambda: len(descendants(owner.pid)) >= processes)
+        judges = descendants(owner.pid)
+    finally:
+        owner.kill()
+        owner.wait()
+    until("the judges have ended", lambda: not any(map(running, judges)))
+
+
+def until(what: str, check: Callable[[], T]) -> T:
+    deadline = time.monotonic() + 60
+    while not (value := check()):
+        assert time.monotonic() < deadline, f"waited until {what}"
+        time.sleep(0.05)
+    return value
+
+
+def descendants(pid: int) -> list[int]:
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [*map(int, children), *(deep for child in children for deep in descendants(int(child)))]
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

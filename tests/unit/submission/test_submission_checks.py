@@ -179,6 +179,9 @@ def test_every_part_of_a_reward_is_made_and_asked_about_the_rows(tmp_path: Path)
     changes[1] = changes[1].replace("mine:Good", "mine:Better")
     (found,) = look(tmp_path, settings_of(tmp_path, *changes))
     assert "mine has no 'Better'" in found.message
+    (tmp_path / "mine.py").write_text("def f(prompts, completions, rows, *, model_scores): ...\n")
+    (found,) = look(tmp_path, settings_of(tmp_path, evaluation, "reward={name: 'mine:f'}"))
+    assert "'mine:f' asks for model_scores: add a part with name: model" in found.message
 
 
 def test_a_reward_model_needs_a_scalar_head_and_the_actor_s_tokenizer(tmp_path: Path) -> None:
