@@ -132,7 +132,8 @@ def export_actor(paths: RunPaths, config: Config, commit: Commit) -> Path:
     Raises DamagedCheckpointError before anything is written.
     """
     settings = config.checkpoint
-    exporter = Exporter(paths, config, ROLE, "lm", settings.export_dtype, settings.export_form)
+    head = _head(paths, ROLE)
+    exporter = Exporter(paths, config, ROLE, head, settings.export_dtype, settings.export_form)
     return until_certain(lambda: exporter.write(commit, exporter.folder(commit.step)))
 
 

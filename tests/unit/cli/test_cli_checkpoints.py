@@ -333,6 +333,18 @@ def test_a_run_exports_once_io_errors_have_passed(
     assert export_actor(trial.paths, load_resolved(trial.paths.config), commit).is_dir()
 
 
+def test_a_run_exports_a_reward_model_as_one(trial: Trial) -> None:
+    """The actor of `reward_model` has a value head, which the plan says."""
+    trial.commit(4)
+    plan = json.loads(trial.paths.plan.read_text())
+    plan["models"]["actor"]["head"] = "value"
+    trial.paths.plan.write_text(json.dumps(plan))
+    commit = fold(History(trial.paths.history).read()).commits[-1]
+    folder = export_actor(trial.paths, load_resolved(trial.paths.config), commit)
+    (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    assert name.endswith("ForSequenceClassification")
+
+
 def test_the_files_of_other_roles_do_not_matter(trial: Trial) -> None:
     trial.commit(4)
     directory = trial.paths.checkpoint(4, 1)

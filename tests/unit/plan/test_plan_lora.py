@@ -14,6 +14,7 @@ from slurmrl.engines.planned import planned_layout
 from slurmrl.errors import ConfigError
 from slurmrl.models.adapters import trained_shapes
 from slurmrl.models.config import ModelConfig
+from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.estimates.costs import memories
 from slurmrl.plan.estimates.parameters import adapter_parameters
@@ -156,3 +157,11 @@ def test_what_cannot_have_adapters_is_refused(
         load(LORA, *overrides, architecture=architecture)
     found = {problem.key: problem.message for problem in refused.value.problems}
     assert message in found[key]
+
+
+def test_a_trial_whose_exports_are_adapters_is_no_start_model(load: Load, folder: Path) -> None:
+    """The message says how to make one."""
+    exports = RunPaths.of(folder / "runs", user_name(), "other", "1").exports
+    (exports / "step-00000003-adapter").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="slurmrl export other/1 --form merged"):
+        load("actor.path=trial:other/1")
