@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from slurmrl.config.schema import Dataset
-from slurmrl.data import preparation, reading, records
+from slurmrl.data import preparation
 from slurmrl.errors import UsageError
 from slurmrl.parallel.activity import Activity
 from slurmrl.workers.messages import Preparing
@@ -106,8 +106,8 @@ def test_a_rank_waits_for_rank_0_for_as_long_as_it_takes(
 
 def test_long_preparations_are_reported(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the master, so that it waits longer, and by the pulse."""
-    monkeypatch.setattr(reading, "CHUNK_ROWS", 2)
-    monkeypatch.setattr(records, "SETTLED_NS", 0)
+    monkeypatch.setattr("slurmrl.data.reading.CHUNK_ROWS", 2)
+    monkeypatch.setattr("slurmrl.data.sources.base.SETTLED_NS", 0)
     site.config.cluster.start_timeout_s = 1e-9
     site.start(1)(0)
     assert site.said == [Preparing(rank=0)] * 7
