@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 import time
@@ -21,6 +20,17 @@ from slurmrl.rewards.judges import MOST_JUDGES, JudgePool, Unjudged
 logger = log.get(__name__)
 
 SANDBOX = Path(__file__).with_name("code_sandbox.py")
+LOADER = """\
+import json, os
+line = b""
+while not line.endswith(b"\\n"):
+    line += os.read(0, 65536) or os._exit(0)
+setup = json.loads(line)
+space = {"__name__": "sandbox"}
+exec(compile(setup["source"], "code_sandbox.py", "exec"), space)
+space["main"](setup["settings"])
+"""
+"""Reads the sandbox's source from the first line of its input, and runs it."""
 GRACE_S = 10.0
 """How long after the time limit of a program a sandbox may take to answer."""
 MOST_REPLY_BYTES = 64 << 20
@@ -98,7 +108,8 @@ class CodeReward(RewardFunction):
         source = SANDBOX.read_text(encoding="utf-8")
         program = JudgeProgram(
             "the sandbox of programs",
-            [*prefix, interpreter, "-I", "-c", source, json.dumps(settings)],
+            [*prefix, interpreter, "-I", "-c", LOADER],
+            setup={"source": source, "settings": settings},
             closing_s=CLOSING_S,
             most_reply_bytes=MOST_REPLY_BYTES,
         )

@@ -1,10 +1,10 @@
 """The process that runs programs: one JSON request a line in, one JSON reply a line out.
 
-Its source is passed to ``python -I -c``, perhaps inside a container, so it imports nothing of
-slurmrl. Where the kernel allows, it has namespaces of its own: no network, a read-only file system
-with one small private folder, and a process table whose processes all die with its first one.
-Elsewhere it reports what is missing. Each program runs in a forked child with resource limits and
-without capabilities, and never sees the results that are expected of it.
+Its source is sent to a Python that may be inside a container (`slurmrl.rewards.code.LOADER`), so it
+imports nothing of slurmrl. Where the kernel allows, it has namespaces of its own: no network, a
+read-only file system with one small private folder, and a process table whose processes all die
+with its first one. Elsewhere it reports what is missing. Each program runs in a forked child with
+resource limits and without capabilities, and never sees the results that are expected of it.
 """
 
 from __future__ import annotations
@@ -328,13 +328,13 @@ def _threads_of_user() -> int:
     return count
 
 
-def main() -> None:
+def main(settings: dict[str, Any]) -> None:
     """Answer until the input ends."""
     die_with_parent()
     requests, replies = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    sandbox = Sandbox(json.loads(sys.argv[1]))
+    sandbox = Sandbox(settings)
     _send(replies, {"ready": True, "protections": sandbox.protections()})
     unread = b""
     while data := os.read(requests, 1 << 16):
@@ -350,7 +350,3 @@ def _send(replies: int, message: dict[str, Any]) -> None:
     data = json.dumps(message).encode() + b"\n"
     while data:
         data = data[os.write(replies, data) :]
-
-
-if __name__ == "__main__":
-    main()
