@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
+from slurmrl.layout.box import Box
+from slurmrl.layout.layout import Layout, TensorSpec
+from slurmrl.layout.shard import Shard
+from slurmrl.ops import intervals
 from slurmrl.parallel.activity import Activity
 from slurmrl.plan.model import Reallocation
+from slurmrl.transfer.copies import BoxCopies
+from slurmrl.transfer.plan import plan_move
+from slurmrl.transfer.regions import PlacedLayout
+from slurmrl.workers.worker import reallocation
 from slurmrl.workers.worker.reallocation import PreparedMove, Reallocations, Verify
 from slurmrl.workers.worker.residence import Residence
 
@@ -30,6 +43,35 @@ def move() -> FakeMove:
 def made(move: FakeMove, verify: Verify = "first") -> Reallocations:
     moves: Any = {HOOK: cast(PreparedMove, move)}
     return Reallocations(moves, verify, Activity())
+
+
+def test_intervals_are_made_once_for_all_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They depend on the layouts only, so the second move of a plan makes none."""
+    monkeypatch.setattr(reallocation.dist, "get_rank", lambda: 0)
+    source, target = torch.randn(6, 128), torch.zeros(6, 256)
+
+    def columns(storage: Tensor, first: int) -> tuple[PlacedLayout, Any]:
+        """128 columns of a storage, as an engine has them."""
+        shard = Shard("w", Box.whole((6, 128)), "w", first, storage.stride())
+        layout = Layout.of({"w": TensorSpec((6, 128), "float32")}, [[shard]])
+        return PlacedLayout(layout, (0,)), SimpleNamespace(storages=lambda: {"w": storage})
+
+    (held, trained), (taken, averaged) = columns(source, 0), columns(target, 64)
+    cpu = torch.device("cpu")
+    average = Reallocation(source="actor", target="ref", eta=0.5)
+    plan, copies = (
+        plan_move(held, taken, hosts={0: 0}, budget=1 << 20),
+        BoxCopies(cpu, kernels=True),
+    )
+    group = cast(dist.ProcessGroup, None)
+    prepared = PreparedMove(average, (trained, averaged), (held, taken), plan, group, cpu, copies)
+    scatter = mock.Mock(side_effect=intervals.scatter)
+    monkeypatch.setattr("slurmrl.transfer.copies.scatter", scatter)
+    prepared.run(verify=False)
+    monkeypatch.setattr("slurmrl.transfer.copies.Intervals.of", None)
+    prepared.run(verify=False)
+    assert scatter.call_count == 2
+    torch.testing.assert_close(target[:, 64:192], 0.75 * source)
 
 
 def test_weights_move_at_first_and_after_each_training(move: FakeMove) -> None:

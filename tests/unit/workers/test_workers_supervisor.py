@@ -111,6 +111,7 @@ def test_command_of_the_agents(paths: RunPaths) -> None:
     assert command[0] == "srun"
     assert command[-len(agent) - 1 :] == [sys.executable, *agent]
     assert {"--kill-on-bad-exit=1", "--export=ALL", "--input=none"} <= set(command)
+    assert "--cpu-bind=none" in command  # the agent's ranks share all CPUs of the job
 
 
 SUPERVISOR = """
