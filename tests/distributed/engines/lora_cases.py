@@ -39,3 +39,20 @@ def stored(setup: Setup) -> tuple[dict[str, torch.dtype], bool, float]:
     stats = engine.train_batch(sample, loss, denominator(sample))
     frozen = all(torch.equal(before[name], local[name]) for name in local if name not in trained)
     return {name: chunk.dtype for name, chunk in local.items()}, frozen, stats["loss"]
+
+
+def offloaded(setup: Setup) -> tuple[int, list[float], list[float]]:
+    """Bytes of all parameters while offloaded; losses of steps with offloading between them and
+    without."""
+    engine, kept = make(setup), make(setup)
+    sample = batch().take(setup.split[engine.context.dp_rank])
+    losses: tuple[list[float], list[float]] = ([], [])
+    during = 0
+    for _ in range(3):
+        for number, each in enumerate((engine, kept)):
+            losses[number].append(each.train_batch(sample, loss, denominator(sample))["loss"])
+        engine.offload()
+        local = engine._shards.local().values()  # type: ignore[attr-defined]
+        during = sum(tensor.untyped_storage().nbytes() for tensor in local)
+        engine.onload()
+    return during, *losses

@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "d1": ({"dp": 1}, {"gradient_checkpointing": "selective"}),
     "d2": ({"dp": 2}, {"layers": True, "gradient_checkpointing": "full"}),
     "t2": ({"tp": 2}, {}),
-    "d2t2": ({"dp": 2, "tp": 2}, {"layers": True}),
+    "d2t2": ({"dp": 2, "tp": 2}, {"layers": True, "cpu_offload": True}),
     "c2t2": ({"cp": 2, "tp": 2}, {"sequence": True}),
     "t4": ({"tp": 4}, {"sequence": True}),
 }
@@ -219,6 +219,12 @@ def test_only_adapters_are_trained_and_committed(
     moments = ("", "exp_avg/", "exp_avg_sq/")
     assert set(saved) == {f"{moment}{name}" for moment in moments for name in trained}
     assert {spec.dtype for spec in saved.values()} == {"float32"}
+
+
+def test_frozen_weights_are_offloaded_too(ranks: RankPool, reference: Reference) -> None:
+    for during, offloaded, kept in ranks(2, f"{HERE}:offloaded", reference.setup("d2")):
+        assert during == 0
+        assert offloaded == kept
 
 
 def test_dropout_does_not_depend_on_the_layout(
