@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from slurmrl.errors import WorkerDiedError
+from slurmrl.errors import EnvironmentFailure, WorkerDiedError
 from slurmrl.monitor.words import exit_words
 
 Verdict = dict[str, Any]
@@ -60,13 +60,18 @@ class Judge:
 
     def __init__(self, program: JudgeProgram) -> None:
         modules = {"PYTHONPATH": os.pathsep.join(program.modules)} if program.modules else {}
-        self._process = subprocess.Popen(
-            [*program.command, str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, **modules},
-            start_new_session=True,
-        )
+        try:
+            self._process = subprocess.Popen(
+                [*program.command, str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env={**os.environ, **modules},
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise EnvironmentFailure(
+                f"cannot start {program.name} with '{program.command[0]}': {error.strerror}"
+            ) from error
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._requests, self._replies = self._process.stdin, self._process.stdout

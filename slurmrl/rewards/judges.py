@@ -55,9 +55,12 @@ class JudgePool:
         dying, or the request was not done ``within_s`` after the first was sent. ``most`` is the
         number of judges if the constructor left it open.
 
+        :raises EnvironmentFailure: the program cannot be executed.
         :raises WorkerDiedError: judges do not start.
         :raises UsageError: the program reports that the configuration is wrong.
         """
+        for judge in [judge for judge in self._judges if judge.request is not None]:
+            self._drop(judge)  # it works on a request of a call that was interrupted
         batch = _Requests(requests, within_s)
         while batch.waiting or any(judge.request is not None for judge in self._judges):
             self._turn(batch, min(self._size or most, len(requests)))

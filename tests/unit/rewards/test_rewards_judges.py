@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from slurmrl.errors import WorkerDiedError
+from slurmrl.errors import EnvironmentFailure, WorkerDiedError
 from slurmrl.rewards.judge import JudgeProgram
 from slurmrl.rewards.judges import JudgePool, Unjudged
 
@@ -109,6 +109,20 @@ def test_a_batch_has_a_time_of_its_own(make: Make) -> None:
     hanging = [{"x": 2, "hang": True}] * 30
     assert verdicts(pool, [{"x": 2}, *hanging], within_s=3.0) == [True] + [None] * 30
     assert verdicts(pool, [{"x": 2}, {"x": 3}]) == [True, False], "the next batch is judged"
+
+
+def test_a_program_that_does_not_exist_is_named() -> None:
+    pool = JudgePool(JudgeProgram("the judge", ["/no/such/program"]), 1.0)
+    with pytest.raises(EnvironmentFailure, match="cannot start the judge with '/no/such/program'"):
+        pool.judge([{}])
+
+
+def test_an_interrupted_call_leaves_no_verdict_for_the_next_one(make: Make) -> None:
+    """Its judge may still answer the old request, with the same index."""
+    pool = make()
+    with pytest.raises(TypeError):
+        pool.judge([{"x": 2}, {"x": object()}], most=2)
+    assert verdicts(pool, [{"x": 3}, {"x": 3}]) == [False, False]
 
 
 def test_no_more_judges_than_requests(make: Make) -> None:
