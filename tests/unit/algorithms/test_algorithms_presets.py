@@ -37,6 +37,28 @@ def test_a_preset_gives_defaults_that_the_user_may_override(name: str) -> None:
     assert changed.advantage == settings.advantage
 
 
+@pytest.mark.parametrize(
+    ("name", "choice", "belonging"),
+    [
+        ("rloo", {"aggregation": "tokens"}, {"aggregation_length": None}),
+        ("gspo", {"objective": "sapo"}, {"clip_ratio_high": None, "ratio": "sequence"}),
+        ("gspo", {"objective": "clip"}, {"clip_ratio": 3e-4, "clip_ratio_high": 4e-4}),
+        ("dapo", {"objective": "cispo", "clip_ratio_high": 4.0}, {"clip_ratio": 0.2}),
+        ("grpo", {"advantage": "gae"}, {"advantage_std": "none"}),
+        ("rloo", {"aggregation": "constant"}, {"aggregation_length": 1}),
+    ],
+)
+def test_what_belongs_to_a_presets_choice_goes_with_it(
+    name: str, choice: dict[str, Any], belonging: dict[str, Any]
+) -> None:
+    """A configuration that chooses otherwise is not refused for settings that it does not have."""
+    settings = PolicyGradient.model_validate({"batch_size": 8, "name": name, **choice})
+    assert {key: getattr(settings, key) for key in belonging} == belonging
+    in_force = {key: value for key, value in settings.preset.items() if key != "kl"}
+    assert all(getattr(settings, key) == value or key in choice for key, value in in_force.items())
+    assert PolicyGradient.model_validate(settings.model_dump(mode="json")) == settings
+
+
 def test_every_preset_can_be_chosen_and_is_documented() -> None:
     """The registry, the schema, and the table of docs/algorithms.md have the same names."""
     assert set(PRESETS) == set(POLICY_GRADIENTS)

@@ -17,7 +17,7 @@ from slurmrl.algorithms.policy.schema.objective import (
     Value,
     refuse_unused,
 )
-from slurmrl.algorithms.policy.schema.presets import PRESETS, with_defaults
+from slurmrl.algorithms.policy.schema.presets import CHOICES, PRESETS, settings_of, with_defaults
 from slurmrl.algorithms.policy.schema.rewards import RewardShaping
 from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_calls
 from slurmrl.config.schema import Config
@@ -122,7 +122,7 @@ class PolicyGradient(
 
     @property
     def preset(self) -> Mapping[str, Any]:
-        return PRESETS[self.name].settings
+        return settings_of(self.name, {key: getattr(self, key) for key in CHOICES})
 
     @property
     def completions(self) -> int:

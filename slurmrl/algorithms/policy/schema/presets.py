@@ -9,6 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from slurmrl.algorithms.policy.schema.advantages import Advantages
+from slurmrl.algorithms.policy.schema.objective import Objective
+from slurmrl.config.schema.base import Section
+
 
 @dataclass(frozen=True)
 class Preset:
@@ -166,10 +170,41 @@ PRESETS: Final[dict[str, Preset]] = {
 }
 
 
+BELONGS_TO: Final = {
+    "advantage_std": "advantage",
+    "clip_ratio": "objective",
+    "clip_ratio_high": "objective",
+    "sapo_tau_positive": "objective",
+    "sapo_tau_negative": "objective",
+    "aggregation_length": "aggregation",
+}
+"""Settings whose values suit one choice of another setting."""
+
+
+CHOICES: Final[dict[str, type[Section]]] = {
+    "objective": Objective,
+    "aggregation": Objective,
+    "advantage": Advantages,
+}
+"""Those other settings, and their sections."""
+
+
 def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values of an ``algorithm`` section over those of the preset that they name."""
-    preset = PRESETS.get(str(values.get("name", "ppo")))
-    return _merged(preset.settings, values) if preset else dict(values)
+    name = str(values.get("name", "ppo"))
+    return _merged(settings_of(name, values), values) if name in PRESETS else dict(values)
+
+
+def settings_of(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a preset. Where ``values`` choose another objective, advantage or aggregation
+    than it does, those that belong to its choice are left out."""
+    settings = PRESETS[name].settings
+    own = {
+        key: settings.get(key, section.model_fields[key].default)
+        for key, section in CHOICES.items()
+    }
+    others = {key for key, choice in own.items() if values.get(key, choice) != choice}
+    return {key: value for key, value in settings.items() if BELONGS_TO.get(key) not in others}
 
 
 def _merged(defaults: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
