@@ -7,13 +7,42 @@ import importlib
 from collections.abc import Iterator
 from typing import Any
 
-from slurmrl.errors import UnknownNameError
+from slurmrl.errors import UnknownNameError, UnreadableInputError, UsageError
 
 
 def resolve(reference: str) -> Any:
     """Import ``"package.module:attribute"`` and return the attribute."""
     module, _, attribute = reference.partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def import_own(what: str, reference: str) -> Any:
+    """The attribute that a user names as ``module:attribute``; ``what`` names its kind in messages.
+    Exceptions raised inside the module propagate.
+
+    :raises UsageError: the module has no such attribute, or is not Python.
+    :raises UnreadableInputError: the module cannot be imported.
+    """
+    module_name, _, name = reference.partition(":")
+    importlib.invalidate_caches()  # a listing may have been cached while the folder was unreadable
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        missing = error.name is not None and f"{module_name}.".startswith(f"{error.name}.")
+        gone = isinstance(error, ModuleNotFoundError) and missing
+        why = f"there is no module '{error.name}'" if gone else f"{module_name}: {error}"
+        raise UnreadableInputError(f"{what} '{reference}': {why}") from error
+    except OSError as error:
+        if error.filename is None:
+            raise
+        raise UnreadableInputError(f"{what} '{reference}': {module_name}: {error}") from error
+    except SyntaxError as error:
+        raise UsageError(f"{what} '{reference}': {error}") from error
+    if not hasattr(module, name):
+        public = sorted(attribute for attribute in vars(module) if not attribute.startswith("_"))
+        hint = near(name, public)
+        raise UsageError(f"{what} '{reference}': {module_name} has no '{name}'; {hint}")
+    return getattr(module, name)
 
 
 def near(name: str, known: list[str]) -> str:

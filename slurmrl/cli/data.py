@@ -78,11 +78,13 @@ def check(config: Path, overrides: tuple[str, ...], as_json: bool, root: str | N
 
 def _report(config: Path, overrides: tuple[str, ...], root: str | None) -> DataReport:
     from slurmrl.plan.settings import load_settings
-    from slurmrl.submission import trials
+    from slurmrl.submission import own_code, trials
+    from slurmrl.submission.checks.run import Code
     from slurmrl.submission.data_report import DataReport
 
     settings = load_settings(config, overrides, root=trials.chosen_root(root), planning=True)
-    return DataReport(settings)
+    code = own_code.find(settings.config, settings.source, [config.parent.absolute(), Path.cwd()])
+    return DataReport(settings, Code(paths=code.paths))
 
 
 def _row(counts: DataCounts) -> tuple[str, ...]:

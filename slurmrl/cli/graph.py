@@ -48,8 +48,8 @@ def graph(
         if settings.config.evaluation is None:
             raise UsageError(f"{config} has no evaluation section")
         calls, dataset = plan.evaluation_calls, settings.config.evaluation.dataset
-    warnings = unread(calls, dataset.type, evaluation=evaluation)
-    shown = values(calls, DATASET_KEYS[dataset.type], warnings)
+    warnings = unread(calls, dataset.kind, evaluation=evaluation)
+    shown = values(calls, DATASET_KEYS[dataset.kind], warnings)
     title = f"{plan.experiment}/{plan.trial}{' evaluation' if evaluation else ''}"
     if svg is not None:
         svg.write_text(picture.render(document(title, shown)), encoding="utf-8")

@@ -111,7 +111,7 @@ def _report(
     kind = choose(scheduler or settings.config.cluster.scheduler)
     hosts = inventory.ask(settings.config) if kind == "slurm" else None
     planned = make_plan(settings, scheduler=kind, hosts=hosts)
-    unread_keys = unread(planned.calls, settings.config.dataset.type)
+    unread_keys = unread(planned.calls, settings.config.dataset.kind)
     warnings = [f"key {line}" for line in unread_keys]
     warnings += inventory.lacking(planned, settings.config, hosts)
     made = report(settings, planned, [*warnings, *inventory.scarce(planned, settings, hosts)])

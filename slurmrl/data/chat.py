@@ -37,7 +37,7 @@ class ChatTemplate:
         self._options = config.chat_template_options
         self._system = config.system_prompt
         self._file = _file_of(config)
-        if not tokenizer.is_fast and config.type != "prompt":
+        if not tokenizer.is_fast and config.kind != "prompt":
             message = f"the tokenizer {tokenizer.name_or_path} has no tokenizer.json, without which"
             message = f"{message} the assistant's tokens cannot be found in a conversation"
             raise ConfigError((Problem("", "chat_template", message),))

@@ -28,6 +28,7 @@ from slurmrl.data.reading import Progress, TokenReader
 from slurmrl.data.records import id_of
 from slurmrl.data.sources import open_source
 from slurmrl.data.sources.base import fingerprint_of, state_of
+from slurmrl.data.types import own_source
 from slurmrl.errors import CorruptFileError, EnvironmentFailure, UsageError
 from slurmrl.fsio import atomic, inputs
 from slurmrl.fsio.calls import REAL, SystemCalls
@@ -99,6 +100,7 @@ def recipe(config: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> str:
         config.path,
         config.rules(),
         _template_file(config),
+        own_source(config).hex(),
         _tokenizer_fingerprint(Path(tokenizer.name_or_path)),
         *(metadata.version(library) for library in ("tokenizers", "transformers")),
     ]

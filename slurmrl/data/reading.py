@@ -10,7 +10,7 @@ from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.data.records import MOST_PROBLEMS, NumberedRow, RecordReader
 from slurmrl.data.row_checks import RowChecks
 from slurmrl.data.rows import CHUNK_ROWS, RowTokenizer
-from slurmrl.data.types import row_type
+from slurmrl.data.types import own_convert, row_type
 from slurmrl.data.types.base import RowTokens
 from slurmrl.errors import ConfigError, Problem
 
@@ -33,7 +33,9 @@ class TokenReader:
         self, config: DatasetConfig, tokenizer: PreTrainedTokenizerBase, progress: Progress
     ) -> None:
         self.kind = row_type(config)
-        self.records = RecordReader(Path(config.path), config.id_key, config.split)
+        self.records = RecordReader(
+            Path(config.path), config.id_key, config.split, convert=own_convert(self.kind)
+        )
         self._checks = RowChecks(self.kind, self.records.where)
         self._tokens = RowTokenizer(self.kind, tokenizer, self.records.where)
         self._progress = progress

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ class NumberedRow(NamedTuple):
     row: dict[str, Any]
 
 
+Convert = Callable[[Mapping[str, Any]], Mapping[str, Any]]
+
+
 class RecordReader:
     """Reads the rows of a file one by one. It keeps eight bytes of each, to find ids that occur
     twice.
@@ -40,14 +44,22 @@ class RecordReader:
     """
 
     def __init__(
-        self, path: Path, id_key: str, split: str | None = None, *, most_bytes: int | None = None
+        self,
+        path: Path,
+        id_key: str,
+        split: str | None = None,
+        *,
+        most_bytes: int | None = None,
+        convert: Convert | None = None,
     ) -> None:
-        """``most_bytes``: read only the complete rows in that many bytes from the start."""
+        """``most_bytes``: read only the complete rows in that many bytes from the start.
+        ``convert`` makes other rows of those of the file."""
+        self._convert = convert
         self.rows = 0
         self.source = open_source(path, split, most_bytes=most_bytes)
         self.where = self.source.where
         """The place of a row that was read, for people."""
-        self._ids = _Ids(path, id_key, split)
+        self._ids = _Ids(path, id_key, split, convert)
         self._problems: list[Problem] = []
 
     @property
@@ -61,6 +73,8 @@ class RecordReader:
         :raises ConfigError: there are `MOST_PROBLEMS` such rows.
         """
         for number, raw, row, problem in self.source.rows():
+            if row is not None and self._convert is not None:
+                row, raw, problem = _converted(self._convert, row)
             if row is not None:
                 self.rows += 1
                 self._ids.add(number, row)
@@ -98,14 +112,19 @@ class Records:
 
 
 def read_records(
-    path: Path, id_key: str, split: str | None = None, *, most_bytes: int | None = None
+    path: Path,
+    id_key: str,
+    split: str | None = None,
+    *,
+    most_bytes: int | None = None,
+    convert: Convert | None = None,
 ) -> Records:
     """Read all rows, or the complete rows in the first ``most_bytes``.
 
     :raises ConfigError: see `RecordReader.finish`.
     :raises EnvironmentFailure: the file cannot be read.
     """
-    reader = RecordReader(path, id_key, split, most_bytes=most_bytes)
+    reader = RecordReader(path, id_key, split, most_bytes=most_bytes, convert=convert)
     numbered = [(record.number, record.row) for record in reader]
     reader.finish()
     return Records(
@@ -123,10 +142,23 @@ def id_of(row: Mapping[str, Any], id_key: str, number: int) -> str:
     return str(number if name is ABSENT else name)
 
 
+def _converted(convert: Convert, row: dict[str, Any]) -> tuple[dict[str, Any] | None, bytes, str]:
+    """The row that a user's code makes, also as JSON, or why there is none."""
+    try:
+        made = convert(row)
+        if not isinstance(made, dict):
+            return None, b"", f"convert must return a dict, but returned {type(made).__name__}"
+        raw = json.dumps(made).encode()
+        return json.loads(raw), raw, ""
+    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        return None, b"", f"convert failed: {type(error).__name__}: {error}"
+
+
 class _Ids:
     """The ids of a file: all rows have one, or none. Names are kept as hashes."""
 
-    def __init__(self, path: Path, key: str, split: str | None) -> None:
+    def __init__(self, path: Path, key: str, split: str | None, convert: Convert | None) -> None:
+        self._convert = convert
         self._path = path
         self._key = key
         self._split = split
@@ -166,10 +198,13 @@ class _Ids:
         hashes, counts = np.unique(np.frombuffer(self._hashes, np.int64), return_counts=True)
         often = frozenset(hashes[counts > 1].tolist())
         first: dict[str, int] = {}
-        for record in RecordReader(self._path, self._key, self._split) if often else ():
+        for record in self._again() if often else ():
             name = str(value_at(record.row, self._key))
             if hash(name) in often and first.setdefault(name, record.number) != record.number:
                 yield record.number, f"'{name}' is already the id of {_short(where(first[name]))}"
+
+    def _again(self) -> RecordReader:
+        return RecordReader(self._path, self._key, self._split, convert=self._convert)
 
 
 def _short(where: str) -> str:

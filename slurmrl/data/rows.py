@@ -11,7 +11,7 @@ from slurmrl.data.encoder import Encoder
 from slurmrl.data.fields import ABSENT, value_at
 from slurmrl.data.records import MOST_PROBLEMS, read_records
 from slurmrl.data.row_checks import RowChecks
-from slurmrl.data.types import row_type
+from slurmrl.data.types import own_convert, row_type
 from slurmrl.data.types.base import Row, RowTokens, RowType
 from slurmrl.data.types.prompt import Prompts
 from slurmrl.errors import ConfigError, Problem
@@ -75,7 +75,11 @@ class DatasetRows:
         self._config = config
         self._kind = row_type(config)
         self.records = read_records(
-            Path(config.path), config.id_key, config.split, most_bytes=most_bytes
+            Path(config.path),
+            config.id_key,
+            config.split,
+            most_bytes=most_bytes,
+            convert=own_convert(self._kind),
         )
         checks = RowChecks(self._kind, self.records.where)
         for number, row in self._numbered():

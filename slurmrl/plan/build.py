@@ -45,10 +45,10 @@ def make_plan(
         if model.averaged and (eta := model_of(config, name).ema) is not None
     ]
     planned = partial(_call, models=models, offloaded=offloaded, averages=averages)
-    calls = Graph(algorithm.calls(config), DATASET_KEYS[config.dataset.type]).order
+    calls = Graph(algorithm.calls(config), DATASET_KEYS[config.dataset.kind]).order
     evaluation_calls: Sequence[Call] = ()
     if config.evaluation is not None:
-        keys = DATASET_KEYS[config.evaluation.dataset.type]
+        keys = DATASET_KEYS[config.evaluation.dataset.kind]
         evaluation_calls = Graph(algorithm.evaluation_calls(config), keys).order
     return Plan(
         experiment=config.experiment,

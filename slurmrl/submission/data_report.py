@@ -65,7 +65,9 @@ class DataReport:
     fails.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, code: Code) -> None:
+        """``code`` has the user's own types."""
+        self._code = code
         if settings.config.actor.tokenizer is None:
             raise UsageError("actor.tokenizer: the data cannot be tokenised without a tokenizer")
         self._settings = settings
@@ -97,7 +99,7 @@ class DataReport:
             arguments = [str(folder / "config.yaml"), str(rows), str(os.getpid())]
             with subprocess.Popen(
                 [sys.executable, "-P", "-m", CHILD, *arguments],
-                env=environment(folder, Code(), {}),
+                env=environment(folder, self._code, {}),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
             ) as child:

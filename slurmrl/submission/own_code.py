@@ -94,6 +94,12 @@ def _references(config: Config) -> Iterator[tuple[str, str]]:
         if ":" in part.name:
             key = "reward.name" if name == ALONE else f"reward.parts.{name}.name"
             yield key, part.name.partition(":")[0]
+    sections = {"dataset": config.dataset}
+    if config.evaluation is not None:
+        sections["evaluation.dataset"] = config.evaluation.dataset
+    for key, section in sections.items():
+        if ":" in section.type:
+            yield f"{key}.type", section.type.partition(":")[0]
 
 
 def _locate(name: str, folders: Sequence[Path]) -> Path | None:

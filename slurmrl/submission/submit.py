@@ -200,8 +200,8 @@ def propose_resume(
     if not update_code:
         if settings.config.code != before.code:
             raise UsageError("code: a resumed trial keeps its code; add --update-code to change it")
-        own = _own_rewards(settings.config)
-        if own and own != _own_rewards(before):
+        own = _own_names(settings.config)
+        if own and own != _own_names(before):
             raise UsageError(
                 "reward.name: a resumed trial keeps the code of its reward; add --update-code"
             )
@@ -292,10 +292,12 @@ def _notes(before: Config, settings: Settings, step: int) -> list[str]:
     ]
 
 
-def _own_rewards(config: Config) -> list[str]:
-    """Return the names of the user's own rewards."""
+def _own_names(config: Config) -> list[str]:
+    """Return the names of the user's own rewards and types of dataset."""
     functions = config.reward.functions.values() if config.reward is not None else ()
-    return [part.name for part in functions if ":" in part.name]
+    sections = [config.dataset, *([config.evaluation.dataset] if config.evaluation else [])]
+    names = [*(part.name for part in functions), *(section.type for section in sections)]
+    return [name for name in names if ":" in name]
 
 
 def _needs_other_code(paths: RunPaths, config: Config) -> bool:
@@ -304,7 +306,7 @@ def _needs_other_code(paths: RunPaths, config: Config) -> bool:
     if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is not None:
         return False
     before = load_resolved(paths.config)
-    return (config.code, _own_rewards(config)) != (before.code, _own_rewards(before))
+    return (config.code, _own_names(config)) != (before.code, _own_names(before))
 
 
 def _kept(settings: Settings) -> list[str]:

@@ -71,7 +71,7 @@ class RewardData:
             )
         self.reward: Reward = config.reward
         evaluation = [config.evaluation.dataset] if config.evaluation else []
-        prompts = [data for data in (config.dataset, *evaluation) if data.type == "prompt"]
+        prompts = [data for data in (config.dataset, *evaluation) if data.kind == "prompt"]
         if not prompts:
             message = "has no prompts for a reward to judge: type 'prompt' is required"
             raise ConfigError((settings.source.problem(("dataset",), message),))

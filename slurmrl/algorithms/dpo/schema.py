@@ -81,7 +81,7 @@ class DPO(AlgorithmSchema):
         return (*self._reference_calls(), train)
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
-        if config.evaluation is None or config.evaluation.dataset.type == "prompt":
+        if config.evaluation is None or config.evaluation.dataset.kind == "prompt":
             return (generate_call(), *reward_calls(config))
         compare = Call(
             name="actor_compare",

@@ -66,7 +66,7 @@ class KTO(AlgorithmSchema):
         )
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
-        if config.evaluation is None or config.evaluation.dataset.type == "prompt":
+        if config.evaluation is None or config.evaluation.dataset.kind == "prompt":
             return (generate_call(), *reward_calls(config))
         return (
             reference_call(),

@@ -41,7 +41,7 @@ class SFT(AlgorithmSchema):
         )
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
-        if config.evaluation is None or config.evaluation.dataset.type == "prompt":
+        if config.evaluation is None or config.evaluation.dataset.kind == "prompt":
             return (generate_call(), *reward_calls(config))
         return (
             Call(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, cast, get_args
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -17,6 +17,7 @@ from slurmrl.config.schema.base import (
     Word,
 )
 from slurmrl.config.template import Template
+from slurmrl.registry import near
 
 
 def _check_template(text: str) -> str:
@@ -26,6 +27,7 @@ def _check_template(text: str) -> str:
 
 TemplateText = Annotated[str, AfterValidator(_check_template)]
 
+OWN_TYPE: Final = re.compile(r"[\w.]+:\w+")
 SOURCE_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,64}")
 BOTH: Final = "has both path and sources; a path belongs to each source"
 FIRST_SETTINGS: Final = (
@@ -50,6 +52,16 @@ def _check_source_name(name: str) -> str:
 SourceName = Annotated[str, AfterValidator(_check_source_name)]
 
 
+BuiltIn = Literal["prompt", "prompt_answer", "messages", "preference", "kto"]
+
+
+def _check_type(name: str) -> str:
+    if name not in get_args(BuiltIn) and not OWN_TYPE.fullmatch(name):
+        raise ValueError(f"{near(name, list(get_args(BuiltIn)))}, or package.module:Class")
+    return name
+
+
+TypeName = Annotated[Word, AfterValidator(_check_type)]
 OptionalPath = Annotated[Line, BeforeValidator(lambda path: path or ""), IsPath()]
 
 
@@ -84,10 +96,13 @@ class Dataset(Section):
     `datasets` has saved (docs/data.md). A key of a row may be nested: `reward_model.ground_truth`
     or `choices.0.text`."""
 
-    type: Literal["prompt", "prompt_answer", "messages", "preference", "kto"]
+    type: TypeName
     """`prompt` feeds generation (the answer goes to the reward), `prompt_answer` and `messages`
     (conversations) feed SFT, `preference` (pairs of answers) feeds DPO and reward models, `kto`
-    (labelled answers) KTO."""
+    (labelled answers) KTO. `package.module:Class` is a type of your own (docs/data.md), which needs
+    `like`."""
+    like: BuiltIn | None = None
+    """For a type of your own: the built-in type that it is derived from."""
     path: OptionalPath = ""
     """The file or folder. It is tokenised once per trial, into the run directory, when the first
     job starts. Do not change it during a trial. Required without `sources`."""
@@ -152,6 +167,12 @@ class Dataset(Section):
 
     @model_validator(mode="after")
     def _one_form(self) -> Dataset:
+        if (":" in self.type) != (self.like is not None):
+            raise ValueError(
+                f"type {self.type} needs like: the built-in type that the class is derived from"
+                if self.like is None
+                else f"like is for a type of your own (package.module:Class), not for {self.type}"
+            )
         if bool(self.path) == bool(self.sources):
             raise ValueError("needs a path, or sources" if not self.path else BOTH)
         weights = [source.weight is not None for source in self.sources.values()]
@@ -190,9 +211,14 @@ class Dataset(Section):
         return tuple(each.weight for each in self.sources.values() if each.weight is not None)
 
     @property
+    def kind(self) -> BuiltIn:
+        """The built-in type that this one is, or is derived from."""
+        return self.like or cast(BuiltIn, self.type)
+
+    @property
     def is_chat(self) -> bool:
         """Whether a chat template makes the texts."""
-        return self.type == "messages" or self.chat_template is not False
+        return self.kind == "messages" or self.chat_template is not False
 
     def rules(self) -> dict[str, Any]:
         """What determines the rows except the file, as JSON values. Settings that slurmrl 1 did not

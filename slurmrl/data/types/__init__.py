@@ -6,9 +6,15 @@ A new type is a class in a file of its own (`base.RowType`), a line below, one i
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.data.types.base import RowType
-from slurmrl.registry import Registry
+from slurmrl.data.types.base import Row, RowType
+from slurmrl.errors import UsageError
+from slurmrl.fsio import inputs
+from slurmrl.registry import Registry, import_own
 
 ROW_TYPES = Registry(
     "dataset type",
@@ -23,6 +29,32 @@ ROW_TYPES = Registry(
 
 
 def row_type(config: DatasetConfig) -> RowType:
-    """The type that a configuration names."""
-    made: RowType = ROW_TYPES.load(config.type)(config)
-    return made
+    """The type that a configuration names.
+
+    :raises UsageError: a user's class that cannot be used.
+    :raises UnreadableInputError: its module cannot be imported.
+    """
+    base: type[RowType] = ROW_TYPES.load(config.kind)
+    if config.like is None:
+        return base(config)
+    own = import_own("dataset type", config.type)
+    if not (isinstance(own, type) and issubclass(own, base)):
+        where = f"{base.__module__}.{base.__name__}"
+        raise UsageError(
+            f"dataset type '{config.type}' must be a subclass of {where} (like: {config.like})"
+        )
+    return own(config)
+
+
+def own_convert(kind: RowType) -> Callable[[Row], Row] | None:
+    """What converts the rows of the file, if that is a user's own code."""
+    return None if type(kind).convert is RowType.convert else kind.convert
+
+
+def own_source(config: DatasetConfig) -> bytes:
+    """The file with the class of a user's own type; b"" for a built-in type. Raises as
+    `row_type`."""
+    if config.like is None:
+        return b""
+    path = inspect.getsourcefile(import_own("dataset type", config.type))
+    return inputs.read(Path(path)) if path else b""

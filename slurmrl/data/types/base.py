@@ -112,6 +112,11 @@ class RowType(ABC):
             for sequence in row
         )
 
+    def convert(self, row: Row) -> Row:
+        """A row of the file as one with the keys of the type. A type of a user's own overrides
+        this; what it raises is a problem of the row."""
+        return row
+
     @abstractmethod
     def tokens(self, rows: Sequence[Row], encoder: Encoder) -> list[RowTokens | str]:
         """The sequences of checked rows, or for a row that has none the reason."""

@@ -237,7 +237,7 @@ def _refusal(misfit: fit.Misfit, placed: Placement) -> str:
 def _key(draft: Draft, role: str, axis: str) -> KeyPath:
     """The key where the user wrote the size that does not fit."""
     if axis == "length":
-        prompts = draft.config.dataset.type == "prompt"
+        prompts = draft.config.dataset.kind == "prompt"
         return ("rollout", "max_new_tokens") if prompts else ("dataset", "max_tokens")
     field = sizes.FIELDS.get(axis, axis)
     if role != ROLLOUTS and draft.writes(role, "model", field):

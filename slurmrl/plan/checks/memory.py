@@ -86,7 +86,7 @@ def advice(checked: Checked, limit: int) -> str:
     remedies = [*_checkpointing(checked, limit), "lower max_tokens_per_microbatch"]
     lengths = lengths_of(checked.config, checked.algorithm, shape_of(checked.config.actor))
     if lengths is not None and lengths.assumed:
-        key = "max_prompt_tokens" if checked.config.dataset.type == "prompt" else "max_tokens"
+        key = "max_prompt_tokens" if checked.config.dataset.kind == "prompt" else "max_tokens"
         remedies.append(f"set dataset.{key} (without it, {lengths.longest} tokens are assumed)")
     return f"{', '.join(remedies)}, or split the models over more GPUs (see slurmrl plan)"
 

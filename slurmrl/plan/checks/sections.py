@@ -48,7 +48,7 @@ def _sources(draft: Draft) -> Iterator[tuple[KeyPath, Dataset]]:
 
 def dataset_types(draft: Draft) -> Iterator[Problem]:
     for where, dataset, types in _datasets(draft):
-        if dataset.type not in types:
+        if dataset.kind not in types:
             task = "trains on" if where == ("dataset",) else "evaluates on"
             rule = f"{draft.algorithm.name} {task} {' or '.join(types)}"
             yield draft.problem((*where, "type"), f"'{dataset.type}' is not allowed: {rule}")
@@ -266,10 +266,10 @@ def _stops_by_evaluation(draft: Draft, text: str) -> Iterator[Problem]:
 def graphs(draft: Draft) -> Iterator[Problem]:
     """The calls fit together. (A new algorithm's may not.)"""
     config, algorithm = draft.config, draft.algorithm
-    if config.dataset.type in algorithm.dataset_types:
+    if config.dataset.kind in algorithm.dataset_types:
         yield from _graph(draft, algorithm.calls(config), config.dataset, "algorithm")
     evaluation = config.evaluation
-    if evaluation is not None and evaluation.dataset.type in algorithm.evaluation_types:
+    if evaluation is not None and evaluation.dataset.kind in algorithm.evaluation_types:
         calls = algorithm.evaluation_calls(config)
         yield from _graph(draft, calls, evaluation.dataset, "evaluation")
 
@@ -278,7 +278,7 @@ def _graph(
     draft: Draft, calls: Sequence[Call], dataset: Dataset, section: str
 ) -> Iterator[Problem]:
     try:
-        Graph(calls, DATASET_KEYS[dataset.type])
+        Graph(calls, DATASET_KEYS[dataset.kind])
     except GraphError as error:
         for problem in error.args:
             yield draft.problem((section,), problem)

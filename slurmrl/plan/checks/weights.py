@@ -121,7 +121,7 @@ def lengths(draft: Draft) -> Iterator[Problem]:
         own = config.evaluation.max_new_tokens or new
         parts.append((("evaluation", "dataset"), config.evaluation.dataset, own))
     for where, dataset, new_tokens in parts:
-        key = (*where, "max_prompt_tokens" if dataset.type == "prompt" else "max_tokens")
+        key = (*where, "max_prompt_tokens" if dataset.kind == "prompt" else "max_tokens")
         tokens = longest(dataset, new_tokens)
         if tokens is None and silent:
             yield draft.problem(key, f"is required: {min(silent).reason}")

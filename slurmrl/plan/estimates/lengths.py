@@ -26,7 +26,7 @@ class Lengths:
 
 def lengths_of(config: Config, algorithm: Algorithm, shape: ModelShape | None) -> Lengths | None:
     """The lengths of a step; None if neither the configuration nor the model bounds them."""
-    new = config.rollout.max_new_tokens if config.dataset.type == "prompt" else 0
+    new = config.rollout.max_new_tokens if config.dataset.kind == "prompt" else 0
     group = algorithm.sequences_per_item(config)
     sequences = algorithm.batch_size * group
     bound = longest(config.dataset, new)
@@ -40,7 +40,7 @@ def lengths_of(config: Config, algorithm: Algorithm, shape: ModelShape | None) -
 def longest(dataset: Dataset, new_tokens: int) -> int | None:
     """Tokens of the longest sequence, with a completion of ``new_tokens``; None if the dataset sets
     no bound."""
-    if dataset.type == "prompt":
+    if dataset.kind == "prompt":
         prompt = dataset.max_prompt_tokens
         return None if prompt is None else prompt + new_tokens
     return dataset.max_tokens

@@ -147,7 +147,7 @@ class CheckProcess:
         """Yield the rows that the reward cannot judge."""
         for key, dataset in datasets(self.config):
             rows = self.rows.get(key)
-            if dataset.type != "prompt" or rows is None:
+            if dataset.kind != "prompt" or rows is None:
                 continue
             if not rows.have_references and function.needs_answers:
                 message = (
