@@ -40,9 +40,15 @@ class ActorInterface(Interface):
         estimates = estimate(sample, context, engine.all_reduce_sum)
         mean, std = moments(estimates.advantages, engine.all_reduce_sum)
         stats = {"advantages_mean": mean, "advantages_std": std}
+        completions = len(sample.tensor("rewards"))
         if estimates.kl is not None:
-            stats |= _kl_stats(estimates.kl, len(sample.tensor("rewards")), engine.all_reduce_sum)
+            stats |= _kl_stats(estimates.kl, completions, engine.all_reduce_sum)
             stats["kl_coef"] = context.scalars["kl_coef"]
+        else:
+            own = torch.tensor(
+                float(completions), dtype=torch.float64, device=engine.context.device
+            )
+            stats["completions"] = float(engine.all_reduce_sum(own))
         advantages = estimates.advantages
         if ppo.normalize_advantages:
             advantages = whiten(advantages, mean, std)

@@ -270,3 +270,15 @@ def test_a_step_waits_as_often_whatever_the_number_of_micro_batches(
     with host_waits(on_device) as waits:
         getattr(world, train)(sample, 1, kl_coef=0.1)
     assert 0 < len(waits) <= STEP_WAITS + 2 * UPDATE_WAITS, waits
+
+
+def test_a_step_without_critic_and_reference_trains(make_world: MakeWorld) -> None:
+    """Groups of completions need neither values nor reference log-probabilities, and report none of
+    their metrics, but the number of completions."""
+    world = make_world(advantage="none", kl=KL(coef=0.0), n_minibatches=1)
+    sample = world.rollout(step=1)
+    sample = sample.only(set(sample.keys) - {"values", "ref_logprobs"})
+    stats = world.train_actor(sample, 1, kl_coef=0.0)
+    assert stats["actor_updates"] == 1.0
+    assert stats["completions"] == sample.bs
+    assert not {"kl", "kl_sequence", "kl_loss"} & set(stats)

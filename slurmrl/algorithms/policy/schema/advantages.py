@@ -6,6 +6,7 @@ from typing import Final, Literal
 
 from pydantic import model_validator
 
+from slurmrl.algorithms.policy.schema.objective import refuse_unused
 from slurmrl.config.schema.base import Fraction, NonNegativeFloat, Section
 
 OF_COMPLETIONS: Final = ("group", "leave_one_out", "batch")
@@ -48,6 +49,8 @@ class Advantages(Section):
                 f"advantage_std: {self.advantage_std} is not allowed with {chosen}; "
                 f"allowed with advantage: {', '.join(OF_COMPLETIONS)}"
             )
+        divides = dict.fromkeys(("std_unbiased", "std_epsilon"), self.advantage_std != "none")
+        refuse_unused(self, divides, "advantage_std: none")
         if self.discount != 1.0 and of_completions:
             raise ValueError(
                 f"discount {self.discount} is not allowed with {chosen}, which has one return per "

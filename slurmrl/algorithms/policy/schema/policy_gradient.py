@@ -31,6 +31,7 @@ ACTOR_METRICS = (
     "approx_kl_k1",
     "approx_kl",
     "entropy",
+    "completions",
     "advantages_mean",
     "advantages_std",
     "early_stop",
@@ -39,7 +40,7 @@ ACTOR_METRICS = (
     "actor_updates",
     "actor_skipped",
 )
-KL_METRICS = ("kl", "kl_sequence", "completions", "kl_coef")
+KL_METRICS = ("kl", "kl_sequence", "kl_coef")
 """Of an actor with a reference model."""
 CRITIC_METRICS = (
     "value_loss",
