@@ -262,7 +262,8 @@ def test_all_options_together_make_the_host_wait_no_more_often(make_world: MakeW
 
 
 def test_settings_of_the_losses_reach_the_updates(make_world: MakeWorld) -> None:
-    """The constant is by default the longest completion, here 6 tokens."""
+    """The constant is by default the longest completion, here 6 tokens: of 48 completions, the sum
+    over tokens is divided by 6 times 48."""
     norms = {}
     for name, options in {
         "tokens": {},
@@ -279,4 +280,7 @@ def test_settings_of_the_losses_reach_the_updates(make_world: MakeWorld) -> None
     actors = {norm for name, (norm, _) in norms.items() if name != "huber"}
     assert len(actors) == 5
     assert norms["constant 3"][0] == pytest.approx(2.0 * norms["constant"][0], rel=1e-4)
+    tokens = float((~sample.tensor("prompt_mask")).sum())
+    whole = norms["tokens"][0] * tokens
+    assert norms["constant"][0] * 6 * 48 == pytest.approx(whole, rel=1e-4)
     assert 0.0 < norms["huber"][1] < 0.2 * norms["tokens"][1]
