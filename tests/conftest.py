@@ -10,7 +10,7 @@ from hypothesis import settings
 
 from slurmrl import env
 
-LANES = ("slurm", "distributed", "engines", "faults", "gpu", "null_gpu", "unit")
+LANES = ("slurm", "distributed", "engines", "faults", "gpu", "null_gpu", "trl", "unit")
 HERE = Path(__file__).parent
 LONGEST_FIRST = (
     "slurm/test_slurm_causes.py",
