@@ -54,14 +54,15 @@ ROLES = (
 
 
 def context(step: int, batch: tuple[str, ...]) -> CallContext:
-    """The context of PPO's calls: one update per step, with all terms of the losses."""
+    """The context of PPO's calls: one update per step, counted from 0 here, with all terms of
+    the losses."""
     ppo = PolicyGradient(
         batch_size=10, n_minibatches=1, gae_lambda=0.95, discount=0.99, entropy_coef=0.01
     )
     config = SimpleNamespace(rollout=Rollout(max_new_tokens=6), evaluation=None)
     settings: Any = SimpleNamespace(algorithm=ppo, config=config)
     tokenizer: Any = None
-    return CallContext(step, 5, {"kl_coef": ppo.kl.coef}, tokenizer, settings, (4,), batch)
+    return CallContext(step + 1, 5, {"kl_coef": ppo.kl.coef}, tokenizer, settings, (4,), batch)
 
 
 def inference(role: str, engine: Any, sample: SequenceSample, about: CallContext) -> SequenceSample:
