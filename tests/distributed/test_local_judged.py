@@ -49,6 +49,7 @@ def test_a_reward_model_is_trained_evaluated_and_judges(tmp_path: Path) -> None:
     assert "eval/model_score" in lines[0]
 
 
+@pytest.mark.long
 def test_a_teacher_of_another_layout_and_pairs_with_labels(tmp_path: Path) -> None:
     """Distillation with the teacher on one of two ranks; KTO with a reference on one."""
     site = Site(tmp_path)
