@@ -7,14 +7,14 @@ it makes. Schemas are torch-free; implementations are separate modules.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Final, Protocol
+from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias, get_args
 
 from slurmrl.config.schema import Config
 from slurmrl.config.source import KeyPath
 from slurmrl.graph.call import REWARD_MODEL, Call, Refill, RoleUse
 from slurmrl.registry import Registry
 
-POLICY_GRADIENTS: Final = (
+PolicyGradientName: TypeAlias = Literal[
     "ppo",
     "grpo",
     "dr_grpo",
@@ -27,8 +27,9 @@ POLICY_GRADIENTS: Final = (
     "sapo",
     "lite_ppo",
     "m2po",
-)
+]
 """Names for sets of defaults of the same algorithm."""
+POLICY_GRADIENTS: Final[tuple[PolicyGradientName, ...]] = get_args(PolicyGradientName)
 ALGORITHMS = Registry(
     "algorithm",
     {

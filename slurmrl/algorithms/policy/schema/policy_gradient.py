@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import model_validator
 
@@ -23,6 +23,7 @@ from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_cal
 from slurmrl.config.schema import Config
 from slurmrl.config.source import KeyPath
 from slurmrl.graph.call import REWARD_MODEL, Call, Method, RoleUse
+from slurmrl.plan.algorithms import PolicyGradientName
 
 ACTOR_METRICS = (
     "actor_loss",
@@ -75,20 +76,7 @@ class PolicyGradient(
     """Policy gradients: the actor completes prompts, a rule rewards completions, and the actor is
     trained on their advantages. The models and calls of a step follow from the settings."""
 
-    name: Literal[
-        "ppo",
-        "grpo",
-        "dr_grpo",
-        "dapo",
-        "rloo",
-        "remax",
-        "reinforce_pp",
-        "gspo",
-        "cispo",
-        "sapo",
-        "lite_ppo",
-        "m2po",
-    ] = "ppo"
+    name: PolicyGradientName = "ppo"
     """The preset: a table of defaults for the settings below (docs/algorithms.md). Those of `ppo`
     are listed here. `slurmrl plan` prints what is in force."""
 
