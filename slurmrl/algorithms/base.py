@@ -12,7 +12,7 @@ from slurmrl.data.sample import SequenceSample
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from slurmrl.engines.base import RolloutEngine, TrainEngine
+    from slurmrl.engines.base import GenerateEngine, TrainEngine
     from slurmrl.plan.settings import Settings
 
 Stats = dict[str, tuple[float, float]]
@@ -64,7 +64,7 @@ class Interface(ABC):  # noqa: B024 - each interface implements some of the meth
     """
 
     def generate(
-        self, engine: RolloutEngine | None, sample: SequenceSample, context: CallContext
+        self, engine: GenerateEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         raise NotImplementedError(f"{type(self).__name__} does not generate")
 

@@ -168,8 +168,8 @@ class TrainEngine(Engine):
         """
 
 
-class RolloutEngine(Engine):
-    """An engine that generates."""
+class GenerateEngine(Engine):
+    """An engine that generates for a whole batch at once."""
 
     @abstractmethod
     def generate(

@@ -14,14 +14,14 @@ from slurmrl.algorithms.rollout.interface import RolloutInterface
 from slurmrl.data.sample import SequenceSample
 
 if TYPE_CHECKING:
-    from slurmrl.engines.base import RolloutEngine, TrainEngine
+    from slurmrl.engines.base import GenerateEngine, TrainEngine
 
 COMPLETION: Final = ("input_ids", "prompt_mask", "finished")
 
 
 class GreedyRolloutInterface(RolloutInterface):
     def generate(
-        self, engine: RolloutEngine | None, sample: SequenceSample, context: CallContext
+        self, engine: GenerateEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """One completion of each prompt from its most probable tokens."""
         result = super().generate(engine, sample, _greedy(context))

@@ -13,12 +13,12 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.models.generate import GenerationOptions, GenerationOutput
 
 if TYPE_CHECKING:
-    from slurmrl.engines.base import RolloutEngine
+    from slurmrl.engines.base import GenerateEngine
 
 
 class RolloutInterface(Interface):
     def generate(
-        self, engine: RolloutEngine | None, sample: SequenceSample, context: CallContext
+        self, engine: GenerateEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         """Each prompt's completions: prompt and completion as ``input_ids``, with ``prompt_mask``,
         ``logprobs`` under the sampling policy, and whether the completion ``finished`` with a stop

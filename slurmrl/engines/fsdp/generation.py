@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines.base import PROMPTS, RolloutEngine
+from slurmrl.engines.base import PROMPTS, GenerateEngine
 from slurmrl.engines.fsdp.sharding import Shards
 from slurmrl.engines.offload import Offload
 from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
 
 
-class GatheredGeneration(RolloutEngine):
+class GatheredGeneration(GenerateEngine):
     """The synchronous generation of the engines that hold the model in `Shards`."""
 
     _shards: Shards

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from slurmrl.config.schema.model import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines import ENGINES
-from slurmrl.engines.base import Outputs, RolloutEngine, TrainEngine
+from slurmrl.engines.base import GenerateEngine, Outputs, TrainEngine
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.ops.upload import OnHost
@@ -259,7 +259,7 @@ def completions(setup: Setup, options: GenerationOptions) -> dict[str, list[Any]
 
 
 def completed(
-    engine: RolloutEngine, share: Sequence[int], options: GenerationOptions
+    engine: GenerateEngine, share: Sequence[int], options: GenerationOptions
 ) -> dict[str, list[Any]]:
     sample = prompts(batch().take(share))
     found: dict[str, list[Any]] = {}
