@@ -1,4 +1,5 @@
-"""The contract between an algorithm's code and the workers that execute its calls."""
+"""The contract between an algorithm's code and the workers that execute its calls. Torch-free, so
+that a user's schema and interface can share a file."""
 
 from __future__ import annotations
 
@@ -7,11 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from slurmrl.data.sample import SequenceSample
-
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from slurmrl.data.sample import SequenceSample
     from slurmrl.engines.base import GenerateEngine, TrainEngine
     from slurmrl.plan.settings import Settings
 

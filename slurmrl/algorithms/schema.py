@@ -20,6 +20,8 @@ RULE_REWARD = "slurmrl.algorithms.reward.interface:RuleRewardInterface"
 class AlgorithmSchema(Section, ABC):
     """Settings of an algorithm; a subclass adds its ``name`` and its hyperparameters."""
 
+    name: str
+    """The name of the algorithm; of a user's own, `module:Class`."""
     batch_size: PositiveInt
     """Prompts (or prompt-answer pairs) of one step, over all ranks."""
 

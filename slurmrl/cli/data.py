@@ -83,7 +83,7 @@ def _report(config: Path, overrides: tuple[str, ...], root: str | None) -> DataR
     from slurmrl.submission.data_report import DataReport
 
     settings = load_settings(config, overrides, root=trials.chosen_root(root), planning=True)
-    code = own_code.find(settings.config, settings.source, [config.parent.absolute(), Path.cwd()])
+    code = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
     return DataReport(settings, Code(paths=code.paths))
 
 

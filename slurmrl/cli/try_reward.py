@@ -81,7 +81,7 @@ def try_reward(
     settings = load_settings(
         config, overrides, root=chosen_root(root), scheduler="local", planning=True
     )
-    code = own_code.find(settings.config, settings.source, [config.parent.absolute(), Path.cwd()])
+    code = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
     data = trying.RewardData(settings)
     items = _items(data, rows, completions, file)
     tried = trying.try_reward(data, items, code, timeout)

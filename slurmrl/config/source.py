@@ -53,6 +53,15 @@ class Source:
                 return mark
         return str(self.path)
 
+    def writes(self, *key_path: str | int) -> bool:
+        """Whether there is a value at this key, valid or not."""
+        value: Any = self.values
+        for part in key_path:
+            if not isinstance(value, dict) or value.get(part) in (None, ""):
+                return False
+            value = value[part]
+        return True
+
     def folder(self, key_path: KeyPath) -> Path:
         """The base of a relative path at this key: the file's folder, or the current directory for
         the command line."""

@@ -9,7 +9,7 @@ from typing import Final
 from slurmrl.allocation import Allocation, parse
 from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.allocation.gpus import parse_gpus
-from slurmrl.config.schema import Config, Model
+from slurmrl.config.schema import Config, Model, Rollout
 from slurmrl.errors import AllocationError
 from slurmrl.graph.call import Call, Method
 from slurmrl.worlds import TRAINERS
@@ -72,7 +72,9 @@ def placements(config: Config, roles: Iterable[str]) -> dict[str, Placement]:
     """The placements of the roles' models and, under ``rollout``, of a separate generation engine.
     Invalid ones are left out, and so is a role that has no model of its own (`uses_base`)."""
     placed = {}
-    sections = {role: getattr(config, role) for role in roles if not uses_base(config, role)}
+    sections: dict[str, Model | Rollout] = {
+        role: config.model(role) for role in roles if not uses_base(config, role)
+    }
     if config.rollout.backend:
         sections[ROLLOUTS] = config.rollout
     for role, section in sections.items():
@@ -86,7 +88,7 @@ def placements(config: Config, roles: Iterable[str]) -> dict[str, Placement]:
 def uses_base(config: Config, role: str) -> bool:
     """Whether a role is the actor without its adapters: a reference with the same weights, layout
     and precision."""
-    model: Model | None = getattr(config, role)
+    model = config.find_model(role)
     if role != REFERENCE or model is None or config.actor.lora is None or model.ema is not None:
         return False
     return all(getattr(model, name) == getattr(config.actor, name) for name in OWN)
@@ -94,8 +96,7 @@ def uses_base(config: Config, role: str) -> bool:
 
 def model_of(config: Config, name: str) -> Model:
     """The section behind a model of the plan: generation runs the actor's weights."""
-    section: Model = config.actor if name == ROLLOUTS else getattr(config, name)
-    return section
+    return config.actor if name == ROLLOUTS else config.model(name)
 
 
 def layout_of(call: Call, names: Sequence[str]) -> str | None:

@@ -14,14 +14,23 @@ from slurmrl.config.load import load, parse, validate
 from slurmrl.config.problems import show
 from slurmrl.config.schema import Config
 from slurmrl.config.source import Source
-from slurmrl.errors import ConfigError, Problem
+from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.paths import RunPaths
 from slurmrl.plan.algorithms import ALGORITHMS, Algorithm
 from slurmrl.plan.checks import check, check_submission
+from slurmrl.plan.checks.contract import violations, wrong_class
 from slurmrl.plan.checks.draft import Draft
+from slurmrl.plan.own_algorithm import (
+    FORMS,
+    KIND,
+    importable,
+    is_own,
+    load_on_login_node,
+    own_name,
+)
 from slurmrl.plan.resolve import allocation_mode, hardware_defaults, trial_references
 from slurmrl.plan.resolve.inherit import complete
-from slurmrl.registry import near
+from slurmrl.registry import import_own, near
 from slurmrl.scheduler import choose
 
 logger = log.get(__name__)
@@ -39,6 +48,8 @@ class Settings:
     """Deprecated spellings with their replacements."""
     missing: tuple[Problem, ...] = ()
     """When planning: the problems that would prevent a submission."""
+    folders: tuple[Path, ...] = ()
+    """Folders that are searched for the user's own code."""
 
 
 def load_settings(
@@ -48,18 +59,41 @@ def load_settings(
     root: Path | None = None,
     scheduler: str | None = None,
     planning: bool = False,
+    folders: Sequence[Path] | None = None,
 ) -> Settings:
     """Read, resolve and check a configuration. ``root`` and ``scheduler`` override the
     configuration's own. When ``planning``, absent files and engines are listed in ``missing``
-    instead of refused.
+    instead of refused. ``folders`` are searched for the user's own code; by default, that of the
+    file and the current directory.
 
     Raises ConfigError with every problem: in the text, in the values, in the algorithm's settings,
     and between them and the files that they name.
     """
     source = load(path, overrides)
+    searched = [path.parent.absolute(), Path.cwd()] if folders is None else list(folders)
+    with importable(searched):
+        return _checked(source, searched, root, scheduler, planning=planning)
+
+
+def _checked(
+    source: Source,
+    folders: list[Path],
+    root: Path | None,
+    scheduler: str | None,
+    *,
+    planning: bool,
+) -> Settings:
     config, problems = validate(Config, source)
-    algorithm, more = _algorithm(source)
+    schema, folders, more = _schema(source, folders)
     problems = [*source.problems, *problems, *more]
+    algorithm: Algorithm | None = None
+    if schema is not None:
+        algorithm, more = _algorithm(schema, source)
+        problems += more
+    if algorithm is not None and config is not None:
+        more = [source.problem(*each) for each in violations(algorithm, config, folders)]
+        problems += more
+        algorithm = None if more else algorithm
     notes: list[str] = []
     missing: list[Problem] = []
     if config is not None:
@@ -84,7 +118,9 @@ def load_settings(
         raise ConfigError(tuple(problems))
     for note in notes if not planning else ():
         logger.warning("%s: %s", source.where((allocation_mode.FIELD,)), note)
-    return Settings(config, algorithm, source, tuple(notes), tuple(missing if planning else ()))
+    return Settings(
+        config, algorithm, source, tuple(notes), tuple(missing if planning else ()), tuple(folders)
+    )
 
 
 def load_run_settings(paths: RunPaths) -> Settings:
@@ -96,24 +132,56 @@ def load_resolved_settings(path: Path) -> Settings:
     """The settings in a resolved configuration. Raises ConfigError."""
     source = load(path)
     config = parse(source)
-    algorithm, problems = _algorithm(source)
+    name = str(config.algorithm.get("name"))
+    schema = import_own(KIND, name) if is_own(name) else ALGORITHMS.load(name)
+    algorithm, problems = _algorithm(schema, source)
     if problems or algorithm is None:
         raise ConfigError(tuple(problems))
     return Settings(config, algorithm, source)
 
 
-def _algorithm(source: Source) -> tuple[Algorithm | None, list[Problem]]:
-    """The algorithm's own schema over its section."""
+def _schema(
+    source: Source, folders: list[Path]
+) -> tuple[type[BaseModel] | None, list[Path], list[Problem]]:
+    """The schema that ``algorithm.name`` names, and the folders with that of a user's own file. In
+    the values, the name of a file becomes that of its module."""
     values = source.values.get("algorithm")
     if not isinstance(values, dict):
-        return None, []  # the schema of the whole file reports that the section is required
+        return None, folders, []  # the schema of the whole file reports that it is required
     name, known = values.get("name"), sorted(ALGORITHMS)
     where = ("algorithm", "name")
     if name is None:
-        return None, [source.problem(where, f"is required; allowed: {', '.join(known)}")]
-    if name not in known:
-        return None, [source.problem(where, f"{show(name)} is unknown; {near(str(name), known)}")]
-    schema = cast(type[BaseModel], ALGORITHMS.load(name))
+        message = f"is required; allowed: {', '.join(known)}, {FORMS}"
+        return None, folders, [source.problem(where, message)]
+    if name in known:
+        return cast(type[BaseModel], ALGORITHMS.load(name)), folders, []
+    try:
+        own = own_name(str(name), source.folder(where))
+        if own is None:
+            message = f"{show(name)} is unknown; {near(str(name), known)}, {FORMS}"
+            return None, folders, [source.problem(where, message)]
+        values["name"] = own.reference
+        first = [*_named_folders(source), *([own.folder] if own.folder else [])]
+        folders = list(dict.fromkeys([*first, *folders]))
+        with importable(folders):
+            schema = load_on_login_node(own.reference, folders)
+        if reason := wrong_class(schema):
+            raise UsageError(f"'{own.reference}' is not allowed: {reason}")
+        return schema, folders, []
+    except UsageError as error:
+        return None, folders, [source.problem(where, str(error))]
+
+
+def _named_folders(source: Source) -> list[Path]:
+    """Folders of the entries of ``code``."""
+    entries = source.values.get("code")
+    paths = [entry for entry in entries if isinstance(entry, str)] if entries else []
+    folder = source.folder(("code",))
+    return [(folder / Path(entry).expanduser()).absolute().parent for entry in paths]
+
+
+def _algorithm(schema: type[BaseModel], source: Source) -> tuple[Algorithm | None, list[Problem]]:
+    """The algorithm's own schema over its section."""
     algorithm, problems = validate(schema, source, ("algorithm",))
     return cast(Algorithm | None, algorithm), problems
 

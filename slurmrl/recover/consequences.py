@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from slurmrl.allocation import parse
-from slurmrl.config.schema import Config, Model, Optimizer
-from slurmrl.config.schema.config import FOLLOWERS, ROLES
-from slurmrl.config.source import Source
+from slurmrl.config.schema import Config, Optimizer, role_key
+from slurmrl.config.schema.config import FOLLOWERS
+from slurmrl.config.source import Source, dotted
 from slurmrl.recover.differences import LAYOUT, changes
 
 WHERE: Final = ("backend", "gpus", "model")
@@ -21,12 +21,13 @@ def follow_actor(config: Config, overrides: Sequence[str]) -> list[str]:
     if not _moves("actor", overrides):
         return list(overrides)
     added = []
-    for role in FOLLOWERS:
-        model: Model | None = getattr(config, role)
+    for role in (*FOLLOWERS, *config.models):
+        model = config.find_model(role)
         if model is None or _moves(role, overrides):
             continue
         if all(getattr(model, name) == getattr(config.actor, name) for name in WHERE):
-            added += [f'{role}.backend=""', f'{role}.gpus=""', f"{role}.model=null"]
+            key = dotted(role_key(role))
+            added += [f'{key}.backend=""', f'{key}.gpus=""', f"{key}.model=null"]
     return [*added, *overrides]
 
 
@@ -34,19 +35,19 @@ def keep_precision(old: Config, new: Config, source: Source) -> list[str]:
     """Return overrides that keep the data types of a trial that began with ``old`` where the
     configuration sets none: the default depends on the hosts and on slurmrl's version."""
     overrides = []
-    for role in ROLES:
-        before, now = getattr(old, role), getattr(new, role)
-        section = source.values.get(role)
-        written = isinstance(section, dict) and section.get("dtype") is not None
+    for role in old.roles:
+        before, now = old.find_model(role), new.find_model(role)
+        written = source.writes(*role_key(role), "dtype")
         if before is not None and now is not None and before.dtype != now.dtype and not written:
-            overrides.append(f"{role}.dtype={before.dtype}")
+            overrides.append(f"{dotted(role_key(role))}.dtype={before.dtype}")
     return overrides
 
 
 def _moves(role: str, overrides: Sequence[str]) -> bool:
+    section = dotted(role_key(role))
     keys = [text.partition("=")[0].strip() for text in overrides]
     return any(
-        key == f"{role}.{name}" or key.startswith(f"{role}.{name}.")
+        key == f"{section}.{name}" or key.startswith(f"{section}.{name}.")
         for key in keys
         for name in WHERE
     )
@@ -71,7 +72,7 @@ def consequences(old: Config, new: Config) -> list[str]:
 
 def _ranks(config: Config) -> dict[str, int]:
     """The ranks of each role in a checkpoint, which holds a random state of each rank."""
-    models: dict[str, Model | None] = {role: getattr(config, role) for role in ROLES}
+    models = {role: config.find_model(role) for role in config.roles}
     return {
         role: parse(model.backend).world_size
         for role, model in models.items()
@@ -99,11 +100,10 @@ def moved_schedules(
             f"{role}: the {now.schedule} schedule of its learning rate ends after {moved} "
             f"optimizer steps, not {ends}: after step {step} the rate continues from "
             f"{rates[1]:.3g}, not {rates[0]:.3g}; "
-            f"set {role}.optimizer.schedule_steps={ends} to keep it"
+            f"set {dotted(role_key(role))}.optimizer.schedule_steps={ends} to keep it"
         )
     return lines
 
 
 def _optimizer(config: Config, role: str) -> Optimizer:
-    model: Model = getattr(config, role)
-    return model.optimizer
+    return config.model(role).optimizer

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.config import ROLES
+
+SECTIONS: Final = (*ROLES, "models.*")
+"""Dotted keys of the roles' sections."""
 
 MAY_CHANGE = frozenset(
     {
@@ -19,7 +22,7 @@ MAY_CHANGE = frozenset(
         "cluster",
         "transfer",
         "rollout.offload",
-        *(f"{role}.offload" for role in ROLES),
+        *(f"{role}.offload" for role in SECTIONS),
         "logging",
         "checkpoint",
         "reward.pool",
@@ -38,7 +41,7 @@ monitored or ended, but not what it computes."""
 LAYOUT = frozenset(
     {
         f"{role}.{name}"
-        for role in ROLES
+        for role in SECTIONS
         for name in (
             "backend",
             "gpus",
@@ -58,7 +61,7 @@ LAYOUT = frozenset(
 may change too; `consequences.consequences` reports what is not preserved."""
 
 
-SCHEDULES = frozenset(f"{role}.optimizer.schedule_steps" for role in ROLES)
+SCHEDULES = frozenset(f"{role}.optimizer.schedule_steps" for role in SECTIONS)
 """Dotted keys that, like ``total_steps``, may change the end of a learning-rate schedule;
 `consequences.moved_schedules` reports the effect."""
 

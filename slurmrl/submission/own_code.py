@@ -1,5 +1,5 @@
-"""The user's own code that a run needs: the entries of ``code``, the module of the reward, and the
-modules beside them that they import.
+"""The user's own code that a run needs: the entries of ``code``, the modules of the algorithm, the
+reward and the type of dataset, and the modules beside them that they import.
 
 Nothing is imported to find it: the code may need torch or a GPU.
 """
@@ -18,6 +18,8 @@ from slurmrl.config.schema import Config
 from slurmrl.config.schema.reward import ALONE
 from slurmrl.config.source import Source
 from slurmrl.errors import ConfigError, Problem, UsageError
+from slurmrl.plan.algorithms import Algorithm
+from slurmrl.plan.own_algorithm import is_own
 from slurmrl.submission import copying
 from slurmrl.submission.reachable import with_imported
 
@@ -35,9 +37,11 @@ class OwnCode:
     notes: tuple[str, ...] = field(default=())
 
 
-def find(config: Config, source: Source, folders: Sequence[Path]) -> OwnCode:
-    """Find the code of a configuration. Raises ConfigError for entries of ``code`` that cannot be
-    copied."""
+def find(
+    config: Config, source: Source, folders: Sequence[Path], algorithm: Algorithm | None = None
+) -> OwnCode:
+    """Find the code of a configuration, with that of the calls of ``algorithm``. Raises ConfigError
+    for entries of ``code`` that cannot be copied."""
     problems = [
         source.problem(("code", index), message)
         for index, path in enumerate(config.code)
@@ -48,7 +52,7 @@ def find(config: Config, source: Source, folders: Sequence[Path]) -> OwnCode:
     own = {Path(path).stem: Path(path) for path in config.code}
     notes, modules = [], list(own)
     importlib.invalidate_caches()
-    for key, module in _references(config):
+    for key, module in [*_references(config), *_of_algorithm(config, algorithm)]:
         top = module.partition(".")[0]
         if top == "slurmrl":
             continue
@@ -100,6 +104,18 @@ def _references(config: Config) -> Iterator[tuple[str, str]]:
     for key, section in sections.items():
         if ":" in section.type:
             yield f"{key}.type", section.type.partition(":")[0]
+
+
+def _of_algorithm(config: Config, algorithm: Algorithm | None) -> Iterator[tuple[str, str]]:
+    """Yield the modules of a user's own algorithm: its schema's, and those that this one names."""
+    if algorithm is None or not is_own(algorithm.name):
+        return
+    calls = list(algorithm.calls(config))
+    if config.evaluation is not None:
+        calls += algorithm.evaluation_calls(config)
+    interfaces = [call.interface for call in calls]
+    for reference in dict.fromkeys([algorithm.name, *interfaces, algorithm.controller()]):
+        yield "algorithm.name", reference.partition(":")[0]
 
 
 def _locate(name: str, folders: Sequence[Path]) -> Path | None:

@@ -30,6 +30,7 @@ from slurmrl.paths import RunPaths, user_name
 from slurmrl.plan.build import make_plan
 from slurmrl.plan.checks import inventory
 from slurmrl.plan.model import Plan
+from slurmrl.plan.own_algorithm import is_own
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.recover import (
     consequences,
@@ -171,10 +172,14 @@ def propose(
     if added:
         changed = [*overrides, *added]
         settings = load_settings(config, changed, root=chosen, scheduler=scheduler)
-    code = _own_code(settings, [config.parent.absolute(), Path.cwd()])
-    return _planned(
-        settings, scheduler, code, update_code=_needs_other_code(_paths(settings), settings.config)
-    )
+    other = _needs_other_code(_paths(settings), settings.config)
+    name = settings.algorithm.name
+    if is_own(name) and is_prepared(_paths(settings)) and not other:
+        kept = _paths(settings).snapshot(snapshot.current(_paths(settings)))
+        changed = [*overrides, *added, f"algorithm.name={name}"]
+        settings = load_settings(config, changed, root=chosen, scheduler=scheduler, folders=[kept])
+    code = _own_code(settings, settings.folders)
+    return _planned(settings, scheduler, code, update_code=other)
 
 
 def propose_resume(
@@ -194,7 +199,11 @@ def propose_resume(
     before = load_resolved(paths.config)
     overrides = follow_actor(before, overrides)
     root = paths.run.parents[2]
-    settings = load_settings(paths.config, overrides, root=root, scheduler=scheduler)
+    kept = paths.snapshot(snapshot.current(paths))
+    folders = [*recorded_folders(kept), Path.cwd()] if update_code else [kept]
+    settings = load_settings(
+        paths.config, overrides, root=root, scheduler=scheduler, folders=folders
+    )
     if _paths(settings) != paths:
         raise UsageError("resume cannot rename a trial: submit the configuration with --new")
     if not update_code:
@@ -203,11 +212,11 @@ def propose_resume(
         own = _own_names(settings.config)
         if own and own != _own_names(before):
             raise UsageError(
-                "reward.name: a resumed trial keeps the code of its reward; add --update-code"
+                "a resumed trial keeps the code of its algorithm, reward and data; add "
+                "--update-code"
             )
         return _planned(settings, scheduler, own_code.OwnCode())
-    folders = [*recorded_folders(paths.snapshot(snapshot.current(paths))), Path.cwd()]
-    code = _own_code(settings, list(dict.fromkeys(folders)))
+    code = _own_code(settings, list(dict.fromkeys(settings.folders)))
     return _planned(settings, scheduler, code, update_code=True)
 
 
@@ -293,10 +302,11 @@ def _notes(before: Config, settings: Settings, step: int) -> list[str]:
 
 
 def _own_names(config: Config) -> list[str]:
-    """Return the names of the user's own rewards and types of dataset."""
+    """Return the names of the user's own algorithm, rewards and types of dataset."""
     functions = config.reward.functions.values() if config.reward is not None else ()
     sections = [config.dataset, *([config.evaluation.dataset] if config.evaluation else [])]
-    names = [*(part.name for part in functions), *(section.type for section in sections)]
+    algorithm = str(config.algorithm["name"])
+    names = [algorithm, *(part.name for part in functions), *(part.type for part in sections)]
     return [name for name in names if ":" in name]
 
 
@@ -319,7 +329,7 @@ def _kept(settings: Settings) -> list[str]:
 
 
 def _own_code(settings: Settings, folders: Sequence[Path]) -> own_code.OwnCode:
-    code = own_code.find(settings.config, settings.source, folders)
+    code = own_code.find(settings.config, settings.source, folders, settings.algorithm)
     for note in code.notes:
         logger.warning("%s", note)
     return code

@@ -84,6 +84,7 @@ ROWS: tuple[dict[str, tuple[str, ...]], ...] = (
 everything in rows below its own."""
 
 TORCH_FREE = (
+    "algorithms.base",
     "data",
     "data.meta",
     "data.order",

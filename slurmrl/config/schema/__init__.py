@@ -11,7 +11,7 @@ from slurmrl.config.schema.base import (
     Section,
 )
 from slurmrl.config.schema.cluster import Cluster, Slurm
-from slurmrl.config.schema.config import Config
+from slurmrl.config.schema.config import Config, role_key
 from slurmrl.config.schema.data import Dataset, DataSource
 from slurmrl.config.schema.frequency import Checkpoint, Evaluation, Logging, Wandb
 from slurmrl.config.schema.lora import Lora
@@ -45,4 +45,5 @@ __all__ = [
     "Slurm",
     "Transfer",
     "Wandb",
+    "role_key",
 ]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+import keyword
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
 
-from pydantic import field_validator
+from pydantic import AfterValidator, Field, field_validator
 
 from slurmrl.config.conditions import StopWhen
 from slurmrl.config.schema.base import (
@@ -25,10 +28,31 @@ from slurmrl.config.schema.frequency import Checkpoint, Evaluation, Logging
 from slurmrl.config.schema.model import Model
 from slurmrl.config.schema.reward import Reward
 from slurmrl.config.schema.rollout import Rollout, Transfer
+from slurmrl.config.source import KeyPath
 
 FOLLOWERS: Final = ("critic", "ref", "teacher", "reward_model")
 """Roles that have the actor's layout unless they set their own."""
 ROLES: Final = ("actor", *FOLLOWERS)
+OWN_ROLE: Final = re.compile(r"[a-z][a-z0-9_]{0,31}")
+
+
+def _check_role(name: str) -> str:
+    if not OWN_ROLE.fullmatch(name) or keyword.iskeyword(name):
+        raise ValueError(
+            "a role has a name of 1 to 32 lower-case letters, digits or '_' that starts with a "
+            "letter"
+        )
+    if name in Config.model_fields:
+        raise ValueError(f"'{name}' is a section of its own")
+    return name
+
+
+RoleName = Annotated[str, AfterValidator(_check_role)]
+
+
+def role_key(role: str) -> KeyPath:
+    """The key of a role's section."""
+    return (role,) if role in ROLES else ("models", role)
 
 
 class Config(Section):
@@ -58,8 +82,9 @@ class Config(Section):
     """Seconds after which an unfinished call counts as failed."""
     code: Sequence[PathText] = ()
     """Your own files and folders of Python code that the run imports (`rewards.py`, `my_package`).
-    They are copied when the trial is submitted, together with the module of `reward.name` and its
-    imports from the same folder. Each can be imported by its own name."""
+    They are copied when the trial is submitted, together with the modules that `algorithm.name`,
+    `reward.name` and `dataset.type` name and their imports from the same folder. Each can be
+    imported by its own name."""
     allocation_mode: Line = ""
     """Deprecated: the layouts of all roles in one string, also in the spellings of ReaL and AReaL
     (`sglang.d2t2p1+d1t4p1`). Write `<role>.backend` instead; a warning shows the new spelling."""
@@ -78,6 +103,9 @@ class Config(Section):
     reward_model: Model | None = None
     """The model behind a reward named `model`: an export of `algorithm.name: reward_model`, or
     another folder with a scalar head. Needs a `path`; its tokenizer must be the actor's."""
+    models: dict[RoleName, Model] = Field(default_factory=dict)
+    """Models of an algorithm of your own, by the names of its roles (docs/algorithms.md, Your own).
+    Default of a role: the initial actor."""
     rollout: Rollout = Rollout()
     transfer: Transfer = Transfer()
     reward: Reward | None = None
@@ -85,6 +113,28 @@ class Config(Section):
     evaluation: Evaluation | None = None
     checkpoint: Checkpoint = Checkpoint()
     logging: Logging = Logging()
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """The built-in roles and those of `models`."""
+        return (*ROLES, *self.models)
+
+    def find_model(self, role: str) -> Model | None:
+        """The section of a role; None if there is none."""
+        section: Model | None = getattr(self, role) if role in ROLES else self.models.get(role)
+        return section
+
+    def model(self, role: str) -> Model:
+        """The section of a role that the algorithm uses."""
+        section = self.find_model(role)
+        assert section is not None, f"no section of {role}"
+        return section
+
+    def with_models(self, models: Mapping[str, Model]) -> Config:
+        """The configuration with other sections of roles."""
+        own = {role: model for role, model in models.items() if role not in ROLES}
+        known = {role: model for role, model in models.items() if role in ROLES}
+        return self.model_copy(update={**known, "models": {**self.models, **own}})
 
     def data_paths(self) -> tuple[str, ...]:
         """The files and folders of all datasets."""

@@ -22,7 +22,7 @@ class Draft:
     def models(self) -> Iterator[tuple[str, Model]]:
         """The roles that the algorithm uses, with their completed sections."""
         for use in uses_of(self.config, self.algorithm):
-            yield use.role, getattr(self.config, use.role)
+            yield use.role, self.config.model(use.role)
 
     def placements(self) -> dict[str, Placement]:
         """The placements of the models; invalid ones are left out."""
@@ -34,12 +34,11 @@ class Draft:
 
     def writes(self, *key_path: str) -> bool:
         """Whether the user wrote something at this key, valid or not."""
-        value = self.source.values
-        for part in key_path:
-            if not isinstance(value, dict) or value.get(part) in (None, ""):
-                return False
-            value = value[part]
-        return True
+        return self.source.writes(*self._below_models(key_path))
 
     def problem(self, key_path: KeyPath, message: str) -> Problem:
-        return self.source.problem(key_path, message)
+        return self.source.problem(self._below_models(key_path), message)
+
+    def _below_models(self, key_path: KeyPath) -> KeyPath:
+        """The key in the file of one that begins with a role."""
+        return ("models", *key_path) if key_path[0] in self.config.models else key_path

@@ -218,8 +218,7 @@ def architectures(draft: Draft) -> Iterator[Problem]:
 def _model_on(draft: Draft, role: str) -> Model:
     """The model of a role; generation runs the actor's, without its training layout."""
     if role != ROLLOUTS:
-        model: Model = getattr(draft.config, role)
-        return model
+        return draft.config.model(role)
     return draft.config.actor.model_copy(update={"model": None})
 
 

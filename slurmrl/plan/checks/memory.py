@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from slurmrl.config.schema import Config, Model
+from slurmrl.config.schema import Config, Model, role_key
+from slurmrl.config.source import dotted
 from slurmrl.errors import Problem
 from slurmrl.plan.algorithms import Algorithm
 from slurmrl.plan.checks.draft import Draft
@@ -97,16 +98,18 @@ def _checkpointing(checked: Checked, limit: int) -> Iterator[str]:
     for mode in ("selective", "full"):
         stronger: dict[str, Model] = {}
         for role in trained:
-            model: Model = getattr(checked.config, role)
+            model = checked.config.model(role)
             if mode in STRONGER[model.recompute] and _allowed(model, mode):
                 update = {"gradient_checkpointing": mode}
                 stronger[role] = model.model_copy(update=update)
         if not stronger:
             continue
-        config = checked.config.model_copy(update=stronger)
+        config = checked.config.with_models(stronger)
         size = fullest_gpu(_Variant(config, checked.algorithm)).size
         if size + margin(size) <= limit:
-            keys = " and ".join(f"{role}.gradient_checkpointing" for role in stronger)
+            keys = " and ".join(
+                f"{dotted(role_key(role))}.gradient_checkpointing" for role in stronger
+            )
             yield f"set {keys} to {mode} (then {_gib(size)})"
             return
 

@@ -9,7 +9,8 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from slurmrl.allocation import parse
-from slurmrl.config.schema import Model
+from slurmrl.config.schema import Model, role_key
+from slurmrl.config.source import dotted
 from slurmrl.graph.call import Call
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.checks.fit import Fit, padded_vocabulary
@@ -117,9 +118,9 @@ def _lora(section: Model, shape: ModelShape | None, model: ModelPlan) -> dict[st
 def _dtype_from(settings: Settings, role: str, plan: Plan) -> str:
     """Where the precision of a role comes from: a key of the configuration, or a default."""
     for name in (role, "actor"):
-        section = settings.source.values.get(name)
-        if isinstance(section, dict) and section.get("dtype") is not None:
-            return f"{name}.dtype"
+        key = (*role_key(name), "dtype")
+        if settings.source.writes(*key):
+            return dotted(key)
     return f"default on {'GPUs' if _uses_gpus(plan) else 'CPUs'}"
 
 
@@ -174,13 +175,13 @@ def _fullest(
 
 def _without_adapters(settings: Settings) -> Settings | None:
     """The same with all weights trained; None if no model has adapters."""
-    roles = {use.role: getattr(settings.config, use.role) for use in settings.algorithm.roles()}
+    roles = {use.role: settings.config.model(use.role) for use in settings.algorithm.roles()}
     update = {
         role: model.model_copy(update={"lora": None})
         for role, model in roles.items()
         if model.lora is not None
     }
-    config = settings.config.model_copy(update=update)
+    config = settings.config.with_models(update)
     return replace(settings, config=config) if update else None
 
 

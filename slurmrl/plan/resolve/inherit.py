@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-from slurmrl.config.schema import Config, Model, Rollout
+from slurmrl.config.schema import Config, Model, Rollout, role_key
 from slurmrl.config.source import Source
 from slurmrl.errors import Problem
 from slurmrl.plan.algorithms import Algorithm, uses_of
@@ -43,7 +43,7 @@ def complete(config: Config, algorithm: Algorithm, source: Source) -> tuple[Conf
         roles[role] = merged
         if not inherits:
             problems += [
-                source.problem((role, "model", conflict.field), conflict.message)
+                source.problem((*role_key(role), "model", conflict.field), conflict.message)
                 for conflict in conflicts
             ]
     config = config.model_copy(update={"rollout": _with_completions(config.rollout, algorithm)})
@@ -51,7 +51,7 @@ def complete(config: Config, algorithm: Algorithm, source: Source) -> tuple[Conf
     problems += [
         source.problem(("rollout", conflict.field), conflict.message) for conflict in conflicts
     ]
-    return config.model_copy(update={**roles, "rollout": rollout}), problems
+    return config.with_models(roles).model_copy(update={"rollout": rollout}), problems
 
 
 def _with_completions(rollout: Rollout, algorithm: Algorithm) -> Rollout:
@@ -67,7 +67,7 @@ def _default(model: Model) -> str:
 
 
 def _from_actor(config: Config, role: str, actor: Model) -> Model:
-    model: Model = getattr(config, role) or Model()
+    model: Model = config.find_model(role) or Model()
     update: dict[str, Any] = {
         name: getattr(actor, name) for name in INHERITED if name not in model.model_fields_set
     }

@@ -6,9 +6,8 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from slurmrl.config.schema import Config
+from slurmrl.config.schema import Config, role_key
 from slurmrl.config.schema.base import NAME_PATTERN
-from slurmrl.config.schema.config import ROLES
 from slurmrl.config.schema.model import TRIAL_PREFIX
 from slurmrl.config.source import Source, read
 from slurmrl.errors import Problem, UsageError
@@ -25,8 +24,8 @@ def resolve(
     and becomes null; when ``planning``, the architecture that its trial will export replaces it."""
     problems: list[Problem] = []
     update = {}
-    for role in ROLES:
-        model = getattr(config, role)
+    for role in config.roles:
+        model = config.find_model(role)
         if model is None:
             continue
         changes: dict[str, Any] = {}
@@ -37,12 +36,12 @@ def resolve(
             try:
                 changes[name] = str(newest_export(text, root, source.path.parent))
             except UsageError as error:
-                problems.append(source.problem((role, name), str(error)))
+                problems.append(source.problem((*role_key(role), name), str(error)))
                 changes[name] = None
                 if planning and name == "path":
                     changes["architecture"] = promised(text, root, source.path.parent)
         update[role] = model.model_copy(update=changes)
-    return config.model_copy(update=update), problems
+    return config.with_models(update), problems
 
 
 def newest_export(text: str, root: Path, configs: Path) -> Path:

@@ -15,8 +15,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from slurmrl.config.schema import Config
+from slurmrl.config.schema import Config, role_key
 from slurmrl.config.schema import Dataset as DatasetConfig
+from slurmrl.config.source import dotted
 from slurmrl.data.records import MOST_PROBLEMS
 from slurmrl.data.rows import DatasetRows
 from slurmrl.data.tokenizer import load_tokenizer, vocabulary
@@ -26,10 +27,12 @@ from slurmrl.models.headers import mismatches, read_headers, unused
 from slurmrl.models.shapes import VALUE_HEAD
 from slurmrl.plan.algorithms import uses_of
 from slurmrl.plan.estimates.shape import shape_of
+from slurmrl.plan.own_algorithm import is_own
 from slurmrl.plan.resolve.inherit import OWN_WEIGHTS
 from slurmrl.plan.settings import load_resolved_settings
 from slurmrl.rewards.reward import MODEL_SCORES, describe
 from slurmrl.rewards.weighted import WeightedReward, make_reward
+from slurmrl.submission.checks.algorithm_code import wrong_code
 from slurmrl.submission.checks.finding import CONFIG, FINDINGS, Finding, Weight
 from slurmrl.workers import process
 
@@ -46,6 +49,7 @@ class CheckProcess:
     def __init__(self, folder: Path) -> None:
         settings = load_resolved_settings(folder / CONFIG)
         self.config = settings.config
+        self.algorithm = settings.algorithm
         self.roles = uses_of(settings.config, settings.algorithm)
         self.rows: dict[str, DatasetRows] = {}
         """Valid data sets by the dotted key of their section."""
@@ -54,15 +58,19 @@ class CheckProcess:
     def close(self) -> None:
         self._file.close()
 
-    def run(self) -> None:
-        looks: dict[str, tuple[str, Look]] = {
+    def looks(self) -> dict[str, tuple[str, Look]]:
+        """The checks by subject, with words for what each is doing."""
+        return {
+            "algorithm": ("importing the algorithm", self._algorithm),
             "weights": ("reading the headers of the weights", self._weights),
             "data": ("reading the data", self._data),
             "reward": ("importing and making the reward", self._reward),
             "tokenizer": ("reading the tokenizer", self._tokenizer),
             "lengths": ("tokenising the data", self._lengths),
         }
-        for subject, (what, look) in looks.items():
+
+    def run(self) -> None:
+        for subject, (what, look) in self.looks().items():
             self._say({"begins": what, "subject": subject})
             try:
                 for finding in look():
@@ -80,15 +88,34 @@ class CheckProcess:
 
     # -- looks -------------------------------------------------------------------------------
 
+    def _algorithm(self) -> Iterator[Finding]:
+        if not is_own(self.algorithm.name):
+            return
+        try:
+            for message in wrong_code(self.config, self.algorithm):
+                yield Finding("algorithm", Weight.FAILED, message, "algorithm.name")
+        except UsageError as error:
+            yield Finding("algorithm", *self._weighed(error), "algorithm.name")
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
+            message = f"{self.algorithm.name}: {describe(error)}"
+            yield Finding("algorithm", Weight.FAILED, message, "algorithm.name")
+
+    def _weighed(self, error: UsageError) -> tuple[Weight, str]:
+        """The weight of an import that fails, which may succeed in the job's own environment."""
+        slurm = self.config.cluster.slurm
+        elsewhere = isinstance(error, UnreadableInputError) and (slurm.container or slurm.setup)
+        hint = " (the job's own container or setup may have it)" if elsewhere else ""
+        return (Weight.WARNING if elsewhere else Weight.FAILED), f"{error}{hint}"
+
     def _weights(self) -> Iterator[Finding]:
         seen = set()
         for use in self.roles:
-            model = getattr(self.config, use.role)
+            model = self.config.model(use.role)
             what = (model.path, use.head, model.implementation)
             if model.path is None or what in seen:
                 continue
             seen.add(what)
-            key = f"{use.role}.path"
+            key = dotted((*role_key(use.role), "path"))
             headers, wrong = read_headers(Path(model.path))
             if model.implementation == "builtin" and not wrong:
                 values = json.loads((Path(model.path) / "config.json").read_text(encoding="utf-8"))
@@ -134,11 +161,7 @@ class CheckProcess:
                     yield Finding("reward", Weight.FAILED, message, "reward")
                 yield from self._judged_rows(function)
         except UsageError as error:
-            slurm = self.config.cluster.slurm
-            elsewhere = isinstance(error, UnreadableInputError) and (slurm.container or slurm.setup)
-            weight = Weight.WARNING if elsewhere else Weight.FAILED
-            hint = " (the job's own container or setup may have it)" if elsewhere else ""
-            yield Finding("reward", weight, f"{error}{hint}", "reward")
+            yield Finding("reward", *self._weighed(error), "reward")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
             message = f"reward '{reward.title}': {describe(error)}"
             yield Finding("reward", Weight.FAILED, message, "reward")
@@ -176,7 +199,7 @@ class CheckProcess:
         yield from self._other_tokenizers(folder, known)
         last = max(known, key=lambda token: known[token])
         for use in self.roles:
-            shape = shape_of(getattr(self.config, use.role))
+            shape = shape_of(self.config.model(use.role))
             if shape is None or known[last] < shape.vocabulary:
                 continue
             message = (
@@ -190,7 +213,7 @@ class CheckProcess:
         """Yield the models that were trained with another tokenizer than the actor's: they get the
         actor's token ids."""
         for use in self.roles:
-            path = getattr(self.config, use.role).path
+            path = self.config.model(use.role).path
             if use.role not in OWN_WEIGHTS or path is None:
                 continue
             other = vocabulary(Path(path))
@@ -202,7 +225,9 @@ class CheckProcess:
                     f"{other.get(token, 'no token')} there and {known[token]} here; {use.role} and "
                     "actor must share one"
                 )
-                yield Finding("tokenizer", Weight.FAILED, message, f"{use.role}.path")
+                yield Finding(
+                    "tokenizer", Weight.FAILED, message, dotted((*role_key(use.role), "path"))
+                )
 
     def _lengths(self) -> Iterator[Finding]:
         """Yield how many lines a length limit leaves out."""

@@ -56,9 +56,9 @@ def checkpoint_bytes(settings: Settings) -> int:
     total = 0
     for use in uses_of(settings.config, settings.algorithm):
         if use.trained:
-            tensors = 1 + len(getattr(settings.config, use.role).optimizer.moments)
+            tensors = 1 + len(settings.config.model(use.role).optimizer.moments)
             total += _trained(settings, use.role, use.head) * tensors * SCALAR_BYTES
-        elif getattr(settings.config, use.role).ema is not None:
+        elif settings.config.model(use.role).ema is not None:
             total += _parameters(settings, use.role, use.head) * SCALAR_BYTES
     return total
 
@@ -79,12 +79,12 @@ def _holds(folder: Path) -> bool:
 
 
 def _parameters(settings: Settings, role: str, head: Head) -> int:
-    shape = shape_of(getattr(settings.config, role))
+    shape = shape_of(settings.config.model(role))
     return round(parameters(shape, parse("fsdp:d1"), head).total) if shape else 0
 
 
 def _trained(settings: Settings, role: str, head: Head) -> int:
-    model = getattr(settings.config, role)
+    model = settings.config.model(role)
     shape = shape_of(model)
     return round(trained_shard(model, shape, parse("fsdp:d1"), head)) if shape else 0
 

@@ -61,8 +61,7 @@ class Exporter:
 
     @property
     def model(self) -> Model:
-        model: Model = getattr(self.config, self.role)
-        return model
+        return self.config.model(self.role)
 
     def folder(self, step: int) -> Path:
         """Where an export of a step is by default."""

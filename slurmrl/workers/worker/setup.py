@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from slurmrl.backoff import READ_S, retry
 from slurmrl.checkpoint.manifest import until_certain, verify_share
-from slurmrl.config.schema import Model, Optimizer
+from slurmrl.config.schema import Optimizer
 from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine, TrainEngine
@@ -186,7 +186,7 @@ def require_inputs(settings: Settings) -> None:
     """Raise UnreadableInputError for a path of the configuration that is not on this host."""
     config = settings.config
     uses = uses_of(config, settings.algorithm)
-    models: list[Model] = [getattr(config, use.role) for use in uses]
+    models = [config.model(use.role) for use in uses]
     paths = [config.actor.tokenizer, *(model.path for model in models), *config.data_paths()]
     inputs.require(Path(path) for path in paths if path is not None)
 

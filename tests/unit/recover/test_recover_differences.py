@@ -72,12 +72,11 @@ def test_how_often_is_evaluated_may_change(tmp_path: Path, change: str, differs:
 
 def test_every_key_that_may_change_exists() -> None:
     from slurmrl.config.schema import Evaluation, Model, Reward, RewardPart, Rollout
-    from slurmrl.config.schema.config import ROLES
-    from slurmrl.recover.differences import MAY_CHANGE
+    from slurmrl.recover.differences import MAY_CHANGE, SECTIONS
 
     fields = set(Config.model_fields)
     sections = {"evaluation": Evaluation, "rollout": Rollout}
-    sections |= dict.fromkeys(ROLES, Model)
+    sections |= dict.fromkeys(SECTIONS, Model)
     for section, schema in sections.items():
         fields |= {f"{section}.{name}" for name in schema.model_fields}
     pools = {"reward.pool", "reward.parts.*.pool"}

@@ -324,3 +324,63 @@ def test_doctor_finds_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (found,) = [one for one in checks if one["name"] == "data"]
     assert found["state"] == "failed"
     assert "data.jsonl:1: answer: must be a string" in found["measured"]
+
+
+OWN_ALGORITHM = """
+from slurmrl.algorithms.base import Interface
+from slurmrl.algorithms.sft.schema import SFT
+from dataclasses import replace
+
+
+class Mine(SFT):
+    name: str
+    interface: str = "mine:Good"
+
+    def calls(self, config):
+        return tuple(replace(call, interface=self.interface) for call in super().calls(config))
+
+
+class Good(Interface):
+    def train_step(self, engine, sample, context):
+        import torch
+
+
+class Idle(Interface):
+    pass
+
+
+class Eager(Good):
+    def __init__(self, size): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("interface", "message"),
+    [
+        ("mine:Good", ""),
+        ("mine:Idle", "does not define train_step()"),
+        ("mine:Mine", "is not a subclass of slurmrl.algorithms.base.Interface"),
+        ("mine:Eager", "missing 1 required positional argument: 'size'"),
+        ("mine:Godo", "mine has no 'Godo'"),
+        ("elsewhere:Good", "there is no module 'elsewhere'"),
+    ],
+)
+def test_the_code_behind_a_users_own_algorithm_is_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interface: str, message: str
+) -> None:
+    """Interfaces are imported as the ranks import them, and implement the method of their call."""
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    (tmp_path / "mine.py").write_text(OWN_ALGORITHM)
+    settings = settings_of(
+        tmp_path,
+        "algorithm.name=" + str(tmp_path / "mine.py") + ":Mine",
+        f"algorithm.interface={interface}",
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / CONFIG).write_text(dump(settings.config))
+    with closing(child.CheckProcess(tmp_path)) as process:
+        found = list(process.looks()["algorithm"][1]())
+    assert [(one.subject, one.weight) for one in found] == (
+        [("algorithm", Weight.FAILED)] if message else []
+    )
+    assert message in "".join(one.message for one in found)

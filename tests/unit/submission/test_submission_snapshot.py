@@ -326,3 +326,38 @@ def test_a_trial_of_an_older_version_has_one_snapshot(tmp_path: Path) -> None:
     paths.submission_request(1).write_text('{"scheduler": "local"}')
     assert snapshot.current(paths) == 1
     assert recorded_folders(paths.code) == []
+
+
+ALGORITHM = """
+from slurmrl.algorithms.sft.schema import SFT
+
+
+class Mine(SFT):
+    name: str
+    strength: float = 1.0
+"""
+
+
+def test_a_trial_keeps_the_algorithm_that_it_was_submitted_with(
+    user: Path, scheduler: FakeScheduler
+) -> None:
+    """Also where its file has changed or is gone; ``--update-code`` takes the present one."""
+    file = user / "algorithms" / "mine.py"
+    file.parent.mkdir()
+    file.write_text(ALGORITHM)
+    override = f"algorithm={{name: '{file}:Mine', batch_size: 8}}"
+    paths = submit(proposed(user, override)).paths
+    assert "mine.py" in copied(paths.code)
+    scheduler.tasks = []
+    file.write_text(ALGORITHM.replace("1.0", "2.0"))
+
+    def strength(proposal: Proposal) -> object:
+        return proposal.settings.config.algorithm["strength"]
+
+    assert strength(proposed(user, override)) == 1.0
+    assert strength(propose_resume(paths, [])) == 1.0
+    updated = propose_resume(paths, ["algorithm.strength=2.0"], update_code=True)
+    submit(updated)
+    assert "2.0" in (paths.snapshot(2) / "mine.py").read_text()
+    file.unlink()
+    assert strength(propose_resume(paths, [])) == 2.0

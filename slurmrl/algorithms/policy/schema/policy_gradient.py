@@ -80,13 +80,15 @@ class PolicyGradient(
     """The preset: a table of defaults for the settings below (docs/algorithms.md). Those of `ppo`
     are listed here. `slurmrl plan` prints what is in force."""
 
+    based_on: ClassVar[str] = "ppo"
+    """The preset of a subclass that is a user's own algorithm."""
     dataset_types: ClassVar[tuple[str, ...]] = ("prompt",)
     trains_on_samples: ClassVar[bool] = True
 
     @model_validator(mode="before")
     @classmethod
     def _fill_in_the_preset(cls, values: Any) -> Any:
-        return with_defaults(values) if isinstance(values, Mapping) else values
+        return with_defaults(values, cls.based_on) if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")
     def _critic_settings_need_a_critic(self) -> PolicyGradient:
@@ -111,11 +113,15 @@ class PolicyGradient(
 
     @property
     def preset(self) -> Mapping[str, Any]:
-        return settings_of(self.name, {key: getattr(self, key) for key in CHOICES})
+        return settings_of(self._preset_name, {key: getattr(self, key) for key in CHOICES})
 
     @property
     def completions(self) -> int:
-        return PRESETS[self.name].completions
+        return PRESETS[self._preset_name].completions
+
+    @property
+    def _preset_name(self) -> str:
+        return self.name if self.name in PRESETS else self.based_on
 
     @property
     def uses_critic(self) -> bool:

@@ -189,9 +189,11 @@ CHOICES: Final[dict[str, type[Section]]] = {
 """Those other settings, and their sections."""
 
 
-def with_defaults(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of an ``algorithm`` section over those of the preset that they name."""
-    name = str(values.get("name", "ppo"))
+def with_defaults(values: Mapping[str, Any], default: str) -> dict[str, Any]:
+    """The values of an ``algorithm`` section over those of the preset that they name, or of the
+    ``default`` preset where they name a user's own algorithm."""
+    name = str(values.get("name", default))
+    name = default if ":" in name else name
     return _merged(settings_of(name, values), values) if name in PRESETS else dict(values)
 
 

@@ -1,0 +1,168 @@
+"""The contract of a user's own algorithm: what its class must declare and return."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+
+from slurmrl.config.schema import Config
+from slurmrl.config.schema.config import OWN_ROLE, ROLES
+from slurmrl.config.source import KeyPath
+from slurmrl.errors import ConfigError
+from slurmrl.graph.call import DATASET_KEYS, Call, Method, RoleUse
+from slurmrl.plan.algorithms import Algorithm
+from slurmrl.plan.own_algorithm import describe, is_own
+from slurmrl.registry import near, resolve
+
+BASE: Final = "slurmrl.algorithms.schema:AlgorithmSchema"
+"""Its layer is above the plan's, so it is resolved by name."""
+REFERENCE: Final = re.compile(r"[\w.]+:\w+")
+NUMBERS: Final = ("batch_size", "minibatches", "optimizer_steps", "epochs", "completions")
+ALGORITHM: Final = ("algorithm",)
+
+
+def wrong_class(schema: Any) -> str:
+    """Why something cannot be the schema of an algorithm; empty if it can."""
+    base: type[BaseModel] = resolve(BASE)
+    if not isinstance(schema, type) or not issubclass(schema, base):
+        kind = schema.__name__ if isinstance(schema, type) else f"a {type(schema).__name__}"
+        return f"{kind} is not a subclass of {BASE.replace(':', '.')}"
+    if missing := sorted(getattr(schema, "__abstractmethods__", ())):
+        return f"{schema.__name__} does not define {', '.join(f'{name}()' for name in missing)}"
+    name: Any = schema.model_fields["name"].annotation
+    if get_origin(name) is Literal:
+        kept = get_args(name)
+        return (
+            f"{schema.__name__} allows only the names of its base class ({', '.join(kept)}); "
+            "declare in it: name: str"
+        )
+    for field in schema.model_fields.keys() - base.model_fields.keys():
+        if hasattr(base, field):
+            return f"the setting '{field}' has the name of {base.__name__}.{field}; rename it"
+    for field in ("dataset_types", "evaluation_types"):
+        types = getattr(schema, field, None)
+        known = sorted(DATASET_KEYS)
+        if not isinstance(types, tuple) or not types or not set(types) <= set(known):
+            return (
+                f"{schema.__name__}.{field} is {types!r}, must be a tuple of types of dataset; "
+                f"allowed: {', '.join(known)}"
+            )
+    return ""
+
+
+def violations(
+    algorithm: Algorithm, config: Config, folders: Sequence[Path]
+) -> Iterator[tuple[KeyPath, str]]:
+    """What breaks the contract: the key, and the message. ``folders`` hold the user's code."""
+    if not is_own(algorithm.name):
+        for role in config.models:
+            yield ("models", role), "is not allowed: only an algorithm of your own has such roles"
+        return
+    try:
+        uses, calls = tuple(algorithm.roles()), tuple(algorithm.calls(config))
+        evaluation: tuple[Call, ...] = ()
+        if config.evaluation is not None:
+            evaluation = tuple(algorithm.evaluation_calls(config))
+        numbers = {name: getattr(algorithm, name) for name in NUMBERS}
+        numbers["sequences_per_item()"] = algorithm.sequences_per_item(config)
+        list(algorithm.conflicts(config))
+        algorithm.refill()
+        controller = algorithm.controller()
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the user's code may raise anything
+        yield ALGORITHM, f"{algorithm.name} failed: {describe(error, folders)}"
+        return
+    problems = [
+        *_wrong_values(uses, [*calls, *evaluation], numbers, controller),
+        *(_wrong_roles(uses) if all(isinstance(use, RoleUse) for use in uses) else ()),
+    ]
+    if not problems:
+        for call in dict.fromkeys([*calls, *evaluation]):
+            problems += _wrong_call(call, {use.role: use for use in uses}, config)
+        problems += _untrained(uses, calls)
+    for problem in problems:
+        yield ALGORITHM, f"{algorithm.name}: {problem}"
+    if not problems:
+        yield from _unused_models(uses, config)
+
+
+def _wrong_values(
+    uses: Sequence[Any], calls: Sequence[Any], numbers: dict[str, Any], controller: Any
+) -> Iterator[str]:
+    for use in uses:
+        if not isinstance(use, RoleUse):
+            yield f"roles() returns {use!r}, must be RoleUse objects"
+    for call in calls:
+        if not isinstance(call, Call):
+            yield f"calls() returns {call!r}, must be Call objects"
+    for name, number in numbers.items():
+        if type(number) is not int or number < 1:
+            yield f"{name} is {number!r}, must be a whole number of at least 1"
+    if not isinstance(controller, str) or not REFERENCE.fullmatch(controller):
+        yield f"controller() returns {controller!r}, must be 'module:Class'"
+
+
+def _wrong_roles(uses: Sequence[RoleUse]) -> Iterator[str]:
+    roles = [use.role for use in uses]
+    if "actor" not in roles:
+        yield "roles() lacks the actor, which every algorithm uses"
+    for role in sorted(role for role, times in Counter(roles).items() if times > 1):
+        yield f"roles() has the role '{role}' twice"
+    for use in uses:
+        taken = use.role in Config.model_fields and use.role not in ROLES
+        if use.role not in ROLES and (taken or not OWN_ROLE.fullmatch(use.role)):
+            why = "it is a section of the configuration" if taken else "use a-z, 0-9 and '_'"
+            yield f"the role '{use.role}' is not allowed: {why}"
+        if use.head not in ("lm", "value"):
+            yield f"the role '{use.role}' has the head {use.head!r}; allowed: lm, value"
+
+
+def _wrong_call(call: Call, uses: dict[str, RoleUse], config: Config) -> Iterator[str]:
+    what = f"call '{call.name}'"
+    if not REFERENCE.fullmatch(call.interface):
+        yield f"{what} has the interface '{call.interface}', must be 'module:Class'"
+    if call.method not in tuple(Method):
+        yield f"{what} has the method {call.method!r}; allowed: {', '.join(Method)}"
+    keys = (*call.inputs, *call.outputs, *call.metrics)
+    named = isinstance(call.inputs, tuple) and isinstance(call.outputs, tuple)
+    if not named or not all(isinstance(key, str) for key in keys):
+        yield f"{what}: inputs, outputs and metrics must be tuples of names"
+    if call.role is None:
+        if call.method is Method.TRAIN_STEP:
+            yield f"{what} trains, but has no role"
+        return
+    if call.role == "reward_model" and call.role not in uses:
+        return  # that of the reward
+    if call.role not in uses:
+        yield f"{what} uses the role '{call.role}', which roles() lacks; {near(call.role, [*uses])}"
+        return
+    if call.method is Method.TRAIN_STEP and not uses[call.role].trained:
+        yield f"{what} trains {call.role}, which roles() does not state as trained"
+    if call.method is Method.GENERATE and uses[call.role].head != "lm":
+        yield f"{what} generates with {call.role}, whose head is not lm"
+    if call.method is Method.GENERATE and call.role != "actor" and config.rollout.backend:
+        yield (
+            f"{what} generates with {call.role}: with rollout.backend, only the actor generates; "
+            "leave rollout.backend out"
+        )
+
+
+def _untrained(uses: Sequence[RoleUse], calls: Sequence[Call]) -> Iterator[str]:
+    trained = {call.role for call in calls if call.method is Method.TRAIN_STEP}
+    for use in uses:
+        if use.trained and use.role not in trained:
+            yield f"roles() states {use.role} as trained, but no call trains it"
+
+
+def _unused_models(uses: Sequence[RoleUse], config: Config) -> Iterator[tuple[KeyPath, str]]:
+    own = [use.role for use in uses if use.role not in ROLES]
+    for role in config.models:
+        if role not in own:
+            hint = near(role, own) if own else "the algorithm has no roles of its own"
+            yield ("models", role), f"is not used by the algorithm; {hint}"

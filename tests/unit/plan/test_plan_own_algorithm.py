@@ -1,0 +1,264 @@
+"""Algorithms of a user's own: how they are named, loaded and checked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurmrl.config.load import dump
+from slurmrl.errors import ConfigError, Problem
+from slurmrl.plan.build import make_plan
+from slurmrl.plan.settings import Settings, load_settings
+from slurmrl.recover import differences
+from slurmrl.submission import own_code
+from tests.unit.plan.conftest import Load, write_model
+
+CODE = """
+from typing import ClassVar
+
+from slurmrl.algorithms.base import Interface
+from slurmrl.algorithms.policy.schema import PolicyGradient
+from slurmrl.algorithms.schema import AlgorithmSchema
+from slurmrl.config.schema import PositiveFloat
+from slurmrl.graph.call import Call, Method, RoleUse
+
+
+class Mine(AlgorithmSchema):
+    strength: PositiveFloat = 1.0
+    dataset_types: ClassVar = ("prompt",)
+
+    def roles(self):
+        return (RoleUse("actor", trained=True), RoleUse("judge", trained=False))
+
+    def calls(self, config):
+        own = f"{__name__}:Own"
+        return (
+            Call("judge_inf", "judge", Method.INFERENCE, own, ("prompt_ids",), ("opinions",)),
+            Call("train", "actor", Method.TRAIN_STEP, own, ("prompt_ids", "opinions")),
+        )
+
+
+class Own(Interface):
+    def inference(self, engine, sample, context): ...
+    def train_step(self, engine, sample, context): ...
+
+
+class Grouped(PolicyGradient):
+    based_on: ClassVar = "grpo"
+    name: str
+    bonus: float = 0.0
+"""
+REFERENCE = "algorithm.name=my_algorithm.py:Mine"
+
+
+@pytest.fixture
+def code(folder: Path) -> Path:
+    """A file with algorithms beside the configuration."""
+    path = folder / "my_algorithm.py"
+    path.write_text(CODE)
+    return path
+
+
+@pytest.fixture
+def load_own(folder: Path, code: Path, monkeypatch: pytest.MonkeyPatch) -> Load:
+    """Load a configuration of one of these algorithms."""
+    monkeypatch.chdir(folder)
+    monkeypatch.delitem(sys.modules, "my_algorithm", raising=False)
+
+    def load(*overrides: str) -> Settings:
+        path = folder / "ppo.yaml"
+        return load_settings(path, [REFERENCE, *overrides], root=folder / "runs")
+
+    return load
+
+
+def problems(load_own: Load, *overrides: str) -> tuple[Problem, ...]:
+    with pytest.raises(ConfigError) as caught:
+        load_own(*overrides)
+    return caught.value.problems
+
+
+def broken(load_own: Load, code: Path, *changes: tuple[str, str]) -> str:
+    """The problems with a changed file."""
+    text = CODE
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    code.write_text(text)
+    found = problems(load_own)
+    assert all(problem.key.startswith("algorithm") for problem in found)
+    return "; ".join(problem.message for problem in found)
+
+
+def test_a_file_of_ones_own_is_an_algorithm(load_own: Load, folder: Path) -> None:
+    """Its settings are validated, its role has a section, and the trial gets the code."""
+    settings = load_own("algorithm.strength=2.5", "models.judge.backend=fsdp:d1")
+    assert settings.algorithm.name == "my_algorithm:Mine"
+    assert settings.config.algorithm["strength"] == 2.5
+    plan = make_plan(settings, scheduler="local")
+    assert (plan.calls[0].name, plan.calls[0].role) == ("judge_inf", "judge")
+    assert len(plan.models["judge"].ranks) == 1
+    assert settings.config.model("judge").path == settings.config.actor.path
+    found = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
+    assert found.paths == (folder / "my_algorithm.py",)
+
+
+def test_wrong_values_are_problems_with_their_lines(load_own: Load) -> None:
+    (problem,) = problems(load_own, "algorithm.strength=-1")
+    assert (problem.key, problem.message) == (
+        "algorithm.strength",
+        "-1 is not allowed: must be greater than 0",
+    )
+    (problem,) = problems(load_own, "algorithm.strenght=1")
+    assert "did you mean 'strength'?" in problem.message
+
+
+def test_the_copy_of_the_trial_is_what_a_run_loads(load_own: Load, tmp_path: Path) -> None:
+    """The resolved configuration names the module, not a file that may change."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "my_algorithm.py").write_text(CODE.replace("strength", "power"))
+    settings = load_own()
+    text = dump(settings.config).replace("strength", "power")
+    (copy / "config.yaml").write_text(text)
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from slurmrl.plan.settings import load_resolved_settings\n"
+        "settings = load_resolved_settings(Path(sys.argv[1]))\n"
+        "print(settings.algorithm.power, sys.modules['my_algorithm'].__file__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program, str(copy / "config.yaml")],
+        env={"PYTHONPATH": f"{copy}:{Path(__file__).parents[3]}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["1.0", str(copy / "my_algorithm.py")]
+
+
+def test_a_policy_gradient_of_ones_own_has_the_defaults_of_its_preset(load_own: Load) -> None:
+    settings = load_own("algorithm.name=my_algorithm.py:Grouped", "algorithm.bonus=0.5")
+    assert settings.config.rollout.n == 8
+    assert settings.config.algorithm["advantage"] == "group"
+    assert settings.config.algorithm["bonus"] == 0.5
+
+
+def test_torch_at_the_top_of_the_file_is_refused_with_its_line(folder: Path, code: Path) -> None:
+    """In a process that has not imported it, as the login node's commands."""
+    code.write_text(CODE.replace("from typing", "import torch\nfrom typing"))
+    program = (
+        "from pathlib import Path\n"
+        "from slurmrl.plan.settings import load_settings\n"
+        "from slurmrl.errors import ConfigError\n"
+        f"try: load_settings(Path({str(folder / 'ppo.yaml')!r}), [{REFERENCE!r}])\n"
+        "except ConfigError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=60
+    )
+    assert "imports torch when it is loaded (my_algorithm.py, line 2)" in done.stdout, done.stderr
+    assert "Import torch inside the functions that use it" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere.py:Mine", "there is no file"),
+        ("my_algorithm:Nothing", "my_algorithm has no 'Nothing'; "),
+        ("no_such_module:Mine", "there is no module 'no_such_module'"),
+        ("my_algorithm.py:Own", "Own is not a subclass of slurmrl.algorithms.schema"),
+        ("json:loads", "a function is not a subclass"),
+        ("gprpo", "did you mean 'grpo'?"),
+    ],
+)
+def test_a_name_that_is_no_algorithm_is_one_problem(
+    load_own: Load, name: str, message: str
+) -> None:
+    (problem,) = problems(load_own, f"algorithm.name={name}")
+    assert problem.key == "algorithm.name"
+    assert message in problem.message
+
+
+def test_a_file_must_not_hide_another_module(load_own: Load, folder: Path) -> None:
+    for name in ("queue", "click"):
+        (folder / f"{name}.py").write_text(CODE)
+        (problem,) = problems(load_own, f"algorithm.name={name}.py:Mine")
+        assert f"it would hide the module {name}" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("def roles", "def rules", "Mine does not define roles()"),
+        ("dataset_types: ClassVar = (", "sets: ClassVar = (", "Mine.dataset_types is None"),
+        ('ClassVar = ("prompt",)', 'ClassVar = ("promt",)', "allowed: kto, messages"),
+        ('RoleUse("judge"', 'RoleUse("jugde"', "uses the role 'judge', which roles() lacks"),
+        ('RoleUse("judge"', 'RoleUse("dataset"', "the role 'dataset' is not allowed"),
+        ('RoleUse("actor", trained=True)', 'RoleUse("ref", trained=False)', "lacks the actor"),
+        ('"actor", trained=True', '"actor", trained=False', "does not state as trained"),
+        ('"judge", trained=False', '"judge", trained=True', "but no call trains it"),
+        ('("opinions",)', '("opinion",)', "reads key 'opinions', which nothing produces"),
+        ('("opinions",)', '("prompt_ids",)', "key 'prompt_ids' has 2 producers"),
+        ('Call("train"', 'Call("judge_inf"', "two calls are named 'judge_inf'"),
+        ('f"{__name__}:Own"', '"Own"', "has the interface 'Own', must be 'module:Class'"),
+        ('own = f"{__name__}:Own"', "own = config.nothing", "has no attribute 'nothing'"),
+        ("class Own(", "class Own(Nothing, ", "name 'Nothing' is not defined (my_algorithm.py"),
+        (
+            "strength: PositiveFloat = 1.0",
+            "epochs: float = 0.5",
+            "has the name of AlgorithmSchema.epochs",
+        ),
+    ],
+)
+def test_what_breaks_the_contract_is_one_problem_at_submission(
+    load_own: Load, code: Path, old: str, new: str, message: str
+) -> None:
+    assert message in broken(load_own, code, (old, new))
+
+
+def test_an_inherited_list_of_names_is_explained(load_own: Load, code: Path) -> None:
+    code.write_text(CODE.replace("    name: str\n", ""))
+    (problem,) = problems(load_own, "algorithm.name=my_algorithm.py:Grouped")
+    assert "declare in it: name: str" in problem.message
+
+
+def test_models_belong_to_the_roles_of_an_algorithm(load_own: Load, load_ppo: Load) -> None:
+    (problem,) = problems(load_own, "models.jugde.backend=fsdp:d1")
+    assert (problem.key, problem.message) == (
+        "models.jugde",
+        "is not used by the algorithm; did you mean 'judge'? allowed: judge",
+    )
+    (problem,) = problems(load_own, "models.reward.backend=fsdp:d1")
+    assert "'reward' is a section of its own" in problem.message
+    with pytest.raises(ConfigError, match="only an algorithm of your own has such roles"):
+        load_ppo("models.judge.backend=fsdp:d1")
+
+
+def test_problems_of_a_role_name_its_section(load_own: Load, folder: Path) -> None:
+    (problem,) = problems(load_own, "models.judge.path=nowhere")
+    assert problem.key == "models.judge.path"
+    (problem,) = problems(load_own, "models.judge.backend=fsdp:d1p2")
+    assert problem.key == "models.judge.backend"
+
+
+def test_a_layout_of_a_role_may_change_and_its_weights_may_not(
+    load_own: Load, folder: Path
+) -> None:
+    write_model(folder / "other")
+    before = load_own().config
+    assert differences(before, load_own("models.judge.backend=fsdp:d1").config) == []
+    (line,) = differences(before, load_own(f"models.judge.path={folder / 'other'}").config)
+    assert line.startswith("models.judge.path: ")
+
+
+def test_the_module_of_an_interface_is_copied_too(load_own: Load, code: Path, folder: Path) -> None:
+    (folder / "losses.py").write_text("import torch\n")
+    code.write_text(CODE.replace('f"{__name__}:Own"', '"losses:Own"'))
+    settings = load_own()
+    found = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
+    assert set(found.paths) == {code, folder / "losses.py"}
