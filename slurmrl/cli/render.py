@@ -57,7 +57,16 @@ def progress(status: Status) -> str:
 
 def metrics(values: Mapping[str, Any]) -> str:
     """Return ``reward 0.41  kl 0.003  …``."""
-    return "  ".join(f"{name} {number(values[name])}" for name in SHOWN if name in values)
+    shown = [f"{name} {number(values[name])}" for name in SHOWN if name in values]
+    return "  ".join([*shown, *_rates(values)])
+
+
+def _rates(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield ``eval/pass@8 0.5 (0.31-0.69)`` for each rate with its confidence interval."""
+    for name in values:
+        bounds = values.get(f"{name}/low"), values.get(f"{name}/high")
+        if None not in bounds:
+            yield f"{name} {number(values[name])} ({'-'.join(map(number, bounds))})"
 
 
 def commit(status: Status) -> str:

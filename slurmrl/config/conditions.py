@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from slurmrl.errors import UsageError
 
-_CONDITION: Final = re.compile(r"\s*([A-Za-z_][\w./-]*)\s*(>=|<=)\s*(\S+)\s*")
+_CONDITION: Final = re.compile(r"\s*([A-Za-z_][\w./@-]*)\s*(>=|<=)\s*(\S+)\s*")
 
 
 @dataclass(frozen=True)

@@ -85,6 +85,8 @@ everything in rows below its own."""
 
 TORCH_FREE = (
     "algorithms.base",
+    "algorithms.reward",
+    "algorithms.reward.attempts",
     "data",
     "data.meta",
     "data.order",

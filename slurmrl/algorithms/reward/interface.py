@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from slurmrl.algorithms.base import CallContext, CallResult, Interface
+from slurmrl.algorithms.base import CallContext, CallResult, Interface, Stats
+from slurmrl.algorithms.reward.attempts import majority, pass_at_k, vote_of
+from slurmrl.config.schema import Evaluation
 from slurmrl.data.meta import one_each, repeated
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
@@ -40,6 +42,9 @@ class RuleRewardInterface(Interface):
         rewards = torch.tensor(scores, dtype=torch.float32)
         stats = reward.stats() if completions else {}
         stats["reward"] = (float(sum(scores)), float(len(scores)))
+        evaluation = context.settings.config.evaluation
+        if context.evaluation and evaluation is not None:
+            stats |= attempt_stats(counts, scores, completions, evaluation)
         return CallResult(
             SequenceSample(
                 sample.ids,
@@ -62,6 +67,26 @@ class RuleRewardInterface(Interface):
                 raise UsageError("the configuration has no reward")
             self._reward = make_reward(reward, cores=context.cores)
         return self._reward
+
+
+def attempt_stats(
+    counts: Sequence[int],
+    scores: Sequence[float],
+    completions: Sequence[str],
+    evaluation: Evaluation,
+) -> Stats:
+    """Sums over the prompts, with their number, of `Evaluation.rates`. ``counts`` are the numbers
+    of completions of each prompt."""
+    sums = dict.fromkeys(evaluation.rates, 0.0)
+    correct = [score >= evaluation.pass_score for score in scores]
+    votes = [vote_of(text, evaluation.vote_pattern) for text in completions] if sums else []
+    end = 0
+    for count in counts if sums else ():
+        group = slice(end, end := end + count)
+        for k in evaluation.attempts:
+            sums[f"pass@{k}"] += pass_at_k(count, sum(correct[group]), k)
+        sums[f"maj@{count}"] += majority(votes[group], correct[group])
+    return {name: (total, float(len(counts))) for name, total in sums.items()}
 
 
 def completion_tokens(sample: SequenceSample) -> list[list[int]]:

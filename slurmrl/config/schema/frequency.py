@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+from typing import Annotated, Literal
 
-from pydantic import model_validator
+from pydantic import AfterValidator, model_validator
 
 from slurmrl.config.schema.base import (
     NonNegativeInt,
@@ -16,6 +17,18 @@ from slurmrl.config.schema.base import (
 from slurmrl.config.schema.data import Dataset
 from slurmrl.config.schema.rollout import SAME_COMPLETIONS
 
+
+def _check_pattern(text: str) -> str:
+    try:
+        groups = re.compile(text).groups
+    except re.error as error:
+        raise ValueError(f"not a regular expression: {error}") from error
+    if groups > 1:
+        raise ValueError(f"has {groups} groups, must have at most one; write (?:…) for the others")
+    return text
+
+
+Pattern = Annotated[Word, AfterValidator(_check_pattern)]
 ExportDtype = Literal["source", "float32", "bfloat16", "float16"]
 ExportForm = Literal["merged", "adapter"]
 
@@ -57,7 +70,14 @@ class Evaluation(Section):
     samples: PositiveInt | None = 512
     """Number of prompts, from the start of the dataset; null uses all."""
     n: PositiveInt = 1
-    """Completions of each prompt; metrics are means over all of them."""
+    """Completions of each prompt; metrics are means over all of them. With several,
+    `eval/pass@<k>` and `eval/maj@<n>` are reported too (docs/algorithms.md, Evaluations)."""
+    pass_score: float = 1.0
+    """Reward from which on a completion counts as correct, for pass@k and maj@n."""
+    vote_pattern: Pattern | None = None
+    """Regular expression of the answer that a completion votes for in maj@n: its last match, or the
+    group in it, as in `#### (.*)`. A completion without a match has no vote. Default: the whole
+    completion."""
     every_steps: PositiveInt | None = None
     """Steps between evaluations."""
     every_seconds: PositiveFloat | None = None
@@ -74,6 +94,18 @@ class Evaluation(Section):
     """Always take the most probable token."""
     max_new_tokens: PositiveInt | None = None
     """Maximum number of tokens in a completion. Default: the value in `rollout`."""
+
+    @property
+    def attempts(self) -> tuple[int, ...]:
+        """Each k of pass@k: the powers of 2 below n, and n; none with a single completion."""
+        powers = (2**power for power in range(self.n.bit_length()) if 2**power < self.n)
+        return (*powers, self.n) if self.n > 1 else ()
+
+    @property
+    def rates(self) -> tuple[str, ...]:
+        """The metrics of several completions, which have confidence intervals."""
+        several = (f"maj@{self.n}",) if self.n > 1 else ()
+        return (*(f"pass@{k}" for k in self.attempts), *several)
 
     @model_validator(mode="after")
     def _completions_differ(self) -> Evaluation:

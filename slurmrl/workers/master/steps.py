@@ -62,7 +62,9 @@ class StepRunner:
         items, calls = self._progress.evaluation_items(), self._plan.evaluation_calls
         answered = self._run(step, items, calls, evaluation=True)
         metrics = step_metrics.of_step(answered, time.monotonic() - began)
-        return step_metrics.of_evaluation(metrics)
+        return step_metrics.of_evaluation(
+            {**metrics, **step_metrics.intervals(answered, self._progress.rates)}
+        )
 
     def _filtered(self, step: int, refill: Refill) -> tuple[Answered, dict[str, int]]:
         """Take candidates until enough are accepted for a batch, and train on it. Candidates beyond

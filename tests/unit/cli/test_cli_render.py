@@ -201,3 +201,14 @@ def test_a_resumed_run_does_not_repeat_old_steps(tmp_path: Any, checkpoint: Any)
     run.metrics(*({"step": step} for step in range(1, first + 1)))
     view.update(status(run=str(run.paths.run), incarnation=4, checkpoint=checkpoint))
     assert lines[1:3] == [f"incarnation 4 continues from step {first - 1}", f"step {first}/60"]
+
+
+def test_rates_are_shown_with_their_confidence_intervals() -> None:
+    values = {
+        "eval/pass@8": 0.5,
+        "eval/pass@8/low": 0.42,
+        "eval/pass@8/high": 0.58,
+        "eval/maj@8": 0.25,
+        "reward": 1.0,
+    }
+    assert render.metrics(values) == "reward 1  eval/pass@8 0.5 (0.42-0.58)"

@@ -1,0 +1,122 @@
+"""Estimates from several completions of each prompt, against enumeration."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from slurmrl.algorithms.reward.attempts import majority, pass_at_k, vote_of, wilson
+from slurmrl.algorithms.reward.interface import attempt_stats
+from slurmrl.config.conditions import StopWhen
+from slurmrl.config.schema import Dataset, Evaluation
+
+
+def evaluation(**settings: Any) -> Evaluation:
+    return Evaluation(dataset=Dataset(type="prompt", path="rows.jsonl"), **settings)
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_correct_completion() -> None:
+    for n in range(1, 8):
+        for correct in range(n + 1):
+            outcomes = [place < correct for place in range(n)]
+            for k in range(1, n + 1):
+                subsets = list(combinations(outcomes, k))
+                share = sum(map(any, subsets)) / len(subsets)
+                assert pass_at_k(n, correct, k) == pytest.approx(share, abs=1e-12)
+
+
+def test_pass_at_k_is_exact_for_many_completions() -> None:
+    assert pass_at_k(1000, 1, 1000) == 1.0
+    assert pass_at_k(1000, 1, 500) == 0.5
+    assert pass_at_k(2000, 0, 700) == 0.0
+    with pytest.raises(ValueError, match="pass@3"):
+        pass_at_k(2, 1, 3)
+
+
+def test_a_majority_is_the_mean_over_all_orders_of_breaking_ties() -> None:
+    """Each vote that is tied for first wins equally often."""
+    rng = random.Random(3)
+    for _ in range(200):
+        votes = [rng.choice(["4", "5", "6", None]) for _ in range(rng.randint(1, 6))]
+        correct = [vote == "4" for vote in votes]
+        counted = Counter(vote for vote in votes if vote is not None)
+        winners = [vote for vote in counted if counted[vote] == max(counted.values())]
+        expected = winners.count("4") / len(winners) if winners else 0.0
+        assert majority(votes, correct) == pytest.approx(expected)
+    assert majority(["a", "a", "b"], [True, False, False]) == 0.5, "judged differently"
+
+
+@pytest.mark.parametrize(
+    ("completion", "pattern", "vote"),
+    [
+        (" 42\n", None, "42"),
+        ("6 * 7\n#### 42 ", "#### (.*)", "42"),
+        ("#### 41\n#### 42", "#### (.*)", "42"),
+        ("so 42", r"\d+", "42"),
+        ("no answer", "#### (.*)", None),
+        ("x", "(y)?x", None),
+    ],
+)
+def test_what_a_completion_votes_for(completion: str, pattern: str | None, vote: str) -> None:
+    assert vote_of(completion, pattern) == vote
+
+
+def test_wilson_solves_the_score_equation() -> None:
+    """Its ends are the proportions whose z-score of the observed mean is 1.96."""
+    for mean, count in [(0.0, 7), (0.3, 10), (0.5, 1), (1.0, 40), (0.999, 512)]:
+        low, high = wilson(mean, count)
+        assert 0.0 <= low <= mean <= high <= 1.0
+        for end in (end for end in (low, high) if 1e-12 < end < 1 - 1e-12):
+            z = abs(mean - end) / math.sqrt(end * (1.0 - end) / count)
+            assert z == pytest.approx(1.959963984540054, rel=1e-6)
+
+
+def test_each_prompt_counts_once() -> None:
+    """Two prompts with 3 completions: all correct; one correct, out of two equal wrong ones."""
+    settings = evaluation(n=3, pass_score=0.5)
+    assert settings.attempts == (1, 2, 3)
+    texts = ["4", "4", "4", "5", "7", "7"]
+    stats = attempt_stats([3, 3], [1.0, 0.5, 1.0, 1.0, 0.4, 0.0], texts, settings)
+    sums = {"pass@1": 1 + 1 / 3, "pass@2": 1 + 2 / 3, "pass@3": 2.0, "maj@3": 1.0}
+    assert stats == {name: (pytest.approx(total), 2.0) for name, total in sums.items()}
+    assert attempt_stats([], [], [], settings)["maj@3"] == (0.0, 0.0)
+    voted = attempt_stats(
+        [3], [1.0, 0.0, 0.0], ["#1 a", "b", "c"], evaluation(n=3, vote_pattern="#.")
+    )
+    assert voted["maj@3"] == (1.0, 1.0)
+
+
+def test_one_completion_has_no_further_metrics() -> None:
+    assert attempt_stats([1, 1], [1.0, 0.0], ["a", "b"], evaluation()) == {}
+    assert evaluation(n=8).attempts == (1, 2, 4, 8)
+    assert evaluation(n=8).rates == ("pass@1", "pass@2", "pass@4", "pass@8", "maj@8")
+
+
+@pytest.mark.parametrize(("pattern", "reason"), [("(", "not a regular"), ("(a)(b)", "2 groups")])
+def test_a_pattern_that_names_no_answer_is_refused(pattern: str, reason: str) -> None:
+    with pytest.raises(ValidationError, match=reason):
+        evaluation(vote_pattern=pattern)
+
+
+def test_a_run_may_stop_by_such_a_metric() -> None:
+    assert StopWhen.parse("eval/pass@8 >= 0.5").met({"eval/pass@8": 0.6})
+
+
+def test_the_metrics_are_known_before_the_run(tmp_path: Path) -> None:
+    from slurmrl.errors import ConfigError
+    from slurmrl.plan.settings import load_settings
+
+    example = Path(__file__).parents[3] / "examples" / "ppo.yaml"
+    several = ["evaluation.n=4", "stop_when=eval/maj@4/low >= 0.9"]
+    keys = {"actor.path"}
+    for overrides, expected in [(several, keys), (several[1:], keys | {"stop_when"})]:
+        with pytest.raises(ConfigError) as caught:
+            load_settings(example, overrides, root=tmp_path)
+        assert {problem.key for problem in caught.value.problems} == expected
