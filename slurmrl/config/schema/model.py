@@ -45,7 +45,8 @@ class Model(Section):
     optimizer."""
 
     path: PathText | None = None
-    """Folder in Hugging Face format, or `trial:EXPERIMENT/TRIAL` for that trial's newest export."""
+    """Folder in Hugging Face format, or `trial:EXPERIMENT/TRIAL` for that trial's newest export,
+    or `trial:EXPERIMENT/TRIAL@STEP` for its export of a step."""
     architecture: dict[str, Any] | None = None
     """A new model instead of a path, as in a Hugging Face `config.json`: `model_type`,
     `hidden_size`, … Its weights are initialised with the run's seed."""

@@ -1,10 +1,11 @@
-"""``trial:EXPERIMENT/TRIAL`` stands for the newest export of that trial."""
+"""``trial:EXPERIMENT/TRIAL`` is the newest export of that trial, and
+``trial:EXPERIMENT/TRIAL@STEP`` that of a step."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from slurmrl.config.schema import Config, role_key
 from slurmrl.config.schema.base import NAME_PATTERN
@@ -15,6 +16,13 @@ from slurmrl.paths import RunPaths, user_name
 
 FIELDS: Final = ("path", "tokenizer")
 _EXPORT: Final = re.compile(r"step-(\d+)")
+
+
+class TrialReference(NamedTuple):
+    experiment: str
+    trial: str
+    step: int | None
+    """None: that of the newest export."""
 
 
 def resolve(
@@ -34,7 +42,7 @@ def resolve(
             if text is None or not text.startswith(TRIAL_PREFIX):
                 continue
             try:
-                changes[name] = str(newest_export(text, root, source.path.parent))
+                changes[name] = str(export_of(text, root, source.path.parent))
             except UsageError as error:
                 problems.append(source.problem((*role_key(role), name), str(error)))
                 changes[name] = None
@@ -44,12 +52,23 @@ def resolve(
     return config.with_models(update), problems
 
 
-def newest_export(text: str, root: Path, configs: Path) -> Path:
-    """The folder of the newest export of ``trial:EXPERIMENT/TRIAL``. Raises UsageError with the
-    configuration to submit first, which is searched for in ``configs``."""
-    experiment, _, trial = text.removeprefix(TRIAL_PREFIX).partition("/")
-    if not all(NAME_PATTERN.fullmatch(name) and ".." not in name for name in (experiment, trial)):
-        raise UsageError(f"'{text}' is not allowed: expected {TRIAL_PREFIX}EXPERIMENT/TRIAL")
+def parse(text: str) -> TrialReference:
+    """Raises UsageError with the expected form."""
+    experiment, _, rest = text.removeprefix(TRIAL_PREFIX).partition("/")
+    trial, at, step = rest.partition("@")
+    named = all(NAME_PATTERN.fullmatch(name) and ".." not in name for name in (experiment, trial))
+    if not named or bool(at) != bool(re.fullmatch(r"[0-9]{1,9}", step)):
+        raise UsageError(
+            f"'{text}' is not allowed: expected {TRIAL_PREFIX}EXPERIMENT/TRIAL, with @STEP for the "
+            "export of a step"
+        )
+    return TrialReference(experiment, trial, int(step) if at else None)
+
+
+def export_of(text: str, root: Path, configs: Path) -> Path:
+    """The folder of the export that a reference names. Raises UsageError with what to do first; the
+    configuration to submit is searched for in ``configs``."""
+    experiment, trial, step = parse(text)
     exports = RunPaths.of(root, user_name(), experiment, trial).exports
     steps = {}
     if exports.is_dir():
@@ -60,21 +79,31 @@ def newest_export(text: str, root: Path, configs: Path) -> Path:
             f"'{text}' has exports of adapters only in {exports}; export a whole model: "
             f"slurmrl export {experiment}/{trial} --form merged"
         )
-    if not steps:
+    if not steps and step is None:
         raise UsageError(
             f"'{text}' has no export yet in {exports}; first let that trial finish: "
             f"slurmrl submit {_config_of(experiment, configs)}"
         )
-    return steps[max(steps)]
+    if step is not None and step not in steps:
+        known = ", ".join(map(str, sorted(steps))) or "none"
+        raise UsageError(
+            f"'{text}' has no export yet (exports in {exports}: {known}); export the "
+            f"checkpoint first: slurmrl export {experiment}/{trial} --step {step}"
+        )
+    return steps[max(steps) if step is None else step]
 
 
 def promised(text: str, root: Path, configs: Path) -> dict[str, Any] | None:
     """The architecture of a referenced trial that has no export yet, from its run directory or from
     the configuration next to this one; None if neither states it."""
-    experiment, _, trial = text.removeprefix(TRIAL_PREFIX).partition("/")
-    files = [_find(experiment, configs)]
-    if NAME_PATTERN.fullmatch(experiment) and NAME_PATTERN.fullmatch(trial):
-        files.insert(0, RunPaths.of(root, user_name(), experiment, trial).config)
+    try:
+        experiment, trial, _ = parse(text)
+    except UsageError:
+        return None
+    files = [
+        RunPaths.of(root, user_name(), experiment, trial).config,
+        _find(experiment, configs),
+    ]
     for path in files:
         if path is None or not path.is_file():
             continue

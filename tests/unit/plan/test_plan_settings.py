@@ -20,6 +20,7 @@ from slurmrl.plan.report.algorithm import in_force
 from slurmrl.plan.resolve import allocation_mode
 from slurmrl.plan.settings import Settings, load_run_settings
 from slurmrl.registry import Registry
+from tests.unit.plan.conftest import write_model
 
 Load = Callable[..., Settings]
 
@@ -228,6 +229,21 @@ def test_a_trial_stands_for_its_newest_export(load_ppo: Load, folder: Path) -> N
     assert config.ref is not None
     newest = str(exports / "step-00001000")
     assert (config.actor.path, config.actor.tokenizer, config.ref.path) == (newest,) * 3
+
+
+def test_a_trial_at_a_step_is_that_export(load_ppo: Load, folder: Path) -> None:
+    """Whether or not it is the newest; a step without one is explained by how to make it."""
+    exports = RunPaths.of(folder / "runs", user_name(), "sft", "1").exports
+    for step in (90, 1000):
+        write_model(exports / f"step-{step:08d}")
+    config = load_ppo("actor.path=trial:sft/1@90").config
+    assert config.actor.path == config.actor.tokenizer == str(exports / "step-00000090")
+    [problem] = problems(load_ppo, "actor.path=trial:sft/1@91")
+    assert "90, 1000" in problem.message
+    assert "slurmrl export sft/1 --step 91" in problem.message
+    for text in ("trial:sft/1@", "trial:sft/1@last", "trial:sft@90", "trial:sft/1@-1"):
+        [problem] = problems(load_ppo, f"actor.path={text}")
+        assert "expected trial:EXPERIMENT/TRIAL, with @STEP" in problem.message
 
 
 def test_a_trial_without_export_names_the_configuration_to_submit_first(
