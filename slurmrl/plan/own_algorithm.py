@@ -72,7 +72,7 @@ def load_on_login_node(reference: str, folders: Sequence[Path]) -> Any:
     """
     top = reference.partition(":")[0].partition(".")[0]
     try:
-        with _without_torch(), warnings.catch_warnings():
+        with without_torch(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Field name .* shadows")  # `wrong_class` refuses it
             _use_module_of(top, folders)
             return import_own(KIND, reference)
@@ -96,8 +96,7 @@ def importable(folders: Sequence[Path]) -> Iterator[None]:
     try:
         yield
     finally:
-        for folder in added:
-            sys.path.remove(folder)
+        sys.path[:] = [entry for entry in sys.path if entry not in added]
 
 
 def describe(error: BaseException, folders: Sequence[Path]) -> str:
@@ -106,7 +105,7 @@ def describe(error: BaseException, folders: Sequence[Path]) -> str:
 
 
 def _is_of_torch(error: BaseException) -> bool:
-    return any(isinstance(each, _TorchImportError) for each in (error, error.__cause__))
+    return any(isinstance(each, TorchImportError) for each in (error, error.__cause__))
 
 
 def _line_of(error: BaseException, folders: Sequence[Path]) -> str:
@@ -149,19 +148,19 @@ def _is_installed(top: str, folders: Sequence[Path]) -> bool:
     return spec is not None and bool(INSTALLED & set(Path(spec.origin or "").parts))
 
 
-class _TorchImportError(ImportError):
-    """torch was imported where it must not be."""
+class TorchImportError(ImportError):
+    """torch was imported on the login node."""
 
 
 class _NoTorch(MetaPathFinder):
     def find_spec(self, name: str, path: object, target: object = None) -> ModuleSpec | None:
         if name == "torch":
-            raise _TorchImportError("torch is not available here", name=name)
+            raise TorchImportError("torch cannot be imported on the login node", name=name)
         return None
 
 
 @contextmanager
-def _without_torch() -> Iterator[None]:
+def without_torch() -> Iterator[None]:
     """Refuse imports of torch, unless this process has imported it already."""
     finder = _NoTorch()
     sys.meta_path.insert(0, finder)

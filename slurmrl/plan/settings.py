@@ -23,6 +23,7 @@ from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.own_algorithm import (
     FORMS,
     KIND,
+    describe,
     importable,
     is_own,
     load_on_login_node,
@@ -182,7 +183,13 @@ def _named_folders(source: Source) -> list[Path]:
 
 def _algorithm(schema: type[BaseModel], source: Source) -> tuple[Algorithm | None, list[Problem]]:
     """The algorithm's own schema over its section."""
-    algorithm, problems = validate(schema, source, ("algorithm",))
+    try:
+        algorithm, problems = validate(schema, source, ("algorithm",))
+    except Exception as error:  # a validator of the user's own may raise anything
+        if not is_own(source.values["algorithm"]["name"]):
+            raise
+        message = f"{schema.__name__} refuses its settings with {describe(error, [])}"
+        raise ConfigError((source.problem(("algorithm",), message),)) from error
     return cast(Algorithm | None, algorithm), problems
 
 

@@ -86,6 +86,8 @@ def test_an_example_runs_in_a_short_form(name: str, tmp_path: Path) -> None:
     small += ["total_steps=2", "algorithm.batch_size=16", "evaluation.samples=16"]
     if name == "distill":
         small.append(f"teacher={{architecture: {model}}}")
+    if name == "custom/simpo":
+        small.append("evaluation.n=2")
     if name == "custom/selective":
         other = json.dumps({**ARCHITECTURE, "hidden_size": 16})
         small.append(f"models.guide={{architecture: {other}}}")
@@ -94,6 +96,9 @@ def test_an_example_runs_in_a_short_form(name: str, tmp_path: Path) -> None:
     (experiment,) = (path.name for path in site.root.glob("*/*") if path.is_dir())
     lines = site.metrics(f"{experiment}/1")
     assert [line["step"] for line in lines] == [0, 1, 2]
+    if name == "custom/simpo":
+        rates = [lines[-1][f"eval/pass@2{end}"] for end in ("/low", "", "/high")]
+        assert rates == sorted(rates)
     if name == "custom/selective":
         assert all(0 < line["selected"] < 1 for line in lines[1:])
     assert all("eval/reward" in line or "eval/loss" in line for line in (lines[0], lines[-1]))

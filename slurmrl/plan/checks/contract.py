@@ -13,10 +13,9 @@ from pydantic import BaseModel
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.config import OWN_ROLE, ROLES
 from slurmrl.config.source import KeyPath
-from slurmrl.errors import ConfigError
 from slurmrl.graph.call import DATASET_KEYS, Call, Method, RoleUse
 from slurmrl.plan.algorithms import Algorithm
-from slurmrl.plan.own_algorithm import describe, is_own
+from slurmrl.plan.own_algorithm import describe, is_own, without_torch
 from slurmrl.registry import near, resolve
 
 BASE: Final = "slurmrl.algorithms.schema:AlgorithmSchema"
@@ -64,17 +63,16 @@ def violations(
             yield ("models", role), "is not allowed: only an algorithm of your own has such roles"
         return
     try:
-        uses, calls = tuple(algorithm.roles()), tuple(algorithm.calls(config))
-        evaluation: tuple[Call, ...] = ()
-        if config.evaluation is not None:
-            evaluation = tuple(algorithm.evaluation_calls(config))
-        numbers = {name: getattr(algorithm, name) for name in NUMBERS}
-        numbers["sequences_per_item()"] = algorithm.sequences_per_item(config)
-        list(algorithm.conflicts(config))
-        algorithm.refill()
-        controller = algorithm.controller()
-    except ConfigError:
-        raise
+        with without_torch():
+            uses, calls = tuple(algorithm.roles()), tuple(algorithm.calls(config))
+            evaluation: tuple[Call, ...] = ()
+            if config.evaluation is not None:
+                evaluation = tuple(algorithm.evaluation_calls(config))
+            numbers = {name: getattr(algorithm, name) for name in NUMBERS}
+            numbers["sequences_per_item()"] = algorithm.sequences_per_item(config)
+            list(algorithm.conflicts(config))
+            algorithm.refill()
+            controller = algorithm.controller()
     except Exception as error:  # noqa: BLE001 - the user's code may raise anything
         yield ALGORITHM, f"{algorithm.name} failed: {describe(error, folders)}"
         return
@@ -83,10 +81,11 @@ def violations(
         *(_wrong_roles(uses) if all(isinstance(use, RoleUse) for use in uses) else ()),
     ]
     if not problems:
-        for call in dict.fromkeys([*calls, *evaluation]):
-            problems += _wrong_call(call, {use.role: use for use in uses}, config)
+        for call in (*calls, *evaluation):
+            wrong = list(_wrong_fields(call))
+            problems += wrong or _wrong_call(call, {use.role: use for use in uses}, config)
         problems += _untrained(uses, calls)
-    for problem in problems:
+    for problem in dict.fromkeys(problems):
         yield ALGORITHM, f"{algorithm.name}: {problem}"
     if not problems:
         yield from _unused_models(uses, config)
@@ -123,16 +122,21 @@ def _wrong_roles(uses: Sequence[RoleUse]) -> Iterator[str]:
             yield f"the role '{use.role}' has the head {use.head!r}; allowed: lm, value"
 
 
+def _wrong_fields(call: Call) -> Iterator[str]:
+    what = f"call {call.name!r}"
+    if not isinstance(call.interface, str) or not REFERENCE.fullmatch(call.interface):
+        yield f"{what} has the interface {call.interface!r}, must be 'module:Class'"
+    if not isinstance(call.method, Method):
+        allowed = ", ".join(f"Method.{method.name}" for method in Method)
+        yield f"{what} has the method {call.method!r}; allowed: {allowed}"
+    for field in ("inputs", "outputs", "metrics"):
+        names = getattr(call, field)
+        if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+            yield f"{what} has the {field} {names!r}, must be a tuple of names"
+
+
 def _wrong_call(call: Call, uses: dict[str, RoleUse], config: Config) -> Iterator[str]:
     what = f"call '{call.name}'"
-    if not REFERENCE.fullmatch(call.interface):
-        yield f"{what} has the interface '{call.interface}', must be 'module:Class'"
-    if call.method not in tuple(Method):
-        yield f"{what} has the method {call.method!r}; allowed: {', '.join(Method)}"
-    keys = (*call.inputs, *call.outputs, *call.metrics)
-    named = isinstance(call.inputs, tuple) and isinstance(call.outputs, tuple)
-    if not named or not all(isinstance(key, str) for key in keys):
-        yield f"{what}: inputs, outputs and metrics must be tuples of names"
     if call.role is None:
         if call.method is Method.TRAIN_STEP:
             yield f"{what} trains, but has no role"

@@ -148,9 +148,18 @@ def test_a_policy_gradient_of_ones_own_has_the_defaults_of_its_preset(load_own: 
     assert settings.config.algorithm["bonus"] == 0.5
 
 
-def test_torch_at_the_top_of_the_file_is_refused_with_its_line(folder: Path, code: Path) -> None:
-    """In a process that has not imported it, as the login node's commands."""
-    code.write_text(CODE.replace("from typing", "import torch\nfrom typing"))
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("from typing", "import torch\nfrom typing", "when it is loaded (my_algorithm.py, line 2)"),
+        ("own = f", "import torch; own = f", "on the login node (my_algorithm.py, line 19)"),
+    ],
+)
+def test_torch_on_the_login_node_is_refused_with_its_line(
+    folder: Path, code: Path, old: str, new: str, message: str
+) -> None:
+    """In a process that has not imported it: commands stay fast, and need no torch."""
+    code.write_text(CODE.replace(old, new, 1))
     program = (
         "from pathlib import Path\n"
         "from slurmrl.plan.settings import load_settings\n"
@@ -161,8 +170,7 @@ def test_torch_at_the_top_of_the_file_is_refused_with_its_line(folder: Path, cod
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=folder, capture_output=True, text=True, timeout=60
     )
-    assert "imports torch when it is loaded (my_algorithm.py, line 2)" in done.stdout, done.stderr
-    assert "Import torch inside the functions that use it" in done.stdout
+    assert message in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(
@@ -205,6 +213,12 @@ def test_a_file_must_not_hide_another_module(load_own: Load, folder: Path) -> No
         ('("opinions",)', '("opinion",)', "reads key 'opinions', which nothing produces"),
         ('("opinions",)', '("prompt_ids",)', "key 'prompt_ids' has 2 producers"),
         ('Call("train"', 'Call("judge_inf"', "two calls are named 'judge_inf'"),
+        (
+            '("prompt_ids",), (',
+            '["prompt_ids"], (',
+            "the inputs ['prompt_ids'], must be a tuple",
+        ),
+        ("Method.INFERENCE", '"inference"', "has the method 'inference'; allowed: Method.GENERATE"),
         ('f"{__name__}:Own"', '"Own"', "has the interface 'Own', must be 'module:Class'"),
         ('own = f"{__name__}:Own"', "own = config.nothing", "has no attribute 'nothing'"),
         ("class Own(", "class Own(Nothing, ", "name 'Nothing' is not defined (my_algorithm.py"),
