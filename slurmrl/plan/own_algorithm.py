@@ -118,7 +118,7 @@ def _line_of(error: BaseException, folders: Sequence[Path]) -> str:
 
 
 def _use_module_of(top: str, folders: Sequence[Path]) -> None:
-    """Have ``top`` be the module in ``folders``, if there is one."""
+    """Load ``top`` from ``folders``, if it is there: anew, because another one may be loaded."""
     importlib.invalidate_caches()
     spec = PathFinder.find_spec(top, [str(folder) for folder in folders])
     if spec is None or not spec.has_location or spec.loader is None:
@@ -128,9 +128,6 @@ def _use_module_of(top: str, folders: Sequence[Path]) -> None:
             f"{spec.origin} is not allowed: it would hide the module {top} that is already there; "
             "rename the file"
         )
-    loaded = sys.modules.get(top)
-    if loaded is not None and getattr(loaded, "__file__", None) == spec.origin:
-        return
     for name in [name for name in sys.modules if name == top or name.startswith(f"{top}.")]:
         del sys.modules[name]
     module = module_from_spec(spec)

@@ -349,15 +349,15 @@ def test_a_trial_keeps_the_algorithm_that_it_was_submitted_with(
     paths = submit(proposed(user, override)).paths
     assert "mine.py" in copied(paths.code)
     scheduler.tasks = []
-    file.write_text(ALGORITHM.replace("1.0", "2.0"))
+    file.write_text(ALGORITHM.replace("1.0", "20.0"))
 
     def strength(proposal: Proposal) -> object:
         return proposal.settings.config.algorithm["strength"]
 
     assert strength(proposed(user, override)) == 1.0
     assert strength(propose_resume(paths, [])) == 1.0
-    updated = propose_resume(paths, ["algorithm.strength=2.0"], update_code=True)
+    updated = propose_resume(paths, ["algorithm.strength=20.0"], update_code=True)
     submit(updated)
-    assert "2.0" in (paths.snapshot(2) / "mine.py").read_text()
+    assert "20.0" in (paths.snapshot(2) / "mine.py").read_text()
     file.unlink()
-    assert strength(propose_resume(paths, [])) == 2.0
+    assert strength(propose_resume(paths, [])) == 20.0
