@@ -31,8 +31,10 @@ def test_what_is_missing_on_a_host_is_the_hosts_failure(tmp_path: Path, missing:
     for place in places:
         place.touch()
     model, tokenizer, rows, heldout = map(str, places)
+    actor = SimpleNamespace(path=model, tokenizer=tokenizer)
     config = SimpleNamespace(
-        actor=SimpleNamespace(path=model, tokenizer=tokenizer),
+        actor=actor,
+        model=lambda role: actor,
         evaluation=SimpleNamespace(),
         data_paths=lambda: [rows, heldout],
     )
