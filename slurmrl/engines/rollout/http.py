@@ -1,0 +1,203 @@
+"""A bounded asynchronous client of one HTTP server, by TCP or a Unix socket.
+
+Every request has a connection of its own. A server closes a kept connection whenever it likes, and
+a request that was on its way then may or may not have been received.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from slurmrl.backoff import Backoff
+from slurmrl.errors import RunFailedError, UsageError
+
+CONNECT_S = 10.0
+"""For one attempt to connect."""
+BUSY = (429, 503)
+"""The server did not begin to work on the request."""
+FAULTS_OF_THE_REQUEST = (400, 401, 403, 404, 405, 413, 415, 422)
+"""Repeating the request gives the same answer."""
+SHOWN_CHARACTERS = 500
+"""Of an answer in a message."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a server listens: ``http://host:port``, ``https://host:port`` or ``unix:/path``."""
+
+    text: str
+
+    def __post_init__(self) -> None:
+        try:
+            parts = urlsplit(self.text)
+            port = parts.port
+        except ValueError as error:
+            raise UsageError(f"server address '{self.text}': {error}; {self._allowed()}") from error
+        if parts.scheme == "unix":
+            valid = parts.path.startswith("/") and not parts.netloc
+        else:
+            valid = parts.scheme in ("http", "https") and bool(parts.hostname) and port is not None
+            valid = valid and parts.path in ("", "/") and "@" not in parts.netloc
+        if not valid or parts.query or parts.fragment:
+            raise UsageError(f"server address '{self.text}' is not valid; {self._allowed()}")
+
+    @staticmethod
+    def _allowed() -> str:
+        return "allowed: http://HOST:PORT, https://HOST:PORT, unix:/PATH"
+
+    @property
+    def socket(self) -> str | None:
+        """The path of the Unix socket; None for TCP."""
+        scheme, _, path = self.text.partition(":")
+        return path if scheme == "unix" else None
+
+    def url(self, path: str) -> str:
+        """The URL of ``/path``. A Unix socket needs a host name as well, which means nothing."""
+        return (self.text.rstrip("/") if self.socket is None else "http://localhost") + path
+
+
+class HttpClient:
+    """Requests to one server, at most ``concurrency`` bounded ones at a time.
+
+    What was certainly not worked on (no connection, status 429 or 503) is repeated for
+    ``patience_s``. Nothing else is: a request whose answer broke off may have had its effect.
+    Proxies of the environment are not used, and redirects are not followed.
+    """
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        api_key: str = "",
+        concurrency: int = 256,
+        patience_s: float = 5.0,
+    ) -> None:
+        self.address = address
+        self._patience_s = patience_s
+        self._free = asyncio.Semaphore(concurrency)
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._session: aiohttp.ClientSession | None = None
+        self._closed = False
+
+    async def get(self, path: str, *, timeout_s: float) -> object:
+        """The answer to a GET request: a JSON value, or text."""
+        return await self._repeat("GET", path, None, timeout_s)
+
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, object] | None = None,
+        *,
+        timeout_s: float | None,
+        bounded: bool = False,
+    ) -> object:
+        """The answer to a POST request: a JSON value, or text.
+
+        Bounded requests wait until fewer than ``concurrency`` of them are under way; the wait is
+        not part of ``timeout_s``. Raises UsageError where the server refuses the request as such,
+        RunFailedError where it cannot be reached, fails, or does not answer in time.
+        """
+        if not bounded:
+            return await self._repeat("POST", path, body, timeout_s)
+        async with self._free:
+            return await self._repeat("POST", path, body, timeout_s)
+
+    async def close(self) -> None:
+        """Close all connections; requests under way and later ones fail with RunFailedError."""
+        self._closed = True
+        if self._session is not None:
+            await self._session.close()
+
+    async def _repeat(
+        self, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float | None
+    ) -> object:
+        loop = asyncio.get_running_loop()
+        give_up = loop.time() + self._patience_s
+        backoff = Backoff(0.02, 1.0)
+        while True:
+            try:
+                return await self._once(method, path, body, timeout_s)
+            except _NotBegunError as error:
+                pause_s = backoff.next_s()
+                if loop.time() + pause_s > give_up:
+                    raise RunFailedError(str(error)) from error
+                await asyncio.sleep(pause_s)
+
+    async def _once(
+        self, method: str, path: str, body: Mapping[str, object] | None, timeout_s: float | None
+    ) -> object:
+        where = f"{self.address.text} {method} {path.partition('?')[0]}"
+        if self._closed:
+            raise RunFailedError(f"{where}: this client is closed")
+        request = self._connected().request(
+            method,
+            self.address.url(path),
+            json=body,
+            timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S),
+            allow_redirects=False,
+        )
+        try:
+            async with request as response:
+                status, kind, content = (
+                    response.status,
+                    response.content_type,
+                    await response.read(),
+                )
+        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
+            raise _NotBegunError(f"{where}: {error}") from error
+        except TimeoutError as error:
+            raise RunFailedError(f"{where}: no answer within {timeout_s} s") from error
+        except (aiohttp.ClientError, OSError) as error:
+            if isinstance(error, OSError) and error.errno == errno.ENOTCONN:
+                raise _NotBegunError(f"{where}: the server accepts no more connections") from error
+            raise RunFailedError(
+                f"{where}: the connection ended before the answer was complete: {error!r}"
+            ) from error
+        return _value(where, status, kind, content)
+
+    def _connected(self) -> aiohttp.ClientSession:
+        """The session. It belongs to the loop in which it was made, hence not in ``__init__``."""
+        if self._session is None:
+            connector = (
+                aiohttp.TCPConnector(limit=0, force_close=True)
+                if self.address.socket is None
+                else aiohttp.UnixConnector(self.address.socket, limit=0, force_close=True)
+            )
+            self._session = aiohttp.ClientSession(
+                connector=connector,
+                headers=self._headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                trust_env=False,
+            )
+        return self._session
+
+
+class _NotBegunError(ConnectionError):
+    """The server certainly did not begin to work on a request."""
+
+
+def _value(where: str, status: int, kind: str, content: bytes) -> object:
+    """The value of an answer, by its status and type of content."""
+    if not 200 <= status < 300:
+        text = content.decode(errors="replace").strip()
+        message = f"{where}: HTTP status {status}: {_shown(text)}"
+        if status in BUSY:
+            raise _NotBegunError(message)
+        raise (UsageError if status in FAULTS_OF_THE_REQUEST else RunFailedError)(message)
+    try:
+        return json.loads(content) if kind == "application/json" else content.decode()
+    except ValueError as error:
+        shown = _shown(content.decode(errors="replace"))
+        raise RunFailedError(f"{where}: the answer is not valid {kind}: {shown}") from error
+
+
+def _shown(text: str) -> str:
+    """The beginning of an answer; without a traceback or a page of HTML."""
+    return text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…"
