@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from stat import S_IMODE, S_ISGID
+from typing import IO
 
 from slurmrl.backoff import UNCLEAR_PAUSES_S, attempts
 from slurmrl.errors import EnvironmentFailure
@@ -234,6 +235,18 @@ def _make_one(path: Path, calls: SystemCalls) -> None:
         raise
     except OSError as error:
         raise explain(error, "make directory", path) from error
+
+
+def open_log(path: Path) -> IO[bytes]:
+    """Open a log file for appending, readable by its owner only. Raises EnvironmentFailure."""
+    make_private_directory(path.parent)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+    try:
+        descriptor = REAL.open(path, flags)
+        make_private(descriptor, REAL)
+    except OSError as error:
+        raise explain(error, "open", path) from error
+    return os.fdopen(descriptor, "ab", 0)
 
 
 def sweep_temporaries(directory: Path, *, calls: SystemCalls = REAL) -> int:

@@ -21,10 +21,6 @@ from typing import IO
 from slurmrl import log
 from slurmrl.channel.pipe import Connection
 from slurmrl.errors import EnvironmentFailure
-from slurmrl.fsio.atomic import make_private_directory
-from slurmrl.fsio.calls import REAL
-from slurmrl.fsio.failures import explain
-from slurmrl.fsio.primitives import make_private
 from slurmrl.monitor.words import signal_name
 from slurmrl.workers import stacks
 
@@ -245,15 +241,3 @@ def spawn_with_pipe(
         theirs.close()
     child.stacks_fd = stacks_fd
     return child, ours
-
-
-def open_log(path: Path) -> IO[bytes]:
-    """Open a log file for appending, readable by its owner only. Raises EnvironmentFailure."""
-    make_private_directory(path.parent)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
-    try:
-        descriptor = REAL.open(path, flags)
-        make_private(descriptor, REAL)
-    except OSError as error:
-        raise explain(error, "open", path) from error
-    return os.fdopen(descriptor, "ab", 0)

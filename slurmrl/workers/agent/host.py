@@ -17,7 +17,7 @@ from slurmrl.errors import (
     StaleIncarnationError,
     TrialEndedError,
 )
-from slurmrl.fsio import documents, objects
+from slurmrl.fsio import atomic, documents, objects
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind
 from slurmrl.history.state import TrialState, fold
@@ -29,7 +29,6 @@ from slurmrl.name_resolve import make
 from slurmrl.parallel import driver, gpu
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
-from slurmrl.workers import process
 from slurmrl.workers.agent import environment
 from slurmrl.workers.agent.children import Children
 from slurmrl.workers.agent.identity import claim
@@ -118,7 +117,7 @@ class Host:
 
     def open_log(self, group: str) -> IO[bytes]:
         """Open the log of this task, or that of the ``master``. Raises EnvironmentFailure."""
-        return process.open_log(self._log(group))
+        return atomic.open_log(self._log(group))
 
     def _log(self, group: str) -> Path:
         return self.paths.log(group, self.identity.task, self.identity.attempt)

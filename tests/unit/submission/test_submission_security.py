@@ -26,7 +26,6 @@ from slurmrl.scheduler.local_state import ChainState
 from slurmrl.scheduler.submission import read_jobs, write_jobs, write_scripts
 from slurmrl.submission.prepare import prepare, trial_uuid
 from slurmrl.submission.submit import Proposal, propose, submit
-from slurmrl.workers import process
 from slurmrl.workers.master.judgement import read_ending
 from tests.fake_runs import FakeRun, write_config
 
@@ -46,7 +45,7 @@ def test_everything_is_private_whatever_the_umask(proposal: Proposal, umask: int
         write_jobs(paths, 1, {"trainer": "41"})
         metrics.MetricsWriter(paths.metrics).write({"step": 1})
         EventWriter(paths, "master.1").write("ready")
-        process.open_log(paths.log("trainer", 0, 0)).close()
+        atomic.open_log(paths.log("trainer", 0, 0)).close()
         History(paths.history).append(Kind.BEGIN, 1, {}, after=-1)
         make("file", directory=paths.names).add("key", "value")
     finally:

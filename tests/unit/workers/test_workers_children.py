@@ -14,6 +14,7 @@ import pytest
 from slurmrl.channel.pipe import Connection
 from slurmrl.config.schema.cluster import Cluster
 from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio import atomic
 from slurmrl.monitor.reports import Identity
 from slurmrl.paths import RunPaths
 from slurmrl.plan.model import Plan
@@ -92,7 +93,7 @@ class Ear:
         """Start the next incarnation's workers and wait for their first messages."""
         self.said.clear()
         self.ended.clear()
-        with process.open_log(folder / "workers.log") as output:
+        with atomic.open_log(folder / "workers.log") as output:
             self.children.start_workers(["GPU-a", ""], output)
         self.until(lambda: len(self.said) == 2)
 
@@ -312,7 +313,7 @@ def test_close_leaves_nothing(ear: Ear) -> None:
 
 
 def test_master_is_heard_and_ended(ear: Ear, tmp_path: Path) -> None:
-    with process.open_log(tmp_path / "master.log") as output:
+    with atomic.open_log(tmp_path / "master.log") as output:
         ear.children.start_master(1, output)
     assert ear.children.master is not None
     pid = ear.children.master.process.pid
@@ -322,7 +323,7 @@ def test_master_is_heard_and_ended(ear: Ear, tmp_path: Path) -> None:
     assert ear.ended == [Ended("the master", -signal.SIGKILL, None)]
     assert not ear.children.master_runs
     ear.children.end()
-    with process.open_log(tmp_path / "master.log") as output:
+    with atomic.open_log(tmp_path / "master.log") as output:
         ear.children.start_master(1, output)
     assert ear.children.master_runs
     ear.children.end()
@@ -354,7 +355,7 @@ def test_command_that_does_not_exist(
     cluster = Cluster.model_validate({"slurm": {"container": "no-such-container exec"}})
     children = Children(paths, plans().groups[0], identity, cluster)
     with (
-        process.open_log(tmp_path / "workers.log") as output,
+        atomic.open_log(tmp_path / "workers.log") as output,
         pytest.raises(EnvironmentFailure, match="no-such-container"),
     ):
         children.start_workers(["", ""], output)

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.channel.pipe import Connection
+from slurmrl.fsio import atomic
 from slurmrl.paths import RunPaths
 from slurmrl.workers import process
 from slurmrl.workers.agent.slot import Slot
@@ -128,7 +129,7 @@ def slot(tmp_path: Path) -> Iterator[Slot]:
             name, "stub", [], output=output, environment=environment
         ),
     )
-    with process.open_log(tmp_path / "log") as output:
+    with atomic.open_log(tmp_path / "log") as output:
         found.start_fork_server(output)
     yield found
     if (fork_server := found.drop_fork_server()) is not None:

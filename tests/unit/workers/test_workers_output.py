@@ -15,7 +15,6 @@ from slurmrl.cli.logs import Printer
 from slurmrl.fsio import atomic
 from slurmrl.monitor.log_files import LogFile
 from slurmrl.paths import rotated
-from slurmrl.workers import process
 from slurmrl.workers.agent.output import Output
 
 LIMIT = 40_000
@@ -33,7 +32,7 @@ class Task:
         self.now = 0.0
         self.output = Output(self.path, LIMIT, 10.0, lambda: self.now)
         self.written = 0
-        self.file = process.open_log(self.path)
+        self.file = atomic.open_log(self.path)
 
     def write(self, size: int) -> None:
         for _ in range(size // BYTES):

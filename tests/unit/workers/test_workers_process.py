@@ -14,6 +14,7 @@ import pytest
 
 from slurmrl.channel.pipe import Connection
 from slurmrl.errors import EnvironmentFailure
+from slurmrl.fsio import atomic
 from slurmrl.monitor.words import signal_name
 from slurmrl.workers import process
 from tests.support.trials import wait_until
@@ -41,7 +42,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
 def spawned(
     tmp_path: Path, environment: dict[str, str]
 ) -> Iterator[tuple[process.Child, Connection]]:
-    with process.open_log(tmp_path / "logs" / "child.log") as output:
+    with atomic.open_log(tmp_path / "logs" / "child.log") as output:
         child, pipe = process.spawn_with_pipe(
             "the child", "stub_child", ["one", "two"], output=output, environment=environment
         )
@@ -88,7 +89,7 @@ def test_descriptor_reaches_the_child(tmp_path: Path, environment: dict[str, str
 def test_log_is_private_and_appended_to(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "0.0.log"
     for text in (b"one\n", b"two\n"):
-        with process.open_log(path) as output:
+        with atomic.open_log(path) as output:
             output.write(text)
     assert path.read_text() == "one\ntwo\n"
     assert path.stat().st_mode & 0o777 == 0o600
@@ -97,7 +98,7 @@ def test_log_is_private_and_appended_to(tmp_path: Path) -> None:
 
 def test_command_that_cannot_be_executed(tmp_path: Path) -> None:
     with (
-        process.open_log(tmp_path / "log") as output,
+        atomic.open_log(tmp_path / "log") as output,
         pytest.raises(EnvironmentFailure, match="cannot start rank 0 with 'no-such-container'"),
     ):
         process.spawn(
@@ -114,8 +115,9 @@ PARENT = """
 import os, sys, time
 from pathlib import Path
 from slurmrl.monitor.words import signal_name
+from slurmrl.fsio import atomic
 from slurmrl.workers import process
-with process.open_log(Path(sys.argv[1])) as output:
+with atomic.open_log(Path(sys.argv[1])) as output:
     child = process.spawn("the child", "stub_sleeper", [], output=output, environment=os.environ)
 print(child.process.pid, flush=True)
 time.sleep(600)
