@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 import types
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -76,12 +77,9 @@ class Sandbox:
 
     def _enter_namespaces(self) -> None:
         """Return in the first process of a new process table. Its parent waits for it."""
-        user, group = os.getuid(), os.getgid()
         wanted = NEW_MOUNTS | NEW_PIDS | NEW_NET | NEW_IPC
-        if LIBC.unshare(wanted | NEW_USER) == 0:
-            _write("/proc/self/setgroups", "deny")
-            _write("/proc/self/uid_map", f"{user} {user} 1")
-            _write("/proc/self/gid_map", f"{group} {group} 1")
+        if _works_in_child(lambda: _enter_own_users(wanted)):
+            _enter_own_users(wanted)
         elif LIBC.unshare(wanted) != 0:
             return
         die_with_parent()  # a change of credentials has undone it
@@ -301,6 +299,30 @@ def _result(
 
 def die_with_parent() -> None:
     LIBC.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _enter_own_users(others: int) -> None:
+    """Enter the namespaces ``others`` and a new one of users, whose only user is this one. Raises
+    OSError; the process is then perhaps a user without files."""
+    user, group = os.getuid(), os.getgid()
+    if LIBC.unshare(NEW_USER | others) != 0:
+        raise OSError(ctypes.get_errno(), "no new namespaces")
+    _write("/proc/self/setgroups", "deny")
+    _write("/proc/self/uid_map", f"{user} {user} 1")
+    _write("/proc/self/gid_map", f"{group} {group} 1")
+
+
+def _works_in_child(change: Callable[[], None]) -> bool:
+    """Try a change that cannot be undone in a child process. (Root without privileges, as in
+    Apptainer, may enter a namespace of users but not set its users.)"""
+    child = os.fork()
+    if not child:
+        try:
+            change()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
 
 
 def _left(deadline: float) -> float:

@@ -15,6 +15,7 @@ import pytest
 from slurmrl.errors import UnusableRowError, UsageError
 from slurmrl.rewards.code import CodeReward
 from slurmrl.rewards.code_cases import program_of, same_output, same_value
+from tests.support import apptainer
 
 Make = Callable[..., CodeReward]
 DEADLINE_S = 60.0
@@ -193,6 +194,23 @@ def test_a_container_runs_the_sandbox(make: Make, tmp_path: Path) -> None:
     reward = make(container=f"{container} --containall", python=sys.executable)
     assert judge(reward, {"tests": SUM}, [ADDS]) == [1.0]
     assert (tmp_path / "used").read_text() == f"{sys.executable} -I\n"
+
+
+def test_a_real_apptainer_runs_the_sandbox(make: Make, tmp_path: Path) -> None:
+    """Programs are judged in a container of Apptainer, where root has no privileges and cannot set
+    the users of a namespace."""
+    settings = apptainer.cluster(tmp_path, "--containall")
+    reward = make(container=settings["container"], python=sys.executable)
+    assert judge(reward, {"tests": SUM}, [ADDS, "print(3)"]) == [1.0, 0.0]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may be without its privileges")
+def test_root_without_privileges_runs_the_sandbox(make: Make) -> None:
+    """Where a namespace of users can be made but not used, programs run without namespaces, and
+    the sandbox reports what is missing."""
+    reward = make(container="setpriv --inh-caps=-all --bounding-set=-all", python=sys.executable)
+    assert judge(reward, {"tests": SUM}, [ADDS, "print(3)"]) == [1.0, 0.0]
+    assert not any(isolated(reward).values())
 
 
 def test_the_batch_has_a_time_limit(make: Make) -> None:
