@@ -32,6 +32,9 @@ class GenerationOptions:
     top_k: int | None = None
     greedy: bool = False
     stop_token_ids: tuple[int, ...] = ()
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a completion after ``min_new_tokens``. The token that completes one is kept.
+    Only request engines support them."""
 
     def __post_init__(self) -> None:
         rules = (
@@ -40,6 +43,7 @@ class GenerationOptions:
             (self.temperature > 0, "temperature must be above 0 (use greedy for the most likely)"),
             (0 < self.top_p <= 1, "top_p must be above 0 and at most 1"),
             (self.top_k is None or self.top_k >= 1, "top_k must be at least 1"),
+            (all(self.stop_strings), "stop_strings must not be empty texts"),
         )
         broken = [rule for holds, rule in rules if not holds]
         if broken:
@@ -83,6 +87,8 @@ def generate(
     sequence) and on the logits only. Parameters must be plain tensors: a sharded engine gathers
     them first.
     """
+    if options.stop_strings:
+        raise UsageError("generation of a whole batch supports stop tokens, not stop strings")
     prompts: list[int] = cu_seqlens.diff().tolist()
     copies = _copies(len(prompts), len(keys))
     batch = _Batch([length for length in prompts for _ in range(copies)], keys, options)

@@ -35,20 +35,28 @@ def sample(
     top_p: float = 1.0,
     greedy: bool = False,
     banned: Tensor | None = None,
+    support: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """One token per row, by the inverse of the cumulative distribution at ``uniforms`` [S].
 
     logits [S, V]. ``top_k`` and ``top_p`` restrict the draw, tokens in ``banned`` are never
     drawn.
     Returns tokens [S] int64 and their log-probabilities [S] under the full distribution
-    softmax(logits / temperature), as training computes them, whatever the restrictions (float64
-    for float64 logits, else float32).
+    softmax(logits / temperature), as training computes them, whatever the restrictions; with
+    ``support``, under the part of it that ``top_k`` and ``top_p`` leave (float64 for float64
+    logits, else float32).
     """
     scaled = logits.to(wide(logits.dtype)) / temperature
-    allowed = _ban(scaled, banned)
-    tokens = allowed.argmax(-1) if greedy else _draw(_restrict(allowed, top_k, top_p), uniforms)
+    allowed, whole = _ban(scaled, banned), scaled
+    if greedy:
+        tokens = allowed.argmax(-1)
+    else:
+        allowed = _restrict(allowed, top_k, top_p)
+        tokens = _draw(allowed, uniforms)
+        if support and (top_k is not None or top_p < 1.0):
+            whole = allowed
     chosen = scaled.gather(-1, tokens[:, None]).squeeze(-1)
-    return tokens, chosen - scaled.logsumexp(-1)
+    return tokens, chosen - whole.logsumexp(-1)
 
 
 def _ban(scaled: Tensor, banned: Tensor | None) -> Tensor:

@@ -1,0 +1,181 @@
+"""The native engine behind the contract of request engines, in one asyncio loop."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from slurmrl.engines.rollout.base import (
+    Completion,
+    GenerationRequest,
+    RolloutEngine,
+    WeightVersion,
+)
+from slurmrl.engines.rollout.native.batch import ContinuousBatch
+from slurmrl.engines.rollout.native.schedule import Limits
+from slurmrl.engines.rollout.native.sequence import Sequence
+from slurmrl.engines.rollout.native.stops import Decode
+from slurmrl.engines.rollout.native.weights import read_weights
+from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.models.decoder import Decoder
+
+Completions = tuple[Completion, ...]
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A request in flight."""
+
+    sequences: list[Sequence]
+    future: asyncio.Future[Completions]
+
+
+class NativeRollout(RolloutEngine):
+    """Serves requests with a decoder whose parameters are plain tensors. Between two calls of the
+    model it lets the loop's other tasks run."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        limits: Limits | None = None,
+        version: str | None = None,
+        context: int | None = None,
+        decode: Decode | None = None,
+    ) -> None:
+        """``version`` names the decoder's weights; without it requests wait for ``update_weights``.
+        ``context`` is the most tokens of a sequence (default: ``max_position_embeddings``);
+        ``decode`` turns token ids into text, for stop strings."""
+        self._batch = ContinuousBatch(
+            decoder,
+            limits or Limits(),
+            context=decoder.config.max_positions if context is None else context,
+            decode=decode,
+        )
+        self._decoder = decoder
+        self._jobs: dict[str, _Job] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._lost: RunFailedError | None = None
+        self._paused = False
+        self._version = version
+        self._fresh = True
+        """Whether no token was drawn since the last update of the weights."""
+        self._stepped = asyncio.Event()
+        if version is not None:
+            self._batch.renew(version)
+
+    @property
+    def version(self) -> str | None:
+        return self._version
+
+    def submit(self, request: GenerationRequest) -> asyncio.Future[Completions]:
+        future: asyncio.Future[Completions] = asyncio.get_running_loop().create_future()
+        try:
+            if self._lost is not None:
+                raise self._lost
+            if request.request_id in self._jobs:
+                raise UsageError(f"request {request.request_id} is in flight already")
+            sequences = self._batch.add(request)
+        except (UsageError, RunFailedError) as error:
+            future.set_exception(error)
+            return future
+        self._jobs[request.request_id] = _Job(sequences, future)
+        future.add_done_callback(lambda done: self._forget(request.request_id, done))
+        self._answer(request.request_id)
+        self._serve()
+        return future
+
+    def abort(self, request_id: str) -> None:
+        if request_id in self._jobs:
+            self._batch.abort(self._jobs[request_id].sequences)
+            self._answer(request_id)
+
+    async def pause(self) -> None:
+        await self._progress()
+        self._paused = True
+
+    async def resume(self) -> None:
+        self._paused = False
+        self._serve()
+
+    async def update_weights(self, version: WeightVersion) -> None:
+        await self._progress()
+        if version.folder is not None:
+            read_weights(self._decoder, version.folder)
+        self._batch.renew(version.name)
+        self._version, self._fresh = version.name, True
+        self._serve()
+
+    async def health(self) -> None:
+        if self._lost is not None:
+            raise self._lost
+
+    async def close(self) -> None:
+        if self._lost is None:
+            self._fail(RunFailedError("the native engine was closed"))
+        if self._task is not None:
+            self._task.cancel()
+
+    @property
+    def _serving(self) -> bool:
+        return (
+            self._batch.busy
+            and not self._paused
+            and self._version is not None
+            and self._lost is None
+        )
+
+    def _serve(self) -> None:
+        """Have a task that calls the model while there is something to draw."""
+        if self._serving and (self._task is None or self._task.done()):
+            self._task = asyncio.get_running_loop().create_task(self._run())
+            self._task.add_done_callback(self._check)
+
+    async def _run(self) -> None:
+        while self._serving:
+            before = self._batch.drawn
+            ended = self._batch.step()
+            for request_id in {sequence.request.request_id for sequence in ended}:
+                self._answer(request_id)
+            self._fresh = self._fresh and self._batch.drawn == before
+            self._stepped.set()
+            await asyncio.sleep(0)
+
+    def _check(self, task: asyncio.Task[None]) -> None:
+        """Fail what is in flight if the model's calls have failed."""
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            failure = RunFailedError(f"the native engine failed: {error}")
+            failure.__cause__ = error
+            self._fail(failure)
+
+    def _fail(self, failure: RunFailedError) -> None:
+        self._lost = failure
+        self._stepped.set()
+        for job in list(self._jobs.values()):
+            if not job.future.done():
+                job.future.set_exception(failure)
+
+    async def _progress(self) -> None:
+        """Wait until a token was drawn with the weights of the last update, so that updates that
+        come faster than prompts can be read again do not stop all requests."""
+        while self._fresh and self._serving:
+            self._serve()
+            self._stepped.clear()
+            await self._stepped.wait()
+        if self._lost is not None:
+            raise self._lost
+
+    def _answer(self, request_id: str) -> None:
+        """Give a request its completions if all have ended."""
+        job = self._jobs.get(request_id)
+        if job is None or job.future.done():
+            return
+        if all(sequence.finish is not None for sequence in job.sequences):
+            job.future.set_result(tuple(sequence.completion() for sequence in job.sequences))
+            del self._jobs[request_id]
+
+    def _forget(self, request_id: str, future: asyncio.Future[Completions]) -> None:
+        """End a request whose future was cancelled."""
+        if future.cancelled() and request_id in self._jobs:
+            self._batch.abort(self._jobs.pop(request_id).sequences)

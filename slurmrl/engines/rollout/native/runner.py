@@ -1,0 +1,212 @@
+"""Calls of the model and draws: from a step of the scheduler to tensors and back.
+
+D draws of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from slurmrl.engines.rollout.native.pages import PagePool
+from slurmrl.engines.rollout.native.schedule import Limits, Reading, Step
+from slurmrl.engines.rollout.native.sequence import Sequence
+from slurmrl.models.decoder import Decoder
+from slurmrl.models.paged import PagedCache, PagedCall, paged_logits
+from slurmrl.ops.attention import Packing
+from slurmrl.ops.sampling import keyed_uniform, sample
+from slurmrl.ops.upload import upload
+
+GROWTH = 1.5
+"""Factor on the number of pages when there are too few."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The tokens that a call drew, still on the device."""
+
+    sequences: list[Sequence]
+    tokens: Tensor
+    """[D] int64."""
+    logprobs: Tensor
+    """[D], of the distribution that each was drawn from or of the whole one."""
+    version: str
+    copied: torch.cuda.Event | None
+    """When both are in host memory; None if they are now."""
+
+    def read(self) -> tuple[list[int], list[float]]:
+        """Wait for the tokens and their log-probabilities."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.tokens.tolist(), self.logprobs.tolist()
+
+
+class Runner:
+    """The decoder, its cache, and the last token of each row."""
+
+    def __init__(self, decoder: Decoder, limits: Limits, pool: PagePool, *, support: bool) -> None:
+        """With ``support``, log-probabilities are those of the tokens that top-k and top-p leave;
+        otherwise of the whole distribution, as training computes them."""
+        self._decoder, self._limits, self._pool, self._support = decoder, limits, pool, support
+        self._device = decoder.head_weight().device
+        first = limits.pages if limits.pages is not None and self._device.type == "cuda" else 0
+        self.cache = PagedCache(decoder, first, limits.page_tokens)
+        self._tables = torch.zeros((limits.rows, 1), dtype=torch.int64)
+        self._last = torch.zeros(limits.rows, dtype=torch.int64, device=self._device)
+
+    @torch.no_grad()
+    def run(self, step: Step, version: str) -> Drawn | None:
+        """Read the step's tokens and draw the next ones, if any of its sequences is complete.
+        Nothing waits for a GPU."""
+        if self._pool.made > self.cache.pages:
+            grown = int(self._pool.made * GROWTH)
+            most = self._limits.pages
+            self.cache.grow(grown if most is None else min(grown, most))
+        fresh = sorted((c for c in step.readings if not c.begin), key=lambda c: c.count)
+        readings = fresh + [reading for reading in step.readings if reading.begin]
+        logits = self._logits(readings, len(fresh))
+        sequences = [reading.sequence for reading in readings if reading.draws]
+        places = {id(sequence): place for place, sequence in enumerate(sequences)}
+        if step.forks:
+            of_leaders = [places[id(leader)] for leader, _ in step.forks]
+            sequences = sequences + [follower for _, follower in step.forks]
+            rows = torch.tensor([*range(len(places)), *of_leaders])
+            logits = logits[upload([rows], self._device)[0]]
+        drawn = self._draw(sequences, logits, version) if sequences else None
+        if step.copies:
+            sources, targets = zip(*step.copies, strict=True)
+            pages = upload([torch.tensor(sources), torch.tensor(targets)], self._device)
+            self.cache.copy_pages(*pages)
+        return drawn
+
+    def _logits(self, readings: list[Reading], fresh: int) -> Tensor:
+        """The logits [·, V] after the readings that draw; the first ``fresh`` begin at 0."""
+        page = self._limits.page_tokens
+        ids: list[int] = []
+        unread: list[tuple[int, int]] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        rows: list[int] = []
+        ends, last = [0], []
+        for reading in readings:
+            sequence = reading.sequence
+            self._table(sequence)
+            end = reading.begin + reading.count
+            known = sequence.tokens[reading.begin : end]
+            if len(known) < reading.count:  # its last token is on the device only
+                unread.append((len(ids) + len(known), sequence.row or 0))
+                known.append(0)
+            ids += known
+            pages = sequence.pages
+            slots += [pages[n // page] * page + n % page for n in range(reading.begin, end)]
+            positions += range(reading.begin, end)
+            rows += [sequence.row or 0] * reading.count
+            ends.append(len(ids))
+            if reading.draws:
+                last.append(len(ids) - 1)
+        first = ends[fresh]
+        host = [torch.tensor(x, dtype=torch.int64) for x in (ids, slots, positions, rows, last)]
+        tables = self._tables.flatten()
+        on_device = upload([*host, tables, *_columns(unread)], self._device)
+        input_ids, slot, position, row, ending, tables, places, of = on_device
+        if unread:
+            input_ids[places] = self._last[of]
+        call = PagedCall(
+            slots=slot,
+            fresh=_packing(ends[: fresh + 1]),
+            fresh_tokens=first,
+            tables=tables.view(self._tables.shape),
+            rows=row[first:],
+            lengths=position[first:] + 1,
+            longest=max(positions[first:], default=0) + 1,
+        )
+        return paged_logits(self._decoder, self.cache, input_ids, position, call, ending)
+
+    def _table(self, sequence: Sequence) -> None:
+        """Write a sequence's new pages into the table."""
+        count = len(sequence.pages)
+        if sequence.tabled == count:
+            return
+        assert sequence.row is not None
+        missing = count - self._tables.shape[1]
+        if missing > 0:
+            more = max(missing, self._tables.shape[1])
+            self._tables = torch.nn.functional.pad(self._tables, (0, more))
+        new = torch.tensor(sequence.pages[sequence.tabled :])
+        self._tables[sequence.row, sequence.tabled : count] = new
+        sequence.tabled = count
+
+    def _draw(self, sequences: list[Sequence], logits: Tensor, version: str) -> Drawn:
+        """Draw a token for each sequence from logits [D, V]."""
+        groups: dict[object, list[int]] = {}
+        for place, sequence in enumerate(sequences):
+            options = sequence.request.options
+            banned = sequence.drawn < options.min_new_tokens
+            settings = (options, sequence.request.seed, sequence.request.step, banned)
+            groups.setdefault(settings, []).append(place)
+        parts = [self._sampled(sequences, logits, places) for places in groups.values()]
+        tokens, logprobs = (torch.cat(both) for both in zip(*parts, strict=True))
+        if len(groups) > 1:
+            order = torch.tensor([place for places in groups.values() for place in places])
+            back, rows = upload([order.argsort(), _rows(sequences)], self._device)
+            tokens, logprobs = tokens[back], logprobs[back]
+        else:
+            (rows,) = upload([_rows(sequences)], self._device)
+        self._last.index_copy_(0, rows, tokens)
+        for sequence in sequences:
+            sequence.unread += 1
+        return self._drawn(sequences, tokens, logprobs, version)
+
+    def _sampled(
+        self, sequences: list[Sequence], logits: Tensor, places: list[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens and log-probabilities of sequences with the same settings."""
+        group = [sequences[place] for place in places]
+        request, options = group[0].request, group[0].request.options
+        banned = options.stop_token_ids if group[0].drawn < options.min_new_tokens else ()
+        host = (
+            torch.tensor([sequence.key for sequence in group], dtype=torch.int64),
+            torch.tensor([sequence.length for sequence in group], dtype=torch.int64),
+            torch.tensor(banned, dtype=torch.int64),
+            torch.tensor(places, dtype=torch.int64),
+        )
+        keys, positions, stops, index = upload(host, self._device)
+        return sample(
+            logits if len(places) == len(sequences) else logits[index],
+            keyed_uniform(request.seed, request.step, keys, positions),
+            temperature=options.temperature,
+            top_k=options.top_k,
+            top_p=options.top_p,
+            greedy=options.greedy,
+            banned=stops if banned else None,
+            support=self._support,
+        )
+
+    def _drawn(
+        self, sequences: list[Sequence], tokens: Tensor, logprobs: Tensor, version: str
+    ) -> Drawn:
+        if self._device.type != "cuda":
+            return Drawn(sequences, tokens, logprobs, version, None)
+        host = [torch.empty_like(x, device="cpu", pin_memory=True) for x in (tokens, logprobs)]
+        for copy, values in zip(host, (tokens, logprobs), strict=True):
+            copy.copy_(values, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+        return Drawn(sequences, host[0], host[1], version, copied)
+
+
+def _rows(sequences: Iterable[Sequence]) -> Tensor:
+    return torch.tensor([sequence.row for sequence in sequences], dtype=torch.int64)
+
+
+def _columns(pairs: list[tuple[int, int]]) -> list[Tensor]:
+    return list(torch.tensor(pairs, dtype=torch.int64).view(-1, 2).t())
+
+
+def _packing(ends: list[int]) -> Packing:
+    lengths = [stop - start for start, stop in pairwise(ends)]
+    return Packing(torch.tensor(ends, dtype=torch.int32), max(lengths, default=0))

@@ -1,0 +1,66 @@
+"""One completion while it is made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from slurmrl.engines.rollout.base import Completion, Finish, GenerationRequest
+
+Rank = tuple[int, int]
+"""A sequence's place in the order of service: priority and arrival."""
+
+
+@dataclass(eq=False)
+class Sequence:
+    """The tokens of a completion and its part of the cache."""
+
+    rank: Rank
+    request: GenerationRequest
+    key: int
+    limit: int
+    """Most tokens, those of the prompt included."""
+    tokens: list[int] = field(init=False)
+    """The prompt and the tokens drawn, as far as the host knows them."""
+    logprobs: list[float] = field(default_factory=list)
+    """Of the tokens drawn."""
+    versions: list[str] = field(default_factory=list)
+    finish: Finish | None = None
+    followers: list[Sequence] = field(default_factory=list)
+    """Completions of the same prompt that begin when it has been read."""
+    pages: list[int] = field(default_factory=list)
+    row: int | None = None
+    """The row of the batch; None while it waits."""
+    stored: int = 0
+    """Leading tokens whose keys and values are in the cache, or will be before the next call."""
+    shared: int = 0
+    """Leading pages whose content the pool knows."""
+    tabled: int = 0
+    """Leading pages that are in the batch's table."""
+    unread: int = 0
+    """Tokens drawn on the device that the host has not read."""
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) + self.unread
+
+    @property
+    def ahead(self) -> int:
+        """Tokens to read before the next one can be drawn; 0 if the last one was drawn."""
+        return 0 if self.length >= self.limit else self.length - self.stored
+
+    @property
+    def drawn(self) -> int:
+        """Tokens drawn, unread ones included."""
+        return self.length - len(self.request.prompt)
+
+    def completion(self) -> Completion:
+        assert self.finish is not None
+        return Completion(
+            tokens=tuple(self.tokens[len(self.request.prompt) :]),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            finish=self.finish,
+        )

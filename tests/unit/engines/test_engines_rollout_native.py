@@ -1,0 +1,492 @@
+"""The native engine: continuous batching over a paged cache."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
+from slurmrl.engines.rollout.native.rollout import NativeRollout
+from slurmrl.engines.rollout.native.schedule import Limits
+from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.models.config import ModelConfig
+from slurmrl.models.decoder import Decoder
+from slurmrl.models.generate import GenerationOptions, generate
+from slurmrl.models.hf import to_hf
+from slurmrl.ops.logprobs import packed_logprobs_and_entropy
+from tests.unit.models.conftest import BASE, ODD, hf_model, random_decoder
+
+STOP = 3
+SMALL = Limits(rows=5, step_tokens=7)
+TIGHT = Limits(rows=8, step_tokens=16, cache_tokens=48, page_tokens=4)
+"""A cache for about one sequence in the longest case, so that rows are preempted."""
+
+
+def decoder_of(name: str = "qwen3", seed: int = 0, **changes: Any) -> Decoder:
+    return random_decoder(ModelConfig.from_hf({**BASE, **ODD[name], **changes}), seed)
+
+
+def prompts(count: int, longest: int = 9) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, longest + 1, (count,), generator=generator).tolist()
+    return [tuple(torch.randint(4, 37, (n,), generator=generator).tolist()) for n in lengths]
+
+
+def request(
+    name: object, prompt: tuple[int, ...], options: GenerationOptions, *keys: int, **more: Any
+) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=str(name), prompt=prompt, keys=keys, seed=1, step=2, options=options, **more
+    )
+
+
+def served(
+    decoder: Decoder,
+    requests: list[GenerationRequest],
+    limits: Limits | None = None,
+    *,
+    late: bool = False,
+    **more: Any,
+) -> tuple[list[Completion], NativeRollout]:
+    """All completions in the requests' order, and the engine, which has ended."""
+
+    async def run() -> tuple[list[Completion], NativeRollout]:
+        engine = NativeRollout(decoder, limits=limits, version="0.1", **more)
+        engine._batch._late = late
+        results = await asyncio.wait_for(asyncio.gather(*map(engine.submit, requests)), 120)
+        return [completion for result in results for completion in result], engine
+
+    return asyncio.run(run())
+
+
+def everything_is_free(engine: NativeRollout) -> bool:
+    pool = engine._batch._pool
+    return len(pool._free) + len(pool._idle) == pool.made and not any(pool._users)
+
+
+def reads(monkeypatch: pytest.MonkeyPatch, decoder: Decoder) -> list[int]:
+    """Tokens of each later call of the decoder."""
+    counts: list[int] = []
+    run = decoder.run_unhooked
+
+    def counted(ids: Tensor, positions: Tensor, core: Any) -> Tensor:
+        counts.append(len(ids))
+        return run(ids, positions, core)
+
+    monkeypatch.setattr(decoder, "run_unhooked", counted)
+    return counts
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("limits", [Limits(), SMALL, TIGHT])
+@pytest.mark.parametrize("name", ["qwen3", "qwen2-windows", "mixtral-windows", "gpt2"])
+def test_completions_do_not_depend_on_the_batch(name: str, limits: Limits, late: bool) -> None:
+    """However few rows, tokens or pages there are, and whether tokens are read one call late,
+    completions are those of a batch that begins and ends together."""
+    decoder = decoder_of(name)
+    options = GenerationOptions(
+        max_new_tokens=25, min_new_tokens=2, temperature=0.8, stop_token_ids=(STOP, 11)
+    )
+    texts, n = prompts(12), 3
+    cu = torch.tensor([0, *(len(text) for text in texts)]).cumsum(0).to(torch.int32)
+    flat = torch.tensor([token for text in texts for token in text])
+    wanted = generate(decoder, flat, cu, options, seed=1, step=2, keys=torch.arange(36))
+    requests = [request(i, text, options, *range(i * n, i * n + n)) for i, text in enumerate(texts)]
+    found, engine = served(decoder, requests, limits, late=late)
+    rows = zip(
+        wanted.tokens.split(wanted.lengths.tolist()),
+        wanted.logprobs.split(wanted.lengths.tolist()),
+        wanted.prompt_lengths.tolist(),
+        wanted.finished.tolist(),
+        found,
+        strict=True,
+    )
+    for tokens, logprobs, prompt, finished, completion in rows:
+        assert completion.tokens == tuple(tokens[prompt:].tolist())
+        difference = logprobs[prompt:] - torch.tensor(completion.logprobs)
+        assert difference.abs().max() < 1e-5
+        assert completion.finish == ("stop" if finished else "length")
+        assert completion.versions == ("0.1",) * len(completion.tokens)
+    assert everything_is_free(engine)
+
+
+@pytest.mark.parametrize("name", [name for name in ODD if name != "llama-dynamic-rope"])
+def test_logprobs_are_those_of_the_training_forward(name: str) -> None:
+    """Also of rows that were preempted and of prompts that were read in parts."""
+    decoder = decoder_of(name)
+    options = GenerationOptions(max_new_tokens=30, temperature=0.8, stop_token_ids=(STOP, 11))
+    texts = prompts(8, 20)
+    requests = [request(i, text, options, i, 100 + i) for i, text in enumerate(texts)]
+    limits = Limits(rows=8, step_tokens=10, cache_tokens=80, page_tokens=4)
+    found, _ = served(decoder, requests, limits)
+    sequences = [texts[place // 2] + completion.tokens for place, completion in enumerate(found)]
+    cu = torch.tensor([0, *map(len, sequences)]).cumsum(0).to(torch.int32)
+    flat = torch.tensor([token for sequence in sequences for token in sequence])
+    with torch.no_grad():
+        hidden = decoder(flat, cu, max(map(len, sequences)))
+        logp, _ = packed_logprobs_and_entropy(hidden, decoder.head_weight(), flat, cu, 0.8)
+    for part, completion in zip(logp.split(cu.diff().tolist()), found, strict=True):
+        new = part[-len(completion.tokens) :]
+        assert (new - torch.tensor(completion.logprobs)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen2", "qwen3", "mistral", "gemma", "mixtral", "qwen3_moe", "gpt2"]
+)
+def test_greedy_equals_transformers(name: str, tmp_path: Path) -> None:
+    """For every family: the same tokens where the margin allows, log-probabilities within 1e-4."""
+    from slurmrl.models.hf import from_hf
+
+    model = hf_model(ODD[name], 0)
+    model.save_pretrained(tmp_path)
+    options = GenerationOptions(max_new_tokens=12, greedy=True, stop_token_ids=(STOP,))
+    texts = prompts(10)
+    requests = [request(i, text, options, i) for i, text in enumerate(texts)]
+    found, _ = served(from_hf(tmp_path), requests, SMALL)
+    compared = 0
+    for text, completion in zip(texts, found, strict=True):
+        result = model.generate(
+            torch.tensor([text]),
+            max_new_tokens=12,
+            do_sample=False,
+            eos_token_id=STOP,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        expected = result.sequences[0, len(text) :].tolist()
+        for place, logits in enumerate(result.logits):
+            top = logits[0].topk(2).values
+            if top[0] - top[1] <= 1e-4:
+                break
+            token = completion.tokens[place]
+            assert token == expected[place]
+            logprob = logits[0].log_softmax(-1)[token].item()
+            assert abs(logprob - completion.logprobs[place]) < 1e-4
+            compared += 1
+    assert compared > 40
+
+
+def test_logprobs_are_of_the_distribution_that_was_drawn_from() -> None:
+    """With top-k and top-p, the probabilities of what they leave add up to 1."""
+    options = GenerationOptions(max_new_tokens=1, top_k=2)
+    found, _ = served(decoder_of(), [request(0, (5, 6, 7), options, *range(64))])
+    probability = {c.tokens[0]: torch.tensor(c.logprobs[0]).exp().item() for c in found}
+    assert len(probability) == 2
+    assert sum(probability.values()) == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("length", [8, 16, 17, 31])
+def test_a_prompt_is_read_once_for_all_of_its_completions(
+    length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """n = 64 completions cost one prefill; so do later requests that begin with the same pages."""
+    decoder, prompt = decoder_of(), tuple(4 + n % 30 for n in range(length))
+    counts = reads(monkeypatch, decoder)
+    options = GenerationOptions(max_new_tokens=3)
+    found, engine = served(decoder, [request(0, prompt, options, *range(64))])
+    assert len(found) == 64
+    assert len({completion.tokens for completion in found}) > 10
+    assert counts == [length, 64, 64]
+    assert everything_is_free(engine)
+
+
+def test_the_turns_of_an_episode_share_their_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that begins with an ended request's tokens reads only what follows its full pages,
+    until the weights change."""
+    decoder, options = decoder_of(), GenerationOptions(max_new_tokens=9)
+    counts = reads(monkeypatch, decoder)
+
+    async def run() -> list[int]:
+        engine = NativeRollout(decoder, version="0.1", limits=Limits(page_tokens=4))
+        prompt: tuple[int, ...] = tuple(range(4, 14))
+        prefills = []
+        for turn in range(4):
+            if turn == 3:
+                await engine.update_weights(WeightVersion(name="1.1"))
+            counts.clear()
+            (completion,) = await engine.submit(request(turn, prompt, options, turn))
+            prefills.append(counts[0])
+            prompt += (*completion.tokens, 20, 21)
+        return prefills
+
+    # 10 tokens, then 11 more each turn; full pages of the tokens read before are shared.
+    assert asyncio.run(run()) == [10, 21 - 16, 32 - 28, 43]
+
+
+def test_equal_prompts_at_once_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, options = decoder_of(), GenerationOptions(max_new_tokens=2)
+    counts = reads(monkeypatch, decoder)
+    prompt = tuple(4 + n % 30 for n in range(33))
+    requests = [request(i, prompt, options, i) for i in range(10)]
+    served(decoder, requests, Limits(page_tokens=8))
+    assert counts[0] == 33 + 9 * 1
+
+
+def test_new_weights_take_over_in_the_middle(tmp_path: Path) -> None:
+    """Tokens behind an update are those of the new weights, given the tokens before it; each token
+    has its version, and an update from a folder changes the decoder's own tensors."""
+    first, second = decoder_of(seed=0), decoder_of(seed=1)
+    to_hf(second, tmp_path)
+    options = GenerationOptions(max_new_tokens=20)
+    texts = prompts(6)
+
+    async def run() -> list[Completion]:
+        engine = NativeRollout(first, version="0.1", limits=SMALL)
+        futures = [engine.submit(request(i, text, options, i)) for i, text in enumerate(texts)]
+        for _ in range(8):
+            await asyncio.sleep(0)
+        await engine.update_weights(WeightVersion(name="1.1", folder=tmp_path))
+        assert engine.version == "1.1"
+        return [(await future)[0] for future in futures]
+
+    found = asyncio.run(run())
+    mixed = 0
+    for place, (text, completion) in enumerate(zip(texts, found, strict=True)):
+        old = completion.versions.count("0.1")
+        assert completion.versions == ("0.1",) * old + ("1.1",) * (20 - old)
+        mixed += 0 < old < 20
+        rest = GenerationOptions(max_new_tokens=20 - old)
+        again = request(0, text + completion.tokens[:old], rest, place)
+        (wanted,), _ = served(decoder_of(seed=1), [again])
+        assert completion.tokens[old:] == wanted.tokens
+        difference = torch.tensor(completion.logprobs[old:]) - torch.tensor(wanted.logprobs)
+        assert difference.abs().max() < 1e-5
+    assert mixed >= 4
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_updates_at_every_step_do_not_stop_requests(paused: bool) -> None:
+    """Prompts longer than a call's tokens are read again after each update; still each version
+    draws at least one token, so requests end."""
+    decoder, options = decoder_of(), GenerationOptions(max_new_tokens=6)
+    texts = [tuple(4 + (n + i) % 30 for n in range(30)) for i in range(4)]
+
+    async def run() -> tuple[list[Completion], int]:
+        engine = NativeRollout(decoder, version="0.1", limits=Limits(rows=4, step_tokens=4))
+        futures = [engine.submit(request(i, text, options, i)) for i, text in enumerate(texts)]
+        updates = 0
+        while not all(future.done() for future in futures):
+            updates += 1
+            assert updates < 100
+            if paused:
+                await engine.pause()
+            await engine.update_weights(WeightVersion(name=f"{updates}.1"))
+            if paused:
+                await engine.resume()
+        return [future.result()[0] for future in futures], updates
+
+    found, updates = asyncio.run(asyncio.wait_for(run(), 60))
+    assert updates > 6
+    assert {len(completion.tokens) for completion in found} == {6}
+    assert len({version for completion in found for version in completion.versions}) > 6
+
+
+def test_nothing_is_drawn_while_paused(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder, options = decoder_of(), GenerationOptions(max_new_tokens=10)
+
+    async def run() -> Completion:
+        engine = NativeRollout(decoder, version="0.1")
+        future = engine.submit(request(0, (5, 6), options, 0))
+        await asyncio.sleep(0)
+        await engine.pause()
+        counts = reads(monkeypatch, decoder)
+        late = engine.submit(request(1, (5, 6, 7), options, 1))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert not counts
+        assert not future.done()
+        await engine.resume()
+        await late
+        return (await future)[0]
+
+    (wanted,), _ = served(decoder, [request(0, (5, 6), options, 0)])
+    assert asyncio.run(run()).tokens == wanted.tokens
+
+
+def test_aborted_requests_keep_their_tokens() -> None:
+    """Abort gives what was drawn; a cancelled future frees its rows; unknown ids are ignored."""
+    decoder, options = decoder_of(), GenerationOptions(max_new_tokens=40)
+
+    async def run() -> tuple[Completion, ...]:
+        engine = NativeRollout(decoder, version="0.1", limits=Limits(rows=2, step_tokens=8))
+        futures = [
+            engine.submit(request(i, text, options, i, 50 + i, 80 + i))
+            for i, text in enumerate(prompts(3))
+        ]
+        for _ in range(6):
+            await asyncio.sleep(0)
+        engine.abort("0")
+        engine.abort("no such request")
+        futures[1].cancel()
+        found = await futures[0]
+        engine.abort("0")
+        await futures[2]
+        assert everything_is_free(engine)
+        return found
+
+    found = asyncio.run(run())
+    assert [completion.finish for completion in found] == ["aborted"] * 3
+    assert len(found[0].tokens) in range(1, 8)
+    (wanted,), _ = served(decoder, [request(0, prompts(3)[0], options, 0)])
+    assert wanted.tokens[: len(found[0].tokens)] == found[0].tokens
+
+
+def test_requests_wait_for_the_first_weights_and_lower_priorities_begin_first() -> None:
+    decoder, options = decoder_of(), GenerationOptions(max_new_tokens=3)
+
+    async def run() -> list[str]:
+        engine = NativeRollout(decoder, limits=Limits(rows=1, step_tokens=8))
+        assert engine.version is None
+        order: list[str] = []
+        futures = []
+        for name, priority in (("b", 1), ("c", 2), ("a", 0)):
+            future = engine.submit(request(name, (5, 6), options, 0, priority=priority))
+            future.add_done_callback(lambda _, name=name: order.append(name))
+            futures.append(future)
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not any(future.done() for future in futures)
+        await engine.update_weights(WeightVersion(name="0.1"))
+        await asyncio.gather(*futures)
+        return order
+
+    assert asyncio.run(run()) == ["a", "b", "c"]
+
+
+def test_four_thousand_requests_at_once() -> None:
+    """All are served, each with its own stream, in a bounded batch."""
+    decoder, options = decoder_of(), GenerationOptions(max_new_tokens=2, stop_token_ids=(STOP,))
+    texts = prompts(40)
+    requests = [request(i, texts[i % 40], options, i) for i in range(4000)]
+    found, engine = served(decoder, requests, Limits(cache_tokens=4096))
+    assert len(found) == 4000
+    assert engine._batch._pool.made * 16 <= 4096
+    alone, _ = served(decoder, requests[3990:])
+    assert [completion.tokens for completion in alone] == [
+        completion.tokens for completion in found[3990:]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "limits", "more", "message"),
+    [
+        ((), None, {}, "an empty prompt"),
+        ((5,) * 64, None, {}, "64 tokens leaves no room .* context of 64"),
+        ((5,) * 70, None, {}, "70 tokens leaves no room"),
+        ((5,) * 30, Limits(cache_tokens=32), {}, "30 tokens with up to 10 new ones does not fit"),
+        ((5,), None, {"stop_strings": ("x",)}, "no tokenizer"),
+    ],
+)
+def test_requests_that_can_never_be_served_are_refused(
+    prompt: tuple[int, ...], limits: Limits | None, more: dict[str, Any], message: str
+) -> None:
+    """They fail alone, with the reason; the engine serves the others."""
+    decoder = decoder_of()
+    options = GenerationOptions(max_new_tokens=10)
+
+    async def run() -> None:
+        engine = NativeRollout(decoder, version="0.1", limits=limits)
+        wrong = GenerationOptions(max_new_tokens=10, **more)
+        bad = engine.submit(request(0, prompt, wrong, 0))
+        good = engine.submit(request(1, (5, 6), options, 0))
+        with pytest.raises(UsageError, match=message):
+            await bad
+        assert len((await good)[0].tokens) == 10
+
+    asyncio.run(run())
+
+
+def test_a_sequence_ends_at_the_context() -> None:
+    options = GenerationOptions(max_new_tokens=10)
+    (completion,), _ = served(decoder_of(), [request(0, (5,) * 60, options, 0)])
+    assert (len(completion.tokens), completion.finish) == (4, "length")
+
+
+def test_a_diverged_model_fails_all_requests() -> None:
+    decoder = decoder_of()
+    with torch.no_grad():
+        decoder.head_weight().fill_(float("nan"))
+
+    async def run() -> None:
+        engine = NativeRollout(decoder, version="0.1")
+        await engine.health()
+        options = GenerationOptions(max_new_tokens=4)
+        futures = [engine.submit(request(i, (5, 6), options, i)) for i in range(3)]
+        checks: list[Awaitable[Any]] = [*futures, engine.submit(request(9, (5,), options, 1))]
+        for check in checks:
+            with pytest.raises(RunFailedError, match="not finite"):
+                await check
+        with pytest.raises(RunFailedError, match="not finite"):
+            await engine.health()
+
+    asyncio.run(run())
+
+
+def test_a_closed_engine_fails_its_requests() -> None:
+    async def run() -> None:
+        engine = NativeRollout(decoder_of(), version="0.1")
+        future = engine.submit(request(0, (5, 6), GenerationOptions(max_new_tokens=40), 0))
+        await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(RunFailedError, match="closed"):
+            await future
+
+    asyncio.run(run())
+
+
+def letters(tokens: Any) -> str:
+    """A tokenizer of one, two or three letters a token."""
+    return "".join("abcdefghij"[token % 10] * (1 + token % 3) for token in tokens)
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("least", [0, 5])
+def test_stop_strings_end_completions_across_tokens(least: int, late: bool) -> None:
+    """A completion ends with the first token after which its text has a stop string, wherever in
+    tokens it begins and ends, and after the least number of tokens."""
+    decoder, stops = decoder_of(), ("ab", "cccd", "hhij", "ff")
+    free = GenerationOptions(max_new_tokens=40)
+    options = GenerationOptions(max_new_tokens=40, min_new_tokens=least, stop_strings=stops)
+    texts = prompts(20)
+    whole, _ = served(decoder, [request(i, text, free, i) for i, text in enumerate(texts)])
+    found, engine = served(
+        decoder,
+        [request(i, text, options, i) for i, text in enumerate(texts)],
+        late=late,
+        decode=letters,
+    )
+    assert everything_is_free(engine)
+    stopped = 0
+    for unbounded, completion in zip(whole, found, strict=True):
+        tokens, count = unbounded.tokens, len(completion.tokens)
+        assert tokens[:count] == completion.tokens
+
+        def ends(at: int, tokens: tuple[int, ...] = tokens) -> bool:
+            text, before = letters(tokens[:at]), letters(tokens[: at - 1])
+            return any(text.count(stop) > before.count(stop) for stop in stops)
+
+        wanted = [at for at in range(least + 1, 41) if ends(at)]
+        assert count == (wanted[0] if wanted else 40)
+        assert completion.finish == ("stop" if wanted else "length")
+        stopped += bool(wanted)
+    assert stopped > 5
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Limits(rows=0),
+        lambda: Limits(rows=8, step_tokens=7),
+        lambda: Limits(cache_tokens=8, page_tokens=16),
+    ],
+)
+def test_wrong_limits_are_refused(wrong: Callable[[], Limits]) -> None:
+    with pytest.raises(UsageError, match="must be at least"):
+        wrong()
