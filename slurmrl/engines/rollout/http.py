@@ -1,4 +1,4 @@
-"""A bounded asynchronous client of one HTTP server, by TCP or a Unix socket.
+"""An asynchronous client of one HTTP server, by TCP or a Unix socket.
 
 Every request has a connection of its own. A server closes a kept connection whenever it likes, and
 a request that was on its way then may or may not have been received.
@@ -64,30 +64,23 @@ class Address:
 
 
 class HttpClient:
-    """Requests to one server, at most ``concurrency`` bounded ones at a time.
+    """Requests to one server, whose answers are JSON values or texts.
 
-    What was certainly not worked on (no connection, status 429 or 503) is repeated for
-    ``patience_s``. Nothing else is: a request whose answer broke off may have had its effect.
-    Proxies of the environment are not used, and redirects are not followed.
+    They raise UsageError where the server refuses the request as such, and RunFailedError where it
+    cannot be reached, fails, or does not answer in time. What was certainly not worked on (no
+    connection, status 429 or 503) is repeated for ``patience_s``. Nothing else is: a request whose
+    answer broke off may have had its effect. Proxies of the environment are not used, and redirects
+    are not followed.
     """
 
-    def __init__(
-        self,
-        address: Address,
-        *,
-        api_key: str = "",
-        concurrency: int = 256,
-        patience_s: float = 5.0,
-    ) -> None:
+    def __init__(self, address: Address, *, api_key: str = "", patience_s: float = 5.0) -> None:
         self.address = address
         self._patience_s = patience_s
-        self._free = asyncio.Semaphore(concurrency)
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session: aiohttp.ClientSession | None = None
         self._closed = False
 
     async def get(self, path: str, *, timeout_s: float) -> object:
-        """The answer to a GET request: a JSON value, or text."""
         return await self._repeat("GET", path, None, timeout_s)
 
     async def post(
@@ -96,18 +89,8 @@ class HttpClient:
         body: Mapping[str, object] | None = None,
         *,
         timeout_s: float | None,
-        bounded: bool = False,
     ) -> object:
-        """The answer to a POST request: a JSON value, or text.
-
-        Bounded requests wait until fewer than ``concurrency`` of them are under way; the wait is
-        not part of ``timeout_s``. Raises UsageError where the server refuses the request as such,
-        RunFailedError where it cannot be reached, fails, or does not answer in time.
-        """
-        if not bounded:
-            return await self._repeat("POST", path, body, timeout_s)
-        async with self._free:
-            return await self._repeat("POST", path, body, timeout_s)
+        return await self._repeat("POST", path, body, timeout_s)
 
     async def close(self) -> None:
         """Close all connections; requests under way and later ones fail with RunFailedError."""

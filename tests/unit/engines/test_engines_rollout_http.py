@@ -90,35 +90,6 @@ def test_addresses_of_both_kinds() -> None:
     assert Address("unix:/run/s").socket == "/run/s"
 
 
-def test_concurrency_is_bounded_and_every_request_is_answered_once(tmp_path: Path) -> None:
-    under_way: set[int] = set()
-    most, seen = 0, []
-
-    async def handler(request: bytes, writer: asyncio.StreamWriter) -> None:
-        nonlocal most
-        number = json.loads(request.partition(b"\r\n\r\n")[2])["number"]
-        under_way.add(number)
-        most = max(most, len(under_way))
-        seen.append(number)
-        for _ in range(3):
-            await asyncio.sleep(0)
-        under_way.remove(number)
-        respond(writer, 200, number)
-
-    async def main() -> list[object]:
-        path = tmp_path / "s"
-        async with serving(path, handler), client_of(path, concurrency=32) as client:
-            posts = (
-                client.post("/x", {"number": number}, timeout_s=60, bounded=True)
-                for number in range(1000)
-            )
-            return await asyncio.gather(*posts)
-
-    assert asyncio.run(main()) == list(range(1000))
-    assert sorted(seen) == list(range(1000))
-    assert 1 < most <= 32
-
-
 @pytest.mark.parametrize("status", [429, 503])
 def test_what_the_server_did_not_begin_is_repeated(tmp_path: Path, status: int) -> None:
     """A server that is not there yet, and one that is busy."""

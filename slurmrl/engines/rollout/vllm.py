@@ -1,0 +1,240 @@
+"""vLLM 0.32 and later, as a server.
+
+Weights are replaced while the scheduler is paused with ``mode=keep``: the server holds its
+requests, computes their caches again with the new weights, and reports which version drew which
+token. The routes for that need ``VLLM_SERVER_DEV_MODE=1`` and ask for no key, so the server listens
+on a Unix socket in a folder that only the user can enter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from slurmrl.engines.rollout.base import Completion, Finish, WeightVersion
+from slurmrl.engines.rollout.dialect import Dialect, Draw
+from slurmrl.engines.rollout.http import HttpClient
+from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.models.generate import GenerationOptions
+
+CONTROL_S = 60.0
+"""Time limit of pausing, resuming, aborting: the server answers between two steps."""
+LOAD_S = 1800.0
+"""Time limit of reading weights from disk."""
+OLDEST = (0, 32)
+FLAGS = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs")
+"""Without these the server refuses requests, or reports log-probabilities before temperature."""
+RESET = "/reset_prefix_cache?reset_running_requests=true"
+
+
+def command(
+    python: str, model: Path, socket: Path, *, context: int, options: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Start a server on a Unix socket, whose folder must have mode 0700. ``options``: further
+    flags, which win over these."""
+    return (
+        *(python, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model), "--uds", str(socket), "--max-model-len", str(context)),
+        *FLAGS,
+        *("--generation-config", "vllm"),  # that of the model would change sampling silently
+        *("--scheduling-policy", "priority", "--enable-prefix-caching"),
+        *options,
+    )
+
+
+ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # it would unpickle requests
+    "HF_HUB_OFFLINE": "1",
+}
+"""Variables of a server, over those of the job."""
+
+
+@dataclass(frozen=True)
+class _ReplyLogprob:
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True)
+class _ReplyLogprobs:
+    content: list[_ReplyLogprob]
+
+
+@dataclass(frozen=True)
+class _ReplySpan:
+    """``version`` drew the tokens ``start`` to ``end`` - 1."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class _ReplyChoice:
+    finish_reason: Literal["stop", "length", "abort"]
+    token_ids: list[int]
+    logprobs: _ReplyLogprobs
+    weight_versions: list[_ReplySpan] | None
+
+
+@dataclass(frozen=True)
+class _Reply:
+    choices: list[_ReplyChoice]
+
+
+REPLY = TypeAdapter(_Reply)
+FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
+PREFIX = "generate-tokens-"
+"""What the server puts before the id of a request."""
+
+
+def request_body(draw: Draw) -> dict[str, Any]:
+    """The body of a request for one completion."""
+    return {
+        "request_id": draw.name,
+        "token_ids": list(draw.prompt),
+        "priority": draw.priority,
+        "sampling_params": _sampling(draw.options, draw.seed),
+    }
+
+
+def _sampling(options: GenerationOptions, seed: int) -> dict[str, Any]:
+    return {
+        "max_tokens": options.max_new_tokens,
+        "min_tokens": options.min_new_tokens,
+        "temperature": 0.0 if options.greedy else options.temperature,
+        "top_p": options.top_p,
+        "top_k": options.top_k or 0,  # 0: all
+        "stop_token_ids": list(options.stop_token_ids),
+        "stop": list(options.stop_strings),
+        "ignore_eos": True,  # it is among the stop ids where it should end a completion
+        "seed": seed,
+        "logprobs": 0,  # those of the drawn tokens
+        "detokenize": bool(options.stop_strings),
+        "skip_special_tokens": False,  # stop strings may contain them
+    }
+
+
+def read_reply(where: str, reply: object) -> Completion:
+    """The completion of a reply."""
+    try:
+        (choice,) = REPLY.validate_python(reply).choices
+    except (ValidationError, ValueError) as error:
+        raise RunFailedError(f"{where}: the answer does not have vLLM's form: {error}") from error
+    tokens, content = choice.token_ids, choice.logprobs.content
+    versions = [
+        span.version for span in choice.weight_versions or () for _ in range(span.start, span.end)
+    ]
+    if tokens != [entry.token_id for entry in content] or len(versions) != len(tokens):
+        raise RunFailedError(
+            f"{where}: {len(tokens)} tokens came with {len(content)} log-probabilities and "
+            f"{len(versions)} weight versions, or with those of other tokens"
+        )
+    return Completion(
+        tokens=tuple(tokens),
+        logprobs=tuple(entry.logprob for entry in content),
+        versions=tuple(versions),
+        finish=FINISH[choice.finish_reason],
+    )
+
+
+class VllmDialect(Dialect):
+    """One vLLM server."""
+
+    def __init__(self, client: HttpClient, *, health_s: float = 30.0) -> None:
+        """``health_s``: time limit of `health`; at least the longest step of the model."""
+        self._client = client
+        self._health_s = health_s
+        self._where = client.address.text
+
+    async def connect(self) -> int:
+        await self._check_version()
+        await self._check_flags()
+        options = GenerationOptions(max_new_tokens=1, greedy=True)
+        await self.draw(Draw(name="connect", prompt=(0,), seed=0, options=options, priority=0))
+        return await self._context()
+
+    async def _check_version(self) -> None:
+        version = str(_field(self._where, await self._get("/version"), "version"))
+        numbers = version.split(".")[:2]
+        if not all(part.isdigit() for part in numbers) or tuple(map(int, numbers)) < OLDEST:
+            raise UsageError(f"{self._where}: vLLM {version} is too old; at least 0.32 is needed")
+
+    async def _check_flags(self) -> None:
+        try:
+            info = await self._get("/server_info?config_format=json")
+        except UsageError as error:
+            raise UsageError(
+                f"{self._where} does not offer updates of weights: start it with "
+                f"VLLM_SERVER_DEV_MODE=1 ({error})"
+            ) from error
+        config = _field(self._where, info, "vllm_config")
+        mode = _field(self._where, _field(self._where, config, "model_config"), "logprobs_mode")
+        if mode != "processed_logprobs":
+            raise UsageError(
+                f"{self._where}: --logprobs-mode is {mode}, so log-probabilities are not those of "
+                f"the sampled distribution; start the server with {' '.join(FLAGS)}"
+            )
+
+    async def _context(self) -> int:
+        models = _field(self._where, await self._get("/v1/models"), "data")
+        if not isinstance(models, list) or not models:
+            raise RunFailedError(f"{self._where}: /v1/models lists no model")
+        return int(str(_field(self._where, models[0], "max_model_len")))
+
+    async def draw(self, draw: Draw) -> Completion:
+        path = "/inference/v1/generate"
+        reply = await self._client.post(path, request_body(draw), timeout_s=None)
+        return read_reply(self._where + path, reply)
+
+    async def abort(self, name: str) -> None:
+        await self._post("/inference/v1/abort_requests", {"request_ids": [PREFIX + name]})
+
+    async def pause(self) -> None:
+        await self._post("/pause?mode=keep")
+
+    async def resume(self) -> None:
+        await self._post("/resume")
+
+    async def load(self, version: WeightVersion) -> None:
+        if version.folder is None or not version.folder.is_dir():
+            raise UsageError(
+                f"weight version {version.name}: {version.folder} is not a folder with a checkpoint"
+            )
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(version.folder)}}
+        await self._post("/collective_rpc", reload, timeout_s=LOAD_S)
+        if _field(self._where, await self._post(RESET), "success") is not True:
+            raise RunFailedError(f"{self._where}: the server did not empty its prefix cache")
+        await self._post("/update_weight_version", {"new_version": version.name})
+        held = _field(self._where, await self._get("/weight_info"), "weight_version")
+        if held != version.name:
+            raise RunFailedError(f"{self._where}: holds version {held} instead of {version.name}")
+
+    async def health(self) -> None:
+        await self._client.get("/health", timeout_s=self._health_s)
+        await self._client.get(
+            "/is_paused", timeout_s=self._health_s
+        )  # asks the process that computes
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def _get(self, path: str) -> object:
+        return await self._client.get(path, timeout_s=CONTROL_S)
+
+    async def _post(
+        self, path: str, body: Mapping[str, object] | None = None, timeout_s: float = CONTROL_S
+    ) -> object:
+        return await self._client.post(path, body, timeout_s=timeout_s)
+
+
+def _field(where: str, value: object, name: str) -> object:
+    if not isinstance(value, dict) or name not in value:
+        raise RunFailedError(f"{where}: the answer has no field '{name}': {str(value)[:200]}")
+    return value[name]

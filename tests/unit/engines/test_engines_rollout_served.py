@@ -1,0 +1,237 @@
+"""The engine of a server, in front of a server that computes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
+from slurmrl.engines.rollout.dialect import Dialect, Draw
+from slurmrl.engines.rollout.served import ServedEngine
+from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.models.generate import GenerationOptions
+
+CONTEXT = 16
+
+
+class ScriptedDialect(Dialect):
+    """Draws wait until the test ends them. Aborts of draws younger than ``deaf`` calls of `abort`
+    get lost, as those that overtake their request do."""
+
+    def __init__(self, *, deaf: int = 0) -> None:
+        self.draws: dict[str, asyncio.Future[Completion]] = {}
+        self.seeds: dict[str, int] = {}
+        self.calls: list[str] = []
+        self.most = 0
+        self._deaf = deaf
+
+    async def connect(self) -> int:
+        return CONTEXT
+
+    async def draw(self, draw: Draw) -> Completion:
+        self.calls.append(f"draw {draw.name}")
+        self.seeds[draw.name] = draw.seed
+        self.draws[draw.name] = asyncio.get_running_loop().create_future()
+        self.most = max(self.most, len(self.draws))
+        try:
+            return await self.draws[draw.name]
+        finally:
+            del self.draws[draw.name]
+
+    async def abort(self, name: str) -> None:
+        self.calls.append(f"abort {name}")
+        self._deaf -= 1
+        if self._deaf < 0 and name in self.draws and not self.draws[name].done():
+            self.draws[name].set_result(completion("aborted", 2))
+
+    async def pause(self) -> None:
+        self.calls.append("pause")
+
+    async def resume(self) -> None:
+        self.calls.append("resume")
+
+    async def load(self, version: WeightVersion) -> None:
+        self.calls.append(f"load {version.name}")
+        if version.name == "broken":
+            raise RunFailedError("no such weights")
+
+    async def health(self) -> None:
+        self.calls.append("health")
+
+    async def close(self) -> None:
+        for future in self.draws.values():
+            future.cancel()
+
+
+def completion(finish: Any = "stop", tokens: int = 3) -> Completion:
+    return Completion(
+        tokens=(7,) * tokens, logprobs=(-1.0,) * tokens, versions=("1.1",) * tokens, finish=finish
+    )
+
+
+def request(name: str = "r", keys: int = 1, prompt: int = 4) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name,
+        prompt=(1,) * prompt,
+        keys=tuple(range(keys)),
+        seed=1,
+        step=2,
+        options=GenerationOptions(max_new_tokens=8),
+    )
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        await asyncio.wait_for(main, 60)
+
+    asyncio.run(bounded())
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def ready(dialect: ScriptedDialect, **options: int) -> ServedEngine:
+    engine = await ServedEngine.connect(dialect, **options)
+    await engine.update_weights(WeightVersion(name="1.1"))
+    dialect.calls.clear()
+    return engine
+
+
+def test_requests_wait_for_the_first_version_and_are_bounded() -> None:
+    """No token is drawn before a version was installed; then at most ``concurrency`` completions
+    are requested at a time, and each is answered once, in the order of its keys."""
+
+    async def main() -> None:
+        dialect = ScriptedDialect()
+        engine = await ServedEngine.connect(dialect, concurrency=5)
+        futures = [engine.submit(request(f"r{index}", keys=4)) for index in range(10)]
+        await settle()
+        assert (dialect.calls, engine.version) == ([], None)
+        await engine.update_weights(WeightVersion(name="1.1"))
+        tokens: dict[str, int] = {}
+        while not all(future.done() for future in futures):
+            await settle()
+            name, future = list(dialect.draws.items())[-1]
+            tokens[name] = len(tokens) + 1
+            future.set_result(completion(tokens=tokens[name]))
+            await settle()
+        assert dialect.most == 5
+        for index, future in enumerate(futures):
+            expected = [tokens[f"r{index}-{key}"] for key in range(4)]
+            assert [len(result.tokens) for result in future.result()] == expected
+        assert len(set(dialect.seeds.values())) == 4  # a key's stream is its own
+        assert all(0 <= seed < 2**63 for seed in dialect.seeds.values())
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (request(prompt=0), "must not be empty"),
+        (request(keys=0), "must not be empty"),
+        (request(prompt=CONTEXT), "a prompt of 16 tokens leaves no room.*takes 16 tokens"),
+    ],
+)
+def test_a_request_that_can_never_be_served_fails_at_once(
+    bad: GenerationRequest, message: str
+) -> None:
+    async def main() -> None:
+        dialect = ScriptedDialect()
+        engine = await ready(dialect)
+        future = engine.submit(bad)
+        assert future.done()
+        with pytest.raises(UsageError, match=message):
+            await future
+        assert dialect.calls == []
+
+    run(main())
+
+
+def test_an_abort_returns_what_was_drawn_even_if_it_overtakes_its_request() -> None:
+    async def main() -> None:
+        dialect = ScriptedDialect(deaf=3)
+        engine = await ready(dialect, concurrency=2)
+        future = engine.submit(request(keys=4))
+        await settle()
+        dialect.draws["r-0"].set_result(completion("stop"))
+        engine.abort("r")
+        engine.abort("r")
+        engine.abort("unknown")
+        results = await future
+        assert [result.finish for result in results] == ["stop", "aborted", "aborted", "aborted"]
+        assert [len(result.tokens) for result in results] == [3, 2, 0, 0]
+        assert "draw r-3" not in dialect.calls  # its turn never came
+
+    run(main())
+
+
+def test_a_completion_that_the_server_aborted_by_itself_is_not_a_completion() -> None:
+    """A server that ends gracefully answers what it has: that must not pass for the whole."""
+
+    async def main() -> None:
+        dialect = ScriptedDialect()
+        engine = await ready(dialect)
+        future = engine.submit(request())
+        await settle()
+        dialect.draws["r-0"].set_result(completion("aborted"))
+        with pytest.raises(RunFailedError, match="aborted the request"):
+            await future
+
+    run(main())
+
+
+def test_updates_of_a_paused_engine_leave_it_paused() -> None:
+    async def main() -> None:
+        dialect = ScriptedDialect()
+        engine = await ready(dialect)
+        await engine.pause()
+        await engine.update_weights(WeightVersion(name="2.1"))
+        assert dialect.calls == ["pause", "pause", "load 2.1"]
+        await engine.resume()
+        await engine.update_weights(WeightVersion(name="3.1"))
+        assert dialect.calls[3:] == ["resume", "pause", "load 3.1", "resume"]
+        assert engine.version == "3.1"
+
+    run(main())
+
+
+def test_after_an_update_that_failed_no_request_is_sent() -> None:
+    """Its weights may be a mixture."""
+
+    async def main() -> None:
+        dialect = ScriptedDialect()
+        engine = await ready(dialect)
+        with pytest.raises(RunFailedError, match="no such weights"):
+            await engine.update_weights(WeightVersion(name="broken"))
+        future = engine.submit(request())
+        await settle()
+        assert engine.version is None
+        assert "draw r-0" not in dialect.calls
+        await engine.close()
+        with pytest.raises(RunFailedError, match="closed"):
+            await future
+        with pytest.raises(RunFailedError, match="closed"):
+            await engine.submit(request())
+
+    run(main())
+
+
+def test_a_future_that_is_cancelled_ends_its_requests() -> None:
+    async def main() -> None:
+        dialect = ScriptedDialect()
+        engine = await ready(dialect)
+        future = engine.submit(request(keys=2))
+        await settle()
+        assert len(dialect.draws) == 2
+        future.cancel()
+        await settle()
+        assert dialect.draws == {}
+        engine.submit(request()).cancel()  # its name is free again
+
+    run(main())
