@@ -1,0 +1,49 @@
+"""Starts SGLang's server on a Unix socket: python -P launch_sglang.py SOCKET ARGUMENTS…
+
+It runs in the environment of SGLang and imports nothing of slurmrl. A socket in a private folder
+needs no API key, which SGLang would take as an argument that all users of the host can read, and no
+port, which another process could take first.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from typing import Any
+
+
+def listen_on(path: str) -> None:
+    """Have uvicorn listen on a Unix socket, whatever host and port its caller names."""
+    import uvicorn
+
+    configure = uvicorn.Config.__init__
+
+    def configure_socket(self: Any, app: Any, **settings: Any) -> None:
+        del settings["host"], settings["port"]
+        configure(self, app, uds=path, **settings)
+
+    uvicorn.Config.__init__ = configure_socket
+
+
+def unused_port() -> int:
+    """Nothing listens on it; SGLang also derives from it where to look for other ports."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def main(path: str, arguments: list[str]) -> None:
+    from sglang.launch_server import run_server
+    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.utils import kill_process_tree
+
+    listen_on(path)
+    try:
+        run_server(prepare_server_args([*arguments, "--port", str(unused_port())]))
+    finally:
+        kill_process_tree(os.getpid(), include_parent=False)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,211 @@
+"""A server that is kept running: started, watched, and started again when it ends or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from slurmrl import log
+from slurmrl.backoff import Backoff
+from slurmrl.engines.rollout.process import ServerProcess, ServerProgram
+from slurmrl.errors import RunFailedError, SlurmrlError
+
+logger = log.get(__name__)
+
+MOST_FAILED_STARTS = 3
+STABLE_S = 60.0
+"""A server that served for this long has started well: earlier failures no longer count."""
+RESTART_S = (0.5, 30.0)
+"""First and longest pause before another start."""
+PROBE_S = 0.25
+"""Between two probes of a server that starts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """Time limits of a server, in seconds."""
+
+    start_s: float = 600.0
+    """From its start to its first sign of life, and for what makes it ready."""
+    silence_s: float = 60.0
+    """Without a sign of life, after which it counts as hung."""
+    probe_s: float = 5.0
+    """Between two probes of a server that serves."""
+
+
+class KeptServer:
+    """Keeps a server running.
+
+    ``probe`` returns if the server answers, and ``prepare`` makes a started one ready for requests
+    (it installs weights); both raise SlurmrlError otherwise. Made in a running asyncio loop.
+    """
+
+    def __init__(
+        self,
+        program: ServerProgram,
+        *,
+        probe: Callable[[], Awaitable[None]],
+        prepare: Callable[[], Awaitable[None]],
+        patience: Patience,
+    ) -> None:
+        self.name = program.name
+        self._program = program
+        self._probe, self._prepare = probe, prepare
+        self._patience = patience
+        self._changed = asyncio.Condition()
+        self._starts = 0
+        self._up: int | None = None
+        """The number of the start that is ready."""
+        self._lost: str | None = None
+        """Why there will be no further start."""
+        self._doubted = asyncio.Event()
+        self._busy = 0
+        self._task = asyncio.create_task(self._keep(), name=program.name)
+
+    async def up(self) -> int:
+        """Wait until the server is ready; return the number of its start. Raises RunFailedError
+        once it is given up or closed."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._up is not None or self._lost is not None)
+        if self._lost is not None:
+            raise RunFailedError(self._lost)
+        assert self._up is not None
+        return self._up
+
+    async def settle(self, start: int) -> None:
+        """After a request to a start failed: return once that start has answered a probe, or
+        another one is ready. Raises as ``up`` does."""
+        if self._up == start:
+            self._doubted.set()
+            async with self._changed:
+                await self._changed.wait_for(
+                    lambda: self._up != start or not self._doubted.is_set()
+                )
+        await self.up()
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """While entered, silence of the server is expected."""
+        self._busy += 1
+        try:
+            yield
+        finally:
+            self._busy -= 1
+
+    async def close(self) -> None:
+        """End the server with all of its processes."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        await self._now(None, lost=f"{self.name} was closed")
+
+    async def _keep(self) -> None:
+        backoff = Backoff(*RESTART_S, growth=2.0)
+        failures = 0
+        while True:
+            reason, served_s = await self._serve()
+            failures = 1 if served_s >= STABLE_S else failures + 1
+            if failures == MOST_FAILED_STARTS:
+                break
+            if failures == 1:
+                backoff.reset()
+            logger.warning("%s is started again: %s", self.name, reason)
+            await asyncio.sleep(backoff.next_s())
+        await self._now(None, lost=f"{self.name} failed {failures} times in a row: {reason}")
+
+    async def _serve(self) -> tuple[str, float]:
+        """One start. Returns why it is over, and for how long it was ready, in seconds."""
+        loop = asyncio.get_running_loop()
+        ready_at: float | None = None
+        try:
+            process = ServerProcess(self._program)
+        except SlurmrlError as error:
+            return str(error), 0.0
+        ended: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(process.pidfd, _resolve, ended)
+        try:
+            await self._begin(ended)
+            self._starts += 1
+            ready_at = loop.time()
+            await self._now(self._starts)
+            await self._watch(ended)
+            reason = process.ending()
+        except SlurmrlError as error:
+            reason = process.ending() if process.ended else f"{error}; {process.last_lines()}"
+        finally:
+            loop.remove_reader(process.pidfd)
+            process.close()
+            await self._now(None)
+        return reason, 0.0 if ready_at is None else loop.time() - ready_at
+
+    async def _begin(self, ended: asyncio.Future[None]) -> None:
+        """Return once the server is ready. Raises SlurmrlError if it ends or takes too long."""
+        work = asyncio.ensure_future(self._get_ready())
+        try:
+            await _first_of(work, ended, timeout_s=self._patience.start_s)
+            if ended.done():
+                raise RunFailedError(f"{self.name} ended before it was ready")
+            if not work.done():
+                raise RunFailedError(f"{self.name} was not ready in {self._patience.start_s:g} s")
+            work.result()
+        finally:
+            work.cancel()
+
+    async def _get_ready(self) -> None:
+        while True:
+            try:
+                await self._probe()
+                break
+            except SlurmrlError:
+                await asyncio.sleep(PROBE_S)
+        await self._prepare()
+
+    async def _watch(self, ended: asyncio.Future[None]) -> None:
+        """Return once the server has ended. Raises RunFailedError if it hangs."""
+        loop = asyncio.get_running_loop()
+        heard = loop.time()
+        while not ended.done():
+            doubted = asyncio.ensure_future(self._doubted.wait())
+            await _first_of(ended, doubted, timeout_s=self._patience.probe_s)
+            doubted.cancel()
+            heard = await self._listen(heard, ended)
+            if loop.time() - heard >= self._patience.silence_s:
+                raise RunFailedError(
+                    f"{self.name} hangs: it has not answered for {self._patience.silence_s:g} s"
+                )
+
+    async def _listen(self, heard: float, ended: asyncio.Future[None]) -> float:
+        """Probe the server. Returns when it was last heard of, or expected to be silent."""
+        loop = asyncio.get_running_loop()
+        left_s = max(heard + self._patience.silence_s - loop.time(), PROBE_S)
+        probe = asyncio.ensure_future(self._probe())
+        await _first_of(probe, ended, timeout_s=left_s)
+        probe.cancel()
+        if self._busy:
+            return loop.time()
+        if not probe.done() or probe.cancelled() or probe.exception() is not None:
+            await asyncio.sleep(PROBE_S)
+            return heard
+        async with self._changed:
+            self._doubted.clear()
+            self._changed.notify_all()
+        return loop.time()
+
+    async def _now(self, up: int | None, *, lost: str | None = None) -> None:
+        async with self._changed:
+            self._up = up
+            self._lost = self._lost or lost
+            self._doubted.clear()
+            self._changed.notify_all()
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+async def _first_of(*awaited: asyncio.Future[Any], timeout_s: float) -> None:
+    """Wait until one of them is done, for ``timeout_s`` at most."""
+    await asyncio.wait(awaited, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)

@@ -1,0 +1,230 @@
+"""The life of server processes, with small programs instead of servers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from slurmrl.engines.rollout import server as server_module
+from slurmrl.engines.rollout.process import ServerProcess, ServerProgram
+from slurmrl.engines.rollout.server import KeptServer, Patience
+from slurmrl.errors import RunFailedError
+
+DEADLINE_S = 60.0
+FAMILY = """
+import os, subprocess, sys, time
+from pathlib import Path
+sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+own = subprocess.Popen(sleeper, start_new_session=True)  # a daemon
+child = subprocess.Popen(sleeper)
+folder = Path(sys.argv[1])
+for name, pid in (("daemon", own.pid), ("child", child.pid), ("server", os.getpid())):
+    (folder / f".{name}").write_text(str(pid))
+    (folder / f".{name}").rename(folder / name)
+print("last words", flush=True)
+time.sleep(600)
+"""
+OWNER = """
+import sys, time
+from pathlib import Path
+from tests.unit.engines.test_engines_rollout_server import start
+process = start(Path(sys.argv[1]))
+time.sleep(600)
+"""
+
+
+def program(folder: Path, code: str = FAMILY) -> ServerProgram:
+    return ServerProgram(
+        name="server 0",
+        command=[sys.executable, "-c", code, str(folder)],
+        environment=os.environ,
+        log=folder / "logs" / "server.log",
+    )
+
+
+def start(folder: Path) -> ServerProcess:
+    return ServerProcess(program(folder))
+
+
+def wait_for(what: str, condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {DEADLINE_S} s for {what}"
+        time.sleep(0.01)
+
+
+def family(folder: Path) -> dict[str, int]:
+    """The pids of the server, its child and its daemon, once all of them run."""
+    names = ("server", "child", "daemon")
+    wait_for("the server's processes", lambda: all((folder / name).exists() for name in names))
+    return {name: int((folder / name).read_text()) for name in names}
+
+
+def runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def wait_for_ends(pids: dict[str, int]) -> None:
+    for name, pid in pids.items():
+        wait_for(f"the end of the {name}", lambda pid=pid: not runs(pid))  # type: ignore[misc]
+
+
+def test_closing_ends_every_process_of_a_server_daemons_included(tmp_path: Path) -> None:
+    """Closing ends what the server started, and its log is private."""
+    process = start(tmp_path)
+    pids = family(tmp_path)
+    process.close()
+    assert [name for name, pid in pids.items() if runs(pid)] == []
+    assert (tmp_path / "logs" / "server.log").stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("killed", ["owner", "server"])
+def test_nothing_outlives_a_kill(tmp_path: Path, killed: str) -> None:
+    """Whether the owner or the server is killed, no process of the server is left."""
+    with (tmp_path / "owner.log").open("wb") as output:
+        owner = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stderr=output)
+    pids = family(tmp_path)
+    os.kill({"owner": owner.pid, **pids}[killed], signal.SIGKILL)
+    wait_for_ends(pids)
+    owner.kill()
+    owner.wait()
+
+
+def test_a_killed_warden_takes_the_server_with_it(tmp_path: Path) -> None:
+    """The kernel ends the server, and closing what runs in its session. (A daemon would be ended by
+    the fork server of the rank, which adopts it.)"""
+    process = start(tmp_path)
+    pids = family(tmp_path)
+    warden = int(Path(f"/proc/{pids['server']}/stat").read_text().rpartition(")")[2].split()[1])
+    os.kill(warden, signal.SIGKILL)
+    wait_for("the end of the warden", lambda: process.ended)
+    wait_for("the end of the server", lambda: not runs(pids["server"]))
+    process.close()
+    os.kill(pids.pop("daemon"), signal.SIGKILL)
+    wait_for_ends(pids)
+
+
+def test_the_end_of_a_server_is_described_with_its_last_words(tmp_path: Path) -> None:
+    """The message has the signal or the code, and the end of this start's output."""
+    first = start(tmp_path)
+    pids = family(tmp_path)
+    os.kill(pids["server"], signal.SIGKILL)
+    wait_for("the end", lambda: first.ended)
+    assert "server 0 ended (SIGKILL)" in first.ending()
+    assert "last words" in first.ending()
+    first.close()
+    failing = ServerProcess(program(tmp_path, "import sys; print('no such flag'); sys.exit(3)"))
+    wait_for("the end", lambda: failing.ended)
+    assert "exited with code 3" in failing.ending()
+    assert "no such flag" in failing.ending()
+    assert "last words" not in failing.ending()
+    failing.close()
+
+
+class Life:
+    """A server whose answers the test decides. Its starts are counted in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.answers = True
+        self.prepared = 0
+
+    async def probe(self) -> None:
+        if not self.answers or not (self.folder / "server").exists():
+            raise RunFailedError("no answer")
+
+    async def prepare(self) -> None:
+        self.prepared += 1
+
+
+def within(test: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(test(), DEADLINE_S))
+
+
+def test_a_killed_server_is_started_and_prepared_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``up`` waits for a start that was prepared; `settle` returns with the next one."""
+    monkeypatch.setattr(server_module, "RESTART_S", (0.01, 0.01))
+
+    async def test() -> None:
+        life = Life(tmp_path)
+        server = KeptServer(
+            program(tmp_path), probe=life.probe, prepare=life.prepare, patience=Patience()
+        )
+        assert await server.up() == 1
+        assert life.prepared == 1
+        pids = family(tmp_path)
+        for name in pids:
+            (tmp_path / name).unlink()
+        os.kill(pids["server"], signal.SIGKILL)
+        await server.settle(1)
+        assert await server.up() == 2
+        assert life.prepared == 2
+        wait_for_ends(pids)
+        pids = family(tmp_path)
+        await server.close()
+        assert not any(map(runs, pids.values()))
+        with pytest.raises(RunFailedError, match="closed"):
+            await server.up()
+
+    within(test)
+
+
+def test_a_server_that_does_not_answer_is_ended_unless_it_is_busy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Silence ends a start, but not while an update is expected to take long."""
+    monkeypatch.setattr(server_module, "RESTART_S", (0.01, 0.01))
+    monkeypatch.setattr(server_module, "PROBE_S", 0.02)
+
+    async def test() -> None:
+        life = Life(tmp_path)
+        patience = Patience(silence_s=0.3, probe_s=0.02)
+        server = KeptServer(
+            program(tmp_path), probe=life.probe, prepare=life.prepare, patience=patience
+        )
+        await server.up()
+        pid = family(tmp_path)["server"]
+        with server.busy():
+            life.answers = False
+            await asyncio.sleep(1.0)
+            assert runs(pid)
+            life.answers = True
+        life.answers = False
+        while runs(pid):
+            await asyncio.sleep(0.01)
+        life.answers = True
+        assert await server.up() == 2
+        await server.close()
+
+    within(test)
+
+
+def test_a_server_that_fails_again_and_again_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error names the reason and the log."""
+    monkeypatch.setattr(server_module, "RESTART_S", (0.01, 0.01))
+
+    async def test() -> None:
+        life = Life(tmp_path)
+        broken = program(tmp_path, "import sys; print('unknown model'); sys.exit(1)")
+        server = KeptServer(broken, probe=life.probe, prepare=life.prepare, patience=Patience())
+        with pytest.raises(RunFailedError, match=r"(?s)failed 3 times in a row.*unknown model"):
+            await server.up()
+        await server.close()
+
+    within(test)
