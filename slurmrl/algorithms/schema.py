@@ -74,6 +74,13 @@ class AlgorithmSchema(Section, ABC):
     def roles(self) -> tuple[RoleUse, ...]:
         """The models that the algorithm uses."""
 
+    def why_unused(self, role: str) -> str:
+        """Why the algorithm does not use a model with these settings, and which setting would use
+        it, for a message."""
+        if role == REWARD_MODEL:
+            return "only a reward named 'model' that judges completions uses it"
+        return f"algorithm {getattr(self, 'name', type(self).__name__)} does not use this model"
+
     @abstractmethod
     def calls(self, config: Config) -> tuple[Call, ...]:
         """The calls of one step."""

@@ -87,6 +87,10 @@ class Algorithm(Protocol):
         """The models that it uses with these settings."""
         ...
 
+    def why_unused(self, role: str) -> str:
+        """Why it does not use a model with these settings, and which setting would use it."""
+        ...
+
     def calls(self, config: Config) -> tuple[Call, ...]:
         """The calls of a training step."""
         ...

@@ -20,6 +20,7 @@ from slurmrl.plan.algorithms import ALGORITHMS, Algorithm
 from slurmrl.plan.checks import check, check_submission
 from slurmrl.plan.checks.contract import violations, wrong_class
 from slurmrl.plan.checks.draft import Draft
+from slurmrl.plan.checks.sections import unused_roles
 from slurmrl.plan.own_algorithm import (
     FORMS,
     KIND,
@@ -61,11 +62,13 @@ def load_settings(
     scheduler: str | None = None,
     planning: bool = False,
     folders: Sequence[Path] | None = None,
+    resumed: bool = False,
 ) -> Settings:
     """Read, resolve and check a configuration. ``root`` and ``scheduler`` override the
     configuration's own. When ``planning``, absent files and engines are listed in ``missing``
     instead of refused. ``folders`` are searched for the user's own code; by default, that of the
-    file and the current directory.
+    file and the current directory. ``resumed``: the file is that of a trial, whose unused sections
+    are left alone.
 
     Raises ConfigError with every problem: in the text, in the values, in the algorithm's settings,
     and between them and the files that they name.
@@ -73,7 +76,7 @@ def load_settings(
     source = load(path, overrides)
     searched = [path.parent.absolute(), Path.cwd()] if folders is None else list(folders)
     with importable(searched):
-        return _checked(source, searched, root, scheduler, planning=planning)
+        return _checked(source, searched, root, scheduler, planning=planning, resumed=resumed)
 
 
 def _checked(
@@ -83,6 +86,7 @@ def _checked(
     scheduler: str | None,
     *,
     planning: bool,
+    resumed: bool,
 ) -> Settings:
     config, problems = validate(Config, source)
     schema, folders, more = _schema(source, folders)
@@ -111,6 +115,7 @@ def _checked(
             problems += more
             config = _with_algorithm(config, algorithm)
             draft = Draft(config, algorithm, source)
+            problems += [] if resumed else unused_roles(draft)
             problems += _new([*problems, *missing], check(draft))
             missing += _new([*problems, *missing], check_submission(draft))
     if not planning:

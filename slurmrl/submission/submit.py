@@ -202,7 +202,7 @@ def propose_resume(
     kept = paths.snapshot(snapshot.current(paths))
     folders = [*recorded_folders(kept), Path.cwd()] if update_code else [kept]
     settings = load_settings(
-        paths.config, overrides, root=root, scheduler=scheduler, folders=folders
+        paths.config, overrides, root=root, scheduler=scheduler, folders=folders, resumed=True
     )
     if _paths(settings) != paths:
         raise UsageError("resume cannot rename a trial: submit the configuration with --new")

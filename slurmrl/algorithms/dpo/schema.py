@@ -69,6 +69,11 @@ class DPO(AlgorithmSchema):
         actor = RoleUse("actor", trained=True, head="lm")
         return (actor,) if self.reference_free else (actor, RoleUse("ref", trained=False))
 
+    def why_unused(self, role: str) -> str:
+        if role == "ref":
+            return "algorithm.reference_free is true"
+        return super().why_unused(role)
+
     def calls(self, config: Config) -> tuple[Call, ...]:
         train = Call(
             name="actor_train",

@@ -9,6 +9,7 @@ from typing import Final
 
 from slurmrl.config.conditions import StopWhen
 from slurmrl.config.schema import Config, Dataset
+from slurmrl.config.schema.config import FOLLOWERS
 from slurmrl.config.schema.optimizer import USERS
 from slurmrl.config.schema.reward import ALONE, OWN_REWARD
 from slurmrl.config.source import KeyPath
@@ -108,6 +109,15 @@ def reward(draft: Draft) -> Iterator[Problem]:
             own = "or module:name of your own"
             message = f"'{part.name}' is not allowed; {near(part.name, known)}, {own}"
             yield draft.problem(where, message)
+
+
+def unused_roles(draft: Draft) -> Iterator[Problem]:
+    """Sections of models that no call uses: nothing would execute their settings."""
+    used = {role for role, _ in draft.models()}
+    for role in FOLLOWERS:
+        if role not in used and draft.source.values.get(role) is not None:
+            reason = draft.algorithm.why_unused(role)
+            yield draft.problem((role,), f"is not allowed: {reason}; remove the section")
 
 
 def completions(draft: Draft) -> Iterator[Problem]:

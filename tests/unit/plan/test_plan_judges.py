@@ -10,6 +10,7 @@ import pytest
 
 from slurmrl.errors import ConfigError
 from slurmrl.plan.build import make_plan
+from slurmrl.plan.settings import load_settings
 from tests.unit.plan.conftest import Load, write_model
 
 SCORED = ("reward.name=model", "reward_model.path=judge")
@@ -46,12 +47,41 @@ def test_a_reward_model_scores_completions_before_they_are_judged(load: Load) ->
         assert judge.role is None
 
 
-def test_without_the_reward_named_model_there_is_no_reward_model(load: Load) -> None:
-    plan = make_plan(load("reward_model.path=judge"), scheduler="local")
-    assert "reward_model" not in plan.models
+def test_one_part_of_a_reward_may_be_the_model(load: Load) -> None:
     parts = "reward={parts: {right: {name: exact_match}, rm: {name: model, weight: 0.5}}}"
     plan = make_plan(load(parts, "reward_model.path=judge"), scheduler="local")
     assert "reward_model" in plan.models
+
+
+@pytest.mark.parametrize(
+    ("key", "reason", "overrides"),
+    [
+        ("reward_model", "only a reward named 'model'", ("reward_model.path=judge",)),
+        ("teacher", "algorithm ppo does not use this model", ("teacher.path=judge",)),
+        ("ref", "algorithm.kl.coef is 0", ("algorithm.kl.coef=0", "ref.dtype=bfloat16")),
+        ("critic", "trains a critic, and it is group", ("algorithm.name=grpo", "critic={}")),
+        (
+            "ref",
+            "algorithm.reference_free is true",
+            (
+                "algorithm={name: dpo, batch_size: 8, reference_free: true}",
+                *("dataset.type=preference", "ref.dtype=float32"),
+            ),
+        ),
+    ],
+)
+def test_a_section_of_a_model_that_nothing_uses_is_refused(
+    load: Load, folder: Path, key: str, reason: str, overrides: tuple[str, ...]
+) -> None:
+    """Its settings would be ignored. The section of a trial that is resumed is left alone, since
+    an older slurmrl accepted it."""
+    with pytest.raises(ConfigError) as refused:
+        load(*overrides)
+    (problem,) = (each for each in refused.value.problems if each.key == key)
+    assert reason in problem.message
+    assert problem.message.endswith("remove the section")
+    config = load_settings(folder / "ppo.yaml", overrides, planning=True, resumed=True).config
+    assert getattr(config, key) is not None
 
 
 def test_a_teacher_gives_logprobs_of_the_completions(load: Load) -> None:

@@ -145,6 +145,13 @@ class PolicyGradient(
             *(ref if self.uses_reference else ()),
         )
 
+    def why_unused(self, role: str) -> str:
+        if role == "critic":
+            return f"only algorithm.advantage: gae trains a critic, and it is {self.advantage}"
+        if role == "ref":
+            return "algorithm.kl.coef is 0, so there is no penalty that compares with a reference"
+        return super().why_unused(role)
+
     def calls(self, config: Config) -> tuple[Call, ...]:
         recomputes = self.recomputes(config.actor.dtype)
         greedy = self.advantage == "greedy"
