@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any, Final
 
 from slurmrl.data.text import kind_of, wrong_text
@@ -37,6 +38,41 @@ def wrong_conversation(value: Any) -> str:
     if not any(is_target(message) for message in value):
         return "has no message of the assistant to learn from"
     return ""
+
+
+def wrong_answer(value: Any) -> str:
+    """Why a list of messages is not an answer, nor a whole conversation with one at its end."""
+    if reason := wrong_messages(value):
+        return reason
+    if value[-1]["role"] != ASSISTANT:
+        return f"must end with a message of the assistant, but ends with '{value[-1]['role']}'"
+    if not is_target(value[-1]):
+        return "ends with a message of 'weight' 0: nothing would be compared or learned"
+    return ""
+
+
+def is_messages(value: Any) -> bool:
+    """Whether a value has the form of messages, right or wrong."""
+    return isinstance(value, list) and bool(value) and all(isinstance(each, dict) for each in value)
+
+
+def begins_with_prompt(value: Any) -> bool:
+    """Whether an answer is a whole conversation: messages that do not begin with the assistant."""
+    return is_messages(value) and value[0].get("role") != ASSISTANT
+
+
+def common_prompt(one: Sequence[Message], other: Sequence[Message]) -> Sequence[Message]:
+    """The messages with which two conversations begin alike."""
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
+    return [message for message, _ in alike]
+
+
+def as_context(messages: Sequence[Message]) -> list[Message]:
+    """The messages of a prompt: nothing in them is a target."""
+    return [
+        {**message, "weight": 0} if message["role"] == ASSISTANT else message
+        for message in messages
+    ]
 
 
 def wrong_tools(value: Any) -> str:

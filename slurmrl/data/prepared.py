@@ -36,7 +36,7 @@ from slurmrl.fsio.failures import corrupt, explain, unreadable
 from slurmrl.fsio.primitives import discard, make_private
 from slurmrl.fsio.shapes import INTEGER, SIZE, TEXT, Fields, FieldType, check
 
-VERSION: Final = 3
+VERSION: Final = 4
 ROWS, INDEX, MANIFEST = "rows.bin", "index.bin", "manifest.json"
 BUFFER_BYTES: Final = 1 << 20
 INDEX_ROWS: Final = 1 << 14

@@ -120,11 +120,13 @@ class Dataset(Section):
     """Key whose value `{prompt}` inserts. With `chat_template` the value may be a list of messages
     instead of a string."""
     answer_key: Word = "answer"
-    """Key whose value `{answer}` inserts. For type `prompt` it holds the reference answer for the
+    """Key whose value `{answer}` inserts. With `chat_template` the value may be a list of messages
+    that begins with the assistant's. For type `prompt` it holds the reference answer for the
     reward; if one line has it, every line must have it, as a string."""
     chosen_key: Word = "chosen"
     """For type `preference`: key of the preferred answer, or of a list of them. Lines may also have
-    the keys `pos_answers` and `neg_answers`."""
+    the keys `pos_answers` and `neg_answers`. With `chat_template` an answer may be a list of
+    messages: the turns after the prompt, or the whole conversation."""
     rejected_key: Word = "rejected"
     """For type `preference`: key of the answer that is not preferred, or of a list of as many as
     there are chosen ones. The first of one list and the first of the other are a pair, and so

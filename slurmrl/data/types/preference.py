@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
+from dataclasses import replace
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Final
 
 from slurmrl.config.schema import Dataset as DatasetConfig
-from slurmrl.data.row_fields import RowField, wrong_full_text
+from slurmrl.data.fields import ABSENT, value_at
+from slurmrl.data.messages import (
+    Message,
+    begins_with_prompt,
+    common_prompt,
+    is_messages,
+    wrong_answer,
+)
+from slurmrl.data.row_fields import Requirement, RowField, wrong_full_text
 from slurmrl.data.types.base import Row, RowTokens, TokenSequence
+from slurmrl.data.types.prompt import WHOLE, wrong_chat
 from slurmrl.data.types.prompt_answer import PromptAnswers
 from slurmrl.errors import Problem
 
@@ -21,7 +31,8 @@ REAL_KEYS: Final = {"chosen": "pos_answers", "rejected": "neg_answers"}
 
 class Preferences(PromptAnswers):
     """The sequences of a row are those of its pairs, each with the whole prompt: chosen, rejected,
-    chosen, rejected, …"""
+    chosen, rejected, … Where a chat template is applied, an answer may be a list of messages: the
+    turns after the prompt, or the whole conversation, whose prompt is what both begin with."""
 
     dataset = "slurmrl.data.dataset:TokenizedDataset"
 
@@ -30,12 +41,17 @@ class Preferences(PromptAnswers):
         chosen, rejected = config.chosen_key, config.rejected_key
         real = REAL_KEYS if (chosen, rejected) == tuple(REAL_KEYS) else {}
         self._chosen, self._rejected = (
-            RowField(key, f"{setting}_key", _wrong_answers, other=real.get(key, ""))
+            RowField(key, f"{setting}_key", self._wrong_answers, other=real.get(key, ""))
             for setting, key in (("chosen", chosen), ("rejected", rejected))
         )
 
     def fields(self) -> list[RowField]:
         fields = [field for field in super().fields() if field.name != "answer"]
+        if self._takes_conversations:
+            fields = [
+                replace(field, requirement=Requirement.ANY) if field.name == "prompt" else field
+                for field in fields
+            ]
         return [*fields, self._chosen, self._rejected]
 
     def wrong_settings(self) -> Iterator[Problem]:
@@ -44,26 +60,77 @@ class Preferences(PromptAnswers):
             yield Problem("", "answer_template", message)
 
     def wrong_row(self, row: Row) -> tuple[str, str] | None:
-        chosen, rejected = (len(_answers(each.value(row))) for each in self._both())
-        if chosen == rejected:
-            return None
+        chosen, rejected = (_answers(each.value(row)) for each in self._both())
         keys = [field.key_in(row) for field in self._both()]
-        counts = f"has {chosen} answers, but '{keys[1]}' has {rejected}"
-        return keys[0], f"{counts}; each chosen answer needs a rejected one"
+        if len(chosen) != len(rejected):
+            counts = f"has {len(chosen)} answers, but '{keys[1]}' has {len(rejected)}"
+            return keys[0], f"{counts}; each chosen answer needs a rejected one"
+        if self._takes_conversations:
+            for pair in zip(chosen, rejected, strict=True):
+                if problem := self._wrong_conversations(row, *pair):
+                    return problem
+        return None
 
     def tokens(self, rows: Sequence[Row], encoder: Encoder) -> list[RowTokens | str]:
-        texts = [[*chain.from_iterable(self._pairs(row))] for row in rows]
-        whole = [
-            {**row, self.config.answer_key: answer}
-            for row, answers in zip(rows, texts, strict=True)
-            for answer in answers
-        ]
-        made = iter(super().tokens(whole, encoder))
-        return [joined([next(made) for _ in answers]) for answers in texts]
+        answered = [[*chain.from_iterable(self._answered(row))] for row in rows]
+        made = iter(super().tokens([*chain.from_iterable(answered)], encoder))
+        return [joined([next(made) for _ in answers]) for answers in answered]
 
-    def _pairs(self, row: Row) -> list[tuple[str, str]]:
-        chosen, rejected = (_answers(field.value(row)) for field in self._both())
-        return list(zip(chosen, rejected, strict=True))[: self.config.max_pairs_per_prompt]
+    def _answered(self, row: Row) -> Iterator[tuple[Row, Row]]:
+        """The row with the chosen answer of each pair, and with the rejected one."""
+        values = (_answers(field.value(row)) for field in self._both())
+        pairs = islice(zip(*values, strict=True), self.config.max_pairs_per_prompt)
+        for chosen, rejected in pairs:
+            prompt: Sequence[Message] = []
+            if begins_with_prompt(chosen) and self.config.is_chat:
+                prompt = common_prompt(chosen, rejected)
+            own = {self.config.prompt_key: prompt} if prompt else {}
+            yield (
+                {**row, **own, self.config.answer_key: chosen[len(prompt) :]},
+                {**row, **own, self.config.answer_key: rejected[len(prompt) :]},
+            )
+
+    @property
+    def _takes_conversations(self) -> bool:
+        """Whether answers may be whole conversations."""
+        templates = {name: getattr(self.config, f"{name}_template") for name in WHOLE}
+        return self.config.is_chat and templates == WHOLE
+
+    def _wrong_conversations(self, row: Row, chosen: Any, rejected: Any) -> tuple[str, str] | None:
+        """A problem of a pair of whole conversations, or of two answers without a prompt."""
+        whole = [begins_with_prompt(answer) for answer in (chosen, rejected)]
+        keys = [field.key_in(row) for field in self._both()]
+        prompt = value_at(row, self.config.prompt_key)
+        if not any(whole):
+            if prompt is not ABSENT:
+                return None
+            return self.config.prompt_key, f"missing; the line has {', '.join(row)}"
+        if not all(whole):
+            first, other = keys if whole[0] else reversed(keys)
+            return first, f"is a whole conversation, but '{other}' is only an answer"
+        common = common_prompt(chosen, rejected)
+        rest = [answer[len(common) :] for answer in (chosen, rejected)]
+        if not all(rest):
+            return keys[0], f"and '{keys[1]}' are the same, or one is the beginning of the other"
+        if any(begins_with_prompt(answer) for answer in rest):
+            where = f"differs from '{keys[1]}' first in message {len(common) + 1}"
+            return keys[0], f"{where}, which is not the assistant's in both"
+        if isinstance(prompt, list) and prompt != common[: len(prompt)]:
+            return keys[0], f"and '{keys[1]}' do not begin with the messages of the prompt"
+        return None
+
+    def _wrong_answers(self, value: Any) -> str:
+        """Why a value is neither an answer nor a list of answers."""
+        if value == []:
+            return "must not be an empty list"
+        answers = _answers(value)
+        for number, answer in enumerate(answers, start=1):
+            message = wrong_full_text(answer)
+            if self.config.is_chat:
+                message = wrong_chat(self, "answer", wrong_answer, answer)
+            if message:
+                return f"answer {number} {message}" if answers is value else message
+        return ""
 
     def _both(self) -> tuple[RowField, RowField]:
         return self._chosen, self._rejected
@@ -79,16 +146,6 @@ def joined(rows: Sequence[RowTokens | str]) -> RowTokens | str:
     return sequences
 
 
-def _answers(value: Any) -> list[str]:
-    return value if isinstance(value, list) else [value]
-
-
-def _wrong_answers(value: Any) -> str:
-    """Why a value is neither an answer nor a list of answers."""
-    if value == []:
-        return "must not be an empty list"
-    several = isinstance(value, list) and not all(isinstance(part, dict) for part in value)
-    for number, answer in enumerate(value if several else [value], start=1):
-        if message := wrong_full_text(answer):
-            return f"answer {number} {message}" if several else message
-    return ""
+def _answers(value: Any) -> list[Any]:
+    """The answers under a key: texts, or lists of messages."""
+    return value if isinstance(value, list) and not is_messages(value) else [value]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,8 @@ from slurmrl.data.types.base import Row, RowTokens, RowType, TokenSequence
 if TYPE_CHECKING:
     from slurmrl.data.encoder import Encoder
 
-WHOLE = "{prompt}"
+WHOLE = {"prompt": "{prompt}", "answer": "{answer}"}
+"""The templates that insert nothing else, by the field: only these take messages."""
 
 
 class Prompts(RowType):
@@ -51,11 +52,11 @@ class Prompts(RowType):
 
 
 def conversational(kind: RowType, field: RowField) -> RowField:
-    """A prompt may be a list of messages where a chat template is applied."""
-    if field.name != "prompt" or not kind.config.is_chat:
+    """A prompt or an answer may be a list of messages where a chat template is applied."""
+    if field.name not in WHOLE or not kind.config.is_chat:
         return field
-    whole = kind.config.prompt_template == WHOLE
-    return replace(field, wrong=partial(_wrong_prompt, whole=whole))
+    wrong = {"prompt": messages.wrong_prompt, "answer": wrong_turns}[field.name]
+    return replace(field, wrong=partial(wrong_chat, kind, field.name, wrong))
 
 
 def tools_field(kind: RowType) -> list[RowField]:
@@ -88,9 +89,21 @@ def tools(kind: RowType, row: Row) -> Any:
     return value if isinstance(value, list) and value else None
 
 
-def _wrong_prompt(value: Any, *, whole: bool) -> str:
+def wrong_chat(kind: RowType, name: str, wrong_messages: Callable[[Any], str], value: Any) -> str:
+    """Why a value is neither a text nor messages for the template's field ``name``."""
     if not isinstance(value, list):
         return wrong_full_text(value)
-    if not whole:
-        return f"must be a string: messages are not inserted into a prompt_template; use {WHOLE!r}"
-    return messages.wrong_prompt(value)
+    setting = f"{name}_template"
+    if getattr(kind.config, setting) != WHOLE[name]:
+        return f"must be a string: messages are not inserted into {setting}; use {WHOLE[name]!r}"
+    return wrong_messages(value)
+
+
+def wrong_turns(value: Any) -> str:
+    """Why messages are not the answer to a prompt."""
+    if reason := messages.wrong_answer(value):
+        return reason
+    if messages.begins_with_prompt(value):
+        role = value[0]["role"]
+        return f"must begin with a message of the assistant, but begins with '{role}'"
+    return ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from slurmrl.data.fields import value_at
+from slurmrl.data.messages import ASSISTANT, Message, as_context
 from slurmrl.data.row_fields import RowField
 from slurmrl.data.types import prompt
 from slurmrl.data.types.base import Row, RowTokens, RowType, TokenSequence
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 class PromptAnswers(RowType):
     """One sequence: prompt, answer, end-of-text token. Both are tokenised separately, so that a
     prompt has the same tokens as in generation. With a chat template the answer is the assistant's
-    turn, which ends as the template says."""
+    turn, which ends as the template says, or a list of messages with its turns."""
 
     dataset = "slurmrl.data.dataset:TokenizedDataset"
     templates = ("prompt_template", "answer_template")
@@ -26,17 +28,21 @@ class PromptAnswers(RowType):
         return [*fields, *prompt.tools_field(self)]
 
     def tokens(self, rows: Sequence[Row], encoder: Encoder) -> list[RowTokens | str]:
-        texts = [self.filled("answer_template", row) for row in rows]
         if encoder.chat is not None:
-            turns = ({"role": "assistant", "content": text} for text in texts)
             return encoder.conversations(
-                [
-                    ([*prompt.conversation(self, row), turn], prompt.tools(self, row))
-                    for row, turn in zip(rows, turns, strict=True)
-                ]
+                [(self._conversation(row), prompt.tools(self, row)) for row in rows]
             )
+        texts = [self.filled("answer_template", row) for row in rows]
         answers = encoder.texts(texts, begin=False)
         return [
             ids if isinstance(ids, str) else [TokenSequence.of(ids, [*answer, encoder.end])]
             for ids, answer in zip(prompt.prompts(self, rows, encoder), answers, strict=True)
         ]
+
+    def _conversation(self, row: Row) -> list[Message]:
+        """The prompt, then the answer, whose turns of the assistant are the targets."""
+        answer = value_at(row, self.config.answer_key)
+        if not isinstance(answer, list):
+            text = self.filled("answer_template", row)
+            answer = [{"role": ASSISTANT, "content": text}]
+        return [*as_context(prompt.conversation(self, row)), *answer]

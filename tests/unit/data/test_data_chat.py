@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,12 +76,20 @@ class Site:
         return made.sample([(0, row) for row in range(made.size)])
 
     def marked(self, sample: SequenceSample) -> str:
-        """The text of the first row with its targets in brackets."""
+        """The text of the first sequence with its targets in brackets."""
+        return self.all_marked(sample)[0]
+
+    def all_marked(self, sample: SequenceSample) -> list[str]:
+        """The texts of all sequences with their targets in brackets."""
+        ids = iter(sample.tensor("input_ids").tolist())
+        mask = iter(sample.tensor("prompt_mask").tolist())
+        lengths = [length for item in sample.lengths["input_ids"] for length in item]
+        return [self._marked([(next(ids), next(mask)) for _ in range(each)]) for each in lengths]
+
+    def _marked(self, tokens: Sequence[tuple[int, bool]]) -> str:
         text, tokenizer = "", self.tokenizer
-        (length,) = sample.lengths["input_ids"][0]
-        ids = sample.tensor("input_ids").tolist()[:length]
         before = True
-        for token, context in zip(ids, sample.tensor("prompt_mask").tolist(), strict=False):
+        for token, context in tokens:
             text += {(True, False): "[", (False, True): "]"}.get((before, context), "")
             text, before = text + tokenizer.decode([token]), context
         return text + ("" if before else "]")
@@ -214,6 +222,92 @@ def test_an_answer_is_the_assistant_s_turn(site: Site) -> None:
     assert site.marked(sample) == (
         "<|im_start|>user\nHi!<|im_end|>\n<|im_start|>assistant\n[Hello<|im_end|>]\n"
     )
+
+
+USER, SAID, THEN = TURNS[0], TURNS[1], TURNS[2]
+GOOD, BAD = ({"role": "assistant", "content": text} for text in ("Yes", "No"))
+ASKED = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+GIVEN = [f"{ASKED}[{text}<|im_end|>]\n" for text in ("Yes", "No")]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "Hi", "chosen": "Yes", "rejected": "No"},
+        {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": "Hi", "chosen": [GOOD], "rejected": "No"},
+        {"prompt": [USER], "chosen": [[GOOD]], "rejected": [[BAD]]},
+        {"chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+        {"prompt": "the prompt once more", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    ],
+)
+def test_answers_of_a_pair_may_be_messages(site: Site, row: dict[str, Any]) -> None:
+    """All of TRL's conversational forms become the tokens of the same texts: only the answer is a
+    target."""
+    sample = site.sample(row, type="preference", chat_template=True)
+    assert site.all_marked(sample) == GIVEN
+    ids = sample.tensor("input_ids").tolist()[: sample.lengths["input_ids"][0][0]]
+    assert ids == site.tokenizer.apply_chat_template([USER, GOOD], return_dict=False)
+
+
+def test_earlier_turns_of_the_assistant_are_context_and_later_ones_targets(site: Site) -> None:
+    """In a prompt they are what the model has said already; in an answer of several turns, the
+    user's turns are context."""
+    history, later = [USER, SAID, THEN], [GOOD, THEN, GOOD]
+    pair = {"chosen": [*history, *later], "rejected": [*history, BAD]}
+    chosen, rejected = site.all_marked(site.sample(pair, type="preference", chat_template=True))
+    assert (chosen.count("["), rejected.count("[")) == (2, 1)
+    assert "assistant\nHello\n<|im_end|>" in chosen
+    for kind, more in (("prompt_answer", {}), ("kto", {"label": True})):
+        rows = [
+            {"prompt": history, "answer": later, **more},
+            {"prompt": [USER], "answer": [BAD], **more},
+        ]
+        marked = site.all_marked(site.sample(*rows, type=kind, chat_template=True))
+        assert marked[0] == chosen
+        assert marked[-2 if kind == "kto" else -1] == GIVEN[1]
+    assert marked[1].startswith(chosen[: chosen.index("[")]), "the mismatched answer has its prompt"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"chosen": [GOOD], "rejected": [BAD]}, "prompt: missing; the line has chosen, rejected"),
+        ({"chosen": [USER, GOOD], "rejected": "No"}, "chosen: is a whole conversation, but 'rej"),
+        ({"chosen": [USER, GOOD], "rejected": [USER, GOOD]}, "chosen: and 'rejected' are the same"),
+        (
+            {"chosen": [USER, GOOD], "rejected": [THEN, BAD]},
+            "chosen: differs from 'rejected' first in message 1, which is not the assistant's",
+        ),
+        (
+            {"prompt": [THEN], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+            "chosen: and 'rejected' do not begin with the messages of the prompt",
+        ),
+        ({"prompt": "Hi", "chosen": [USER], "rejected": [USER]}, "must end with a message of the"),
+        (
+            {"prompt": "Hi", "chosen": [[GOOD], [{"role": "assistant"}]], "rejected": ["a", "b"]},
+            "chosen: answer 2 message 1 has neither 'content' nor 'tool_calls'",
+        ),
+    ],
+)
+def test_pairs_of_messages_that_cannot_be_compared_are_named(
+    site: Site, row: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        site.sample(row, type="preference", chat_template=True)
+    assert message in str(caught.value)
+
+
+def test_messages_need_a_chat_template_and_go_into_no_other_text(site: Site) -> None:
+    row = {"prompt": "Hi", "answer": [GOOD], "chosen": [GOOD], "rejected": [BAD], "label": True}
+    for kind in ("preference", "kto", "prompt_answer"):
+        with pytest.raises(ConfigError, match=r"set dataset\.chat_template to true"):
+            site.sample(row, type=kind)
+        with pytest.raises(ConfigError, match="not inserted into answer_template"):
+            site.sample(row, type=kind, chat_template=True, answer_template="{answer}!")
+    with pytest.raises(ConfigError, match="must begin with a message of the assistant"):
+        site.sample({**row, "answer": [USER, GOOD]}, type="kto", chat_template=True)
 
 
 def test_options_reach_the_template_and_its_text_is_part_of_the_recipe(site: Site) -> None:
