@@ -51,6 +51,10 @@ class Completion:
     finish: Finish
 
 
+ABORTED = Completion(tokens=(), logprobs=(), versions=(), finish="aborted")
+"""Of a request that was aborted before its first token."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightVersion:
     """Weights that an engine is to serve."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from slurmrl.backoff import Backoff
 from slurmrl.engines.rollout.base import (
+    ABORTED,
     Completion,
     GenerationRequest,
     RolloutEngine,
@@ -17,8 +18,6 @@ from slurmrl.engines.rollout.base import (
 from slurmrl.engines.rollout.dialect import Dialect, Draw
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.ops.splitmix import start
-
-ABORTED = Completion(tokens=(), logprobs=(), versions=(), finish="aborted")
 
 
 @dataclass

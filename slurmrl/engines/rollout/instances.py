@@ -1,0 +1,267 @@
+"""Several instances of an engine behind one: routing, and what happens when one of them is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from slurmrl.engines.rollout.base import (
+    ABORTED,
+    Completion,
+    GenerationRequest,
+    RolloutEngine,
+    WeightVersion,
+)
+from slurmrl.engines.rollout.instance import Connect, Instance, InstanceLimits
+from slurmrl.engines.rollout.prefixes import PrefixIndex
+from slurmrl.errors import RunFailedError, UsageError
+
+MOST_ATTEMPTS = 8
+"""How many instances a request may lose before it fails: it may be what they die of."""
+
+Completions = tuple[Completion, ...]
+
+
+@dataclass(order=True)
+class _Waiting:
+    """A request, in the order in which requests are sent."""
+
+    priority: int
+    order: int
+    request: GenerationRequest = field(compare=False)
+    future: asyncio.Future[Completions] = field(compare=False)
+    attempts: int = field(compare=False, default=0)
+    at: int | None = field(compare=False, default=None)
+    """The instance that works on it."""
+    answer: asyncio.Future[Completions] | None = field(compare=False, default=None)
+    aborted: bool = field(compare=False, default=False)
+
+    @property
+    def cost(self) -> int:
+        """Tokens that an instance may have to compute for it."""
+        request = self.request
+        return len(request.prompt) + len(request.keys) * request.options.max_new_tokens
+
+
+class Instances(RolloutEngine):
+    """Sends each request to one of several instances.
+
+    An instance gets requests only while it holds one of the last ``lag + 1`` weight versions. A
+    request goes where its prefix is, unless that instance has much more to do than another. When an
+    instance is lost, its requests are issued again; the draws of a request do not depend on where
+    it is served. While no instance can be used requests wait, ``patience_s`` at most.
+    """
+
+    def __init__(
+        self,
+        connects: Mapping[str, Connect],
+        *,
+        limits: InstanceLimits | None = None,
+        lag: int = 0,
+        patience_s: float = 900.0,
+    ) -> None:
+        """``connects``: how to reach each instance, by its name in messages. Made in a running
+        asyncio loop."""
+        self._limits = limits or InstanceLimits()
+        self._versions: deque[WeightVersion] = deque(maxlen=lag + 1)
+        self._paused = False
+        self._patience_s = patience_s
+        self._jobs: dict[str, _Waiting] = {}
+        self._queue: list[_Waiting] = []
+        self._order = itertools.count()
+        self._prefixes = PrefixIndex()
+        self._closed = False
+        self._giving_up: asyncio.TimerHandle | None = None
+        self._instances = [
+            Instance(
+                name, connect, self._limits, wanted=self._wanted, came=self._came, went=self._went
+            )
+            for name, connect in connects.items()
+        ]
+        self._expect_instances()
+
+    async def start(self) -> None:
+        """Return once an instance can be used. Closes all of them and raises UsageError if one will
+        never be usable, RunFailedError if all have failed at their first attempt."""
+        await asyncio.wait([instance.tried for instance in self._instances])
+        errors = [instance.error for instance in self._instances if instance.error is not None]
+        usage = [error for error in errors if isinstance(error, UsageError)]
+        if usage or len(errors) == len(self._instances):
+            await self.close()
+            raise (usage or errors)[0]
+
+    @property
+    def version(self) -> str | None:
+        """The latest version; requests may also be served by the ``lag`` versions before it."""
+        return self._versions[-1].name if self._versions else None
+
+    def submit(self, request: GenerationRequest) -> asyncio.Future[Completions]:
+        future: asyncio.Future[Completions] = asyncio.get_running_loop().create_future()
+        if self._closed:
+            future.set_exception(RunFailedError("the engine was closed"))
+        elif request.request_id in self._jobs:
+            future.set_exception(UsageError(f"request {request.request_id} is in flight already"))
+        else:
+            job = _Waiting(request.priority, next(self._order), request, future)
+            self._jobs[request.request_id] = job
+            future.add_done_callback(lambda _: self._forget(job))
+            heapq.heappush(self._queue, job)
+            self._dispatch()
+        return future
+
+    def abort(self, request_id: str) -> None:
+        job = self._jobs.get(request_id)
+        if job is None:
+            return
+        job.aborted = True
+        if job.at is None:
+            self._answer_aborted(job)
+        elif (engine := self._instances[job.at].engine) is not None:
+            engine.abort(request_id)
+
+    async def pause(self) -> None:
+        self._paused = True
+        await asyncio.gather(*(instance.pause() for instance in self._instances))
+
+    async def resume(self) -> None:
+        self._paused = False
+        await asyncio.gather(*(instance.resume() for instance in self._instances))
+        self._dispatch()
+
+    async def update_weights(self, version: WeightVersion) -> None:
+        """Have all instances hold ``version``. Those that fail are lost, and load it before they
+        get another request. Raises UsageError if it cannot be held; then the last one stays."""
+        before = tuple(self._versions)
+        self._versions.append(version)
+        updates = (instance.update(version) for instance in self._instances)
+        results = await asyncio.gather(*updates, return_exceptions=True)
+        for error in results:
+            if isinstance(error, BaseException):
+                self._versions = deque(before, self._versions.maxlen)
+                raise error
+        self._prefixes = PrefixIndex()  # caches do not outlive weights
+        self._dispatch()
+
+    async def health(self) -> None:
+        if not any(instance.engine for instance in self._instances):
+            raise RunFailedError(f"no instance can be used: {self._reasons()}")
+
+    async def close(self) -> None:
+        self._closed = True
+        self._fail_all("the engine was closed")
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+        await asyncio.gather(*(instance.close() for instance in self._instances))
+
+    def _wanted(self) -> tuple[WeightVersion | None, bool]:
+        return (self._versions[-1] if self._versions else None), self._paused
+
+    def _came(self, instance: Instance) -> None:
+        if self._giving_up is not None:
+            self._giving_up.cancel()
+            self._giving_up = None
+        self._dispatch()
+
+    def _went(self, instance: Instance) -> None:
+        self._prefixes.forget(self._instances.index(instance))
+        self._expect_instances()
+
+    def _expect_instances(self) -> None:
+        """From now on, if no instance can be used, requests wait for one no longer than
+        ``patience_s``."""
+        if self._giving_up is None and not any(i.engine for i in self._instances):
+            loop = asyncio.get_running_loop()
+            self._giving_up = loop.call_later(self._patience_s, self._give_up)
+
+    def _give_up(self) -> None:
+        self._giving_up = None
+        self._fail_all(f"no instance could be used for {self._patience_s:g} s: {self._reasons()}")
+        self._expect_instances()
+
+    def _reasons(self) -> str:
+        return "; ".join(f"{each.name}: {each.error or 'starting'}" for each in self._instances)
+
+    def _fail_all(self, message: str) -> None:
+        for job in list(self._jobs.values()):
+            if not job.future.done():
+                job.future.set_exception(RunFailedError(message))
+
+    def _forget(self, job: _Waiting) -> None:
+        """A request was answered, has failed or was cancelled."""
+        del self._jobs[job.request.request_id]
+        if job.answer is not None:
+            job.answer.cancel()
+
+    def _answer_aborted(self, job: _Waiting) -> None:
+        if not job.future.done():
+            job.future.set_result((ABORTED,) * len(job.request.keys))
+
+    def _dispatch(self) -> None:
+        """Send what waits to instances with room."""
+        while self._queue and (ready := self._ready()):
+            job = heapq.heappop(self._queue)
+            if not job.future.done():
+                self._send(job, self._choose(job, ready))
+
+    def _ready(self) -> list[int]:
+        """Instances that hold a version inside the bound and have room."""
+        names = {version.name for version in self._versions}
+        return [
+            index
+            for index, instance in enumerate(self._instances)
+            if instance.version in names and instance.sequences < self._limits.concurrency
+        ]
+
+    def _choose(self, job: _Waiting, ready: list[int]) -> int:
+        """The instance with most of the request's prefix, unless it has much more to do than the
+        one with least; then that one."""
+        load = {index: self._instances[index].load for index in ready}
+        least = min(load.values())
+        matches = self._prefixes.matches(job.request.prompt)
+        near = [index for index in ready if load[index] <= 2 * least + job.cost]
+        return max(near, key=lambda index: (matches.get(index, 0), -load[index]))
+
+    def _send(self, job: _Waiting, index: int) -> None:
+        instance = self._instances[index]
+        assert instance.engine is not None
+        instance.sequences += len(job.request.keys)
+        instance.load += job.cost
+        self._prefixes.remember(job.request.prompt, index)
+        job.at = index
+        job.attempts += 1
+        job.answer = instance.engine.submit(job.request)
+        job.answer.add_done_callback(lambda answer: self._ended(job, index, answer))
+
+    def _ended(self, job: _Waiting, index: int, answer: asyncio.Future[Completions]) -> None:
+        instance = self._instances[index]
+        instance.sequences -= len(job.request.keys)
+        instance.load -= job.cost
+        job.at = job.answer = None
+        error = None if answer.cancelled() else answer.exception()
+        if job.future.done() or answer.cancelled():
+            pass
+        elif error is None:
+            self._remember(job, index, answer.result())
+            job.future.set_result(answer.result())
+        elif not isinstance(error, RunFailedError) or job.attempts >= MOST_ATTEMPTS:
+            job.future.set_exception(error)
+        else:
+            instance.doubt()
+            self._issue_again(job)
+        self._dispatch()
+
+    def _issue_again(self, job: _Waiting) -> None:
+        if job.aborted:
+            self._answer_aborted(job)
+        else:
+            heapq.heappush(self._queue, job)
+
+    def _remember(self, job: _Waiting, index: int, completions: Completions) -> None:
+        """The next turn of an episode begins with a completion of this one."""
+        if self._instances[index].engine is not None:
+            for completion in completions:
+                self._prefixes.remember(job.request.prompt + completion.tokens, index)

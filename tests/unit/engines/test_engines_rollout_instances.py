@@ -1,0 +1,442 @@
+"""Requests over instances that die, hang, return and are updated, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from slurmrl.engines.rollout.base import (
+    ABORTED,
+    Completion,
+    GenerationRequest,
+    RolloutEngine,
+    WeightVersion,
+)
+from slurmrl.engines.rollout.instance import InstanceLimits
+from slurmrl.engines.rollout.instances import MOST_ATTEMPTS, Instances
+from slurmrl.engines.rollout.prefixes import BLOCK, PrefixIndex
+from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
+from slurmrl.models.generate import GenerationOptions
+
+T = TypeVar("T")
+LIMITS = InstanceLimits(concurrency=6, probe_every_s=2.0, silence_s=5.0, control_s=20.0)
+
+
+class VirtualSelector(selectors.DefaultSelector):
+    """Time passes only while nothing is ready, and then at once."""
+
+    now = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        ready = super().select(0)
+        if not ready:
+            if timeout is None:
+                raise AssertionError("nothing will ever happen again")
+            self.now += timeout
+        return ready
+
+
+class VirtualLoop(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self.selector = VirtualSelector()
+        super().__init__(self.selector)
+
+    def time(self) -> float:
+        return self.selector.now
+
+
+def run(main: Callable[[], Awaitable[T]]) -> T:
+    """Run in virtual time, for a day of it at most."""
+
+    async def bounded() -> T:
+        async with asyncio.timeout(86400):
+            return await main()
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        return runner.run(bounded())
+
+
+State = Literal["up", "hung", "dead"]
+
+
+class FakeServer:
+    """Outlives its engines. ``state`` decides how they behave."""
+
+    def __init__(self) -> None:
+        self.state: State = "up"
+        self.connects = 0
+        self.most = 0
+        self.served: list[str] = []
+        self.failing: SlurmrlError | None = None
+        """Fails each request, while the server is healthy."""
+        self.refusing: SlurmrlError | None = None
+        """Fails each attempt to connect."""
+        self.engine: FakeEngine | None = None
+
+    async def connect(self) -> FakeEngine:
+        self.connects += 1
+        if self.refusing is not None:
+            raise self.refusing
+        await self.answer(1.0)
+        self.engine = FakeEngine(self)
+        return self.engine
+
+    async def answer(self, after_s: float) -> None:
+        """Return after a time, or never, or fail."""
+        end = asyncio.get_running_loop().time() + after_s
+        while self.state == "hung" or asyncio.get_running_loop().time() < end:
+            await asyncio.sleep(0.25)
+            if self.state == "dead":
+                raise RunFailedError("connection refused")
+        if self.state == "dead":
+            raise RunFailedError("connection refused")
+
+
+class FakeEngine(RolloutEngine):
+    def __init__(self, server: FakeServer) -> None:
+        self.server = server
+        self._version: str | None = None
+        self._held = "none"
+        """During an update, what it held before."""
+        self._tasks: dict[str, asyncio.Task[tuple[Completion, ...]]] = {}
+        self._sequences = 0
+        self._aborted: set[str] = set()
+
+    @property
+    def version(self) -> str | None:
+        return self._version
+
+    def submit(self, request: GenerationRequest) -> asyncio.Future[tuple[Completion, ...]]:
+        assert self._version is not None
+        future: asyncio.Future[tuple[Completion, ...]]
+        future = asyncio.get_running_loop().create_future()
+        task = asyncio.create_task(self._serve(request))
+        self._tasks[request.request_id] = task
+
+        def answer(done: asyncio.Task[tuple[Completion, ...]]) -> None:
+            if future.done():
+                return
+            if done.cancelled():
+                future.set_exception(RunFailedError("closed"))
+            elif (error := done.exception()) is not None:
+                future.set_exception(error)
+            else:
+                future.set_result(done.result())
+
+        task.add_done_callback(answer)
+        future.add_done_callback(lambda _: task.cancel())
+        return future
+
+    async def _serve(self, request: GenerationRequest) -> tuple[Completion, ...]:
+        self._sequences += len(request.keys)
+        self.server.most = max(self.server.most, self._sequences)
+        self.server.served.append(request.request_id)
+        try:
+            if self.server.failing is not None:
+                raise self.server.failing
+            await self.server.answer(len(request.prompt) / 16)
+        finally:
+            self._sequences -= len(request.keys)
+        if request.request_id in self._aborted:
+            return (ABORTED,) * len(request.keys)
+        return tuple(
+            Completion(tokens=(key,), logprobs=(-1.0,), versions=(self._held,), finish="stop")
+            for key in request.keys
+        )
+
+    def abort(self, request_id: str) -> None:
+        self._aborted.add(request_id)
+
+    async def pause(self) -> None:
+        await self.server.answer(0.0)
+
+    async def resume(self) -> None:
+        await self.server.answer(0.0)
+
+    async def update_weights(self, version: WeightVersion) -> None:
+        self._version = None
+        if version.name == "bad":
+            raise UsageError("weight version bad: no such folder")
+        await self.server.answer(0.5)
+        self._version = self._held = version.name
+
+    async def health(self) -> None:
+        await self.server.answer(0.0)
+
+    async def close(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+
+
+def request(name: str, prompt: Sequence[int] = (1,) * 16, keys: int = 1) -> GenerationRequest:
+    return GenerationRequest(
+        request_id=name,
+        prompt=tuple(prompt),
+        keys=tuple(range(keys)),
+        seed=0,
+        step=0,
+        options=GenerationOptions(max_new_tokens=16),
+    )
+
+
+def instances_of(servers: Sequence[FakeServer], **options: Any) -> Instances:
+    connects = {f"server {index}": server.connect for index, server in enumerate(servers)}
+    return Instances(connects, limits=LIMITS, **options)
+
+
+async def serving(servers: Sequence[FakeServer], **options: Any) -> Instances:
+    instances = instances_of(servers, **options)
+    await instances.start()
+    await instances.update_weights(WeightVersion(name="1"))
+    return instances
+
+
+@dataclass(frozen=True)
+class Event:
+    after_s: float
+    what: Literal["up", "hung", "dead", "submit", "abort", "cancel", "update", "pause", "resume"]
+    number: int
+    """Of a server, or of a request."""
+
+
+EVENTS = st.lists(
+    st.builds(
+        Event,
+        after_s=st.sampled_from([0.0, 0.1, 0.6, 1.3, 7.0, 30.0]),
+        what=st.sampled_from(
+            ["up", "hung", "dead", "submit", "submit", "submit", "abort", "cancel", "update"]
+        ),
+        number=st.integers(0, 11),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=60)
+@given(events=EVENTS, count=st.integers(1, 3), lag=st.integers(0, 2))
+def test_every_request_is_answered_once_by_a_version_inside_the_bound(
+    events: list[Event], count: int, lag: int
+) -> None:
+    """Whatever instances do, as long as they return in the end."""
+
+    async def main() -> None:
+        servers = [FakeServer() for _ in range(count)]
+        instances = await serving(servers, lag=lag, patience_s=10000.0)
+        futures: list[asyncio.Future[tuple[Completion, ...]]] = []
+        oldest: list[int] = []  # version that a request may get at least
+        aborted: set[int] = set()
+        updates, latest = [], 1
+        for event in events:
+            await asyncio.sleep(event.after_s)
+            match event.what:
+                case "submit":
+                    prompt = (event.number,) * (16 + 16 * (event.number % 3))
+                    sent = request(f"r{len(futures)}", prompt, keys=1 + event.number % 4)
+                    oldest.append(int(instances.version or 0) - lag)
+                    futures.append(instances.submit(sent))
+                case "abort" | "cancel" if futures:
+                    chosen = event.number % len(futures)
+                    aborted.add(chosen)
+                    if event.what == "abort":
+                        instances.abort(f"r{chosen}")
+                    else:
+                        futures[chosen].cancel()
+                case "update":
+                    await asyncio.gather(*updates)  # a trainer sends them one after the other
+                    latest += 1
+                    version = WeightVersion(name=str(latest))
+                    updates = [asyncio.create_task(instances.update_weights(version))]
+                case "up" | "hung" | "dead" as state:
+                    servers[event.number % count].state = state
+        for server in servers:
+            server.state = "up"
+        await asyncio.gather(*updates)
+        for index, future in enumerate(futures):
+            if future.cancelled():
+                assert index in aborted
+                continue
+            results = await future
+            if ABORTED in results:
+                assert index in aborted
+                continue
+            assert [result.tokens for result in results] == [(key,) for key in range(len(results))]
+            (version,) = {version for result in results for version in result.versions}
+            assert oldest[index] <= int(version) <= latest
+        await asyncio.sleep(0.01)  # what follows an answer
+        assert all(server.most <= LIMITS.concurrency + 3 for server in servers)
+        assert [(each.sequences, each.load) for each in instances._instances] == [(0, 0)] * count
+        await instances.close()
+
+    run(main)
+
+
+def test_a_lost_instance_costs_its_own_requests_only() -> None:
+    """They are served elsewhere, and those of the other instance are served once."""
+
+    async def main() -> None:
+        servers = [FakeServer(), FakeServer()]
+        instances = await serving(servers)
+        sent = [request(f"r{index}", (index,) * 32) for index in range(8)]
+        futures = [instances.submit(each) for each in sent]
+        await asyncio.sleep(0.5)
+        lost = set(servers[0].served)
+        servers[0].state = "hung"
+        assert len(await asyncio.gather(*futures)) == 8
+        assert len(lost) == 4
+        assert sorted(servers[1].served) == sorted(each.request_id for each in sent)
+        assert asyncio.get_running_loop().time() < 30
+        await instances.close()
+
+    run(main)
+
+
+def test_an_instance_that_returns_holds_the_newest_version_before_its_first_request() -> None:
+    async def main() -> None:
+        servers = [FakeServer(), FakeServer()]
+        instances = await serving(servers)
+        servers[0].state = "dead"
+        await asyncio.sleep(60)
+        await instances.update_weights(WeightVersion(name="2"))
+        servers[0].state, servers[0].connects = "up", 0
+        servers[1].state = "dead"
+        (result,) = await instances.submit(request("r"))
+        assert (result.versions, servers[0].connects, servers[0].served) == (("2",), 1, ["r"])
+        await instances.close()
+
+    run(main)
+
+
+def test_an_update_does_not_wait_for_ever_for_an_instance_that_hangs() -> None:
+    async def main() -> None:
+        servers = [FakeServer(), FakeServer()]
+        instances = await serving(servers)
+        servers[0].state = "hung"
+        begin = asyncio.get_running_loop().time()
+        await instances.update_weights(WeightVersion(name="2"))
+        assert asyncio.get_running_loop().time() - begin <= LIMITS.silence_s + LIMITS.control_s
+        (result,) = await instances.submit(request("r"))
+        assert result.versions == ("2",)
+        await instances.close()
+
+    run(main)
+
+
+def test_a_version_that_cannot_be_held_leaves_the_one_before() -> None:
+    async def main() -> None:
+        instances = await serving([FakeServer()])
+        with pytest.raises(UsageError, match="no such folder"):
+            await instances.update_weights(WeightVersion(name="bad"))
+        (result,) = await instances.submit(request("r"))
+        assert (instances.version, result.versions) == ("1", ("1",))
+        await instances.close()
+
+    run(main)
+
+
+def test_a_request_that_fails_everywhere_fails() -> None:
+    """Each of its failures has the instance answer for its health before the next request."""
+
+    async def main() -> None:
+        server = FakeServer()
+        instances = await serving([server])
+        server.failing = RunFailedError("internal error")
+        with pytest.raises(RunFailedError, match="internal error"):
+            await instances.submit(request("r"))
+        assert len(server.served) == MOST_ATTEMPTS
+        server.failing = UsageError("prompt too long")
+        with pytest.raises(UsageError, match="prompt too long"):
+            await instances.submit(request("r"))
+        assert len(server.served) == MOST_ATTEMPTS + 1
+        await instances.close()
+
+    run(main)
+
+
+def test_without_an_instance_requests_wait_for_a_limited_time() -> None:
+    async def main() -> None:
+        server = FakeServer()
+        instances = await serving([server], patience_s=100.0)
+        server.state = "dead"
+        begin = asyncio.get_running_loop().time()
+        message = "no instance could be used for 100 s: server 0: connection refused"
+        with pytest.raises(RunFailedError, match=message):
+            await instances.submit(request("r"))
+        assert 99 <= asyncio.get_running_loop().time() - begin <= 130
+        with pytest.raises(RunFailedError, match="server 0: connection refused"):
+            await instances.health()
+        await instances.close()
+
+    run(main)
+
+
+@pytest.mark.parametrize("kind", [UsageError, RunFailedError])
+def test_the_start_fails_with_the_reason(kind: type[SlurmrlError]) -> None:
+    """A server that will never do is not one to wait for, even if another one works."""
+
+    async def main() -> None:
+        servers = [FakeServer(), FakeServer()]
+        servers[1].refusing = kind("wrong flags")
+        if kind is RunFailedError:
+            servers[0].refusing = kind("wrong flags")
+        instances = instances_of(servers)
+        with pytest.raises(kind, match="wrong flags"):
+            await instances.start()
+
+    run(main)
+
+
+def test_requests_go_where_their_prefix_is_unless_it_has_much_more_to_do() -> None:
+    async def main() -> None:
+        servers = [FakeServer(), FakeServer()]
+        instances = await serving(servers)
+        turn = (5,) * 64
+        await instances.submit(request("first", turn))
+        home = servers[0] if servers[0].served else servers[1]
+        other = servers[1] if home is servers[0] else servers[0]
+        for number in range(5):
+            await instances.submit(request(f"filler{number}", (9, number) * 32))
+            (result,) = await instances.submit(request(f"turn{number}", turn))
+            turn += (*result.tokens, *(number,) * 40)
+        assert {"turn0", "turn1", "turn2", "turn3", "turn4"} <= set(home.served)
+        burst = [instances.submit(request(f"burst{number}", turn)) for number in range(4)]
+        await asyncio.gather(*burst)
+        assert {name for name in other.served if name.startswith("burst")}
+        await instances.close()
+
+    run(main)
+
+
+def test_urgent_requests_are_sent_first() -> None:
+    async def main() -> None:
+        server = FakeServer()
+        instances = await serving([server])
+        futures = []
+        for number, priority in enumerate([0] * 6 + [2, 1, 0, -1]):
+            each = request(f"r{number}")
+            futures.append(
+                instances.submit(GenerationRequest(**{**vars(each), "priority": priority}))
+            )
+        await asyncio.gather(*futures)
+        assert server.served[6:] == ["r9", "r8", "r7", "r6"]
+        await instances.close()
+
+    run(main)
+
+
+def test_prefixes_match_in_whole_blocks_and_are_forgotten() -> None:
+    index = PrefixIndex(most_blocks=4)
+    index.remember(range(3 * BLOCK + 5), 0)
+    index.remember(range(BLOCK), 1)
+    assert index.matches(range(100)) == {0: 3 * BLOCK, 1: BLOCK}
+    assert index.matches((9, *range(1, 100))) == {}
+    index.forget(0)
+    assert index.matches(range(100)) == {1: BLOCK}
+    index.remember(range(1000, 1000 + 4 * BLOCK), 2)
+    assert index.matches(range(100)) == {}
