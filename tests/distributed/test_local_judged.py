@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.trials import ADDITION, ARCHITECTURE, REPOSITORY, Site, ppo_config, sft_config
+from tests.support.trials import ADDITION, ARCHITECTURE, Site, ppo_config, sft_config
 
 TOKENIZER = str(ADDITION / "tokenizer")
-SHORT = ("dpo", "kto", "reward_model", "distill", "sft_chat")
 
 
 def data(kind: str, name: str) -> dict[str, Any]:
@@ -75,30 +73,3 @@ def test_a_teacher_of_another_layout_and_pairs_with_labels(tmp_path: Path) -> No
     lines = run(site, "kto", config)
     assert lines[1]["loss"] == 0.5, "the actor is the reference"
     assert lines[-1]["eval/loss"] != 0.5
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", [*SHORT, "custom/simpo", "custom/selective"])
-def test_an_example_runs_in_a_short_form(name: str, tmp_path: Path) -> None:
-    """From random weights instead of the models of other trials."""
-    site, model = Site(tmp_path), json.dumps(ARCHITECTURE)
-    small = [f"actor.architecture={model}", f"actor.tokenizer={TOKENIZER}", "actor.path=null"]
-    small += ["total_steps=2", "algorithm.batch_size=16", "evaluation.samples=16"]
-    if name == "distill":
-        small.append(f"teacher={{architecture: {model}}}")
-    if name == "custom/simpo":
-        small.append("evaluation.n=2")
-    if name == "custom/selective":
-        other = json.dumps({**ARCHITECTURE, "hidden_size": 16})
-        small.append(f"models.guide={{architecture: {other}}}")
-    example = str(REPOSITORY / "examples" / f"{name}.yaml")
-    site.slurmrl("submit", example, *small, "--scheduler", "local", "--wait", timeout_s=600)
-    (experiment,) = (path.name for path in site.root.glob("*/*") if path.is_dir())
-    lines = site.metrics(f"{experiment}/1")
-    assert [line["step"] for line in lines] == [0, 1, 2]
-    if name == "custom/simpo":
-        rates = [lines[-1][f"eval/pass@2{end}"] for end in ("/low", "", "/high")]
-        assert rates == sorted(rates)
-    if name == "custom/selective":
-        assert all(0 < line["selected"] < 1 for line in lines[1:])
-    assert all("eval/reward" in line or "eval/loss" in line for line in (lines[0], lines[-1]))

@@ -1,0 +1,158 @@
+"""Every configuration in examples/ runs in a short form: small models, few rows, two steps.
+
+A new file is picked up by itself. What an example starts from (``trial:addition-sft/1``) is the
+short form of the example that makes it, so these references and the order of the examples are
+tested, too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+from slurmrl.data.tokenizer import train_bpe
+from tests.support.trials import REPOSITORY, Site
+
+pytestmark = pytest.mark.long
+
+EXAMPLES = REPOSITORY / "examples"
+CONFIGS = sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.yaml"))
+SETTINGS = {
+    "total_steps": 2,
+    "algorithm.batch_size": 16,
+    "evaluation.samples": 8,
+    "rollout.max_new_tokens": 6,
+}
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+ROWS = 64
+TOKENS = 300
+"""Vocabulary of tokenizers that are not part of the repository."""
+NOT_HERE = EXAMPLES / "data"
+"""Where users put data that is not part of the repository."""
+
+
+def settings_of(config: str) -> dict[str, Any]:
+    values: dict[str, Any] = YAML(typ="safe").load(EXAMPLES / config)
+    return values
+
+
+@dataclass(frozen=True)
+class ShortForms:
+    """Short forms of examples in one root folder, each run once."""
+
+    site: Site
+    ended: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Their status, by experiment and trial."""
+
+    def run(self, config: str, trial: str = "1") -> dict[str, Any]:
+        """Status at the end of the trial, after those from which it starts."""
+        values = settings_of(config)
+        name = f"{values['experiment']}/{trial}"
+        if name not in self.ended:
+            for source in references(values):
+                self.run(maker(source.partition("/")[0]), source.partition("/")[2])
+            overrides = [f"{key}={value}" for key, value in self.overrides(config, values)]
+            how = ("--scheduler", "local", "--wait", f"trial={trial}")
+            self.site.slurmrl("submit", str(EXAMPLES / config), *how, *overrides)
+            self.ended[name] = self.site.status(name)
+        return self.ended[name]
+
+    def overrides(self, config: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        folder = (EXAMPLES / config).parent
+        if values.get("evaluation", {}).get("dataset", {}).get("type") == "prompt":
+            yield "evaluation.n", 2
+        for key, value in leaves(values):
+            last = key.rpartition(".")[2]
+            if key in SETTINGS:
+                yield key, SETTINGS[key]
+            elif last == "backend":
+                yield key, "fsdp:d1"
+            elif last in SIZES and ".architecture." in key:
+                yield key, SIZES[last]
+            elif key.endswith("dataset.path"):
+                yield key, self.few_rows(folder / value)
+            elif last == "tokenizer" and (folder / value).is_relative_to(NOT_HERE):
+                yield key, self.tokenizer()
+                yield key.replace(".tokenizer", ".architecture.vocab_size"), TOKENS
+
+    def few_rows(self, path: Path) -> Path:
+        """A copy of a file's first rows; of GSM8K's, which is not here, rows of its form."""
+        copied = self.site.folder / path.name
+        if path.is_relative_to(NOT_HERE):
+            row = {"question": "What is 1+1?", "answer": "1+1 is 2.\n#### 2"}
+            copied.write_text(f"{json.dumps(row)}\n" * ROWS)
+        else:
+            with path.open() as lines:
+                copied.write_text("".join(islice(lines, ROWS)))
+        return copied
+
+    def tokenizer(self) -> Path:
+        folder = self.site.folder / "tokenizer"
+        train_bpe(["What is 1+1? 1+1 is 2."], TOKENS, folder)
+        return folder
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def references(values: Mapping[str, Any]) -> list[str]:
+    """EXPERIMENT/TRIAL of the trials from whose models a configuration starts."""
+    texts = (value for _, value in leaves(values) if isinstance(value, str))
+    found = (text.removeprefix("trial:") for text in texts if text.startswith("trial:"))
+    return [text.partition("@")[0] for text in found]
+
+
+def maker(experiment: str) -> str:
+    """The example with this name of an experiment."""
+    (config,) = (config for config in CONFIGS if settings_of(config)["experiment"] == experiment)
+    return config
+
+
+@pytest.fixture(scope="module")
+def short_forms(tmp_path_factory: pytest.TempPathFactory) -> ShortForms:
+    return ShortForms(Site(tmp_path_factory.mktemp("examples")))
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_an_example_runs_to_its_end(config: str, short_forms: ShortForms) -> None:
+    """It completes its steps, and is evaluated before the first and after the last of them."""
+    values = settings_of(config)
+    ended = short_forms.run(config)
+    assert ended["state"] == "COMPLETED"
+    if "total_steps" not in values:
+        return
+    lines = short_forms.site.metrics(ended["trial"])
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    for line in (lines[0], lines[-1]):
+        assert any(name.startswith("eval/") for name in line) == ("evaluation" in values)
+
+
+def test_a_loss_of_ones_own_is_evaluated_like_ours(short_forms: ShortForms) -> None:
+    """pass@2 with its confidence interval."""
+    ended = short_forms.run("custom/simpo.yaml")
+    last = short_forms.site.metrics(ended["trial"])[-1]
+    rates = [last[f"eval/pass@2{end}"] for end in ("/low", "", "/high")]
+    assert rates == sorted(rates)
+
+
+def test_a_role_of_ones_own_chooses_tokens(short_forms: ShortForms) -> None:
+    ended = short_forms.run("custom/selective.yaml")
+    assert all(0 < line["selected"] < 1 for line in short_forms.site.metrics(ended["trial"])[1:])
