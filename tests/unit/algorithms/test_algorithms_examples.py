@@ -55,3 +55,21 @@ def test_a_loss_of_ones_own_is_right_and_short() -> None:
     expected = sum(math.log1p(math.exp(-margin)) for margin in margins) / 2
     assert float(loss) == pytest.approx(expected, rel=1e-9)
     assert float(stats["accuracy"]) == 0.5
+
+
+def test_the_classifier_of_the_sentiment_example_judges_texts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A score is the probability of POSITIVE, the same alone and padded in a batch."""
+    monkeypatch.syspath_prepend(str(EXAMPLES / "custom"))
+    reward = importlib.import_module("sentiment").Sentiment(batch_size=3)
+    positive = ["good", "very good and lovely", "fine", "superb superb bad"]
+    negative = ["bad", "so awful and very poor", "dull", "it is bad good and awful"]
+    texts = [*positive, *negative]
+    scores = reward(["the film was"] * len(texts), texts, [{}] * len(texts))
+    assert min(scores[:4]) > 0.8
+    assert max(scores[4:]) < 0.2
+    alone = [reward(["the film was"], [text], [{}])[0] for text in texts]
+    assert alone == pytest.approx(scores, abs=1e-5)
+    with pytest.raises(ValueError, match="label 'JOY' is unknown; known: NEGATIVE, POSITIVE"):
+        importlib.import_module("sentiment").Sentiment(label="JOY")(["a"], ["b"], [{}])

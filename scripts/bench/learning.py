@@ -1,0 +1,211 @@
+"""Which algorithms learn the addition task, and how fast: scripts/bench/learning.py [OPTIONS]
+
+Trains every entry of the table below with every seed through `slurmrl submit` and the local
+scheduler, and prints the held-out score over the steps: mean, least and most over the seeds. All
+start from one supervised model, and distillation learns from one teacher; both are made first. A
+trial is its example (examples/*.yaml) on one worker process with one thread, with the overrides in
+the table.
+
+A trial that has ended is not repeated, and an interrupted one continues: run the same command
+again, with the same --root. --report trains nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from getpass import getuser
+from pathlib import Path
+from statistics import fmean
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from slurmrl.paths import RunPaths
+
+ROOT = Path(__file__).resolve().parents[2]
+START, TEACHER = "small", "small-teacher"
+SMALL = (
+    "actor.architecture.hidden_size=64",
+    "actor.architecture.intermediate_size=172",
+    "actor.architecture.num_hidden_layers=2",
+    "actor.optimizer.lr=2e-3",
+    "evaluation.every_steps=20",
+    "total_steps=1500",
+)
+"""The supervised models: 90 k parameters."""
+COMMON = ("actor.backend=fsdp:d1", "checkpoint.every_steps=50")
+JUDGED = 0.8
+"""The bar of algorithms that generate and see a reward."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An algorithm in the table."""
+
+    name: str
+    example: str
+    bar: float
+    """Mean score at the end, over all seeds, that counts as having learned."""
+    overrides: tuple[str, ...] = ()
+    metric: str = "eval/reward"
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The held-out scores of an entry: step -> seed -> score."""
+
+    name: str
+    bar: float
+    overrides: tuple[str, ...]
+    scores: Mapping[int, Mapping[int, float]]
+
+    @property
+    def last(self) -> tuple[int, Mapping[int, float]]:
+        return max(self.scores.items())
+
+
+def policy(name: str, *overrides: str) -> Entry:
+    """A preset of policy gradients: 80 steps of 1,024 completions."""
+    chosen = (f"algorithm.name={name}", "total_steps=80", "actor.optimizer.lr=1e-3", *overrides)
+    return Entry(name, "grpo", JUDGED, ("evaluation.every_steps=20", *chosen))
+
+
+TABLE = (
+    policy("grpo"),
+    policy("rloo", "rollout.n=4", "algorithm.batch_size=256", "algorithm.n_minibatches=1"),
+    policy("reinforce_pp", "rollout.n=1", "algorithm.batch_size=1024"),
+    policy("dapo", "algorithm.n_minibatches=16", "actor.optimizer.lr=3e-4"),
+    policy("gspo"),
+    policy("cispo"),
+    Entry("dpo", "dpo", 0.65),
+    Entry("kto", "kto", 0.65),
+    Entry("reward_model", "reward_model", 0.75, metric="eval/accuracy"),
+    Entry("distill", "distill", 0.7, (f"teacher.path=trial:addition-sft/{TEACHER}",)),
+)
+
+
+# -- trials --------------------------------------------------------------------------------------
+
+
+def slurmrl(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "slurmrl", *arguments, "--root", str(root)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+
+
+def has_ended(root: Path, trial: str) -> bool:
+    done = slurmrl(root, "status", trial, "--json")
+    return done.returncode == 0 and bool(json.loads(done.stdout)["state"] == "COMPLETED")
+
+
+def train(root: Path, example: str, trial: str, *overrides: str) -> None:
+    """Run a trial to its end, unless it has ended."""
+    experiment = experiment_of(example)
+    if has_ended(root, f"{experiment}/{trial}"):
+        return
+    config = str(ROOT / "examples" / f"{example}.yaml")
+    how = ("--scheduler", "local", "--wait")
+    done = slurmrl(root, "submit", config, f"trial={trial}", *COMMON, *overrides, *how)
+    if done.returncode != 0:
+        raise SystemExit(f"{experiment}/{trial} failed:\n{done.stdout[-2000:]}{done.stderr}")
+    print(f"{experiment}/{trial} has ended", file=sys.stderr)
+
+
+def experiment_of(example: str) -> str:
+    return f"addition-{example.replace('_', '-')}"
+
+
+def train_seed(root: Path, entry: Entry, seed: int) -> None:
+    chosen = (f"actor.path=trial:addition-sft/{START}", f"seed={seed}", *entry.overrides)
+    train(root, entry.example, f"{entry.name}-{seed}", *chosen)
+
+
+def train_all(root: Path, entries: Sequence[Entry], seeds: Sequence[int], parallel: int) -> None:
+    train(root, "sft", START, *SMALL, "stop_when=eval/reward >= 0.6")
+    if any(entry.example == "distill" for entry in entries):
+        train(root, "sft", TEACHER, *SMALL, "stop_when=eval/reward >= 0.9")
+    with ThreadPoolExecutor(parallel) as pool:
+        jobs = [pool.submit(train_seed, root, entry, seed) for seed in seeds for entry in entries]
+        for job in jobs:
+            job.result()
+
+
+# -- results -------------------------------------------------------------------------------------
+
+
+def curve(root: Path, entry: Entry, seeds: Sequence[int]) -> Curve:
+    """The steps that all trials with any evaluation have in common."""
+    of_seeds = {}
+    for seed in seeds:
+        trial = f"{entry.name}-{seed}"
+        run = RunPaths.of(root, getuser(), experiment_of(entry.example), trial)
+        if scores := dict(evaluations(run.metrics, entry.metric)):
+            of_seeds[seed] = scores
+    common = set.intersection(*map(set, of_seeds.values())) if of_seeds else set()
+    scores = {step: {seed: of_seeds[seed][step] for seed in of_seeds} for step in sorted(common)}
+    return Curve(entry.name, entry.bar, entry.overrides, scores)
+
+
+def evaluations(metrics: Path, metric: str) -> Iterator[tuple[int, float]]:
+    for text in metrics.read_text().splitlines() if metrics.exists() else []:
+        line = json.loads(text)
+        if metric in line:
+            yield line["step"], line[metric]
+
+
+def table(curves: Sequence[Curve], columns: int = 6) -> str:
+    """Markdown: one row for each curve, with about ``columns`` steps of it."""
+    lines = ["| algorithm | seeds | held-out score at step: mean (least to most) | bar |"]
+    lines.append("|---|---|---|---|")
+    for drawn in curves:
+        steps = list(drawn.scores)
+        every = max(1, -(-(len(steps) - 1) // (columns - 1)))
+        shown = sorted({*steps[::every], *steps[-1:]})
+        cells = ", ".join(f"{step}: {spread(drawn.scores[step])}" for step in shown)
+        seeds = ", ".join(map(str, drawn.last[1]))
+        met = "" if fmean(drawn.last[1].values()) >= drawn.bar else ", missed"
+        lines.append(f"| `{drawn.name}` | {seeds} | {cells} | {drawn.bar}{met} |")
+    return "\n".join(lines)
+
+
+def spread(scores: Mapping[int, float]) -> str:
+    values = list(scores.values())
+    return f"{fmean(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--root", type=Path, default=Path("runs"), help="root folder of the runs")
+    parser.add_argument("--seeds", default="1,2,3", help="seeds, with commas between")
+    parser.add_argument("--only", default="", help="names of entries, with commas between")
+    parser.add_argument("--parallel", type=int, default=1, help="trials at the same time")
+    parser.add_argument("--json", type=Path, help="also write the curves to this file")
+    parser.add_argument("--report", action="store_true", help="train nothing")
+    options = parser.parse_args()
+    names = {entry.name: entry for entry in TABLE}
+    only = [name for name in options.only.split(",") if name]
+    if unknown := set(only) - set(names):
+        parser.error(f"--only: {', '.join(sorted(unknown))} is unknown; known: {', '.join(names)}")
+    entries = [names[name] for name in only or names]
+    seeds = [int(seed) for seed in options.seeds.split(",")]
+    root = options.root.resolve()
+    if not options.report:
+        train_all(root, entries, seeds, options.parallel)
+    curves = [found for entry in entries if (found := curve(root, entry, seeds)).scores]
+    if options.json:
+        options.json.write_text(json.dumps([asdict(found) for found in curves], indent=1) + "\n")
+    print(table(curves))
+
+
+if __name__ == "__main__":
+    main()
