@@ -44,6 +44,8 @@ class ContinuousBatch:
         """The weights that draw."""
         self.drawn = 0
         """Tokens drawn in all."""
+        self.read = 0
+        """Tokens that the model has read in all."""
 
     @property
     def busy(self) -> bool:
@@ -72,6 +74,7 @@ class ContinuousBatch:
         """Call the model once; return the sequences that have ended since the last call."""
         step = self._schedule.next()
         drawn = self._runner.run(step, self.version) if step.readings else None
+        self.read += sum(reading.count for reading in step.readings)
         self._settle()  # what the call before has drawn, while this one runs
         if drawn is not None:
             self._unread.append(drawn)

@@ -68,6 +68,11 @@ class NativeRollout(RolloutEngine):
     def version(self) -> str | None:
         return self._version
 
+    @property
+    def read(self) -> int:
+        """Tokens that the model has read in all, those that were read again included."""
+        return self._batch.read
+
     def submit(self, request: GenerationRequest) -> asyncio.Future[Completions]:
         future: asyncio.Future[Completions] = asyncio.get_running_loop().create_future()
         try:
