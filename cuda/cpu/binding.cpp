@@ -38,18 +38,38 @@ void copy_op(Tensor source, Tensor target, Tensor starts, Tensor offsets, int64_
     }
 }
 
+template <typename T>
+T* data_of(const Tensor& tensor) {
+    return static_cast<T*>(tensor.mutable_data_ptr());
+}
+
+void paged_op(Tensor q, Tensor keys, Tensor values, Tensor tables, Tensor rows, Tensor lengths,
+              Tensor out, int64_t page, double scale, int64_t window) {
+    paged({data_of<float>(q), data_of<float>(keys), data_of<float>(values),
+           data_of<int64_t>(tables), data_of<int64_t>(rows), data_of<int64_t>(lengths),
+           data_of<float>(out), q.size(0), tables.size(1), page, q.size(1), keys.size(1), q.size(2),
+           window, static_cast<float>(scale)},
+          torch_pool());
+}
+
+constexpr const char* paged_schema =
+    "paged_attention(Tensor q, Tensor keys, Tensor values, Tensor tables, Tensor rows, "
+    "Tensor lengths, Tensor(a!) out, int page, float scale, int window) -> ()";
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(slurmrl_cpu, m) {
     m.def(gae_schema);
     m.def(scan_schema);
     m.def(copy_schema);
+    m.def(paged_schema);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(slurmrl_cpu, CPU, m) {
     m.impl("gae", TORCH_BOX(&gae_op));
     m.impl("scan", TORCH_BOX(&scan_op));
     m.impl("copy", TORCH_BOX(&copy_op));
+    m.impl("paged_attention", TORCH_BOX(&paged_op));
 }
 
 }  // namespace slurmrl::cpu

@@ -187,9 +187,7 @@ def padded(case: Case) -> Callable[[], Made]:
     @torch.no_grad()
     def run() -> Made:
         seen, positions = mask, (mask.cumsum(-1) - 1).clamp(min=0)
-        out = model(
-            input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=1
-        )
+        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, logits_to_keep=1)
         alive, total = torch.ones(len(ids), dtype=torch.bool), 0
         place = positions[:, -1:]
         for _ in range(LIMIT):
@@ -298,7 +296,9 @@ def main() -> None:
     if options.case:
         print(json.dumps(measure(Case(**json.loads(options.case)))))
         return
-    print(f"{'engine':14}{'requests':>9}{'n':>3}{'tokens':>9}{'per CPU s':>11}{'wall s':>8}", end="")
+    print(
+        f"{'engine':14}{'requests':>9}{'n':>3}{'tokens':>9}{'per CPU s':>11}{'wall s':>8}", end=""
+    )
     print(f"{'prompts read':>14}{'MiB':>7}")
     for requests in options.requests:
         for n in options.n:

@@ -195,7 +195,7 @@ class Decoder(PackedModel):
         embedding = self._body.embed_tokens
         tokens = embedding.forward(input_ids) if call is unhooked else embedding(input_ids)
         x = self.embed(tokens, positions)
-        rotation = self._rotary.rotation(positions, x.dtype) if self._rotary else None
+        rotation = self.rotation(positions, x.dtype)
         for layer in self.layers:
             x = call(layer, x, rotation, core)
         out: Tensor = self._body.norm(x)
@@ -207,6 +207,18 @@ class Decoder(PackedModel):
             return tokens
         # The scale is rounded to the model's dtype, as in transformers.
         return tokens * torch.tensor(self._scale, dtype=tokens.dtype, device="cpu").item()
+
+    def embedding_weight(self) -> Tensor:
+        """This rank's part of the embedding [V, h]."""
+        return self._body.embed_tokens.weight
+
+    @property
+    def final_norm(self) -> nn.Module:
+        return self._body.norm
+
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> Rotation | None:
+        """The angles of positions [T]; None where positions are learned embeddings."""
+        return self._rotary.rotation(positions, dtype) if self._rotary else None
 
     def head_weight(self) -> Tensor:
         """The vocabulary projection [V, h]; the embedding if they are tied."""

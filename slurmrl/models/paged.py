@@ -13,6 +13,7 @@ from torch import Tensor
 
 from slurmrl.models.attention import AttentionSpec, kv_heads
 from slurmrl.models.decoder import Decoder
+from slurmrl.models.inference import short_forward
 from slurmrl.models.parallel.heads import rows_of
 from slurmrl.ops.attention import Packing, packed_attention
 from slurmrl.ops.paged_attention import paged_attention
@@ -108,19 +109,20 @@ class PagedCore:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def paged_logits(
-    decoder: Decoder,
-    cache: PagedCache,
-    input_ids: Tensor,
-    positions: Tensor,
-    call: PagedCall,
-    last: Tensor,
-) -> Tensor:
-    """The logits [·, V] after the tokens at places ``last`` of the packed tokens [T], of which the
-    cache gets the keys and values. Tensor ranks get the same logits."""
-    hidden = decoder.run_unhooked(input_ids, positions, PagedCore(cache, call))
-    logits = wide_product(hidden.index_select(0, last), decoder.head_weight().t())
-    if decoder.split.tensor.size == 1:
-        return logits
-    vocabulary = decoder.config.vocab_size
-    return rows_of(decoder.split, vocabulary).whole(logits, vocabulary)
+class PagedDecoder:
+    """A decoder with its cache. The decoder's parameters keep their place in memory meanwhile."""
+
+    def __init__(self, decoder: Decoder, pages: int, page: int) -> None:
+        self.decoder, self.cache = decoder, PagedCache(decoder, pages, page)
+        self._forward = short_forward(decoder) or decoder.run_unhooked
+
+    def logits(self, input_ids: Tensor, positions: Tensor, call: PagedCall, last: Tensor) -> Tensor:
+        """The logits [·, V] after the tokens at places ``last`` of the packed tokens [T], of which
+        the cache gets the keys and values. Tensor ranks get the same logits."""
+        decoder = self.decoder
+        hidden = self._forward(input_ids, positions, PagedCore(self.cache, call))
+        logits = wide_product(hidden.index_select(0, last), decoder.head_weight().t())
+        if decoder.split.tensor.size == 1:
+            return logits
+        vocabulary = decoder.config.vocab_size
+        return rows_of(decoder.split, vocabulary).whole(logits, vocabulary)

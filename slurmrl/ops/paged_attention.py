@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from slurmrl.ops.attention import cache_bias, cached_attention
+from slurmrl.ops.native.load import SMALL_ELEMENTS, operators
 
 GATHERED_CELLS = 2**16
 """Cells that the torch form copies at a time."""
+BUILT = SMALL_ELEMENTS
+"""The compiled form is used for any size: a token's result must not depend on how many others there
+are."""
 MULTIPLE = 8
 """The torch form reads a multiple of this many cells: its kernels copy biases of other lengths."""
 
@@ -37,7 +41,13 @@ def paged_attention(
     tables [R, N] int64, the pages of each row; rows, lengths [T] int64; no length exceeds
     ``longest``. Returns [T, Hq, D].
     """
-    return reference(q, keys, values, tables, rows, lengths, page, longest, scale, window)
+    native = operators(q.device, BUILT) if q.dtype == torch.float32 and not q.is_cuda else None
+    if native is None:
+        return reference(q, keys, values, tables, rows, lengths, page, longest, scale, window)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    inputs = (q.contiguous(), keys, values, tables, rows, lengths)
+    native.paged_attention(*inputs, out, page, scale, window or 0)
+    return out
 
 
 def reference(

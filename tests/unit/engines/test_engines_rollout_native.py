@@ -19,6 +19,7 @@ from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions, generate
 from slurmrl.models.hf import to_hf
+from slurmrl.models.paged import PagedDecoder
 from slurmrl.ops.logprobs import packed_logprobs_and_entropy
 from tests.unit.models.conftest import BASE, ODD, hf_model, random_decoder
 
@@ -70,16 +71,16 @@ def everything_is_free(engine: NativeRollout) -> bool:
     return len(pool._free) + len(pool._idle) == pool.made and not any(pool._users)
 
 
-def reads(monkeypatch: pytest.MonkeyPatch, decoder: Decoder) -> list[int]:
-    """Tokens of each later call of the decoder."""
+def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each later call of a decoder."""
     counts: list[int] = []
-    run = decoder.run_unhooked
+    read = PagedDecoder.logits
 
-    def counted(ids: Tensor, positions: Tensor, core: Any) -> Tensor:
+    def counted(self: PagedDecoder, ids: Tensor, *others: Any) -> Tensor:
         counts.append(len(ids))
-        return run(ids, positions, core)
+        return read(self, ids, *others)
 
-    monkeypatch.setattr(decoder, "run_unhooked", counted)
+    monkeypatch.setattr(PagedDecoder, "logits", counted)
     return counts
 
 
@@ -188,7 +189,7 @@ def test_a_prompt_is_read_once_for_all_of_its_completions(
 ) -> None:
     """n = 64 completions cost one prefill; so do later requests that begin with the same pages."""
     decoder, prompt = decoder_of(), tuple(4 + n % 30 for n in range(length))
-    counts = reads(monkeypatch, decoder)
+    counts = reads(monkeypatch)
     options = GenerationOptions(max_new_tokens=3)
     found, engine = served(decoder, [request(0, prompt, options, *range(64))])
     assert len(found) == 64
@@ -201,7 +202,7 @@ def test_the_turns_of_an_episode_share_their_beginning(monkeypatch: pytest.Monke
     """A prompt that begins with an ended request's tokens reads only what follows its full pages,
     until the weights change."""
     decoder, options = decoder_of(), GenerationOptions(max_new_tokens=9)
-    counts = reads(monkeypatch, decoder)
+    counts = reads(monkeypatch)
 
     async def run() -> list[int]:
         engine = NativeRollout(decoder, version="0.1", limits=Limits(page_tokens=4))
@@ -222,7 +223,7 @@ def test_the_turns_of_an_episode_share_their_beginning(monkeypatch: pytest.Monke
 
 def test_equal_prompts_at_once_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     decoder, options = decoder_of(), GenerationOptions(max_new_tokens=2)
-    counts = reads(monkeypatch, decoder)
+    counts = reads(monkeypatch)
     prompt = tuple(4 + n % 30 for n in range(33))
     requests = [request(i, prompt, options, i) for i in range(10)]
     served(decoder, requests, Limits(page_tokens=8))
@@ -296,7 +297,7 @@ def test_nothing_is_drawn_while_paused(monkeypatch: pytest.MonkeyPatch) -> None:
         future = engine.submit(request(0, (5, 6), options, 0))
         await asyncio.sleep(0)
         await engine.pause()
-        counts = reads(monkeypatch, decoder)
+        counts = reads(monkeypatch)
         late = engine.submit(request(1, (5, 6, 7), options, 1))
         for _ in range(20):
             await asyncio.sleep(0)

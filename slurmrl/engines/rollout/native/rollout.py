@@ -18,6 +18,7 @@ from slurmrl.engines.rollout.native.stops import Decode
 from slurmrl.engines.rollout.native.weights import read_weights
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.decoder import Decoder
+from slurmrl.models.inference import join_matrices
 
 Completions = tuple[Completion, ...]
 
@@ -31,8 +32,8 @@ class _Job:
 
 
 class NativeRollout(RolloutEngine):
-    """Serves requests with a decoder whose parameters are plain tensors. Between two calls of the
-    model it lets the loop's other tasks run."""
+    """Serves requests with a decoder whose parameters are plain tensors of its own. Between two
+    calls of the model it lets the loop's other tasks run."""
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class NativeRollout(RolloutEngine):
         """``version`` names the decoder's weights; without it requests wait for ``update_weights``.
         ``context`` is the most tokens of a sequence (default: ``max_position_embeddings``);
         ``decode`` turns token ids into text, for stop strings."""
+        join_matrices(decoder)
         self._batch = ContinuousBatch(
             decoder,
             limits or Limits(),

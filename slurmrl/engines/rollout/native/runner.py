@@ -16,7 +16,7 @@ from slurmrl.engines.rollout.native.pages import PagePool
 from slurmrl.engines.rollout.native.schedule import Limits, Reading, Step
 from slurmrl.engines.rollout.native.sequence import Sequence
 from slurmrl.models.decoder import Decoder
-from slurmrl.models.paged import PagedCache, PagedCall, paged_logits
+from slurmrl.models.paged import PagedCall, PagedDecoder
 from slurmrl.ops.attention import Packing
 from slurmrl.ops.sampling import keyed_uniform, sample
 from slurmrl.ops.upload import upload
@@ -51,10 +51,10 @@ class Runner:
     def __init__(self, decoder: Decoder, limits: Limits, pool: PagePool, *, support: bool) -> None:
         """With ``support``, log-probabilities are those of the tokens that top-k and top-p leave;
         otherwise of the whole distribution, as training computes them."""
-        self._decoder, self._limits, self._pool, self._support = decoder, limits, pool, support
+        self._limits, self._pool, self._support = limits, pool, support
         self._device = decoder.head_weight().device
         first = limits.pages if limits.pages is not None and self._device.type == "cuda" else 0
-        self.cache = PagedCache(decoder, first, limits.page_tokens)
+        self._decoder = PagedDecoder(decoder, first, limits.page_tokens)
         self._tables = torch.zeros((limits.rows, 1), dtype=torch.int64)
         self._last = torch.zeros(limits.rows, dtype=torch.int64, device=self._device)
 
@@ -62,10 +62,10 @@ class Runner:
     def run(self, step: Step, version: str) -> Drawn | None:
         """Read the step's tokens and draw the next ones, if any of its sequences is complete.
         Nothing waits for a GPU."""
-        if self._pool.made > self.cache.pages:
+        if self._pool.made > self._decoder.cache.pages:
             grown = int(self._pool.made * GROWTH)
             most = self._limits.pages
-            self.cache.grow(grown if most is None else min(grown, most))
+            self._decoder.cache.grow(grown if most is None else min(grown, most))
         fresh = sorted((c for c in step.readings if not c.begin), key=lambda c: c.count)
         readings = fresh + [reading for reading in step.readings if reading.begin]
         logits = self._logits(readings, len(fresh))
@@ -80,7 +80,7 @@ class Runner:
         if step.copies:
             sources, targets = zip(*step.copies, strict=True)
             pages = upload([torch.tensor(sources), torch.tensor(targets)], self._device)
-            self.cache.copy_pages(*pages)
+            self._decoder.cache.copy_pages(*pages)
         return drawn
 
     def _logits(self, readings: list[Reading], fresh: int) -> Tensor:
@@ -124,7 +124,7 @@ class Runner:
             lengths=position[first:] + 1,
             longest=max(positions[first:], default=0) + 1,
         )
-        return paged_logits(self._decoder, self.cache, input_ids, position, call, ending)
+        return self._decoder.logits(input_ids, position, call, ending)
 
     def _table(self, sequence: Sequence) -> None:
         """Write a sequence's new pages into the table."""

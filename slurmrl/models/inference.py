@@ -1,0 +1,168 @@
+"""The layers of a built-in decoder as few calls of torch, for generation on one rank.
+
+Matrices that read the same input lie side by side in memory (``join_matrices``), so that one
+product computes what all of them give. Parts without a short form are called as modules.
+
+T packed tokens, h hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from slurmrl.models.attention import Attention, AttentionCore
+from slurmrl.models.decoder import Decoder, ResidualLayer
+from slurmrl.models.mlp import GatedMLP
+from slurmrl.models.norm import RMSNorm
+from slurmrl.models.rotary import Rotation
+from slurmrl.ops.gated import ACTIVATIONS, gated_halves
+from slurmrl.ops.rotary import rotate
+
+Apply = Callable[[Tensor], Tensor]
+
+
+def short_forward(decoder: Decoder) -> Callable[[Tensor, Tensor, AttentionCore], Tensor] | None:
+    """A function that computes ``decoder.run_unhooked``; None if the decoder has no short form:
+    with several ranks or adapters. It uses the parameters' memory of now."""
+    if not decoder.split.whole or decoder.adapters is not None:
+        return None
+    layers = [_Layer(cast(ResidualLayer, layer)) for layer in decoder.layers]
+
+    def run(input_ids: Tensor, positions: Tensor, core: AttentionCore) -> Tensor:
+        x = decoder.embed(F.embedding(input_ids, embedding), positions)
+        rotation = decoder.rotation(positions, x.dtype)
+        for layer in layers:
+            x = layer(x, rotation, core)
+        return final(x)
+
+    embedding, final = decoder.embedding_weight(), _norm(decoder.final_norm)
+    return run
+
+
+@torch.no_grad()
+def join_matrices(decoder: Decoder) -> None:
+    """Move the parameters that ``short_forward`` uses together side by side in memory. They stay
+    the same parameters with the same values; nothing else may hold their old memory."""
+    for module in decoder.modules():
+        for group in _groups(module):
+            for name in ("weight", "bias"):
+                parameters = [getattr(linear, name) for linear in group]
+                if parameters[0] is None or _joined(parameters) is not None:
+                    continue
+                whole = torch.cat([parameter.data for parameter in parameters])
+                rows = [parameter.shape[0] for parameter in parameters]
+                for parameter, part in zip(parameters, whole.split_with_sizes(rows), strict=True):
+                    parameter.data = part
+
+
+def _groups(module: nn.Module) -> list[tuple[nn.Linear, ...]]:
+    """Linear layers that read the same input."""
+    if isinstance(module, Attention):
+        return [(module.q_proj, module.k_proj, module.v_proj)]
+    if isinstance(module, GatedMLP):
+        return [(module.gate_proj, module.up_proj)]
+    return []
+
+
+class _Layer:
+    def __init__(self, layer: ResidualLayer) -> None:
+        attention = layer.self_attn
+        assert isinstance(attention, Attention)
+        self._attention = attention
+        self._before, self._between = (
+            _norm(layer.input_layernorm),
+            _norm(layer.post_attention_layernorm),
+        )
+        self._qkv = _product(_groups(attention)[0])
+        self._sizes = [
+            linear.weight.shape[0] // attention.head_dim
+            for linear in (attention.q_proj, attention.k_proj, attention.v_proj)
+        ]
+        self._mixed = _add_product(attention.o_proj)
+        self._plain_heads = isinstance(attention.q_norm, nn.Identity)
+        self._feed_forward = _feed_forward(layer.mlp)
+
+    def __call__(self, x: Tensor, rotation: Rotation | None, core: AttentionCore) -> Tensor:
+        heads = self._qkv(self._before(x)).view(x.shape[0], -1, self._attention.head_dim)
+        q, k, v = self._rotated(heads, rotation)
+        x = self._mixed(x, core(self._attention.spec, q, k, v).flatten(1))
+        return self._feed_forward(x, self._between(x))
+
+    def _rotated(self, heads: Tensor, rotation: Rotation | None) -> Sequence[Tensor]:
+        q, k, v = heads.split_with_sizes(self._sizes, 1)
+        if not self._plain_heads:
+            q, k = self._attention.q_norm(q), self._attention.k_norm(k)
+        if rotation is None:
+            return q, k, v
+        if heads.is_cuda or not self._plain_heads:
+            return rotate(q, *rotation), rotate(k, *rotation), v
+        both = heads[:, : sum(self._sizes[:2])]
+        cos, sin = rotation
+        turned = (both * cos).addcmul_(both.roll(both.shape[-1] // 2, -1), sin)
+        return *turned.split_with_sizes(self._sizes[:2], 1), v
+
+
+def _norm(module: nn.Module) -> Apply:
+    """A norm; with one call where torch's own form is as exact."""
+    if not isinstance(module, RMSNorm) or module.offset or module.weight.dtype.itemsize < 4:
+        return module
+    weight, eps = module.weight, module.eps
+    return lambda x: F.rms_norm(x, weight.shape, weight, eps)
+
+
+def _product(linears: Sequence[nn.Linear]) -> Apply:
+    """The outputs of linear layers side by side; by one product if their weights are."""
+    weights = [linear.weight for linear in linears]
+    weight, bias = _joined(weights), None
+    if linears[0].bias is not None:
+        bias = _joined([linear.bias for linear in linears])
+        weight = None if bias is None else weight
+    if weight is None:
+        return lambda x: torch.cat([F.linear(x, one.weight, one.bias) for one in linears], -1)
+    return lambda x: F.linear(x, weight, bias)
+
+
+def _add_product(linear: nn.Linear) -> Callable[[Tensor, Tensor], Tensor]:
+    """(sum, input) -> the sum with the layer's output added."""
+    weight, bias = linear.weight, linear.bias
+    if bias is None:
+        return lambda total, x: torch.addmm(total, x, weight.t())
+    return lambda total, x: torch.addmm(total, x, weight.t()).add_(bias)
+
+
+def _feed_forward(block: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """(residual, input) -> the residual with the block's output added."""
+    if not isinstance(block, GatedMLP):
+        return lambda residual, x: residual + block(x)
+    both, down = _product((block.gate_proj, block.up_proj)), _add_product(block.down_proj)
+    name, value = block.activation, ACTIVATIONS[block.activation].value
+
+    def run(residual: Tensor, x: Tensor) -> Tensor:
+        halves = both(x)
+        if halves.is_cuda:
+            return down(residual, gated_halves(halves, name))
+        gate, up = halves.chunk(2, -1)
+        return down(residual, value(gate).mul_(up))
+
+    return run
+
+
+def _joined(parameters: Sequence[Tensor]) -> Tensor | None:
+    """All rows of tensors that lie side by side in memory; None if they do not."""
+    first = parameters[0]
+    place = first.data_ptr()
+    for parameter in parameters:
+        if parameter.data_ptr() != place or not parameter.is_contiguous():
+            return None
+        place += parameter.numel() * parameter.element_size()
+    if any(
+        p.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() for p in parameters
+    ):
+        return None
+    rows = sum(parameter.shape[0] for parameter in parameters)
+    return first.detach().as_strided((rows, *first.shape[1:]), first.stride())
