@@ -88,6 +88,14 @@ class RewardError(UsageError):
     """A reward function broke its contract, or cannot judge a row of the data."""
 
 
+class EpisodeLimitError(SlurmrlError, RuntimeError):
+    """An episode has no turn or token left. It ends the episode, unfinished; it is no failure."""
+
+
+class EpisodeError(SlurmrlError, RuntimeError):
+    """No episode of a call could be completed; the message has the last reason."""
+
+
 class UnusableRowError(RewardError):
     """A reward function cannot judge one row. ``args``: the reason, the row's index in its call."""
 

@@ -15,6 +15,11 @@ ROLLOUT = "slurmrl.algorithms.rollout.interface:RolloutInterface"
 REFERENCE = "slurmrl.algorithms.sequences:ReferenceInterface"
 MODEL_SCORES = "slurmrl.algorithms.reward_model.scores:ScoresInterface"
 RULE_REWARD = "slurmrl.algorithms.reward.interface:RuleRewardInterface"
+TURN_REWARDS = "turn_rewards"
+"""Key of what each turn of an episode has earned: at its last token, 0 elsewhere."""
+EPISODE_METRICS = ("turns", "context_length", "episode_failed")
+"""Of episodes that may have several turns."""
+TOOL_METRICS = ("tool_calls", "tool_failed")
 
 
 class AlgorithmSchema(Section, ABC):
@@ -87,7 +92,7 @@ class AlgorithmSchema(Section, ABC):
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
         """The calls of one evaluation: completions of held-out prompts, judged."""
-        return (generate_call(), *reward_calls(config))
+        return (generate_call(config), *reward_calls(config))
 
     def conflicts(self, config: Config) -> Iterable[tuple[KeyPath, str]]:
         """Settings anywhere in the configuration that exclude each other with this algorithm: their
@@ -115,23 +120,31 @@ def reference_call() -> Call:
     )
 
 
-def generate_call() -> Call:
-    """The actor completes prompts."""
+def generate_call(config: Config) -> Call:
+    """The actor completes prompts. ``prompt_mask`` is True on all tokens that it did not write."""
+    turns = config.rollout.episode.has_turns
     return Call(
         name="actor_gen",
         role="actor",
         method=Method.GENERATE,
         interface=ROLLOUT,
         inputs=("prompt_ids",),
-        outputs=("input_ids", "prompt_mask", "logprobs", "finished"),
-        metrics=("response_length", "prompt_length", "finished"),
+        outputs=(
+            *("input_ids", "prompt_mask", "logprobs", "finished"),
+            *((TURN_REWARDS,) if turns else ()),
+        ),
+        metrics=(
+            *("response_length", "prompt_length", "finished"),
+            *(EPISODE_METRICS if turns else ()),
+            *(TOOL_METRICS if config.rollout.episode.tools else ()),
+        ),
     )
 
 
 def reward_calls(config: Config) -> tuple[Call, ...]:
     """The calls that judge completions: the configured reward, after the model that it uses, if
     any."""
-    judge = reward_call()
+    judge = reward_call(config)
     if config.reward is None or not config.reward.uses_model:
         return (judge,)
     scores = Call(
@@ -146,14 +159,16 @@ def reward_calls(config: Config) -> tuple[Call, ...]:
     return (scores, replace(judge, inputs=(*judge.inputs, "model_scores")))
 
 
-def reward_call() -> Call:
-    """A rule judges completions; it needs the metadata of the dataset's items."""
+def reward_call(config: Config) -> Call:
+    """A rule judges completions; it needs the metadata of the dataset's items. What the turns of an
+    episode have earned is part of the reward."""
+    turns = (TURN_REWARDS,) if config.rollout.episode.has_turns else ()
     return Call(
         name="reward_inf",
         role=None,
         method=Method.INFERENCE,
         interface=RULE_REWARD,
-        inputs=("input_ids", "prompt_mask", "finished"),
+        inputs=("input_ids", "prompt_mask", "finished", *turns),
         outputs=("rewards",),
         metrics=("reward", "reward_unjudged"),
     )

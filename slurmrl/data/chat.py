@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 MARKED_BLOCKS: Final = ("{% generation %}", "{%- generation %}", "{% generation -%}")
 OTHER_TEXT: Final = "Something else."
+TURN_TEXT: Final = "The turn before."
 
 
 class MarkedText(NamedTuple):
@@ -59,6 +60,24 @@ class ChatTemplate:
                 first, last = self._turn(text, messages, place, tools)
                 targets.append((first, self._trimmed(text, first, last)))
         return MarkedText(text, targets)
+
+    def around_message(self, role: str) -> tuple[str, str]:
+        """What the template puts between the text of the assistant's turn and that of a message
+        behind it, and what it puts between this and the next turn of the assistant."""
+        messages: list[Message] = [
+            {"role": "user", "content": "Hello."},
+            {"role": ASSISTANT, "content": TURN_TEXT},
+            {"role": role, "content": OTHER_TEXT},
+        ]
+        text = self._render(with_system(messages, self._system), None, generate=True)
+        _, turn, rest = text.partition(TURN_TEXT)
+        before, message, after = rest.partition(OTHER_TEXT)
+        if not turn or not message:
+            raise ChatTemplateError(
+                f"the chat template leaves out a message with the role {role!r} behind a turn of "
+                "the assistant, or the turn itself; use another role"
+            )
+        return before, after
 
     # -- turns -------------------------------------------------------------------------------
 

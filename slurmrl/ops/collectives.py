@@ -1,4 +1,5 @@
-"""Differentiable collectives: the backward pass of each is its counterpart.
+"""Differentiable collectives, whose backward pass is the counterpart of each, and broadcasts of
+bytes.
 
 The ranks of a group share one model. A "whole" tensor is the same on all ranks, "partial" tensors
 must be summed over them, and an "own" tensor is a rank's equal share of dim 0. The loss is whole:
@@ -147,3 +148,21 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _exchanged(grad, ctx.group), None
+
+
+def broadcast_bytes(
+    content: bytes, group: Group, device: torch.device, *, source: int = 0
+) -> bytes:
+    """Return the ``content`` of the rank ``source`` of the group. Collective."""
+    size = torch.tensor([len(content)], device=device)
+    dist.broadcast(size, group=group, group_src=source)
+    own = torch.frombuffer(bytearray(content or b" "), dtype=torch.uint8).to(device)
+    return bytes(broadcast_sized(own, int(size), group, source).cpu().numpy())
+
+
+def broadcast_sized(own: Tensor, size: int, group: Group, source: int = 0) -> Tensor:
+    """Return the ``size`` bytes of the rank ``source`` of the group."""
+    buffer = own if dist.get_rank(group) == source else own.new_empty(size)
+    if size:
+        dist.broadcast(buffer, group=group, group_src=source)
+    return buffer

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from slurmrl import log
@@ -14,36 +11,17 @@ from slurmrl.data.fields import ABSENT, value_at
 from slurmrl.errors import UnusableRowError, UsageError
 from slurmrl.rewards.base import RewardFunction
 from slurmrl.rewards.code_cases import KEYS, Case, cases_of, program_of
-from slurmrl.rewards.judge import JudgeProgram, Verdict
+from slurmrl.rewards.judge import Verdict
 from slurmrl.rewards.judges import MOST_JUDGES, JudgePool, Unjudged
+from slurmrl.rewards.sandbox import check_isolation, sandbox_program
 
 logger = log.get(__name__)
 
-SANDBOX = Path(__file__).with_name("code_sandbox.py")
-LOADER = """\
-import json, os
-line = b""
-while not line.endswith(b"\\n"):
-    line += os.read(0, 65536) or os._exit(0)
-setup = json.loads(line)
-space = {"__name__": "sandbox"}
-exec(compile(setup["source"], "code_sandbox.py", "exec"), space)
-space["main"](setup["settings"])
-"""
-"""Reads the sandbox's source from the first line of its input, and runs it."""
 GRACE_S = 10.0
 """How long after the time limit of a program a sandbox may take to answer."""
-MOST_REPLY_BYTES = 64 << 20
 MOST_RESULT_BYTES = 8 << 20
 """Most bytes of results in one reply. As JSON they may be six times as long."""
 MOST_CASES = 1 << 30
-CLOSING_S = 2.0
-MISSING = {
-    "network": "they can use the network",
-    "files": "they can change the user's files",
-    "processes": "nothing limits the number of their processes",
-}
-"""What it means that a sandbox lacks a protection."""
 
 
 class CodeReward(RewardFunction):
@@ -97,21 +75,13 @@ class CodeReward(RewardFunction):
         self._required = namespaces == "required"
         self._test_timeout_s, self._timeout_s = test_timeout_s, timeout_s
         self._batch_timeout_s = batch_timeout_s
-        prefix = shlex.split(container) if isinstance(container, str) else list(container)
-        settings = {
-            "memory_bytes": memory_mib << 20,
-            "files_bytes": files_mib << 20,
-            "most_processes": max_processes,
-            "namespaces": namespaces != "off",
-        }
-        interpreter = python or ("python3" if prefix else sys.executable)
-        source = SANDBOX.read_text(encoding="utf-8")
-        program = JudgeProgram(
-            "the sandbox of programs",
-            [*prefix, interpreter, "-I", "-c", LOADER],
-            setup={"source": source, "settings": settings},
-            closing_s=CLOSING_S,
-            most_reply_bytes=MOST_REPLY_BYTES,
+        program = sandbox_program(
+            container=container,
+            python=python,
+            memory_mib=memory_mib,
+            files_mib=files_mib,
+            max_processes=max_processes,
+            namespaces=namespaces != "off",
         )
         self._pool = JudgePool(program, timeout_s + GRACE_S, processes)
         self._checked = False
@@ -222,15 +192,7 @@ class CodeReward(RewardFunction):
         if self._checked:
             return
         self._checked = True
-        have = self._pool.start().get("protections", {})
-        missing = [text for name, text in MISSING.items() if not have.get(name)]
-        if missing and self._required:
-            raise UsageError(
-                f"reward 'code' cannot isolate programs here: {'; '.join(missing)}. Allow user "
-                "namespaces, configure a container, or set namespaces: auto"
-            )
-        if missing:
-            logger.warning("programs are not isolated here: %s", "; ".join(missing))
+        check_isolation("reward 'code'", self._pool.start(), required=self._required)
 
 
 class _Run:

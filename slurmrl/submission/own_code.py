@@ -104,6 +104,8 @@ def _references(config: Config) -> Iterator[tuple[str, str]]:
     for key, section in sections.items():
         if ":" in section.type:
             yield f"{key}.type", section.type.partition(":")[0]
+    for key, name in config.rollout.episode.own.items():
+        yield f"rollout.episode.{key}", name.partition(":")[0]
 
 
 def _of_algorithm(config: Config, algorithm: Algorithm | None) -> Iterator[tuple[str, str]]:

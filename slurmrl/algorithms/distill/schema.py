@@ -41,11 +41,11 @@ class Distill(AlgorithmSchema):
             inputs=("input_ids", "prompt_mask", "logprobs", "teacher_logprobs"),
             metrics=("loss", *DISTILL_METRICS, "grad_norm", "lr", "skipped"),
         )
-        return (generate_call(), teacher_call(), train)
+        return (generate_call(config), teacher_call(), train)
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
         judged = () if config.reward is None else reward_calls(config)
-        return (generate_call(), *judged, teacher_call())
+        return (generate_call(config), *judged, teacher_call())
 
 
 def teacher_call() -> Call:

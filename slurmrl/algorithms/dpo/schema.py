@@ -87,7 +87,7 @@ class DPO(AlgorithmSchema):
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
         if config.evaluation is None or config.evaluation.dataset.kind == "prompt":
-            return (generate_call(), *reward_calls(config))
+            return (generate_call(config), *reward_calls(config))
         compare = Call(
             name="actor_compare",
             role="actor",

@@ -67,7 +67,7 @@ class KTO(AlgorithmSchema):
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
         if config.evaluation is None or config.evaluation.dataset.kind == "prompt":
-            return (generate_call(), *reward_calls(config))
+            return (generate_call(config), *reward_calls(config))
         return (
             reference_call(),
             Call(

@@ -100,7 +100,7 @@ def _training_sample(
     settings = cast(PolicyGradient, context.settings.algorithm)
     mask = ~sample.tensor("prompt_mask")
     sequences = Sequences.of(sample.cu_seqlens("input_ids"), mask.device)
-    length = settings.aggregation_length or context.settings.config.rollout.max_new_tokens
+    length = settings.aggregation_length or context.settings.config.rollout.most_written
     old = old_logprobs(sample)
     data: dict[str, Tensor | None] = {
         "input_ids": sample.tensor("input_ids"),

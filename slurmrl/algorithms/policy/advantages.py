@@ -25,6 +25,7 @@ from slurmrl.algorithms.policy.schema import (
     PolicyGradient,
 )
 from slurmrl.algorithms.policy.shaping import shape_scores
+from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.data.sample import SequenceSample
 from slurmrl.ops.gae import packed_gae
 
@@ -49,31 +50,33 @@ def estimate(
     """Advantages and returns by the setting ``advantage``.
 
     With a critic, a truncated completion bootstraps from the value of its last state; without one,
-    its return ends with its last token.
+    its return ends with its last token. Completions without response tokens (failed episodes) are
+    compared with no others.
     """
     settings = cast(PolicyGradient, context.settings.algorithm)
-    max_new_tokens = context.settings.config.rollout.max_new_tokens
+    limit = context.settings.config.rollout.most_written
     responses = find_responses(sample.tensor("prompt_mask"), sample.cu_seqlens("input_ids"))
     finished = sample.tensor("finished").bool()
     lengths = responses.cu_seqlens.diff()
-    scores = shape_scores(sample.tensor("rewards"), finished, lengths, settings, max_new_tokens)
+    scores = shape_scores(sample.tensor("rewards"), finished, lengths, settings, limit)
     penalties = _penalties(sample, responses, settings, context.scalars)
     if settings.advantage in OF_COMPLETIONS:
-        groups = Groups.of(sample.sequence_counts("input_ids"), scores.device)
-        totals = scores.double() - responses.sums(penalties.double())
+        answered = responses.answered
+        groups = Groups.of(sample.sequence_counts("input_ids"), scores.device).only(answered)
+        totals = (scores.double() - responses.sums(penalties.double()))[answered]
         compared = completion_advantages(totals, groups, settings, all_reduce_sum)
-        advantages, returns = (
-            x.to(penalties.dtype)[responses.sequence] for x in (compared, totals)
-        )
+        place = torch.searchsorted(answered, responses.sequence)
+        advantages, returns = (x.to(penalties.dtype)[place] for x in (compared, totals))
     else:
-        rewards = token_rewards(penalties, scores, responses)
+        turns = _turn_rewards(sample, responses, finished, settings)
+        rewards = token_rewards(penalties, scores, responses, turns)
         gamma, lam = settings.discount, settings.gae_lambda
         states = _values(sample, responses.states, rewards)
         advantages, returns = packed_gae(
             rewards, states, responses.cu_seqlens, ~finished, gamma, lam
         )
     if settings.advantage == "greedy":
-        advantages = returns - _greedy_scores(sample, settings, max_new_tokens)[responses.sequence]
+        advantages = returns - _greedy_scores(sample, settings, limit)[responses.sequence]
     old_values = _values(sample, responses.tokens - 1, returns)
     kl = _log_ratio_to_reference(sample, responses)
     return Estimates(responses, kl, old_values, advantages, returns)
@@ -106,7 +109,20 @@ def _penalties(
     return scalars["kl_coef"] * kl_estimate(old, reference, settings.kl.estimator)
 
 
-def _greedy_scores(sample: SequenceSample, settings: PolicyGradient, max_new_tokens: int) -> Tensor:
+def _turn_rewards(
+    sample: SequenceSample, responses: Responses, finished: Tensor, settings: PolicyGradient
+) -> Tensor | None:
+    """[R]: the part of the score that a token's turn has earned (0 at tokens that end no turn);
+    None if completions have one turn each."""
+    if TURN_REWARDS not in sample.keys:
+        return None
+    earned = sample.tensor(TURN_REWARDS)[responses.tokens] * settings.reward_scaling
+    if settings.mask_no_eos_with_zero:
+        earned = torch.where(finished[responses.sequence], earned, 0.0)
+    return earned
+
+
+def _greedy_scores(sample: SequenceSample, settings: PolicyGradient, limit: int) -> Tensor:
     """[S]: the scores of the prompts' greedy completions, shaped like those of the sampled ones,
     without a KL penalty (Li et al. 2024, "ReMax", algorithm 1)."""
     mask = sample.tensor(GREEDY + "prompt_mask")
@@ -116,7 +132,7 @@ def _greedy_scores(sample: SequenceSample, settings: PolicyGradient, max_new_tok
         sample.tensor(GREEDY + "finished").bool(),
         responses.cu_seqlens.diff(),
         settings,
-        max_new_tokens,
+        limit,
     )
     return scores[Groups.of(sample.sequence_counts("input_ids"), scores.device).index]
 
@@ -127,10 +143,16 @@ def old_logprobs(sample: SequenceSample) -> Tensor:
     return sample.tensor(OLD_LOGPROBS if OLD_LOGPROBS in sample.keys else "logprobs")
 
 
-def token_rewards(penalties: Tensor, scores: Tensor, responses: Responses) -> Tensor:
+def token_rewards(
+    penalties: Tensor, scores: Tensor, responses: Responses, turns: Tensor | None = None
+) -> Tensor:
     """[R]: the KL penalty of each response token, plus the score at the last token of its
-    completion."""
+    completion. What ``turns`` [R] have earned of the score is at their last tokens instead, so the
+    sum over a completion is the same."""
     rewards = -penalties
+    if turns is not None:
+        rewards = rewards + turns.to(rewards.dtype)
+        scores = scores - responses.sums(turns)
     rewards[responses.last] += scores[responses.answered].to(rewards.dtype)
     return rewards
 

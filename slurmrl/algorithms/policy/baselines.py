@@ -33,6 +33,12 @@ class Groups:
         index = torch.arange(len(rows)).repeat_interleave(rows)
         return Groups(*upload((index, rows[index]), device))
 
+    def only(self, places: Tensor) -> Groups:
+        """The groups of the sequences at ``places`` alone."""
+        index = self.index[places]
+        counts = torch.zeros_like(self.index).index_add(0, index, torch.ones_like(index))
+        return Groups(index, counts[index])
+
     def sums(self, x: Tensor) -> Tensor:
         """[S]: for each sequence, the sum of x [S] over its group."""
         totals = x.new_zeros(len(x)).index_add(0, self.index, x)

@@ -11,12 +11,13 @@ from slurmrl.algorithms.policy.schema import GREEDY
 from slurmrl.algorithms.reward.interface import RuleRewardInterface
 from slurmrl.algorithms.reward_model.scores import ScoresInterface
 from slurmrl.algorithms.rollout.interface import RolloutInterface
+from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.data.sample import SequenceSample
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import GenerateEngine, TrainEngine
 
-COMPLETION: Final = ("input_ids", "prompt_mask", "finished")
+COMPLETION: Final = ("input_ids", "prompt_mask", "finished", TURN_REWARDS)
 
 
 class GreedyRolloutInterface(RolloutInterface):
@@ -26,7 +27,7 @@ class GreedyRolloutInterface(RolloutInterface):
         """One completion of each prompt from its most probable tokens."""
         result = super().generate(engine, sample, _greedy(context))
         assert result.sample is not None
-        names = {key: GREEDY + key for key in COMPLETION}
+        names = {key: GREEDY + key for key in COMPLETION if key in result.sample.keys}
         lengths = result.stats["response_length"]
         return CallResult(_renamed(result.sample, names), {"greedy_response_length": lengths})
 

@@ -1,8 +1,10 @@
 """Positions of the response tokens in packed sequences, and of the states around them.
 
 T packed tokens, S sequences, R response tokens. A sequence is a prompt of at least one token
-followed by its response. The state before token t consists of the tokens up to t - 1, so its value
-is at position t - 1 of the critic's aligned values.
+followed by its response, which may be in several turns with tokens of others between them. Those
+are part of the states, not of the response: the step from the last token of a turn leads to the
+state before the first token of the next. The state before token t consists of the tokens up to
+t - 1, so its value is at position t - 1 of the critic's aligned values.
 """
 
 from __future__ import annotations
@@ -37,8 +39,9 @@ class Responses:
 
 
 def find_responses(prompt_mask: Tensor, cu_seqlens: Tensor) -> Responses:
-    """``prompt_mask`` bool [T], True on prompts; ``cu_seqlens`` [S+1] over the T tokens, in host
-    memory. The indices are made there, and the host waits once for the mask."""
+    """``prompt_mask`` bool [T], True on tokens that the policy has read, not written: prompts, and
+    messages between turns; ``cu_seqlens`` [S+1] over the T tokens, in host memory. The indices
+    are made there, and the host waits once for the mask."""
     tokens = (~prompt_mask.cpu()).nonzero().squeeze(1)
     ends = cu_seqlens[1:].long()
     sequence = torch.bucketize(tokens, ends, right=True)

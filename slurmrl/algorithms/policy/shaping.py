@@ -13,13 +13,13 @@ def shape_scores(
     finished: Tensor,
     lengths: Tensor,
     settings: PolicyGradient,
-    max_new_tokens: int,
+    limit: int,
 ) -> Tensor:
-    """The scores [S] of completions with these rewards, of ``lengths`` response tokens: the penalty
-    for the length, bias, scale and clip applied, in this order. ``finished`` [S] says which ended
-    with a stop token."""
+    """The scores [S] of completions with these rewards, of ``lengths`` response tokens out of at
+    most ``limit``: the penalty for the length, bias, scale and clip applied, in this order.
+    ``finished`` [S] says which ended by themselves."""
     if settings.overlong_buffer is not None:
-        penalty = overlong_penalty(lengths, max_new_tokens, settings.overlong_buffer)
+        penalty = overlong_penalty(lengths, limit, settings.overlong_buffer)
         rewards = rewards + settings.overlong_penalty * penalty.to(rewards.dtype)
     scores = (rewards - settings.reward_bias) * settings.reward_scaling
     if settings.reward_clip is not None:

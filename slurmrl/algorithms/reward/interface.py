@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate, islice, pairwise
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface, Stats
 from slurmrl.algorithms.reward.attempts import majority, pass_at_k, vote_of
+from slurmrl.algorithms.reward.turns import earned, last_turns, transcript
+from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.config.schema import Evaluation
 from slurmrl.data.meta import one_each, repeated
 from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import UsageError
-from slurmrl.rewards.reward import Extras
+from slurmrl.rewards.reward import Extras, of_completion
 from slurmrl.rewards.weighted import WeightedReward, make_reward
 
 if TYPE_CHECKING:
@@ -30,17 +32,19 @@ class RuleRewardInterface(Interface):
     def inference(
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
-        """``rewards`` [S] float32, one for each completion. The sample carries the dataset's
-        metadata."""
+        """``rewards`` [S] float32, one for each completion: what the reward function gives its last
+        turn, and what an episode's turns have earned. A failed episode is not judged. The sample
+        carries the dataset's metadata."""
         reward = self._prepare(context)
-        tokens = completion_tokens(sample)
+        tokens = last_turns(sample)
         completions = decode_completions(sample, tokens, context.tokenizer)
         counts = sample.sequence_counts("input_ids")
         prompts, rows = (repeated(sample.metadata[key], counts) for key in ("prompt", "row"))
         places, extras = _places(sample, context), _extras(sample, tokens, completions, context)
-        scores = reward.score(prompts, completions, rows, places, extras)
+        scores, stats = _scores(reward, prompts, completions, rows, places, extras)
+        if TURN_REWARDS in sample.keys:
+            scores = [score + more for score, more in zip(scores, earned(sample), strict=True)]
         rewards = torch.tensor(scores, dtype=torch.float32)
-        stats = reward.stats() if completions else {}
         stats["reward"] = (float(sum(scores)), float(len(scores)))
         evaluation = context.settings.config.evaluation
         if context.evaluation and evaluation is not None:
@@ -52,7 +56,7 @@ class RuleRewardInterface(Interface):
                 data={"rewards": rewards},
             ),
             stats,
-            _texts(sample, completions, scores, context.settings.config.logging.samples),
+            _texts(sample, completions, scores, context),
         )
 
     def close(self) -> None:
@@ -60,9 +64,13 @@ class RuleRewardInterface(Interface):
             self._reward.close()
             self._reward = None
 
-    def _prepare(self, context: CallContext) -> WeightedReward:
+    def _prepare(self, context: CallContext) -> WeightedReward | None:
+        """The reward function; None where only episodes give rewards."""
         if self._reward is None:
-            reward = context.settings.config.reward
+            config = context.settings.config
+            reward = config.reward
+            if reward is None and config.rollout.episode.has_turns:
+                return None
             if reward is None:
                 raise UsageError("the configuration has no reward")
             self._reward = make_reward(reward, cores=context.cores)
@@ -89,13 +97,29 @@ def attempt_stats(
     return {name: (total, float(len(counts))) for name, total in sums.items()}
 
 
-def completion_tokens(sample: SequenceSample) -> list[list[int]]:
-    """The tokens of each completion, with the stop token that ended it."""
-    ids, prompt = sample.tensor("input_ids").tolist(), sample.tensor("prompt_mask").tolist()
-    cuts = sample.cu_seqlens("input_ids").tolist()
-    return [
-        [ids[at] for at in range(start, stop) if not prompt[at]] for start, stop in pairwise(cuts)
-    ]
+def _scores(
+    reward: WeightedReward | None,
+    prompts: Sequence[str],
+    completions: Sequence[str],
+    rows: Sequence[Mapping[str, Any]],
+    places: Sequence[str],
+    extras: Extras,
+) -> tuple[list[float], Stats]:
+    """The reward function's scores and metrics; 0 for completions without a token."""
+    scores = [0.0] * len(completions)
+    judged = [place for place, tokens in enumerate(extras["token_ids"]) if tokens]
+    if reward is None or not judged:
+        return scores, {}
+    given = reward.score(
+        [prompts[place] for place in judged],
+        [completions[place] for place in judged],
+        [rows[place] for place in judged],
+        [places[place] for place in judged],
+        of_completion(extras, judged),
+    )
+    for place, score in zip(judged, given, strict=True):
+        scores[place] = score
+    return scores, reward.stats()
 
 
 def decode_completions(
@@ -150,13 +174,14 @@ def _places(sample: SequenceSample, context: CallContext) -> list[str]:
 
 
 def _texts(
-    sample: SequenceSample, completions: list[str], scores: list[float], limit: int
+    sample: SequenceSample, completions: list[str], scores: list[float], context: CallContext
 ) -> list[dict[str, Any]]:
-    """Rows of the samples table: the first ``limit`` completions, those of one prompt side by side
-    and numbered by their ``index``."""
+    """Rows of the samples table: the first `logging.samples` completions, those of one prompt side
+    by side and numbered by their ``index``; with the turns of episodes."""
     finished = sample.tensor("finished").tolist()
     counts = sample.sequence_counts("input_ids")
     places = ((item, place) for item, count in enumerate(counts) for place in range(count))
+    limit = context.settings.config.logging.samples
     return [
         {
             "id": sample.ids[item],
@@ -166,6 +191,11 @@ def _texts(
             "answer": sample.metadata["answer"][item],
             "reward": scores[number],
             "finished": bool(finished[number]),
+            **(
+                {"turns": transcript(sample, number, context.tokenizer)}
+                if TURN_REWARDS in sample.keys
+                else {}
+            ),
         }
         for number, (item, place) in enumerate(islice(places, limit))
     ]

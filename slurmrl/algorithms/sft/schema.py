@@ -42,7 +42,7 @@ class SFT(AlgorithmSchema):
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
         if config.evaluation is None or config.evaluation.dataset.kind == "prompt":
-            return (generate_call(), *reward_calls(config))
+            return (generate_call(config), *reward_calls(config))
         return (
             Call(
                 name="actor_loss",

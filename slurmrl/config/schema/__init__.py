@@ -13,6 +13,7 @@ from slurmrl.config.schema.base import (
 from slurmrl.config.schema.cluster import Cluster, Slurm
 from slurmrl.config.schema.config import Config, role_key
 from slurmrl.config.schema.data import Dataset, DataSource
+from slurmrl.config.schema.episode import EnvironmentChoice, EpisodeSettings, ToolChoice
 from slurmrl.config.schema.frequency import Checkpoint, Evaluation, Logging, Wandb
 from slurmrl.config.schema.lora import Lora
 from slurmrl.config.schema.model import Model, ParallelSizes
@@ -26,6 +27,8 @@ __all__ = [
     "Config",
     "DataSource",
     "Dataset",
+    "EnvironmentChoice",
+    "EpisodeSettings",
     "Evaluation",
     "Logging",
     "Lora",
@@ -43,6 +46,7 @@ __all__ = [
     "Rollout",
     "Section",
     "Slurm",
+    "ToolChoice",
     "Transfer",
     "Wandb",
     "role_key",

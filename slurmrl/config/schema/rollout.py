@@ -15,6 +15,7 @@ from slurmrl.config.schema.base import (
     Section,
     Sequence,
 )
+from slurmrl.config.schema.episode import EpisodeSettings
 
 SAME_COMPLETIONS = "all completions of a prompt would be the same; use n 1, or sample"
 
@@ -40,7 +41,7 @@ class Rollout(Section):
     """Completions of each prompt. A step trains on `algorithm.batch_size` times this many. Default
     where an algorithm compares completions of a prompt: that of `algorithm.name` (8 for `grpo`)."""
     max_new_tokens: PositiveInt = 256
-    """Maximum number of tokens in a completion."""
+    """Maximum number of tokens in a completion; in episodes of several turns, in a turn."""
     min_new_tokens: NonNegativeInt = 0
     """Minimum number of tokens in a completion."""
     temperature: PositiveFloat = 1.0
@@ -55,6 +56,22 @@ class Rollout(Section):
     """Additional tokens that end a completion. Every `eos_token_id` in the actor's
     `generation_config.json`, `config.json` and tokenizer ends one too. The log of the run lists all
     of them. The reward does not see the token that ended a completion."""
+
+    episode: EpisodeSettings = EpisodeSettings()
+
+    @property
+    def most_tokens(self) -> int:
+        """Most tokens behind a prompt, those between the policy's turns included."""
+        episode = self.episode
+        if not episode.has_turns:
+            return self.max_new_tokens
+        return episode.max_tokens or episode.max_turns * self.max_new_tokens
+
+    @property
+    def most_written(self) -> int:
+        """Most tokens of a completion that the policy writes."""
+        turns = self.episode.max_turns if self.episode.has_turns else 1
+        return min(turns * self.max_new_tokens, self.most_tokens)
 
     @model_validator(mode="after")
     def _lengths(self) -> Rollout:

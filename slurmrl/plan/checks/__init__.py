@@ -12,6 +12,7 @@ from typing import Final, TypeAlias
 from slurmrl.errors import Problem
 from slurmrl.plan.checks.adapters import adapters, base_reference
 from slurmrl.plan.checks.draft import Draft
+from slurmrl.plan.checks.episodes import episodes
 from slurmrl.plan.checks.layouts import LAYOUT_CHECKS, SUBMISSION_CHECKS
 from slurmrl.plan.checks.sections import (
     averages,
@@ -46,6 +47,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     dataset_chats,
     conflicts,
     reward,
+    episodes,
     sampling,
     untrained_steps,
     stop_when,

@@ -98,7 +98,7 @@ def reward(draft: Draft) -> Iterator[Problem]:
     if config.evaluation is not None:
         users["evaluation"] = draft.algorithm.evaluation_calls(config)
     judging = [user for user, calls in users.items() if _makes_rewards(calls)]
-    if judging and not draft.writes("reward"):
+    if judging and not draft.writes("reward") and not config.rollout.episode.has_turns:
         message = f"is required: it judges the completions of {' and '.join(judging)}"
         yield draft.problem(("reward",), message)
     known = sorted(resolve(REWARDS))

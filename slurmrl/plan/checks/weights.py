@@ -115,10 +115,11 @@ def lengths(draft: Draft) -> Iterator[Problem]:
         return
     lowest, silent = min(limits), [limit for limit in limits if limit.silent]
     config = draft.config
-    new = config.rollout.max_new_tokens
+    new = config.rollout.most_tokens
     parts: list[tuple[KeyPath, Dataset, int]] = [(("dataset",), config.dataset, new)]
     if config.evaluation is not None:
         own = config.evaluation.max_new_tokens or new
+        own = new if config.rollout.episode.has_turns else own
         parts.append((("evaluation", "dataset"), config.evaluation.dataset, own))
     for where, dataset, new_tokens in parts:
         key = (*where, "max_prompt_tokens" if dataset.kind == "prompt" else "max_tokens")

@@ -26,7 +26,7 @@ class Lengths:
 
 def lengths_of(config: Config, algorithm: Algorithm, shape: ModelShape | None) -> Lengths | None:
     """The lengths of a step; None if neither the configuration nor the model bounds them."""
-    new = config.rollout.max_new_tokens if config.dataset.kind == "prompt" else 0
+    new = config.rollout.most_tokens if config.dataset.kind == "prompt" else 0
     group = algorithm.sequences_per_item(config)
     sequences = algorithm.batch_size * group
     bound = longest(config.dataset, new)

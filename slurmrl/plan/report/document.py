@@ -29,6 +29,7 @@ def document(report: Mapping[str, Any]) -> Document:
         Table(calls, list(_calls(report))),
         *(blocks_of(report["moves"]) if "moves" in report else ()),
         _process_groups(report),
+        *([Lines("episode:", list(_episode(report["episode"])))] if report["episode"] else []),
         Lines(f"algorithm {report['algorithm']['name']}:", list(lines(report["algorithm"]))),
     ]
     ends = {"warnings": "warnings", "notes": "notes", "missing": "to fix before submission"}
@@ -155,6 +156,19 @@ def _calls(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:
         ranks = str(call["ranks"])
         model = f"{call['model']} base" if call["base"] else call["model"] or "-"
         yield call["name"], model, call["method"], ranks, flops, seconds, hooks
+
+
+def _episode(episode: Mapping[str, Any]) -> Iterator[str]:
+    parts = [episode["name"]]
+    if episode["environment"]:
+        parts.append(f"environment {episode['environment']}")
+    if episode["tools"]:
+        parts.append(f"tools {', '.join(episode['tools'])}")
+    yield ", ".join(parts)
+    turns = _count(episode["max_turns"], "turn")
+    yield f"up to {turns} of {episode['max_new_tokens']} tokens, {episode['max_tokens']} in all"
+    limit, most = f"{episode['timeout_s']:g} s outside the engine", episode["concurrency"]
+    yield f"{limit}; {most} at a time on each rank"
 
 
 def _process_groups(report: Mapping[str, Any]) -> Lines:

@@ -46,6 +46,7 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
             for name, model in plan.models.items()
         },
         "calls": _calls(settings, plan, placed, memories),
+        "episode": _episode(settings),
         "process_groups": [asdict(group) for group in groups],
         "process_group_counts": dict(Counter(use for group in groups for use in group.uses)),
         "memory": _fullest(settings, placed, memories),
@@ -156,6 +157,20 @@ def _calls(
             }
         )
     return calls
+
+
+def _episode(settings: Settings) -> dict[str, Any] | None:
+    """How completions come about, where they may have several turns."""
+    rollout = settings.config.rollout
+    if not rollout.episode.has_turns:
+        return None
+    return {
+        **rollout.episode.model_dump(mode="json", exclude={"options"}),
+        "environment": rollout.episode.environment and rollout.episode.environment.name,
+        "tools": {key: tool.name or key for key, tool in rollout.episode.tools.items()},
+        "max_tokens": rollout.most_tokens,
+        "max_new_tokens": rollout.max_new_tokens,
+    }
 
 
 def _fullest(

@@ -32,6 +32,8 @@ from slurmrl.plan.resolve.inherit import OWN_WEIGHTS
 from slurmrl.plan.settings import load_resolved_settings
 from slurmrl.rewards.reward import MODEL_SCORES, describe
 from slurmrl.rewards.weighted import WeightedReward, make_reward
+from slurmrl.rollouts.configured import make_episode
+from slurmrl.rollouts.tools.toolbox import make_tools
 from slurmrl.submission.checks.algorithm_code import wrong_code
 from slurmrl.submission.checks.finding import CONFIG, FINDINGS, Finding, Weight
 from slurmrl.workers import process
@@ -65,6 +67,7 @@ class CheckProcess:
             "weights": ("reading the headers of the weights", self._weights),
             "data": ("reading the data", self._data),
             "reward": ("importing and making the reward", self._reward),
+            "episode": ("importing and making the episode", self._episode),
             "tokenizer": ("reading the tokenizer", self._tokenizer),
             "lengths": ("tokenising the data", self._lengths),
         }
@@ -165,6 +168,20 @@ class CheckProcess:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
             message = f"reward '{reward.title}': {describe(error)}"
             yield Finding("reward", Weight.FAILED, message, "reward")
+
+    def _episode(self) -> Iterator[Finding]:
+        settings = self.config.rollout.episode
+        if not settings.has_turns:
+            return
+        try:
+            with closing(make_tools(settings.tools)) as tools:
+                make_episode(settings, tools)
+        except UsageError as error:
+            weight, message = self._weighed(error)
+            yield Finding("episode", weight, message, "rollout.episode")
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
+            message = f"episode '{settings.name}': {describe(error)}"
+            yield Finding("episode", Weight.FAILED, message, "rollout.episode")
 
     def _judged_rows(self, function: WeightedReward) -> Iterator[Finding]:
         """Yield the rows that the reward cannot judge."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from slurmrl.engines.base import Engine
 from slurmrl.errors import MoveError
 from slurmrl.layout.layout import Layout
+from slurmrl.ops.collectives import broadcast_bytes
 from slurmrl.parallel.activity import Activity
 from slurmrl.plan.model import ModelPlan, Plan, Reallocation
 from slurmrl.transfer.copies import BoxCopies
@@ -21,7 +22,6 @@ from slurmrl.transfer.execute import Holdings, Mover, Storages
 from slurmrl.transfer.plan import MovePlan, plan_move
 from slurmrl.transfer.regions import PlacedLayout
 from slurmrl.transfer.verify import verify_move
-from slurmrl.workers.worker.sharing import broadcast_bytes
 
 Verify = Literal["first", "always", "never"]
 

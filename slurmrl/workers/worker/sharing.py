@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from slurmrl.data.sample import SequenceSample
+from slurmrl.ops.collectives import broadcast_bytes, broadcast_sized
 from slurmrl.parallel.groups import ParallelContext
 
 ALL = "data"
@@ -84,7 +85,7 @@ def share(sample: SequenceSample | None, context: ParallelContext) -> SequenceSa
         held = [_bytes(sample.tensor(key)) for key in header["tensors"]]
         buffer = torch.cat([part.to(device) for part in (buffer, *held)])
     size = sum(_size(spec) for spec in header["tensors"].values())
-    return _unpacked(header, _broadcast(buffer, size, group), device)
+    return _unpacked(header, broadcast_sized(buffer, size, group), device)
 
 
 def _header(sample: SequenceSample | None) -> Any:
@@ -125,21 +126,3 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _size(spec: dict[str, Any]) -> int:
     item = torch.empty(0, dtype=getattr(torch, spec["dtype"])).element_size()
     return item * int(torch.Size(spec["shape"]).numel())
-
-
-def broadcast_bytes(
-    content: bytes, group: dist.ProcessGroup, device: torch.device, *, source: int = 0
-) -> bytes:
-    """Return the ``content`` of the rank ``source`` of the group. Collective."""
-    size = torch.tensor([len(content)], device=device)
-    dist.broadcast(size, group=group, group_src=source)
-    own = torch.frombuffer(bytearray(content or b" "), dtype=torch.uint8).to(device)
-    return bytes(_broadcast(own, int(size), group, source).cpu().numpy())
-
-
-def _broadcast(own: Tensor, size: int, group: dist.ProcessGroup, source: int = 0) -> Tensor:
-    """Return the ``size`` bytes of the rank ``source`` of the group."""
-    buffer = own if dist.get_rank(group) == source else own.new_empty(size)
-    if size:
-        dist.broadcast(buffer, group=group, group_src=source)
-    return buffer

@@ -20,8 +20,8 @@ from slurmrl.algorithms.policy.greedy import (
 )
 from slurmrl.algorithms.reward.interface import RuleRewardInterface
 from slurmrl.algorithms.reward_model.scores import ScoresInterface
-from slurmrl.algorithms.rollout.interface import (
-    RolloutInterface,
+from slurmrl.algorithms.rollout.interface import RolloutInterface
+from slurmrl.algorithms.rollout.sampling import (
     completions,
     evaluation_seed,
     generation_options,

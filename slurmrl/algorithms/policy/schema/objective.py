@@ -71,7 +71,8 @@ class Objective(Section):
     then over `sequences`; or summed over each sequence, divided by a `constant`, then averaged over
     sequences."""
     aggregation_length: PositiveInt | None = None
-    """Divisor of `aggregation: constant`, in tokens. Default: `rollout.max_new_tokens`."""
+    """Divisor of `aggregation: constant`, in tokens. Default: the most that the policy may write in
+    a completion, `rollout.max_new_tokens` unless episodes have several turns."""
     entropy_coef: NonNegativeFloat = 0.0
     """Coefficient of the entropy bonus in the actor's loss."""
 

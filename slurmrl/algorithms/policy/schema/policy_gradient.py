@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from pydantic import model_validator
 
-from slurmrl.algorithms.policy.schema.advantages import OF_GROUPS, Advantages
+from slurmrl.algorithms.policy.schema.advantages import OF_COMPLETIONS, OF_GROUPS, Advantages
 from slurmrl.algorithms.policy.schema.filters import Filters, filter_call
 from slurmrl.algorithms.policy.schema.objective import (
     Correction,
@@ -19,7 +19,12 @@ from slurmrl.algorithms.policy.schema.objective import (
 )
 from slurmrl.algorithms.policy.schema.presets import CHOICES, PRESETS, settings_of, with_defaults
 from slurmrl.algorithms.policy.schema.rewards import RewardShaping
-from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_calls
+from slurmrl.algorithms.schema import (
+    TURN_REWARDS,
+    AlgorithmSchema,
+    generate_call,
+    reward_calls,
+)
 from slurmrl.config.schema import Config
 from slurmrl.config.source import KeyPath
 from slurmrl.graph.call import REWARD_MODEL, Call, Method, RoleUse
@@ -155,18 +160,20 @@ class PolicyGradient(
     def calls(self, config: Config) -> tuple[Call, ...]:
         recomputes = self.recomputes(config.actor.dtype)
         greedy = self.advantage == "greedy"
+        turns = config.rollout.episode.has_turns and self.advantage not in OF_COMPLETIONS
         judged = (
             *("input_ids", "prompt_mask", OLD_LOGPROBS if recomputes else "logprobs", "finished"),
             "rewards",
+            *((TURN_REWARDS,) if turns else ()),
             *((REF_LOGPROBS,) if self.uses_reference else ()),
             *(("values",) if self.uses_critic else ()),
             *(("greedy_prompt_mask", "greedy_finished", "greedy_rewards") if greedy else ()),
         )
         return (
-            generate_call(),
+            generate_call(config),
             *reward_calls(config),
             *((filter_call(),) if self.filters else ()),
-            *((greedy_generate_call(), *greedy_reward_calls(config)) if greedy else ()),
+            *((greedy_generate_call(config), *greedy_reward_calls(config)) if greedy else ()),
             *((recompute_call(),) if recomputes else ()),
             *self._inference_calls(),
             *self._training_calls(judged, recomputes=recomputes),
@@ -191,13 +198,12 @@ class PolicyGradient(
 
     def conflicts(self, config: Config) -> Iterator[tuple[KeyPath, str]]:
         """Settings that exclude each other across sections."""
-        limit = config.rollout.max_new_tokens
+        limit = config.rollout.most_written
         if self.overlong_buffer is not None and self.overlong_buffer > limit:
-            yield (
-                ("algorithm", "overlong_buffer"),
-                f"{self.overlong_buffer} is not allowed: it is a part of rollout.max_new_tokens, "
-                f"{limit}",
-            )
+            whole = "what the policy may write in an episode"
+            whole = whole if config.rollout.episode.has_turns else "rollout.max_new_tokens"
+            message = f"{self.overlong_buffer} is not allowed: it is a part of {whole}, {limit}"
+            yield ("algorithm", "overlong_buffer"), message
         groups = {
             "zero_variance: drop": self.zero_variance == "drop",
             f"advantage: {self.advantage}": self.advantage in OF_GROUPS,
@@ -244,27 +250,29 @@ def recompute_call() -> Call:
     )
 
 
-def greedy_generate_call() -> Call:
+def greedy_generate_call(config: Config) -> Call:
     """The actor completes each prompt once more, without sampling."""
+    turns = (GREEDY + TURN_REWARDS,) if config.rollout.episode.has_turns else ()
     return Call(
         name="greedy_gen",
         role="actor",
         method=Method.GENERATE,
         interface="slurmrl.algorithms.policy.greedy:GreedyRolloutInterface",
         inputs=("prompt_ids",),
-        outputs=("greedy_input_ids", "greedy_prompt_mask", "greedy_finished"),
+        outputs=("greedy_input_ids", "greedy_prompt_mask", "greedy_finished", *turns),
         metrics=("greedy_response_length",),
     )
 
 
 def greedy_reward_calls(config: Config) -> tuple[Call, ...]:
     """The reward judges the greedy completions too, after the model that it uses, if any."""
+    turns = (GREEDY + TURN_REWARDS,) if config.rollout.episode.has_turns else ()
     judge = Call(
         name="greedy_reward_inf",
         role=None,
         method=Method.INFERENCE,
         interface="slurmrl.algorithms.policy.greedy:GreedyRewardInterface",
-        inputs=("greedy_input_ids", "greedy_prompt_mask", "greedy_finished"),
+        inputs=("greedy_input_ids", "greedy_prompt_mask", "greedy_finished", *turns),
         outputs=("greedy_rewards",),
         metrics=("greedy_reward",),
     )

@@ -54,8 +54,9 @@ class RewardShaping(Section):
     mask_no_eos_with_zero: bool = False
     """Give completions without a stop token the reward 0 instead of the reward function's score."""
     overlong_buffer: PositiveInt | None = None
-    """Tokens before `rollout.max_new_tokens` in which a completion's reward falls linearly, by
-    `overlong_penalty` at the end (before bias, scaling and clipping). Null disables this."""
+    """Tokens before the longest completion (`rollout.max_new_tokens`, or what the policy may write
+    in an episode) in which a completion's reward falls linearly, by `overlong_penalty` at the end
+    (before bias, scaling and clipping). Null disables this."""
     overlong_penalty: PositiveFloat = 1.0
     """Largest penalty for the length of a completion."""
     kl: KL = KL()

@@ -1,0 +1,155 @@
+"""Completions of prompts by episodes of several turns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from slurmrl.algorithms.base import CallContext, CallResult, Stats
+from slurmrl.algorithms.rollout.sampling import (
+    completions,
+    generation_options,
+    sampling_key,
+    sampling_seed,
+    stream,
+)
+from slurmrl.algorithms.schema import TURN_REWARDS
+from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.rollout.lockstep import LockstepEngine
+from slurmrl.rollouts.base import EpisodeItem
+from slurmrl.rollouts.configured import make_episode
+from slurmrl.rollouts.dialogue import Dialogue
+from slurmrl.rollouts.policy import Draws, EpisodeLimits, Waiting
+from slurmrl.rollouts.runner import EpisodeOutcome, EpisodeRunner
+from slurmrl.rollouts.tools.toolbox import make_tools
+
+if TYPE_CHECKING:
+    from slurmrl.engines.base import GenerateEngine
+
+
+class EpisodeGeneration:
+    """Generates by the configured episodes. Holds the tools of this rank until it is closed."""
+
+    def __init__(self, context: CallContext) -> None:
+        rollout = context.settings.config.rollout
+        self._tools = make_tools(rollout.episode.tools)
+        limits = EpisodeLimits(turns=rollout.episode.max_turns, tokens=rollout.most_tokens)
+        episode = make_episode(rollout.episode, self._tools)
+        self._runner = EpisodeRunner(episode, self._tools, rollout.episode, limits)
+        self._dialogues: dict[bool, Dialogue] = {}
+
+    def close(self) -> None:
+        self._tools.close()
+
+    def generate(
+        self, engine: GenerateEngine, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        """The keys of `RolloutInterface.generate`, with ``prompt_mask`` True on every token that
+        the policy did not write, and ``turn_rewards``. Ranks that compute the same as their leader
+        have no result."""
+        items = _items(sample, context)
+        lockstep = LockstepEngine(engine, version=str(context.step))
+        waiting = Waiting()
+        calls, failures = self._tools.calls, self._tools.failures
+        outcomes = lockstep.run(
+            lambda: self._runner.run(
+                items, lockstep, self._dialogue(context), _draws(context), waiting
+            ),
+            waiting.settled,
+        )
+        if outcomes is None:
+            return CallResult()
+        stats = _stats(outcomes)
+        if self._tools:
+            made = float(self._tools.calls - calls)
+            stats["tool_calls"] = (made, float(len(outcomes)))
+            stats["tool_failed"] = (float(self._tools.failures - failures), made)
+        count = completions(context)
+        return CallResult(_as_sample(sample.ids, outcomes, count, engine.context.device), stats)
+
+    def _dialogue(self, context: CallContext) -> Dialogue:
+        config = context.settings.config
+        evaluation = config.evaluation if context.evaluation else None
+        if context.evaluation not in self._dialogues:
+            dataset = (evaluation or config).dataset
+            self._dialogues[context.evaluation] = Dialogue(dataset, context.tokenizer)
+        return self._dialogues[context.evaluation]
+
+
+def _items(sample: SequenceSample, context: CallContext) -> list[EpisodeItem]:
+    """The prompts, once for each of their completions, which are side by side."""
+    tokens = sample.tensor("prompt_ids").tolist()
+    metadata, cuts = sample.metadata, sample.cu_seqlens("prompt_ids").tolist()
+    return [
+        EpisodeItem(
+            sample_id=name,
+            index=index,
+            prompt=tuple(tokens[start:stop]),
+            text=metadata["prompt"][place],
+            answer=metadata["answer"][place],
+            row=metadata["row"][place],
+            step=context.step,
+            evaluation=context.evaluation,
+        )
+        for place, (name, (start, stop)) in enumerate(zip(sample.ids, pairwise(cuts), strict=True))
+        for index in range(completions(context))
+    ]
+
+
+def _draws(context: CallContext) -> Callable[[EpisodeItem], Draws]:
+    options, seed = generation_options(context), sampling_seed(context)
+
+    def of(item: EpisodeItem) -> Draws:
+        name = stream(item.sample_id, item.index)
+        return Draws(
+            options=options,
+            seed=seed,
+            step=context.step,
+            key_of=lambda suffix: sampling_key(name + suffix),
+        )
+
+    return of
+
+
+def _as_sample(
+    ids: tuple[str, ...], outcomes: Sequence[EpisodeOutcome], count: int, device: torch.device
+) -> SequenceSample:
+    ended = [outcome.completions for outcome in outcomes]
+    none = [[0.0] * len(each.prompt) for each in ended]
+    mask = [
+        [*(True for _ in each.prompt), *(not written for written in each.written)] for each in ended
+    ]
+    logprobs = [start + each.logprobs for start, each in zip(none, ended, strict=True)]
+    rewards = [start + each.rewards for start, each in zip(none, ended, strict=True)]
+    data: dict[str, Tensor | None] = {
+        "input_ids": _packed([each.sequence for each in ended], torch.int64, device),
+        "prompt_mask": _packed(mask, torch.bool, device),
+        "logprobs": _packed(logprobs, torch.float32, device),
+        TURN_REWARDS: _packed(rewards, torch.float32, device),
+    }
+    lengths = [len(row) for row in mask]
+    rows = [lengths[first : first + count] for first in range(0, len(lengths), count)]
+    finished = torch.tensor([each.finished for each in ended], dtype=torch.bool)
+    return SequenceSample.grouped(rows, ids, data, per_sequence={"finished": finished})
+
+
+def _packed(rows: Sequence[Sequence[float]], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor([value for row in rows for value in row], dtype=dtype, device=device)
+
+
+def _stats(outcomes: Sequence[EpisodeOutcome]) -> Stats:
+    count = float(len(outcomes))
+    ended = [outcome.completions for outcome in outcomes]
+    written = float(sum(sum(each.written) for each in ended))
+    return {
+        "response_length": (written, count),
+        "prompt_length": (float(sum(len(each.prompt) for each in ended)), count),
+        "finished": (float(sum(each.finished for each in ended)), count),
+        "turns": (float(sum(each.turns for each in ended)), count),
+        "context_length": (float(sum(len(each.tokens) for each in ended)) - written, count),
+        "episode_failed": (float(sum(bool(outcome.failure) for outcome in outcomes)), count),
+    }

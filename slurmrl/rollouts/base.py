@@ -1,0 +1,86 @@
+"""The contracts of episodes, environments and tools. Torch-free."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from slurmrl.engines.rollout.base import Finish
+    from slurmrl.rollouts.completions import Completions
+    from slurmrl.rollouts.policy import Policy
+    from slurmrl.rollouts.tools.toolbox import Tools
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeItem:
+    """The prompt of an episode. Each of a prompt's ``rollout.n`` completions is an episode."""
+
+    sample_id: str
+    """Of the row, with the epoch: ``17@0``."""
+    index: int
+    """The place of the completion among those of its prompt, from 0."""
+    prompt: tuple[int, ...]
+    """Token ids."""
+    text: str
+    """The prompt without the chat template; of a conversation the last message."""
+    answer: str
+    """The row's reference answer, or ""."""
+    row: Mapping[str, Any]
+    """The line of the dataset."""
+    step: int
+    evaluation: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyTurn:
+    """What the policy wrote between two messages."""
+
+    text: str
+    """Without special tokens and the stop token."""
+    tokens: tuple[int, ...]
+    """With the stop token."""
+    finish: Finish
+
+    @property
+    def stopped(self) -> bool:
+        """Whether it ended with a stop token, not at `rollout.max_new_tokens`."""
+        return self.finish == "stop"
+
+
+class Episode(Protocol):
+    """A class is constructed with the configuration's options, once per rank; a function gets them
+    with each call. Episodes of a rank run side by side in one event loop, so they must await
+    whatever takes long. One that raises costs itself alone."""
+
+    async def __call__(self, policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
+        """Have ``policy`` write the turns of one completion."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reply:
+    """An environment's answer to a turn."""
+
+    text: str = ""
+    """What the policy reads before its next turn."""
+    role: str = "user"
+    """The role of that message in the chat template."""
+    reward: float = 0.0
+    """What the turn has earned."""
+    done: bool = False
+    """Whether the episode has ended; then there is no message."""
+
+
+class Environment(ABC):
+    """The other side of one `multi_turn` episode. The configuration's options are the keyword
+    arguments of its constructor."""
+
+    def __init__(self, item: EpisodeItem, tools: Tools) -> None:
+        self.item, self.tools = item, tools
+
+    @abstractmethod
+    async def step(self, turn: PolicyTurn) -> Reply:
+        """Answer a turn of the policy."""

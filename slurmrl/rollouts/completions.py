@@ -1,0 +1,103 @@
+"""The tokens of one episode: those that the policy wrote, and those that it read between.
+Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import isfinite
+from typing import TYPE_CHECKING
+
+from slurmrl.errors import UsageError
+
+if TYPE_CHECKING:
+    from slurmrl.engines.rollout.base import Completion
+
+
+class Completions:
+    """What the policy wrote in the turns of an episode, and the messages that it read between
+    them, as token ids that are kept as they were drawn."""
+
+    def __init__(self, prompt: Sequence[int]) -> None:
+        """``prompt``: usually the item's."""
+        self.prompt = _checked(prompt)
+        if not self.prompt:
+            raise UsageError("an episode's prompt needs at least one token")
+        self.largest_read = max(self.prompt)
+        """The largest token id that the policy did not draw."""
+        self.tokens: list[int] = []
+        """Behind the prompt."""
+        self.written: list[bool] = []
+        """Which of these the policy wrote."""
+        self.logprobs: list[float] = []
+        """Under the distribution that the policy drew from; 0 for others."""
+        self.versions: list[str] = []
+        """The weight version of each; "" for others."""
+        self.rewards: list[float] = []
+        """What a turn has earned, at its last token; 0 elsewhere."""
+        self.turns = 0
+        self.stopped = False
+        """Whether the last turn ended with a stop token."""
+        self.finished = False
+        """Whether it did, and no limit ended the episode."""
+        self._last_written = -1
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Add tokens that the policy reads before its next turn. It is not trained on them."""
+        added = _checked(tokens)
+        self.largest_read = max(self.largest_read, *added, 0)
+        self._add(added, written=False, logprobs=[0.0] * len(added), versions=[""] * len(added))
+
+    def reward(self, value: float) -> None:
+        """Add to what the latest turn has earned."""
+        if self._last_written < 0:
+            raise UsageError(f"reward {value}: there is no turn yet")
+        if not isfinite(value):
+            raise UsageError(f"reward {value} is not a finite number")
+        self.rewards[self._last_written] += float(value)
+
+    def wrote(self, completion: Completion) -> None:
+        """Add a turn; `Policy` calls this."""
+        self._add(
+            completion.tokens,
+            written=True,
+            logprobs=completion.logprobs,
+            versions=completion.versions,
+        )
+        self._last_written = len(self.tokens) - 1
+        self.stopped = completion.finish == "stop"
+        self.turns += 1
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        """All tokens."""
+        return (*self.prompt, *self.tokens)
+
+    @property
+    def ends_with_turn(self) -> bool:
+        return bool(self.written) and self.written[-1]
+
+    def cut(self) -> None:
+        """Drop what the policy has read behind its last turn, which nothing follows."""
+        for column in (self.tokens, self.written, self.logprobs, self.versions, self.rewards):
+            del column[self._last_written + 1 :]
+
+    def _add(
+        self,
+        tokens: Sequence[int],
+        *,
+        written: bool,
+        logprobs: Sequence[float],
+        versions: Sequence[str],
+    ) -> None:
+        self.tokens += tokens
+        self.written += [written] * len(tokens)
+        self.logprobs += logprobs
+        self.versions += versions
+        self.rewards += [0.0] * len(tokens)
+
+
+def _checked(tokens: Sequence[int]) -> tuple[int, ...]:
+    checked = tuple(int(token) for token in tokens)
+    if checked != tuple(tokens) or any(token < 0 for token in checked):
+        raise UsageError(f"token ids are integers from 0 on, not {list(tokens)[:8]}")
+    return checked

@@ -1,0 +1,1 @@
+"""The built-in environments of `multi_turn` episodes. Torch-free."""

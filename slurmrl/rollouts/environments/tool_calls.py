@@ -1,0 +1,94 @@
+"""The environment of tools: a turn that calls tools is answered with their results, any other one
+is the last."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any, Final, Literal, NamedTuple
+
+from slurmrl.config.template import Template
+from slurmrl.errors import UsageError
+from slurmrl.rollouts.base import Environment, EpisodeItem, PolicyTurn, Reply
+from slurmrl.rollouts.tools.toolbox import ToolResult, Tools
+
+JSON_CALL: Final = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+BRACKET_CALL: Final = re.compile(r"\[(\w[\w.-]*)\((.*?)\)\]", re.DOTALL)
+
+
+class ToolCall(NamedTuple):
+    name: str
+    arguments: tuple[str, ...] = ()
+    keywords: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    wrong: str = ""
+    """Why the call cannot be made."""
+
+
+class ToolCalls(Environment):
+    """:param format: how a turn calls a tool. `json`: ``<tool_call>{"name": "calculator",
+        "arguments": {"expression": "2*3"}}</tool_call>``, as in Hermes and Qwen; `brackets`:
+        ``[calculator(2*3)]``, with one argument, for small models.
+    :param role: the role of the message with the results in the chat template.
+    :param message: that message, with ``{results}``: one line for each call.
+    :param max_calls: calls of a turn; of more none is made.
+    """
+
+    def __init__(
+        self,
+        item: EpisodeItem,
+        tools: Tools,
+        *,
+        format: Literal["json", "brackets"] = "json",
+        role: str = "tool",
+        message: str = "{results}",
+        max_calls: int = 8,
+    ) -> None:
+        super().__init__(item, tools)
+        if format not in ("json", "brackets"):
+            raise UsageError(f"format {format!r} is not allowed; allowed: json, brackets")
+        if max_calls < 1:
+            raise UsageError(f"max_calls {max_calls} is not allowed: it must be at least 1")
+        self._message = Template.parse(message)
+        if "results" not in self._message.fields or len(self._message.fields) > 1:
+            raise UsageError(f"message {message!r} must have the field {{results}} and no other")
+        self._parse = json_calls if format == "json" else bracket_calls
+        self._role, self._most = role, max_calls
+
+    async def step(self, turn: PolicyTurn) -> Reply:
+        calls = self._parse(turn.text)
+        if not calls:
+            return Reply(done=True)
+        if len(calls) > self._most:
+            results = [f"error: {len(calls)} calls in a turn; at most {self._most} are allowed"]
+        else:
+            made = await asyncio.gather(*map(self._call, calls))
+            results = [result.text for result in made]
+        text = self._message.fill({"results": "\n".join(results)})
+        return Reply(text=text, role=self._role)
+
+    async def _call(self, call: ToolCall) -> ToolResult:
+        if call.wrong:
+            return self.tools.refused(call.wrong)
+        return await self.tools.call(call.name, *call.arguments, **call.keywords)
+
+
+def json_calls(text: str) -> list[ToolCall]:
+    return [_json_call(body) for body in JSON_CALL.findall(text)]
+
+
+def bracket_calls(text: str) -> list[ToolCall]:
+    return [ToolCall(name, (argument,)) for name, argument in BRACKET_CALL.findall(text)]
+
+
+def _json_call(body: str) -> ToolCall:
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        return ToolCall("", wrong=f"the call is not JSON: {error}")
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str):
+        return ToolCall("", wrong='a call is {"name": …, "arguments": {…}}')
+    arguments = value.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return ToolCall(value["name"], wrong="the arguments are not an object")
+    return ToolCall(value["name"], keywords=arguments)

@@ -1,0 +1,190 @@
+"""The policy as an episode sees it: it writes turns, within the limits of the episode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from slurmrl.engines.rollout.base import Completion, GenerationRequest, RolloutEngine
+from slurmrl.errors import EpisodeLimitError, RunFailedError, UsageError
+from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.base import EpisodeItem, PolicyTurn
+from slurmrl.rollouts.completions import Completions
+from slurmrl.rollouts.dialogue import Dialogue
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeLimits:
+    turns: int
+    tokens: int
+    """Behind the item's prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Draws:
+    """How tokens are drawn."""
+
+    options: GenerationOptions
+    seed: int
+    step: int
+    key_of: Callable[[str], int]
+    """The random stream of a name."""
+
+
+class Waiting:
+    """How many episodes wait for the engine, and how many do something else."""
+
+    def __init__(self) -> None:
+        self._elsewhere = 0
+        self._settled = asyncio.Event()
+        self._settled.set()
+
+    def begin(self) -> None:
+        """An episode does something other than waiting for the engine."""
+        self._elsewhere += 1
+        self._settled.clear()
+
+    def end(self) -> None:
+        self._elsewhere -= 1
+        if not self._elsewhere:
+            self._settled.set()
+
+    async def settled(self) -> None:
+        """Return when all episodes wait for the engine or have ended."""
+        await asyncio.sleep(0)
+        while self._elsewhere:
+            await self._settled.wait()
+
+
+class Policy:
+    """Writes the turns of one episode."""
+
+    def __init__(
+        self,
+        item: EpisodeItem,
+        engine: RolloutEngine,
+        dialogue: Dialogue,
+        draws: Draws,
+        limits: EpisodeLimits,
+        waiting: Waiting,
+        clock: asyncio.Timeout,
+    ) -> None:
+        """``clock`` runs while the episode does not wait for the engine."""
+        self._item, self._engine, self._dialogue = item, engine, dialogue
+        self._draws, self._limits = draws, limits
+        self._waiting, self._clock = waiting, clock
+        self._name = f"{item.sample_id}#{item.index}"
+        self._turns = 0
+        self._pending = 0
+        self._left_s = 0.0
+        self._over = False
+        self._from: Counter[int] = Counter()
+        """How often a turn began behind this many tokens."""
+        self.latest: Completions | None = None
+        """What the policy wrote to last."""
+        self.limited = False
+        """Whether the episode has reached a limit."""
+
+    async def __call__(
+        self, completions: Completions, *, max_new_tokens: int | None = None
+    ) -> PolicyTurn:
+        """Add a turn of up to ``max_new_tokens`` (default: `rollout.max_new_tokens`).
+
+        :raises EpisodeLimitError: the episode has no turn or token left; it ends here, unfinished.
+        """
+        if self._over:
+            raise UsageError(f"episode {self._name} has ended: it cannot have another turn")
+        self.latest = completions
+        request, last = self._request(completions, max_new_tokens)
+        self._turns += 1
+        future = self._engine.submit(request)
+        self._wait_for(future)
+        (completion,) = await future
+        if completion.finish == "aborted":
+            raise RunFailedError(f"the engine aborted episode {self._name}")
+        completions.wrote(completion)
+        if last and completion.finish == "length":
+            raise self._limit(f"the episode has reached {self._limits.tokens} tokens")
+        stop = completion.finish == "stop"
+        text = self._dialogue.decode(completion.tokens[: len(completion.tokens) - stop])
+        return PolicyTurn(text=text, tokens=completion.tokens, finish=completion.finish)
+
+    def close(self) -> None:
+        """The episode has ended."""
+        self._over = True
+        if not self._pending:
+            self._waiting.end()
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a text, without special tokens."""
+        return self._dialogue.encode(text)
+
+    def decode(self, tokens: tuple[int, ...]) -> str:
+        """The text of token ids, without special tokens."""
+        return self._dialogue.decode(tokens)
+
+    def say(self, completions: Completions, text: str, role: str = "user") -> None:
+        """Add a message that the policy reads before its next turn, as the chat template writes
+        it; without one, the text alone."""
+        behind = completions.tokens[-1] if completions.ends_with_turn else None
+        completions.read(self._dialogue.message(text, role, behind))
+
+    def _request(
+        self, completions: Completions, max_new_tokens: int | None
+    ) -> tuple[GenerationRequest, bool]:
+        """The request of a turn, and whether it may use up the episode's tokens."""
+        prompt = completions.sequence
+        if completions.largest_read >= self._dialogue.vocabulary:
+            raise UsageError(f"token {completions.largest_read} is not in the vocabulary")
+        left = self._limits.tokens - (len(prompt) - len(self._item.prompt))
+        if self._turns >= self._limits.turns:
+            raise self._limit(f"the episode has had {self._limits.turns} turns")
+        if left < 1:
+            raise self._limit(f"the episode has reached {self._limits.tokens} tokens")
+        options = self._draws.options
+        most = min(max_new_tokens or options.max_new_tokens, left)
+        options = replace(
+            options, max_new_tokens=most, min_new_tokens=min(options.min_new_tokens, most)
+        )
+        request = GenerationRequest(
+            request_id=f"{self._name}/{self._turns}",
+            prompt=prompt,
+            keys=(self._key(len(prompt)),),
+            seed=self._draws.seed,
+            step=self._draws.step,
+            options=options,
+        )
+        return request, most == left
+
+    def _limit(self, message: str) -> EpisodeLimitError:
+        self.limited = True
+        return EpisodeLimitError(message)
+
+    def _key(self, begin: int) -> int:
+        """The random stream of a turn: the completion's own, in which tokens differ by their
+        positions; for another turn from the same position another one."""
+        again = self._from[begin]
+        self._from[begin] += 1
+        return self._draws.key_of(f"/{again}" if again else "")
+
+    def _wait_for(self, future: asyncio.Future[tuple[Completion, ...]]) -> None:
+        """Stop the episode's clock until the engine answers."""
+        loop = asyncio.get_running_loop()
+        self._pending += 1
+        if self._pending == 1:
+            when = self._clock.when()
+            assert when is not None, "it runs"
+            self._left_s = when - loop.time()
+            self._clock.reschedule(None)
+            self._waiting.end()
+
+        def answered(_: object) -> None:
+            self._pending -= 1
+            if not self._pending and not self._over:
+                self._waiting.begin()
+                if not self._clock.expired():
+                    self._clock.reschedule(loop.time() + self._left_s)
+
+        future.add_done_callback(answered)

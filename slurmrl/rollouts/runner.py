@@ -1,0 +1,150 @@
+"""Runs episodes side by side. One that fails costs itself alone."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from slurmrl import log
+from slurmrl.config.schema import EpisodeSettings
+from slurmrl.engines.rollout.base import RolloutEngine
+from slurmrl.errors import EpisodeError, EpisodeLimitError, RunFailedError, UsageError
+from slurmrl.rollouts.base import Episode, EpisodeItem
+from slurmrl.rollouts.completions import Completions
+from slurmrl.rollouts.dialogue import Dialogue
+from slurmrl.rollouts.policy import Draws, EpisodeLimits, Policy, Waiting
+from slurmrl.rollouts.tools.toolbox import Tools
+
+logger = log.get(__name__)
+
+MOST_LOGGED: Final = 5
+"""Failures of a call that the log shows one by one."""
+MOST_SINGLE_FAILURES: Final = 8
+"""Calls of one episode in a row that may fail."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpisodeOutcome:
+    """The end of an episode: its completions, or why it failed."""
+
+    item: EpisodeItem
+    completions: Completions
+    failure: str = ""
+
+
+class EpisodeRunner:
+    """Runs the episodes of one rank, of one call after the other."""
+
+    def __init__(
+        self, episode: Episode, tools: Tools, settings: EpisodeSettings, limits: EpisodeLimits
+    ) -> None:
+        self._episode, self._tools = episode, tools
+        self._settings, self._limits = settings, limits
+        self._failed_alone = 0
+
+    async def run(
+        self,
+        items: Sequence[EpisodeItem],
+        engine: RolloutEngine,
+        dialogue: Dialogue,
+        draws: Callable[[EpisodeItem], Draws],
+        waiting: Waiting,
+    ) -> list[EpisodeOutcome]:
+        """The outcomes of the items' episodes, in the items' order.
+
+        :raises EpisodeError: no episode was completed.
+        :raises RunFailedError: the engine failed.
+        """
+        outcomes: dict[int, EpisodeOutcome] = {}
+        left = deque(enumerate(items))
+
+        async def work() -> None:
+            while left:
+                number, item = left.popleft()
+                outcomes[number] = await self._one(item, engine, dialogue, draws(item), waiting)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for _ in range(min(self._settings.concurrency, len(items))):
+                    group.create_task(work())
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        ordered = [outcomes[number] for number in range(len(items))]
+        self._report(ordered)
+        return ordered
+
+    async def _one(
+        self,
+        item: EpisodeItem,
+        engine: RolloutEngine,
+        dialogue: Dialogue,
+        draws: Draws,
+        waiting: Waiting,
+    ) -> EpisodeOutcome:
+        policy = None
+        waiting.begin()
+        try:
+            async with asyncio.timeout(self._settings.timeout_s) as clock:
+                policy = Policy(item, engine, dialogue, draws, self._limits, waiting, clock)
+                completions = await self._completed(policy, item)
+            if completions is None:
+                raise UsageError("its prompt leaves no token for the policy")
+            return EpisodeOutcome(item=item, completions=completions)
+        except RunFailedError:
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - a user's episode may raise anything
+            late = isinstance(error, TimeoutError) and clock.expired()
+            failure = f"it took more than {self._settings.timeout_s:g} s" if late else _why(error)
+            return EpisodeOutcome(item=item, completions=Completions(item.prompt), failure=failure)
+        finally:
+            if policy is not None:
+                policy.close()
+
+    async def _completed(self, policy: Policy, item: EpisodeItem) -> Completions | None:
+        """What the policy wrote; None if a limit left it no turn."""
+        try:
+            completions = await self._episode(policy, item, self._tools)
+        except EpisodeLimitError:
+            if policy.latest is None or not policy.latest.turns:
+                return None
+            completions = policy.latest
+        if not isinstance(completions, Completions):
+            raise UsageError(f"it returned {type(completions).__name__}, not Completions")
+        if not completions.turns:
+            raise UsageError("it returned completions without a turn of the policy")
+        completions.cut()
+        completions.finished = completions.stopped and not policy.limited
+        return completions
+
+    def _report(self, outcomes: Sequence[EpisodeOutcome]) -> None:
+        """Log the failures. Raises EpisodeError if there is nothing else."""
+        failed = [outcome for outcome in outcomes if outcome.failure]
+        for outcome in failed[:MOST_LOGGED]:
+            item = outcome.item
+            logger.warning(
+                "the episode of sample %s, index %d, failed: %s; it is not trained on",
+                *(item.sample_id, item.index, outcome.failure),
+            )
+        if len(failed) > MOST_LOGGED:
+            logger.warning("%d of %d episodes failed", len(failed), len(outcomes))
+        if not failed or len(failed) < len(outcomes):
+            self._failed_alone = 0
+            return
+        self._failed_alone += 1
+        if len(outcomes) > 1 or self._failed_alone >= MOST_SINGLE_FAILURES:
+            raise EpisodeError(
+                f"all {len(outcomes)} episodes of this call failed, the last one for sample "
+                f"{failed[-1].item.sample_id}: {failed[-1].failure}"
+            )
+
+
+def _why(error: BaseException) -> str:
+    """The error, and where the episode's code raised it."""
+    lines = str(error).splitlines() or [""]
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {lines[0]}{place}"

@@ -1,0 +1,1 @@
+"""The built-in tools, and how tools are called. Torch-free."""

@@ -1,0 +1,110 @@
+"""Runs the policy's Python programs in sandboxes, as the reward `code` does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import Final, Literal
+
+from slurmrl.errors import UsageError
+from slurmrl.rewards.judges import JudgePool, Unjudged
+from slurmrl.rewards.sandbox import check_isolation, sandbox_program
+from slurmrl.rollouts.tools.toolbox import Job
+
+GRACE_S: Final = 10.0
+"""How long after the time limit of a program a sandbox may take to answer."""
+MOST_OUTPUT_BYTES: Final = 64 << 10
+CLOSING_S: Final = 5.0
+
+
+class PythonTool:
+    """Runs a program and returns what it printed. Not a security boundary (docs/rewards.md).
+
+    :param timeout_s: seconds for a program.
+    :param memory_mib: address space of each process of a program.
+    :param files_mib: size of its private folder, and of a file.
+    :param max_processes: processes and threads of a program.
+    :param processes: sandboxes of a rank, each of which runs one program at a time.
+    :param container: command that runs the sandbox in a container.
+    :param python: interpreter of the programs. Default: this one; ``python3`` in a container.
+    :param namespaces: isolate programs by Linux namespaces: ``auto`` where possible, ``required``
+        or ``off``.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float = 10.0,
+        memory_mib: int = 1024,
+        files_mib: int = 64,
+        max_processes: int = 64,
+        processes: int = 2,
+        container: str | Sequence[str] = "",
+        python: str = "",
+        namespaces: Literal["auto", "required", "off"] = "auto",
+    ) -> None:
+        if min(timeout_s, memory_mib, files_mib, max_processes, processes) <= 0:
+            raise UsageError("limits of programs must be positive")
+        if namespaces not in ("auto", "required", "off"):
+            message = f"namespaces {namespaces!r} is not allowed; allowed: auto, required, off"
+            raise UsageError(message)
+        self._timeout_s, self._required = timeout_s, namespaces == "required"
+        self._program = sandbox_program(
+            container=container,
+            python=python,
+            memory_mib=memory_mib,
+            files_mib=files_mib,
+            max_processes=max_processes,
+            namespaces=namespaces != "off",
+        )
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._size = processes
+        self._threads: list[threading.Thread] = []
+
+    async def __call__(self, code: str) -> str:
+        """
+        :raises UsageError: the program failed; the message is the last line of its errors.
+        """
+        if not isinstance(code, str):
+            raise UsageError("code is a text")
+        while len(self._threads) < self._size:
+            thread = threading.Thread(target=self._serve, daemon=True)
+            self._threads.append(thread)
+            thread.start()
+        job = Job(partial(self._run, code))
+        self._jobs.put(job)
+        return str(await job.future)
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(CLOSING_S)
+        self._threads.clear()
+
+    def _serve(self) -> None:
+        """Run jobs with one sandbox, which dies with the thread that has started it."""
+        pool = JudgePool(self._program, self._timeout_s + GRACE_S, 1)
+        while (job := self._jobs.get()) is not None:
+            job.run(pool)
+        pool.close()
+
+    def _run(self, code: str, pool: JudgePool) -> str:
+        if not pool.pids:
+            check_isolation("tool 'python'", pool.start(), required=self._required)
+        request = {
+            "program": code,
+            "cases": [{"kind": "script", "stdin": "", "most_bytes": MOST_OUTPUT_BYTES}],
+            "all": True,
+            "test_timeout_s": self._timeout_s,
+            "timeout_s": self._timeout_s,
+        }
+        (verdict,) = pool.judge([request])
+        if isinstance(verdict, Unjudged):
+            raise UsageError(verdict.why)
+        (result,) = verdict["results"]
+        if "failed" in result:
+            raise UsageError(result["failed"])
+        return str(result["output"]).rstrip("\n")

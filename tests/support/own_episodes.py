@@ -1,0 +1,56 @@
+"""Episodes, environments and tools of a user's own, named ``module:name`` in configurations."""
+
+from __future__ import annotations
+
+from slurmrl.rollouts.base import Environment, EpisodeItem, PolicyTurn, Reply
+from slurmrl.rollouts.completions import Completions
+from slurmrl.rollouts.policy import Policy
+from slurmrl.rollouts.tools.toolbox import Tools
+
+
+async def once(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
+    completions = Completions(item.prompt)
+    await policy(completions)
+    return completions
+
+
+async def several(
+    policy: Policy, item: EpisodeItem, tools: Tools, *, turns: int = 3, message: str = "12"
+) -> Completions:
+    """Turns of up to 4 tokens with a message between any two; the first fails for ids with x."""
+    if "x" in item.sample_id:
+        raise ValueError("x marks the failure")
+    completions = Completions(item.prompt)
+    for number in range(turns):
+        if number:
+            policy.say(completions, message * (number + item.index))
+        await policy(completions, max_new_tokens=2 + len(item.sample_id) % 3)
+        completions.reward(0.25 * number)
+    return completions
+
+
+class Countdown(Environment):
+    """Ends after ``turns`` turns; each earns its number."""
+
+    def __init__(self, item: EpisodeItem, tools: Tools, *, turns: int = 2) -> None:
+        super().__init__(item, tools)
+        self._turns, self._made = turns, 0
+
+    async def step(self, turn: PolicyTurn) -> Reply:
+        self._made += 1
+        return Reply(text="1", reward=float(self._made), done=self._made == self._turns)
+
+
+class Adder:
+    def __init__(self, *, more: int = 0) -> None:
+        self._more = more
+        self.closed = False
+
+    def __call__(self, a: int, b: int) -> int:
+        return a + b + self._more
+
+    def close(self) -> None:
+        self.closed = True
+
+
+not_callable = 3

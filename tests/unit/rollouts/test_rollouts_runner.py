@@ -1,0 +1,307 @@
+"""Episodes against an engine that answers from a script: bounds, failures, order, tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from slurmrl.config.schema import Dataset, EpisodeSettings
+from slurmrl.engines.rollout.base import GenerationRequest
+from slurmrl.errors import EpisodeError, RunFailedError
+from slurmrl.models.generate import GenerationOptions
+from slurmrl.rollouts.base import Environment, EpisodeItem, PolicyTurn, Reply
+from slurmrl.rollouts.completions import Completions
+from slurmrl.rollouts.dialogue import Dialogue
+from slurmrl.rollouts.policy import Draws, EpisodeLimits, Policy, Waiting
+from slurmrl.rollouts.runner import EpisodeOutcome, EpisodeRunner
+from slurmrl.rollouts.tools.toolbox import Tools
+from slurmrl.rollouts.turns import MultiTurn, SingleTurn
+from tests.support.scripted_engine import ScriptedEngine
+
+STOP = 1
+WORDS = ["<unk>", "<end>", "<user>", "<bot>", "a", "b", "ab", "ok", "more", "\n"]
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<bot>{{ m.content }}<end>"
+    "{% else %}<user>{{ m.content }}<end>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<bot>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """``ab`` is one token when it is encoded, and may be drawn as two."""
+    core = Tokenizer(
+        models.BPE(
+            {word: place for place, word in enumerate(WORDS)}, [("a", "b")], unk_token="<unk>"
+        )
+    )
+    core.add_special_tokens(["<unk>", "<end>", "<user>", "<bot>"])
+    core.decoder = decoders.Fuse()
+    made = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<end>", unk_token="<unk>")
+    made.chat_template = TEMPLATE
+    return made
+
+
+def items(count: int, prompt: Sequence[int] = (4,)) -> list[EpisodeItem]:
+    return [
+        EpisodeItem(
+            sample_id=f"s{number}@0",
+            index=0,
+            prompt=tuple(prompt),
+            text="a",
+            answer="ok",
+            row={"number": number},
+            step=1,
+            evaluation=False,
+        )
+        for number in range(count)
+    ]
+
+
+def run(
+    episode: Any,
+    engine: ScriptedEngine,
+    tokenizer: Any,
+    rows: Sequence[EpisodeItem],
+    *,
+    tools: Tools | None = None,
+    chat: bool = False,
+    most: int = 4,
+    turns: int = 8,
+    tokens: int = 100,
+    **settings: Any,
+) -> list[EpisodeOutcome]:
+    configured = EpisodeSettings(**{"name": "my:own", **settings})
+    limits = EpisodeLimits(turns=turns, tokens=tokens)
+    runner = EpisodeRunner(episode, tools or Tools({}), configured, limits)
+    dialogue = Dialogue(Dataset(type="prompt", path="x", chat_template=chat), tokenizer)
+    options = GenerationOptions(max_new_tokens=most, stop_token_ids=(STOP,))
+
+    def draws(item: EpisodeItem) -> Draws:
+        return Draws(options=options, seed=1, step=1, key_of=lambda end: hash(item.sample_id + end))
+
+    return asyncio.run(runner.run(rows, engine, dialogue, draws, Waiting()))
+
+
+def say(*tokens: int) -> Callable[[GenerationRequest], tuple[int, ...]]:
+    return lambda _: tokens
+
+
+def rounds(count: int) -> Any:
+    """An episode of this many turns with a message between."""
+
+    async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
+        completions = Completions(item.prompt)
+        for number in range(count):
+            if number:
+                policy.say(completions, "ab")
+            await policy(completions)
+        return completions
+
+    return episode
+
+
+def test_drawn_tokens_are_kept_where_the_text_would_be_other_tokens(tokenizer: Any) -> None:
+    """The policy draws ``a`` and ``b``, which would be encoded as ``ab``. The next request and the
+    result have the two drawn ids and the template's own pieces as ids around the message."""
+    engine = ScriptedEngine(say(4, 5, STOP))
+    (outcome,) = run(rounds(2), engine, tokenizer, items(1, (2, 4, 1, 3)), chat=True)
+    assert tokenizer("ab", add_special_tokens=False).input_ids == [6]
+    message = [2, 6, 1, 3]  # <user> ab <end> <bot>; the policy wrote the <end> before it
+    assert engine.requests[1].prompt == (2, 4, 1, 3, 4, 5, STOP, *message)
+    completions = outcome.completions
+    assert completions.tokens == [4, 5, STOP, *message, 4, 5, STOP]
+    assert completions.written == [True] * 3 + [False] * 4 + [True] * 3
+    assert completions.logprobs == [-0.5, -1.5, -2.5, 0, 0, 0, 0, -0.5, -1.5, -2.5]
+    assert completions.finished
+
+
+def test_a_message_cannot_pretend_to_be_a_turn(tokenizer: Any) -> None:
+    """Names of special tokens in a message are text, in the tool's output as well as anywhere."""
+    dialogue = Dialogue(Dataset(type="prompt", path="x"), tokenizer)
+    assert not {1, 2, 3} & set(dialogue.encode("a<end><bot>b"))
+
+
+def test_a_turn_that_was_cut_gets_the_end_that_it_lacks(tokenizer: Any) -> None:
+    engine = ScriptedEngine(say(4, 4))
+    run(rounds(2), engine, tokenizer, items(1), chat=True, most=2)
+    assert engine.requests[1].prompt == (4, 4, 4, STOP, 2, 6, 1, 3)
+
+
+@pytest.mark.parametrize(
+    ("limits", "written", "requests"),
+    [({"turns": 2}, 4, 2), ({"tokens": 7}, 5, 3), ({"tokens": 3}, 2, 1)],
+)
+def test_limits_end_an_episode_unfinished(
+    limits: dict[str, int], written: int, requests: int, tokenizer: Any
+) -> None:
+    """It keeps its tokens, is no failure, and never has more tokens than it may."""
+    engine = ScriptedEngine(say(4, STOP))
+    (outcome,) = run(rounds(5), engine, tokenizer, items(1), **limits)
+    assert not outcome.failure
+    assert not outcome.completions.finished
+    assert sum(outcome.completions.written) == written
+    assert outcome.completions.written[-1]
+    assert len(outcome.completions.tokens) <= limits.get("tokens", 100)
+    assert len(engine.requests) == requests
+
+
+def test_a_limit_that_the_episode_catches_still_leaves_it_unfinished(tokenizer: Any) -> None:
+    async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
+        completions = Completions(item.prompt)
+        try:
+            for _ in range(9):
+                await policy(completions)
+        except RuntimeError:
+            pass
+        return completions
+
+    (outcome,) = run(episode, ScriptedEngine(say(4, STOP)), tokenizer, items(1), turns=2)
+    assert (outcome.completions.turns, outcome.completions.finished) == (2, False)
+
+
+def failing(policy: Policy, item: EpisodeItem, how: str) -> Any:
+    match how:
+        case "raises":
+            raise KeyError("oh\nno")
+        case "exits":
+            sys.exit(3)
+        case "hangs":
+            return asyncio.sleep(3600)
+        case "returns None":
+            return asyncio.sleep(0)
+        case "writes nothing":
+            return asyncio.sleep(0, Completions(item.prompt))
+        case "reads nonsense":
+            Completions(item.prompt).read([-1])
+        case "reads another vocabulary":
+            completions = Completions((10_000,))
+            return policy(completions)
+        case "earns nan":
+            Completions(item.prompt).reward(float("nan"))
+    raise AssertionError(how)
+
+
+WAYS = (
+    "raises", "exits", "hangs", "returns None", "writes nothing", "reads nonsense",
+    "reads another vocabulary", "earns nan",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_an_episode_that_fails_costs_itself(
+    how: str, tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The others are complete and in order; the failed one has its prompt alone, and the log says
+    which sample it was and why."""
+
+    async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
+        if item.row["number"] == 1:
+            return await failing(policy, item, how)  # type: ignore[no-any-return]
+        completions = Completions(item.prompt)
+        await policy(completions)
+        return completions
+
+    engine = ScriptedEngine(say(4, STOP))
+    limit = 0.05 if how == "hangs" else 60.0
+    with caplog.at_level(logging.WARNING):
+        outcomes = run(episode, engine, tokenizer, items(3), timeout_s=limit)
+    assert [bool(outcome.failure) for outcome in outcomes] == [False, True, False]
+    assert [outcome.completions.tokens for outcome in outcomes] == [[4, STOP], [], [4, STOP]]
+    assert outcomes[1].completions.sequence == (4,)
+    assert "s1@0" in caplog.text
+
+
+def test_all_episodes_failing_is_the_episodes_fault(tokenizer: Any) -> None:
+    async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
+        raise KeyError("broken")
+
+    with pytest.raises(EpisodeError, match=r"all 3 episodes .* KeyError: 'broken'"):
+        run(episode, ScriptedEngine(say(4, STOP)), tokenizer, items(3))
+
+
+def test_an_engine_that_fails_is_not_the_episodes_fault(tokenizer: Any) -> None:
+    def lost(_: GenerationRequest) -> tuple[int, ...]:
+        raise RunFailedError("the server is gone")
+
+    with pytest.raises(RunFailedError, match="the server is gone"):
+        run(rounds(1), ScriptedEngine(lost), tokenizer, items(3))
+
+
+def test_waiting_for_the_engine_is_not_counted(tokenizer: Any) -> None:
+    """Three answers that take longer than the episode's time: it is spent in tools only."""
+    engine = ScriptedEngine(say(4, STOP), delay_s=0.2)
+    (outcome,) = run(rounds(3), engine, tokenizer, items(1), timeout_s=0.15)
+    assert outcome.completions.turns == 3
+
+
+def test_as_many_episodes_as_allowed_run_at_once_and_results_keep_their_order(
+    tokenizer: Any,
+) -> None:
+    order: list[int] = []
+
+    async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
+        completions = Completions(item.prompt)
+        await policy(completions)
+        await asyncio.sleep(0.002 * (7 - item.row["number"] % 7))
+        order.append(item.row["number"])
+        return completions
+
+    engine = ScriptedEngine(say(4, STOP))
+    outcomes = run(episode, engine, tokenizer, items(40), concurrency=6)
+    assert [outcome.item.row["number"] for outcome in outcomes] == list(range(40))
+    assert order != sorted(order)
+    assert engine.most_at_once == 6
+
+
+class Echo(Environment):
+    """Pays for every ``a``, and ends with ``ok``."""
+
+    async def step(self, turn: PolicyTurn) -> Reply:
+        if turn.text == "ok":
+            return Reply(reward=2.0, done=True)
+        return Reply(text="more", reward=0.5)
+
+
+def test_an_environment_answers_turns_and_rewards_them(tokenizer: Any) -> None:
+    """Rewards are at the last tokens of their turns; what the policy reads last is left out."""
+    texts = iter([(4, STOP), (4, 5, STOP), (7, STOP)])
+    engine = ScriptedEngine(lambda _: next(texts))
+    (outcome,) = run(MultiTurn(Echo), engine, tokenizer, items(1))
+    completions = outcome.completions
+    assert completions.turns == 3
+    assert completions.finished
+    ends = [place for place, token in enumerate(completions.tokens) if token == STOP]
+    assert [completions.rewards[place] for place in ends] == [0.5, 0.5, 2.0]
+    assert sum(completions.rewards) == 3.0
+
+
+def test_a_turn_that_was_cut_is_not_shown_to_the_environment(tokenizer: Any) -> None:
+    engine = ScriptedEngine(say(7, 7, 7, 7))
+    (outcome,) = run(MultiTurn(Echo), engine, tokenizer, items(1), most=4)
+    assert (outcome.completions.turns, outcome.completions.finished) == (1, False)
+    assert sum(outcome.completions.rewards) == 0.0
+
+
+def test_another_turn_from_the_same_place_is_another_draw(tokenizer: Any) -> None:
+    """Branches of an episode do not repeat each other, and the first one is the sample's own
+    stream."""
+
+    async def episode(policy: Policy, item: EpisodeItem, tools: Tools) -> Completions:
+        both = [Completions(item.prompt) for _ in range(2)]
+        await asyncio.gather(*map(policy, both))
+        return both[1]
+
+    engine = ScriptedEngine(say(4, STOP))
+    run(episode, engine, tokenizer, items(1))
+    single = ScriptedEngine(say(4, STOP))
+    run(SingleTurn(), single, tokenizer, items(1))
+    keys = [request.keys for request in engine.requests]
+    assert keys[0] == single.requests[0].keys != keys[1]
