@@ -72,12 +72,9 @@ def train(
     return stats
 
 
-def total_loss(case: Case, stats: dict[str, float]) -> float:
-    """The whole loss, of which policy gradients report the parts."""
-    if "loss" in stats:
-        return stats["loss"]
-    penalty = stats.get("kl_coef", 0.0) * stats.get("kl_loss", 0.0)
-    return stats["actor_loss"] + penalty - case.ours.get("entropy_coef", 0.0) * stats["entropy"]
+def total_loss(stats: dict[str, float]) -> float:
+    """The loss that was minimised."""
+    return stats["actor/loss"] if "actor/loss" in stats else stats["loss"]
 
 
 def source_of(use: RoleUse) -> str:

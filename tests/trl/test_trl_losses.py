@@ -27,7 +27,7 @@ def test_loss_and_gradients_are_those_of_trl(
     """One training step on the same weights and batch: by TRL's trainer at once, with weights in
     float64, and by slurmrl's training call in micro-batches, in float32."""
     stats = train(reference.folder, case, tmp_path / "saved")
-    check(case, reference, total_loss(case, stats), tmp_path / "saved")
+    check(case, reference, total_loss(stats), tmp_path / "saved")
 
 
 @pytest.mark.parametrize("name", ["sft", "kto", "grpo-sequences", "grpo-dapo", "grpo-std-of-batch"])
@@ -39,7 +39,7 @@ def test_two_ranks_have_the_loss_and_gradients_of_trl(
     function, parts = "tests.trl.runs:train", SPLIT.get(name, UNEVEN)
     results = ranks(2, function, reference.folder, case, tmp_path / "saved", parts)
     for stats in results:
-        check(case, reference, total_loss(case, stats), tmp_path / "saved")
+        check(case, reference, total_loss(stats), tmp_path / "saved")
 
 
 def check(case: Case, reference: Reference, loss: float, saved: Path) -> None:

@@ -28,6 +28,7 @@ from slurmrl.algorithms.policy.shaping import shape_scores
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.data.sample import SequenceSample
 from slurmrl.ops.gae import packed_gae
+from slurmrl.ops.returns import discounted_returns
 
 
 @dataclass(frozen=True)
@@ -70,16 +71,29 @@ def estimate(
     else:
         turns = _turn_rewards(sample, responses, finished, settings)
         rewards = token_rewards(penalties, scores, responses, turns)
-        gamma, lam = settings.discount, settings.gae_lambda
-        states = _values(sample, responses.states, rewards)
-        advantages, returns = packed_gae(
-            rewards, states, responses.cu_seqlens, ~finished, gamma, lam
-        )
+        advantages, returns = _of_tokens(sample, responses, rewards, ~finished, settings)
     if settings.advantage == "greedy":
         advantages = returns - _greedy_scores(sample, settings, limit)[responses.sequence]
     old_values = _values(sample, responses.tokens - 1, returns)
     kl = _log_ratio_to_reference(sample, responses)
     return Estimates(responses, kl, old_values, advantages, returns)
+
+
+def _of_tokens(
+    sample: SequenceSample,
+    responses: Responses,
+    rewards: Tensor,
+    truncated: Tensor,
+    settings: PolicyGradient,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns [R] of token ``rewards`` [R]; without a critic both are the discounted
+    rewards."""
+    if settings.advantage != "gae":
+        returns = discounted_returns(rewards, responses.cu_seqlens, settings.discount)
+        return returns, returns
+    states = sample.tensor("values")[responses.states]
+    gamma, lam = settings.discount, settings.gae_lambda
+    return packed_gae(rewards, states, responses.cu_seqlens, truncated, gamma, lam)
 
 
 def _values(sample: SequenceSample, positions: Tensor, like: Tensor) -> Tensor:

@@ -47,11 +47,12 @@ def policy_loss(
     """The surrogate, times the importance weights, less ``entropy_coef`` times the entropy, plus
     ``kl_coef`` times the KL to the reference.
 
-    Statistics: ``actor_loss`` (the first of these), ``clip_fraction`` (tokens on which a bound
-    acts), ``importance_ratio``, ``entropy``, and two estimates of KL(old || new): ``approx_kl_k1``
-    is log(old/new), ``approx_kl`` the always positive k3, ratio - 1 - log(ratio). Further ones
-    follow from the targets: ``kl_loss`` (the estimate), ``correction_weight``,
-    ``correction_masked``, ``m2_masked``. ``actor_loss`` and ``kl_loss`` are weighted like the loss.
+    Statistics: ``actor/loss`` (the whole), ``actor_loss`` (the surrogate alone), ``clip_fraction``
+    (tokens on which a bound acts), ``importance_ratio``, ``entropy``, and two estimates of
+    KL(old || new): ``approx_kl_k1`` is log(old/new), ``approx_kl`` the always positive k3, ratio -
+    1 - log(ratio). Further ones follow from the targets: ``kl_loss`` (the estimate),
+    ``correction_weight``, ``correction_masked``, ``m2_masked``. ``actor/loss``, ``actor_loss`` and
+    ``kl_loss`` are weighted like the loss.
     """
     mask = targets.mask
     tokens = torch.where(mask, logp - targets.old_logp, 0.0)
@@ -75,6 +76,7 @@ def policy_loss(
         penalty = _weighted(kl, targets.weights)
         stats["kl_loss"] = penalty.detach()
         loss = loss + kl_coef * penalty
+    stats["actor/loss"] = loss.detach()
     with torch.no_grad():
         stats |= {
             "clip_fraction": (held & mask).sum(),

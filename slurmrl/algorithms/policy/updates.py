@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MeanStats = dict[str, float]
 ENGINE_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "vetoed")
 """The engine's results besides the sums of the loss function's statistics."""
-LOSS_STATS = ("actor_loss", "kl_loss", "value_loss")
+LOSS_STATS = ("actor/loss", "actor_loss", "kl_loss", "value_loss")
 """Statistics that are weighted like the loss. The others are sums over tokens."""
 MISMATCH = "mismatch_"
 """Prefix of the statistics of which only the first minibatch's count."""

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.advantages import Estimates, estimate
@@ -169,6 +170,33 @@ def test_tokens_have_the_return_from_there_on(
     settings = algorithm(advantage=advantage, discount=discount, kl={"estimator": estimator})
     sample = rollout()
     advantages = estimates(sample, settings).advantages
+    wanted = torch.tensor(of_tokens(sample, settings), dtype=torch.float64)
+    torch.testing.assert_close(advantages, wanted)
+
+
+class Operators(TorchDispatchMode):
+    """The names of slurmrl's own operators that were called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "slurmrl":
+            self.called.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_returns_without_a_critic_are_one_scan_over_the_rewards() -> None:
+    """No values are gathered for them, not even where the batch has some of another critic."""
+    sample = rollout()
+    values = torch.full_like(sample.tensor("logprobs"), 5.0)
+    lengths = {"values": sample.lengths["input_ids"]}
+    sample.update_(SequenceSample(sample.ids, lengths, data={"values": values}))
+    settings = algorithm(advantage="none", discount=0.9, kl={"coef": 0.0})
+    with Operators() as operators:
+        advantages = estimates(sample, settings).advantages
+    assert operators.called == ["slurmrl::scan"]
     wanted = torch.tensor(of_tokens(sample, settings), dtype=torch.float64)
     torch.testing.assert_close(advantages, wanted)
 

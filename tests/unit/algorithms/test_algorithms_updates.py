@@ -38,6 +38,7 @@ class Recorder:
         mask = sample.tensor("mask")
         return {
             "denominator": denominator,
+            "actor/loss": 6.0,
             "actor_loss": 6.0,
             "entropy": 2.0 * float(mask.sum()),
             "vetoed": 0.0,
@@ -124,7 +125,7 @@ def test_denominators_count_tokens_or_sequences_that_have_some(
     """Losses are divided by the denominators, other statistics by the numbers of tokens."""
     seen, means = updates([0, 1, 2, 3], n_minibatches=4, aggregation=aggregation)
     assert [denominator for _, denominator in seen] == denominators
-    assert means["actor_loss"] == 12.0 / sum(denominators)
+    assert means["actor/loss"] == means["actor_loss"] == 12.0 / sum(denominators)
     assert means["entropy"] == 2.0
 
 
@@ -166,7 +167,7 @@ def test_the_actor_waits_while_the_critic_warms_up(make_world: MakeWorld) -> Non
         stats = world.train_actor(sample, step, kl_coef=0.1)
         assert world.train_critic(sample, step, kl_coef=0.1)["critic_updates"] == 2.0
         assert (stats["actor_updates"], stats["early_stop"]) == (0.0, 0.0)
-        assert {"actor_loss", "entropy", "mismatch/kl", "kl"} <= set(stats)
+        assert {"actor/loss", "entropy", "mismatch/kl", "kl"} <= set(stats)
     assert world.actor.steps == 0
     assert all(map(torch.equal, before, weights(world)))
     stats = world.train_actor(world.rollout(3), 3, kl_coef=0.1)

@@ -31,6 +31,7 @@ from slurmrl.graph.call import REWARD_MODEL, Call, Method, RoleUse
 from slurmrl.plan.algorithms import PolicyGradientName
 
 ACTOR_METRICS = (
+    "actor/loss",
     "actor_loss",
     "clip_fraction",
     "importance_ratio",
