@@ -85,6 +85,7 @@ def resume(
 def _exec_own_slurmrl(paths: RunPaths) -> None:
     """Replace this process by the trial's own slurmrl if that differs: the version that reads the
     configuration, plan and batch scripts later must write them."""
+    from slurmrl.scheduler.environment import of_snapshot
     from slurmrl.submission import snapshot
 
     code = paths.snapshot(snapshot.current(paths))
@@ -93,5 +94,6 @@ def _exec_own_slurmrl(paths: RunPaths) -> None:
     click.echo(f"using the slurmrl of the trial, {code}; --update-code uses this one", err=True)
     sys.stdout.flush()
     arguments = [sys.executable, "-P", "-m", "slurmrl", *click.get_current_context().obj.arguments]
-    path = os.pathsep.join([str(code), *filter(None, [os.environ.get("PYTHONPATH")])])
-    os.execve(sys.executable, arguments, {**os.environ, "PYTHONPATH": path})
+    given = of_snapshot(code)
+    path = os.pathsep.join([given["PYTHONPATH"], *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.execve(sys.executable, arguments, {**os.environ, **given, "PYTHONPATH": path})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 EXPORTED = ("HOME", "USER", "LANG", "PATH", "LD_LIBRARY_PATH")
 """Variables that a job inherits. Everything else comes from set-up lines, so that no token of the
@@ -19,6 +20,11 @@ users know them from other launchers."""
 LOCAL = (*EXPORTED, "CUDA_VISIBLE_DEVICES", "TMPDIR")
 """The same for a link of the local scheduler; on a compute node Slurm sets the rest."""
 
+NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
+"""Set where Python runs a snapshot: the snapshot stays as it was submitted, and hosts that start
+together do not all write the same files to a shared directory. Compiling the modules again takes a
+process a few tenths of a second."""
+
 OPTION_PREFIXES = ("SBATCH_", "SCANCEL_", "SLURM_", "SQUEUE_")
 """Variables that change options of Slurm's commands, or belong to the job in which we may run."""
 
@@ -33,6 +39,11 @@ def of_job(
 
 def inheritance(environ: Mapping[str, str]) -> dict[str, str]:
     return _chosen(environ, EXPORTED)
+
+
+def of_snapshot(code: Path) -> dict[str, str]:
+    """Return the variables of a process that runs the snapshot ``code``."""
+    return {"PYTHONPATH": str(code), NO_BYTECODE: "1"}
 
 
 def of_local_job(environ: Mapping[str, str]) -> dict[str, str]:

@@ -90,7 +90,7 @@ class LocalScheduler(Scheduler):
         pid = os.posix_spawn(
             request.python,
             [request.python, "-P", "-m", CHAIN, *arguments],
-            environ | {"PYTHONPATH": str(request.code)},
+            environ | environment.of_snapshot(request.code),
             file_actions=[
                 (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                 (os.POSIX_SPAWN_OPEN, 1, output, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600),

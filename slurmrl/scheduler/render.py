@@ -9,6 +9,7 @@ from typing import Any
 
 from slurmrl.scheduler import directives, leave
 from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
+from slurmrl.scheduler.environment import NO_BYTECODE, of_snapshot
 
 
 def script(request: SubmissionRequest, group: GroupRequest, launcher: str) -> str:
@@ -70,6 +71,7 @@ def _setup(request: SubmissionRequest, group: GroupRequest, *, guarded: bool) ->
         *setup_lines(request),
         *([leave.LATE] if guarded else []),
         f'export PYTHONPATH={code}"${{PYTHONPATH:+:$PYTHONPATH}}"',
+        f"export {NO_BYTECODE}=${{{NO_BYTECODE}-1}}",
         *([f'{_attempt(request)} || slurmrl_leave "$slurmrl_said"'] if guarded else []),
         *([] if group.command else [BLOCK]),
     ]
@@ -80,7 +82,8 @@ def _leaving(request: SubmissionRequest, group: GroupRequest) -> str:
     exclude = str(directives.slurm_options(request).get("exclude") or "")
     job = request.job_name(group.name)
     supervisor = shlex.join((*request.command(group, "srun"), "--failed"))
-    fail = f"PYTHONPATH={shlex.quote(str(request.code))} {supervisor}"
+    variables = of_snapshot(request.code).items()
+    fail = " ".join([*(f"{name}={shlex.quote(text)}" for name, text in variables), supervisor])
     return leave.functions(request.run.run, script, job, exclude, request.number, fail)
 
 

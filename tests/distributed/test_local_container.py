@@ -68,7 +68,8 @@ def test_a_trial_whose_workers_live_in_containers(tmp_path: Path) -> None:
     for rank, call in enumerate((rank_0, rank_1)):
         assert call.startswith(
             f"<exec><--nv><--bind></shared data><image.sif><env><CUDA_VISIBLE_DEVICES=>"
-            f"<OMP_NUM_THREADS=1><OPENBLAS_NUM_THREADS=1><PYTHONPATH={run}/code>"
+            f"<OMP_NUM_THREADS=1><OPENBLAS_NUM_THREADS=1><PYTHONDONTWRITEBYTECODE=1>"
+            f"<PYTHONPATH={run}/code>"
         )
         worker = (
             f"<{sys.executable}><-P><-m><slurmrl.workers.worker><--run><{run}>"

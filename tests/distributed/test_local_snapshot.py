@@ -1,4 +1,4 @@
-"""A local run keeps the code that it was submitted with."""
+"""A local run keeps the code that it was submitted with, and nothing writes to that."""
 
 from __future__ import annotations
 
@@ -33,3 +33,4 @@ def test_edits_reach_a_run_only_when_it_is_told_to_take_them(tmp_path: Path) -> 
     assert "runs the current code" in updated.stdout
     found = rewards(site.metrics("ppo/1"))
     assert [found[step] for step in (12, 13, 14, 15, 16)] == [1.0, 1.0, 1.0, 0.25, 0.25]
+    assert not list(site.paths("ppo/1").run.rglob("__pycache__"))  # snapshots stay as submitted

@@ -10,11 +10,11 @@ import sys
 from collections.abc import Collection, Mapping
 
 from slurmrl.config.schema.cluster import Slurm
-from slurmrl.scheduler.environment import OF_FABRIC
+from slurmrl.scheduler.environment import NO_BYTECODE, OF_FABRIC
 
 HANDED_ON = (
     *("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTHONPATH"),
-    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"),
+    *("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", NO_BYTECODE),
 )
 PREFIXES = (*OF_FABRIC, "PYTORCH_", "SLURMRL_")
 """Variables that a worker needs besides those of ``cluster.env``. Some containers (enroot,

@@ -14,6 +14,7 @@ ENVIRON = {
     "PATH": "/usr/bin",
     "HF_TOKEN": "secret",
     "PYTHONPATH": "/shared/my run/code",
+    "PYTHONDONTWRITEBYTECODE": "1",
     "OMP_NUM_THREADS": "4",
     "CUDA_VISIBLE_DEVICES": "GPU-a",
     "SLURMRL_OPS": "torch",
@@ -33,18 +34,19 @@ def test_without_a_container_it_is_this_python() -> None:
 def test_the_container_comes_first_and_what_must_get_through_is_named(container: str) -> None:
     slurm = Slurm(container=container, container_python="python3")
     words = interpreter(slurm, ENVIRON, {"UCX_TLS": "rc"})
-    assert words[-8:] == (
+    assert words[-9:] == (
         "env",
         "CUDA_VISIBLE_DEVICES=GPU-a",
         "NCCL_DEBUG=INFO",
         "OMP_NUM_THREADS=4",
+        "PYTHONDONTWRITEBYTECODE=1",
         "PYTHONPATH=/shared/my run/code",
         "SLURMRL_OPS=torch",
         "UCX_TLS=rc",
         "python3",
     )
     if container.startswith("apptainer"):
-        assert words[:-8] == (
+        assert words[:-9] == (
             "apptainer",
             "exec",
             "--nv",
@@ -53,7 +55,7 @@ def test_the_container_comes_first_and_what_must_get_through_is_named(container:
             "image.sif",
         )
     else:
-        assert words[:-8] == ("enroot", "start", "--root", "my image")
+        assert words[:-9] == ("enroot", "start", "--root", "my image")
     assert not any("secret" in word for word in words)
 
 

@@ -31,7 +31,7 @@ slurmrl_first_s=5
 slurmrl_longest_s=300
 slurmrl_most=20
 slurmrl_several=3
-slurmrl_fail() { PYTHONPATH='/shared/it'"'"'s 100% mine/code' '/opt/my python' -m slurmrl.workers.supervisor --run '/shared/it'"'"'s 100% mine' --submission 3 --group trainer --launcher srun --failed "$1"; }
+slurmrl_fail() { PYTHONPATH='/shared/it'"'"'s 100% mine/code' PYTHONDONTWRITEBYTECODE=1 '/opt/my python' -m slurmrl.workers.supervisor --run '/shared/it'"'"'s 100% mine' --submission 3 --group trainer --launcher srun --failed "$1"; }
 # leave.sh
 trap 'slurmrl_told=1; exit 143' TERM
 trap 'slurmrl_code=$?
@@ -42,6 +42,7 @@ command -v module >/dev/null || [ ! -r /etc/profile ] || {
 module load cuda
 slurmrl_setup=
 export PYTHONPATH='/shared/it'"'"'s 100% mine/code'"${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONDONTWRITEBYTECODE=${PYTHONDONTWRITEBYTECODE-1}
 slurmrl_said=$(timeout 300 '/opt/my python' -P -c 'import slurmrl.workers.supervisor.__main__' 2>&1) || slurmrl_leave "$slurmrl_said"
 slurmrl_block=
 env --block-signal=USR2 true 2>/dev/null && slurmrl_block='env --block-signal=USR2'
