@@ -58,7 +58,8 @@ def resume(
     """
     from slurmrl.submission import trials
     from slurmrl.submission.links import add_links, include
-    from slurmrl.submission.submit import look, propose_resume
+    from slurmrl.submission.proposal import propose_resume
+    from slurmrl.submission.submit import look
 
     paths = trials.find(trials.root_folder(root), trial)
     if not update_code:

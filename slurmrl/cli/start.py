@@ -13,7 +13,8 @@ from slurmrl.cli.options import again
 if TYPE_CHECKING:
     from slurmrl.submission.checks.finding import Finding
     from slurmrl.submission.live import Jobs
-    from slurmrl.submission.submit import Outlook, Proposal, Submitted
+    from slurmrl.submission.proposal import Proposal
+    from slurmrl.submission.submit import Outlook, Submitted
 
 
 def look_over(proposal: Proposal, timeout_s: float | None) -> Sequence[Finding]:

@@ -32,7 +32,7 @@ def submit(
     An existing trial that was interrupted, failed or cancelled continues from its last commit if
     its configuration is the same.
     """
-    from slurmrl.submission.submit import propose
+    from slurmrl.submission.proposal import propose
 
     proposal = propose(config, overrides, root=root, scheduler=scheduler, new=new)
     checked = look_over(proposal, None if no_check else check_timeout)

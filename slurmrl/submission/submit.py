@@ -6,110 +6,33 @@ the owner of the claim changes the configuration, and job ids are found again by
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import sys
-import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from slurmrl import log
 from slurmrl.config.load import load_resolved
 from slurmrl.config.schema import Config
-from slurmrl.errors import ConfigError, Problem, UsageError
+from slurmrl.errors import UsageError
 from slurmrl.fsio import space, variables
 from slurmrl.history.log import History
 from slurmrl.history.record import Kind, Record
 from slurmrl.history.state import TrialState, fold
 from slurmrl.history.writer import resume
 from slurmrl.monitor import sinks
-from slurmrl.monitor.snapshot import submission_numbers
-from slurmrl.paths import RunPaths, user_name
-from slurmrl.plan.build import make_plan
-from slurmrl.plan.checks import inventory
-from slurmrl.plan.model import Plan
-from slurmrl.plan.own_algorithm import is_own
-from slurmrl.plan.settings import Settings, load_settings
+from slurmrl.paths import RunPaths
+from slurmrl.plan.settings import Settings
 from slurmrl.recover import (
     consequences,
     differences,
-    follow_actor,
-    keep_precision,
     may_change,
     moved_schedules,
 )
-from slurmrl.scheduler import choose, make
-from slurmrl.scheduler.base import GroupRequest, SubmissionRequest
-from slurmrl.submission import claims, own_code, snapshot, trials
-from slurmrl.submission.checks.finding import Finding
-from slurmrl.submission.checks.run import Code, check
+from slurmrl.scheduler import make
+from slurmrl.submission import claims, snapshot
 from slurmrl.submission.live import Jobs, clear_away, newest_jobs
-from slurmrl.submission.prepare import is_prepared, prepare, rewrite, trial_uuid
-from slurmrl.submission.record import ProvenanceWriter, recorded_folders
+from slurmrl.submission.prepare import prepare, rewrite, trial_uuid
+from slurmrl.submission.proposal import Proposal
 from slurmrl.workers.poll_intervals import PollIntervals
-
-logger = log.get(__name__)
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """A checked and planned trial, before anything is written."""
-
-    settings: Settings
-    plan: Plan
-    paths: RunPaths
-    kind: str
-    """The scheduler: ``local`` or ``slurm``."""
-    recorder: ProvenanceWriter
-    """The code of a possible snapshot, and the writer of its record."""
-    update_code: bool = False
-    """Take a new snapshot even if there is one."""
-
-    @property
-    def trial(self) -> str:
-        return f"{self.paths.experiment}/{self.paths.trial}"
-
-    def request(self, number: int, trial_id: str, code: int) -> SubmissionRequest:
-        """``code`` is the number of the snapshot that the jobs run."""
-        return SubmissionRequest(
-            snapshot=code,
-            number=number,
-            uuid=trial_id,
-            trial=self.trial,
-            run=self.paths,
-            python=sys.executable,
-            groups=tuple(
-                GroupRequest(
-                    name=group.name,
-                    hosts=group.hosts,
-                    workers_per_host=group.workers_per_host,
-                    gpus_per_worker=group.gpus_per_worker,
-                    cpus_per_worker=group.cpus_per_worker,
-                    mem_per_worker=group.mem_per_worker,
-                    links=group.links,
-                    elastic=group.elastic,
-                    spares=self.settings.config.cluster.slurm.spares,
-                )
-                for group in self.plan.groups
-            ),
-            options=self.settings.config.cluster.model_dump(mode="json"),
-        )
-
-    def scripts(self) -> dict[str, str]:
-        """Return the batch scripts of the next submission, by group."""
-        number = max(submission_numbers(self.paths), default=0) + 1
-        known = trial_uuid(self.paths) if self.paths.identity.exists() else uuid.uuid4().hex
-        code = snapshot.following if self.update_code else snapshot.current
-        return make(self.kind).scripts(self.request(number, known, code(self.paths)))
-
-    def check(self, timeout_s: float) -> list[Finding]:
-        """Check everything that the run will read (see `checks.run`)."""
-        code = Code(paths=self.recorder.code.paths)
-        if is_prepared(self.paths) and not self.update_code:
-            code = Code(self.paths.snapshot(snapshot.current(self.paths)))
-        return check(self.settings, self.plan, code, timeout_s=timeout_s)
 
 
 @dataclass(frozen=True)
@@ -152,72 +75,6 @@ class Submitted:
     @property
     def root(self) -> Path:
         return self.paths.run.parents[2]
-
-
-def propose(
-    config: Path,
-    overrides: Sequence[str],
-    *,
-    root: str | None = None,
-    scheduler: str | None = None,
-    new: bool = False,
-) -> Proposal:
-    """Check a configuration file and plan its trial. ``new`` gives it a free name.
-
-    Raises ConfigError with all problems.
-    """
-    chosen = trials.chosen_root(root)
-    settings = load_settings(config, overrides, root=chosen, scheduler=scheduler)
-    added = [f"trial={json.dumps(_free_name(settings))}"] if new else _kept(settings)
-    if added:
-        changed = [*overrides, *added]
-        settings = load_settings(config, changed, root=chosen, scheduler=scheduler)
-    other = _needs_other_code(_paths(settings), settings.config)
-    name = settings.algorithm.name
-    if is_own(name) and is_prepared(_paths(settings)) and not other:
-        kept = _paths(settings).snapshot(snapshot.current(_paths(settings)))
-        changed = [*overrides, *added, f"algorithm.name={name}"]
-        settings = load_settings(config, changed, root=chosen, scheduler=scheduler, folders=[kept])
-    code = _own_code(settings, settings.folders)
-    return _planned(settings, scheduler, code, update_code=other)
-
-
-def propose_resume(
-    paths: RunPaths,
-    overrides: Sequence[str],
-    *,
-    scheduler: str | None = None,
-    update_code: bool = False,
-) -> Proposal:
-    """Plan to resume the trial of a run directory, with changes. ``update_code`` runs the present
-    code instead of that of the newest submission. Raises UsageError if the trial was never
-    prepared."""
-    if not is_prepared(paths):
-        raise UsageError(
-            f"{paths.experiment}/{paths.trial} was never submitted completely: submit it again"
-        )
-    before = load_resolved(paths.config)
-    overrides = follow_actor(before, overrides)
-    root = paths.run.parents[2]
-    kept = paths.snapshot(snapshot.current(paths))
-    folders = [*recorded_folders(kept), Path.cwd()] if update_code else [kept]
-    settings = load_settings(
-        paths.config, overrides, root=root, scheduler=scheduler, folders=folders, resumed=True
-    )
-    if _paths(settings) != paths:
-        raise UsageError("resume cannot rename a trial: submit the configuration with --new")
-    if not update_code:
-        if settings.config.code != before.code:
-            raise UsageError("code: a resumed trial keeps its code; add --update-code to change it")
-        own = _own_names(settings.config)
-        if own and own != _own_names(before):
-            raise UsageError(
-                "a resumed trial keeps the code of its algorithm, reward and data; add "
-                "--update-code"
-            )
-        return _planned(settings, scheduler, own_code.OwnCode())
-    code = _own_code(settings, list(dict.fromkeys(settings.folders)))
-    return _planned(settings, scheduler, code, update_code=True)
 
 
 def submit(proposal: Proposal) -> Submitted:
@@ -299,74 +156,6 @@ def _notes(before: Config, settings: Settings, step: int) -> list[str]:
             optimizer_steps=algorithm.optimizer_steps,
         ),
     ]
-
-
-def _own_names(config: Config) -> list[str]:
-    """Return the names of the user's own algorithm, rewards and types of dataset."""
-    functions = config.reward.functions.values() if config.reward is not None else ()
-    sections = [config.dataset, *([config.evaluation.dataset] if config.evaluation else [])]
-    algorithm = str(config.algorithm["name"])
-    names = [algorithm, *(part.name for part in functions), *(part.type for part in sections)]
-    return [name for name in names if ":" in name]
-
-
-def _needs_other_code(paths: RunPaths, config: Config) -> bool:
-    """Return whether a trial exists that has no commit and whose configuration now names other
-    code."""
-    if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is not None:
-        return False
-    before = load_resolved(paths.config)
-    return (config.code, _own_names(config)) != (before.code, _own_names(before))
-
-
-def _kept(settings: Settings) -> list[str]:
-    """Return overrides that keep what the configuration leaves to a default that may have been
-    another one when the trial began."""
-    paths = _paths(settings)
-    if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is None:
-        return []
-    return keep_precision(load_resolved(paths.config), settings.config, settings.source)
-
-
-def _own_code(settings: Settings, folders: Sequence[Path]) -> own_code.OwnCode:
-    code = own_code.find(settings.config, settings.source, folders, settings.algorithm)
-    for note in code.notes:
-        logger.warning("%s", note)
-    return code
-
-
-def _planned(
-    settings: Settings,
-    scheduler: str | None,
-    code: own_code.OwnCode,
-    *,
-    update_code: bool = False,
-) -> Proposal:
-    """Plan a trial. The resolved configuration holds the chosen scheduler."""
-    config = settings.config
-    kind = choose(scheduler or config.cluster.scheduler)
-    cluster = config.cluster.model_copy(update={"scheduler": kind})
-    config = config.model_copy(update={"cluster": cluster})
-    settings = dataclasses.replace(settings, config=config)
-    hosts = inventory.ask(config) if kind == "slurm" else None
-    plan = make_plan(settings, scheduler=kind, hosts=hosts)
-    if lacking := inventory.lacking(plan, config, hosts):
-        where = str(settings.source.path)
-        raise ConfigError(tuple(Problem(where, "cluster", text) for text in lacking))
-    recorder = ProvenanceWriter(config, settings.source.path, code, kind)
-    return Proposal(settings, plan, _paths(settings), kind, recorder, update_code)
-
-
-def _paths(settings: Settings) -> RunPaths:
-    config = settings.config
-    return RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)
-
-
-def _free_name(settings: Settings) -> str:
-    here = _paths(settings)
-    return trials.next_free(
-        here.trial, lambda name: RunPaths(here.run.with_name(name)).run.exists()
-    )
 
 
 def _check_code(proposal: Proposal) -> None:

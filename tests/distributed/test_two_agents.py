@@ -23,7 +23,7 @@ from slurmrl.monitor.events import read_all
 from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
 from slurmrl.submission.prepare import prepare
-from slurmrl.submission.submit import propose
+from slurmrl.submission.proposal import propose
 from slurmrl.workers.agent.agent import AGAIN, FAILED, OK
 from tests.support.idle_world import WORKER
 from tests.support.trials import REPOSITORY, Site, processes, sft_config, wait_until

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.submission.prepare import prepare
-from slurmrl.submission.submit import propose
+from slurmrl.submission.proposal import propose
 from tests.fake_runs import write_config
 
 REPOSITORY = Path(__file__).parents[2]

@@ -21,7 +21,7 @@ from slurmrl.paths import RunPaths
 from slurmrl.scheduler.client import SlurmClient
 from slurmrl.scheduler.rows import QueueRow
 from slurmrl.scheduler.slurm import SlurmScheduler
-from slurmrl.submission import git, live, prepare, submit, versions
+from slurmrl.submission import git, live, prepare, proposal, submit, versions
 from tests.fake_runs import write_config
 from tests.support.chaos.schedule import Event, Scenario, ViolationError
 from tests.support.chaos.stepping import Note
@@ -85,11 +85,11 @@ class FolderScheduler(SlurmScheduler):
 
 
 @cache
-def _proposal() -> submit.Proposal:
+def _proposal() -> proposal.Proposal:
     """Checked and planned only once, since this writes nothing."""
     with tempfile.TemporaryDirectory() as folder:
         config = write_config(Path(folder))
-        return submit.propose(config, [], root=folder, scheduler="local")
+        return proposal.propose(config, [], root=folder, scheduler="local")
 
 
 @cache
@@ -101,7 +101,7 @@ def _put_in(folder: Path, me: int) -> None:
     """Install a Slurm in a folder and a small package. Slow parts that no protocol depends on run
     once (the configuration, which all submitters share) or not at all."""
     prepare.slurmrl.__file__ = str(folder / "slurmrl" / "__init__.py")
-    for module in (submit, live):
+    for module in (proposal, submit, live):
         module.make = lambda kind: _scheduler(folder, me)
     prepare.dump = lambda config: _configuration()
     versions.packages = dict
@@ -135,9 +135,9 @@ def submitter(folder: Path, me: int, note: Note) -> None:
     _put_in(folder, me)
     planned = _proposal()
     recorder = dataclasses.replace(planned.recorder, config_file=folder / CONFIG)
-    proposal = dataclasses.replace(planned, paths=_paths(folder), kind="slurm", recorder=recorder)
+    changed = dataclasses.replace(planned, paths=_paths(folder), kind="slurm", recorder=recorder)
     try:
-        submitted = submit.submit(proposal)
+        submitted = submit.submit(changed)
     except UsageError as error:
         note(event="refused", error=str(error))
         return

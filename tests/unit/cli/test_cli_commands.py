@@ -15,7 +15,7 @@ from slurmrl.fsio import space
 from slurmrl.history.record import Kind
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.scheduler.base import JobState
-from slurmrl.submission import live, submit
+from slurmrl.submission import live, proposal, submit
 from tests.fake_runs import FakeRun, FakeScheduler, task, write_config
 
 
@@ -29,7 +29,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
     fake = FakeScheduler()
-    for module in (live, submit):
+    for module in (live, proposal, submit):
         monkeypatch.setattr(module, "make", lambda kind: fake)
     monkeypatch.setattr("slurmrl.scheduler.make", lambda kind: fake)
     return fake

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from slurmrl.submission import live, submit
+from slurmrl.submission import live, proposal, submit
 from tests.fake_runs import FakeScheduler
 
 
 @pytest.fixture
 def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
     fake = FakeScheduler()
-    for module in (live, submit):
+    for module in (live, proposal, submit):
         monkeypatch.setattr(module, "make", lambda kind: fake)
     monkeypatch.delenv("SLURMRL_ROOT", raising=False)
     return fake

@@ -14,7 +14,8 @@ from slurmrl.history.writer import end
 from slurmrl.paths import RunPaths
 from slurmrl.scheduler.base import JobState
 from slurmrl.submission.links import add_links
-from slurmrl.submission.submit import propose, propose_resume, submit
+from slurmrl.submission.proposal import propose, propose_resume
+from slurmrl.submission.submit import submit
 from tests.fake_runs import FakeScheduler, task, write_config
 
 

@@ -15,7 +15,7 @@ from slurmrl.plan.model import Plan
 from slurmrl.submission import prepare as module
 from slurmrl.submission import snapshot
 from slurmrl.submission.prepare import is_prepared, prepare, trial_uuid
-from slurmrl.submission.submit import Proposal, propose
+from slurmrl.submission.proposal import Proposal, propose
 from tests.fake_runs import write_config
 
 

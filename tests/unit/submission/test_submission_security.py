@@ -25,7 +25,8 @@ from slurmrl.plan.model import Plan
 from slurmrl.scheduler.local_state import ChainState
 from slurmrl.scheduler.submission import read_jobs, write_jobs, write_scripts
 from slurmrl.submission.prepare import prepare, trial_uuid
-from slurmrl.submission.submit import Proposal, propose, submit
+from slurmrl.submission.proposal import Proposal, propose
+from slurmrl.submission.submit import submit
 from slurmrl.workers.master.judgement import read_ending
 from tests.fake_runs import FakeRun, write_config
 

@@ -15,8 +15,9 @@ from slurmrl.history.record import Kind
 from slurmrl.history.writer import end
 from slurmrl.paths import RunPaths
 from slurmrl.submission import copying, git, own_code, snapshot
+from slurmrl.submission.proposal import Proposal, propose, propose_resume
 from slurmrl.submission.record import ProvenanceWriter, recorded_folders
-from slurmrl.submission.submit import Proposal, propose, propose_resume, submit
+from slurmrl.submission.submit import submit
 from tests.fake_runs import FakeScheduler, write_config
 
 REWARD = "import helper\nclass Mine:\n    score = helper.SCORE\n"

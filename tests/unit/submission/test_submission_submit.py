@@ -26,7 +26,8 @@ from slurmrl.scheduler.base import JobState
 from slurmrl.scheduler.processes import ProcessId
 from slurmrl.submission import claims, live
 from slurmrl.submission.live import cancel
-from slurmrl.submission.submit import Submitted, propose, propose_resume, submit
+from slurmrl.submission.proposal import propose, propose_resume
+from slurmrl.submission.submit import Submitted, submit
 from tests.fake_runs import FakeScheduler, task, write_config
 
 Submit = Callable[..., Submitted]

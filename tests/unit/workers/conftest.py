@@ -15,7 +15,7 @@ from slurmrl.paths import RunPaths
 from slurmrl.plan.model import CallPlan, GroupPlan, ModelPlan, Plan
 from slurmrl.plan.settings import Settings, load_settings
 from slurmrl.submission.prepare import prepare
-from slurmrl.submission.submit import propose
+from slurmrl.submission.proposal import propose
 from tests.fake_runs import write_config
 
 MODEL = {
