@@ -3,7 +3,7 @@
 and TRL.
 
 scripts/bench/train.py [--trl-python PYTHON] [--steps 12] [--batch 32] [--spread 0.4] [--shares]
-    [--gpu]
+    [--gpu] [--grpo [--rounds 5] [--words 64] [--limit 128]]
 (TRL is not a dependency: python -m venv /tmp/trl; /tmp/trl/bin/pip install trl, then
 --trl-python /tmp/trl/bin/python; without the option its line is left out)
 
@@ -13,6 +13,12 @@ of its own; they take turns step by step, so that all see the same machine. Prin
 ones, padding does not count) per second of process CPU time and of wall time in the steps after the
 first two, each as median (least to most); how many times slurmrl's time all these steps took; and
 how far the losses of the steps are from slurmrl's, relatively.
+
+With --grpo, a slurmrl trial and TRL's GRPOTrainer make whole GRPO steps (see grpo.py). Printed are
+CPU seconds (user and system) of all processes of a run per 1,000 completion tokens, in the steps
+after the first two, as median (least to most) over the rounds, and TRL's over slurmrl's of the same
+round. A token ends a completion with a probability of about 1 / ``--words``: lengths vary with 64
+words, while with 4096 almost all completions have ``--limit`` tokens.
 
 With --gpu, slurmrl and transformers train a larger model on a GPU in bfloat16 instead; wall time is
 what counts then.
@@ -38,6 +44,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import grpo
 from spread import Spread
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -402,11 +409,21 @@ def main() -> None:
         "--shares", action="store_true", help="profile slurmrl alone: CPU time by kind of operator"
     )
     parser.add_argument("--gpu", action="store_true", help="on a GPU, in bfloat16")
+    parser.add_argument("--grpo", action="store_true", help="whole GRPO steps against TRL's")
+    parser.add_argument("--rounds", type=int, default=5, help="with --grpo: runs of each side")
+    parser.add_argument("--words", type=int, default=64, help="with --grpo: size of the vocabulary")
+    parser.add_argument("--limit", type=int, default=128, help="with --grpo: longest completion")
     parser.add_argument("--contest", choices=(*STEPS, "trl"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.gpu and (options.trl_python or options.shares):
         parser.error("--gpu compares slurmrl with transformers; it takes no --trl-python, --shares")
+    if options.grpo:
+        if not options.trl_python or options.gpu or options.shares:
+            parser.error("--grpo needs --trl-python and takes neither --gpu nor --shares")
+        steps, words, limit = options.steps, options.words, options.limit
+        grpo.compare(options.trl_python, options.rounds, steps, words, limit)
+        return
     if options.contest:
         contest(options.contest, options.folder, options.batch, options.gpu)
         return

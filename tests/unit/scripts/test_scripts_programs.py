@@ -90,7 +90,7 @@ def test_learning_curves_are_those_of_all_seeds(tmp_path: Path) -> None:
     assert (curve["name"], curve["scores"]["10"]) == ("rloo", {"1": 0.7, "2": 0.8})
 
 
-@pytest.mark.parametrize("name", ["cli", "plan"])
+@pytest.mark.parametrize("name", ["cli", "plan", "train"])
 def test_benchmarks_explain_themselves(name: str) -> None:
     """``--help`` prints the description, and an unknown argument is an error of usage."""
     command = [sys.executable, str(ROOT / "scripts" / "bench" / f"{name}.py")]
