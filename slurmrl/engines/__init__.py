@@ -13,6 +13,7 @@ ENGINES = Registry(
         "fsdp": "slurmrl.engines.fsdp.engine:FSDPEngine",
         "archon": "slurmrl.engines.fsdp.engine:FSDPEngine",
         "megatron": "slurmrl.engines.megatron.entry:make",
+        "sglang": "slurmrl.engines.rollout.sglang_server:SglangEngine",
         "native": "slurmrl.engines.native.engine:NativeEngine",
     },
 )

@@ -75,6 +75,9 @@ class Engine(ABC):
     def onload(self) -> None:
         """Undo ``offload``."""
 
+    def close(self) -> None:  # noqa: B027 - most engines hold nothing else
+        """End what the engine keeps besides the memory of this process."""
+
 
 class TrainEngine(Engine):
     """An engine that trains a model, or runs a frozen one on whole sequences."""

@@ -116,6 +116,7 @@ LAYOUTS: dict[str, Callable[[PlannedModel, Model, ModelConfig], Layout]] = {
     "fsdp": _fsdp,
     "archon": _fsdp,
     "native": _native,
+    "sglang": _native,
     "megatron": _megatron,
 }
 """By the names of the engines."""

@@ -61,6 +61,7 @@ ENGINES: Final = {
         context_heads=True,
         experts_of_whole_sequences=False,
     ),
+    "sglang": EngineRules("d", "slurmrl.models.config:ModelConfig", own_experts=False),
     "native": EngineRules(
         "dt",
         "slurmrl.models.config:ModelConfig",

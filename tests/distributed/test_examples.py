@@ -23,7 +23,12 @@ from tests.support.trials import REPOSITORY, Site
 pytestmark = pytest.mark.long
 
 EXAMPLES = REPOSITORY / "examples"
-CONFIGS = sorted(str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*.yaml"))
+CONFIGS = sorted(
+    str(path.relative_to(EXAMPLES))
+    for path in EXAMPLES.rglob("*.yaml")
+    if "\n  backend: sglang" not in path.read_text()
+)
+"""Trials with servers are tested in tests/engines, where there are servers."""
 SETTINGS = {
     "total_steps": 2,
     "algorithm.batch_size": 16,

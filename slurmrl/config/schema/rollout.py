@@ -14,6 +14,7 @@ from slurmrl.config.schema.base import (
     PositiveInt,
     Section,
     Sequence,
+    Word,
 )
 from slurmrl.config.schema.episode import EpisodeSettings
 
@@ -24,12 +25,23 @@ class Rollout(Section):
     """Generation of completions."""
 
     backend: Line = ""
-    """Engine and layout for generation: `native:d4`, `native:d2t2`. The actor's weights move there
-    before each generation. `sglang` and `vllm` can only be planned in this version. Default: the
-    actor's engine, on its ranks."""
+    """Engine and layout for generation: `native:d4`, `native:d2t2`, `sglang:d2`. The actor's
+    weights move there before each generation. `sglang` needs `gpus` and `python`; `vllm` can only
+    be planned in this version. Default: the actor's engine, on its ranks."""
     gpus: Line = ""
     """GPUs of the trainers' job for generation. Default: sglang and vllm run on separate hosts,
     other engines from GPU 0 of the trainers."""
+    python: Word | None = None
+    """Python of the environment in which the server (`sglang`) is installed, which need not be the
+    one of slurmrl: `/shared/sglang/bin/python`. It must have the same path on all hosts."""
+    server_args: Sequence[Line] = ()
+    """Further arguments of each server, a word each: `[--mem-fraction-static, "0.5"]`. They win
+    over those that slurmrl sets."""
+    server_start_s: PositiveFloat = 600.0
+    """Seconds that a server may take to start. It is started three times before the run fails."""
+    server_silence_s: PositiveFloat = 60.0
+    """Seconds without an answer after which a server counts as hung and is started again. At least
+    the longest step of its model."""
     offload: bool | None = None
     """Free the memory of the generation weights after each generation; they move again before the
     next one. Requires `backend`. Default: true if generation shares GPUs with other models."""

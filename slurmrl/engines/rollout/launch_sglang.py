@@ -35,10 +35,12 @@ def unused_port() -> int:
 
 def main(path: str, arguments: list[str]) -> None:
     from sglang.launch_server import run_server
+    from sglang.srt.entrypoints import http_server
     from sglang.srt.server_args import prepare_server_args
     from sglang.srt.utils import kill_process_tree
 
     listen_on(path)
+    http_server._freeze_gc_after_server_warmup = lambda _: None  # it would ask the unused port
     try:
         run_server(prepare_server_args([*arguments, "--port", str(unused_port())]))
     finally:

@@ -20,6 +20,7 @@ from slurmrl.plan import placement
 from slurmrl.plan.checks import fit
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.checks.memory import memory
+from slurmrl.plan.checks.servers import servers
 from slurmrl.plan.engines import ENGINES, rules_of
 from slurmrl.plan.estimates.lengths import lengths_of
 from slurmrl.plan.estimates.shape import shape_of
@@ -129,8 +130,8 @@ def batches(draft: Draft) -> Iterator[Problem]:
     reported = set()
     for role, placed in draft.placements().items():
         size = placed.allocation.sizes["dp"]
-        if size in reported or BACKENDS[placed.allocation.backend].serves:
-            continue  # servers handle requests one by one
+        if size in reported or placed.group != TRAINERS:
+            continue  # servers of their own handle requests one by one
         reported.add(size)
         if draft.algorithm.batch_size % size:
             message = (
@@ -141,8 +142,8 @@ def batches(draft: Draft) -> Iterator[Problem]:
     evaluation = draft.config.evaluation
     if evaluation is None or evaluation.samples is None:
         return
-    used = [draft.allocations().get(role) for role in ("actor", ROLLOUTS)]
-    size = max((a.sizes["dp"] for a in used if a and not BACKENDS[a.backend].serves), default=1)
+    used = [draft.placements().get(role) for role in ("actor", ROLLOUTS)]
+    size = max((p.allocation.sizes["dp"] for p in used if p and p.group == TRAINERS), default=1)
     if evaluation.samples < size:
         message = f"{evaluation.samples} is not allowed: must be at least {size}, one for each rank"
         yield draft.problem(("evaluation", "samples"), message)
@@ -255,4 +256,4 @@ LAYOUT_CHECKS: Final = (
     architectures,
     memory,
 )
-SUBMISSION_CHECKS: Final = (runnable, generation)
+SUBMISSION_CHECKS: Final = (runnable, generation, servers)

@@ -229,6 +229,8 @@ class Executor:
         self._mail.finish()
         for interface in self._interfaces.values():
             interface.close()
+        for engine in self.engines.values():
+            engine.close()
 
     def _done(
         self, order: Order, began: float, result: CallResult | None = None, tokens: int = 0

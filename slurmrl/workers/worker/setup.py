@@ -13,12 +13,15 @@ from typing import Protocol, TypeVar
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.backoff import READ_S, retry
 from slurmrl.checkpoint.manifest import until_certain, verify_share
 from slurmrl.config.schema import Optimizer
 from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine, TrainEngine
+from slurmrl.engines.rollout.placed import PlacedServer, Serving
+from slurmrl.engines.rollout.server import Patience
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 from slurmrl.parallel import device, gpu_memory, groups, numa
@@ -122,13 +125,14 @@ def build_trainer(
         activity=activity,
     )
     activity.phase("making the models")
-    engines = _engines(settings, plan, contexts)
+    engines = _engines(settings, plan, contexts, paths.logs / TRAINERS)
     if start.base is not None:
         activity.phase("loading the checkpoint")
         ranks = group.world_size
         verified = partial(wait_for_all, store, "checkpoint verified", ranks, timeout)
         trained = [engine for engine in engines.values() if isinstance(engine, TrainEngine)]
         load(paths.checkpoints / start.base, rank, ranks, trained, verified)
+    _wait_for_servers(engines, activity, lambda: say(Preparing(rank=rank)))
     activity.phase("planning moves of weights")
     transfer = settings.config.transfer
     moves = reallocation.prepare(
@@ -192,9 +196,10 @@ def require_inputs(settings: Settings) -> None:
 
 
 def _engines(
-    settings: Settings, plan: Plan, contexts: Mapping[str, ParallelContext]
+    settings: Settings, plan: Plan, contexts: Mapping[str, ParallelContext], logs: Path
 ) -> dict[str, Engine]:
-    """Build the models of which this rank holds a shard, with their initial weights."""
+    """Build the models of which this rank holds a shard, with their initial weights. ``logs`` is
+    the folder for those of servers."""
     config = settings.config
     algorithm = settings.algorithm
     engines: dict[str, Engine] = {}
@@ -216,8 +221,36 @@ def _engines(
             seed=config.seed,
             total_steps=steps * algorithm.optimizer_steps,
             source=source,
+            **_serving(settings, placed.engine, logs / f"{placed.engine}.{context.dp_rank}.log"),
         )
     return engines
+
+
+def _serving(settings: Settings, engine: str, log: Path) -> dict[str, Serving]:
+    """The further argument of an engine that keeps servers."""
+    if not BACKENDS[engine].serves:
+        return {}
+    rollout = settings.config.rollout
+    python, tokenizer = rollout.python, settings.config.actor.tokenizer
+    assert python is not None and tokenizer is not None, "checked at submission"  # noqa: PT018
+    patience = Patience(start_s=rollout.server_start_s, silence_s=rollout.server_silence_s)
+    serving = Serving(
+        python=python,
+        arguments=tuple(rollout.server_args),
+        tokenizer=Path(tokenizer) if rollout.min_new_tokens else None,
+        patience=patience,
+        log=log,
+    )
+    return {"serving": serving}
+
+
+def _wait_for_servers(
+    engines: Mapping[str, Engine], activity: Activity, report: Callable[[], None]
+) -> None:
+    for engine in engines.values():
+        if isinstance(engine, PlacedServer):
+            activity.phase(f"waiting for the {engine.name} server")
+            engine.wait_until_up(report)
 
 
 def _tokenizer(settings: Settings) -> PreTrainedTokenizerBase:

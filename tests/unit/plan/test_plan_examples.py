@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,7 +27,8 @@ def overrides(example: Path, folder: Path) -> list[str]:
     tokenizer.mkdir()
     values = load(example).values
     evaluation = [f"evaluation.dataset.path={data}"] if "evaluation" in values else []
-    return [f"dataset.path={data}", f"actor.tokenizer={tokenizer}", *evaluation]
+    python = [f"rollout.python={sys.executable}"] if "server" in example.read_text() else []
+    return [f"dataset.path={data}", f"actor.tokenizer={tokenizer}", *evaluation, *python]
 
 
 def export_of(example: Path, root: Path) -> None:

@@ -1,0 +1,174 @@
+"""The engine of a server that is started again whenever it ends or hangs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+from slurmrl import log
+from slurmrl.engines.rollout.base import (
+    ABORTED,
+    Completion,
+    GenerationRequest,
+    RolloutEngine,
+    WeightVersion,
+)
+from slurmrl.engines.rollout.dialect import Dialect
+from slurmrl.engines.rollout.http import Address, HttpClient
+from slurmrl.engines.rollout.process import ServerProgram
+from slurmrl.engines.rollout.served import ServedEngine
+from slurmrl.engines.rollout.server import KeptServer, Patience
+from slurmrl.errors import RunFailedError, UsageError
+
+logger = log.get(__name__)
+
+MOST_FAULTS = 3
+"""Failures of a request at a server that answers probes all the same."""
+
+
+@dataclass
+class _Order:
+    """A request and where it is."""
+
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    engine: ServedEngine | None = None
+    """The start of the server that works on it."""
+
+
+class KeptEngine(RolloutEngine):
+    """One server of ours. What it was working on when it ended is drawn again by the next start,
+    once that holds the weights that were installed last."""
+
+    def __init__(
+        self,
+        program: ServerProgram,
+        address: Address,
+        speak: Callable[[HttpClient], Dialect],
+        *,
+        patience: Patience,
+        concurrency: int = 256,
+    ) -> None:
+        """``speak`` makes the dialect of the server. Made in a running asyncio loop."""
+        self._address, self._speak, self._concurrency = address, speak, concurrency
+        self._prober = speak(HttpClient(address, patience_s=0.0))
+        self._wanted: WeightVersion | None = None
+        self._paused = False
+        self._engine: ServedEngine | None = None
+        self._orders: dict[str, _Order] = {}
+        self._control = asyncio.Lock()
+        self._server = KeptServer(
+            program, probe=self._prober.health, prepare=self._prepare, patience=patience
+        )
+
+    @property
+    def version(self) -> str | None:
+        return None if self._engine is None else self._engine.version
+
+    async def up(self) -> None:
+        """Return once the server is ready. Raises RunFailedError if it is given up."""
+        await self._server.up()
+
+    async def _prepare(self) -> None:
+        """Make a new start ready for requests."""
+        dialect = self._speak(HttpClient(self._address))
+        engine = await ServedEngine.connect(dialect, concurrency=self._concurrency)
+        if self._wanted is not None:
+            await engine.update_weights(self._wanted)
+        if self._paused:
+            await engine.pause()
+        before, self._engine = self._engine, engine
+        if before is not None:
+            await before.close()
+
+    async def _current(self) -> tuple[int, ServedEngine]:
+        start = await self._server.up()
+        assert self._engine is not None, "a server is up once it was prepared"
+        return start, self._engine
+
+    def submit(self, request: GenerationRequest) -> asyncio.Future[tuple[Completion, ...]]:
+        name = request.request_id
+        if name in self._orders:
+            raise UsageError(f"request {name} is in flight already")
+        order = self._orders[name] = _Order()
+        task = asyncio.create_task(self._complete(request, order))
+        task.add_done_callback(lambda _: self._orders.pop(name))
+        return task
+
+    async def _complete(self, request: GenerationRequest, order: _Order) -> tuple[Completion, ...]:
+        """Give a request to one start of the server after the other, until one has answered."""
+        faults = 0
+        while await self._up_before(order.aborted):
+            start, order.engine = await self._current()
+            try:
+                return await order.engine.submit(request)
+            except RunFailedError as error:
+                order.engine = None
+                if order.aborted.is_set():
+                    break
+                logger.warning("%s is requested again: %s", request.request_id, error)
+                await self._server.settle(start)
+                faults += await self._server.up() == start
+                if faults == MOST_FAULTS:
+                    raise
+        return (ABORTED,) * len(request.keys)
+
+    async def _up_before(self, aborted: asyncio.Event) -> bool:
+        """Whether the server is ready before the request is aborted."""
+        waits = [asyncio.ensure_future(wait) for wait in (self._server.up(), aborted.wait())]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return waits[0].done() and bool(waits[0].result())
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def abort(self, request_id: str) -> None:
+        order = self._orders.get(request_id)
+        if order is not None:
+            order.aborted.set()
+            if order.engine is not None:
+                order.engine.abort(request_id)
+
+    async def pause(self) -> None:
+        async with self._control:
+            self._paused = True
+            await self._reach(ServedEngine.pause)
+
+    async def resume(self) -> None:
+        async with self._control:
+            self._paused = False
+            await self._reach(ServedEngine.resume)
+
+    async def update_weights(self, version: WeightVersion) -> None:
+        async with self._control:
+            self._wanted = version
+            await self._reach(partial(_install, version=version))
+
+    async def _reach(self, act: Callable[[ServedEngine], Awaitable[None]]) -> None:
+        """Act on the server; on its next start if this one ends meanwhile."""
+        while True:
+            start, engine = await self._current()
+            try:
+                with self._server.busy():
+                    return await act(engine)
+            except RunFailedError:
+                await self._server.settle(start)
+                if await self._server.up() == start:
+                    raise
+
+    async def health(self) -> None:
+        _, engine = await self._current()
+        await engine.health()
+
+    async def close(self) -> None:
+        await self._server.close()
+        if self._engine is not None:
+            await self._engine.close()
+        await self._prober.close()
+
+
+async def _install(engine: ServedEngine, version: WeightVersion) -> None:
+    if engine.version != version.name:  # a start installs the version itself
+        await engine.update_weights(version)

@@ -1,0 +1,310 @@
+"""SGLang 0.5.20 and later, as a server.
+
+Weights are replaced while the server is paused in mode ``abort``: it returns the tokens that its
+requests have, and they are requested again with these as part of the prompt. (In mode ``retract``
+the server would keep them, but 0.5.20 can then not empty its cache of what the old weights have
+computed.) The server listens on a Unix socket in a folder that only the user can enter
+(`launch_sglang`).
+
+A sample depends on SGLang's own generator. Each completion has a seed of its own, which SGLang uses
+only with ``--enable-deterministic-inference``, on GPUs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+
+from slurmrl.engines.rollout.base import Completion, Finish, WeightVersion
+from slurmrl.engines.rollout.dialect import Dialect, Draw
+from slurmrl.engines.rollout.http import HttpClient
+from slurmrl.errors import RunFailedError, UsageError
+
+CONTROL_S = 60.0
+"""Time limit of pausing, resuming, aborting: the server answers between two steps."""
+LOAD_S = 1800.0
+"""Time limit of reading weights from disk."""
+OLDEST = (0, 5, 20)
+
+
+class _SglangSpan(BaseModel):
+    """``version`` drew the tokens ``start`` to ``end`` - 1."""
+
+    version: str
+    start: int
+    end: int
+
+
+class _SglangFinish(BaseModel):
+    type: Literal["stop", "length", "abort"]
+    matched: int | str | None = None
+    message: str | None = None
+
+
+class _SglangMeta(BaseModel):
+    finish_reason: _SglangFinish
+    weight_versions: list[_SglangSpan] = []
+    output_token_logprobs: list[tuple[float, int, str | None]]
+    output_token_sampling_logprobs: list[float] | None = None
+
+
+class _SglangReply(BaseModel):
+    output_ids: list[int]
+    meta_info: _SglangMeta
+
+
+REPLY = TypeAdapter(_SglangReply)
+FINISH: Mapping[str, Finish] = {"stop": "stop", "length": "length", "abort": "aborted"}
+
+
+def restricted(draw: Draw) -> bool:
+    """Whether a draw is from a part of the vocabulary."""
+    return not draw.options.greedy and (draw.options.top_k is not None or draw.options.top_p < 1.0)
+
+
+@dataclass
+class _Drawing:
+    """What a draw has so far."""
+
+    draw: Draw
+    pieces: list[Completion] = field(default_factory=list)
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        return tuple(token for piece in self.pieces for token in piece.tokens)
+
+    def rest(self) -> Draw:
+        """The draw of what is missing."""
+        options, tokens = self.draw.options, self.tokens
+        left = replace(
+            options,
+            max_new_tokens=options.max_new_tokens - len(tokens),
+            min_new_tokens=max(options.min_new_tokens - len(tokens), 0),
+        )
+        return replace(self.draw, prompt=self.draw.prompt + tokens, options=left)
+
+    def completion(self, finish: Finish) -> Completion:
+        return Completion(
+            tokens=self.tokens,
+            logprobs=tuple(logprob for piece in self.pieces for logprob in piece.logprobs),
+            versions=tuple(version for piece in self.pieces for version in piece.versions),
+            finish=finish,
+        )
+
+
+def request_body(draw: Draw, *, context: int, vocabulary: int) -> dict[str, Any]:
+    """The body of a request for one completion."""
+    options = draw.options
+    all_tokens = vocabulary if restricted(draw) else -1  # the support is reported up to a limit
+    return {
+        "rid": draw.name + "/",  # an abort also ends requests whose names begin with its own
+        "input_ids": list(draw.prompt),
+        "sampling_params": {
+            "max_new_tokens": min(options.max_new_tokens, context - len(draw.prompt)),
+            "min_new_tokens": options.min_new_tokens,
+            "temperature": options.temperature,
+            "top_p": 1.0 if options.greedy else options.top_p,
+            "top_k": 1 if options.greedy else options.top_k or all_tokens,
+            "stop_token_ids": list(options.stop_token_ids),
+            "stop": list(options.stop_strings),
+            "sampling_seed": draw.seed,
+            "skip_special_tokens": False,  # stop strings may contain them
+            "no_stop_trim": True,
+        },
+        "return_logprob": True,
+        "return_sampling_mask": restricted(draw),
+        "priority": draw.priority,
+    }
+
+
+def read_reply(where: str, reply: object, draw: Draw, *, full: bool) -> Completion:
+    """The completion of a reply. ``full``: its log-probabilities are those under the distribution
+    over all tokens, whatever the draw was restricted to."""
+    try:
+        read = REPLY.validate_python(reply)
+    except ValidationError as error:
+        raise RunFailedError(f"{where}: the answer does not have SGLang's form: {error}") from error
+    tokens, meta = read.output_ids, read.meta_info
+    logprobs = [entry[0] for entry in meta.output_token_logprobs]
+    if restricted(draw) and not full:
+        logprobs = meta.output_token_sampling_logprobs or []
+    versions = [span.version for span in meta.weight_versions for _ in range(span.start, span.end)]
+    if [entry[1] for entry in meta.output_token_logprobs] != tokens or not (
+        len(logprobs) == len(versions) == len(tokens)
+    ):
+        raise RunFailedError(
+            f"{where}: {len(tokens)} tokens came with {len(logprobs)} log-probabilities and "
+            f"{len(versions)} weight versions, or with those of other tokens"
+        )
+    finish, options = meta.finish_reason, draw.options
+    stops = (*options.stop_token_ids, *options.stop_strings)
+    if finish.type == "stop" and finish.matched not in stops:
+        raise RunFailedError(
+            f"{where}: the server ended a completion at {finish.matched!r}, which is not among its "
+            f"stop tokens and stop strings {stops}"
+        )
+    return Completion(
+        tokens=tuple(tokens),
+        logprobs=tuple(logprobs),
+        versions=tuple(versions),
+        finish=FINISH[finish.type],
+    )
+
+
+class SglangDialect(Dialect):
+    """One SGLang server."""
+
+    def __init__(
+        self,
+        client: HttpClient,
+        *,
+        vocabulary: int,
+        full_logprobs: bool = False,
+        checksums: dict[str, object] | None = None,
+        health_s: float = 30.0,
+    ) -> None:
+        """``full_logprobs``: see `read_reply`. ``checksums``: those of weight versions that other
+        starts of this server have loaded; this one is compared with them. ``health_s``: time limit
+        of `health`; at least the longest step of the model."""
+        self._client = client
+        self._vocabulary = vocabulary
+        self._full = full_logprobs
+        self._checksums = {} if checksums is None else checksums
+        self._health_s = health_s
+        self._context = 0
+        self._on_gpu = False
+        self._draws: dict[str, _Drawing] = {}
+        self._running = asyncio.Event()
+        self._running.set()
+        self._pauses = 0
+        self._where = client.address.text
+
+    async def connect(self) -> int:
+        info = await self._info(CONTROL_S)
+        self._check_version(str(_value_of(self._where, info, "version")))
+        if _value_of(self._where, info, "enable_custom_logit_processor"):
+            raise UsageError(
+                f"{self._where}: --enable-custom-logit-processor is not allowed: the server would "
+                "run code that requests carry"
+            )
+        self._on_gpu = _value_of(self._where, info, "device") == "cuda"
+        self._context = int(str(_value_of(self._where, info, "max_req_input_len"))) + 1
+        return self._context
+
+    def _check_version(self, version: str) -> None:
+        numbers = version.split(".")[:3]
+        known = all(part.isdigit() for part in numbers)
+        if not known or tuple(map(int, numbers)) < OLDEST:
+            oldest = ".".join(map(str, OLDEST))
+            raise UsageError(f"{self._where}: SGLang {version}; at least {oldest} is needed")
+
+    async def draw(self, draw: Draw) -> Completion:
+        drawing = self._draws[draw.name] = _Drawing(draw)
+        try:
+            while await self._running_before(drawing.aborted):
+                pauses = self._pauses
+                piece = await self._piece(drawing.rest())
+                drawing.pieces.append(piece)
+                if piece.finish != "aborted" or pauses == self._pauses:
+                    return drawing.completion(piece.finish)
+                if draw.options.stop_strings:  # one could span two pieces
+                    drawing.pieces.clear()
+            return drawing.completion("aborted")
+        finally:
+            del self._draws[draw.name]
+
+    async def _running_before(self, aborted: asyncio.Event) -> bool:
+        """Whether the server is not paused before the draw is aborted."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._running, aborted)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        return not aborted.is_set()
+
+    async def _piece(self, draw: Draw) -> Completion:
+        """Tokens until the draw has ended, was aborted, or the server was paused."""
+        body = request_body(draw, context=self._context, vocabulary=self._vocabulary)
+        reply = await self._client.post("/generate", body, timeout_s=None)
+        return read_reply(f"{self._where}/generate", reply, draw, full=self._full)
+
+    async def abort(self, name: str) -> None:
+        if name in self._draws:
+            self._draws[name].aborted.set()
+        await self._post("/abort_request", {"rid": name + "/"})
+
+    async def pause(self) -> None:
+        self._pauses += 1
+        self._running.clear()
+        await self._post("/pause_generation", {"mode": "abort"}, LOAD_S)
+
+    async def resume(self) -> None:
+        await self._post("/continue_generation", {})
+        self._running.set()
+
+    async def load(self, version: WeightVersion) -> None:
+        if version.folder is None or not version.folder.is_dir():
+            raise UsageError(
+                f"weight version {version.name}: {version.folder} is not a folder with a checkpoint"
+            )
+        body = {
+            "model_path": str(version.folder),
+            "load_format": "auto",
+            "weight_version": version.name,
+            "flush_cache": True,
+        }
+        await self._succeed("/update_weights_from_disk", body, LOAD_S)
+        held = _value_of(self._where, await self._get("/model_info"), "weight_version")
+        if held != version.name:
+            raise RunFailedError(f"{self._where}: holds version {held} instead of {version.name}")
+        await self._compare(version.name)
+
+    async def _compare(self, version: str) -> None:
+        """Check that the server's tensors are those of its earlier starts with this version.
+        (SGLang computes checksums on GPUs only.)"""
+        if not self._on_gpu:
+            return
+        reply = await self._succeed("/weights_checker", {"action": "checksum"}, LOAD_S)
+        checksum = _value_of(self._where, reply, "per_engine_checksum")
+        if self._checksums.setdefault(version, checksum) != checksum:
+            raise RunFailedError(
+                f"{self._where}: its weights of version {version} differ from those that it held "
+                "before it was started again"
+            )
+
+    async def health(self) -> None:
+        await self._info(self._health_s)
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def _info(self, timeout_s: float) -> object:
+        """The settings of the server, with the state of the processes that compute, which they
+        report themselves, also while they are paused."""
+        return await self._client.get("/server_info", timeout_s=timeout_s)
+
+    async def _get(self, path: str) -> object:
+        return await self._client.get(path, timeout_s=CONTROL_S)
+
+    async def _post(
+        self, path: str, body: Mapping[str, object], timeout_s: float = CONTROL_S
+    ) -> object:
+        return await self._client.post(path, body, timeout_s=timeout_s)
+
+    async def _succeed(self, path: str, body: Mapping[str, object], timeout_s: float) -> object:
+        reply = await self._post(path, body, timeout_s)
+        if _value_of(self._where, reply, "success") is not True:
+            raise RunFailedError(f"{self._where}{path}: {reply}")
+        return reply
+
+
+def _value_of(where: str, reply: object, name: str) -> object:
+    if not isinstance(reply, dict) or name not in reply:
+        raise RunFailedError(f"{where}: the answer has no field '{name}': {str(reply)[:200]}")
+    return reply[name]

@@ -1,0 +1,84 @@
+"""SGLang servers: how they are started, and kept in the trainers' job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from slurmrl.engines.rollout.dialect import Dialect
+from slurmrl.engines.rollout.http import HttpClient
+from slurmrl.engines.rollout.placed import PlacedServer
+from slurmrl.engines.rollout.sglang import SglangDialect
+
+LAUNCHER = Path(__file__).with_name("launch_sglang.py")
+FLAGS = (
+    "--enable-priority-scheduling",
+    "--schedule-low-priority-values-first",
+    "--disable-priority-preemption",
+    "--skip-server-warmup",
+)
+CPU_FLAGS = (
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--grammar-backend", "none", "--disable-cuda-graph", "--disable-overlap-schedule"),
+    *("--max-total-tokens", "65536"),
+)
+"""Flags of a server without a GPU."""
+ENVIRONMENT: Mapping[str, str] = {
+    "SGLANG_USE_PICKLE_IPC": "0",  # it would unpickle what arrives on its internal sockets
+    "SGLANG_ZMQ_ALLOWED_PEERS": "127.0.0.1",
+    "HF_HUB_OFFLINE": "1",
+}
+"""Variables of a server, over those of the job."""
+
+
+def command(
+    python: str,
+    model: Path,
+    socket: Path,
+    *,
+    vocabulary: int,
+    tokenizer: Path | None = None,
+    options: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """Start a server on a Unix socket, whose folder must have mode 0700.
+
+    ``model`` has a ``config.json`` without ``eos_token_id``, so that only the stop tokens of a
+    request end it; its weights are undefined until the first version. Stop strings and a minimum
+    of new tokens need a ``tokenizer``; its end of a sequence then always ends a completion.
+    ``options``: further flags, which win over these.
+    """
+    text = ("--skip-tokenizer-init",) if tokenizer is None else ("--tokenizer-path", str(tokenizer))
+    return (
+        *(python, "-P", str(LAUNCHER), str(socket), "--model-path", str(model), *text),
+        *("--load-format", "dummy", "--sampling-mask-max-tokens", str(vocabulary)),
+        *FLAGS,
+        *options,
+    )
+
+
+class SglangEngine(PlacedServer):
+    """An SGLang server on each data-parallel rank."""
+
+    name = "sglang"
+
+    def command(self, model: Path, socket: Path) -> Sequence[str]:
+        flags = CPU_FLAGS if self.context.device.type == "cpu" else ()
+        return command(
+            self.serving.python,
+            model,
+            socket,
+            vocabulary=self.decoder_config.vocab_size,
+            tokenizer=self.serving.tokenizer,
+            options=(*flags, "--dtype", self.dtype, *self.serving.arguments),
+        )
+
+    def environment(self) -> Mapping[str, str]:
+        return ENVIRONMENT
+
+    def dialect(self, client: HttpClient) -> Dialect:
+        return SglangDialect(
+            client,
+            vocabulary=self.decoder_config.vocab_size,
+            full_logprobs=True,
+            checksums=self.checksums,
+        )

@@ -1,0 +1,390 @@
+"""A real SGLang server that computes with torch on a CPU, with shims for torchvision's operators
+and for the rotary embedding: routes, scheduling, updates of weights, life and death."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from slurmrl.engines.rollout import sglang_server
+from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
+from slurmrl.engines.rollout.dialect import Draw
+from slurmrl.engines.rollout.host_folder import HostFolder
+from slurmrl.engines.rollout.http import Address, HttpClient
+from slurmrl.engines.rollout.kept import KeptEngine
+from slurmrl.engines.rollout.process import ServerProgram
+from slurmrl.engines.rollout.server import Patience
+from slurmrl.engines.rollout.sglang import SglangDialect
+from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.models.generate import GenerationOptions
+from tests.engines.conftest import CONTEXT, DEADLINE_S, VOCABULARY, Loop, logprobs
+
+PYTHON = os.environ.get("SGLANG_PYTHON", "")
+pytestmark = pytest.mark.skipif(not PYTHON, reason="no SGLang: run scripts/test-engines")
+PATIENCE = Patience(start_s=280.0, silence_s=8.0, probe_s=1.0)
+PROMPT = (5, 6, 7, 8, 9)
+EXACT = 1e-4
+
+
+class Served:
+    """The engine, and the process that the tests hurt."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        versions: dict[str, Path],
+        tokenizer: PreTrainedTokenizerFast,
+        logs: Path,
+    ) -> None:
+        tokenizer.save_pretrained(logs / "tokenizer")
+        self.loop, self.versions = loop, versions
+        self.folder = HostFolder()
+        self._socket = self.folder.path / "server.sock"
+        self.program = ServerProgram(
+            name="sglang server",
+            command=sglang_server.command(
+                PYTHON,
+                versions["1.1"],
+                self._socket,
+                vocabulary=VOCABULARY,
+                tokenizer=logs / "tokenizer",
+                options=(*sglang_server.CPU_FLAGS, "--dtype", "float32"),
+            ),
+            environment={**os.environ, **sglang_server.ENVIRONMENT},
+            log=logs / "sglang.log",
+        )
+        self.engine = loop.run(self._start())
+
+    async def _start(self) -> KeptEngine:
+        address = Address(f"unix:{self._socket}")
+        engine = KeptEngine(self.program, address, dialect, patience=PATIENCE)
+        await engine.update_weights(self.version("1.1"))
+        return engine
+
+    def version(self, name: str) -> WeightVersion:
+        return WeightVersion(name=name, folder=self.versions[name])
+
+    def main(self) -> int:
+        """The pid of the server's main process: its command ends with a port."""
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (process / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if str(self._socket).encode() in words and b"-I" not in words:
+                return int(process.name)
+        raise AssertionError("the server does not run")
+
+
+def dialect(client: HttpClient) -> SglangDialect:
+    return SglangDialect(client, vocabulary=VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def served(
+    loop: Loop,
+    versions: dict[str, Path],
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Served]:
+    made = Served(loop, versions, tokenizer, tmp_path_factory.mktemp("logs"))
+    yield made
+    loop.run(made.engine.close())
+    made.folder.close()
+
+
+NUMBERS = iter(range(10**9))
+
+
+def request(prompt: tuple[int, ...] = PROMPT, n: int = 1, **options: object) -> GenerationRequest:
+    settings = {"max_new_tokens": 16, **options}
+    return GenerationRequest(
+        request_id=f"r{next(NUMBERS)}",
+        prompt=prompt,
+        keys=tuple(range(n)),
+        seed=3,
+        step=1,
+        options=GenerationOptions(**settings),  # type: ignore[arg-type]
+    )
+
+
+def check(
+    folder: Path, prompt: tuple[int, ...], made: Completion, temperature: float = 1.0
+) -> None:
+    """The log-probabilities are those of transformers."""
+    values = logprobs(folder, [*prompt, *made.tokens], temperature)[len(prompt) - 1 :]
+    expected = values.gather(-1, torch.tensor(made.tokens)[:, None]).squeeze(-1)
+    assert (expected - torch.tensor(made.logprobs)).abs().max() < EXACT
+
+
+CHECK_BODIES = """
+import json, sys
+import msgspec
+from pydantic import TypeAdapter
+from sglang.srt.managers import io_struct
+from sglang.srt.sampling.sampling_params import SamplingParams
+classes = {
+    "/generate": "GenerateReqInput",
+    "/abort_request": "AbortReq",
+    "/pause_generation": "PauseGenerationReqInput",
+    "/continue_generation": "ContinueGenerationReqInput",
+    "/update_weights_from_disk": "UpdateWeightFromDiskReqInput",
+    "/weights_checker": "CheckWeightsReqInput",
+}
+for path, body in json.load(sys.stdin):
+    kind = getattr(io_struct, classes[path])
+    known = getattr(kind, "__struct_fields__", None) or kind.__dataclass_fields__
+    unknown = set(body) - set(known)
+    if path == "/generate":
+        TypeAdapter(kind).validate_python(body)
+        unknown |= set(body["sampling_params"]) - set(SamplingParams.__struct_fields__)
+        sampling = SamplingParams(**body["sampling_params"])
+        sampling.normalize(None)
+        sampling.verify(128)
+    else:
+        msgspec.convert(body, kind)
+    assert not unknown, (path, unknown)
+    print(path)
+"""
+
+
+class Recorder(HttpClient):
+    """Answers what a dialect needs, and keeps what it asks."""
+
+    def __init__(self) -> None:
+        super().__init__(Address("unix:/nowhere"))
+        self.bodies: list[tuple[str, object]] = []
+
+    async def get(self, path: str, *, timeout_s: float) -> object:
+        return {
+            "version": "0.5.20",
+            "enable_custom_logit_processor": False,
+            "device": "cuda",
+            "max_req_input_len": 100,
+            "weight_version": "1.1",
+        }
+
+    async def post(self, path: str, body: object = None, **_: object) -> object:
+        self.bodies.append((path, body))
+        meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": []}
+        meta["output_token_sampling_logprobs"] = []  # type: ignore[assignment]
+        return {"output_ids": [], "meta_info": meta, "success": True, "per_engine_checksum": "a"}
+
+
+def test_bodies_are_those_of_sglangs_own_classes(tmp_path: Path) -> None:
+    """Every field that is sent has a name and a value that this version of SGLang knows; it ignores
+    fields with other names."""
+
+    async def work() -> list[tuple[str, object]]:
+        client = Recorder()
+        speaker = dialect(client)
+        await speaker.connect()
+        for options in (
+            {"top_k": 3, "stop_token_ids": (2,), "min_new_tokens": 1, "stop_strings": ("a", "b")},
+            {"greedy": True},
+            {"top_p": 0.5, "temperature": 0.3},
+        ):
+            settings = GenerationOptions(max_new_tokens=4, **options)  # type: ignore[arg-type]
+            draw = Draw(name="n", prompt=(1, 2), seed=2**63 - 1, options=settings, priority=-1)
+            await speaker.draw(draw)
+        await speaker.abort("n")
+        await speaker.pause()
+        await speaker.load(WeightVersion(name="1.1", folder=tmp_path))
+        await speaker.resume()
+        return client.bodies
+
+    bodies = asyncio.run(work())
+    done = subprocess.run(
+        [PYTHON, "-W", "ignore", "-c", CHECK_BODIES],
+        input=json.dumps(bodies),
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(set(done.stdout.split())) == 6
+
+
+def test_log_probabilities_are_those_of_transformers(
+    served: Served, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """At a temperature, with a version for each token. Token ids are kept as they were sampled,
+    also where their text has another spelling."""
+    asked = request(n=3, temperature=0.7)
+    completions = served.loop.run(_one(served, asked))
+    assert len({made.tokens for made in completions}) > 1
+    texts = [tokenizer.decode(made.tokens) for made in completions]
+    assert any(
+        tokenizer.encode(text) != list(made.tokens)
+        for text, made in zip(texts, completions, strict=True)
+    )
+    for made in completions:
+        assert len(made.tokens) == 16
+        assert set(made.versions) == {"1.1"}
+        assert made.finish == "length"
+        check(served.versions["1.1"], PROMPT, made, 0.7)
+
+
+async def _one(served: Served, asked: GenerationRequest) -> tuple[Completion, ...]:
+    return await served.engine.submit(asked)
+
+
+def test_restricted_draws_have_the_log_probabilities_of_what_they_were_drawn_from(
+    served: Served,
+) -> None:
+    """With top-k or top-p they are those of the restricted distribution."""
+    folder = served.versions["1.1"]
+    for options in ({"top_k": 4}, {"top_p": 0.6}):
+        (made,) = served.loop.run(_one(served, request(**options)))
+        values = logprobs(folder, [*PROMPT, *made.tokens])[len(PROMPT) - 1 :]
+        for row, token, logprob in zip(values, made.tokens, made.logprobs, strict=True):
+            ordered, order = row.exp().sort(descending=True)
+            if "top_k" in options:
+                kept = torch.arange(VOCABULARY) < 4
+            else:
+                kept = ordered.cumsum(0) - ordered < 0.6
+            assert token in order[kept]
+            expected = row[token] - ordered[kept].sum().log()
+            assert abs(float(expected) - logprob) < EXACT
+
+
+def test_greedy_and_stop_tokens(served: Served) -> None:
+    """The most likely tokens; a stop token ends a completion and belongs to it, not before the
+    minimum."""
+    (greedy,) = served.loop.run(_one(served, request(greedy=True)))
+    values = logprobs(served.versions["1.1"], [*PROMPT, *greedy.tokens])[len(PROMPT) - 1 :]
+    assert greedy.tokens == tuple(values.argmax(-1).tolist())
+    stop = greedy.tokens[2]
+    (made,) = served.loop.run(_one(served, request(greedy=True, stop_token_ids=(stop,))))
+    first = greedy.tokens.index(stop)
+    assert made.tokens == greedy.tokens[: first + 1]
+    assert made.finish == "stop"
+    later = request(greedy=True, stop_token_ids=(stop,), min_new_tokens=8)
+    (made,) = served.loop.run(_one(served, later))
+    assert stop not in made.tokens[:8]
+
+
+def test_stop_strings_end_a_completion_across_tokens(
+    served: Served, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """The token that completes the text is the last one."""
+    (made,) = served.loop.run(_one(served, request(greedy=True)))
+    words = [tokenizer.decode([token]) for token in made.tokens]
+    stop = words[6][-1] + words[7][0]
+    end = next(count for count in range(16) if stop in "".join(words[: count + 1]))
+    (stopped,) = served.loop.run(_one(served, request(greedy=True, stop_strings=(stop,))))
+    assert stopped.tokens == made.tokens[: end + 1]
+    assert stopped.finish == "stop"
+
+
+def test_an_update_in_flight_continues_with_the_new_weights(served: Served) -> None:
+    """Tokens before an update keep their version and log-probabilities, those after it have the
+    new ones. Aborts return what was drawn."""
+
+    async def work() -> tuple[Completion, ...]:
+        asked = request(max_new_tokens=200, greedy=True)
+        future = served.engine.submit(asked)
+        await asyncio.sleep(0.5)
+        await served.engine.update_weights(served.version("2.1"))
+        return await future
+
+    (made,) = served.loop.run(work())
+    assert served.engine.version == "2.1"
+    switch = made.versions.index("2.1")
+    assert 0 < switch < 200
+    assert set(made.versions[:switch]) == {"1.1"}
+    assert set(made.versions[switch:]) == {"2.1"}
+    for version, part in (("1.1", slice(0, switch)), ("2.1", slice(switch, None))):
+        values = logprobs(served.versions[version], [*PROMPT, *made.tokens])[len(PROMPT) - 1 :]
+        expected = values.gather(-1, torch.tensor(made.tokens)[:, None]).squeeze(-1)
+        assert (expected - torch.tensor(made.logprobs)).abs()[part].max() < EXACT
+        assert values.argmax(-1).tolist()[part] == list(made.tokens[part])
+
+
+def test_abort_and_pause_keep_what_was_drawn(served: Served) -> None:
+    """An aborted request returns its tokens. A paused one waits and then ends as if it had not
+    waited."""
+
+    async def work() -> tuple[tuple[Completion, ...], ...]:
+        begun = request(max_new_tokens=200, greedy=True)
+        future = served.engine.submit(begun)
+        await asyncio.sleep(0.5)
+        await served.engine.pause()
+        await asyncio.sleep(0.5)
+        assert not future.done()
+        cut = request(max_new_tokens=200, greedy=True)
+        aborted = served.engine.submit(cut)
+        await served.engine.resume()
+        await asyncio.sleep(0.3)
+        served.engine.abort(cut.request_id)
+        served.engine.abort("unknown")
+        whole = request(max_new_tokens=200, greedy=True)
+        return await future, await aborted, await served.engine.submit(whole)
+
+    (paused,), (aborted,), (whole,) = served.loop.run(work())
+    assert aborted.finish == "aborted"
+    assert len(aborted.tokens) < 200
+    assert aborted.tokens == whole.tokens[: len(aborted.tokens)]
+    assert paused.tokens == whole.tokens
+
+
+def test_prompts_longer_than_the_context_are_refused_and_completions_end_at_it(
+    served: Served,
+) -> None:
+    with pytest.raises(UsageError, match="leaves no room"):
+        served.loop.run(_one(served, request(prompt=(7,) * CONTEXT)))
+    (made,) = served.loop.run(_one(served, request(prompt=(7,) * 240, max_new_tokens=200)))
+    assert made.finish == "length"
+    assert 0 < len(made.tokens) <= CONTEXT - 240
+
+
+def test_four_thousand_requests_at_once_and_64_completions_of_a_prompt(served: Served) -> None:
+    """All are answered; every completion of a prompt has a random stream of its own."""
+
+    async def work() -> list[tuple[Completion, ...]]:
+        many = [request((number % 100 + 1,), max_new_tokens=1) for number in range(4000)]
+        several = request(n=64, max_new_tokens=4)
+        return await asyncio.gather(*map(served.engine.submit, (*many, several)))
+
+    *many, several = served.loop.run(work())
+    assert all(len(made.tokens) == 1 for (made,) in many)
+    assert len(several) == 64
+    assert len({made.tokens for made in several}) > 32
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_requests_survive_the_end_of_the_server(served: Served, number: signal.Signals) -> None:
+    """A killed or stopped server is started again under load. It gets requests only once it holds
+    the weights that were installed last."""
+
+    async def work() -> tuple[Completion, ...]:
+        asked = request(max_new_tokens=200, greedy=True)
+        future = served.engine.submit(asked)
+        await asyncio.sleep(0.3)
+        os.kill(served.main(), number)
+        return await future
+
+    version = served.engine.version
+    assert version is not None
+    (made,) = served.loop.run(work())
+    assert set(made.versions) == {version}
+    check(served.versions[version], PROMPT, made)
+
+
+def test_wrong_versions_and_models_are_named(served: Served, tmp_path: Path) -> None:
+    """A folder without weights is refused, and the server serves on."""
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises((RunFailedError, UsageError)):
+        served.loop.run(served.engine.update_weights(WeightVersion(name="9.9", folder=tmp_path)))
+    served.loop.run(served.engine.update_weights(served.version("1.1")))
+    (made,) = served.loop.run(_one(served, request()))
+    assert set(made.versions) == {"1.1"}
