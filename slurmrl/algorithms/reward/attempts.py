@@ -1,12 +1,13 @@
-"""Estimates from several completions of each prompt: pass@k, maj@n, and their confidence intervals.
+"""Estimates from several completions of each prompt: pass@k, maj@k, and their confidence intervals.
 Pure functions, torch-free."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Final, NamedTuple
 
 Z_95: Final = 1.959963984540054
@@ -27,17 +28,73 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
-def majority(votes: Sequence[Hashable | None], correct: Sequence[bool]) -> float:
-    """The probability that the most frequent vote is correct, with ties broken at random; 0 if all
-    votes are None, which do not count. A vote whose completions differ in ``correct`` counts as
-    their mean. (Self-consistency, Wang et al. 2022, arXiv 2203.11171.)"""
+def majorities(
+    votes: Sequence[Hashable | None], correct: Sequence[bool], sizes: Sequence[int]
+) -> list[float]:
+    """maj@k for each k of ``sizes``: the probability that the most frequent vote among ``k``
+    completions, drawn without replacement, is correct, with ties broken at random. It is the mean
+    over all subsets of k completions, so unbiased for k independent ones.
+
+    None is no vote; a subset without votes is wrong. A vote whose completions differ in ``correct``
+    counts as their mean. (Self-consistency, Wang et al. 2022, arXiv 2203.11171.)
+    """
+    n = len(votes)
     outcomes: dict[Hashable, list[bool]] = defaultdict(list)
     for vote, right in zip(votes, correct, strict=True):
-        if vote is not None:
-            outcomes[vote].append(right)
-    most = max(map(len, outcomes.values()), default=0)
-    first = [rights for rights in outcomes.values() if len(rights) == most]
-    return sum(sum(rights) / most for rights in first) / len(first) if first else 0.0
+        outcomes[vote].append(right)
+    silent = len(outcomes.pop(None, []))
+    right_of: dict[int, float] = defaultdict(float)
+    for rights in outcomes.values():
+        right_of[len(rights)] += sum(rights) / len(rights)
+    counts = Counter(map(len, outcomes.values()))
+    wins = {size: _wins(size, counts, silent, n) for size, right in right_of.items() if right}
+    return [sum(right_of[size] * won[k] for size, won in wins.items()) for k in sizes]
+
+
+def _wins(size: int, counts: Mapping[int, int], silent: int, n: int) -> list[float]:
+    """The share of the subsets of each size 0..n in which one vote with ``size`` completions is the
+    most frequent; with t other votes as frequent, a subset counts 1 / (t + 1). ``counts`` are the
+    numbers of votes by their numbers of completions."""
+    share = [0.0] * (n + 1)
+    subsets = _binomials(n, n)
+    others = [other for other, votes in counts.items() for _ in range(votes - (other == size))]
+    for most in range(1, size + 1):
+        tied = [_binomials(silent, silent)]  # by the number of ties: subsets of each size
+        for other in others:
+            fewer = _binomials(other, most - 1)
+            equal = [0] * most + [math.comb(other, most)] if other >= most else []
+            tied = [
+                _added(
+                    _product(tied[ties], fewer) if ties < len(tied) else [],
+                    _product(tied[ties - 1], equal) if ties else [],
+                )
+                for ties in range(len(tied) + bool(equal))
+            ]
+        chosen = math.comb(size, most)
+        for ties, ways in enumerate(tied):
+            for k, number in enumerate(ways, most):
+                share[k] += chosen * number / ((ties + 1) * subsets[k])
+    return share
+
+
+def _binomials(count: int, largest: int) -> list[int]:
+    """C(count, v) for each v up to ``largest`` and ``count``."""
+    return [math.comb(count, v) for v in range(min(count, largest) + 1)]
+
+
+def _product(left: Sequence[int], right: Sequence[int]) -> list[int]:
+    """The coefficients of a product of polynomials."""
+    if not left or not right:
+        return []
+    made = [0] * (len(left) + len(right) - 1)
+    for i, a in enumerate(left):
+        for j, b in enumerate(right):
+            made[i + j] += a * b
+    return made
+
+
+def _added(left: Sequence[int], right: Sequence[int]) -> list[int]:
+    return [a + b for a, b in zip_longest(left, right, fillvalue=0)]
 
 
 def vote_of(completion: str, pattern: str | None) -> str | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface, Stats
-from slurmrl.algorithms.reward.attempts import majority, pass_at_k, vote_of
+from slurmrl.algorithms.reward.attempts import majorities, pass_at_k, vote_of
 from slurmrl.algorithms.reward.turns import earned, last_turns, transcript
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.config.schema import Evaluation
@@ -93,7 +93,9 @@ def attempt_stats(
         group = slice(end, end := end + count)
         for k in evaluation.attempts:
             sums[f"pass@{k}"] += pass_at_k(count, sum(correct[group]), k)
-        sums[f"maj@{count}"] += majority(votes[group], correct[group])
+        agreed = majorities(votes[group], correct[group], evaluation.attempts[1:])
+        for k, probability in zip(evaluation.attempts[1:], agreed, strict=True):
+            sums[f"maj@{k}"] += probability
     return {name: (total, float(len(counts))) for name, total in sums.items()}
 
 

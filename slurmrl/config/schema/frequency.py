@@ -15,7 +15,7 @@ from slurmrl.config.schema.base import (
     Word,
 )
 from slurmrl.config.schema.data import Dataset
-from slurmrl.config.schema.rollout import SAME_COMPLETIONS
+from slurmrl.config.schema.rollout import SAME_COMPLETIONS, subset_sizes
 
 
 def _check_pattern(text: str) -> str:
@@ -71,11 +71,11 @@ class Evaluation(Section):
     """Number of prompts, from the start of the dataset; null uses all."""
     n: PositiveInt = 1
     """Completions of each prompt; metrics are means over all of them. With several,
-    `eval/pass@<k>` and `eval/maj@<n>` are reported too (docs/algorithms.md, Evaluations)."""
+    `eval/pass@<k>` and `eval/maj@<k>` are reported too (docs/algorithms.md, Evaluations)."""
     pass_score: float = 1.0
-    """Reward from which on a completion counts as correct, for pass@k and maj@n."""
+    """Reward from which on a completion counts as correct, for pass@k and maj@k."""
     vote_pattern: Pattern | None = None
-    """Regular expression of the answer that a completion votes for in maj@n: its last match, or the
+    """Regular expression of the answer that a completion votes for in maj@k: its last match, or the
     group in it, as in `#### (.*)`. A completion without a match has no vote. Default: the whole
     completion."""
     every_steps: PositiveInt | None = None
@@ -97,15 +97,14 @@ class Evaluation(Section):
 
     @property
     def attempts(self) -> tuple[int, ...]:
-        """Each k of pass@k: the powers of 2 below n, and n; none with a single completion."""
-        powers = (2**power for power in range(self.n.bit_length()) if 2**power < self.n)
-        return (*powers, self.n) if self.n > 1 else ()
+        """Each k of pass@k, and of maj@k without 1; none with a single completion."""
+        return subset_sizes(self.n) if self.n > 1 else ()
 
     @property
     def rates(self) -> tuple[str, ...]:
         """The metrics of several completions, which have confidence intervals."""
-        several = (f"maj@{self.n}",) if self.n > 1 else ()
-        return (*(f"pass@{k}" for k in self.attempts), *several)
+        agreed = (f"maj@{k}" for k in self.attempts[1:])
+        return (*(f"pass@{k}" for k in self.attempts), *agreed)
 
     @model_validator(mode="after")
     def _completions_differ(self) -> Evaluation:

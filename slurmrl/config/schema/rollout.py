@@ -21,6 +21,11 @@ from slurmrl.config.schema.episode import EpisodeSettings
 SAME_COMPLETIONS = "all completions of a prompt would be the same; use n 1, or sample"
 
 
+def subset_sizes(n: int) -> tuple[int, ...]:
+    """Each k of pass@k and maj@k with n completions: the powers of 2 below n, and n."""
+    return (*(2**power for power in range(n.bit_length()) if 2**power < n), n)
+
+
 class Rollout(Section):
     """Generation of completions."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from slurmrl.algorithms.reward.attempts import majority, pass_at_k, vote_of, wilson
+from slurmrl.algorithms.reward.attempts import majorities, pass_at_k, vote_of, wilson
 from slurmrl.algorithms.reward.interface import attempt_stats
 from slurmrl.config.conditions import StopWhen
 from slurmrl.config.schema import Dataset, Evaluation
@@ -40,17 +40,34 @@ def test_pass_at_k_is_exact_for_many_completions() -> None:
         pass_at_k(2, 1, 3)
 
 
-def test_a_majority_is_the_mean_over_all_orders_of_breaking_ties() -> None:
-    """Each vote that is tied for first wins equally often."""
+def test_a_majority_is_the_mean_over_subsets_and_orders_of_breaking_ties() -> None:
+    """maj@k against the enumeration of all subsets of k completions, in which each vote that is
+    tied for first wins equally often."""
     rng = random.Random(3)
     for _ in range(200):
-        votes = [rng.choice(["4", "5", "6", None]) for _ in range(rng.randint(1, 6))]
+        votes = [rng.choice(["4", "5", "6", None]) for _ in range(rng.randint(1, 7))]
         correct = [vote == "4" for vote in votes]
-        counted = Counter(vote for vote in votes if vote is not None)
-        winners = [vote for vote in counted if counted[vote] == max(counted.values())]
-        expected = winners.count("4") / len(winners) if winners else 0.0
-        assert majority(votes, correct) == pytest.approx(expected)
-    assert majority(["a", "a", "b"], [True, False, False]) == 0.5, "judged differently"
+        sizes = range(1, len(votes) + 1)
+        expected = []
+        for k in sizes:
+            subsets = list(combinations(votes, k))
+            expected.append(sum(map(_first_is_right, subsets)) / len(subsets))
+        assert majorities(votes, correct, sizes) == pytest.approx(expected)
+    assert majorities(["a", "a", "b"], [True, False, False], [3]) == [0.5], "judged differently"
+
+
+def _first_is_right(votes: tuple[str | None, ...]) -> float:
+    counted = Counter(vote for vote in votes if vote is not None)
+    winners = [vote for vote in counted if counted[vote] == max(counted.values())]
+    return winners.count("4") / len(winners) if winners else 0.0
+
+
+def test_majorities_of_many_completions_do_not_overflow() -> None:
+    """C(1500, 750) is no float."""
+    votes = ["4"] * 900 + ["5"] * 600
+    first, middle, last = majorities(votes, [vote == "4" for vote in votes], [1, 750, 1500])
+    assert first == pytest.approx(0.6)
+    assert 0.999 < middle <= 1.0 == last
 
 
 @pytest.mark.parametrize(
@@ -84,7 +101,8 @@ def test_each_prompt_counts_once() -> None:
     assert settings.attempts == (1, 2, 3)
     texts = ["4", "4", "4", "5", "7", "7"]
     stats = attempt_stats([3, 3], [1.0, 0.5, 1.0, 1.0, 0.4, 0.0], texts, settings)
-    sums = {"pass@1": 1 + 1 / 3, "pass@2": 1 + 2 / 3, "pass@3": 2.0, "maj@3": 1.0}
+    passed = {"pass@1": 1 + 1 / 3, "pass@2": 1 + 2 / 3, "pass@3": 2.0}
+    sums = passed | {"maj@2": 1 + 1 / 3, "maj@3": 1.0}
     assert stats == {name: (pytest.approx(total), 2.0) for name, total in sums.items()}
     assert attempt_stats([], [], [], settings)["maj@3"] == (0.0, 0.0)
     voted = attempt_stats(
@@ -96,7 +114,8 @@ def test_each_prompt_counts_once() -> None:
 def test_one_completion_has_no_further_metrics() -> None:
     assert attempt_stats([1, 1], [1.0, 0.0], ["a", "b"], evaluation()) == {}
     assert evaluation(n=8).attempts == (1, 2, 4, 8)
-    assert evaluation(n=8).rates == ("pass@1", "pass@2", "pass@4", "pass@8", "maj@8")
+    agreed = ("maj@2", "maj@4", "maj@8")
+    assert evaluation(n=8).rates == ("pass@1", "pass@2", "pass@4", "pass@8", *agreed)
 
 
 @pytest.mark.parametrize(("pattern", "reason"), [("(", "not a regular"), ("(a)(b)", "2 groups")])
