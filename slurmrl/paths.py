@@ -18,6 +18,11 @@ def user_name() -> str:
         return str(os.getuid())
 
 
+def part_prefix(step: int, incarnation: int) -> str:
+    """What the names of the part files begin with that an incarnation writes for a step."""
+    return f"step-{step:08d}.{incarnation}"
+
+
 def rotated(log: Path) -> Path:
     """The previous part of a rotated output file."""
     return log.with_name(f"{log.name}.1")
@@ -101,6 +106,25 @@ class RunPaths:
     @property
     def exports(self) -> Path:
         return self.run / "export"
+
+    @property
+    def results(self) -> Path:
+        """A line about each item, of a trial that records them."""
+        return self.run / "results.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """What these lines amount to."""
+        return self.run / "summary.json"
+
+    @property
+    def parts(self) -> Path:
+        """The lines of single steps."""
+        return self.run / "parts"
+
+    def part(self, prefix: str, number: int) -> Path:
+        """The ``number``-th part file of a step (see `part_prefix`)."""
+        return self.parts / f"{prefix}.{number}.jsonl"
 
     @property
     def metrics(self) -> Path:

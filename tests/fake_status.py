@@ -28,6 +28,7 @@ def status(**changes: Any) -> dict[str, Any]:
         "traceback": None,
         "run": "/runs/me/add/1",
         "export": None,
+        "results": None,
         "diagnosis": "2 s a step, about 96 s left",
         "findings": [{"code": "running", "text": "2 s a step, about 96 s left"}],
         "phase": "running",

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from slurmrl.graph.call import Record
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -53,6 +55,8 @@ class CallResult:
     """Readable completions for the samples table; at most ``logging.samples`` per rank."""
     dropped: dict[str, str] = field(default_factory=dict)
     """Of a filter: the reason, by id, of each item that it does not accept."""
+    records: Mapping[str, Record] = field(default_factory=dict)
+    """Of a call that records: a line for the results of the trial, by id, about each item."""
 
 
 class Interface(ABC):  # noqa: B024 - each interface implements some of the methods
@@ -82,6 +86,11 @@ class Interface(ABC):  # noqa: B024 - each interface implements some of the meth
         self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
     ) -> CallResult:
         raise NotImplementedError(f"{type(self).__name__} does not filter")
+
+    def record(
+        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        raise NotImplementedError(f"{type(self).__name__} does not record")
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
         """Release what the interface holds (processes of a reward)."""

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from slurmrl.config.schema import Config, PositiveInt, Section
 from slurmrl.config.source import KeyPath
-from slurmrl.graph.call import REWARD_MODEL, Call, Method, Refill, RoleUse
+from slurmrl.graph.call import REWARD_MODEL, Call, Method, Record, Refill, RoleUse, Summary
 
 ROLLOUT = "slurmrl.algorithms.rollout.interface:RolloutInterface"
 REFERENCE = "slurmrl.algorithms.sequences:ReferenceInterface"
@@ -39,6 +39,10 @@ class AlgorithmSchema(Section, ABC):
     trains_on_samples: ClassVar[bool] = False
     """Whether losses take the probabilities of sampled tokens for those that they were drawn with.
     Then sampling may not be restricted to a part of the vocabulary."""
+
+    one_pass: ClassVar[bool] = False
+    """Whether a run goes over the dataset once, item by item. Then `total_steps` is only an upper
+    bound."""
 
     @property
     def preset(self) -> Mapping[str, Any]:
@@ -98,6 +102,11 @@ class AlgorithmSchema(Section, ABC):
         """Settings anywhere in the configuration that exclude each other with this algorithm: their
         key and the message."""
         return ()
+
+    def summarize(self, config: Config, records: Iterable[Record]) -> Summary | None:
+        """What the lines of the trial's results amount to, written next to them and into the
+        metrics of the last step. None: nothing."""
+        return None
 
     def refill(self) -> Refill:
         """How a step fills its batch if its calls contain a filter."""

@@ -146,7 +146,7 @@ class PlainView(View):
         for line in read_latest(RunPaths(Path(status["run"])).metrics, MOST_LINES):
             if line["step"] > self._step:
                 self._step = line["step"]
-                where = f"step {line['step']}/{status['total_steps']}"
+                where = f"step {render.progress({**status, 'step': line['step']})}"
                 self._write(f"{where}  {render.metrics(line)}".rstrip())
         if status["checkpoint"] is not None:
             self._print_once("commit", f"committed step {status['checkpoint']['step']}")

@@ -57,8 +57,8 @@ def progress(status: Status) -> str:
 
 def metrics(values: Mapping[str, Any]) -> str:
     """Return ``reward 0.41  kl 0.003  …``."""
-    shown = [f"{name} {number(values[name])}" for name in SHOWN if name in values]
-    return "  ".join([*shown, *_rates(values)])
+    alone = (name for name in SHOWN if name in values and f"{name}/low" not in values)
+    return "  ".join([*(f"{name} {number(values[name])}" for name in alone), *_rates(values)])
 
 
 def _rates(values: Mapping[str, Any]) -> Iterator[str]:
@@ -153,6 +153,14 @@ def _facts(status: Status) -> Iterator[tuple[str, str]]:
     yield "directory", status["run"]
     if status["export"]:
         yield "exported", status["export"]
+    yield from _results(status)
+
+
+def _results(status: Status) -> Iterator[tuple[str, str]]:
+    results = status["results"] or {}
+    for name, path in (("results", results.get("file")), ("summary", results.get("summary"))):
+        if path is not None:
+            yield name, path
 
 
 def _links(status: Status) -> str:
@@ -214,6 +222,7 @@ def conclusion(status: Status, again: str) -> str:
         lines.append(f"  {metrics(status['metrics'])}")
         if status["export"]:
             lines.append(f"  exported model  {status['export']}")
+        lines += [f"  {name:<14}  {path}" for name, path in _results(status)]
     elif state in LIVES:
         lines.append(f"  the run continues; to see how: slurmrl status {trial}{again}")
         lines.append(f"  to end it: slurmrl cancel {trial}{again}")

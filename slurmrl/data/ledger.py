@@ -100,6 +100,11 @@ class Ledger:
         return self._settled
 
     @property
+    def trained(self) -> int:
+        """Number of trained items."""
+        return self._settled - sum(self._dropped_before.values()) + len(self._trained)
+
+    @property
     def dropped(self) -> Mapping[str, int]:
         """Numbers of dropped items by reason."""
         return self._dropped_before + Counter(self._dropped.values())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from stat import S_IMODE, S_ISGID
@@ -22,6 +22,7 @@ from slurmrl.fsio.primitives import (
     read_all,
     temporary_beside,
     write_new,
+    write_new_parts,
 )
 
 DIRECTORY_MODE = 0o700
@@ -70,6 +71,20 @@ def replace(path: Path, data: bytes, *, durable: bool = True, calls: SystemCalls
         if durable:
             sync_directory(path.parent, calls=calls)
         return
+
+
+def replace_by_parts(path: Path, parts: Iterable[bytes], *, calls: SystemCalls = REAL) -> None:
+    """`replace` the content of ``path`` by one that need not fit into memory, durably. Raises
+    EnvironmentFailure, and whatever ``parts`` raises."""
+    temporary = temporary_beside(path)
+    try:
+        write_new_parts(temporary, parts, True, calls)
+        calls.rename(temporary, path)
+    except OSError as error:
+        raise explain(error, "replace", path) from error
+    finally:
+        discard(temporary, calls)
+    sync_directory(path.parent, calls=calls)
 
 
 def read(path: Path, *, calls: SystemCalls = REAL, limit_bytes: int = LIMIT_BYTES) -> bytes:

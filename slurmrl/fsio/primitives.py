@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -64,9 +64,17 @@ def temporary_beside(path: Path) -> Path:
 
 def write_new(path: Path, data: bytes, durable: bool, calls: SystemCalls) -> None:
     """Create a file that must not exist, readable by its owner only."""
+    write_new_parts(path, (data,), durable, calls)
+
+
+def write_new_parts(path: Path, parts: Iterable[bytes], durable: bool, calls: SystemCalls) -> None:
+    """`write_new` a file that need not fit into memory."""
+    offset = 0
     with opened(path, _CREATE, calls) as descriptor:
         make_private(descriptor, calls)
-        pwrite_all(descriptor, data, 0, calls)
+        for data in parts:
+            pwrite_all(descriptor, data, offset, calls)
+            offset += len(data)
         if durable:
             calls.fsync(descriptor)
 

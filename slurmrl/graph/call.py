@@ -1,10 +1,12 @@
-"""The nodes of the dataflow graph, the models they use, and the keys that the dataset provides."""
+"""The nodes of the dataflow graph, the models they use, the keys that the dataset provides, and the
+results that come out of it."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Literal, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 Head: TypeAlias = Literal["lm", "value"]
 DATASET_KEYS: Final[dict[str, tuple[str, ...]]] = {
@@ -29,6 +31,8 @@ class Method(StrEnum):
     TRAIN_STEP = "train_step"
     FILTER = "filter"
     """Chooses items. Only those that it accepts go through the calls after it."""
+    RECORD = "record"
+    """Writes a line about each item to the results of the trial."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,28 @@ class Call:
     outputs: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
     """Names of the metrics that it reports; a user's own reward may add more."""
+
+
+Record: TypeAlias = Mapping[str, Any]
+"""A line of the results of a trial, about one item: JSON values."""
+
+
+class Estimate(NamedTuple):
+    """A value and its 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What all lines of the results of a trial amount to."""
+
+    estimates: Mapping[str, Estimate]
+    """By the name of the metric."""
+    scores: Sequence[Record]
+    """A short line about each item, in the order of the results."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def _ended(status: Status) -> StatusFinding:
 
 
 def _early(status: Status, reason: str) -> str:
-    if reason in ("", "total_steps"):
+    if reason in ("", "total_steps", "the end of the dataset"):
         return ""
     return f" at step {status['step']} of {status['total_steps']}: {reason}"
 
@@ -123,7 +123,7 @@ def _full(status: Status) -> Iterator[StatusFinding]:
 
 def _interrupted(status: Status) -> StatusFinding:
     again = f"to continue: slurmrl resume {status['trial']}"
-    if status["total_steps"] is None:
+    if status["submission"] is None:
         return StatusFinding("not_submitted", "was never submitted: submit its configuration again")
     if not status["incarnations"]:
         return StatusFinding("interrupted", f"no links left and no incarnation ever began; {again}")

@@ -133,7 +133,7 @@ def _timing(snapshot: TrialSnapshot, state: str, step: int) -> dict[str, Any]:
     events = [event for traces in snapshot.incarnations for event in traces.master]
     newest = snapshot.incarnations[-1] if snapshot.incarnations else None
     step_s = throughput.step_s(snapshot.lines, events)
-    total = snapshot.submission.total_steps if snapshot.submission else None
+    total = snapshot.total_steps
     commit_s, stall_s = throughput.commits(events)
     return {
         "step_s": step_s,

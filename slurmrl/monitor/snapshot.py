@@ -57,7 +57,7 @@ REQUEST: Fields = {
     "snapshot": COUNT,
     "continue": TEXT,
 }
-REQUIRED = ("scheduler", "total_steps", "heartbeat_s")
+REQUIRED = ("scheduler", "heartbeat_s")
 _GROUP: Fields = {"name": TEXT, "hosts": COUNT, "elastic": FLAG, "workers_per_host": COUNT}
 PLAN: Fields = {"groups": list_of(table(_GROUP, ("name", "hosts", "elastic")))}
 _NUMBER = re.compile(r"[0-9]{1,9}")
@@ -70,7 +70,8 @@ class Submission:
 
     number: int
     scheduler: str
-    total_steps: int
+    total_steps: int | None
+    """None: as many as the dataset needs."""
     heartbeat_s: float
     time: float | None = None
     """When it was requested, by the clock of the submitting host."""
@@ -140,6 +141,15 @@ class TrialSnapshot:
     def metrics(self) -> Mapping[str, Any]:
         """The newest line, with the newest evaluation among the lines."""
         return metrics.newest(self.lines)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Those of the newest submission; where they follow from the dataset, as the master
+        reports. None: unknown."""
+        if self.submission is None or self.submission.total_steps is not None:
+            return self.submission.total_steps if self.submission is not None else None
+        total: int | None = self.said.get("total_steps")
+        return total
 
     @property
     def trial(self) -> str:
@@ -250,7 +260,7 @@ def newest_submission(paths: RunPaths) -> Submission | None:
         return Submission(
             number,
             request["scheduler"],
-            request["total_steps"],
+            request.get("total_steps"),
             request["heartbeat_s"],
             request.get("time"),
             request.get("signal_lead_s"),

@@ -19,6 +19,9 @@ This object is a contract: fields may be added, none is ever changed or removed.
       "traceback": null,                      of the first rank that failed
       "run": "/…/EXPERIMENT/TRIAL",           the run directory
       "export": "/…/export/step-00000060",    the newest exported model; null if there is none
+      "results": {"file": "/…/results.jsonl", "summary": "/…/summary.json" | null} | null,
+                                              the results of a trial that records them, once it has
+                                              finished; null for others
       "diagnosis": "12 s a step, about 9 min left",   the first finding, on one line
       "findings": [{"code": "running", "text": "…"}, …],   all findings, the most urgent
                                               first; never empty. Codes: docs/status.md
@@ -91,6 +94,7 @@ from slurmrl.monitor import present, story
 from slurmrl.monitor.diagnosis import diagnose
 from slurmrl.monitor.reports import Identity
 from slurmrl.monitor.snapshot import Group, TrialSnapshot
+from slurmrl.paths import RunPaths
 from slurmrl.scheduler.base import JobState, TaskState
 from slurmrl.worlds import TRAINERS
 
@@ -115,7 +119,7 @@ def assemble(
         "trial": snapshot.trial,
         "state": state,
         "step": _step(snapshot, lives),
-        "total_steps": snapshot.submission.total_steps if snapshot.submission else None,
+        "total_steps": snapshot.total_steps,
         "incarnation": snapshot.state.incarnation,
         "metrics": dict(snapshot.metrics),
         "checkpoint": _checkpoint(snapshot, lives),
@@ -124,6 +128,7 @@ def assemble(
         "traceback": (end.data.get("traceback") or None) if end else None,
         "run": str(snapshot.paths.run),
         "export": _export(snapshot),
+        "results": _results(snapshot.paths),
         "submission": snapshot.submission.number if snapshot.submission else None,
         "incarnations": told,
         "avoided": [{"host": one.host, "why": one.why} for one in snapshot.avoided],
@@ -193,6 +198,13 @@ def _step(snapshot: TrialSnapshot, lives: bool) -> int:
 def _export(snapshot: TrialSnapshot) -> str | None:
     export = snapshot.state.export
     return str(snapshot.paths.exports / export.directory) if export else None
+
+
+def _results(paths: RunPaths) -> dict[str, Any] | None:
+    if not paths.results.is_file():
+        return None
+    summary = str(paths.summary) if paths.summary.is_file() else None
+    return {"file": str(paths.results), "summary": summary}
 
 
 def _checkpoint(snapshot: TrialSnapshot, lives: bool) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias, get_args
 
 from slurmrl.config.schema import Config
 from slurmrl.config.source import KeyPath
-from slurmrl.graph.call import REWARD_MODEL, Call, Refill, RoleUse
+from slurmrl.graph.call import REWARD_MODEL, Call, Record, Refill, RoleUse, Summary
 from slurmrl.registry import Registry
 
 PolicyGradientName: TypeAlias = Literal[
@@ -39,6 +39,8 @@ ALGORITHMS = Registry(
         "kto": "slurmrl.algorithms.kto.schema:KTO",
         "distill": "slurmrl.algorithms.distill.schema:Distill",
         "reward_model": "slurmrl.algorithms.reward_model.schema:RewardModel",
+        "generate": "slurmrl.algorithms.offline.schema:Generate",
+        "evaluate": "slurmrl.algorithms.offline.schema:Evaluate",
     },
 )
 
@@ -64,6 +66,9 @@ class Algorithm(Protocol):
     trains_on_samples: ClassVar[bool]
     """Whether losses take the probabilities of sampled tokens for those that they were drawn with.
     Then sampling may not be restricted to a part of the vocabulary."""
+
+    one_pass: ClassVar[bool]
+    """Whether a run goes over the dataset once, item by item."""
 
     @property
     def name(self) -> str: ...
@@ -125,6 +130,10 @@ class Algorithm(Protocol):
     def conflicts(self, config: Config) -> Iterable[tuple[KeyPath, str]]:
         """Settings anywhere in the configuration that exclude each other with this algorithm: their
         key and the message."""
+        ...
+
+    def summarize(self, config: Config, records: Iterable[Record]) -> Summary | None:
+        """What the lines of the trial's results amount to; None: nothing."""
         ...
 
     def refill(self) -> Refill:

@@ -88,10 +88,11 @@ def moved_schedules(
     steps at the start of the run in which a role is not trained yet; each further step has
     ``optimizer_steps`` optimizer steps."""
     lines = []
+    old_steps, new_steps = old.total_steps or 0, new.total_steps or 0
     for role, untrained_steps in trained.items():
         before, now = _optimizer(old, role), _optimizer(new, role)
-        ends = before.last_step((old.total_steps - untrained_steps) * optimizer_steps) + 1
-        moved = now.last_step((new.total_steps - untrained_steps) * optimizer_steps) + 1
+        ends = before.last_step((old_steps - untrained_steps) * optimizer_steps) + 1
+        moved = now.last_step((new_steps - untrained_steps) * optimizer_steps) + 1
         if now.schedule == "constant" or moved == ends:
             continue
         made = max(step - untrained_steps, 0) * optimizer_steps

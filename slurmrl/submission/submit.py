@@ -189,7 +189,7 @@ def _complete(proposal: Proposal, state: TrialState) -> bool:
         return False
     config = proposal.settings.config
     before = load_resolved(proposal.paths.config)
-    at_end = end.data["step"] >= config.total_steps
+    at_end = config.total_steps is not None and end.data["step"] >= config.total_steps
     return at_end or (end.data["reason"] != "total_steps" and config.stop_when == before.stop_when)
 
 

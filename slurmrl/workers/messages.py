@@ -66,6 +66,8 @@ class RunCall(Order):
     name: str
     scalars: Mapping[str, Annotated[float, MEASURE]]
     evaluation: bool = False
+    part: str = ""
+    """Of a call that records: what the names of the ranks' part files begin with."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from slurmrl.monitor.events import read_all
 from slurmrl.paths import RunPaths
 from tests.support.trials import (
     Site,
+    generate_config,
     kill_one,
     ppo_config,
     processes,
@@ -23,8 +24,12 @@ from tests.support.trials import (
     wait_until,
 )
 
-CONFIGS: dict[str, Callable[..., dict[str, Any]]] = {"sft": sft_config, "ppo": ppo_config}
-STEPS = {"sft": 60, "ppo": 20}
+CONFIGS: dict[str, Callable[..., dict[str, Any]]] = {
+    "sft": sft_config,
+    "ppo": ppo_config,
+    "generate": generate_config,
+}
+STEPS = {"sft": 60, "ppo": 20, "generate": 80}
 """Enough steps that a run has not ended when it is killed at its third."""
 
 
@@ -93,6 +98,8 @@ def check_end(site: Site, kind: str, undisturbed: Callable[[str], dict[str, Any]
     [
         pytest.param("ppo", "worker", 1, marks=soak),
         ("sft", "master", 0),
+        ("generate", "worker", 0),
+        pytest.param("generate", "master", 0, marks=soak),
         pytest.param("sft", "fork_server", 1, marks=long),
         pytest.param("ppo", "worker", 0, marks=long),
         pytest.param("ppo", "master", 0, marks=soak),

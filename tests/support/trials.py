@@ -129,8 +129,8 @@ class Site:
 
     def outcome(self, trial: str) -> dict[str, Any]:
         """Everything that must not depend on how often a run was interrupted: weights, optimizer
-        state and random states of the last checkpoint, its ledger, and all metrics except
-        times."""
+        state and random states of the last checkpoint, its ledger, the recorded results, and all
+        metrics except times."""
         paths = self.paths(trial)
         commit = fold(History(paths.history).read()).last_commit
         assert commit is not None, f"{trial} has no commit"
@@ -139,9 +139,11 @@ class Site:
         known = known_metrics(settings.config, settings.algorithm)
         unknown = {name for line in self.metrics(trial) for name in line}.difference(known)
         assert not unknown, f"metrics that stop_when would refuse: {sorted(unknown)}"
+        exports = sorted(paths.exports.glob("*/model.safetensors"))
         return {
             "files": {file.name: file.read_bytes() for file in sorted(last.glob("*.safetensors"))},
-            "export": sorted(paths.exports.glob("*/model.safetensors"))[-1].read_bytes(),
+            "export": exports[-1].read_bytes() if exports else None,
+            "results": paths.results.read_bytes() if paths.results.exists() else None,
             "ledger": json.loads((last / "state.json").read_bytes())["ledger"],
             "metrics": [
                 {name: value for name, value in line.items() if not is_timing(name)}
@@ -228,5 +230,19 @@ def ppo_config(**changes: Any) -> dict[str, Any]:
             "samples": 16,
             "every_steps": 3,
         },
+        **changes,
+    }
+
+
+def generate_config(**changes: Any) -> dict[str, Any]:
+    """Sampling from a tiny decoder with random weights, 2 ranks: 3 completions of each prompt."""
+    sft = sft_config()
+    return {
+        **{key: sft[key] for key in ("cluster", "actor", "checkpoint")},
+        "experiment": "generate",
+        "algorithm": {"name": "generate", "batch_size": 16, "logprobs": True},
+        "rollout": {"n": 3, "max_new_tokens": 4},
+        "reward": {"name": "exact_match"},
+        "dataset": {"type": "prompt", "path": str(ADDITION / "train.jsonl")},
         **changes,
     }

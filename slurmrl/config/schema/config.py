@@ -67,8 +67,10 @@ class Config(Section):
     root: Word = "./runs"
     """Folder of all runs, in a directory that all hosts share. A relative path starts at the
     current directory. `--root` and SLURMRL_ROOT take precedence."""
-    total_steps: NonNegativeInt
-    """Steps after which the run is finished. 0 evaluates the models as they are."""
+    total_steps: NonNegativeInt | None = None
+    """Steps after which the run is finished. 0 evaluates the models as they are. Required for
+    training. `generate` and `evaluate` go over the dataset once; with this, over its first batches
+    only."""
     stop_when: str | None = None
     """Finish early once this condition holds: `METRIC >= NUMBER` or `METRIC <= NUMBER`. A metric
     that no step reports is refused. If a custom reward may report it, the log warns while it is

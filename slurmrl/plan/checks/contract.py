@@ -85,6 +85,7 @@ def violations(
             wrong = list(_wrong_fields(call))
             problems += wrong or _wrong_call(call, {use.role: use for use in uses}, config)
         problems += _untrained(uses, calls)
+        problems += _records(calls, evaluation, one_pass=algorithm.one_pass)
     for problem in dict.fromkeys(problems):
         yield ALGORITHM, f"{algorithm.name}: {problem}"
     if not problems:
@@ -162,6 +163,18 @@ def _untrained(uses: Sequence[RoleUse], calls: Sequence[Call]) -> Iterator[str]:
     for use in uses:
         if use.trained and use.role not in trained:
             yield f"roles() states {use.role} as trained, but no call trains it"
+
+
+def _records(calls: Sequence[Call], evaluation: Sequence[Call], *, one_pass: bool) -> Iterator[str]:
+    recording = [call.name for call in calls if call.method is Method.RECORD]
+    if len(recording) > 1:
+        yield f"the calls {', '.join(recording)} record; at most one call of a step may"
+    for call in evaluation:
+        if call.method is Method.RECORD:
+            yield f"call '{call.name}' records in an evaluation; only calls of a step may"
+    for call in calls:
+        if call.method is Method.FILTER and one_pass:
+            yield f"call '{call.name}' filters; with one_pass, a step cannot replace items"
 
 
 def _unused_models(uses: Sequence[RoleUse], config: Config) -> Iterator[tuple[KeyPath, str]]:

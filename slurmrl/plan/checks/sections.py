@@ -167,9 +167,30 @@ def untrained_steps(draft: Draft) -> Iterator[Problem]:
     total = draft.config.total_steps
     for use in draft.algorithm.roles():
         steps = draft.algorithm.untrained_steps(use.role) if use.trained else 0
-        if steps >= total > 0:
+        if total and steps >= total:
             message = f"{total} is not allowed: the first {steps} steps do not train {use.role}"
             yield draft.problem(("total_steps",), message)
+
+
+def length_of_run(draft: Draft) -> Iterator[Problem]:
+    """Training has a number of steps, on which learning rates depend; a single pass ends with its
+    dataset."""
+    config, name = draft.config, draft.algorithm.name
+    trains = any(use.trained for use in draft.algorithm.roles())
+    if config.total_steps is None and (trains or not draft.algorithm.one_pass):
+        message = f"is required: the steps after which {name} is finished"
+        yield draft.problem(("total_steps",), message)
+    if not draft.algorithm.one_pass:
+        return
+    if config.dataset.weights:
+        message = f"with weights are not allowed: {name} goes over each row once"
+        yield draft.problem(("dataset", "sources"), message)
+    if config.evaluation is not None:
+        message = f"is not allowed: {name} trains nothing that could be evaluated on the way"
+        yield draft.problem(("evaluation",), message)
+    if config.stop_when is not None:
+        message = f"is not allowed: {name} ends after the last row of the dataset"
+        yield draft.problem(("stop_when",), message)
 
 
 def something_to_do(draft: Draft) -> Iterator[Problem]:

@@ -47,6 +47,8 @@ def complete(config: Config, algorithm: Algorithm, source: Source) -> tuple[Conf
                 for conflict in conflicts
             ]
     config = config.model_copy(update={"rollout": _with_completions(config.rollout, algorithm)})
+    if algorithm.one_pass:
+        config = _for_one_pass(config)
     rollout, conflicts = _rollout(config)
     problems += [
         source.problem(("rollout", conflict.field), conflict.message) for conflict in conflicts
@@ -60,6 +62,17 @@ def _with_completions(rollout: Rollout, algorithm: Algorithm) -> Rollout:
     if "n" in rollout.model_fields_set or rollout.greedy:
         return rollout
     return rollout.model_copy(update={"n": algorithm.completions})
+
+
+def _for_one_pass(config: Config) -> Config:
+    """The rows in the order of the file, and a commit after each step, unless the user chooses
+    otherwise: what a step has made is worth more than the commit costs."""
+    dataset, checkpoint = config.dataset, config.checkpoint
+    if "shuffle" not in dataset.model_fields_set:
+        dataset = dataset.model_copy(update={"shuffle": False})
+    if checkpoint.model_fields_set.isdisjoint(("every_steps", "every_seconds", "every_epochs")):
+        checkpoint = checkpoint.model_copy(update={"every_steps": 1})
+    return config.model_copy(update={"dataset": dataset, "checkpoint": checkpoint})
 
 
 def _default(model: Model) -> str:

@@ -15,6 +15,8 @@ from slurmrl.errors import Problem, UsageError
 from slurmrl.paths import RunPaths, user_name
 
 FIELDS: Final = ("path", "tokenizer")
+LONGEST: Final = 8
+"""Trials that start from each other and are followed."""
 _EXPORT: Final = re.compile(r"step-(\d+)")
 
 
@@ -93,9 +95,12 @@ def export_of(text: str, root: Path, configs: Path) -> Path:
     return steps[max(steps) if step is None else step]
 
 
-def promised(text: str, root: Path, configs: Path) -> dict[str, Any] | None:
+def promised(
+    text: str, root: Path, configs: Path, *, longest: int = LONGEST
+) -> dict[str, Any] | None:
     """The architecture of a referenced trial that has no export yet, from its run directory or from
-    the configuration next to this one; None if neither states it."""
+    the configuration next to this one, or that of the trial that it starts from itself; None if
+    none states it."""
     try:
         experiment, trial, _ = parse(text)
     except UsageError:
@@ -108,8 +113,13 @@ def promised(text: str, root: Path, configs: Path) -> dict[str, Any] | None:
         if path is None or not path.is_file():
             continue
         actor = read(path).values.get("actor")
-        if isinstance(actor, dict) and isinstance(actor.get("architecture"), dict):
+        if not isinstance(actor, dict):
+            continue
+        if isinstance(actor.get("architecture"), dict):
             return dict(actor["architecture"])
+        start = str(actor.get("path"))
+        if start.startswith(TRIAL_PREFIX) and longest > 0:
+            return promised(start, root, configs, longest=longest - 1)
     return None
 
 

@@ -114,7 +114,7 @@ class CheckProcess:
         seen = set()
         for use in self.roles:
             model = self.config.model(use.role)
-            what = (model.path, use.head, model.implementation)
+            what = (model.path, use.head, use.trained, model.implementation)
             if model.path is None or what in seen:
                 continue
             seen.add(what)
@@ -128,7 +128,8 @@ class CheckProcess:
                 if extra := unused(headers, config, use.head):
                     message = f"{model.path}: {len(extra)} tensors are not used, such as {extra[0]}"
                     yield Finding("weights", Weight.WARNING, message, key)
-            if use.role == "reward_model" and not wrong and VALUE_HEAD not in headers:
+            silent = use.head == "value" and not use.trained and VALUE_HEAD not in headers
+            if silent and not wrong:
                 wrong = [
                     f"{model.path} has no {VALUE_HEAD}: every score would be 0; use an export of "
                     "algorithm.name: reward_model or another folder with a scalar head"

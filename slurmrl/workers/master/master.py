@@ -38,6 +38,7 @@ from slurmrl.workers.master.exporting import export_actor
 from slurmrl.workers.master.progress import Progress
 from slurmrl.workers.master.publish import StatusPublisher
 from slurmrl.workers.master.requests import StackRequests
+from slurmrl.workers.master.results import Results
 from slurmrl.workers.master.steps import StepRunner
 from slurmrl.workers.master.task_worlds import TaskWorlds
 from slurmrl.workers.master.worker_channel import WorkerChannel
@@ -66,6 +67,7 @@ class Master:
         state: TrialState,
         progress: Progress,
         recorder: MetricsRecorder,
+        results: Results,
     ) -> None:
         self.paths = paths
         self.config = config
@@ -114,7 +116,10 @@ class Master:
             recorder.sync,
         )
         self.progress = progress
-        self.steps = StepRunner(self.channel, plan, progress, config.step_timeout_s)
+        self.steps = StepRunner(
+            self.channel, plan, progress, config.step_timeout_s, writer.incarnation
+        )
+        self.results = results
         self.recorder = recorder
         self.fresh = state.last_commit is None
         self.rows_left_out = 0
@@ -164,6 +169,7 @@ class Master:
         directories = [self.paths.data / name for name in ready[0].directories]
         use = partial(self.progress.use_dataset, *seen.pop(), directories)
         retry("read the order of the dataset", use, timeout_s=READ_S)
+        self.status.update(total_steps=self.progress.total_steps)
         self._tell_left_out(ready[0])
         self._use_stop_tokens({answer.stop_tokens for answer in ready.values()})
 
@@ -219,6 +225,8 @@ class Master:
         executed = self.steps.train(step)
         metrics = executed.metrics
         self.progress.advance(metrics)
+        self.results.finish_step()
+        metrics.update(self._retry("read the recorded results", self.results.metrics))
         self._write_samples(step, executed.texts)
         if self.progress.evaluation_due():
             metrics.update(self.steps.evaluate(step))
@@ -303,9 +311,11 @@ class Master:
 
     def _finish(self, reason: str) -> None:
         step = self.progress.step
-        if self.config.checkpoint.export_at_end and step:
+        if self.config.checkpoint.export_at_end and step and self.plan.models["actor"].trained:
             self._export(step)
+        self._retry("write the results", self.results.write)
         self.writer.append(Kind.FINISHED, {"step": step, "reason": reason})
+        self.results.remove_parts()
         self.status.update(phase="finished")
         self.events.write("finished", step=step, reason=reason)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from slurmrl.algorithms.scalars import ScalarController
 from slurmrl.config.conditions import Frequency, StopWhen
@@ -34,6 +35,8 @@ from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
 
 WHERE = "the state of the last commit"
+END_OF_DATASET = "the end of the dataset"
+"""Why a single pass is finished."""
 
 
 def _read_ledger(values: Mapping[str, Any]) -> LedgerRecord:
@@ -50,6 +53,17 @@ def _is_ledger(value: Any) -> bool:
         return False
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecordedSteps:
+    """The steps ``first`` to ``last``, for each of which an incarnation wrote ``files`` part
+    files."""
+
+    first: Annotated[int, COUNT]
+    last: Annotated[int, COUNT]
+    incarnation: Annotated[int, COUNT]
+    files: Annotated[int, COUNT]
+
+
 _RANGE = items(COUNT, SIZE, SIZE)
 _TIMES = table({"step": COUNT, "epoch": COUNT}, ("step", "epoch"))
 STATE: Fields = {
@@ -61,6 +75,7 @@ STATE: Fields = {
     "commits": _TIMES,
     "evaluations": _TIMES,
     "stop_token_ids": list_of(SIZE),
+    "recorded": list_of(objects.shape(RecordedSteps)),
     "cursor": items(COUNT, SIZE),
     "consumed": list_of(_RANGE),
 }
@@ -118,6 +133,9 @@ class Progress:
         self.evaluation_size = 0
         self.stop_token_ids: list[int] = []
         """The tokens that end a completion; an export states them."""
+        self.recorded: list[RecordedSteps] = []
+        """The steps whose results are recorded, in order."""
+        self._one_pass: bool = settings.algorithm.one_pass
         self._order: ItemOrder | None = None
         self._batch: list[int] = []
         """The items in flight for the next step."""
@@ -137,6 +155,7 @@ class Progress:
             "commits": self.commits.state(),
             "evaluations": self.evaluations.state() if self.evaluations else None,
             "stop_token_ids": self.stop_token_ids,
+            "recorded": [objects.to_json(steps) for steps in self.recorded],
         }
 
     def _restore(self, state: Mapping[str, Any]) -> None:
@@ -148,6 +167,10 @@ class Progress:
         if missing := self.controller.state().keys() - state["controller"].keys():
             raise CheckpointError(f"the committed state has no {', '.join(sorted(missing))}")
         self.controller.restore(state["controller"])
+        self.recorded = [
+            objects.from_json(RecordedSteps, values, WHERE)
+            for values in state.get("recorded") or ()
+        ]
         if self.evaluations is not None and state["evaluations"] is not None:
             self.evaluations.restore(state["evaluations"])
 
@@ -197,7 +220,9 @@ class Progress:
 
     def take(self, count: int) -> list[int]:
         """Take the numbers of the next items for the next step. `advance` counts those as trained
-        that are neither dropped nor given back by then."""
+        that are neither dropped nor given back by then. In a single pass, there may be fewer."""
+        if self._one_pass:
+            count = min(count, self.order.size - self.ledger.settled)
         taken = self.ledger.take(count, self.step + 1)
         self._batch += taken
         return taken
@@ -245,18 +270,41 @@ class Progress:
             self.controller.update(metrics)
         self._batch = []
 
+    def record(self, incarnation: int, files: int) -> None:
+        """The step that was finished last is recorded in part files of an incarnation."""
+        before = self.recorded[-1] if self.recorded else None
+        first = self.step
+        if before is not None and (before.incarnation, before.files) == (incarnation, files):
+            first = before.first
+            self.recorded.pop()
+        self.recorded.append(
+            RecordedSteps(first=first, last=self.step, incarnation=incarnation, files=files)
+        )
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run. In a single pass they follow from the dataset."""
+        given = self.config.total_steps
+        if not self._one_pass:
+            assert given is not None, "checked at submission"
+            return given
+        steps = -(-self.order.size // self.batch_size)
+        return steps if given is None else min(given, steps)
+
     def finish_reason(self) -> str | None:
         """Return why the run is finished after this step, or None. It is evaluated again after a
         restart, so a run that was killed between its last commit and its end stops there."""
         if self.stop_when is not None and self.stop_when.met(self.metrics):
             return f"stop_when: {self.stop_when}"
-        return "total_steps" if self.step >= self.config.total_steps else None
+        if self._one_pass and self.ledger.settled >= self.order.size:
+            return END_OF_DATASET
+        return "total_steps" if self.step >= self.total_steps else None
 
     def evaluation_due(self) -> bool:
         if self.evaluations is None or self.config.evaluation is None:
             return False
         due = self.evaluations.check(self.step, self.epoch, time.monotonic())
-        last = self.step >= self.config.total_steps
+        last = self.step >= self.total_steps
         return due or (last and self.config.evaluation.at_end)
 
     def log_due(self) -> bool:

@@ -33,7 +33,7 @@ class StatusPublisher:
         agents: Mapping[str, Identity],
         *,
         incarnation: int,
-        total_steps: int,
+        total_steps: int | None,
         lease_ttl_s: float,
         interval_s: float,
     ) -> None:
@@ -60,7 +60,7 @@ class StatusPublisher:
         }
 
     def update(self, **changes: Any) -> None:
-        """Change the status and publish it now: ``step``, ``metrics``, ``phase``,
+        """Change the status and publish it now: ``step``, ``total_steps``, ``metrics``, ``phase``,
         ``checkpoint_failed`` (step and reason of the newest, until one succeeds)."""
         self._status.update(changes, waiting=None)
         self._publish_now()

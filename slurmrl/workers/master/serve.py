@@ -35,6 +35,7 @@ from slurmrl.workers.master.base import begin_on_base, set_aside
 from slurmrl.workers.master.judgement import judge
 from slurmrl.workers.master.master import Master
 from slurmrl.workers.master.progress import REQUIRED, STATE, Progress
+from slurmrl.workers.master.results import Results
 from slurmrl.workers.process import kill_parent
 
 logger = log.get(__name__)
@@ -106,7 +107,8 @@ def _prepare(
     base = state.last_commit.step if state.last_commit is not None else -1
     recorder = MetricsRecorder(paths, settings.config.logging, last_step=base)
     plan = Plan.read(paths.plan)
-    return Master(paths, settings.config, plan, names, writer, state, progress, recorder)
+    results = Results(paths, settings, plan, progress, writer.incarnation)
+    return Master(paths, settings.config, plan, names, writer, state, progress, recorder, results)
 
 
 def restore(paths: RunPaths, state: TrialState) -> dict[str, Any] | None:

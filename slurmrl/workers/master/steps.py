@@ -12,6 +12,7 @@ from typing import Any
 from slurmrl import log
 from slurmrl.errors import UsageError
 from slurmrl.graph.call import Refill
+from slurmrl.paths import part_prefix
 from slurmrl.plan.model import CallPlan, Plan
 from slurmrl.workers.master import step_metrics
 from slurmrl.workers.master.progress import Progress
@@ -37,8 +38,14 @@ class StepRunner:
     """Posts the orders of steps and collects the answers; ``progress`` accounts for the items."""
 
     def __init__(
-        self, channel: WorkerChannel, plan: Plan, progress: Progress, timeout_s: float
+        self,
+        channel: WorkerChannel,
+        plan: Plan,
+        progress: Progress,
+        timeout_s: float,
+        incarnation: int,
     ) -> None:
+        self._incarnation = incarnation
         self._channel = channel
         self._plan = plan
         self._progress = progress
@@ -118,8 +125,9 @@ class StepRunner:
         load = LoadBatch(
             step=step, items=tuple(items), evaluation=evaluation, candidates=candidates
         )
+        part = part_prefix(step, self._incarnation)
         runs = [
-            RunCall(step=step, name=call.name, scalars=scalars, evaluation=evaluation)
+            RunCall(step=step, name=call.name, scalars=scalars, evaluation=evaluation, part=part)
             for call in calls
         ]
         numbers = self._channel.post(load, *runs)

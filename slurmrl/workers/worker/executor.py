@@ -22,6 +22,7 @@ from slurmrl.plan.model import CallPlan, ModelPlan, Offloading, Plan
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
 from slurmrl.workers.messages import Done, LoadBatch, Order, Ready, RunCall, Save, Saved
+from slurmrl.workers.parts import write_part
 from slurmrl.workers.worker.batch import Batch
 from slurmrl.workers.worker.reallocation import Reallocations
 from slurmrl.workers.worker.residence import Residence
@@ -174,6 +175,9 @@ class Executor:
             evaluation=order.evaluation,
         )
         result = self._run(call, sample, context) if call.role or place.is_leader else CallResult()
+        if call.method is Method.RECORD and place.is_leader:
+            path = self.paths.part(order.part, place.dp_rank)
+            write_part(path, result.records, sample.ids, self.batch.ids)
         self.batch.add(call, result.sample)
         if torch.cuda.is_available():
             torch.cuda.synchronize()

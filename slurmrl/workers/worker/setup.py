@@ -208,7 +208,7 @@ def _engines(
         source = Path(model.path) if model.path is not None else None
         if source is not None:  # while no other rank waits in a collective
             _read(f"the model of {role}", partial(inputs.check_folder, source))
-        steps = config.total_steps - algorithm.untrained_steps(role)
+        steps = (config.total_steps or 0) - algorithm.untrained_steps(role)
         placed = plan.models[role]
         if placed.averaged:  # like a trained one, but without moments
             model = model.model_copy(update={"optimizer": Optimizer(name="sgd")})

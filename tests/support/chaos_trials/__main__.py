@@ -41,7 +41,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--algorithm", choices=("sft", "ppo"), default="ppo")
+    parser.add_argument("--algorithm", choices=("sft", "ppo", "generate"), default="ppo")
     parser.add_argument("--ranks", type=int, choices=(1, 2, 4), default=4)
     parser.add_argument(
         "--scheduler",

@@ -13,9 +13,9 @@ from slurmrl.monitor import events
 from tests.support.chaos_trials.kills import Plan, draw
 from tests.support.chaos_trials.monkey import Kill, Monkey, Usual
 from tests.support.chaos_trials.watched import Outcome, Watched
-from tests.support.trials import Site, ppo_config, sft_config
+from tests.support.trials import Site, generate_config, ppo_config, sft_config
 
-STEPS_PER_KILL = {"sft": 12, "ppo": 4}
+STEPS_PER_KILL = {"sft": 12, "ppo": 4, "generate": 12}
 LAST_STEPS = 12
 """Steps after the last kill's window, so that the trial must recover."""
 
@@ -41,7 +41,8 @@ class Setting:
 
     def config(self) -> dict[str, Any]:
         """Commits every second step; enough links and starts for any order of the kills."""
-        make = {"sft": sft_config, "ppo": ppo_config}[self.algorithm]
+        makers = {"sft": sft_config, "ppo": ppo_config, "generate": generate_config}
+        make = makers[self.algorithm]
         config = make(
             total_steps=self.steps,
             max_restarts_without_commit=self.kills + 3,

@@ -22,7 +22,7 @@ class Outcome:
     """Everything that must not depend on how often a trial was disturbed."""
 
     final: dict[str, Any]
-    """`Site.outcome`: files, export, ledger, metrics."""
+    """`Site.outcome`: files, export, ledger, metrics, results."""
     batches: dict[int, Items]
     """Items of each step, as committed."""
     state: str
@@ -35,7 +35,7 @@ class Outcome:
             for where in ("files", "metrics")
             for name in _differing(self.final[where], other.final[where])
         ]
-        for name in ("export", "ledger"):
+        for name in ("export", "ledger", "results"):
             if self.final[name] != other.final[name]:
                 found.append(name)
         if self.batches != other.batches:

@@ -6,6 +6,8 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from slurmrl.errors import CorruptFileError, EnvironmentFailure
 from slurmrl.fsio import atomic
 from slurmrl.fsio.calls import SystemCalls
 from slurmrl.fsio.primitives import TEMPORARY_PREFIX
+from tests.support.faulty import Faulty
 
 
 class Scripted(SystemCalls):
@@ -357,3 +360,27 @@ def test_reading_takes_four_operations(tmp_path: Path) -> None:
     calls = Counting()
     atomic.read(tmp_path / "a", calls=calls)
     assert calls.count == 4
+
+
+def test_a_file_written_by_parts_is_the_old_or_the_new_one_after_any_error(tmp_path: Path) -> None:
+    """Whichever operation fails, before or after it happened, and if the parts themselves do."""
+    path = tmp_path / "file"
+    sound = Faulty()
+    atomic.replace_by_parts(path, (b"old",), calls=sound)
+    for at, done in product(range(sound.count), (False, True)):
+        path.write_bytes(b"old")
+        with suppress(EnvironmentFailure):
+            atomic.replace_by_parts(path, (b"n", b"ew"), calls=Faulty(at, errno.EIO, done=done))
+        assert path.read_bytes() in (b"old", b"new")
+        atomic.sweep_temporaries(tmp_path)
+    path.write_bytes(b"old")
+
+    def parts() -> Iterator[bytes]:
+        yield b"n"
+        raise LookupError("no more")
+
+    with pytest.raises(LookupError):
+        atomic.replace_by_parts(path, parts())
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+    assert path.stat().st_mode & 0o777 == 0o600

@@ -182,7 +182,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str]] = {
         "no links left and no incarnation ever began; to continue: slurmrl resume add/1",
     ),
     "never submitted": (
-        status(state="INTERRUPTED", total_steps=None, incarnations=[]),
+        status(state="INTERRUPTED", submission=None, incarnations=[]),
         "not_submitted",
         "was never submitted: submit its configuration again",
     ),

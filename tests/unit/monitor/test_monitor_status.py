@@ -24,7 +24,7 @@ ADDED = {
     *("diagnosis", "findings", "phase", "warned", "waiting", "links_left", "link", "pending"),
     *("checkpoint_failures", "skipped", "timing", "submission", "incarnations"),
     *("avoided", "failed_starts"),
-    "free_bytes",
+    *("free_bytes", "results"),
 }
 
 
@@ -305,3 +305,22 @@ def test_a_short_trial_that_learned_nothing(run: FakeRun) -> None:
     found = look(run)
     assert found["skipped"] == {"steps": 2, "model": "actor"}
     assert found["diagnosis"].startswith("nothing was learned")
+
+
+def test_steps_that_follow_from_the_dataset_are_those_that_the_master_reports(
+    tmp_path: Path,
+) -> None:
+    run = FakeRun(tmp_path)
+    run.submission(total_steps=None)
+    assert look(run)["total_steps"] is None
+    run.say(run.begin(), step=2, total_steps=7)
+    assert look(run)["total_steps"] == 7
+
+
+def test_results_are_shown_once_they_are_there(run: FakeRun) -> None:
+    assert look(run)["results"] is None
+    run.paths.results.touch()
+    file = str(run.paths.results)
+    assert look(run)["results"] == {"file": file, "summary": None}
+    run.paths.summary.touch()
+    assert look(run)["results"] == {"file": file, "summary": str(run.paths.summary)}

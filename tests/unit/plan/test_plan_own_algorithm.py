@@ -235,6 +235,22 @@ def test_what_breaks_the_contract_is_one_problem_at_submission(
     assert message in broken(load_own, code, (old, new))
 
 
+def test_what_a_run_cannot_record_is_refused(load_own: Load, code: Path) -> None:
+    """One call of a step records; a pass over the dataset has no other items for a filter."""
+    both = (("Method.INFERENCE", "Method.RECORD"), ("Method.TRAIN_STEP", "Method.RECORD"))
+    assert "the calls judge_inf, train record; at most one" in broken(load_own, code, *both)
+    passing = ("strength:", "one_pass: ClassVar = True\n    strength:")
+    filtering = ("Method.INFERENCE", "Method.FILTER")
+    assert "with one_pass, a step cannot replace" in broken(load_own, code, passing, filtering)
+
+
+def test_training_in_a_single_pass_needs_a_number_of_steps(load_own: Load, code: Path) -> None:
+    """Learning rates depend on it."""
+    code.write_text(CODE.replace("strength:", "one_pass: ClassVar = True\n    strength:"))
+    found = problems(load_own, "total_steps=null", "evaluation=null")
+    assert [problem.key for problem in found] == ["total_steps"]
+
+
 def test_an_inherited_list_of_names_is_explained(load_own: Load, code: Path) -> None:
     code.write_text(CODE.replace("    name: str\n", ""))
     (problem,) = problems(load_own, "algorithm.name=my_algorithm.py:Grouped")

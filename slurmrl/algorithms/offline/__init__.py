@@ -1,0 +1,1 @@
+"""Runs over a dataset without training: ``generate`` and ``evaluate``."""

@@ -1,0 +1,173 @@
+"""Settings of runs over a dataset without training. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import ClassVar, Final, Literal
+
+from slurmrl.algorithms.schema import (
+    MODEL_SCORES,
+    TURN_REWARDS,
+    AlgorithmSchema,
+    generate_call,
+    reward_calls,
+)
+from slurmrl.config.schema import Config
+from slurmrl.config.schema.frequency import Pattern
+from slurmrl.config.source import KeyPath
+from slurmrl.graph.call import Call, Method, Record, RoleUse, Summary
+from slurmrl.registry import resolve
+
+INTERFACES: Final = "slurmrl.algorithms.offline.interface"
+SUMMARIES: Final = "slurmrl.algorithms.offline.estimates"
+"""Resolved by name: the login node needs neither."""
+
+Measure = Literal["completions", "preferences", "likelihood"]
+MEASURED: Final[dict[Measure, tuple[str, ...]]] = {
+    "completions": ("prompt",),
+    "preferences": ("preference",),
+    "likelihood": ("prompt_answer", "messages"),
+}
+"""The types of dataset that each measure needs."""
+
+
+class Generate(AlgorithmSchema):
+    """Offline sampling: `rollout.n` completions of each prompt of the dataset, in `results.jsonl`,
+    judged if the configuration has a reward. Nothing is trained.
+
+    The run ends after the last row. It resumes after any interruption, and the results have each
+    row exactly once.
+    """
+
+    name: Literal["generate"] = "generate"
+    """`generate`."""
+    logprobs: bool = False
+    """Record the token ids of each completion and their log-probabilities at
+    `rollout.temperature`, whatever `top_k` and `top_p` leave out."""
+
+    dataset_types: ClassVar[tuple[str, ...]] = ("prompt",)
+    one_pass: ClassVar[bool] = True
+
+    def roles(self) -> tuple[RoleUse, ...]:
+        return (RoleUse("actor", trained=False),)
+
+    def calls(self, config: Config) -> tuple[Call, ...]:
+        turns = config.rollout.episode.has_turns
+        judged = reward_calls(config) if config.reward is not None or turns else ()
+        record = completions_call(config, logprobs=self.logprobs, rewards=bool(judged))
+        return (generate_call(config), *judged, record)
+
+
+class Evaluate(AlgorithmSchema):
+    """Evaluation of a model on a whole dataset, in `results.jsonl` and `summary.json`. Nothing is
+    trained.
+
+    With `measure: completions`, `rollout.n` completions of each prompt are judged by the reward:
+    `avg@n`, `pass@k` and `maj@k`, with 95 % confidence intervals.
+    """
+
+    name: Literal["evaluate"] = "evaluate"
+    """`evaluate`."""
+    measure: Measure = "completions"
+    """`completions`: of prompts, judged by the reward. `preferences`: how often a reward model
+    prefers the chosen answer of a pair. `likelihood`: the loss and the perplexity of given
+    answers."""
+    pass_score: float = 1.0
+    """For `completions`: reward from which on a completion counts as correct, for pass@k and
+    maj@k."""
+    vote_pattern: Pattern | None = None
+    """For `completions`: regular expression of the answer that a completion votes for in maj@k: its
+    last match, or the group in it, as in `#### (.*)`. A completion without a match has no vote.
+    Default: the whole completion."""
+
+    dataset_types: ClassVar[tuple[str, ...]] = tuple(
+        kind for kinds in MEASURED.values() for kind in kinds
+    )
+    one_pass: ClassVar[bool] = True
+
+    def roles(self) -> tuple[RoleUse, ...]:
+        head: Literal["lm", "value"] = "value" if self.measure == "preferences" else "lm"
+        return (RoleUse("actor", trained=False, head=head),)
+
+    def sequences_per_item(self, config: Config) -> int:
+        if self.measure == "preferences":
+            return 2 * (config.dataset.max_pairs_per_prompt or 1)
+        return super().sequences_per_item(config)
+
+    def calls(self, config: Config) -> tuple[Call, ...]:
+        if self.measure == "preferences":
+            return (scores_call(), record_call("PairRecords", ("input_ids", "model_scores")))
+        if self.measure == "likelihood":
+            inputs = ("input_ids", "prompt_mask")
+            return (likelihood_call(), record_call("LikelihoodRecords", (*inputs, "answer_logps")))
+        record = completions_call(config, logprobs=False, rewards=True)
+        return (generate_call(config), *reward_calls(config), record)
+
+    def conflicts(self, config: Config) -> Iterator[tuple[KeyPath, str]]:
+        kind = config.dataset.kind
+        if kind in self.dataset_types and kind not in MEASURED[self.measure]:
+            fitting = next(measure for measure, kinds in MEASURED.items() if kind in kinds)
+            message = (
+                f"'{self.measure}' is not allowed with a dataset of type {kind}; allowed: {fitting}"
+            )
+            yield ("algorithm", "measure"), message
+        fields = type(self).model_fields
+        for name in ("pass_score", "vote_pattern") if self.measure != "completions" else ():
+            if getattr(self, name) != fields[name].default:
+                message = f"is not allowed with measure {self.measure}, which does not use it"
+                yield ("algorithm", name), message
+
+    def summarize(self, config: Config, records: Iterable[Record]) -> Summary | None:
+        summary: Summary
+        if self.measure != "completions":
+            summary = resolve(f"{SUMMARIES}:of_{self.measure}")(records)
+            return summary
+        of_completions = resolve(f"{SUMMARIES}:of_completions")
+        summary = of_completions(
+            records, n=config.rollout.n, pass_score=self.pass_score, pattern=self.vote_pattern
+        )
+        return summary
+
+
+def record_call(interface: str, inputs: tuple[str, ...]) -> Call:
+    """A line about each item."""
+    return Call(
+        name="record",
+        role=None,
+        method=Method.RECORD,
+        interface=f"{INTERFACES}:{interface}",
+        inputs=inputs,
+    )
+
+
+def completions_call(config: Config, *, logprobs: bool, rewards: bool) -> Call:
+    turns = config.rollout.episode.has_turns
+    optional = {"logprobs": logprobs, "rewards": rewards, TURN_REWARDS: turns}
+    more = (key for key, wanted in optional.items() if wanted)
+    return record_call("CompletionRecords", ("input_ids", "prompt_mask", "finished", *more))
+
+
+def scores_call() -> Call:
+    """The reward model's scores of both answers of each pair."""
+    return Call(
+        name="actor_scores",
+        role="actor",
+        method=Method.INFERENCE,
+        interface=MODEL_SCORES,
+        inputs=("input_ids",),
+        outputs=("model_scores",),
+        metrics=("model_score",),
+    )
+
+
+def likelihood_call() -> Call:
+    """The log-probabilities of whole answers."""
+    return Call(
+        name="actor_inf",
+        role="actor",
+        method=Method.INFERENCE,
+        interface=f"{INTERFACES}:LikelihoodInterface",
+        inputs=("input_ids", "prompt_mask"),
+        outputs=("answer_logps",),
+        metrics=("loss",),
+    )
