@@ -12,6 +12,10 @@ from typing import Final
 TRAINERS: Final = "trainer"
 """The group of the trainers, and the name of their world. Its end is the end of an incarnation."""
 
+MASTER: Final = "master"
+"""The name of the master among the groups, for its output. Its log is numbered like that of the
+agent that starts it: the trainers' first."""
+
 
 def group_of(world: str) -> str:
     return world.partition("/")[0]

@@ -24,7 +24,8 @@ WAIT_S = 60.0
 @common
 def stacks(trial: str, rank: int | None, timeout_s: float, root: str | None) -> int:
     """Print what the ranks of a running trial are doing: the Python stacks of all threads and the
-    newest collectives of each rank, or of RANK only. Without RANK, the master's stacks as well."""
+    newest collectives of each rank, or of RANK only. Without RANK, the stacks of the master and of
+    the agents as well."""
     from slurmrl.errors import EnvironmentFailure, UsageError
     from slurmrl.monitor.collect import collect
     from slurmrl.monitor.requests import Request

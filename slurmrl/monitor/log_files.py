@@ -15,6 +15,7 @@ from slurmrl.monitor import published
 from slurmrl.name_resolve import make
 from slurmrl.paths import RunPaths
 from slurmrl.registry import near
+from slurmrl.worlds import MASTER, TRAINERS
 
 AGENT_LOG = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})\.log")
 HEAD = re.compile(
@@ -90,8 +91,9 @@ def newest(
 
 
 def serving(paths: RunPaths, incarnation: int) -> Attempts:
-    """Return the attempts that served an incarnation: those of the job in which it began. Their
-    logs may cover other incarnations of that job as well. Raises UnknownNameError."""
+    """Return the attempts that served an incarnation: those of the job in which it began, and the
+    master's, whose log is numbered like that of the first agent. Their logs may cover other
+    incarnations of that job as well. Raises UnknownNameError."""
     begin = begin_of(paths.history, incarnation)
     if begin is None:
         raise UnknownNameError(f"incarnation {incarnation} has not begun; see slurmrl status")
@@ -100,6 +102,8 @@ def serving(paths: RunPaths, incarnation: int) -> Attempts:
         for attempt in published.attempts(names):
             if attempt.job == begin.data.get("job"):
                 found[attempt.group, attempt.task] = attempt.attempt
+    if (TRAINERS, 0) in found:
+        found[MASTER, 0] = found[TRAINERS, 0]
     return found
 
 

@@ -61,6 +61,16 @@ def take(descriptor: int, most_bytes: int) -> tuple[str, bool]:
     return text.removesuffix(LAST_LINE), text.endswith(LAST_LINE)
 
 
+def own(most_bytes: int) -> str:
+    """Return the stacks of this process, with the calling thread in this function."""
+    descriptor = new_file()
+    try:
+        faulthandler.dump_traceback(descriptor, all_threads=True)
+        return take(descriptor, most_bytes)[0]
+    finally:
+        os.close(descriptor)
+
+
 def clear(descriptor: int) -> None:
     os.ftruncate(descriptor, 0)
 

@@ -124,7 +124,7 @@ def check_end(site: Site, kind: str) -> None:
     file = "logs/trainer/0.0.stacks-1.0.txt"
     assert f"stacks in {file}" in how
     parts = (site.paths("ppo/1").run / file).read_text().split("\n=== ")
-    assert [part.partition(" ")[0] for part in parts[1:]] == ["rank", "rank", "the"]
+    assert [part.partition(" ")[0] for part in parts[1:]] == ["rank", "rank", "the", "the"]
     assert "distributed_c10d.py" in parts[1]
     assert "all_gather #1 of group" in parts[1]
     assert stack in parts[2]
@@ -143,7 +143,10 @@ def test_stacks_on_demand(site: Site) -> None:
     assert "in sleep" in one
     assert "=== rank 0" not in one
     both = site.slurmrl("stacks", "ppo/1").stdout
-    assert both.index("=== rank 0") < both.index("=== rank 1") < both.index("=== the master")
+    order = [both.index(f"=== {name}") for name in ("rank 0", "rank 1", "the master", "the agent")]
+    assert order == sorted(order)
+    assert "in take\n" in both[order[-1] :]  # the agent, while it collects the stacks
+    assert "=== the" not in one
     assert site.status("ppo/1")["incarnation"] == 1
     assert "no rank 2" in site.slurmrl("stacks", "ppo/1", "2", code=2).stderr
     folder = site.paths("ppo/1").logs / "trainer"

@@ -40,6 +40,7 @@ from slurmrl.workers.agent.warning import Warnings
 from slurmrl.workers.failure import describe
 from slurmrl.workers.poll_intervals import PollIntervals
 from slurmrl.workers.presence import LOOK_S, Presence
+from slurmrl.worlds import MASTER
 
 logger = log.get(__name__)
 
@@ -91,7 +92,7 @@ class Host:
         self._lease.beat(frame.encode(objects.to_json(note)))
 
     def _outputs(self, limit_bytes: int) -> list[Output]:
-        groups = [self.group.name, *(["master"] if self.leads else [])]
+        groups = [self.group.name, *([MASTER] if self.leads else [])]
         outputs = [Output(self._log(name), limit_bytes, self.intervals.check_s) for name in groups]
         for output in outputs:
             output.prune()

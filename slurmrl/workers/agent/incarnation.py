@@ -49,6 +49,7 @@ from slurmrl.workers.messages import (
     RingAt,
     Start,
 )
+from slurmrl.worlds import MASTER
 
 logger = log.get(__name__)
 T = TypeVar("T")
@@ -112,7 +113,7 @@ class Incarnation:
         host = self.host
         devices = host.devices()
         if host.leads:
-            with self.retry("open a log", lambda: host.open_log("master")) as output:
+            with self.retry("open a log", lambda: host.open_log(MASTER)) as output:
                 host.children.start_master(host.submission, output)
         with self.retry("open a log", lambda: host.open_log(host.group.name)) as output:
             host.children.start_workers(devices, output)

@@ -17,6 +17,7 @@ from slurmrl.workers.agent import stacks
 from slurmrl.workers.agent.host import Host
 from slurmrl.workers.agent.stacks import StacksAnswer
 from slurmrl.workers.messages import Stacked
+from slurmrl.workers.stacks import own as own_stacks
 
 logger = log.get(__name__)
 
@@ -40,17 +41,19 @@ class Witness:
         ranks: Collection[int] | None = None,
     ) -> Stacked:
         """Write the file and return the message about it. ``pause`` waits. ``ranks`` None means all
-        of them and the master."""
+        of them, the master and this agent."""
         host = self._host
         there = host.children.witnesses()
         wanted = [rank for rank in there if ranks is None or rank in ranks]
         answers = stacks.collect(host.children, wanted, pause)
         rows = self._rows(answers)
+        own = f"\n=== the agent\n{own_stacks(stacks.MOST_BYTES)}" if ranks is None else ""
         path = host.paths.stacks(
             host.group.name, host.identity.task, host.identity.attempt, incarnation, number
         )
         try:
-            atomic.replace(path, self._text(incarnation, why, answers, rows), durable=False)
+            text = self._text(incarnation, why, answers, rows) + own
+            atomic.replace(path, text.encode(), durable=False)
             self._keep(path)
         except EnvironmentFailure as error:
             logger.warning("cannot write the stacks: %s", error)
@@ -73,7 +76,7 @@ class Witness:
         why: str,
         answers: Sequence[StacksAnswer],
         rows: Sequence[RankProgress],
-    ) -> bytes:
+    ) -> str:
         identity = self._host.identity
         when = time.strftime("%Y-%m-%d %H:%M:%S")
         parts = [f"{identity.label} on {identity.host}, incarnation {incarnation}, {when}: {why}\n"]
@@ -81,7 +84,7 @@ class Witness:
         for answer in answers:
             does = f": {doing[answer.rank]}" if answer.rank in doing else ""
             parts.append(f"\n=== {answer.name}{does}\n{answer.text}")
-        return "".join(parts).encode()
+        return "".join(parts)
 
     def _keep(self, path: Path) -> None:
         self._files.append(path)

@@ -60,6 +60,9 @@ def test_nothing_was_written_yet(tmp_path: Path) -> None:
 
 
 def test_the_logs_of_one_incarnation(run: FakeRun) -> None:
+    """Those of all its agents, and of the master that the first of them started."""
+    for name in ("0.0.log", "0.9.log", "0.10.log"):
+        run.log(name, name, group="master")
     for number, host in ((0, "n0"), (9, "n1"), (10, "n2")):
         run.attempt(f"41_{number}", number=number, host=host, job=f"{number}.0.0")
     run.attempt("41_9", task=1, number=3, job="9.0.0")
@@ -70,6 +73,7 @@ def test_the_logs_of_one_incarnation(run: FakeRun) -> None:
     for incarnation in (2, 3):
         found = newest(run.paths, attempts=serving(run.paths, incarnation))
         assert [(file.label, file.path.name) for file in found] == [
+            ("master/0", "0.9.log"),
             ("trainer/0", "0.9.log"),
             ("trainer/1", "1.3.log"),
         ]

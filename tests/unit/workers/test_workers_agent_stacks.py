@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from slurmrl.workers.agent import stacks
+from slurmrl.workers.stacks import own
 from tests.support.trials import wait_until
 
 HEAD = """\
@@ -117,3 +119,20 @@ def test_the_real_py_spy(blocked: subprocess.Popen[bytes]) -> None:
     wait_until("the process to stop", lambda: stacks._state(blocked.pid) == "T")
     seen = stacks._py_spy(blocked.pid, "T", time.monotonic() + 60)
     assert stacks.top_frame(seen) == "<string>:3 in blocked"
+
+
+def test_the_agent_shows_the_stacks_of_its_own_threads() -> None:
+    ended = threading.Event()
+
+    def beats_a_lease() -> None:
+        ended.wait(60)
+
+    thread = threading.Thread(target=beats_a_lease)
+    thread.start()
+    try:
+        text = own(1 << 16)
+    finally:
+        ended.set()
+        thread.join()
+    assert "in beats_a_lease\n" in text
+    assert "in test_the_agent_shows_the_stacks_of_its_own_threads\n" in text
