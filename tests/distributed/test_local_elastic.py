@@ -53,7 +53,7 @@ def resume(site: Site, trial: str, ranks: int, *changes: str) -> str:
 
 
 @pytest.mark.long
-def test_an_interrupted_run_goes_on_with_more_ranks(tmp_path: Path) -> None:
+def test_an_interrupted_run_continues_with_more_ranks(tmp_path: Path) -> None:
     """Resume from the last commit after removing the later steps; then again with one rank."""
     site = Site(tmp_path)
     whole = site.write("whole.yaml", config_of("sft", trial="whole", total_steps=44))

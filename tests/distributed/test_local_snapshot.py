@@ -11,7 +11,7 @@ from tests.support.trials import Site, kill_one, ppo_config
 
 
 @pytest.mark.long
-def test_edits_reach_a_run_only_when_it_is_told_to_take_them(tmp_path: Path) -> None:
+def test_edits_reach_a_run_only_with_update_code(tmp_path: Path) -> None:
     site = Site(tmp_path)
     write_reward(tmp_path, 1.0)
     config = ppo_config(

@@ -45,13 +45,13 @@ def test_ranks_are_reused_and_results_are_in_rank_order(ranks: RankPool) -> None
     assert [pid for pid, _ in first] == [pid for pid, _ in second]
 
 
-def test_an_error_carries_the_remote_traceback_and_the_pool_goes_on(ranks: RankPool) -> None:
+def test_an_error_carries_the_remote_traceback_and_the_pool_continues(ranks: RankPool) -> None:
     with pytest.raises(RankError, match=r"rank 1: (.|\n)*fail_on(.|\n)*KeyError: 'planted'"):
         ranks(2, f"{HERE}:fail_on", 1)
     assert [value for _, value in ranks(2, f"{HERE}:total", 1.0)] == [3.0, 3.0]
 
 
-def test_a_deadline_names_the_rank_and_where_it_stands(ranks: RankPool) -> None:
+def test_a_deadline_names_the_rank_and_its_position_in_the_code(ranks: RankPool) -> None:
     ranks(2, f"{HERE}:total", 1.0)
     with pytest.raises(TimeoutError, match=r"waited 10 s for rank \[1\](.|\n)*in hang_on"):
         ranks(2, f"{HERE}:hang_on", 1, deadline_s=10)

@@ -60,7 +60,7 @@ def test_every_node_has_its_own_name_and_address(network_bed: Path) -> None:
     assert len({line for line in lines if line.startswith("10.")}) == 2
 
 
-def test_a_node_that_is_cut_off_is_lost_and_its_job_goes_on_elsewhere(
+def test_a_node_that_is_cut_off_is_lost_and_its_job_continues_elsewhere(
     network_bed: Path, tmp_path: Path
 ) -> None:
     scheduler = SlurmScheduler()

@@ -64,7 +64,7 @@ def test_why_a_job_waits_and_what_is_left_behind_it(site: Site) -> None:
 
 
 @pytest.mark.long
-def test_a_killed_batch_process_is_told_of(site: Site) -> None:
+def test_a_killed_batch_process_is_reported(site: Site) -> None:
     submit(site)
     site.wait_for_step(TRIAL, 5)
     status = site.status(TRIAL)

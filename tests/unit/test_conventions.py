@@ -339,7 +339,7 @@ def test_no_two_classes_share_a_name() -> None:
     assert {name: found for name, found in owners.items() if len(found) > 1} == {}
 
 
-def test_no_folder_for_everything_and_nothing() -> None:
+def test_no_catch_all_folder() -> None:
     for module in modules():
         assert not set(module.split(".")) & FORBIDDEN_NAMES, module
 

@@ -57,7 +57,7 @@ def waits() -> float:
     return seconds
 
 
-def test_groups_wait_as_long_as_they_are_told(ranks: RankPool) -> None:
+def test_groups_wait_for_the_given_timeout(ranks: RankPool) -> None:
     assert ranks(4, f"{HERE}:waits") == [10800.0] * 4
 
 

@@ -61,7 +61,7 @@ SHAPE = HostShape(hosts=2, gpus_per_host=8)
         ),
     ],
 )  # fmt: skip
-def test_an_older_spelling_is_told_in_the_new_one(text: str, now: list[str]) -> None:
+def test_an_older_spelling_is_reported_with_the_new_one(text: str, now: list[str]) -> None:
     assert list(spelled(parse_legacy(text, SHAPE))) == now
 
 

@@ -29,7 +29,7 @@ def _checks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examine, "examine", found)
 
 
-def test_what_is_to_be_done_stands_at_the_end(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_advice_comes_last(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 1
     assert capsys.readouterr().out.splitlines() == [
         "         CHECK       WHERE     MEASURED",

@@ -49,7 +49,7 @@ def test_whichever_clock_is_first_is_due_and_restarts_all() -> None:
     assert not frequency.check(14, 1, 110.5)
 
 
-def test_a_restored_frequency_goes_on_with_the_same_steps() -> None:
+def test_a_restored_frequency_continues_with_the_same_steps() -> None:
     first = Frequency(every_steps=4)
     assert [step for step in range(1, 7) if first.check(step, 0, 0.0)] == [4]
     second = Frequency(every_steps=4)

@@ -53,7 +53,7 @@ def test_a_small_file_has_the_documented_defaults(tmp_path: Path) -> None:
     assert config.critic is None
 
 
-def test_whole_numbers_are_taken_where_text_is_asked_for(tmp_path: Path) -> None:
+def test_whole_numbers_are_accepted_as_text(tmp_path: Path) -> None:
     config = parse(load(write(tmp_path), ["trial=3", "cluster.slurm.time=30"]))
     assert (config.trial, config.cluster.slurm.time) == ("3", "30")
 
@@ -119,7 +119,7 @@ def test_one_wrong_value_gives_one_message_with_value_rule_and_choices(
     assert rule in problem.message
 
 
-def test_a_template_is_checked_where_it_stands(tmp_path: Path) -> None:
+def test_an_invalid_template_is_reported_with_its_place(tmp_path: Path) -> None:
     (found,) = problems(tmp_path, "dataset.prompt_template='{prompt'")
     assert (found.where, found.key) == ("command line", "dataset.prompt_template")
     assert "the brace at character 1 ('{prompt') is not closed; write {{" in found.message
@@ -138,13 +138,13 @@ def test_half_a_character_is_refused(tmp_path: Path) -> None:
     assert "lone surrogate" in found.message
 
 
-def test_a_rule_over_a_section_stands_at_the_section(tmp_path: Path) -> None:
+def test_a_rule_over_a_section_is_reported_at_the_section(tmp_path: Path) -> None:
     [problem] = problems(tmp_path, "actor.path=here")
     assert (problem.where, problem.key) == (f"{tmp_path / 'a.yaml'}:4", "actor")
     assert problem.message == "path and architecture exclude each other: set only one of them"
 
 
-def test_all_problems_are_told_at_once_each_where_it_stands(tmp_path: Path) -> None:
+def test_all_problems_are_reported_at_once_each_with_its_place(tmp_path: Path) -> None:
     text = TEXT.replace("total_steps: 3", "total_steps: -3\nsed: 1\nseed: 1\nseed: 2")
     text += "  shufle: true\n"
     found = problems(tmp_path, "cluster.scheduler=slrum", "x", text=text)

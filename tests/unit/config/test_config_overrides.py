@@ -37,7 +37,7 @@ def test_values_are_read_as_yaml(tmp_path: Path) -> None:
     }
 
 
-def test_an_override_stands_on_the_command_line_and_its_neighbours_in_the_file(
+def test_errors_name_the_command_line_for_overrides_and_the_file_for_other_settings(
     tmp_path: Path,
 ) -> None:
     source = laid_over(tmp_path, "actor.optimizer.lr=2")

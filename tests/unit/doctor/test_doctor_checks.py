@@ -93,7 +93,7 @@ def test_quotas_of_both_tools_are_read() -> None:
 
 
 @pytest.mark.parametrize(("text", "state"), [(QUOTA, State.WARNING), ("", State.OK)])
-def test_a_full_quota_is_told(
+def test_a_full_quota_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, state: State
 ) -> None:
     (tmp_path / "answer").write_text(text)
@@ -119,7 +119,7 @@ def test_the_directory_is_ours_and_answers(tmp_path: Path) -> None:
         directory.owner(folder)
 
 
-def test_a_file_system_that_maps_modes_is_told(
+def test_a_file_system_that_maps_modes_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "mine"
@@ -134,7 +134,7 @@ def test_a_file_system_that_maps_modes_is_told(
     assert (found.state, "0404" in found.measured) == (State.FAILED, True)
 
 
-def test_a_file_system_without_links_is_told(
+def test_a_file_system_without_links_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class NoLinks(SystemCalls):
@@ -146,7 +146,7 @@ def test_a_file_system_without_links_is_told(
         directory.latency(tmp_path)
 
 
-def test_a_slow_directory_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_directory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(directory, "SLOW_S", 0.0)
     assert directory.latency(tmp_path).state is State.WARNING
 

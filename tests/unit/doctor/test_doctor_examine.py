@@ -104,7 +104,7 @@ def slurm(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
     return fake
 
 
-def test_a_job_that_does_not_start_is_cancelled_and_told(
+def test_a_job_that_does_not_start_is_cancelled_and_reported(
     tmp_path: Path, slurm: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_module, "SAY_EVERY_S", 0.0)
@@ -124,7 +124,7 @@ def _forget(self: FakeScheduler, jobs: object, *, after: int = -1) -> None:
     self.tasks = []
 
 
-def test_a_job_that_cannot_be_cancelled_is_told(
+def test_a_job_that_cannot_be_cancelled_is_reported(
     tmp_path: Path, slurm: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live, "LEAVE_TIMEOUT_S", 0.0)

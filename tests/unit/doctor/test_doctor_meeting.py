@@ -65,7 +65,7 @@ def test_a_host_that_sees_another_directory_is_missed(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("hurried")
-def test_files_that_do_not_show_are_told(tmp_path: Path) -> None:
+def test_files_that_do_not_appear_are_reported(tmp_path: Path) -> None:
     """The other host serves from a directory that the first one's files never reach."""
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
@@ -97,7 +97,7 @@ def server(tmp_path: Path) -> peers.Server:
     return peers.Server(tmp_path, "token", "127.0.0.1")
 
 
-def test_nobody_without_the_token_is_served(server: peers.Server, tmp_path: Path) -> None:
+def test_requests_without_the_token_are_refused(server: peers.Server, tmp_path: Path) -> None:
     address = f"127.0.0.1:{server.port}"
     try:
         with pytest.raises(EnvironmentFailure, match="wrong token"):

@@ -14,7 +14,9 @@ from slurmrl.engines import ENGINES
 from slurmrl.errors import UsageError
 
 
-def test_a_missing_package_is_told_with_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_reported_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     found = importlib.util.find_spec
 
     def find_spec(name: str, package: str | None = None) -> Any:
@@ -27,7 +29,7 @@ def test_a_missing_package_is_told_with_how_to_install_it(monkeypatch: pytest.Mo
 
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_machine_without_a_gpu_is_told() -> None:
+def test_a_machine_without_a_gpu_is_reported() -> None:
     code = "from slurmrl.engines.megatron.entry import require; require()"
     run = subprocess.run(  # a process that has not been told that its CPU is one
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False

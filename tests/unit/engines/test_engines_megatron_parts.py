@@ -171,7 +171,7 @@ def test_what_megatron_runs_is_read() -> None:
         (SPARSE, {"etp": 4}, 1, 12, "t4 of experts does not divide their inner size 6"),
     ],
 )
-def test_a_layout_that_does_not_fit_is_told(
+def test_a_layout_that_does_not_fit_is_reported(
     values: dict[str, Any], place: dict[str, int], context: int, vocabulary: int, message: str
 ) -> None:
     config = ModelConfig.from_hf(values)

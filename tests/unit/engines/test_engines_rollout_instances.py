@@ -313,7 +313,7 @@ def test_an_instance_that_returns_holds_the_newest_version_before_its_first_requ
     run(main)
 
 
-def test_an_update_does_not_wait_for_ever_for_an_instance_that_hangs() -> None:
+def test_an_update_does_not_wait_forever_for_an_instance_that_hangs() -> None:
     async def main() -> None:
         servers = [FakeServer(), FakeServer()]
         instances = await serving(servers)

@@ -89,7 +89,7 @@ def test_random_graphs_sort_after_their_parents() -> None:
         ),
     ],
 )
-def test_what_does_not_fit_is_told_with_names_all_at_once(
+def test_all_layouts_that_do_not_fit_are_reported_at_once_by_name(
     calls: list[Call], messages: list[str]
 ) -> None:
     with pytest.raises(UsageError) as caught:

@@ -201,7 +201,7 @@ def test_weights_follow_from_the_seed_or_the_folder(tmp_path: Path) -> None:
     assert read.inner.config.attention_dropout == 0.0
 
 
-def test_a_loss_of_no_weight_may_be_asked_for() -> None:
+def test_a_loss_may_have_zero_weight() -> None:
     made({**MIXTRAL, "output_router_logits": True, "router_aux_loss_coef": 0.0})
 
 

@@ -186,7 +186,7 @@ def test_what_an_earlier_incarnation_said_does_not_count(run: FakeRun) -> None:
     assert status["checkpoint"]["age_s"] is None
 
 
-def test_a_running_trial_whose_lease_stands_still_is_unconfirmed(run: FakeRun) -> None:
+def test_a_running_trial_whose_lease_does_not_advance_is_unconfirmed(run: FakeRun) -> None:
     run.attempt("41_0", job="7.0.0")
     assert look(run, task(0, RUNNING), alive=False)["unconfirmed"] is True
     assert "unconfirmed" not in look(run, task(0, RUNNING)), "nobody looked"

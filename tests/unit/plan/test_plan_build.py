@@ -101,7 +101,7 @@ def test_gpus_are_planned_where_they_are_to_be_expected(
     assert plan.groups[0].gpus_per_worker == gpus
 
 
-def test_processors_follow_the_threads_unless_asked_for(load_ppo: Load) -> None:
+def test_processors_follow_the_threads_unless_given(load_ppo: Load) -> None:
     """Without GPUs a worker gets as many cores as it has threads, and no memory is requested."""
     on_cpus = "cluster.gpus_per_worker=0"
     settings = load_ppo(on_cpus, "cluster.threads_per_worker=3")

@@ -324,7 +324,7 @@ def test_models_on_one_gpu_add_up_and_their_calls_take_turns(plan_ppo: Load) -> 
     assert fullest.models == ("actor", "critic", "ref")
 
 
-def test_seconds_are_told_for_a_known_gpu(plan_ppo: Load) -> None:
+def test_seconds_are_reported_for_a_known_gpu(plan_ppo: Load) -> None:
     from slurmrl.plan.placement import placements
 
     for kind, known in (("h100", True), ("unheard", False)):

@@ -158,7 +158,7 @@ def test_equal_hosts_keep_tensor_groups_together(
     assert workers_per_host(workers, tp) == per_host
 
 
-def test_a_tensor_group_that_lies_on_two_hosts_is_told(plan_ppo: Load) -> None:
+def test_a_tensor_group_that_lies_on_two_hosts_is_reported(plan_ppo: Load) -> None:
     text = ("actor.backend=fsdp:d2", "critic.backend=megatron:t4", "critic.gpus=2-5")
     small = plan(plan_ppo, *text, "cluster.workers_per_host=3")
     assert split_over_hosts(small) == []  # it would fit into no host
@@ -212,7 +212,7 @@ def test_sinfo_is_read() -> None:
         (("cluster.slurm.gpu_directive=none", "actor.backend=fsdp:d16"), []),
     ],
 )  # fmt: skip
-def test_what_the_cluster_lacks_is_told(
+def test_resources_that_the_cluster_lacks_are_reported(
     plan_ppo: Load, overrides: tuple[str, ...], lacking: list[str]
 ) -> None:
     settings = plan_ppo("cluster.gpus_per_worker=1", *overrides)
@@ -224,7 +224,7 @@ def test_what_the_cluster_lacks_is_told(
         assert part in line
 
 
-def test_without_sinfo_nothing_is_told(plan_ppo: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_finding_without_sinfo(plan_ppo: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     settings = plan_ppo()
     assert inventory.ask(settings.config) is None

@@ -177,7 +177,7 @@ def test_requests_that_no_host_can_give_are_refused(plan_ppo: Load) -> None:
         assert inventory.lacking(plan, settings.config, [UNKNOWN_HOST]) == []
 
 
-def test_lowered_defaults_are_told(plan_ppo: Load) -> None:
+def test_lowered_defaults_are_reported(plan_ppo: Load) -> None:
     """The plan warns where hosts have fewer cores or less memory than a default would request."""
     settings = plan_ppo("cluster.gpus_per_worker=1")
     for hosts, words in [([SMALL_HOST], ["2 cores for each GPU", "7.0 GiB"]), ([LARGE_HOST], [])]:

@@ -186,7 +186,7 @@ def test_one_wrong_thing_gives_one_message(
     assert message in problem.message
 
 
-def test_problems_of_all_kinds_are_told_together(load_ppo: Load, folder: Path) -> None:
+def test_problems_of_all_kinds_are_reported_together(load_ppo: Load, folder: Path) -> None:
     text = (folder / "ppo.yaml").read_text() + "sed: 3\n"
     found = problems(
         load_ppo,
@@ -208,7 +208,7 @@ def test_problems_of_all_kinds_are_told_together(load_ppo: Load, folder: Path) -
     ]
 
 
-def test_an_actor_without_weights_is_told_at_the_actor(load_ppo: Load, folder: Path) -> None:
+def test_an_actor_without_weights_is_reported_at_the_actor(load_ppo: Load, folder: Path) -> None:
     text = (folder / "ppo.yaml").read_text().replace("  path: model\n", "")
     found = problems(load_ppo, text=text)
     assert [(problem.key, problem.where) for problem in found] == [
@@ -217,7 +217,9 @@ def test_an_actor_without_weights_is_told_at_the_actor(load_ppo: Load, folder: P
     ]
 
 
-def test_a_folder_without_a_readable_model_is_told_why(load_ppo: Load, folder: Path) -> None:
+def test_a_folder_without_a_readable_model_is_refused_with_the_reason(
+    load_ppo: Load, folder: Path
+) -> None:
     config = folder / "model" / "config.json"
     config.write_text('{"model_type": "gpt9"}')
     assert "gpt9" in problems(load_ppo)[0].message
@@ -230,7 +232,7 @@ def test_a_folder_without_a_readable_model_is_told_why(load_ppo: Load, folder: P
     assert "config.json cannot be read" in problems(load_ppo)[0].message
 
 
-def test_a_trial_stands_for_its_newest_export(load_ppo: Load, folder: Path) -> None:
+def test_the_name_of_a_trial_means_its_newest_export(load_ppo: Load, folder: Path) -> None:
     exports = RunPaths.of(folder / "runs", user_name(), "sft", "1").exports
     for step in (90, 1000, 200):
         (exports / f"step-{step:08d}").mkdir(parents=True)

@@ -397,7 +397,7 @@ def test_there_are_at_least_forty_kinds() -> None:
     assert len(KINDS) >= 40
 
 
-def test_all_that_is_wrong_is_told_at_once(plan_ppo: Load) -> None:
+def test_all_errors_are_reported_at_once(plan_ppo: Load) -> None:
     found = problems(
         plan_ppo,
         f"{MEGATRON}d3t3p5",

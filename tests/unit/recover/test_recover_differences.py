@@ -51,7 +51,7 @@ def test_what_may_not(tmp_path: Path, override: str, line: str) -> None:
     assert differences(config(tmp_path), config(tmp_path, override)) == [line]
 
 
-def test_all_differences_are_told(tmp_path: Path) -> None:
+def test_all_differences_are_reported(tmp_path: Path) -> None:
     changed = config(tmp_path, "seed=2", "total_steps=9", "actor.architecture.vocab_size=65")
     assert [line.partition(":")[0] for line in differences(config(tmp_path), changed)] == [
         "seed",

@@ -54,7 +54,7 @@ def test_without_a_move_nothing_is_added(path: Path) -> None:
     assert follow_actor(resolved(path), overrides) == overrides
 
 
-def test_a_new_layout_may_be_resumed_and_its_price_is_told(path: Path) -> None:
+def test_a_new_layout_may_be_resumed_and_its_cost_is_reported(path: Path) -> None:
     before, after = resolved(path), moved(path, "actor.backend=fsdp:d4")
     assert differences(before, after) == []
     told = consequences(before, after)

@@ -21,7 +21,7 @@ def told(before: Config, now: Config, step: int = 5, untrained_steps: int = 0) -
     return moved_schedules(before, now, trained=trained, step=step, optimizer_steps=2)
 
 
-def test_a_longer_run_says_how_its_learning_rate_goes_on(tmp_path: Path) -> None:
+def test_a_longer_run_reports_its_new_learning_rates(tmp_path: Path) -> None:
     before = config(tmp_path, LINEAR, "total_steps=10")
     now = config(tmp_path, LINEAR, "total_steps=20")
     assert differences(before, now) == []
@@ -53,7 +53,7 @@ def test_a_schedule_may_be_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("total", [10, 20])
-def test_where_no_rate_changes_nothing_is_told(tmp_path: Path, total: int) -> None:
+def test_no_note_where_no_rate_changes(tmp_path: Path, total: int) -> None:
     constant = "actor.optimizer={lr: 0.001}"
     before, now = (config(tmp_path, constant, f"total_steps={n}") for n in (10, total))
     assert told(before, now) == []

@@ -51,7 +51,7 @@ def test_names_and_options_are_checked() -> None:
         ("####", ""),
     ],
 )
-def test_the_final_answer_stands_behind_the_last_marker(text: str, answer: str) -> None:
+def test_the_final_answer_follows_the_last_marker(text: str, answer: str) -> None:
     assert final_answer(text, "####") == answer
 
 

@@ -94,7 +94,7 @@ def test_of_many_callers_one_makes_it(cache: Cache) -> None:
     assert cache.times_made() == 1
 
 
-def test_a_failure_is_told_and_not_kept(cache: Cache) -> None:
+def test_a_failure_is_reported_and_not_cached(cache: Cache) -> None:
     failing = cache.start(fill="touch {folder}/half; echo no such flag >&2; exit 4")
     said, errors = failing.communicate(timeout=120)
     assert (failing.returncode, said) == (3, "")
@@ -113,7 +113,7 @@ def test_what_others_may_write_to_is_not_used(cache: Cache) -> None:
     assert refused.returncode == 3
 
 
-def test_what_nobody_asked_for_in_a_month_goes_with_the_next_change(cache: Cache) -> None:
+def test_entries_unused_for_a_month_are_removed_with_the_next_change(cache: Cache) -> None:
     old, recent = cache.ask(), cache.ask("--with", "recent")
     then = time.time() - 40 * 24 * 3600
     os.utime(old, (then, then))

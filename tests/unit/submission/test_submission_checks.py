@@ -62,7 +62,7 @@ def test_nothing_is_found_in_what_is_right(tmp_path: Path) -> None:
     assert look(tmp_path, settings_of(tmp_path)) == []
 
 
-def test_all_that_is_wrong_is_told_at_once_each_where_it_stands(tmp_path: Path) -> None:
+def test_all_errors_are_reported_at_once_each_with_its_place(tmp_path: Path) -> None:
     rows = write_rows(
         tmp_path / "held.jsonl", {"prompt": "1", "answer": "2"}, {"prompt": None, "answer": "2"}
     )
@@ -137,7 +137,7 @@ def test_the_build_of_torch_is_read_without_importing_it() -> None:
         ("import sys; sys.exit('no')", "mine:Good", "SystemExit: no (mine.py:1)"),
     ],
 )
-def test_a_reward_that_the_run_could_not_make_is_told(
+def test_a_reward_that_the_run_could_not_make_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, name: str, message: str
 ) -> None:
     """The submitting shell's PYTHONPATH does not apply, since a job does not have it."""
@@ -299,7 +299,7 @@ def test_room_is_needed_for_the_tokenised_data_of_a_trial_that_has_none_yet(
     assert "tokenised" not in found.message
 
 
-def test_submit_refuses_before_anything_is_written_and_can_be_told_not_to_look(
+def test_submit_refuses_before_anything_is_written_unless_checks_are_off(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_config(tmp_path)

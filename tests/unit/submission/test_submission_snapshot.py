@@ -64,7 +64,7 @@ def test_the_rewards_module_and_what_it_imports_are_copied(
     assert (paths.code / "submitted.yaml").read_text() == (user / "sft.yaml").read_text()
 
 
-def test_listed_code_is_copied_without_what_nobody_imports(
+def test_listed_code_is_copied_without_files_that_are_not_imported(
     user: Path, scheduler: FakeScheduler
 ) -> None:
     package = user / "package"
@@ -138,7 +138,7 @@ def test_data_is_not_code(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         proposed(user, MINE)
 
 
-def test_a_module_that_is_not_here_is_told(user: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_missing_module_is_reported(user: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert proposed(user, "reward={name: 'no_such_module_here:R'}").recorder.code.paths == ()
     assert "module 'no_such_module_here' was not found" in caplog.text
 

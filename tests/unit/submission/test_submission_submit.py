@@ -131,7 +131,7 @@ def test_cores_and_memory_reach_the_batch_script(config: Path) -> None:
     assert f"#SBATCH --mem={2 * int(group.mem_per_worker[:-1])}G\n" in script
 
 
-def test_an_interrupted_trial_goes_on(again: Submit, scheduler: FakeScheduler) -> None:
+def test_an_interrupted_trial_continues(again: Submit, scheduler: FakeScheduler) -> None:
     paths = again().paths
     train(paths, 4)
     scheduler.tasks = [task(0, JobState.FAILED)]
@@ -143,7 +143,7 @@ def test_an_interrupted_trial_goes_on(again: Submit, scheduler: FakeScheduler) -
     assert scheduler.requests[0].uuid == scheduler.requests[1].uuid
 
 
-def test_a_schedule_that_moves_with_the_end_is_told(again: Submit) -> None:
+def test_a_schedule_that_moves_with_the_end_is_reported(again: Submit) -> None:
     falling = "actor.optimizer.schedule=linear"
     train(again(falling).paths, 4)
     [note] = again(falling, "total_steps=9").notes
@@ -199,7 +199,7 @@ def test_another_configuration_is_refused_with_the_differences(
     assert len(scheduler.requests) == 1
 
 
-def test_a_trial_without_a_commit_goes_on_with_any_configuration(
+def test_a_trial_without_a_commit_continues_with_any_configuration(
     again: Submit, scheduler: FakeScheduler
 ) -> None:
     paths = again().paths

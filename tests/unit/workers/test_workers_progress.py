@@ -107,7 +107,7 @@ def test_log_lines_come_by_steps_or_by_epochs(make_settings: Any) -> None:
     assert due == [False, False, True, False, True], "10 items, 4 a step"
 
 
-def test_last_step_is_evaluated_unless_told_otherwise(make_settings: Any) -> None:
+def test_last_step_is_evaluated_unless_switched_off(make_settings: Any) -> None:
     evaluation = make_settings().config.evaluation.model_dump(mode="json") | {"every_steps": 4}
     for at_end in (True, False):
         progress = start(make_settings(evaluation=evaluation | {"at_end": at_end}))

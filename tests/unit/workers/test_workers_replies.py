@@ -61,7 +61,7 @@ def test_a_worker_that_is_ahead_waits_for_the_others() -> None:
     assert answers.take([done(1, 2)]) == [done(1, 2)]
 
 
-def test_kinds_of_answers_are_told_apart() -> None:
+def test_kinds_of_answers_are_distinguished() -> None:
     """`Done` of one worker and `Saved` of the other are not both answers of either kind."""
     answers = Answers(2, Clock())
     assert answers.take([ready(0)]) == []
