@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
@@ -9,6 +12,11 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.base import PROMPTS, GenerateEngine
 from slurmrl.engines.fsdp.sharding import Shards
 from slurmrl.engines.offload import Offload
+from slurmrl.engines.rollout.native.rollout import NativeRollout
+from slurmrl.engines.rollout.native.schedule import Limits
+from slurmrl.engines.rollout.native.stops import Decode
+from slurmrl.errors import UsageError
+from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
 
 
@@ -19,6 +27,28 @@ class GatheredGeneration(GenerateEngine):
     _offload: Offload
     _max_tokens: int
     """Tokens of prompts that are read at a time."""
+
+    @contextmanager
+    def serving(
+        self, version: str, *, limits: Limits | None = None, decode: Decode | None = None
+    ) -> Iterator[NativeRollout]:
+        """An engine that serves requests with the weights of now, whose name is ``version``. They
+        stay gathered meanwhile, so no rank may call another method; every data-parallel rank
+        enters and leaves, with requests of its own or none.
+
+        Raises UsageError for a model of transformers or one that is split over tensor ranks.
+        """
+        self._offload.check()
+        with torch.no_grad(), self._shards.gathered() as decoder:
+            if not isinstance(decoder, Decoder):
+                raise UsageError(
+                    f"{self.role}: 'implementation: hf' generates whole batches only; episodes "
+                    "and single requests need the built-in decoder"
+                )
+            if limits is None:
+                rows = min(Limits().rows, self._max_tokens)
+                limits = Limits(rows=rows, step_tokens=self._max_tokens)
+            yield NativeRollout(decoder, limits=limits, version=version, decode=decode, own=False)
 
     def generate(
         self,

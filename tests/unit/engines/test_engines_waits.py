@@ -3,6 +3,7 @@ of generation, but never for a micro-batch, a layer or a token."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from slurmrl.config.schema import Model
 from slurmrl.data.sample import SequenceSample
 from slurmrl.engines.fsdp.engine import FSDPEngine
+from slurmrl.engines.rollout.base import GenerationRequest
 from slurmrl.models import generate as generate_module
 from slurmrl.models.generate import GenerationOptions
 from slurmrl.parallel.groups import ParallelContext
@@ -88,6 +90,39 @@ def test_generation_reads_what_has_ended_every_few_tokens(
     tokens = int((output.lengths - output.prompt_lengths).max())
     assert bool(output.finished.any()) == bool(stops)
     assert 1 <= len(waits) <= -(-tokens // 8), waits
+
+
+def test_requests_wait_only_for_what_an_earlier_call_has_drawn() -> None:
+    """Calls of the model and draws are queued without a wait; tokens are read when the next call
+    runs, and completions are those of the whole batch."""
+    model, batch, keys = engine(), sample("prompt_ids"), torch.arange(len(LENGTHS))
+    options = GenerationOptions(max_new_tokens=12, top_k=20, stop_token_ids=(10, 11))
+    output = model.generate(batch, options, seed=1, step=1, keys=keys)
+    texts = batch.tensor("prompt_ids").split(LENGTHS)
+
+    async def served() -> list[tuple[int, ...]]:
+        with model.serving("1.0") as rollout:
+            rollout._batch._late = True
+            requests = [
+                GenerationRequest(
+                    request_id=str(place),
+                    prompt=tuple(text.tolist()),
+                    keys=(place,),
+                    seed=1,
+                    step=1,
+                    options=options,
+                )
+                for place, text in enumerate(texts)
+            ]
+            with host_waits(model._state().values()) as waits:
+                found = await asyncio.gather(*map(rollout.submit, requests))
+            assert len(set(waits)) == 1, "only Drawn.read waits, for a call that has ended"
+            return [completion.tokens for (completion,) in found]
+
+    parts = output.tokens.split(output.lengths.tolist())
+    assert asyncio.run(served()) == [
+        tuple(part[length:].tolist()) for part, length in zip(parts, LENGTHS, strict=True)
+    ]
 
 
 def test_sharded_modules_get_no_plain_tensor_of_the_host() -> None:

@@ -43,11 +43,21 @@ class NativeRollout(RolloutEngine):
         version: str | None = None,
         context: int | None = None,
         decode: Decode | None = None,
+        own: bool = True,
     ) -> None:
         """``version`` names the decoder's weights; without it requests wait for ``update_weights``.
         ``context`` is the most tokens of a sequence (default: ``max_position_embeddings``);
-        ``decode`` turns token ids into text, for stop strings."""
-        join_matrices(decoder)
+        ``decode`` turns token ids into text, for stop strings. The parameters of a decoder that is
+        the engine's ``own`` are moved in memory.
+
+        Raises UsageError for a decoder that is split over tensor ranks."""
+        if decoder.split.tensor.size > 1:
+            raise UsageError(
+                f"requests cannot be served by a model on {decoder.split.tensor.size} tensor "
+                "ranks yet: use a layout without t, or generation of whole batches"
+            )
+        if own:
+            join_matrices(decoder)
         self._batch = ContinuousBatch(
             decoder,
             limits or Limits(),
