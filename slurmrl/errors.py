@@ -51,6 +51,10 @@ class UnreadableInputError(UsageError):
         return str(self.args[0]) if self.args else ""
 
 
+class UnreachableHubError(UsageError):
+    """The Hugging Face hub cannot be reached from this host."""
+
+
 class UnknownNameError(UsageError, LookupError):
     """A name is not in its table; the message lists the known names."""
 

@@ -82,7 +82,9 @@ def _report(config: Path, overrides: tuple[str, ...], root: str | None) -> DataR
     from slurmrl.submission.checks.run import Code
     from slurmrl.submission.data_report import DataReport
 
-    settings = load_settings(config, overrides, root=trials.chosen_root(root), planning=True)
+    settings = load_settings(
+        config, overrides, root=trials.chosen_root(root), planning=True, data=True
+    )
     code = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
     return DataReport(settings, Code(paths=code.paths))
 

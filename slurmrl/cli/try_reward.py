@@ -79,7 +79,7 @@ def try_reward(
     if file is not None and completions:
         raise click.UsageError("--completion and --completions exclude each other")
     settings = load_settings(
-        config, overrides, root=chosen_root(root), scheduler="local", planning=True
+        config, overrides, root=chosen_root(root), scheduler="local", planning=True, data=True
     )
     code = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
     data = trying.RewardData(settings)

@@ -17,11 +17,12 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 from slurmrl.config import overrides as command_line
 from slurmrl.config.problems import problems_from
 from slurmrl.config.schema import Config
-from slurmrl.config.schema.base import IsPath
+from slurmrl.config.schema.base import IsHubPath, IsPath
 from slurmrl.config.schema.model import TRIAL_PREFIX
 from slurmrl.config.source import KeyPath, Source, read
 from slurmrl.errors import ConfigError, EnvironmentFailure, Problem
 from slurmrl.fsio.failures import NO_FILE
+from slurmrl.hub import reference as hub
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -124,7 +125,7 @@ def _resolve_paths(model: M, source: Source, prefix: KeyPath) -> M:
         if isinstance(value, BaseModel):
             changes[name] = _resolve_paths(value, source, here)
         elif isinstance(value, str) and _is_path(field) and not value.startswith(TRIAL_PREFIX):
-            changes[name] = _absolute(value, source, here) if value else value
+            changes[name] = _located(value, source, here, may_be_hub=_is_path(field, IsHubPath))
         elif isinstance(value, dict):
             changes[name] = {
                 key: _resolve_paths(each, source, (*here, key))
@@ -140,16 +141,26 @@ def _resolve_paths(model: M, source: Source, prefix: KeyPath) -> M:
     return model.model_copy(update=changes) if changes else model
 
 
+def _located(text: str, source: Source, key: KeyPath, *, may_be_hub: bool) -> str:
+    """The absolute path, or the repository of the hub; ``org/name`` is one if there is no such
+    path."""
+    if not text or (may_be_hub and text.startswith(hub.PREFIX)):
+        return text
+    path = _absolute(text, source, key)
+    return f"{hub.PREFIX}{text}" if may_be_hub and hub.is_plain(text, Path(path)) else path
+
+
 def _absolute(text: str, source: Source, key: KeyPath) -> str:
     return os.path.abspath(source.folder(key) / Path(text).expanduser())
 
 
-def _is_path(field: FieldInfo) -> bool:
-    return any(isinstance(mark, IsPath) for mark in field.metadata) or _holds_path(field.annotation)
+def _is_path(field: FieldInfo, kind: type[IsPath] = IsPath) -> bool:
+    marked = any(isinstance(mark, kind) for mark in field.metadata)
+    return marked or _holds_path(field.annotation, kind)
 
 
-def _holds_path(annotation: Any) -> bool:
+def _holds_path(annotation: Any, kind: type[IsPath]) -> bool:
     marks = getattr(annotation, "__metadata__", ())
-    return any(isinstance(mark, IsPath) for mark in marks) or any(
-        _holds_path(argument) for argument in get_args(annotation)
+    return any(isinstance(mark, kind) for mark in marks) or any(
+        _holds_path(argument, kind) for argument in get_args(annotation)
     )

@@ -30,7 +30,13 @@ from slurmrl.plan.own_algorithm import (
     load_on_login_node,
     own_name,
 )
-from slurmrl.plan.resolve import allocation_mode, hardware_defaults, trial_references
+from slurmrl.plan.resolve import (
+    allocation_mode,
+    hardware_defaults,
+    hub_references,
+    trial_references,
+)
+from slurmrl.plan.resolve.hub_references import HubResolver
 from slurmrl.plan.resolve.inherit import complete
 from slurmrl.registry import import_own, near
 from slurmrl.scheduler import choose
@@ -63,12 +69,13 @@ def load_settings(
     planning: bool = False,
     folders: Sequence[Path] | None = None,
     resumed: bool = False,
+    data: bool = False,
 ) -> Settings:
     """Read, resolve and check a configuration. ``root`` and ``scheduler`` override the
     configuration's own. When ``planning``, absent files and engines are listed in ``missing``
     instead of refused. ``folders`` are searched for the user's own code; by default, that of the
     file and the current directory. ``resumed``: the file is that of a trial, whose unused sections
-    are left alone.
+    are left alone. ``data``: fetch datasets of the hub also when ``planning``.
 
     Raises ConfigError with every problem: in the text, in the values, in the algorithm's settings,
     and between them and the files that they name.
@@ -76,7 +83,9 @@ def load_settings(
     source = load(path, overrides)
     searched = [path.parent.absolute(), Path.cwd()] if folders is None else list(folders)
     with importable(searched):
-        return _checked(source, searched, root, scheduler, planning=planning, resumed=resumed)
+        return _checked(
+            source, searched, root, scheduler, planning=planning, resumed=resumed, data=data
+        )
 
 
 def _checked(
@@ -87,6 +96,7 @@ def _checked(
     *,
     planning: bool,
     resumed: bool,
+    data: bool,
 ) -> Settings:
     config, problems = validate(Config, source)
     schema, folders, more = _schema(source, folders)
@@ -108,6 +118,12 @@ def _checked(
         config, missing = trial_references.resolve(
             config, Path(config.root), source, planning=planning
         )
+        if not planning and hub_references.are_in(config):
+            # what is wrong is refused before anything large is fetched
+            _checked(source, folders, root, scheduler, planning=True, resumed=resumed, data=False)
+        resolver = HubResolver(config, source, planning=planning, data=data)
+        config = resolver.resolved()
+        missing += resolver.problems
         if algorithm is not None:
             kind = choose(scheduler or config.cluster.scheduler)
             config = hardware_defaults.with_precision(config, kind)

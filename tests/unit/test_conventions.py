@@ -36,7 +36,8 @@ ROWS: tuple[dict[str, tuple[str, ...]], ...] = (
         "fsio": ("backoff", "errors"),
     },
     {
-        "config": (),
+        "config": ("hub",),
+        "hub": (),
         "name_resolve": (),
         "history": (),
         "lease": (),

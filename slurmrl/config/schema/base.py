@@ -36,6 +36,10 @@ class IsPath:
     """Marks a field that holds a path: relative ones are resolved against the config's folder."""
 
 
+class IsHubPath(IsPath):
+    """Marks a path that may also name a repository of the Hugging Face hub."""
+
+
 def _whole_number_as_text(value: Any) -> Any:
     return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
@@ -66,6 +70,7 @@ Line = Annotated[Text, AfterValidator(_check_line)]
 Word = Annotated[Line, AfterValidator(_check_not_empty)]
 Name = Annotated[Text, AfterValidator(_check_name)]
 PathText = Annotated[Word, IsPath()]
+HubPathText = Annotated[Word, IsHubPath()]
 
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]

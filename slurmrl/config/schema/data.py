@@ -8,7 +8,8 @@ from typing import Annotated, Any, Final, Literal, cast, get_args
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from slurmrl.config.schema.base import (
-    IsPath,
+    HubPathText,
+    IsHubPath,
     Line,
     PathText,
     PositiveFloat,
@@ -62,14 +63,16 @@ def _check_type(name: str) -> str:
 
 
 TypeName = Annotated[Word, AfterValidator(_check_type)]
-OptionalPath = Annotated[Line, BeforeValidator(lambda path: path or ""), IsPath()]
+OptionalPath = Annotated[Line, BeforeValidator(lambda path: path or ""), IsHubPath()]
 
 
 class DataSource(Section):
     """One of several sources of a dataset. What it leaves at null is as in the dataset."""
 
-    path: PathText
-    """The file or folder."""
+    path: HubPathText
+    """The file or folder, or a dataset of the hub."""
+    subset: Word | None = None
+    """The subset of a dataset of the hub."""
     split: Word | None = None
     """The split to read, for a folder that has several."""
     weight: PositiveFloat | None = None
@@ -104,8 +107,12 @@ class Dataset(Section):
     like: BuiltIn | None = None
     """For a type of your own: the built-in type that it is derived from."""
     path: OptionalPath = ""
-    """The file or folder. It is tokenised once per trial, into the run directory, when the first
-    job starts. Do not change it during a trial. Required without `sources`."""
+    """The file or folder, or `org/name` or `hf://org/name@revision` for a dataset of the Hugging
+    Face hub, which is fetched when the trial is submitted. It is tokenised once per trial, into the
+    run directory, when the first job starts. Do not change it during a trial. Required without
+    `sources`."""
+    subset: Word | None = None
+    """The subset of a dataset of the hub that has several (`main`)."""
     sources: dict[SourceName, DataSource] = Field(default_factory=dict)
     """Several files or folders in place of `path`, by names of your choice. A sample's id begins
     with the name: `math/17@0`."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from slurmrl.config.schema.base import Line, PathText, PositiveFraction, PositiveInt, Section
+from slurmrl.config.schema.base import HubPathText, Line, PositiveFraction, PositiveInt, Section
 from slurmrl.config.schema.lora import Lora
 from slurmrl.config.schema.optimizer import Optimizer
 
@@ -44,8 +44,9 @@ class Model(Section):
     `transformer_engine` and `max_tokens_per_microbatch`, but not `lora` and the
     optimizer."""
 
-    path: PathText | None = None
-    """Folder in Hugging Face format, or `trial:EXPERIMENT/TRIAL` for that trial's newest export,
+    path: HubPathText | None = None
+    """Folder in Hugging Face format, `org/name` or `hf://org/name@revision` for a model of the
+    Hugging Face hub, or `trial:EXPERIMENT/TRIAL` for that trial's newest export,
     or `trial:EXPERIMENT/TRIAL@STEP` for its export of a step."""
     architecture: dict[str, Any] | None = None
     """A new model instead of a path, as in a Hugging Face `config.json`: `model_type`,
@@ -53,8 +54,8 @@ class Model(Section):
     implementation: Literal["builtin", "hf"] = "builtin"
     """Model code: `builtin` is the built-in decoder for the supported families; `hf` is any causal
     language model of transformers, on fsdp with data parallelism only, and slower."""
-    tokenizer: PathText | None = None
-    """Folder of the tokenizer. Default: `path`."""
+    tokenizer: HubPathText | None = None
+    """Folder of the tokenizer, or a repository of the hub. Default: `path`."""
     backend: Line = ""
     """Engine and layout: `fsdp:d2`. Default of the actor: `fsdp:d1`."""
     gpus: Line = ""

@@ -1,0 +1,101 @@
+"""Folders of repositories, from the cache or fetched from the hub by a child process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Final
+
+import slurmrl
+from slurmrl import log
+from slurmrl.errors import EnvironmentFailure, UnreachableHubError, UsageError
+from slurmrl.fsio import atomic
+from slurmrl.hub.reference import CACHE, COMMIT, HubReference
+from slurmrl.paths import user_name
+
+logger = log.get(__name__)
+
+CHILD: Final = "slurmrl.hub.child"
+
+
+class HubCache:
+    """The cache of one user under the root of the runs.
+
+    Methods raise UsageError for a repository that cannot be fetched, EnvironmentFailure if the
+    cache cannot be written.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.folder = root / user_name() / CACHE
+
+    def pinned(self, reference: HubReference, before: str | None) -> Path | None:
+        """The folder that a trial used ``before``, if it holds the same revision."""
+        commits = reference.commits(self.folder)
+        folders = [reference.folder(self.folder, commit) for commit in commits]
+        return next((folder for folder in folders if str(folder) == before), None)
+
+    def newest(self, reference: HubReference) -> Path | None:
+        """The folder of the revision without asking the hub."""
+        commits = reference.commits(self.folder)
+        return reference.folder(self.folder, commits[0]) if commits else None
+
+    def fetch(self, reference: HubReference) -> Path:
+        """The folder of the revision as it is on the hub now. A commit is fetched once. Where the
+        hub cannot be reached, that of the last time is used."""
+        known = self.newest(reference)
+        if known is not None and COMMIT.fullmatch(reference.revision):
+            return known
+        try:
+            return self._ask(reference)
+        except UnreachableHubError as error:
+            if known is None:
+                raise
+            logger.warning("%s; %s is used as it was last time, %s", error, reference, known.name)
+            return known
+
+    def _ask(self, reference: HubReference) -> Path:
+        atomic.make_private_directory(self.folder)
+        home = reference.home(self.folder)
+        request = json.dumps({**asdict(reference), "home": str(home)})
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", CHILD],
+            env=_environment(home),
+            input=request.encode(),
+            stdout=subprocess.PIPE,
+            check=False,
+        )
+        lines = done.stdout.splitlines()
+        reply: dict[str, Any] = json.loads(lines[-1]) if lines and not done.returncode else {}
+        if "unreachable" in reply:
+            raise UnreachableHubError(reply["unreachable"])
+        if "error" in reply:
+            raise UsageError(reply["error"])
+        if "commit" not in reply:
+            message = f"fetching {reference} failed, see above (exit code {done.returncode})"
+            raise EnvironmentFailure(message)
+        folder = reference.folder(self.folder, reply["commit"])
+        mark = reference.mark(self.folder, reply["commit"])
+        atomic.make_private_directory(mark.parent)
+        atomic.replace(mark, b"")
+        return folder
+
+
+def _environment(home: Path) -> dict[str, str]:
+    """The user's own environment, from which the hub's library takes the token. It writes only to
+    the cache: a home directory may be small."""
+    place = home / "fetching"
+    return {
+        **os.environ,
+        "PYTHONPATH": str(Path(slurmrl.__file__).parents[1]),
+        "HF_HUB_CACHE": str(place / "hub"),
+        "HF_XET_CACHE": str(place / "xet"),
+        "HF_ASSETS_CACHE": str(place / "assets"),
+        "HF_DATASETS_CACHE": str(place / "datasets"),
+        "HF_MODULES_CACHE": str(place / "modules"),
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "HF_UPDATE_DOWNLOAD_COUNTS": "0",
+    }

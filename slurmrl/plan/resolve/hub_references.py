@@ -1,0 +1,149 @@
+"""``hf://org/name@revision`` is a repository of the Hugging Face hub, of which the cache has a
+folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Final
+
+from slurmrl.config.schema import Config, Dataset, Model, role_key
+from slurmrl.config.source import KeyPath, Source, read
+from slurmrl.errors import EnvironmentFailure, Problem, UsageError
+from slurmrl.fsio import inputs
+from slurmrl.hub.cache import HubCache
+from slurmrl.hub.reference import PREFIX, HubReference, Kind, parse
+from slurmrl.paths import RunPaths, user_name
+
+LATER: Final = "is not fetched yet: slurmrl submit does that"
+
+
+def are_in(config: Config) -> bool:
+    """Whether a configuration names a repository."""
+    models = (config.find_model(role) for role in config.roles)
+    texts = [text for model in models if model for text in (model.path, model.tokenizer)]
+    return any(
+        text is not None and text.startswith(PREFIX) for text in (*texts, *config.data_paths())
+    )
+
+
+class HubResolver:
+    """Replaces repositories by folders. ``problems`` are those found. When ``planning``, of models
+    only tokenizers and architectures are fetched, and datasets only if ``data``.
+
+    A trial that exists keeps the commits that it has, as long as its revisions are the same.
+    """
+
+    def __init__(self, config: Config, source: Source, *, planning: bool, data: bool) -> None:
+        self.problems: list[Problem] = []
+        self._config = config
+        self._source = source
+        self._cache = HubCache(Path(config.root))
+        self._planning = planning
+        self._fetches_data = data or not planning
+        run = RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)
+        self._before = read(run.config).values if run.config.is_file() else {}
+
+    def resolved(self) -> Config:
+        """The configuration with folders."""
+        config = self._config
+        update: dict[str, Any] = {"dataset": self._dataset(("dataset",), config.dataset)}
+        if config.evaluation is not None:
+            key = ("evaluation", "dataset")
+            held_out = self._dataset(key, config.evaluation.dataset)
+            update["evaluation"] = config.evaluation.model_copy(update={"dataset": held_out})
+        models = {
+            role: self._model(role_key(role), model)
+            for role in config.roles
+            if (model := config.find_model(role)) is not None
+        }
+        return config.model_copy(update=update).with_models(models)
+
+    # -- sections ----------------------------------------------------------------------------
+
+    def _dataset(self, key: KeyPath, dataset: Dataset) -> Dataset:
+        update: dict[str, Any] = {"path": self._rows(key, dataset.path, dataset.subset)}
+        update["sources"] = {
+            name: part.model_copy(
+                update={
+                    "path": self._rows(
+                        (*key, "sources", name), part.path, part.subset or dataset.subset
+                    )
+                }
+            )
+            for name, part in dataset.sources.items()
+        }
+        return dataset.model_copy(update=update)
+
+    def _rows(self, section: KeyPath, path: str, subset: str | None) -> str:
+        key = (*section, "path")
+        if not path.startswith(PREFIX):
+            local = path and not Path(path).is_relative_to(self._cache.folder)
+            if local and subset is not None:
+                message = f"'{subset}' is not allowed: {path} is not a dataset of the hub"
+                self._report((*section, "subset"), message)
+            return path
+        return self._folder(key, path, Kind.DATASET, subset, fetch=self._fetches_data) or path
+
+    def _model(self, key: KeyPath, model: Model) -> Model:
+        update: dict[str, Any] = {}
+        if model.tokenizer is not None and model.tokenizer.startswith(PREFIX):
+            where = (*key, "tokenizer")
+            update["tokenizer"] = self._folder(where, model.tokenizer, Kind.TOKENIZER)
+        if model.path is not None and model.path.startswith(PREFIX):
+            where = (*key, "path")
+            fetch = not self._planning
+            update["path"] = self._folder(where, model.path, Kind.MODEL, fetch=fetch)
+            if update["path"] is None and self._planning:
+                update |= self._promised(where, model, update)
+        return model.model_copy(update=update) if update else model
+
+    def _promised(self, key: KeyPath, model: Model, update: dict[str, Any]) -> dict[str, Any]:
+        """What a plan needs of a model that is not fetched yet."""
+        assert model.path is not None, "the caller looked"
+        small = self._folder(key, model.path, Kind.TOKENIZER)
+        if small is None:
+            return {}
+        tokenizer = update.get("tokenizer") or model.tokenizer or small
+        config = Path(small) / "config.json"
+        architecture = json.loads(inputs.read(config)) if config.is_file() else None
+        return {"tokenizer": tokenizer, "architecture": architecture}
+
+    # -- folders -----------------------------------------------------------------------------
+
+    def _folder(
+        self, key: KeyPath, text: str, kind: Kind, subset: str | None = None, *, fetch: bool = True
+    ) -> str | None:
+        """The folder of a repository, or None and a problem."""
+        try:
+            reference = parse(text, kind, subset)
+            before = _value_at(self._before, key)
+            folder = self._cache.pinned(reference, before if isinstance(before, str) else None)
+            if folder is None:
+                folder = self._get(reference, fetch=fetch)
+        except (UsageError, EnvironmentFailure) as error:
+            self._report(key, f"{error}{self._no_path(key)}")
+            return None
+        if folder is None:
+            self._report(key, f"{reference} {LATER}")
+            return None
+        return str(folder)
+
+    def _get(self, reference: HubReference, *, fetch: bool) -> Path | None:
+        return self._cache.fetch(reference) if fetch else self._cache.newest(reference)
+
+    def _no_path(self, key: KeyPath) -> str:
+        """For a text that could have been meant as a path."""
+        text = _value_at(self._source.values, key)
+        if not isinstance(text, str) or text.startswith(PREFIX):
+            return ""
+        return f"; there is also no file or folder {self._source.folder(key) / text}"
+
+    def _report(self, key: KeyPath, message: str) -> None:
+        self.problems.append(self._source.problem(key, message))
+
+
+def _value_at(values: Any, key: KeyPath) -> Any:
+    for part in key:
+        values = values.get(part) if isinstance(values, dict) else None
+    return values

@@ -1,0 +1,144 @@
+"""Repositories of the hub: fetched once per commit, and what is said of those that cannot be."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from slurmrl.data.records import read_records
+from slurmrl.errors import UnreachableHubError, UsageError
+from slurmrl.hub.cache import HubCache
+from slurmrl.hub.reference import Kind, is_plain, parse
+from tests.support.hub import Hub
+
+ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
+LINES = "".join(json.dumps(row) + "\n" for row in ROWS)
+SUBSETS = (
+    "---\nconfigs:\n- config_name: easy\n  data_files: [{split: train, path: easy/*.jsonl}]\n"
+    "- config_name: hard\n  data_files: [{split: train, path: hard.csv}]\n---\nSums\n"
+)
+TOKEN = "hf_secret"
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> HubCache:
+    return HubCache(tmp_path / "runs")
+
+
+def test_a_commit_is_fetched_once_and_found_without_a_network(
+    hub: Hub,
+    cache: HubCache,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A branch is asked for each time; a commit is not. Files are readable by their owner only, and
+    torch is not imported."""
+    monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
+    first = hub.commit("datasets/org/sums", {"train.jsonl": LINES, "test.jsonl": LINES})
+    reference = parse("hf://datasets/org/sums", Kind.DATASET)
+    folder = cache.fetch(reference)
+    imported = capfd.readouterr().err
+    assert "huggingface_hub" in imported
+    assert not re.search(r"\| +torch\b", imported)
+    monkeypatch.delenv("PYTHONPROFILEIMPORTTIME")
+    assert folder.name == first
+    assert read_records(folder, "id", "train").rows == tuple(ROWS)
+    modes = {path.stat().st_mode & 0o077 for path in cache.folder.rglob("*")}
+    assert modes == {0}
+    downloads = len(hub.downloads)
+    assert cache.fetch(reference) == folder
+    assert len(hub.downloads) == downloads
+    assert sorted(path.name for path in folder.parent.iterdir()) == [first, "revisions"]
+    second = hub.commit("datasets/org/sums", {"train.jsonl": LINES * 2})
+    assert cache.fetch(reference).name == second
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    capfd.readouterr()
+    assert cache.fetch(reference).name == second
+    asked = len(hub.requests)
+    assert cache.fetch(parse(f"hf://org/sums@{first}", Kind.DATASET)) == folder
+    assert len(hub.requests) == asked
+    assert cache.pinned(reference, str(folder)) == folder, "main has been this commit"
+    assert cache.pinned(parse("hf://org/sums@v2", Kind.DATASET), str(folder)) is None
+    with pytest.raises(UnreachableHubError, match=r"org/other cannot be reached from here"):
+        cache.fetch(parse("hf://org/other", Kind.DATASET))
+
+
+def test_what_is_wrong_with_a_repository_is_explained(
+    hub: Hub, cache: HubCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with a token, which is written nowhere below the root."""
+    hub.commit(
+        "datasets/org/sums", {"README.md": SUBSETS, "easy/a.jsonl": LINES, "hard.csv": "a\n1"}
+    )
+    hub.commit("models/org/pickled", {"config.json": "{}", "pytorch_model.bin": "?"})
+    hub.commit("models/org/gated", {"config.json": "{}", "model.safetensors": "w"})
+    hub.repositories["models/org/gated"].token = TOKEN
+    cases = {
+        ("org/none", Kind.MODEL, None): "org/none does not exist, or is a private model: set HF_",
+        ("org/gated", Kind.MODEL, None): "org/gated is gated: accept its conditions there, then",
+        ("org/sums@v9", Kind.DATASET, None): "org/sums has no branch, tag or commit 'v9'",
+        ("org/sums", Kind.DATASET, None): "has the subsets easy, hard: set dataset.subset to one",
+        ("org/sums", Kind.DATASET, "harder"): "has no subset 'harder'; it has easy, hard",
+        ("org/pickled", Kind.MODEL, None): "org/pickled has no *.safetensors",
+    }
+    for (name, kind, subset), message in cases.items():
+        with pytest.raises(UsageError) as caught:
+            cache.fetch(parse(f"hf://{name}", kind, subset))
+        assert message in str(caught.value)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    folder = cache.fetch(parse("hf://org/gated", Kind.MODEL))
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    contents = [path.read_bytes() for path in cache.folder.rglob("*") if path.is_file()]
+    assert not any(TOKEN.encode() in content for content in contents)
+    folder = cache.fetch(parse("hf://org/sums", Kind.DATASET, "easy"))
+    assert read_records(folder, "id").rows == tuple(ROWS)
+
+
+def test_an_interrupted_download_is_no_folder_and_is_resumed(hub: Hub, cache: HubCache) -> None:
+    files = {f"model-{part}.safetensors": f"weights {part}" for part in range(4)}
+    hub.commit("models/org/model", {"config.json": "{}", **files})
+    reference = parse("hf://org/model", Kind.MODEL)
+    hub.breaks_after = 2
+    with pytest.raises(UsageError):
+        cache.fetch(reference)
+    assert cache.newest(reference) is None
+    hub.breaks_after = None
+    arrived = len(list(cache.folder.rglob("blobs/*")))
+    hub.requests.clear()
+    folder = cache.fetch(reference)
+    assert len(hub.downloads) <= 5 - arrived + 1
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {
+        "config.json": "{}",
+        **files,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "plain"),
+    [
+        ("openai/gsm8k", True),
+        ("Qwen/Qwen2.5-0.5B@main", True),
+        ("here/anything", False),
+        ("data/train.jsonl", False),
+        ("./org/name", False),
+        ("/org/name", False),
+        ("a/b/c", False),
+        ("name", False),
+    ],
+)
+def test_a_plain_name_is_a_repository_only_where_it_can_be_no_path(
+    tmp_path: Path, text: str, plain: bool
+) -> None:
+    (tmp_path / "here").mkdir()
+    assert is_plain(text, tmp_path / text) is plain
+
+
+@pytest.mark.parametrize(
+    "text", ["hf://", "hf://a/b/c", "hf://org/../x", "hf://org/name@", "hf://t:x@host/o/n"]
+)
+def test_other_forms_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=r"expected hf://org/name\[@revision\]"):
+        parse(text, Kind.MODEL)
