@@ -13,7 +13,7 @@ from slurmrl.cli.options import common, json_option
 from slurmrl.display.columns import table
 
 if TYPE_CHECKING:
-    from slurmrl.submission.try_reward import Item, RewardData, Tried
+    from slurmrl.submission.try_reward import Tried
 
 ROWS = 8
 SHOWN_CHARACTERS = 40
@@ -74,6 +74,7 @@ def try_reward(
     from slurmrl.plan.settings import load_settings
     from slurmrl.submission import own_code
     from slurmrl.submission import try_reward as trying
+    from slurmrl.submission.found_rows import Selection
     from slurmrl.submission.trials import chosen_root
 
     if file is not None and completions:
@@ -83,18 +84,11 @@ def try_reward(
     )
     code = own_code.find(settings.config, settings.source, settings.folders, settings.algorithm)
     data = trying.RewardData(settings)
-    items = _items(data, rows, completions, file)
-    tried = trying.try_reward(data, items, code, timeout)
+    default = None if file is not None else 1 if completions else ROWS
+    path = None if file is None else str(file.absolute())
+    tried = trying.try_reward(data, Selection(rows or default, completions, path), code, timeout)
     click.echo(json.dumps(_object(tried)) if as_json else _text(tried, data.reward.title))
     return 0
-
-
-def _items(
-    data: RewardData, rows: int | None, completions: tuple[str, ...], file: Path | None
-) -> list[Item]:
-    if file is not None:
-        return data.file(file, rows)
-    return data.texts(rows or 1, completions) if completions else data.references(rows or ROWS)
 
 
 def _object(tried: Tried) -> dict[str, object]:

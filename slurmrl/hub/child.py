@@ -17,7 +17,7 @@ from typing import Any, Final
 
 from slurmrl.errors import EnvironmentFailure, MissingDependencyError, UsageError
 from slurmrl.fsio import atomic
-from slurmrl.hub.reference import HubReference, Kind
+from slurmrl.hub.reference import HubKind, HubReference
 
 TIMEOUT_S: Final = 30.0
 OF_TOKENIZERS: Final = (
@@ -25,8 +25,8 @@ OF_TOKENIZERS: Final = (
     *("special_tokens_map.json", "added_tokens.json", "config.json"),
 )
 PATTERNS: Final = {
-    Kind.TOKENIZER: OF_TOKENIZERS,
-    Kind.MODEL: (*OF_TOKENIZERS, "*.json", "*.safetensors"),
+    HubKind.TOKENIZER: OF_TOKENIZERS,
+    HubKind.MODEL: (*OF_TOKENIZERS, "*.json", "*.safetensors"),
 }
 """Files of a repository that are fetched; all of a dataset's."""
 LEFT_OUT: Final = ("*/*", "consolidated*.safetensors")
@@ -46,7 +46,7 @@ class RepositoryFetcher:
 
         self._reference = reference
         self._home = home
-        self._type = "dataset" if reference.kind is Kind.DATASET else "model"
+        self._type = "dataset" if reference.kind is HubKind.DATASET else "model"
         self._endpoint = constants.ENDPOINT
 
     def fetch(self) -> str:
@@ -89,7 +89,7 @@ class RepositoryFetcher:
             allow_patterns=patterns or None,
             ignore_patterns=list(LEFT_OUT) if patterns else None,
         )
-        if reference.kind is Kind.DATASET:
+        if reference.kind is HubKind.DATASET:
             self._save_rows(snapshot, made)
         else:
             self._copy(Path(snapshot), made)
@@ -100,7 +100,7 @@ class RepositoryFetcher:
     def _copy(self, snapshot: Path, made: Path) -> None:
         names = sorted(path.name for path in snapshot.iterdir() if path.is_file())
         weights = [name for name in names if name.endswith(".safetensors")]
-        if self._reference.kind is Kind.MODEL and not weights:
+        if self._reference.kind is HubKind.MODEL and not weights:
             raise UsageError(f"{self._url} has no *.safetensors: its weights cannot be read")
         made.mkdir(parents=True)
         for name in names:
@@ -176,7 +176,7 @@ def main() -> None:
     os.umask(0o077)
     request: dict[str, Any] = json.load(sys.stdin)
     home = Path(request.pop("home"))
-    reference = HubReference(**{**request, "kind": Kind(request["kind"])})
+    reference = HubReference(**{**request, "kind": HubKind(request["kind"])})
     with redirect_stdout(sys.stderr):
         reply = RepositoryFetcher(reference, home).explained()
     print(json.dumps(reply), flush=True)

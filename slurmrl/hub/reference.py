@@ -24,7 +24,7 @@ _PLAIN: Final = re.compile(rf"{_NAME}/{_NAME}(?:@[\w./+-]+)?")
 _FILES: Final = (".jsonl", ".ndjson", ".json", ".parquet", ".arrow", ".csv", ".txt", ".jinja")
 
 
-class Kind(StrEnum):
+class HubKind(StrEnum):
     """What is fetched of a repository; also the folder of the cache."""
 
     DATASET = "datasets"
@@ -35,7 +35,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class HubReference:
-    kind: Kind
+    kind: HubKind
     repository: str
     """``org/name``."""
     revision: str = DEFAULT_REVISION
@@ -75,10 +75,10 @@ class HubReference:
         return [commit for commit in known if self.folder(cache, commit).is_dir()]
 
 
-def parse(text: str, kind: Kind, subset: str | None = None) -> HubReference:
+def parse(text: str, kind: HubKind, subset: str | None = None) -> HubReference:
     """The reference in ``hf://[datasets/]org/name[@revision]``. Raises UsageError."""
     rest = text.removeprefix(PREFIX).removeprefix(
-        "datasets/" if kind is Kind.DATASET else "models/"
+        "datasets/" if kind is HubKind.DATASET else "models/"
     )
     repository, at, revision = rest.partition("@")
     if not _REPOSITORY.fullmatch(repository) or (at and not _REVISION.fullmatch(revision)):

@@ -1,8 +1,9 @@
-"""Some rows of a dataset of prompts, found without reading more of the file than necessary."""
+"""Some rows of a dataset of prompts, found without reading more of the file than necessary, and
+completions for them."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
@@ -10,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from slurmrl.config.schema import Dataset
-from slurmrl.data.records import RecordReader, id_of
+from slurmrl.data.fields import has
+from slurmrl.data.records import MOST_PROBLEMS, RecordReader, id_of
 from slurmrl.data.row_checks import RowChecks
 from slurmrl.data.rows import reference
-from slurmrl.data.types import row_type
+from slurmrl.data.types import own_convert, row_type
 from slurmrl.data.types.prompt import Prompts
+from slurmrl.errors import ConfigError, Problem, UsageError
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,26 @@ class DataRow:
     where: str
     """Its place, for messages."""
     values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One completion to judge, for a row of the data."""
+
+    row: DataRow
+    completion: str
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which completions are judged: those of a file, texts for rows, or the rows' own answers."""
+
+    rows: int | None
+    """Number of rows, from the first, or of completions of the file (None: all)."""
+    completions: Sequence[str] = ()
+    """Texts, each for each row."""
+    file: str | None = None
+    """JSONL file of completions."""
 
 
 class FoundRows:
@@ -71,7 +94,9 @@ class FoundRows:
         return reference(self.config, row.values)
 
     def _reader(self) -> RecordReader:
-        return RecordReader(Path(self.config.path), self.config.id_key, self.config.split)
+        config = self.config
+        convert = own_convert(self._kind)
+        return RecordReader(Path(config.path), config.id_key, config.split, convert=convert)
 
     def _rows(self, reader: RecordReader) -> Generator[DataRow]:
         for record in reader:
@@ -89,3 +114,53 @@ class FoundRows:
         if checked:
             checks.finish()
         return checked
+
+
+def find_items(rows: FoundRows, selection: Selection) -> list[Item]:
+    """The completions of a selection with their rows.
+
+    :raises ConfigError: rows that cannot be used; lines of a file without a completion, or of rows
+        that are not in the data.
+    :raises UsageError: the rows have no answers.
+    """
+    if selection.file is not None:
+        return _of_file(rows, Path(selection.file), selection.rows)
+    assert selection.rows is not None, "only all completions of a file can be chosen"
+    first, texts = rows.first(selection.rows), selection.completions
+    if texts:
+        return [Item(row, text) for row in first for text in texts]
+    if not has(first[0].values, rows.config.answer_key):
+        raise UsageError(
+            f"{rows.config.path} has no answers under '{rows.config.answer_key}': "
+            "give --completion or --completions"
+        )
+    return [Item(row, rows.answer(row)) for row in first]
+
+
+def _of_file(rows: FoundRows, path: Path, count: int | None) -> list[Item]:
+    """The first completions of a JSONL file of ``{"id": …, "completion": …}``, as a run's
+    ``samples/`` are; without ids they are of the first, second, … row."""
+    reader = RecordReader(path, "")  # an id may occur more than once
+    given = [(record.number, record.row) for record in islice(reader, count)]
+    reader.finish()
+    named = rows.named({str(row["id"]) for _, row in given if "id" in row})
+    unnamed = any("id" not in row for _, row in given)
+    first = rows.first(len(given)) if unnamed else []
+    problems: list[Problem] = []
+    items = []
+    for position, (line, values) in enumerate(given):
+        where, text = f"{path}:{line}", values.get("completion")
+        row = first[position] if position < len(first) else None
+        if "id" in values:
+            row = named.get(str(values["id"]))
+        if not isinstance(text, str):
+            problems.append(Problem(where, "completion", "must be a text"))
+        elif row is None:
+            which = repr(values["id"]) if "id" in values else f"number {position + 1}"
+            message = f"{rows.config.path} has no row {which}"
+            problems.append(Problem(where, "id", message))
+        else:
+            items.append(Item(row, text))
+    if problems:
+        raise ConfigError(tuple(problems[:MOST_PROBLEMS]))
+    return items

@@ -13,15 +13,23 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from slurmrl.config.schema import Reward
+from slurmrl.config.schema import Dataset, Reward
 from slurmrl.data.tokenizer import end_id, load_tokenizer, text_ids
-from slurmrl.errors import SlurmrlError, UsageError
-from slurmrl.rewards.weighted import make_reward
+from slurmrl.errors import ConfigError, SlurmrlError, UsageError
+from slurmrl.rewards.reward import MODEL_SCORES
+from slurmrl.rewards.weighted import WeightedReward, make_reward
+from slurmrl.submission.found_rows import FoundRows, Item, Selection, find_items
 
 PR_SET_PDEATHSIG = 1
+NO_MODELS = (
+    "the reward needs the scores of reward_model, and try-reward loads no models: try its other "
+    "parts without the part named 'model', or judge completions of the actor by an evaluation "
+    "(slurmrl submit CONFIG total_steps=0)"
+)
 
 
 def main() -> int:
@@ -32,6 +40,10 @@ def main() -> int:
     os.dup2(2, 1)
     try:
         result = _try(request)
+    except ConfigError as error:
+        json.dump({"problems": [list(problem) for problem in error.problems]}, results)
+        results.flush()
+        return 2
     except SlurmrlError as error:
         json.dump({"error": str(error)}, results)
         results.flush()
@@ -42,29 +54,62 @@ def main() -> int:
 
 
 def _try(request: dict[str, Any]) -> dict[str, Any]:
+    rows = FoundRows(Dataset.model_validate(request["dataset"]))
+    items = find_items(rows, Selection(**request["selection"]))
     began = time.monotonic()
-    reward = make_reward(Reward.model_validate(request["reward"]))
-    try:
-        extras = request["extras"]
+    with closing(make_reward(Reward.model_validate(request["reward"]))) as reward:
+        extras = _extras(items)
+        if MODEL_SCORES in reward.wanted():
+            raise UsageError(NO_MODELS)
         if "token_ids" in reward.wanted():
-            extras["token_ids"] = _token_ids(request["tokenizer"], request["completions"])
+            completions = [item.completion for item in items]
+            extras["token_ids"] = _token_ids(request["tokenizer"], completions)
         made = time.monotonic()
-        scores = reward.score(
-            request["prompts"],
-            request["completions"],
-            request["rows"],
-            request["places"],
-            extras,
-        )
+        scores = _score(reward, rows, items, extras)
         scored = time.monotonic()
-        return {
-            "scores": scores,
-            "stats": reward.stats(),
-            "made_s": made - began,
-            "scored_s": scored - made,
-        }
-    finally:
-        reward.close()
+        judged = [
+            {
+                "line": item.row.number,
+                "id": item.row.id,
+                "completion": item.completion,
+                "answer": rows.answer(item.row),
+                "score": score,
+            }
+            for item, score in zip(items, scores, strict=True)
+        ]
+        times = {"made_s": made - began, "scored_s": scored - made}
+        return {"items": judged, "stats": reward.stats(), **times}
+
+
+def _score(
+    reward: WeightedReward, rows: FoundRows, items: Sequence[Item], extras: dict[str, Any]
+) -> list[float]:
+    return reward.score(
+        [rows.prompt(item.row) for item in items],
+        [item.completion for item in items],
+        [{**item.row.values, "answer": rows.answer(item.row)} for item in items],
+        [item.row.where for item in items],
+        extras,
+    )
+
+
+def _extras(items: Sequence[Item]) -> dict[str, Any]:
+    """What a reward may ask for besides texts and rows, as in the first step of a run. The
+    completions of a row are a group."""
+    groups: dict[int, list[str]] = {}
+    indices = []
+    for item in items:
+        group = groups.setdefault(item.row.number, [])
+        indices.append(len(group))
+        group.append(item.completion)
+    return {
+        "finished": [True] * len(items),
+        "sample_ids": [f"{item.row.id}@0" for item in items],
+        "indices": indices,
+        "siblings": [groups[item.row.number] for item in items],
+        "step": 1,
+        "evaluation": False,
+    }
 
 
 def _token_ids(folder: str | None, completions: Sequence[str]) -> list[list[int]]:

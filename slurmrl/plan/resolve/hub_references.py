@@ -12,7 +12,7 @@ from slurmrl.config.source import KeyPath, Source, read
 from slurmrl.errors import EnvironmentFailure, Problem, UsageError
 from slurmrl.fsio import inputs
 from slurmrl.hub.cache import HubCache
-from slurmrl.hub.reference import PREFIX, HubReference, Kind, parse
+from slurmrl.hub.reference import PREFIX, HubKind, HubReference, parse
 from slurmrl.paths import RunPaths, user_name
 
 LATER: Final = "is not fetched yet: slurmrl submit does that"
@@ -83,17 +83,17 @@ class HubResolver:
                 message = f"'{subset}' is not allowed: {path} is not a dataset of the hub"
                 self._report((*section, "subset"), message)
             return path
-        return self._folder(key, path, Kind.DATASET, subset, fetch=self._fetches_data) or path
+        return self._folder(key, path, HubKind.DATASET, subset, fetch=self._fetches_data) or path
 
     def _model(self, key: KeyPath, model: Model) -> Model:
         update: dict[str, Any] = {}
         if model.tokenizer is not None and model.tokenizer.startswith(PREFIX):
             where = (*key, "tokenizer")
-            update["tokenizer"] = self._folder(where, model.tokenizer, Kind.TOKENIZER)
+            update["tokenizer"] = self._folder(where, model.tokenizer, HubKind.TOKENIZER)
         if model.path is not None and model.path.startswith(PREFIX):
             where = (*key, "path")
             fetch = not self._planning
-            update["path"] = self._folder(where, model.path, Kind.MODEL, fetch=fetch)
+            update["path"] = self._folder(where, model.path, HubKind.MODEL, fetch=fetch)
             if update["path"] is None and self._planning:
                 update |= self._promised(where, model, update)
         return model.model_copy(update=update) if update else model
@@ -101,7 +101,7 @@ class HubResolver:
     def _promised(self, key: KeyPath, model: Model, update: dict[str, Any]) -> dict[str, Any]:
         """What a plan needs of a model that is not fetched yet."""
         assert model.path is not None, "the caller looked"
-        small = self._folder(key, model.path, Kind.TOKENIZER)
+        small = self._folder(key, model.path, HubKind.TOKENIZER)
         if small is None:
             return {}
         tokenizer = update.get("tokenizer") or model.tokenizer or small
@@ -112,7 +112,13 @@ class HubResolver:
     # -- folders -----------------------------------------------------------------------------
 
     def _folder(
-        self, key: KeyPath, text: str, kind: Kind, subset: str | None = None, *, fetch: bool = True
+        self,
+        key: KeyPath,
+        text: str,
+        kind: HubKind,
+        subset: str | None = None,
+        *,
+        fetch: bool = True,
     ) -> str | None:
         """The folder of a repository, or None and a problem."""
         try:

@@ -156,7 +156,7 @@ def test_math_is_tried_like_any_other(config: Path, capfd: pytest.CaptureFixture
         ("mine:jugde", 2, "mine has no 'jugde'; did you mean 'judge'"),
         ("mien:judge", 2, "there is no module 'mien'"),
         ("mine:raises", 1, "reward 'mine:raises' failed, see above"),
-        ("mine:hangs", 1, "longer than 1 s for 8 completions"),
+        ("mine:hangs", 1, "took longer than 1 s; raise the limit with --timeout"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_message(
@@ -189,3 +189,46 @@ def test_torch_is_not_imported(config: Path) -> None:
         "sys.exit(code or 'torch' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=300)
+
+
+OWN_TYPE = """
+import torch
+
+from slurmrl.data.types.prompt import Prompts
+
+
+class Sums(Prompts):
+    def convert(self, row):
+        return {"prompt": f"{row['a']} + {row['a']} =", "answer": str(2 * row["a"])}
+"""
+
+
+def test_rows_of_an_own_type_of_dataset_are_judged(
+    config: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its module, which may import torch, is imported in the child; what it raises names the
+    row."""
+    config.with_name("sums.py").write_text(OWN_TYPE)
+    rows = config.with_name("rows.jsonl")
+    rows.write_text("".join(json.dumps({"a": number}) + "\n" for number in range(3)))
+    own = ("dataset.type=sums:Sums", "dataset.like=prompt")
+    items = tried(capfd, str(config), *own, "--rows", "3")["items"]
+    assert [(item["answer"], item["score"]) for item in items] == [("0", 2), ("2", 2), ("4", 2)]
+    assert tried(capfd, str(config), *own, "--completion", "5")["mean"] == 0
+    rows.write_text('{"b": 1}\n')
+    code, _, err = run(capfd, str(config), *own)
+    assert (code, "rows.jsonl:1: convert failed: KeyError: 'a'" in err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    ["{name: model}", "{parts: {right: {name: exact_match}, rm: {name: model, weight: 0.5}}}"],
+)
+def test_a_reward_that_needs_a_model_says_what_to_try_instead(
+    config: Path, capfd: pytest.CaptureFixture[str], reward: str
+) -> None:
+    code, _, err = run(capfd, str(config), f"reward={reward}", "reward_model.path=elsewhere")
+    assert (code, "needs the scores of reward_model, and try-reward loads no models" in err) == (
+        2,
+        True,
+    )

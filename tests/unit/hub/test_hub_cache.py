@@ -11,7 +11,7 @@ import pytest
 from slurmrl.data.records import read_records
 from slurmrl.errors import UnreachableHubError, UsageError
 from slurmrl.hub.cache import HubCache
-from slurmrl.hub.reference import Kind, is_plain, parse
+from slurmrl.hub.reference import HubKind, is_plain, parse
 from tests.support.hub import Hub
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
@@ -38,7 +38,7 @@ def test_a_commit_is_fetched_once_and_found_without_a_network(
     torch is not imported."""
     monkeypatch.setenv("PYTHONPROFILEIMPORTTIME", "1")
     first = hub.commit("datasets/org/sums", {"train.jsonl": LINES, "test.jsonl": LINES})
-    reference = parse("hf://datasets/org/sums", Kind.DATASET)
+    reference = parse("hf://datasets/org/sums", HubKind.DATASET)
     folder = cache.fetch(reference)
     imported = capfd.readouterr().err
     assert "huggingface_hub" in imported
@@ -58,12 +58,12 @@ def test_a_commit_is_fetched_once_and_found_without_a_network(
     capfd.readouterr()
     assert cache.fetch(reference).name == second
     asked = len(hub.requests)
-    assert cache.fetch(parse(f"hf://org/sums@{first}", Kind.DATASET)) == folder
+    assert cache.fetch(parse(f"hf://org/sums@{first}", HubKind.DATASET)) == folder
     assert len(hub.requests) == asked
     assert cache.pinned(reference, str(folder)) == folder, "main has been this commit"
-    assert cache.pinned(parse("hf://org/sums@v2", Kind.DATASET), str(folder)) is None
+    assert cache.pinned(parse("hf://org/sums@v2", HubKind.DATASET), str(folder)) is None
     with pytest.raises(UnreachableHubError, match=r"org/other cannot be reached from here"):
-        cache.fetch(parse("hf://org/other", Kind.DATASET))
+        cache.fetch(parse("hf://org/other", HubKind.DATASET))
 
 
 def test_what_is_wrong_with_a_repository_is_explained(
@@ -77,30 +77,38 @@ def test_what_is_wrong_with_a_repository_is_explained(
     hub.commit("models/org/gated", {"config.json": "{}", "model.safetensors": "w"})
     hub.repositories["models/org/gated"].token = TOKEN
     cases = {
-        ("org/none", Kind.MODEL, None): "org/none does not exist, or is a private model: set HF_",
-        ("org/gated", Kind.MODEL, None): "org/gated is gated: accept its conditions there, then",
-        ("org/sums@v9", Kind.DATASET, None): "org/sums has no branch, tag or commit 'v9'",
-        ("org/sums", Kind.DATASET, None): "has the subsets easy, hard: set dataset.subset to one",
-        ("org/sums", Kind.DATASET, "harder"): "has no subset 'harder'; it has easy, hard",
-        ("org/pickled", Kind.MODEL, None): "org/pickled has no *.safetensors",
+        (
+            "org/none",
+            HubKind.MODEL,
+            None,
+        ): "org/none does not exist, or is a private model: set HF_",
+        ("org/gated", HubKind.MODEL, None): "org/gated is gated: accept its conditions there, then",
+        ("org/sums@v9", HubKind.DATASET, None): "org/sums has no branch, tag or commit 'v9'",
+        (
+            "org/sums",
+            HubKind.DATASET,
+            None,
+        ): "has the subsets easy, hard: set dataset.subset to one",
+        ("org/sums", HubKind.DATASET, "harder"): "has no subset 'harder'; it has easy, hard",
+        ("org/pickled", HubKind.MODEL, None): "org/pickled has no *.safetensors",
     }
     for (name, kind, subset), message in cases.items():
         with pytest.raises(UsageError) as caught:
             cache.fetch(parse(f"hf://{name}", kind, subset))
         assert message in str(caught.value)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    folder = cache.fetch(parse("hf://org/gated", Kind.MODEL))
+    folder = cache.fetch(parse("hf://org/gated", HubKind.MODEL))
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
     contents = [path.read_bytes() for path in cache.folder.rglob("*") if path.is_file()]
     assert not any(TOKEN.encode() in content for content in contents)
-    folder = cache.fetch(parse("hf://org/sums", Kind.DATASET, "easy"))
+    folder = cache.fetch(parse("hf://org/sums", HubKind.DATASET, "easy"))
     assert read_records(folder, "id").rows == tuple(ROWS)
 
 
 def test_an_interrupted_download_is_no_folder_and_is_resumed(hub: Hub, cache: HubCache) -> None:
     files = {f"model-{part}.safetensors": f"weights {part}" for part in range(4)}
     hub.commit("models/org/model", {"config.json": "{}", **files})
-    reference = parse("hf://org/model", Kind.MODEL)
+    reference = parse("hf://org/model", HubKind.MODEL)
     hub.breaks_after = 2
     with pytest.raises(UsageError):
         cache.fetch(reference)
@@ -141,4 +149,4 @@ def test_a_plain_name_is_a_repository_only_where_it_can_be_no_path(
 )
 def test_other_forms_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"expected hf://org/name\[@revision\]"):
-        parse(text, Kind.MODEL)
+        parse(text, HubKind.MODEL)
