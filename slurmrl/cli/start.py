@@ -133,9 +133,10 @@ def _jobs(submitted: Submitted) -> dict[str, str]:
 def _lines(submitted: Submitted) -> list[str]:
     trial, where = submitted.trial, again(submitted.root)
     if submitted.jobs is None:
+        longer = f"  train longer:  slurmrl resume {trial} total_steps=N{where}"
         return [
             f"{trial} is already complete; nothing was submitted",
-            f"  train longer:  slurmrl resume {trial} total_steps=N{where}",
+            *([longer] if submitted.may_have_more else []),
             "  start again:   the same command with --new",
         ]
     return [

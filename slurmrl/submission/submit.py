@@ -67,6 +67,8 @@ class Submitted:
     """Step of the commit from which the trial resumes; None: it starts from the beginning."""
     notes: tuple[str, ...] = ()
     """Changes from before, and their consequences."""
+    may_have_more: bool = True
+    """Whether a trial that is complete would continue with more steps."""
 
     @property
     def trial(self) -> str:
@@ -99,7 +101,8 @@ def submit(proposal: Proposal) -> Submitted:
     if outlook.left is not None:
         clear_away(outlook.left)
     if outlook.complete:
-        return Submitted(proposal.paths, proposal.kind, None)
+        more = proposal.settings.config.total_steps is not None
+        return Submitted(proposal.paths, proposal.kind, None, may_have_more=more)
     state, notes = outlook.state, outlook.notes
     code = _snapshot(proposal)
     number = claims.claim(proposal.paths, before, _request(proposal, code))

@@ -201,6 +201,10 @@ def _head(paths: RunPaths, role: str) -> Head:
     """Return the head of a trained role; checkpoints hold no other roles."""
     models = Plan.read(paths.plan).models
     trained = sorted(name for name, model in models.items() if model.trained)
+    if not trained:
+        raise UsageError(
+            f"{paths.experiment}/{paths.trial} trains no model: there is nothing to export"
+        )
     if role not in trained:
         raise UsageError(f"'{role}' is not in the checkpoints; there are: {', '.join(trained)}")
     head: Head = models[role].head
