@@ -25,7 +25,8 @@ def servers(draft: Draft) -> Iterator[Problem]:
     if not backend or not BACKENDS[backend].serves:
         able = " or ".join(name for name in ENGINES if BACKENDS[name].serves)
         for field in OF_SERVERS:
-            if draft.writes(ROLLOUTS, field):
+            default = type(rollout).model_fields[field].get_default(call_default_factory=True)
+            if getattr(rollout, field) != default:  # (a resumed trial states its defaults)
                 message = f"is not allowed: it is for servers (rollout.backend {able})"
                 yield draft.problem((ROLLOUTS, field), message)
         return
