@@ -119,7 +119,7 @@ def task(
 
 
 class FakeScheduler(Scheduler):
-    """Says what it is told to say and remembers what it was asked to do."""
+    """Gives prepared answers and records its calls."""
 
     def __init__(self, tasks: Sequence[TaskState] = ()) -> None:
         self.tasks = list(tasks)

@@ -6,13 +6,48 @@ an item's pairs add up to one, so each prompt counts alike, however many pairs i
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from abc import abstractmethod
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from slurmrl.algorithms.sequences import TOKENS
+from slurmrl.algorithms.base import CallContext, CallResult, Interface
+from slurmrl.algorithms.sequences import TOKENS, global_means, train_on_batch
 from slurmrl.data.sample import SequenceSample
+
+if TYPE_CHECKING:
+    from slurmrl.engines.base import LossFn, TrainEngine
+
+
+class PairInterface(Interface):
+    """A model trained on pairs and compared on held-out ones, by one loss function."""
+
+    metrics: ClassVar[tuple[str, ...]]
+    """Statistics of the loss function: sums over the items."""
+
+    @abstractmethod
+    def loss_fn(self, context: CallContext) -> LossFn: ...
+
+    def train_step(
+        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        """One update with the mean loss of each prompt's pairs, averaged over the prompts."""
+        assert engine is not None
+        means, result = train_on_batch(engine, sample, self.loss_fn(context), float(sample.bs))
+        own = {name: result[name] / result["denominator"] for name in self.metrics}
+        return global_means({**means, **own})
+
+    def inference(
+        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
+    ) -> CallResult:
+        """The loss and the metrics of held-out pairs; no output keys."""
+        assert engine is not None
+        outputs = engine.forward(sample.only([TOKENS]))
+        device = next(iter(outputs.values())).device
+        loss, stats = self.loss_fn(context)(outputs, sample.to(device))
+        sums = {"loss": loss, **stats}
+        return CallResult(stats={key: (float(sums[key]), float(sample.bs)) for key in sums})
 
 
 class PairValues(NamedTuple):

@@ -117,6 +117,35 @@ class AlgorithmSchema(Section, ABC):
         return "slurmrl.algorithms.scalars:NoScalars"
 
 
+def train_call(interface: str, inputs: tuple[str, ...], metrics: tuple[str, ...] = ()) -> Call:
+    """The actor's update with a whole batch; ``metrics`` besides those of every such update."""
+    return Call(
+        name="actor_train",
+        role="actor",
+        method=Method.TRAIN_STEP,
+        interface=interface,
+        inputs=inputs,
+        metrics=("loss", *metrics, "grad_norm", "lr", "skipped"),
+    )
+
+
+def compare_call(interface: str, inputs: tuple[str, ...], metrics: tuple[str, ...]) -> Call:
+    """The actor's loss on held-out answers, and the same ``metrics``."""
+    return Call(
+        name="actor_compare",
+        role="actor",
+        method=Method.INFERENCE,
+        interface=interface,
+        inputs=inputs,
+        metrics=("loss", *metrics),
+    )
+
+
+def sequences_of_pairs(config: Config) -> int:
+    """Those of the pairs of a prompt, of which there may be more without a limit."""
+    return 2 * (config.dataset.max_pairs_per_prompt or 1)
+
+
 def reference_call() -> Call:
     """The reference model's log-probabilities of whole answers."""
     return Call(

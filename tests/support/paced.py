@@ -44,7 +44,7 @@ class Hungry(Paced):
 
 
 class Stuck(Paced):
-    """Never comes back, once for each file ``trap``; the interpreter goes on."""
+    """Never comes back, once for each file ``trap``; the interpreter keeps running."""
 
     def __call__(self, prompts, completions, rows):
         trap = os.path.join(os.path.dirname(self.hurry), "trap")

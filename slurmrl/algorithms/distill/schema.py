@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_calls
+from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_calls, train_call
 from slurmrl.config.schema import Config, PositiveFloat
 from slurmrl.graph.call import Call, Method, RoleUse
 
@@ -33,13 +33,8 @@ class Distill(AlgorithmSchema):
         return (RoleUse("actor", trained=True, head="lm"), RoleUse("teacher", trained=False))
 
     def calls(self, config: Config) -> tuple[Call, ...]:
-        train = Call(
-            name="actor_train",
-            role="actor",
-            method=Method.TRAIN_STEP,
-            interface=INTERFACE,
-            inputs=("input_ids", "prompt_mask", "logprobs", "teacher_logprobs"),
-            metrics=("loss", *DISTILL_METRICS, "grad_norm", "lr", "skipped"),
+        train = train_call(
+            INTERFACE, ("input_ids", "prompt_mask", "logprobs", "teacher_logprobs"), DISTILL_METRICS
         )
         return (generate_call(config), teacher_call(), train)
 

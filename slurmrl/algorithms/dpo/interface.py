@@ -7,45 +7,31 @@ from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
-from slurmrl.algorithms.base import CallContext, CallResult, Interface
+from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.dpo.loss import pair_losses
 from slurmrl.algorithms.dpo.schema import DPO, PAIR_METRICS
-from slurmrl.algorithms.pairs import PairValues, pair_stats, pair_weights, split_pairs
+from slurmrl.algorithms.pairs import (
+    PairInterface,
+    PairValues,
+    pair_stats,
+    pair_weights,
+    split_pairs,
+)
 from slurmrl.algorithms.sequences import (
-    TOKENS,
     answer_lengths,
     answer_logprobs,
-    global_means,
-    train_on_batch,
 )
 from slurmrl.data.sample import SequenceSample
 
 if TYPE_CHECKING:
-    from slurmrl.engines.base import TrainEngine
+    from slurmrl.engines.base import LossFn
 
 
-class DPOInterface(Interface):
-    def train_step(
-        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
-    ) -> CallResult:
-        """One update with the mean loss of each prompt's pairs, averaged over the prompts."""
-        assert engine is not None
-        dpo = cast(DPO, context.settings.algorithm)
-        loss_fn = partial(dpo_loss, dpo=dpo)
-        means, result = train_on_batch(engine, sample, loss_fn, float(sample.bs))
-        own = {name: result[name] / result["denominator"] for name in PAIR_METRICS}
-        return global_means({**means, **own})
+class DPOInterface(PairInterface):
+    metrics = PAIR_METRICS
 
-    def inference(
-        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
-    ) -> CallResult:
-        """The loss and the metrics of held-out pairs; no output keys."""
-        assert engine is not None
-        dpo = cast(DPO, context.settings.algorithm)
-        outputs = engine.forward(sample.only([TOKENS]))
-        loss, stats = dpo_loss(outputs, sample.to(outputs["logp"].device), dpo)
-        sums = {"loss": loss, **stats}
-        return CallResult(stats={key: (float(sums[key]), float(sample.bs)) for key in sums})
+    def loss_fn(self, context: CallContext) -> LossFn:
+        return partial(dpo_loss, dpo=cast(DPO, context.settings.algorithm))
 
 
 def dpo_loss(

@@ -8,12 +8,15 @@ from pydantic import Field, model_validator
 
 from slurmrl.algorithms.schema import (
     AlgorithmSchema,
+    compare_call,
     generate_call,
     reference_call,
     reward_calls,
+    sequences_of_pairs,
+    train_call,
 )
 from slurmrl.config.schema import Config, PositiveFloat
-from slurmrl.graph.call import Call, Method, RoleUse
+from slurmrl.graph.call import Call, RoleUse
 
 INTERFACE = "slurmrl.algorithms.dpo.interface:DPOInterface"
 PAIR_METRICS = (
@@ -62,8 +65,7 @@ class DPO(AlgorithmSchema):
         return self
 
     def sequences_per_item(self, config: Config) -> int:
-        """Those of the pairs of a prompt, of which there may be more without a limit."""
-        return 2 * (config.dataset.max_pairs_per_prompt or 1)
+        return sequences_of_pairs(config)
 
     def roles(self) -> tuple[RoleUse, ...]:
         actor = RoleUse("actor", trained=True, head="lm")
@@ -75,27 +77,13 @@ class DPO(AlgorithmSchema):
         return super().why_unused(role)
 
     def calls(self, config: Config) -> tuple[Call, ...]:
-        train = Call(
-            name="actor_train",
-            role="actor",
-            method=Method.TRAIN_STEP,
-            interface=INTERFACE,
-            inputs=self._inputs,
-            metrics=("loss", *PAIR_METRICS, "grad_norm", "lr", "skipped"),
-        )
+        train = train_call(INTERFACE, self._inputs, PAIR_METRICS)
         return (*self._reference_calls(), train)
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
         if config.evaluation is None or config.evaluation.dataset.kind == "prompt":
             return (generate_call(config), *reward_calls(config))
-        compare = Call(
-            name="actor_compare",
-            role="actor",
-            method=Method.INFERENCE,
-            interface=INTERFACE,
-            inputs=self._inputs,
-            metrics=("loss", *PAIR_METRICS),
-        )
+        compare = compare_call(INTERFACE, self._inputs, PAIR_METRICS)
         return (*self._reference_calls(), compare)
 
     @property

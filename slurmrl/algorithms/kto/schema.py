@@ -6,14 +6,17 @@ from typing import ClassVar, Literal
 
 from slurmrl.algorithms.schema import (
     AlgorithmSchema,
+    compare_call,
     generate_call,
     reference_call,
     reward_calls,
+    train_call,
 )
 from slurmrl.config.schema import Config, NonNegativeFloat, PositiveFloat
-from slurmrl.graph.call import Call, Method, RoleUse
+from slurmrl.graph.call import Call, RoleUse
 
 INTERFACE = "slurmrl.algorithms.kto.interface:KTOInterface"
+INPUTS = ("input_ids", "prompt_mask", "desirable", "ref_logps")
 KTO_METRICS = (
     "kl",
     "rewards/chosen",
@@ -55,14 +58,7 @@ class KTO(AlgorithmSchema):
     def calls(self, config: Config) -> tuple[Call, ...]:
         return (
             reference_call(),
-            Call(
-                name="actor_train",
-                role="actor",
-                method=Method.TRAIN_STEP,
-                interface=INTERFACE,
-                inputs=("input_ids", "prompt_mask", "desirable", "ref_logps"),
-                metrics=("loss", *KTO_METRICS, "grad_norm", "lr", "skipped"),
-            ),
+            train_call(INTERFACE, INPUTS, KTO_METRICS),
         )
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
@@ -70,12 +66,5 @@ class KTO(AlgorithmSchema):
             return (generate_call(config), *reward_calls(config))
         return (
             reference_call(),
-            Call(
-                name="actor_compare",
-                role="actor",
-                method=Method.INFERENCE,
-                interface=INTERFACE,
-                inputs=("input_ids", "prompt_mask", "desirable", "ref_logps"),
-                metrics=("loss", *KTO_METRICS),
-            ),
+            compare_call(INTERFACE, INPUTS, KTO_METRICS),
         )

@@ -8,37 +8,27 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from slurmrl.algorithms.base import CallContext, CallResult, Interface
-from slurmrl.algorithms.pairs import PairValues, pair_stats, pair_weights, split_pairs
+from slurmrl.algorithms.base import CallContext
+from slurmrl.algorithms.pairs import (
+    PairInterface,
+    PairValues,
+    pair_stats,
+    pair_weights,
+    split_pairs,
+)
 from slurmrl.algorithms.reward_model.schema import SCORE_METRICS, RewardModel
-from slurmrl.algorithms.sequences import TOKENS, global_means, last_values, train_on_batch
+from slurmrl.algorithms.sequences import last_values
 from slurmrl.data.sample import SequenceSample
 
 if TYPE_CHECKING:
-    from slurmrl.engines.base import TrainEngine
+    from slurmrl.engines.base import LossFn
 
 
-class RewardModelInterface(Interface):
-    def train_step(
-        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
-    ) -> CallResult:
-        """One update with the mean loss of each prompt's pairs, averaged over the prompts."""
-        assert engine is not None
-        loss_fn = partial(score_loss, options=cast(RewardModel, context.settings.algorithm))
-        means, result = train_on_batch(engine, sample, loss_fn, float(sample.bs))
-        own = {name: result[name] / result["denominator"] for name in SCORE_METRICS}
-        return global_means({**means, **own})
+class RewardModelInterface(PairInterface):
+    metrics = SCORE_METRICS
 
-    def inference(
-        self, engine: TrainEngine | None, sample: SequenceSample, context: CallContext
-    ) -> CallResult:
-        """The loss and the metrics of held-out pairs; no output keys."""
-        assert engine is not None
-        options = cast(RewardModel, context.settings.algorithm)
-        outputs = engine.forward(sample.only([TOKENS]))
-        loss, stats = score_loss(outputs, sample, options)
-        sums = {"loss": loss, **stats}
-        return CallResult(stats={key: (float(sums[key]), float(sample.bs)) for key in sums})
+    def loss_fn(self, context: CallContext) -> LossFn:
+        return partial(score_loss, options=cast(RewardModel, context.settings.algorithm))
 
 
 def score_loss(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from slurmrl.algorithms.schema import AlgorithmSchema
+from slurmrl.algorithms.schema import AlgorithmSchema, compare_call, sequences_of_pairs, train_call
 from slurmrl.config.schema import Config, NonNegativeFloat
-from slurmrl.graph.call import Call, Method, RoleUse
+from slurmrl.graph.call import Call, RoleUse
 
 INTERFACE = "slurmrl.algorithms.reward_model.interface:RewardModelInterface"
 SCORE_METRICS = ("accuracy", "margin", "score_chosen", "score_rejected")
@@ -28,32 +28,13 @@ class RewardModel(AlgorithmSchema):
     evaluation_types: ClassVar[tuple[str, ...]] = ("preference",)
 
     def sequences_per_item(self, config: Config) -> int:
-        """Those of the pairs of a prompt, of which there may be more without a limit."""
-        return 2 * (config.dataset.max_pairs_per_prompt or 1)
+        return sequences_of_pairs(config)
 
     def roles(self) -> tuple[RoleUse, ...]:
         return (RoleUse("actor", trained=True, head="value"),)
 
     def calls(self, config: Config) -> tuple[Call, ...]:
-        return (
-            Call(
-                name="actor_train",
-                role="actor",
-                method=Method.TRAIN_STEP,
-                interface=INTERFACE,
-                inputs=("input_ids",),
-                metrics=("loss", *SCORE_METRICS, "grad_norm", "lr", "skipped"),
-            ),
-        )
+        return (train_call(INTERFACE, ("input_ids",), SCORE_METRICS),)
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
-        return (
-            Call(
-                name="actor_compare",
-                role="actor",
-                method=Method.INFERENCE,
-                interface=INTERFACE,
-                inputs=("input_ids",),
-                metrics=("loss", *SCORE_METRICS),
-            ),
-        )
+        return (compare_call(INTERFACE, ("input_ids",), SCORE_METRICS),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_calls
+from slurmrl.algorithms.schema import AlgorithmSchema, generate_call, reward_calls, train_call
 from slurmrl.config.schema import Config
 from slurmrl.graph.call import Call, Method, RoleUse
 
@@ -29,16 +29,7 @@ class SFT(AlgorithmSchema):
         return (RoleUse("actor", trained=True, head="lm"),)
 
     def calls(self, config: Config) -> tuple[Call, ...]:
-        return (
-            Call(
-                name="actor_train",
-                role="actor",
-                method=Method.TRAIN_STEP,
-                interface=INTERFACE,
-                inputs=("input_ids", "prompt_mask"),
-                metrics=("loss", "grad_norm", "lr", "skipped"),
-            ),
-        )
+        return (train_call(INTERFACE, ("input_ids", "prompt_mask")),)
 
     def evaluation_calls(self, config: Config) -> tuple[Call, ...]:
         if config.evaluation is None or config.evaluation.dataset.kind == "prompt":

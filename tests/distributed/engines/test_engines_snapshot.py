@@ -1,4 +1,4 @@
-"""A copy for a checkpoint stays as it is while training goes on."""
+"""A copy for a checkpoint does not change while training continues."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def test_problems_of_a_configuration_are_checks(tmp_path: Path) -> None:
 
 
 def test_no_job_looks_around_for_a_configuration_that_is_wrong(tmp_path: Path) -> None:
-    """It would run elsewhere, or as somebody else, than the trial."""
+    """It would run elsewhere, or as another user, than the trial."""
     path = write_config(tmp_path)
     found = look(tmp_path / "r", config=path, overrides=("sed=3",), job=True)
     assert (found["job"].state, found["job"].measured) == (State.FAILED, "was not submitted")

@@ -105,7 +105,7 @@ def test_what_a_tool_raises_is_its_result() -> None:
 
 
 def test_a_tool_that_blocks_does_not_stop_the_others() -> None:
-    """A function runs in a thread; the loop goes on, and a cancelled call is not waited for."""
+    """A function runs in a thread; the loop keeps running; nobody awaits a cancelled call."""
     released = []
 
     def blocking() -> str:

@@ -48,7 +48,7 @@ def paths(tmp_path: Path) -> RunPaths:
 
 @pytest.fixture
 def run_leave(paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Leave:
-    """Run shell text in a job after the functions; what Slurm was told."""
+    """Run shell text in a job after the functions, and return the calls of Slurm."""
     monkeypatch.setattr(leave, "FIRST_S", 0)
     folder = tmp_path / "bin"
     folder.mkdir()
