@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from slurmrl.config.schema import Cluster
-from slurmrl.doctor import login, software
+from slurmrl.doctor import login, servers, software
 from slurmrl.doctor.check import Check, failed, guarded
 from slurmrl.doctor.job import JobShape, ProbeJob, Say, scratch
 from slurmrl.errors import SchedulerError
@@ -56,6 +56,7 @@ def examine(what: Examination, say: Say) -> list[Check]:
     hosts = inventory.ask(settings.config) if settings and kind == "slurm" else None
     plan = make_plan(settings, scheduler=kind, hosts=hosts) if settings else None
     checks += _trial(settings, plan, what.check_timeout_s)
+    checks += servers.check(config) if config else []
     checks += [*login.scheduler(requested, kind, settings, plan, hosts), *login.machine()]
     root = Path(config.root) if config else what.root or what.fallback
 

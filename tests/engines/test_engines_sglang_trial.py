@@ -12,7 +12,10 @@ from slurmrl.engines.rollout.host_folder import ROOT
 from tests.support.trials import REPOSITORY, Site, processes, sft_config, wait_until
 
 PYTHON = os.environ.get("SGLANG_PYTHON", "")
-pytestmark = pytest.mark.skipif(not PYTHON, reason="no SGLang: run scripts/test-engines")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(not PYTHON, reason="no SGLang: run scripts/test-engines"),
+]
 STEPS = 30
 
 

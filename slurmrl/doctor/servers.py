@@ -1,0 +1,99 @@
+"""Checks of the environment of the servers that generate, without importing it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import dataclass
+
+from slurmrl.allocation import parse
+from slurmrl.config.schema import Config
+from slurmrl.doctor.check import Check, failed, ok, warning
+from slurmrl.errors import AllocationError
+
+TIMEOUT_S = 60.0
+LOOK = """
+import importlib.metadata, importlib.util, json, pathlib, sys
+package, *words = sys.argv[1:]
+folder = pathlib.Path(importlib.util.find_spec(package).origin).parent
+texts = [path.read_text(errors="replace") for path in folder.rglob("*.py")]
+missing = [word for word in words if not any(word in text for text in texts)]
+print(json.dumps({"version": importlib.metadata.version(package), "missing": missing}))
+"""
+"""Prints the version of a package, and the words that none of its files contains."""
+
+
+@dataclass(frozen=True)
+class ServerPackage:
+    """What a kind of server must have. Versions are the first and the last that were tested."""
+
+    oldest: tuple[int, ...]
+    newest: tuple[int, ...]
+    words: tuple[str, ...]
+    """Routes, and names of settings behind flags."""
+
+
+PACKAGES = {
+    "sglang": ServerPackage(
+        (0, 5, 20),
+        (0, 5, 23),
+        (
+            '"/generate"',
+            '"/server_info"',
+            '"/model_info"',
+            '"/abort_request"',
+            '"/pause_generation"',
+            '"/continue_generation"',
+            '"/update_weights_from_disk"',
+            "enable_priority_scheduling",
+            "schedule_low_priority_values_first",
+            "disable_priority_preemption",
+            "sampling_mask_max_tokens",
+            "SGLANG_USE_PICKLE_IPC",
+        ),
+    )
+}
+
+
+def check(config: Config) -> list[Check]:
+    """The Python of ``rollout.python``, if the configuration has servers."""
+    try:
+        backend = parse(config.rollout.backend).backend if config.rollout.backend else ""
+    except AllocationError:
+        return []  # reported with the configuration
+    python, package = config.rollout.python, PACKAGES.get(backend)
+    if package is None or python is None:
+        return []
+    name = f"{backend} server"
+    advice = f"set rollout.python to the Python of an environment in which {backend} is installed"
+    try:
+        done = subprocess.run(
+            [python, "-c", LOOK, backend, *package.words],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+        )
+        found = json.loads(done.stdout)
+        version, missing = str(found["version"]), list(found["missing"])
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [failed(name, f"{python} does not run: {error}", advice)]
+    except (ValueError, LookupError, TypeError):
+        return [failed(name, f"{python} has no {backend}", advice)]
+    return [_judge(name, f"{backend} {version} ({python})", version, missing, package)]
+
+
+def _judge(
+    name: str, measured: str, version: str, missing: list[str], package: ServerPackage
+) -> Check:
+    tested = " to ".join(".".join(map(str, each)) for each in (package.oldest, package.newest))
+    parts = version.split(".")[: len(package.oldest)]
+    numbers = tuple(map(int, parts)) if all(part.isdigit() for part in parts) else ()
+    if numbers < package.oldest:
+        return failed(name, measured, f"install a version from {tested}")
+    if missing:
+        lacks = f"{measured} lacks {', '.join(missing)}"
+        return failed(name, lacks, f"install a version from {tested}")
+    if numbers > package.newest:
+        return warning(name, measured, f"tested are {tested}")
+    return ok(name, measured)

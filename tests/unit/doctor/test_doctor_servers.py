@@ -1,0 +1,69 @@
+"""The check of a server's environment, on packages that the test makes."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from slurmrl.config.schema import Config
+from slurmrl.config.schema.rollout import Rollout
+from slurmrl.doctor.check import State
+from slurmrl.doctor.servers import PACKAGES, check
+
+PYTHON = """\
+#!{python} -S
+import os, sys
+os.execve({python!r}, [{python!r}, *sys.argv[1:]], {{**os.environ, "PYTHONPATH": {folder!r}}})
+"""
+
+
+def config(python: Path | str, backend: str = "sglang:d1") -> Config:
+    made = Rollout(backend=backend, gpus="0", python=str(python))
+    return Config.model_construct(rollout=made)
+
+
+def environment(folder: Path, version: str, words: tuple[str, ...]) -> Path:
+    """A Python in which a package named sglang contains these words."""
+    package = folder / "site" / "sglang"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise RuntimeError('it must not be imported')")
+    (package / "routes.py").write_text("\n".join(words))
+    about = folder / "site" / f"sglang-{version}.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: sglang\nVersion: {version}\n")
+    python = folder / "python"
+    python.write_text(PYTHON.format(python=sys.executable, folder=str(package.parent)))
+    python.chmod(0o700)
+    return python
+
+
+@pytest.mark.parametrize(
+    ("version", "lacks", "state", "text"),
+    [
+        ("0.5.20", "", State.OK, "sglang 0.5.20"),
+        ("0.6.0", "", State.WARNING, "tested are 0.5.20 to 0.5.23"),
+        ("0.5.9", "", State.FAILED, "install a version from 0.5.20"),
+        ("0.5.21", '"/pause_generation"', State.FAILED, 'lacks "/pause_generation"'),
+    ],
+)
+def test_version_routes_and_settings_are_checked(
+    tmp_path: Path, version: str, lacks: str, state: State, text: str
+) -> None:
+    words = tuple(word for word in PACKAGES["sglang"].words if word != lacks)
+    [found] = check(config(environment(tmp_path, version, words)))
+    assert found.state is state
+    assert text in f"{found.measured} {found.advice}"
+
+
+def test_a_python_without_the_package_or_that_does_not_run_is_named(tmp_path: Path) -> None:
+    [found] = check(config(sys.executable))
+    assert (found.state, f"{sys.executable} has no sglang") == (State.FAILED, found.measured)
+    [found] = check(config(tmp_path / "none"))
+    assert found.state is State.FAILED
+    assert "does not run" in found.measured
+
+
+def test_trials_without_servers_have_no_such_check() -> None:
+    assert check(config(sys.executable, "native:d1")) == []

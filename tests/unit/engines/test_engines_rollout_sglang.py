@@ -1,0 +1,153 @@
+"""What is asked of SGLang and read from its replies. (tests/engines has a real server.)"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from slurmrl.engines.rollout.base import Completion
+from slurmrl.engines.rollout.dialect import Draw
+from slurmrl.engines.rollout.http import Address, HttpClient
+from slurmrl.engines.rollout.sglang import SglangDialect, read_reply
+from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.models.generate import GenerationOptions
+
+INFO: dict[str, Any] = {
+    "version": "0.5.20",
+    "enable_custom_logit_processor": False,
+    "device": "cpu",
+    "max_req_input_len": 63,
+}
+
+
+def draw(**options: Any) -> Draw:
+    settings = GenerationOptions(**{"max_new_tokens": 6, **options})
+    return Draw(name="r", prompt=(1, 2), seed=7, options=settings, priority=0)
+
+
+def reply(tokens: list[int], kind: str, version: str = "1.1", **finish: Any) -> dict[str, Any]:
+    return {
+        "output_ids": tokens,
+        "meta_info": {
+            "finish_reason": {"type": kind, **finish},
+            "weight_versions": [{"version": version, "start": 0, "end": len(tokens)}],
+            "output_token_logprobs": [[-token / 10, token, None] for token in tokens],
+        },
+    }
+
+
+class ScriptedServer(HttpClient):
+    """A server that draws the numbers after the last token, two for each request until a pause."""
+
+    def __init__(self, info: Mapping[str, Any] = INFO) -> None:
+        super().__init__(Address("unix:/nowhere"))
+        self.info = info
+        self.asked: list[Mapping[str, Any]] = []
+        self.version = "1.1"
+        self.begun = asyncio.Event()
+        self._ended: asyncio.Event = asyncio.Event()
+
+    async def get(self, path: str, *, timeout_s: float) -> object:
+        return self.info
+
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float | None,
+        bounded: bool = False,
+    ) -> object:
+        if path in ("/pause_generation", "/abort_request"):
+            self._ended.set()
+        if path != "/generate":
+            return {}
+        assert body is not None
+        self.asked.append(body)
+        self._ended = asyncio.Event()
+        last, count = body["input_ids"][-1], body["sampling_params"]["max_new_tokens"]
+        if count > 2 and len(self.asked) == 1:
+            self.begun.set()
+            await self._ended.wait()
+            return reply([last + 1, last + 2], "abort")
+        return reply([last + number + 1 for number in range(count)], "length", self.version)
+
+
+async def paused(settings: Draw) -> tuple[ScriptedServer, Completion]:
+    """A draw that an update interrupts after two tokens."""
+    server = ScriptedServer()
+    dialect = SglangDialect(server, vocabulary=50)
+    await dialect.connect()
+    drawing = asyncio.create_task(dialect.draw(settings))
+    await server.begun.wait()
+    await dialect.pause()
+    await asyncio.sleep(0.01)
+    assert len(server.asked) == 1, "nothing is requested of a paused server"
+    server.version = "2.1"
+    await dialect.resume()
+    return server, await drawing
+
+
+def test_a_draw_continues_behind_its_tokens_after_a_pause() -> None:
+    """The rest is requested with these tokens in the prompt; each token keeps its version."""
+    server, made = asyncio.run(paused(draw(min_new_tokens=3)))
+    assert made.tokens == (3, 4, 5, 6, 7, 8)
+    assert made.versions == ("1.1",) * 2 + ("2.1",) * 4
+    assert made.logprobs == tuple(-token / 10 for token in made.tokens)
+    assert server.asked[1]["input_ids"] == [1, 2, 3, 4]
+    assert server.asked[1]["sampling_params"]["max_new_tokens"] == 4
+    assert server.asked[1]["sampling_params"]["min_new_tokens"] == 1
+
+
+def test_a_draw_with_stop_strings_begins_again_after_a_pause() -> None:
+    """The server would not see a text that the pause has cut in two."""
+    server, made = asyncio.run(paused(draw(stop_strings=("ab",))))
+    assert server.asked[1]["input_ids"] == [1, 2]
+    assert made.versions == ("2.1",) * 6
+
+
+def test_an_abort_ends_a_draw_also_while_the_server_is_paused() -> None:
+    """It returns the tokens drawn so far."""
+
+    async def work() -> Completion:
+        server = ScriptedServer()
+        dialect = SglangDialect(server, vocabulary=50)
+        await dialect.connect()
+        drawing = asyncio.create_task(dialect.draw(draw()))
+        await server.begun.wait()
+        await dialect.pause()
+        await asyncio.sleep(0.01)
+        await dialect.abort("r")
+        return await asyncio.wait_for(drawing, 30)
+
+    made = asyncio.run(work())
+    assert (made.tokens, made.finish) == ((3, 4), "aborted")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"text": "a"}, "does not have SGLang's form"),
+        (reply([3], "stop", matched=2), "ended a completion at 2"),
+        ({**reply([3, 4], "length"), "output_ids": [3, 5]}, "with those of other tokens"),
+    ],
+)
+def test_wrong_replies_are_refused(answer: object, message: str) -> None:
+    """A form, a stop or log-probabilities that were not requested are never taken for tokens."""
+    with pytest.raises(RunFailedError, match=message):
+        read_reply("server", answer, draw(stop_token_ids=(9,)), full=False)
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        ({**INFO, "version": "0.5.19"}, "SGLang 0.5.19; at least 0.5.20"),
+        ({**INFO, "enable_custom_logit_processor": True}, "--enable-custom-logit-processor"),
+    ],
+)
+def test_unsuitable_servers_are_refused(info: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        asyncio.run(SglangDialect(ScriptedServer(info), vocabulary=50).connect())
