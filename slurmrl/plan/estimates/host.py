@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import metadata
 from typing import Final
 
+from slurmrl.allocation.allocation import BACKENDS
 from slurmrl.config.schema import Config, Model
 from slurmrl.graph.call import RoleUse
 from slurmrl.plan.algorithms import uses_of
@@ -13,7 +14,7 @@ from slurmrl.plan.estimates.hardware import GIB
 from slurmrl.plan.estimates.memory import BYTES, SHARDED
 from slurmrl.plan.estimates.parameters import parameters, shard_parameters, trained_shard
 from slurmrl.plan.estimates.shape import shape_of
-from slurmrl.plan.placement import Placement, model_of, offloaded, placements
+from slurmrl.plan.placement import ROLLOUTS, Placement, model_of, offloaded, placements
 from slurmrl.worlds import TRAINERS
 
 WORKER: Final = 8 * GIB
@@ -24,6 +25,10 @@ ROUNDED: Final = 2
 power of two."""
 EXACT_FROM: Final = (2, 13)
 """The first release of torch that can be kept from rounding (``engines/host.py``)."""
+
+
+VERSIONS: Final = 2
+"""Copies of the weights in this host's memory while a server reads a new version."""
 
 
 def worker_bytes(checked: Checked) -> int | None:
@@ -45,6 +50,10 @@ def worker_bytes(checked: Checked) -> int | None:
         for rank in placement.ranks:
             on_rank[rank] = on_rank.get(rank, 0) + size
         loading = max(loading, _loading_bytes(checked.config, uses[name]))
+    servers = placed.get(ROLLOUTS)
+    if servers is not None and BACKENDS[servers.allocation.backend].serves:
+        for rank in servers.ranks if servers.group == TRAINERS else ():
+            on_rank[rank] = on_rank.get(rank, 0) + VERSIONS * sizes[ROLLOUTS].weights
     return WORKER + max(max(on_rank.values(), default=0), loading)
 
 
