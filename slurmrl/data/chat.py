@@ -61,23 +61,28 @@ class ChatTemplate:
                 targets.append((first, self._trimmed(text, first, last)))
         return MarkedText(text, targets)
 
-    def around_message(self, role: str) -> tuple[str, str]:
+    def around_messages(self, roles: Sequence[str]) -> list[str]:
         """What the template puts between the text of the assistant's turn and that of a message
-        behind it, and what it puts between this and the next turn of the assistant."""
+        behind it, between this and each further message of these ``roles``, and between the last
+        one and the next turn of the assistant."""
+        texts = [f"{OTHER_TEXT} {number}." for number in range(len(roles))]
         messages: list[Message] = [
             {"role": "user", "content": "Hello."},
             {"role": ASSISTANT, "content": TURN_TEXT},
-            {"role": role, "content": OTHER_TEXT},
+            *({"role": role, "content": text} for role, text in zip(roles, texts, strict=True)),
         ]
-        text = self._render(with_system(messages, self._system), None, generate=True)
-        _, turn, rest = text.partition(TURN_TEXT)
-        before, message, after = rest.partition(OTHER_TEXT)
-        if not turn or not message:
-            raise ChatTemplateError(
-                f"the chat template leaves out a message with the role {role!r} behind a turn of "
-                "the assistant, or the turn itself; use another role"
-            )
-        return before, after
+        rest = self._render(with_system(messages, self._system), None, generate=True)
+        pieces = []
+        for text in (TURN_TEXT, *texts):
+            piece, found, rest = rest.partition(text)
+            if not found:
+                raise ChatTemplateError(
+                    f"the chat template leaves out a message with one of the roles "
+                    f"{', '.join(roles)} behind a turn of the assistant, or the turn itself; use "
+                    "another role"
+                )
+            pieces.append(piece)
+        return [*pieces[1:], rest]
 
     # -- turns -------------------------------------------------------------------------------
 

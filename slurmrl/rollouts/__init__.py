@@ -13,6 +13,7 @@ EPISODES = Registry(
     {
         "single_turn": "slurmrl.rollouts.turns:SingleTurn",
         "multi_turn": "slurmrl.rollouts.turns:MultiTurn",
+        "verifiers": "slurmrl.rollouts.verifiers:VerifiersEpisode",
     },
 )
 ENVIRONMENTS = Registry(

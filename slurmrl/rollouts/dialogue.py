@@ -22,8 +22,8 @@ class Dialogue:
     def __init__(self, dataset: DatasetConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer: Any = tokenizer
         self._template = ChatTemplate(dataset, tokenizer) if dataset.is_chat else None
-        self._pieces: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        """What the template puts before and after the text of a message, by role."""
+        self._pieces: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+        """What the template puts around the texts of messages, by their roles."""
         self.vocabulary = len(self._tokenizer)
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -37,22 +37,25 @@ class Dialogue:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
         return text
 
-    def message(self, text: str, role: str, behind: int | None) -> tuple[int, ...]:
-        """A message behind a turn with the last token ``behind``, up to where the next turn begins.
-        Without a chat template it is the text alone."""
+    def messages(self, said: Sequence[tuple[str, str]], behind: int | None) -> tuple[int, ...]:
+        """Messages, each a role and a text, behind a turn with the last token ``behind``, up to
+        where the next turn begins. Without a chat template they are the texts alone."""
+        texts = [self.encode(text) for _, text in said]
         if self._template is None:
-            return self.encode(text)
-        before, after = self._pieces_of(role)
-        if before[:1] == (behind,):  # the policy has written the token that ends its turn
-            before = before[1:]
-        return (*before, *self.encode(text), *after)
+            return tuple(token for text in texts for token in text)
+        first, *others = self._pieces_of(tuple(role for role, _ in said))
+        if first[:1] == (behind,):  # the policy has written the token that ends its turn
+            first = first[1:]
+        tokens = list(first)
+        for text, piece in zip(texts, others, strict=True):
+            tokens += (*text, *piece)
+        return tuple(tokens)
 
-    def _pieces_of(self, role: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        if role not in self._pieces:
+    def _pieces_of(self, roles: tuple[str, ...]) -> list[tuple[int, ...]]:
+        if roles not in self._pieces:
             assert self._template is not None
-            texts = self._template.around_message(role)
-            before, after = (
-                tuple(self._tokenizer(text, add_special_tokens=False).input_ids) for text in texts
-            )
-            self._pieces[role] = before, after
-        return self._pieces[role]
+            self._pieces[roles] = [
+                tuple(self._tokenizer(text, add_special_tokens=False).input_ids)
+                for text in self._template.around_messages(roles)
+            ]
+        return self._pieces[roles]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from slurmrl.engines.rollout.base import Completion, GenerationRequest, RolloutEngine
@@ -128,8 +128,12 @@ class Policy:
     def say(self, completions: Completions, text: str, role: str = "user") -> None:
         """Add a message that the policy reads before its next turn, as the chat template writes
         it; without one, the text alone."""
+        self.say_all(completions, [(role, text)])
+
+    def say_all(self, completions: Completions, said: Sequence[tuple[str, str]]) -> None:
+        """Add several messages at once, each a role and a text."""
         behind = completions.tokens[-1] if completions.ends_with_turn else None
-        completions.read(self._dialogue.message(text, role, behind))
+        completions.read(self._dialogue.messages(said, behind))
 
     def _request(
         self, completions: Completions, max_new_tokens: int | None

@@ -118,6 +118,7 @@ TORCH_FREE = (
     "rollouts.environments*",
     "rollouts.tools*",
     "rollouts.turns",
+    "rollouts.verifiers",
     "algorithms",
     "algorithms.schema",
     "algorithms.*.schema",

@@ -41,10 +41,10 @@ class EpisodeSettings(Section):
     them, on which the policy is not trained (docs/rollouts.md)."""
 
     name: Word = SINGLE_TURN
-    """`single_turn`; `multi_turn`, with an `environment`; or `package.module:name` of your own
-    function or class."""
+    """`single_turn`; `multi_turn`, with an `environment`; `verifiers`, an environment of that
+    package; or `package.module:name` of your own function or class."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of your own."""
+    """Keyword arguments of `verifiers` or of your own."""
     environment: EnvironmentChoice | None = None
     """What answers the policy's turns in `multi_turn`."""
     tools: dict[PartName, ToolChoice] = Field(default_factory=dict)
@@ -86,7 +86,7 @@ class EpisodeSettings(Section):
         if not self.has_turns and changed:
             raise ValueError(
                 f"{changed[0]} is not allowed with name: {SINGLE_TURN}, which has one turn and "
-                f"nothing between; choose another name ({MULTI_TURN}, module:name)"
+                f"nothing between; choose another name ({MULTI_TURN}, verifiers, module:name)"
             )
         if self.name == MULTI_TURN and self.environment is None:
             raise ValueError(f"environment is required with name: {MULTI_TURN}")
