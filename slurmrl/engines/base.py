@@ -20,6 +20,7 @@ from torch import Tensor
 from slurmrl.checkpoint.shards import RoleSnapshot
 from slurmrl.checkpoint.tensors import SavedFile
 from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.rollout.base import RolloutEngine
 from slurmrl.errors import UsageError
 from slurmrl.layout.layout import Layout
 from slurmrl.models.config import Head, ModelConfig
@@ -187,3 +188,18 @@ class GenerateEngine(Engine):
         """Continue the prompts of key ``prompt_ids``, each once for each of its ``keys``. These
         [S] int64, side by side for one prompt, identify each sequence's random stream, so that the
         draws do not depend on the ranks' shares of a batch."""
+
+
+class ServingEngine(GenerateEngine):
+    """An engine of the trainers' world whose data-parallel ranks may also serve single requests,
+    each by itself."""
+
+    @property
+    @abstractmethod
+    def serves_requests(self) -> bool:
+        """Whether this model on this layout can."""
+
+    @abstractmethod
+    def serving(self, version: str) -> AbstractContextManager[RolloutEngine]:
+        """An engine that serves requests with the weights of now, whose name is ``version``, while
+        entered. Collective over the data-parallel ranks. Raises UsageError where it cannot."""

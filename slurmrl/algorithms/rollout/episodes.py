@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ from slurmrl.algorithms.rollout.sampling import (
 )
 from slurmrl.algorithms.schema import TURN_REWARDS
 from slurmrl.data.sample import SequenceSample
+from slurmrl.engines.base import ServingEngine
 from slurmrl.engines.rollout.lockstep import LockstepEngine
 from slurmrl.rollouts.base import EpisodeItem
 from slurmrl.rollouts.configured import make_episode
@@ -51,16 +53,8 @@ class EpisodeGeneration:
         """The keys of `RolloutInterface.generate`, with ``prompt_mask`` True on every token that
         the policy did not write, and ``turn_rewards``. Ranks that compute the same as their leader
         have no result."""
-        items = _items(sample, context)
-        lockstep = LockstepEngine(engine, version=str(context.step))
-        waiting = Waiting()
         calls, failures = self._tools.calls, self._tools.failures
-        outcomes = lockstep.run(
-            lambda: self._runner.run(
-                items, lockstep, self._dialogue(context), _draws(context), waiting
-            ),
-            waiting.settled,
-        )
+        outcomes = self._outcomes(engine, _items(sample, context), context)
         if outcomes is None:
             return CallResult()
         stats = _stats(outcomes)
@@ -70,6 +64,20 @@ class EpisodeGeneration:
             stats["tool_failed"] = (float(self._tools.failures - failures), made)
         count = completions(context)
         return CallResult(_as_sample(sample.ids, outcomes, count, engine.context.device), stats)
+
+    def _outcomes(
+        self, engine: GenerateEngine, items: Sequence[EpisodeItem], context: CallContext
+    ) -> list[EpisodeOutcome] | None:
+        """The ends of the episodes; None on a rank that computes what its leader asks for."""
+        dialogue, draws, waiting = self._dialogue(context), _draws(context), Waiting()
+        version = str(context.step)
+        if isinstance(engine, ServingEngine) and engine.serves_requests:
+            with engine.serving(version) as served:
+                return asyncio.run(self._runner.run(items, served, dialogue, draws, waiting))
+        lockstep = LockstepEngine(engine, version)
+        return lockstep.run(
+            lambda: self._runner.run(items, lockstep, dialogue, draws, waiting), waiting.settled
+        )
 
     def _dialogue(self, context: CallContext) -> Dialogue:
         config = context.settings.config

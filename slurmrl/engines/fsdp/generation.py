@@ -9,24 +9,29 @@ import torch
 from torch import Tensor
 
 from slurmrl.data.sample import SequenceSample
-from slurmrl.engines.base import PROMPTS, GenerateEngine
+from slurmrl.engines.base import PROMPTS, ServingEngine
 from slurmrl.engines.fsdp.sharding import Shards
 from slurmrl.engines.offload import Offload
 from slurmrl.engines.rollout.native.rollout import NativeRollout
 from slurmrl.engines.rollout.native.schedule import Limits
 from slurmrl.engines.rollout.native.stops import Decode
 from slurmrl.errors import UsageError
+from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions, GenerationOutput, generate
 
 
-class GatheredGeneration(GenerateEngine):
+class GatheredGeneration(ServingEngine):
     """The synchronous generation of the engines that hold the model in `Shards`."""
 
     _shards: Shards
     _offload: Offload
     _max_tokens: int
     """Tokens of prompts that are read at a time."""
+
+    @property
+    def serves_requests(self) -> bool:
+        return isinstance(self.config, ModelConfig) and "data" not in self.context.groups
 
     @contextmanager
     def serving(
