@@ -76,6 +76,8 @@ def policy(name: str, *overrides: str) -> Entry:
     return Entry(name, "grpo", JUDGED, ("evaluation.every_steps=20", *chosen))
 
 
+# The start model gets 0.62 right. The standard error of a mean over three seeds of 512 answers each
+# is 0.012, so 0.7 is far outside of chance. So is 0.75 for pairs, of which 0.5 are right by chance.
 TABLE = (
     policy("grpo"),
     policy("rloo", "rollout.n=4", "algorithm.batch_size=256", "algorithm.n_minibatches=1"),
@@ -83,10 +85,10 @@ TABLE = (
     policy("dapo", "algorithm.n_minibatches=16", "actor.optimizer.lr=3e-4"),
     policy("gspo"),
     policy("cispo"),
-    Entry("dpo", "dpo", 0.65),
-    Entry("kto", "kto", 0.65),
+    Entry("dpo", "dpo", 0.7),
+    Entry("kto", "kto", 0.7),
     Entry("reward_model", "reward_model", 0.75, metric="eval/accuracy"),
-    Entry("distill", "distill", 0.7, (f"teacher.path=trial:addition-sft/{TEACHER}",)),
+    Entry("distill", "distill", 0.75, (f"teacher.path=trial:addition-sft/{TEACHER}",)),
 )
 
 

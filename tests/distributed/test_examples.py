@@ -96,7 +96,7 @@ class ShortForms:
 
     def few_rows(self, path: Path) -> Path:
         """A copy of a file's first rows; of GSM8K's, which is not here, rows of its form."""
-        copied = self.site.folder / path.name
+        copied = self.site.folder / f"{path.parent.name}-{path.name}"
         if path.is_relative_to(NOT_HERE):
             row = {"question": "What is 1+1?", "answer": "1+1 is 2.\n#### 2"}
             copied.write_text(f"{json.dumps(row)}\n" * ROWS)
