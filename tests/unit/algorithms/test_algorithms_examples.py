@@ -30,6 +30,8 @@ def test_an_example_lacks_nothing_but_what_others_make(name: str, tmp_path: Path
     except ConfigError as error:
         values = YAML(typ="safe").load(EXAMPLES / name)
         for problem in error.problems:
+            if problem.key == "rollout.python":  # an environment of the user's
+                continue
             value = reduce(lambda section, key: section[key], problem.key.split("."), values)
             assert value.startswith(MADE_ELSEWHERE), problem
 
