@@ -25,7 +25,7 @@ def of_completions(
     scores = []
     for record in records:
         completions = record["completions"]
-        rewards = [float(each["reward"]) for each in completions]
+        rewards = [_number(each["reward"]) for each in completions]
         correct = [reward >= pass_score for reward in rewards]
         votes = [vote_of(each["text"], pattern) for each in completions]
         passed = {f"pass@{k}": pass_at_k(n, sum(correct), k) for k in sizes}
@@ -51,7 +51,7 @@ def of_preferences(records: Iterable[Record]) -> Summary:
     scores = []
     for record in records:
         margins = [
-            chosen - rejected
+            _number(chosen) - _number(rejected)
             for chosen, rejected in zip(record["chosen"], record["rejected"], strict=True)
         ]
         right = sum(margin > 0 for margin in margins)
@@ -105,7 +105,12 @@ def rate(values: Sequence[float]) -> Estimate:
 
 
 def _column(scores: Sequence[Record], name: str) -> list[float]:
-    return [score[name] for score in scores]
+    return [_number(score[name]) for score in scores]
+
+
+def _number(value: float | None) -> float:
+    """A value as it was before it became JSON, in which NaN and infinities are null."""
+    return math.nan if value is None else float(value)
 
 
 def _exp(value: float) -> float:

@@ -22,6 +22,7 @@ from slurmrl.data.sample import SequenceSample
 from slurmrl.errors import ConfigError
 from slurmrl.plan.settings import Settings, load_settings
 
+PAIRS = [{"id": "b", "chosen": [2.0], "rejected": [1.0]}]
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
@@ -208,6 +209,16 @@ def test_intervals_of_means_and_ratios() -> None:
     alone = mean([3.0])
     assert alone.value == 3.0
     assert all(map(math.isnan, alone[1:]))
+
+
+def test_what_is_not_a_number_is_no_estimate() -> None:
+    """Scores of a diverged model, which JSON has as null, never look like numbers."""
+    lines = [{"id": "a", "chosen": [None], "rejected": [1.0]}, *PAIRS]
+    estimates = of_preferences(lines).estimates
+    assert math.isnan(estimates["margin"].value)
+    assert estimates["accuracy"].value == 0.5
+    nothing = [{"id": "a", "logprob": None, "tokens": 3}, {"id": "b", "logprob": -1.0, "tokens": 1}]
+    assert math.isnan(of_likelihood(nothing).estimates["perplexity"].value)
 
 
 def test_perplexity_weighs_tokens() -> None:

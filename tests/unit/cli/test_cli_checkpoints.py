@@ -219,6 +219,15 @@ def test_what_a_killed_export_left_is_removed_a_day_later(trial: Trial) -> None:
     assert sorted(trial.paths.exports.iterdir()) == [new, trial.paths.export(2)]
 
 
+def test_a_trial_that_trains_nothing_has_nothing_to_export(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluate = ("algorithm={name: evaluate, measure: likelihood, batch_size: 4}",)
+    trial = Trial(tmp_path / "evaluate", *evaluate, "total_steps=null")
+    assert trial.run("export") == 2
+    assert "trains no model: there is nothing to export" in capsys.readouterr().err
+
+
 def test_refusals(trial: Trial, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (2, 4):
         trial.commit(step)
