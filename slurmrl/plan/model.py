@@ -104,7 +104,8 @@ class Reallocation(_PlanPart):
 
 class Offloading(_PlanPart):
     """The device memory of a model of the plan is free until its next use. A trained or frozen
-    model waits in host memory; generation's copy of another model's weights is discarded."""
+    model waits in host memory; generation's copy of another model's weights is discarded once
+    another model computes."""
 
     model: str
 
@@ -178,6 +179,12 @@ class Plan(_PlanPart):
     def offloaded(self) -> frozenset[str]:
         """The models that are offloaded between calls."""
         return frozenset(hook.model for hook in self._hooks if isinstance(hook, Offloading))
+
+    @property
+    def generating(self) -> frozenset[str]:
+        """The models whose weights move there before a call."""
+        calls = (*self.calls, *self.evaluation_calls)
+        return frozenset(hook.target for call in calls for hook in call.pre_hooks)
 
     @property
     def reallocations(self) -> tuple[Reallocation, ...]:

@@ -58,6 +58,7 @@ def test_a_teacher_of_another_layout_and_pairs_with_labels(tmp_path: Path) -> No
         algorithm={"name": "distill", "batch_size": 16},
         teacher={**one, "architecture": {**ARCHITECTURE, "hidden_size": 16}},
     )
+    del config["critic"], config["ref"]
     lines = run(site, "distill", config)
     assert lines[1]["reverse_kl"] == pytest.approx(lines[1]["loss"], abs=1e-4)
     assert lines[1]["importance_ratio"] == pytest.approx(1.0, abs=1e-4)

@@ -84,6 +84,31 @@ def test_calls_on_ranks_of_their_own_overlap(tmp_path: Path) -> None:
     assert_close(found, run(site, "one"))
 
 
+@pytest.mark.long
+def test_weights_move_once_per_step_however_often_it_generates(tmp_path: Path) -> None:
+    """A step of remax generates in each round of the filter, and then greedy completions. The
+    numbers are those of generation on the training engine."""
+    site = Site(tmp_path)
+    found = []
+    for trial, rollout in (("moved", {"backend": "native:d1", "offload": True}), ("one", {})):
+        config = config_of("ppo", trial=trial, total_steps=3, evaluation=None)
+        del config["critic"], config["ref"]
+        filtered = {"max_truncated": 0.5, "filter_rounds": 3}
+        config["algorithm"] = {"name": "remax", "batch_size": 16, **filtered, **REWARDED}
+        config["rollout"] |= rollout
+        if rollout:
+            counted = f"{CHANGES}:moves_are_counted"
+            config["cluster"] |= hooked(site, tmp_path, f"ppo.{trial}", SERVE, counted)
+        file = site.write(f"{trial}.yaml", config)
+        site.slurmrl("submit", str(file), "--scheduler", "local", "--wait")
+        found.append(site.metrics(f"ppo/{trial}"))
+    moved, one = found
+    assert_close(moved, one)
+    assert all(line["filter/rounds"] > 1 and line["actor_grad_norm"] > 0 for line in moved)
+    assert {"greedy_reward", "greedy_response_length"} <= moved[0].keys()
+    assert (tmp_path / "moves.0").read_text().count("move") == len(moved)
+
+
 def test_a_wrong_move_ends_the_incarnation(tmp_path: Path) -> None:
     """The verification of the first move finds an element that differs; the next start moves all
     weights again."""

@@ -34,6 +34,19 @@ def reference_waits_for_critic() -> None:
     FSDPEngine.forward = held  # type: ignore[method-assign, assignment]
 
 
+def moves_are_counted() -> None:
+    """Each move adds a line to the file of its rank."""
+    run = Mover.run
+    folder = Path(os.environ[FOLDER])
+
+    def counted(self: Mover) -> None:
+        with (folder / f"moves.{self._rank}").open("a") as file:
+            file.write("move\n")
+        run(self)
+
+    Mover.run = counted  # type: ignore[method-assign]
+
+
 def first_move_goes_wrong() -> None:
     """The trial's first move leaves one element of the target as it should not be."""
     run = Mover.run

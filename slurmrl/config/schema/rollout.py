@@ -48,8 +48,9 @@ class Rollout(Section):
     """Seconds without an answer after which a server counts as hung and is started again. At least
     the longest step of its model."""
     offload: bool | None = None
-    """Free the memory of the generation weights after each generation; they move again before the
-    next one. Requires `backend`. Default: true if generation shares GPUs with other models."""
+    """Free the memory of the generation weights once another model computes; they move again before
+    the next generation. Requires `backend`. Default: true if generation shares GPUs with other
+    models."""
     tensor_parallel_size: PositiveInt | None = None
     """Ranks that share each matrix, instead of or in addition to the `t` of `backend`."""
     pipeline_parallel_size: PositiveInt | None = None

@@ -139,6 +139,8 @@ class Executor:
         began = time.monotonic()
         call = next(call for call in self._calls(order) if call.name == order.name)
         models = () if call.role is None else (self._layout(call),)
+        if call.role is not None:
+            self._make_room(models)
         with self._residence.using(*models):
             for move in call.pre_hooks:
                 with self._residence.using(move.source):
@@ -148,8 +150,7 @@ class Executor:
             self._reallocations.trained(call.role)
         for hook in call.post_hooks:
             if isinstance(hook, Offloading):
-                self._reallocations.discarded(hook.model)
-                continue
+                continue  # see `Residence`
             with self._residence.using(hook.source, hook.target):
                 self._reallocations.run(hook)
         return self._done(order, began, result, tokens)
@@ -191,6 +192,7 @@ class Executor:
         copies it to host memory, and a thread writes it during the next messages. ``say`` receives
         `Saved` once it is on disk, perhaps from that thread."""
         began = time.monotonic()
+        self._make_room(())
         self._saver.wait()
         save = self._saver.start if order.asynchronous else self._saver.write
         directory = self.paths.checkpoints / order.directory
@@ -217,6 +219,11 @@ class Executor:
     def _place(self, call: CallPlan) -> ParallelContext:
         """Return this rank's place in the layout of a call."""
         return self.engines[self._layout(call)].context
+
+    def _make_room(self, needed: Sequence[str]) -> None:
+        """Every rank reports every call, so all of them agree on the weights that are gone."""
+        for model in self._residence.make_room(*needed):
+            self._reallocations.discarded(model)
 
     def _run(self, call: CallPlan, sample: SequenceSample, context: CallContext) -> CallResult:
         if call.interface not in self._interfaces:

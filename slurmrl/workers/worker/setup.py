@@ -157,7 +157,7 @@ def build_trainer(
         cores,
         mail,
         reallocations,
-        Residence(engines, plan.offloaded),
+        Residence(engines, plan.offloaded, plan.generating),
         activity,
     )
 

@@ -116,6 +116,24 @@ def test_offloaded_models_are_there_only_while_they_are_used() -> None:
     assert (engines["actor"].away, engines["critic"].away) == (True, False)
 
 
+def test_weights_that_were_moved_stay_until_another_model_computes() -> None:
+    """A rank that holds no part of them learns the same."""
+    engines = {name: FakeEngine() for name in ("actor", "rollout")}
+    holder, other = (
+        Residence(cast(Any, held), {"actor", "rollout"}, {"rollout"})
+        for held in (engines, {"actor": FakeEngine()})
+    )
+    for residence in (holder, other):
+        for _ in range(2):
+            with residence.using("rollout"), residence.using("actor"):
+                pass
+            assert residence.make_room("rollout") == set()
+    assert (engines["actor"].away, engines["rollout"].away) == (True, False)
+    assert [residence.make_room("actor") for residence in (holder, other)] == [{"rollout"}] * 2
+    assert engines["rollout"].away
+    assert holder.make_room() == set()
+
+
 @pytest.mark.parametrize(
     ("verify", "verified"),
     [
