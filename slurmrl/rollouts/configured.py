@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, cast
 
-from slurmrl.config.schema import EpisodeSettings
+from slurmrl.config.schema import EnvironmentChoice, EpisodeSettings
 from slurmrl.errors import UsageError
 from slurmrl.registry import Registry, import_own
 from slurmrl.rollouts import ENVIRONMENTS, EPISODES
@@ -37,6 +37,12 @@ def make_episode(settings: EpisodeSettings, tools: Tools) -> Episode:
             ) from error
         return cast(Episode, _accepting("episode", settings.name, kind, 3, {}))
     return cast(Episode, _accepting("episode", settings.name, kind, 3, settings.options))
+
+
+def message_role(environment: EnvironmentChoice) -> str:
+    """The role of the messages of a built-in environment."""
+    default = "tool" if environment.name == "tools" else "user"
+    return str(environment.options.get("role", default))
 
 
 def _environment(

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Final
 
-from slurmrl.config.schema import Config, role_key
+from slurmrl.config.schema import Config, EpisodeSettings, role_key
 from slurmrl.config.schema import Dataset as DatasetConfig
 from slurmrl.config.source import dotted
 from slurmrl.data.records import MOST_PROBLEMS
@@ -32,7 +32,8 @@ from slurmrl.plan.resolve.inherit import OWN_WEIGHTS
 from slurmrl.plan.settings import load_resolved_settings
 from slurmrl.rewards.reward import MODEL_SCORES, describe
 from slurmrl.rewards.weighted import WeightedReward, make_reward
-from slurmrl.rollouts.configured import make_episode
+from slurmrl.rollouts.configured import make_episode, message_role
+from slurmrl.rollouts.dialogue import Dialogue
 from slurmrl.rollouts.tools.toolbox import make_tools
 from slurmrl.submission.checks.algorithm_code import wrong_code
 from slurmrl.submission.checks.finding import CONFIG, FINDINGS, Finding, Weight
@@ -177,12 +178,25 @@ class CheckProcess:
         try:
             with closing(make_tools(settings.tools)) as tools:
                 make_episode(settings, tools)
+            self._try_messages(settings)
         except UsageError as error:
             weight, message = self._weighed(error)
             yield Finding("episode", weight, message, "rollout.episode")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the user's code may raise anything
             message = f"episode '{settings.name}': {describe(error)}"
             yield Finding("episode", Weight.FAILED, message, "rollout.episode")
+
+    def _try_messages(self, settings: EpisodeSettings) -> None:
+        """Raise ChatTemplateError if the chat template has no place for an environment's messages.
+        Those of a user's own may have any role."""
+        environment, folder = settings.environment, self.config.actor.tokenizer
+        chat = [dataset for _, dataset in datasets(self.config) if dataset.is_chat]
+        if environment is None or ":" in environment.name or folder is None or not chat:
+            return
+        role = message_role(environment)
+        tokenizer = load_tokenizer(Path(folder))
+        for dataset in chat:
+            Dialogue(dataset, tokenizer).messages([(role, "")], None)
 
     def _judged_rows(self, function: WeightedReward) -> Iterator[Finding]:
         """Yield the rows that the reward cannot judge."""

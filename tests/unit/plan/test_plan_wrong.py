@@ -53,6 +53,45 @@ KINDS = {
         "300 is not allowed: it is a part of rollout.max_new_tokens, 256",
         "algorithm.overlong_buffer=300",
     ),
+    "settings of turns without turns": wrong(
+        "rollout.episode", "max_turns is not allowed with name: single_turn",
+        "rollout.episode={max_turns: 3}",
+    ),
+    "an unknown episode": wrong(
+        "rollout.episode.name",
+        "'multi_trun' is not allowed; did you mean 'multi_turn'? allowed: multi_turn, single_turn, "
+        "verifiers, or module:name of your own",
+        "rollout.episode={name: multi_trun}",
+    ),
+    "an unknown environment": wrong(
+        "rollout.episode.environment.name",
+        "'guess' is not allowed; allowed: guess_number, tools, or module:name of your own",
+        "rollout.episode={name: multi_turn, environment: {name: guess}}",
+    ),
+    "an unknown tool": wrong(
+        "rollout.episode.tools.calc",
+        "'calc' is not allowed; allowed: calculator, python, or module:name of your own",
+        "rollout.episode={name: multi_turn, environment: {name: tools}, tools: {calc: {}}}",
+    ),
+    "an environment of tools without any": wrong(
+        "rollout.episode.tools", "is required with environment 'tools'",
+        "rollout.episode={name: multi_turn, environment: {name: tools}}",
+    ),
+    "an environment without a reward": wrong(
+        "reward", "is required: environment 'tools' gives no rewards",
+        "rollout.episode={name: multi_turn, environment: {name: tools}, tools: {calculator: {}}}",
+        "reward=",
+    ),
+    "several turns without an environment": wrong(
+        "rollout.episode", "environment is required with name: multi_turn",
+        "rollout.episode={name: multi_turn}",
+    ),
+    "buffer beyond the turns": wrong(
+        "algorithm.overlong_buffer",
+        "300 is not allowed: it is a part of what the policy may write in an episode, 200",
+        *("algorithm.overlong_buffer=300", "rollout.max_new_tokens=100"),
+        "rollout.episode={name: 'my:own', max_turns: 2}",
+    ),
     "variance of one": wrong(
         "rollout.n",
         "1 is not allowed with algorithm.zero_variance: drop, which compares completions",

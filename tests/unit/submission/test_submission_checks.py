@@ -165,6 +165,48 @@ def test_a_reward_of_ones_own_is_made_with_its_options_and_what_lies_beside_it(
     assert not (tmp_path / "__pycache__").exists()
 
 
+@pytest.mark.parametrize(
+    ("episode", "message"),
+    [
+        ("{name: 'mine:Good', options: {wrong: 1}}", "wrong"),
+        ("{name: 'mine:missing'}", "mine has no 'missing'"),
+        (
+            "{name: multi_turn, environment: {name: guess_number, options: {low: 9, high: 1}}}",
+            "low 9",
+        ),
+        ("{name: 'mine:Good', tools: {t: {name: 'nowhere:t'}}}", "no module 'nowhere'"),
+    ],
+)
+def test_an_episode_that_the_run_could_not_make_is_reported(
+    tmp_path: Path, episode: str, message: str
+) -> None:
+    (tmp_path / "mine.py").write_text(
+        "class Good:\n    async def __call__(self, policy, item, tools): ...\n"
+    )
+    assert look(tmp_path, settings_of(tmp_path, "rollout.episode={name: 'mine:Good'}")) == []
+    (found,) = look(tmp_path, settings_of(tmp_path, f"rollout.episode={episode}"))
+    assert (found.subject, found.weight) == ("episode", Weight.FAILED)
+    assert message in found.message
+
+
+def test_a_chat_template_without_a_place_for_results_is_reported(tmp_path: Path) -> None:
+    template = tmp_path / "chat.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}"
+    )
+    tools = "environment: {name: tools}, tools: {calculator: {}}"
+    (found,) = look(
+        tmp_path,
+        settings_of(
+            tmp_path,
+            f"rollout.episode={{name: multi_turn, {tools}}}",
+            f"dataset.chat_template={template}",
+        ),
+    )
+    assert found.subject == "episode"
+    assert "leaves out a message with one of the roles tool" in found.message
+
+
 def test_every_part_of_a_reward_is_made_and_asked_about_the_rows(tmp_path: Path) -> None:
     """A part in a pool is made in a process of its own."""
     rows = [{"prompt": "1", "answer": "3", "kind": "sum"}, {"prompt": "2", "answer": "4"}]

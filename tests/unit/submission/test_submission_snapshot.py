@@ -64,6 +64,16 @@ def test_the_rewards_module_and_what_it_imports_are_copied(
     assert (paths.code / "submitted.yaml").read_text() == (user / "sft.yaml").read_text()
 
 
+def test_the_modules_of_an_episode_are_copied(user: Path, scheduler: FakeScheduler) -> None:
+    """Those of the environment and of each tool, with what they import."""
+    (user / "my_world.py").write_text("import helper\nclass World: ...\n")
+    (user / "my_tool.py").write_text("def look(word): return word\n")
+    tools = "tools: {look: {name: 'my_tool:look'}}"
+    episode = f"{{name: multi_turn, environment: {{name: 'my_world:World'}}, {tools}}}"
+    paths = submit(proposed(user, f"rollout.episode={episode}")).paths
+    assert {"my_world.py", "my_tool.py", "helper.py"} < copied(paths.code)
+
+
 def test_listed_code_is_copied_without_files_that_are_not_imported(
     user: Path, scheduler: FakeScheduler
 ) -> None:
