@@ -313,6 +313,24 @@ def test_an_instance_that_returns_holds_the_newest_version_before_its_first_requ
     run(main)
 
 
+@pytest.mark.parametrize("after_s", [0.5, 1.1, 1.4, 1.6])
+def test_a_version_that_comes_while_an_instance_is_prepared_is_not_missed(after_s: float) -> None:
+    """While it connects, while it loads the version before, and when it has just done so."""
+
+    async def main() -> None:
+        server = FakeServer()
+        instances = instances_of([server])
+        updates = [asyncio.create_task(instances.update_weights(WeightVersion(name="1")))]
+        await asyncio.sleep(after_s)
+        await instances.update_weights(WeightVersion(name="2"))
+        (result,) = await instances.submit(request("r"))
+        assert result.versions == ("2",)
+        await asyncio.gather(*updates)
+        await instances.close()
+
+    run(main)
+
+
 def test_an_update_does_not_wait_forever_for_an_instance_that_hangs() -> None:
     async def main() -> None:
         servers = [FakeServer(), FakeServer()]
