@@ -2,15 +2,18 @@
 
 Weights are replaced while the scheduler is paused with ``mode=keep``: the server holds its
 requests, computes their caches again with the new weights, and reports which version drew which
-token. The routes for that need ``VLLM_SERVER_DEV_MODE=1`` and ask for no key, so the server listens
-on a Unix socket in a folder that only the user can enter.
+token. The routes for that need ``VLLM_SERVER_DEV_MODE=1`` and ask for no key, so our own servers
+listen on a Unix socket in a folder that only the user can enter (`vllm_server`).
+
+Log-probabilities are under the distribution that was drawn from: after temperature, top-k, top-p
+and the ban of stop tokens before ``min_new_tokens``. Those of greedy tokens are at temperature 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
@@ -25,34 +28,14 @@ CONTROL_S = 60.0
 """Time limit of pausing, resuming, aborting: the server answers between two steps."""
 LOAD_S = 1800.0
 """Time limit of reading weights from disk."""
+FIRST_S = 600.0
+"""Time limit of the first token, before which a server may compile."""
 OLDEST = (0, 32)
 FLAGS = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs")
 """Without these the server refuses requests, or reports log-probabilities before temperature."""
 RESET = "/reset_prefix_cache?reset_running_requests=true"
-
-
-def command(
-    python: str, model: Path, socket: Path, *, context: int, options: Sequence[str] = ()
-) -> tuple[str, ...]:
-    """Start a server on a Unix socket, whose folder must have mode 0700. ``options``: further
-    flags, which win over these."""
-    return (
-        *(python, "-m", "vllm.entrypoints.openai.api_server"),
-        *("--model", str(model), "--uds", str(socket), "--max-model-len", str(context)),
-        *FLAGS,
-        *("--generation-config", "vllm"),  # that of the model would change sampling silently
-        *("--scheduling-policy", "priority", "--enable-prefix-caching"),
-        *options,
-    )
-
-
-ENVIRONMENT: Mapping[str, str] = {
-    "VLLM_SERVER_DEV_MODE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # it would unpickle requests
-    "HF_HUB_OFFLINE": "1",
-}
-"""Variables of a server, over those of the job."""
+LOADING = {"load_config": {"load_format": "auto"}}
+"""A server starts without reading weights, and is to read them from then on."""
 
 
 @dataclass(frozen=True)
@@ -156,9 +139,20 @@ class VllmDialect(Dialect):
     async def connect(self) -> int:
         await self._check_version()
         await self._check_flags()
-        options = GenerationOptions(max_new_tokens=1, greedy=True)
-        await self.draw(Draw(name="connect", prompt=(0,), seed=0, options=options, priority=0))
+        await self.resume()  # a client that was lost during an update has left it paused
+        await self._try()
         return await self._context()
+
+    async def _try(self) -> None:
+        """Draw a token, which shows what else is wrong before there are requests."""
+        options = GenerationOptions(max_new_tokens=1, greedy=True)
+        try:
+            async with asyncio.timeout(FIRST_S):
+                await self.draw(
+                    Draw(name="first", prompt=(0,), seed=0, options=options, priority=0)
+                )
+        except TimeoutError as error:
+            raise RunFailedError(f"{self._where}: no token was drawn in {FIRST_S:g} s") from error
 
     async def _check_version(self) -> None:
         version = str(_field(self._where, await self._get("/version"), "version"))
@@ -207,8 +201,8 @@ class VllmDialect(Dialect):
             raise UsageError(
                 f"weight version {version.name}: {version.folder} is not a folder with a checkpoint"
             )
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(version.folder)}}
-        await self._post("/collective_rpc", reload, timeout_s=LOAD_S)
+        await self._call("update_config", overrides=LOADING)
+        await self._call("reload_weights", weights_path=str(version.folder))
         if _field(self._where, await self._post(RESET), "success") is not True:
             raise RunFailedError(f"{self._where}: the server did not empty its prefix cache")
         await self._post("/update_weight_version", {"new_version": version.name})
@@ -224,6 +218,11 @@ class VllmDialect(Dialect):
 
     async def close(self) -> None:
         await self._client.close()
+
+    async def _call(self, method: str, **arguments: object) -> None:
+        """Call a method of the processes that compute."""
+        body = {"method": method, "kwargs": arguments}
+        await self._post("/collective_rpc", body, timeout_s=LOAD_S)
 
     async def _get(self, path: str) -> object:
         return await self._client.get(path, timeout_s=CONTROL_S)

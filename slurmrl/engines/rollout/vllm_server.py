@@ -1,0 +1,76 @@
+"""vLLM servers: how they are started, and kept in the trainers' job."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from slurmrl.engines.rollout.dialect import Dialect
+from slurmrl.engines.rollout.http import HttpClient
+from slurmrl.engines.rollout.placed import PlacedServer
+from slurmrl.engines.rollout.vllm import FLAGS, VllmDialect
+
+CPU_FLAGS = ("--enforce-eager",)
+"""Flags of a server without a GPU."""
+
+
+def command(
+    python: str,
+    model: Path,
+    socket: Path,
+    *,
+    tokenizer: Path | None = None,
+    options: Sequence[str] = (),
+) -> tuple[str, ...]:
+    """Start a server on a Unix socket, whose folder must have mode 0700.
+
+    ``model`` has a ``config.json``; its weights are undefined until the first version. Stop strings
+    need a ``tokenizer``. Sequences may be as long as the model and the memory allow. ``options``:
+    further flags, which win over these.
+    """
+    text = ("--skip-tokenizer-init",) if tokenizer is None else ("--tokenizer", str(tokenizer))
+    return (
+        *(python, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", str(model), "--uds", str(socket), "--load-format", "dummy", *text),
+        *FLAGS,
+        *("--generation-config", "vllm"),  # that of the model would change sampling silently
+        *("--max-model-len", "-1", "--scheduling-policy", "priority", "--enable-prefix-caching"),
+        *options,
+    )
+
+
+ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_SERVER_DEV_MODE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "0",  # it would unpickle requests
+    "HF_HUB_OFFLINE": "1",
+}
+"""Variables of a server, over those of the job."""
+CPU_ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # several servers would bind to the same cores
+}
+"""Further variables of a server without a GPU."""
+
+
+class VllmEngine(PlacedServer):
+    """A vLLM server on each data-parallel rank."""
+
+    name = "vllm"
+
+    def command(self, model: Path, socket: Path) -> Sequence[str]:
+        flags = CPU_FLAGS if self.context.device.type == "cpu" else ()
+        return command(
+            self.serving.python,
+            model,
+            socket,
+            tokenizer=self.serving.tokenizer,
+            options=(*flags, "--dtype", self.dtype, *self.serving.arguments),
+        )
+
+    def environment(self) -> Mapping[str, str]:
+        further = CPU_ENVIRONMENT if self.context.device.type == "cpu" else {}
+        return {**ENVIRONMENT, **further}
+
+    def dialect(self, client: HttpClient) -> Dialect:
+        return VllmDialect(client)

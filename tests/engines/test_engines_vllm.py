@@ -1,0 +1,413 @@
+"""A real vLLM server that computes on a CPU: routes, scheduling, updates of weights, life and
+death."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedTokenizerFast
+
+from slurmrl.engines.rollout import vllm_server
+from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
+from slurmrl.engines.rollout.dialect import Draw
+from slurmrl.engines.rollout.http import Address, HttpClient
+from slurmrl.engines.rollout.instance import InstanceLimits
+from slurmrl.engines.rollout.instances import Instances
+from slurmrl.engines.rollout.process import ServerProgram
+from slurmrl.engines.rollout.served import ServedEngine
+from slurmrl.engines.rollout.server import KeptServer, Patience
+from slurmrl.engines.rollout.vllm import VllmDialect, request_body
+from slurmrl.errors import UsageError
+from slurmrl.models.generate import GenerationOptions
+from tests.engines.conftest import CONTEXT, VOCABULARY, Loop, logprobs
+
+PYTHON = os.environ.get("VLLM_PYTHON", "")
+pytestmark = pytest.mark.skipif(not PYTHON, reason="no vLLM: run scripts/test-engines")
+PATIENCE = Patience(start_s=280.0, silence_s=60.0, probe_s=1.0)
+LIMITS = InstanceLimits(probe_every_s=1.0, silence_s=20.0, control_s=60.0)
+PROMPT = (5, 6, 7, 8, 9)
+EXACT = 1e-4
+
+
+class VllmServer:
+    """One server that is kept running."""
+
+    def __init__(self, name: str, folder: Path, model: Path, tokenizer: Path) -> None:
+        self._folder = tempfile.TemporaryDirectory()  # a short path, with mode 0700
+        socket = Path(self._folder.name) / "server.sock"
+        self._address = Address(f"unix:{socket}")
+        self.program = ServerProgram(
+            name=name,
+            command=vllm_server.command(
+                PYTHON,
+                model,
+                socket,
+                tokenizer=tokenizer,
+                options=(*vllm_server.CPU_FLAGS, "--dtype", "float32"),
+            ),
+            environment={**os.environ, **vllm_server.ENVIRONMENT, **vllm_server.CPU_ENVIRONMENT},
+            log=folder / f"{name}.log",
+        )
+        self._probing = VllmDialect(HttpClient(self._address, patience_s=0.0))
+        self._kept: KeptServer | None = None
+
+    async def connect(self) -> ServedEngine:
+        if self._kept is None:
+            self._kept = KeptServer(
+                self.program, probe=self._probing.health, prepare=_nothing, patience=PATIENCE
+            )
+        await self._kept.up()
+        dialect = VllmDialect(HttpClient(self._address), health_s=10.0)
+        return await ServedEngine.connect(dialect)
+
+    async def close(self) -> None:
+        if self._kept is not None:
+            await self._kept.close()
+        await self._probing.close()
+        self._folder.cleanup()
+
+    def processes(self) -> dict[str, int]:
+        """The server's processes by the word in their titles: APIServer, EngineCore, Worker."""
+        children: dict[int, list[int]] = {}
+        words: dict[int, str] = {}
+        for entry in Path("/proc").glob("[0-9]*"):
+            try:
+                stat = (entry / "stat").read_text().rpartition(")")[2].split()
+                words[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
+            except OSError:
+                continue
+            children.setdefault(int(stat[1]), []).append(int(entry.name))
+        (main,) = (
+            pid
+            for pid, line in words.items()
+            if self._address.text.removeprefix("unix:") in line and "warden" not in line
+        )
+        found, stack = {"APIServer": main}, [main]
+        while stack:
+            for child in children.get(stack.pop(), []):
+                stack.append(child)
+                for title in ("EngineCore", "Worker"):
+                    if title in words[child]:
+                        found[title] = child
+        return found
+
+
+async def _nothing() -> None:
+    pass
+
+
+class Served:
+    """One server, and a second one where a test wants it, behind one engine."""
+
+    def __init__(
+        self, loop: Loop, versions: dict[str, Path], tokenizer: PreTrainedTokenizerFast, logs: Path
+    ) -> None:
+        tokenizer.save_pretrained(logs / "tokenizer")
+        self.loop, self.versions = loop, versions
+        self.servers = [
+            VllmServer(f"vllm-{number}", logs, versions["1.1"], logs / "tokenizer")
+            for number in range(2)
+        ]
+        self.engine = loop.run(self._start(self.servers[:1]))
+
+    async def _start(self, servers: Sequence[VllmServer]) -> Instances:
+        engine = Instances({each.program.name: each.connect for each in servers}, limits=LIMITS)
+        await engine.start()
+        await engine.update_weights(self.version("1.1"))
+        return engine
+
+    async def start_both(self) -> None:
+        await self.engine.close()
+        self.engine = await self._start(self.servers)
+        while any(instance.version is None for instance in self.engine._instances):
+            await asyncio.sleep(0.1)
+
+    def version(self, name: str) -> WeightVersion:
+        return WeightVersion(name=name, folder=self.versions[name])
+
+    async def close(self) -> None:
+        await self.engine.close()
+        for server in self.servers:
+            await server.close()
+
+
+@pytest.fixture(scope="module")
+def served(
+    loop: Loop,
+    versions: dict[str, Path],
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[Served]:
+    made = Served(loop, versions, tokenizer, tmp_path_factory.mktemp("logs"))
+    yield made
+    loop.run(made.close())
+
+
+NUMBERS = iter(range(10**9))
+
+
+def request(prompt: Sequence[int] = PROMPT, n: int = 1, **options: object) -> GenerationRequest:
+    settings = {"max_new_tokens": 16, **options}
+    return GenerationRequest(
+        request_id=f"r{next(NUMBERS)}",
+        prompt=tuple(prompt),
+        keys=tuple(range(n)),
+        seed=3,
+        step=1,
+        options=GenerationOptions(**settings),  # type: ignore[arg-type]
+    )
+
+
+async def _one(served: Served, asked: GenerationRequest) -> tuple[Completion, ...]:
+    return await served.engine.submit(asked)
+
+
+def check(
+    folder: Path,
+    made: Completion,
+    options: GenerationOptions,
+    *,
+    prompt: tuple[int, ...] = PROMPT,
+    version: str = "1.1",
+) -> None:
+    """The log-probabilities of the tokens of a version are those of transformers."""
+    values = logprobs(folder, [*prompt, *made.tokens], options.temperature)[len(prompt) - 1 :]
+    if options.top_k is not None:
+        least = values.topk(options.top_k, dim=-1).values[:, -1:]
+        values = values.masked_fill(values < least, float("-inf")).log_softmax(-1)
+    expected = values.gather(-1, torch.tensor(made.tokens)[:, None]).squeeze(-1)
+    own = torch.tensor([each == version for each in made.versions])
+    assert own.any()
+    assert (expected - torch.tensor(made.logprobs))[own].abs().max() < EXACT
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.7}, {"top_k": 5}])
+def test_log_probabilities_are_those_of_transformers(
+    served: Served, tokenizer: PreTrainedTokenizerFast, options: dict[str, object]
+) -> None:
+    """Under the distribution that was drawn from, with a version for each token. Token ids are kept
+    as they were sampled, also where their text has another spelling."""
+    asked = request(n=16, **options)
+    completions = served.loop.run(_one(served, asked))
+    assert len({made.tokens for made in completions}) > 1
+    texts = [tokenizer.decode(made.tokens) for made in completions]
+    assert any(
+        tokenizer.encode(text) != list(made.tokens)
+        for text, made in zip(texts, completions, strict=True)
+    )
+    for made in completions:
+        assert (len(made.tokens), made.finish, set(made.versions)) == (16, "length", {"1.1"})
+        check(served.versions["1.1"], made, asked.options)
+
+
+def test_a_sample_does_not_depend_on_what_it_was_batched_with(served: Served) -> None:
+    async def main() -> None:
+        alone = await served.engine.submit(request(n=3))
+        others = [served.engine.submit(request((number, 7), n=2)) for number in range(40)]
+        crowded = await served.engine.submit(request(n=3))
+        assert [made.tokens for made in alone] == [made.tokens for made in crowded]
+        await asyncio.gather(*others)
+
+    served.loop.run(main())
+
+
+def test_stop_tokens_and_stop_strings_across_tokens(
+    served: Served, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """The token that completes a stop is the last one, and is kept."""
+    (free,) = served.loop.run(_one(served, request(greedy=True)))
+    texts = [tokenizer.decode([token]) for token in free.tokens]
+    stop = texts[3][-1] + texts[4][0]
+    end = next(k for k in range(1, 17) if stop in "".join(texts[:k]))
+    (made,) = served.loop.run(_one(served, request(greedy=True, stop_strings=(stop,))))
+    assert (made.tokens, made.finish) == (free.tokens[:end], "stop")
+    assert made.logprobs == pytest.approx(free.logprobs[:end], abs=EXACT)
+    stopped = request(greedy=True, stop_token_ids=(free.tokens[2],))
+    (made,) = served.loop.run(_one(served, stopped))
+    assert made.finish == "stop"
+    assert made.tokens == free.tokens[: free.tokens.index(free.tokens[2]) + 1]
+
+
+def test_an_update_in_flight_continues_with_the_new_weights(served: Served) -> None:
+    """Behind the tokens that the old weights have drawn, with the log-probabilities of the new ones
+    for all that comes after."""
+
+    async def main() -> tuple[Completion, ...]:
+        future = served.engine.submit(asked)
+        await asyncio.sleep(0.3)
+        await served.engine.update_weights(served.version("2.1"))
+        completions = await future
+        (after,) = await served.engine.submit(request())
+        assert set(after.versions) == {"2.1"}
+        check(served.versions["2.1"], after, asked.options, version="2.1")
+        await served.engine.update_weights(served.version("1.1"))
+        return completions
+
+    asked = request(n=8, max_new_tokens=240)
+    completions = served.loop.run(main())
+    for made in completions:
+        assert len(made.tokens) == 240
+        assert list(made.versions) == sorted(made.versions)
+        assert set(made.versions) == {"1.1", "2.1"}
+        for name in ("1.1", "2.1"):
+            check(served.versions[name], made, asked.options, version=name)
+
+
+def test_paused_draws_continue_and_aborted_ones_return_what_they_have(served: Served) -> None:
+    async def main() -> None:
+        whole = await served.engine.submit(request(n=2, max_new_tokens=200))
+        future = served.engine.submit(request(n=2, max_new_tokens=200))
+        await asyncio.sleep(0.2)
+        await served.engine.pause()
+        late = served.engine.submit(request())
+        await asyncio.sleep(1.0)
+        assert not future.done()
+        assert not late.done()
+        await served.engine.resume()
+        assert [made.tokens for made in await future] == [made.tokens for made in whole]
+        await late
+        asked = request(n=2, max_new_tokens=240)
+        future = served.engine.submit(asked)
+        await asyncio.sleep(0.3)
+        served.engine.abort(asked.request_id)
+        for made, again in zip(await future, whole, strict=True):
+            assert made.finish == "aborted"
+            assert len(made.tokens) < 240
+            common = min(len(made.tokens), 200)
+            assert made.tokens[:common] == again.tokens[:common]
+
+    served.loop.run(main())
+
+
+def test_what_can_never_be_served_is_refused_at_once(served: Served, tmp_path: Path) -> None:
+    """A prompt as long as the context, a token outside the vocabulary, and weights of another
+    model; the version before is served again."""
+
+    async def main() -> None:
+        with pytest.raises(UsageError, match=f"prompt of {CONTEXT} tokens.*{CONTEXT} tokens"):
+            await served.engine.submit(request((1,) * CONTEXT))
+        with pytest.raises(UsageError, match="out of vocabulary"):
+            await served.engine.submit(request((VOCABULARY + 5,)))
+        (made,) = await served.engine.submit(request((1,) * (CONTEXT - 4)))
+        assert (len(made.tokens), made.finish) == (4, "length")
+        missing = WeightVersion(name="9.1", folder=tmp_path / "missing")
+        with pytest.raises(UsageError, match=r"9\.1: .*missing is not a folder"):
+            await served.engine.update_weights(missing)
+        (made,) = await served.engine.submit(request())
+        assert set(made.versions) == {"1.1"}
+        check(served.versions["1.1"], made, request().options)
+
+    served.loop.run(main())
+
+
+def test_four_thousand_requests_at_once_and_64_completions_of_a_prompt(served: Served) -> None:
+    async def main() -> None:
+        prompts = [(number % VOCABULARY, number // VOCABULARY, 3) for number in range(4000)]
+        futures = [served.engine.submit(request(each, max_new_tokens=1)) for each in prompts]
+        many = served.engine.submit(request(n=64, max_new_tokens=8))
+        answers = await asyncio.gather(*futures)
+        assert all(len(made.tokens) == 1 for (made,) in answers)
+        for number in (0, 1234, 3999):
+            options = request(max_new_tokens=1).options
+            check(served.versions["1.1"], answers[number][0], options, prompt=prompts[number])
+        assert len({made.tokens for made in await many}) > 32
+
+    served.loop.run(main())
+
+
+def test_updates_every_100_ms_do_not_stop_requests(served: Served) -> None:
+    async def main() -> None:
+        futures = [served.engine.submit(request(n=4, max_new_tokens=40)) for _ in range(4)]
+        names = []
+        while not all(future.done() for future in futures):
+            name = f"{len(names) + 3}.1"
+            names.append(name)
+            source = served.versions["1.1" if len(names) % 2 else "2.1"]
+            await served.engine.update_weights(WeightVersion(name=name, folder=source))
+            await asyncio.sleep(0.1)
+        assert len(names) > 1
+        for future in futures:
+            for made in await future:
+                assert len(made.tokens) == 40
+                order = [["1.1", *names].index(version) for version in made.versions]
+                assert order == sorted(order)
+        await served.engine.update_weights(served.version("1.1"))
+
+    served.loop.run(main())
+
+
+CHECKER = """
+import inspect, json, sys
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+from vllm.config.load import LoadConfig
+body = json.load(sys.stdin)
+unknown = set(body) - set(GenerateRequest.model_fields)
+unknown |= set(body["sampling_params"]) - set(SamplingParams.__struct_fields__)
+assert not unknown, unknown
+read = GenerateRequest.model_validate(body)
+for name, value in body["sampling_params"].items():
+    assert getattr(read.sampling_params, name) == value, (name, value)
+inspect.signature(Worker.update_config).bind(None, overrides={})
+inspect.signature(GPUModelRunner.reload_weights).bind(None, weights_path="")
+assert "load_format" in LoadConfig.__dataclass_fields__
+"""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_new_tokens": 2},
+        {"stop_token_ids": (3, 4), "stop_strings": ("ab", "c")},
+    ],
+)
+def test_bodies_are_those_of_vllms_own_classes(options: dict[str, object]) -> None:
+    """The server ignores unknown keys, so a misspelt one would change samples silently."""
+    asked = request(**options)
+    draw = Draw(name="r", prompt=PROMPT, seed=2**63 - 1, options=asked.options, priority=-1)
+    subprocess.run(
+        [PYTHON, "-W", "ignore", "-c", CHECKER],
+        input=json.dumps(request_body(draw)).encode(),
+        check=True,
+        timeout=300,
+        env={**os.environ, **vllm_server.ENVIRONMENT},
+    )
+
+
+def test_lost_servers_cost_their_own_requests(served: Served) -> None:
+    """Under load, one of two servers is killed, and when it is back the other one hangs: each
+    request is answered once, as if nothing had happened."""
+
+    def load() -> list[asyncio.Future[tuple[Completion, ...]]]:
+        prompts = [(number, 1, 2) for number in range(60)]
+        return [served.engine.submit(request(each, max_new_tokens=60)) for each in prompts]
+
+    async def main() -> None:
+        await served.start_both()
+        first, second = served.servers
+        expected = [made.tokens for (made,) in await asyncio.gather(*load())]
+        futures = load()
+        await asyncio.sleep(0.3)
+        os.kill(first.processes()["EngineCore"], signal.SIGKILL)
+        assert [made.tokens for (made,) in await asyncio.gather(*futures)] == expected
+        while served.engine._instances[0].version is None:
+            await asyncio.sleep(0.1)
+        futures = load()
+        await asyncio.sleep(0.3)
+        hung = second.processes()["EngineCore"]
+        os.kill(hung, signal.SIGSTOP)
+        assert [made.tokens for (made,) in await asyncio.gather(*futures)] == expected
+        os.kill(hung, signal.SIGCONT)
+
+    served.loop.run(main())
