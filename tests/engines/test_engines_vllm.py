@@ -32,7 +32,7 @@ from tests.engines.conftest import CONTEXT, VOCABULARY, Loop, logprobs
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="no vLLM: run scripts/test-engines")
-PATIENCE = Patience(start_s=280.0, silence_s=60.0, probe_s=1.0)
+PATIENCE = Patience(start_s=280.0, silence_s=20.0, probe_s=1.0)
 LIMITS = InstanceLimits(probe_every_s=1.0, silence_s=20.0, control_s=60.0)
 PROMPT = (5, 6, 7, 8, 9)
 EXACT = 1e-4
@@ -385,29 +385,34 @@ def test_bodies_are_those_of_vllms_own_classes(options: dict[str, object]) -> No
     )
 
 
-def test_lost_servers_cost_their_own_requests(served: Served) -> None:
-    """Under load, one of two servers is killed, and when it is back the other one hangs: each
-    request is answered once, as if nothing had happened."""
+def load(served: Served) -> list[asyncio.Future[tuple[Completion, ...]]]:
+    prompts = [(number, 1, 2) for number in range(60)]
+    return [served.engine.submit(request(each, max_new_tokens=60)) for each in prompts]
 
-    def load() -> list[asyncio.Future[tuple[Completion, ...]]]:
-        prompts = [(number, 1, 2) for number in range(60)]
-        return [served.engine.submit(request(each, max_new_tokens=60)) for each in prompts]
 
+async def disturbed(served: Served, pid: int, number: signal.Signals) -> None:
+    """While a process gets a signal, each request is answered as if nothing had happened."""
+    expected = [made.tokens for (made,) in await asyncio.gather(*load(served))]
+    futures = load(served)
+    await asyncio.sleep(0.3)
+    os.kill(pid, number)
+    assert [made.tokens for (made,) in await asyncio.gather(*futures)] == expected
+
+
+def test_a_killed_server_costs_its_own_requests(served: Served) -> None:
     async def main() -> None:
         await served.start_both()
-        first, second = served.servers
-        expected = [made.tokens for (made,) in await asyncio.gather(*load())]
-        futures = load()
-        await asyncio.sleep(0.3)
-        os.kill(first.processes()["EngineCore"], signal.SIGKILL)
-        assert [made.tokens for (made,) in await asyncio.gather(*futures)] == expected
+        await disturbed(served, served.servers[0].processes()["EngineCore"], signal.SIGKILL)
+
+    served.loop.run(main())
+
+
+def test_a_hung_server_costs_its_own_requests_once_the_killed_one_is_back(served: Served) -> None:
+    async def main() -> None:
         while served.engine._instances[0].version is None:
             await asyncio.sleep(0.1)
-        futures = load()
-        await asyncio.sleep(0.3)
-        hung = second.processes()["EngineCore"]
-        os.kill(hung, signal.SIGSTOP)
-        assert [made.tokens for (made,) in await asyncio.gather(*futures)] == expected
+        hung = served.servers[1].processes()["EngineCore"]
+        await disturbed(served, hung, signal.SIGSTOP)
         os.kill(hung, signal.SIGCONT)
 
     served.loop.run(main())

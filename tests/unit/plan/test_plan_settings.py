@@ -110,7 +110,7 @@ def test_a_run_directory_gives_the_same_settings(load_ppo: Load, folder: Path) -
         ),
         (["actor.optimizer.name=sgdm"], "actor.optimizer.name", "sgdm"),
         (["critic.backend=fsdp:d6"], "algorithm.batch_size", "must be a multiple of 6"),
-        (["rollout.backend=vllm:d2"], "rollout.backend", "allowed: sglang, native"),
+        (["rollout.backend=vllm:d2", "rollout.python=/bin/sh"], "rollout.gpus", "is required"),
         (["rollout.backend=sglang:d2", "rollout.python=/bin/sh"], "rollout.gpus", "is required"),
         (["rollout.backend=sglang:d2", "rollout.gpus=0-1"], "rollout.python", "is required"),
         (
@@ -124,7 +124,11 @@ def test_a_run_directory_gives_the_same_settings(load_ppo: Load, folder: Path) -
             "must be a multiple of 3",
         ),
         (["rollout.python=/bin/sh"], "rollout.python", "it is for servers"),
-        (["rollout.backend=fsdp:d2"], "rollout.backend", "for training; allowed: native, sglang"),
+        (
+            ["rollout.backend=fsdp:d2"],
+            "rollout.backend",
+            "for training; allowed: native, sglang, vllm",
+        ),
         (
             ["rollout.backend=native:d3", "evaluation.samples=3"],
             "algorithm.batch_size",

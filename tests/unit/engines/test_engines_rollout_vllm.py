@@ -1,0 +1,150 @@
+"""What vLLM's answers are taken for, and servers that cannot be used."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from slurmrl.engines.rollout.base import Completion, WeightVersion
+from slurmrl.engines.rollout.http import Address, HttpClient
+from slurmrl.engines.rollout.vllm import VllmDialect, read_reply
+from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
+
+REPLY: dict[str, Any] = {
+    "request_id": "generate-tokens-r",
+    "choices": [
+        {
+            "index": 0,
+            "finish_reason": "stop",
+            "token_ids": [7, 8, 9],
+            "weight_versions": [
+                {"version": "1.1", "start": 0, "end": 2},
+                {"version": "2.1", "start": 2, "end": 3},
+            ],
+            "logprobs": {
+                "content": [{"token_id": 6 + k, "logprob": -0.5 * k, "rank": 1} for k in (1, 2, 3)]
+            },
+        }
+    ],
+}
+SERVER: dict[str, Any] = {
+    "GET /version": {"version": "0.32.0"},
+    "GET /server_info": {"vllm_config": {"model_config": {"logprobs_mode": "processed_logprobs"}}},
+    "GET /v1/models": {"data": [{"id": "model", "max_model_len": 256}]},
+    "GET /weight_info": {"weight_version": "2.1"},
+    "POST /inference/v1/generate": REPLY,
+    "POST /resume": {"status": "resumed"},
+    "POST /pause": {"status": "paused"},
+    "POST /collective_rpc": {"results": [None]},
+    "POST /reset_prefix_cache": {"success": True},
+    "POST /update_weight_version": {"success": True},
+}
+
+
+class ScriptedClient(HttpClient):
+    """Answers from a table; what it lacks has status 404."""
+
+    def __init__(self, answers: dict[str, Any]) -> None:
+        super().__init__(Address("unix:/none"))
+        self.answers = answers
+        self.asked: list[str] = []
+
+    async def get(self, path: str, *, timeout_s: float) -> object:
+        return self._answer(f"GET {path}")
+
+    async def post(self, path: str, body: object = None, *, timeout_s: float | None) -> object:
+        return self._answer(f"POST {path}")
+
+    def _answer(self, what: str) -> object:
+        self.asked.append(what)
+        if what.partition("?")[0] not in self.answers:
+            raise UsageError(f"{what}: HTTP status 404")
+        return self.answers[what.partition("?")[0]]
+
+
+def changed(path: tuple[str | int, ...], value: object) -> dict[str, Any]:
+    reply = copy.deepcopy(REPLY)
+    at: Any = reply["choices"][0]
+    for step in path[:-1]:
+        at = at[step]
+    at[path[-1]] = value
+    return reply
+
+
+def test_a_reply_is_a_completion_with_a_version_for_each_token() -> None:
+    assert read_reply("server", REPLY) == Completion(
+        tokens=(7, 8, 9),
+        logprobs=(-0.5, -1.0, -1.5),
+        versions=("1.1", "1.1", "2.1"),
+        finish="stop",
+    )
+    assert read_reply("server", changed(("finish_reason",), "abort")).finish == "aborted"
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("finish_reason",), "error"),
+        (("token_ids",), [7, 8]),
+        (("token_ids",), [7, 8, 1]),
+        (("weight_versions",), None),
+        (("weight_versions", 1, "end"), 4),
+        (("logprobs",), None),
+        (("logprobs", "content", 0, "logprob"), None),
+    ],
+)
+def test_a_reply_that_is_not_whole_is_not_a_completion(
+    path: tuple[str | int, ...], value: object
+) -> None:
+    with pytest.raises(RunFailedError, match="server"):
+        read_reply("server", changed(path, value))
+
+
+def test_a_server_that_was_left_paused_is_resumed_before_it_is_tried() -> None:
+    """A client that was killed during an update leaves it so, and no token would ever come."""
+    client = ScriptedClient(SERVER)
+    assert asyncio.run(VllmDialect(client).connect()) == 256
+    assert client.asked.index("POST /resume") < client.asked.index("POST /inference/v1/generate")
+
+
+@pytest.mark.parametrize(
+    ("answers", "kind", "message"),
+    [
+        ({"GET /version": {"version": "0.31.2"}}, UsageError, "0.31.2 is too old; at least 0.32"),
+        (
+            {"GET /server_info": {"vllm_config": {"model_config": {"logprobs_mode": "raw"}}}},
+            UsageError,
+            "--logprobs-mode is raw.*--enable-scale-out --logprobs-mode processed_logprobs",
+        ),
+        ({"GET /server_info": None}, UsageError, "VLLM_SERVER_DEV_MODE=1"),
+        ({"POST /inference/v1/generate": None}, UsageError, "404"),
+        ({"GET /v1/models": {"data": []}}, RunFailedError, "lists no model"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_refused_with_what_it_lacks(
+    answers: dict[str, Any], kind: type[SlurmrlError], message: str
+) -> None:
+    table = {name: value for name, value in {**SERVER, **answers}.items() if value is not None}
+    with pytest.raises(kind, match=message):
+        asyncio.run(VllmDialect(ScriptedClient(table)).connect())
+
+
+@pytest.mark.parametrize(
+    ("answers", "message"),
+    [
+        ({"GET /weight_info": {"weight_version": "1.1"}}, "holds version 1.1 instead of 2.1"),
+        ({"POST /reset_prefix_cache": {"success": False}}, "did not empty its prefix cache"),
+    ],
+)
+def test_an_update_that_did_not_take_effect_fails(
+    answers: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    dialect = VllmDialect(ScriptedClient({**SERVER, **answers}))
+    with pytest.raises(RunFailedError, match=message):
+        asyncio.run(dialect.load(WeightVersion(name="2.1", folder=tmp_path)))
+    whole = VllmDialect(ScriptedClient(SERVER))
+    asyncio.run(whole.load(WeightVersion(name="2.1", folder=tmp_path)))
