@@ -11,6 +11,7 @@ from slurmrl.algorithms.schema import (
     AlgorithmSchema,
     generate_call,
     reward_calls,
+    sequences_of_pairs,
 )
 from slurmrl.config.schema import Config
 from slurmrl.config.schema.frequency import Pattern
@@ -91,7 +92,7 @@ class Evaluate(AlgorithmSchema):
 
     def sequences_per_item(self, config: Config) -> int:
         if self.measure == "preferences":
-            return 2 * (config.dataset.max_pairs_per_prompt or 1)
+            return sequences_of_pairs(config)
         return super().sequences_per_item(config)
 
     def calls(self, config: Config) -> tuple[Call, ...]:

@@ -248,6 +248,17 @@ def test_a_reward_model_needs_a_scalar_head_and_the_actor_s_tokenizer(tmp_path: 
     assert "another tokenizer" in messages["tokenizer"].message
     assert messages["tokenizer"].weight is messages["weights"].weight is Weight.FAILED
     assert not [one for one in look(tmp_path, settings) if one.key == "reward_model.path"]
+    pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    evaluate = (
+        "algorithm={name: evaluate, measure: preferences, batch_size: 4}",
+        f"dataset={{type: preference, path: {write_rows(tmp_path / 'pairs.jsonl', pair)}}}",
+        "total_steps=null",
+        "actor.architecture=null",
+        f"actor.path={judge}",
+    )
+    (silent,) = look(tmp_path, settings_of(tmp_path, *evaluate))
+    assert (silent.key, silent.weight) == ("actor.path", Weight.FAILED)
+    assert "has no score.weight: every score would be 0" in silent.message
 
 
 def test_what_takes_too_long_is_ended_and_said_to_be_unchecked(tmp_path: Path) -> None:
