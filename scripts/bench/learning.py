@@ -157,8 +157,9 @@ def curve(root: Path, entry: Entry, seeds: Sequence[int]) -> Curve:
 
 
 def evaluations(metrics: Path, metric: str) -> Iterator[tuple[int, float]]:
-    for text in metrics.read_text().splitlines() if metrics.exists() else []:
-        line = json.loads(text)
+    texts = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    for text in texts:
+        line = json.loads(text) if text.endswith("\n") else {}  # the last one is being written
         if metric in line:
             yield line["step"], line[metric]
 
@@ -173,7 +174,7 @@ def table(curves: Sequence[Curve], columns: int = 6) -> str:
         shown = sorted({*steps[::every], *steps[-1:]})
         cells = ", ".join(f"{step}: {spread(drawn.scores[step])}" for step in shown)
         seeds = ", ".join(map(str, drawn.last[1]))
-        met = "" if fmean(drawn.last[1].values()) >= drawn.bar else ", missed"
+        met = "" if fmean(drawn.last[1].values()) >= drawn.bar else ", not met"
         lines.append(f"| `{drawn.name}` | {seeds} | {cells} | {drawn.bar}{met} |")
     return "\n".join(lines)
 

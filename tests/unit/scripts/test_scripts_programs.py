@@ -74,17 +74,19 @@ def test_summary(tmp_path: Path) -> None:
 
 
 def test_learning_curves_are_those_of_all_seeds(tmp_path: Path) -> None:
-    """Only steps that every seed has reached count, and a seed that has not begun is left out."""
+    """Only steps that every seed has reached count, a seed that has not begun is left out, and a
+    line that is being written is not read."""
     scores = {1: {0: 0.4, 10: 0.7, 20: 0.9}, 2: {0: 0.5, 10: 0.8}}
     for seed, rewards in scores.items():
         run = RunPaths.of(tmp_path, getuser(), "addition-grpo", f"rloo-{seed}").metrics
         run.parent.mkdir(parents=True)
         lines = [{"step": step, "eval/reward": reward} for step, reward in rewards.items()]
-        run.write_text("".join(f"{json.dumps(line)}\n" for line in [*lines, {"step": 21}]))
+        whole = "".join(f"{json.dumps(line)}\n" for line in [*lines, {"step": 21}])
+        run.write_text(whole + '{"step": 22, "eval/rew')
     command = [sys.executable, str(ROOT / "scripts" / "bench" / "learning.py"), "--report"]
     command += ["--root", str(tmp_path), "--seeds", "1,2,3", "--json", str(tmp_path / "out.json")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    row = "| `rloo` | 1, 2 | 0: 0.45 (0.40 to 0.50), 10: 0.75 (0.70 to 0.80) | 0.8, missed |"
+    row = "| `rloo` | 1, 2 | 0: 0.45 (0.40 to 0.50), 10: 0.75 (0.70 to 0.80) | 0.8, not met |"
     assert done.stdout.splitlines()[2:] == [row]
     (curve,) = json.loads((tmp_path / "out.json").read_text())
     assert (curve["name"], curve["scores"]["10"]) == ("rloo", {"1": 0.7, "2": 0.8})
