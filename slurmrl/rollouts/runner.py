@@ -63,6 +63,7 @@ class EpisodeRunner:
         left = deque(enumerate(items))
 
         async def work() -> None:
+            waiting.end()
             while left:
                 number, item = left.popleft()
                 outcomes[number] = await self._one(item, engine, dialogue, draws(item), waiting)
@@ -70,6 +71,7 @@ class EpisodeRunner:
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(self._settings.concurrency, len(items))):
+                    waiting.begin()  # until it has begun its first episode
                     group.create_task(work())
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
