@@ -34,8 +34,8 @@ class Rollout(Section):
     `vllm:d2`. The actor's weights move there before each generation. `sglang` and `vllm` need
     `gpus` and `python`. Default: the actor's engine, on its ranks."""
     gpus: Line = ""
-    """GPUs of the trainers' job for generation. Default: sglang and vllm run on separate hosts,
-    other engines from GPU 0 of the trainers."""
+    """GPUs of the trainers' job for generation (workers, if there are no GPUs). Required with
+    `sglang` and `vllm`. Default: from GPU 0 of the trainers."""
     python: Word | None = None
     """Python of the environment in which `sglang` or `vllm` is installed, which need not be the
     one of slurmrl: `/shared/sglang/bin/python`. It must have the same path on all hosts."""

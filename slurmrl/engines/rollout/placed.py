@@ -205,6 +205,8 @@ class PlacedServer(GenerateEngine):
         name = f"{step}.{self._updates}"
         folder = write_folder(self._folder.path / name, self._fill)
         self._tensors, self._moved = {}, False
+        if self.context.device.type == "cuda":
+            torch.cuda.empty_cache()  # for the server
         self._run(self._engine.update_weights(WeightVersion(name=name, folder=folder)))
         before, self._installed = self._installed, folder
         if before is not None:
