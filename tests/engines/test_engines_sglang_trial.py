@@ -69,7 +69,7 @@ def test_a_trial_whose_server_is_killed_ends_with_the_weights_that_it_trained(
     config["dataset"]["type"] = "prompt"
     before = set(ROOT.glob("slurmrl-*/*"))
     path = site.write("grpo.yaml", config)
-    site.slurmrl("submit", str(path), "--scheduler", "local")
+    site.slurmrl("submit", str(path), "--scheduler", "local", "--detach")
     run = site.paths("grpo/1").run
     log = run / "logs" / "trainer" / "sglang.0.log"
     wait_until("a step with new weights", lambda: updates(log) >= 3, timeout_s=400.0)
