@@ -70,9 +70,13 @@ class FakeEngine:
     def __init__(self, role: str, rank: int, sizes: dict[str, int], ranks: tuple[int, ...]) -> None:
         """``rank`` of the ranks of a model with the layout ``sizes``."""
         self.role = role
+        self.closed = False
         topology = ProcessTopology([*sizes], [*sizes.values()])
         index = ranks.index(rank) if rank in ranks else 0
         self.context = ParallelContext(role, torch.device("cpu"), index, ranks, topology, {})
+
+    def close(self) -> None:
+        self.closed = True
 
     def snapshot(self, *, copy: bool) -> FakeSnapshot:
         return FakeSnapshot(self.role, copy)
@@ -388,7 +392,7 @@ def test_evaluation_reads_the_held_out_items(make_ranks: Callable[..., Ranks]) -
     assert ranks.interfaces[0].given[0][2].evaluation is True
 
 
-def test_interface_is_kept_and_closed(make_ranks: Callable[..., Ranks]) -> None:
+def test_interfaces_are_kept_and_closed_with_the_engines(make_ranks: Callable[..., Ranks]) -> None:
     ranks = make_ranks(1)
     for _ in range(2):
         ranks.load([[0, 1]])
@@ -397,6 +401,7 @@ def test_interface_is_kept_and_closed(make_ranks: Callable[..., Ranks]) -> None:
     assert len(ranks.interfaces) == 2
     ranks.executors[0].close()
     assert all(interface.closed for interface in ranks.interfaces)
+    assert all(cast(FakeEngine, engine).closed for engine in ranks.executors[0].engines.values())
 
 
 def save(executor: Executor, directory: str, *, asynchronous: bool) -> Saved:
