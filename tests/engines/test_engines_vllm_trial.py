@@ -1,9 +1,8 @@
-"""A whole trial that generates with a real vLLM server, which is killed meanwhile."""
+"""A whole trial that generates with a real vLLM server."""
 
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -13,28 +12,11 @@ from tests.support.trials import ARCHITECTURE, REPOSITORY, Site, processes, sft_
 
 PYTHON = os.environ.get("VLLM_PYTHON", "")
 pytestmark = pytest.mark.skipif(not PYTHON, reason="no vLLM: run scripts/test-engines")
-STEPS = 80
+STEPS = 12
 
 
-def engine_cores(run: Path) -> list[int]:
-    """The processes of a run's servers that schedule and compute: their output goes to its logs."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (entry / "cmdline").read_bytes()
-            output = (entry / "fd" / "1").readlink()
-        except OSError:
-            continue
-        if b"EngineCore" in words and run in output.parents:
-            found.append(int(entry.name))
-    return found
-
-
-def test_a_trial_whose_server_is_killed_ends_with_the_weights_that_it_trained(
-    tmp_path: Path,
-) -> None:
-    """The requests of a killed server are issued again. Its log-probabilities stay those of the
-    training engine, so it held the weights of every step."""
+def test_the_server_of_a_trial_holds_the_weights_of_every_step(tmp_path: Path) -> None:
+    """Its log-probabilities stay those of the training engine."""
     site = Site(tmp_path, {"PYTHONPATH": os.pathsep.join((str(tmp_path), str(REPOSITORY)))})
     (tmp_path / "reward_of_mine.py").write_text(REWARD)
     config = sft_config(
@@ -57,16 +39,12 @@ def test_a_trial_whose_server_is_killed_ends_with_the_weights_that_it_trained(
     path = site.write("grpo.yaml", config)
     site.slurmrl("submit", str(path), "--scheduler", "local")
     run = site.paths("grpo/1").run
-    site.wait_for_step("grpo/1", 2, timeout_s=500.0)
-    os.kill(wait_until("the server", lambda: engine_cores(run))[0], signal.SIGKILL)
     status = site.wait_for_end("grpo/1", timeout_s=600.0)
     assert status["state"] == "COMPLETED"
-    assert status["incarnation"] == 1, "the trainers were not disturbed"
+    assert status["incarnation"] == 1
     lines = site.metrics("grpo/1")
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert min(line["actor_grad_norm"] for line in lines) > 0.0, "every step changes the weights"
     assert max(abs(line["mismatch/kl"]) for line in lines) < 1e-5
     assert max(line["mismatch/ratio_max"] for line in lines) < 1.001
-    assert "is started again" in (run / "logs" / "trainer" / "0.0.log").read_text()
     wait_until("the end of all processes", lambda: not any(processes(run).values()))
-    assert engine_cores(run) == []

@@ -30,6 +30,7 @@ def command(
     """
     text = ("--skip-tokenizer-init",) if tokenizer is None else ("--tokenizer", str(tokenizer))
     return (
+        *("/bin/sh", "-c", 'rm -f -- "$0" && exec "$@"', str(socket)),  # vLLM binds a new one only
         *(python, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", str(model), "--uds", str(socket), "--load-format", "dummy", *text),
         *FLAGS,

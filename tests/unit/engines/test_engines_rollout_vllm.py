@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from slurmrl.engines.rollout.base import Completion, WeightVersion
 from slurmrl.engines.rollout.http import Address, HttpClient
 from slurmrl.engines.rollout.vllm import VllmDialect, read_reply
+from slurmrl.engines.rollout.vllm_server import command
 from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 
 REPLY: dict[str, Any] = {
@@ -73,6 +75,19 @@ def changed(path: tuple[str | int, ...], value: object) -> dict[str, Any]:
         at = at[step]
     at[path[-1]] = value
     return reply
+
+
+def test_a_server_starts_where_one_was_killed(tmp_path: Path) -> None:
+    """The socket of the one before is still there, and vLLM would not bind it."""
+    (tmp_path / "socket").touch()
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ ! -e "$6" ] || exit 7\necho "$@"\n')
+    python.chmod(0o700)
+    started = command(str(python), tmp_path / "model", tmp_path / "socket")
+    found = subprocess.run(started, capture_output=True, text=True, check=True).stdout
+    assert "--uds" in found
+    assert found.startswith("-m vllm.entrypoints.openai.api_server --model ")
+    assert not (tmp_path / "socket").exists()
 
 
 def test_a_reply_is_a_completion_with_a_version_for_each_token() -> None:
