@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
+from slurmrl.engines.rollout.native import rollout as rollout_module
 from slurmrl.engines.rollout.native.rollout import NativeRollout
 from slurmrl.engines.rollout.native.schedule import Limits
 from slurmrl.errors import RunFailedError, UsageError
@@ -426,6 +427,34 @@ def test_a_diverged_model_fails_all_requests() -> None:
                 await check
         with pytest.raises(RunFailedError, match="not finite"):
             await engine.health()
+
+    asyncio.run(run())
+
+
+def test_weights_that_are_read_in_part_lose_the_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It serves no mixture of two versions; another architecture is refused and changes nothing."""
+    decoder, other = decoder_of(), tmp_path / "other"
+    to_hf(decoder_of(seed=1), tmp_path)
+    other.mkdir()
+    to_hf(decoder_of(num_hidden_layers=1), other)
+    options = GenerationOptions(max_new_tokens=3)
+
+    def broken(*_: object) -> None:
+        raise OSError("stale file handle")
+
+    async def run() -> None:
+        engine = NativeRollout(decoder, version="0.1")
+        with pytest.raises(UsageError, match="layers"):
+            await engine.update_weights(WeightVersion(name="1.1", folder=other))
+        assert engine.version == "0.1"
+        await engine.submit(request(0, (5, 6), options, 0))
+        monkeypatch.setattr(rollout_module, "read_weights", broken)
+        with pytest.raises(RunFailedError, match=r"weights 2.1 .* stale file handle"):
+            await engine.update_weights(WeightVersion(name="2.1", folder=tmp_path))
+        with pytest.raises(RunFailedError, match="stale"):
+            await engine.submit(request(1, (5, 6), options, 0))
 
     asyncio.run(run())
 

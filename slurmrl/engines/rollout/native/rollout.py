@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from pathlib import Path
 
 from slurmrl.engines.rollout.base import (
     Completion,
@@ -16,7 +17,7 @@ from slurmrl.engines.rollout.native.schedule import Limits
 from slurmrl.engines.rollout.native.sequence import Sequence
 from slurmrl.engines.rollout.native.stops import Decode
 from slurmrl.engines.rollout.native.weights import read_weights
-from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.errors import CorruptFileError, RunFailedError, UsageError
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.inference import join_matrices
 
@@ -118,10 +119,20 @@ class NativeRollout(RolloutEngine):
     async def update_weights(self, version: WeightVersion) -> None:
         await self._progress()
         if version.folder is not None:
-            read_weights(self._decoder, version.folder)
+            self._read(version.name, version.folder)
         self._batch.renew(version.name)
         self._version, self._fresh = version.name, True
         self._serve()
+
+    def _read(self, name: str, folder: Path) -> None:
+        """Read weights. If reading breaks off, the decoder has parts of two versions, and the
+        engine is lost."""
+        try:
+            read_weights(self._decoder, folder)
+        except (OSError, CorruptFileError) as error:
+            failure = RunFailedError(f"weights {name} could not be read from {folder}: {error}")
+            self._fail(failure)
+            raise failure from error
 
     async def health(self) -> None:
         if self._lost is not None:
