@@ -134,7 +134,7 @@ def test_a_rank_loads_its_checkpoint_once_the_mount_is_back(
 
 
 def test_a_learning_rate_schedule_has_the_steps_in_which_its_model_is_trained(
-    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch
+    make_settings: Callable[..., Settings], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Six steps of eight updates; the actor of a critic that warms up is left out of two steps."""
     made: dict[str, int] = {}
@@ -147,5 +147,5 @@ def test_a_learning_rate_schedule_has_the_steps_in_which_its_model_is_trained(
     algorithm = {"name": "ppo", "batch_size": 4, "n_epochs": 2, "critic_warmup_steps": 2}
     settings = make_settings(algorithm=algorithm)
     plan = build.make_plan(settings, scheduler="local")
-    setup._engines(settings, plan, dict.fromkeys(plan.models, cast(Any, None)))
+    setup._engines(settings, plan, dict.fromkeys(plan.models, cast(Any, None)), tmp_path)
     assert (made["actor"], made["critic"]) == (32, 48)
