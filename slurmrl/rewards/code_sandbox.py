@@ -23,14 +23,15 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 36, 38
 NEW_MOUNTS, NEW_USER, NEW_PIDS, NEW_NET, NEW_IPC = 0x20000, 0x10000000, 0x20000000, 1 << 30, 1 << 27
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REC, MS_PRIVATE = 2, 4, 8, 0x4000, 0x40000
+MNT_DETACH = 2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, READ_ONLY = 442, -100, 0x8000, 1
 CAPABILITY_VERSION = 0x20080522
 PRIVATE_FOLDERS = ("/tmp", "/var/tmp", "/mnt", "/media", "/srv")
@@ -56,7 +57,7 @@ class Sandbox:
         """What is isolated."""
         if settings["namespaces"]:
             self._enter_namespaces()
-        self._folder = self._private_folder()
+        self._memory_folder = self._find_memory_folder()
         self._root = os.getuid() == 0
         self._own_proc = self.process_table and self._mount("proc", "/proc", "proc")
         if not self.process_table:
@@ -68,10 +69,6 @@ class Sandbox:
         """The kernel does not limit root's processes; they are counted in a process table."""
         counted = self._own_proc or not self._root
         return {"network": self.network, "files": self.files, "processes": counted}
-
-    def close(self) -> None:
-        if self._folder not in PRIVATE_FOLDERS:
-            shutil.rmtree(self._folder, ignore_errors=True)
 
     # -- isolation ---------------------------------------------------------------------------
 
@@ -92,8 +89,9 @@ class Sandbox:
         die_with_parent()
         self.process_table = self.network = True
 
-    def _private_folder(self) -> str:
-        """Make the file system read-only except for a small folder in memory, if possible."""
+    def _find_memory_folder(self) -> str:
+        """Make the file system read-only, if possible. Return a folder in whose place a small file
+        system in memory can be mounted; "" if there is none."""
         if self.process_table and LIBC.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) == 0:
             attributes = (ctypes.c_uint64 * 4)(READ_ONLY, 0, 0, 0)
             size = ctypes.sizeof(attributes)
@@ -102,11 +100,15 @@ class Sandbox:
             )
             ours = [os.path.realpath(path) for path in (sys.prefix, sys.base_prefix, *sys.path)]
             for place in PRIVATE_FOLDERS:
-                if os.path.isdir(place) and not any(path.startswith(place) for path in ours):
-                    options = f"size={self._settings['files_bytes']},mode=700"
-                    if self._mount("tmpfs", place, "tmpfs", options):
-                        return place
-        return tempfile.mkdtemp(prefix="slurmrl-code-")
+                free = os.path.isdir(place) and not any(path.startswith(place) for path in ours)
+                if free and self._mount_memory(place):
+                    LIBC.umount2(place.encode(), MNT_DETACH)
+                    return place
+        return ""
+
+    def _mount_memory(self, place: str) -> bool:
+        options = f"size={self._settings['files_bytes']},mode=700"
+        return self._mount("tmpfs", place, "tmpfs", options)
 
     def _mount(self, source: str, target: str, kind: str, options: str = "") -> bool:
         flags = MS_NOSUID | MS_NODEV | (MS_NOEXEC if kind == "proc" else 0)
@@ -130,23 +132,37 @@ class Sandbox:
     def _run(
         self, request: dict[str, Any], case: dict[str, Any], timeout_s: float
     ) -> dict[str, Any]:
-        place = os.path.join(self._folder, "work")
-        os.mkdir(place, 0o700)
         names = ("input", "output", "errors", "result")
         files = {name: os.memfd_create(name) for name in names}
         os.pwrite(files["input"], case["stdin"].encode(errors="replace"), 0)
         nonce = os.urandom(16)
-        child = os.fork()
-        if child == 0:
-            self._be_program(request, case, files, place, nonce, timeout_s)
         try:
-            failed = self._watch(child, timeout_s)
-            self._kill_all(child)
+            with self._private_folder() as place:
+                child = os.fork()
+                if child == 0:
+                    self._be_program(request, case, files, place, nonce, timeout_s)
+                failed = self._watch(child, timeout_s)
+                self._kill_all(child)
             return _result(failed, case, files, nonce)
         finally:
             for descriptor in files.values():
                 os.close(descriptor)
-            shutil.rmtree(place, ignore_errors=True)
+
+    @contextmanager
+    def _private_folder(self) -> Iterator[str]:
+        """An empty folder, which is removed with all that the program has put into it. In memory it
+        is a mount of its own: whatever a program does to its files, the next one finds none."""
+        place = self._memory_folder or tempfile.mkdtemp(prefix="slurmrl-code-")
+        if self._memory_folder and not self._mount_memory(place):
+            raise OSError(ctypes.get_errno(), f"no file system in memory at {place}")
+        try:
+            yield place
+        finally:
+            if self._memory_folder:
+                LIBC.umount2(place.encode(), MNT_DETACH)
+            else:
+                with suppress(RecursionError):  # too deep for rmtree
+                    shutil.rmtree(place, ignore_errors=True)
 
     def _watch(self, child: int, timeout_s: float) -> str:
         """Wait for the program; return why it failed, "" if it did not."""
@@ -255,14 +271,17 @@ def _execute(program: str, case: dict[str, Any], place: str, nonce: bytes) -> in
     module = types.ModuleType("__main__" if kind == "script" else "program")
     sys.modules[module.__name__] = module
     space = module.__dict__
-    exec(compile(program, "main.py", "exec"), space)
     if kind == "script":
-        threading._shutdown()  # type: ignore[attr-defined] # as the interpreter does at its end
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
+        try:
+            _execute_text(program, "main.py", space)
+        finally:  # as the interpreter does at its end, after sys.exit() too
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
         return 0
+    _execute_text(program, "main.py", space)
     if kind == "check":
-        exec(compile(case["check"], "tests.py", "exec"), space)
+        _execute_text(case["check"], "tests.py", space)
         answer = None
     else:
         function = space.get(case["function"])
@@ -271,6 +290,10 @@ def _execute(program: str, case: dict[str, Any], place: str, nonce: bytes) -> in
         answer = function(*case["arguments"])
     os.write(RESULT_FD, nonce + json.dumps(answer).encode())
     return 0
+
+
+def _execute_text(text: str, name: str, space: dict[str, Any]) -> None:
+    exec(compile(text, name, "exec", dont_inherit=True), space)  # without this file's __future__
 
 
 def _result(
@@ -365,7 +388,6 @@ def main(settings: dict[str, Any]) -> None:
             request = json.loads(unread)
             unread = b""
             _send(replies, sandbox.answer(request))
-    sandbox.close()
 
 
 def _send(replies: int, message: dict[str, Any]) -> None:

@@ -27,7 +27,6 @@ space["main"](setup["settings"])
 """
 """Reads the sandbox's source from the first line of its input, and runs it."""
 MOST_REPLY_BYTES = 64 << 20
-CLOSING_S = 2.0
 MISSING = {
     "network": "they can use the network",
     "files": "they can change the user's files",
@@ -59,7 +58,6 @@ def sandbox_program(
         "the sandbox of programs",
         [*prefix, interpreter, "-I", "-c", LOADER],
         setup={"source": source, "settings": settings},
-        closing_s=CLOSING_S,
         most_reply_bytes=MOST_REPLY_BYTES,
     )
 

@@ -178,6 +178,44 @@ def test_programs_have_no_network_and_cannot_change_files(make: Make, tmp_path: 
     assert (tmp_path / "mine").read_text() == "mine"
 
 
+@pytest.mark.parametrize("namespaces", ["auto", "off"])
+def test_a_program_finds_nothing_that_an_earlier_one_left(make: Make, namespaces: str) -> None:
+    """Also where the earlier one wrote beside its folder, filled it, or made it hard to remove."""
+    reward = make(namespaces=namespaces, files_mib=16)
+    programs = {
+        "full": f"open('x', 'xb').write(bytes({15 << 20}))",
+        "temporary": f"open('/tmp/x', 'xb').write(bytes({15 << 20}))",
+        "deep": "import os\nfor _ in range(2000): os.mkdir('d'); os.chdir('d')",
+        "locked": "import os; os.mkdir('d'); open('d/x', 'x'); os.chmod('d', 0); os.chmod('.', 0)",
+    }
+    if namespaces == "off" or not isolated(reward)["files"]:
+        del programs["temporary"], programs["deep"]  # the latter would leave its folder
+    row = {"tests": [{"input": "", "output": ""}] * 2}
+    empty = "import os; assert os.listdir('.') == []\n"
+    scores = judge(reward, row, [empty + program for program in programs.values()] * 2)
+    assert scores == [1.0] * len(scores)
+    assert reward.stats() == {"reward_unjudged": (0.0, len(scores))}
+
+
+@pytest.mark.parametrize(
+    ("program", "score"),
+    [
+        ("def f(x: Missing): pass\nprint(1)", 0.0),
+        ("import atexit, sys\natexit.register(print, 1)\nsys.exit()", 1.0),
+        (
+            "import threading, sys\ndef run():\n  ready.wait(); print(1)\n"
+            "ready = threading.Event()\nthreading.Thread(target=run).start()\n"
+            "threading.Timer(0.05, ready.set).start()\nsys.exit(0)",
+            1.0,
+        ),
+    ],
+)
+def test_a_program_runs_as_python_runs_it(make: Make, program: str, score: float) -> None:
+    """Annotations are evaluated, and `sys.exit` waits for threads and for what is registered."""
+    row = {"tests": [{"input": "", "output": "1"}]}
+    assert judge(make(), row, [program]) == [score]
+
+
 def test_required_isolation_is_an_error_where_there_is_none(make: Make) -> None:
     reward = make(namespaces="required")
     reward._pool.facts = {"protections": {"files": True, "processes": True}}
