@@ -27,7 +27,9 @@ class FixedKL(KLControl):
 
 class AdaptiveKL(KLControl):
     """Proportional control in log space (Ziegler et al. 2019, "Fine-tuning language models from
-    human preferences", section 2.2): too large a KL raises the coefficient."""
+    human preferences", section 2.2): too large a KL raises the coefficient. A step of more than
+    ``horizon`` completions counts as that many: beyond five times as many, a small KL would make
+    the coefficient negative."""
 
     def __init__(self, coef: float, target: float, horizon: float) -> None:
         super().__init__(coef)
@@ -36,7 +38,7 @@ class AdaptiveKL(KLControl):
 
     def update(self, kl: float, n: int) -> None:
         error = min(max(kl / self._target - 1.0, -0.2), 0.2)
-        self.coef *= 1.0 + error * n / self._horizon
+        self.coef *= 1.0 + error * min(n / self._horizon, 1.0)
 
 
 class KLController(ScalarController):

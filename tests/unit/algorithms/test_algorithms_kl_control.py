@@ -26,6 +26,14 @@ def test_too_large_a_kl_raises_the_coefficient(kl: float, factor: float) -> None
     assert control.coef == pytest.approx(0.1 * factor)
 
 
+@pytest.mark.parametrize(("kl", "factor"), [(0.0, 0.8), (60.0, 1.2)])
+def test_a_step_of_many_completions_keeps_the_sign(kl: float, factor: float) -> None:
+    """A negative one would reward moving away from the reference; a step moves it by 20 %."""
+    control = AdaptiveKL(0.1, target=6.0, horizon=100.0)
+    control.update(kl, n=4096)
+    assert control.coef == pytest.approx(0.1 * factor)
+
+
 def test_the_control_settles_where_the_target_is() -> None:
     control = AdaptiveKL(0.01, target=2.0, horizon=2000.0)
     for _ in range(500):

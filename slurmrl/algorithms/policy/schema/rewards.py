@@ -26,7 +26,8 @@ class KL(Section):
     target: PositiveFloat = 6.0
     """Adaptive: target of the mean KL per completion, in nats."""
     horizon: PositiveFloat = 10000.0
-    """Adaptive: completions over which the coefficient moves by up to 20 %."""
+    """Adaptive: completions over which the coefficient moves by up to 20 %. A step moves it by no
+    more than that."""
 
     @model_validator(mode="after")
     def _is_possible(self) -> KL:
