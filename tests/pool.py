@@ -2,7 +2,8 @@
 
 Importing torch takes seconds, so rank processes are started once and reused. Each job gets a
 process group of its own (gloo, over a file store). A rank whose peer fails sees its connections
-close and fails too; ranks that do not answer in time are killed and replaced.
+close and fails too; ranks that do not answer in time are killed and replaced. A rank that succeeds
+keeps its connections until all have answered: a slower one may still be building a group.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ GRACE_S = 10.0
 DUMP_S = 5.0
 """How long a rank gets to write down its stack before it is killed."""
 
+RELEASE = b"release"
+"""What the parent sends to a rank once all ranks of its job have answered."""
+
 CHILD = "import sys; from tests.pool import serve; serve(int(sys.argv[1]))"
 
 
@@ -54,6 +58,12 @@ class Job:
 class Answer:
     value: Any = None
     error: str = ""
+
+    def encoded(self) -> bytes:
+        try:
+            return pickle.dumps(self)
+        except Exception:  # noqa: BLE001 - a value of any type: the parent raises it
+            return pickle.dumps(Answer(error=traceback.format_exc()))
 
 
 class RankProcess:
@@ -89,6 +99,11 @@ class RankProcess:
             self._process.wait()
             return Answer(error=f"exited with {self._process.returncode}\n{self.stderr()}")
         return answer
+
+    def release(self) -> None:
+        """Let the process leave the group of the job that it has answered."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has exited
+            self.connection.send_bytes(RELEASE)
 
     def stderr(self) -> str:
         return self._stderr.read_text()[-4000:]
@@ -151,6 +166,8 @@ class RankPool:
         failed = {rank: answer.error for rank, answer in answers.items() if answer.error}
         missing = [rank for rank in range(n) if rank not in answers]
         late = "".join(f"\nrank {rank}:\n{self._processes[rank].stack()}" for rank in missing)
+        for rank in answers:
+            self._processes[rank].release()
         self._replace([*missing, *(rank for rank in failed if "exited with" in failed[rank][:12])])
         if failed:
             raise RankError("".join(f"\nrank {rank}: {text}" for rank, text in failed.items()))
@@ -195,30 +212,45 @@ def serve(descriptor: int) -> None:
     while True:
         try:
             job: Job = pickle.loads(connection.recv_bytes())  # noqa: S301
+            execute(job, connection)
         except EOFError:
             return
-        connection.send_bytes(execute(job))
 
 
-def execute(job: Job) -> bytes:
+def execute(job: Job, connection: Connection) -> None:
+    """Answer the job; leave its group at once if it failed, else when the parent releases this
+    rank. Raises EOFError if the parent ends before."""
+    gc.freeze()  # what is here now stays, so that only what the job makes is looked through
+    answer = attempt(job)
+    if answer.error:
+        leave()
+    connection.send_bytes(answer.encoded())
+    del answer
+    connection.recv_bytes()
+    leave()
+
+
+def attempt(job: Job) -> Answer:
     import torch.distributed as dist
 
-    gc.freeze()  # what is here now stays, so that only what the job makes is looked through
-    store = dist.FileStore(job.store, job.size)
     try:
         dist.init_process_group(
             "gloo",
-            store=store,
+            store=dist.FileStore(job.store, job.size),
             rank=job.rank,
             world_size=job.size,
             timeout=timedelta(seconds=job.timeout_s),
         )
         module, _, function = job.reference.partition(":")
-        value = getattr(importlib.import_module(module), function)(*job.args, **job.kwargs)
-        return pickle.dumps(Answer(value=value))
+        answer = Answer(getattr(importlib.import_module(module), function)(*job.args, **job.kwargs))
     except Exception:  # noqa: BLE001 - a process boundary: the parent raises it
-        return pickle.dumps(Answer(error=traceback.format_exc()))
-    finally:
-        with contextlib.suppress(AssertionError, ValueError):
-            dist.destroy_process_group()
-        gc.collect()  # engines are cycles that hold groups, each of which keeps threads awake
+        return Answer(error=traceback.format_exc())
+    return answer
+
+
+def leave() -> None:
+    import torch.distributed as dist
+
+    with contextlib.suppress(AssertionError, ValueError):
+        dist.destroy_process_group()
+    gc.collect()  # engines are cycles that hold groups, each of which keeps threads awake

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -37,12 +38,28 @@ def leave_on(rank: int) -> None:
     dist.barrier()
 
 
+def listen_to_a_rank_that_has_returned() -> str:
+    if dist.get_rank() == 0:
+        return ""
+    try:
+        dist.irecv(torch.zeros(1), 0).wait(timedelta(seconds=2))
+    except RuntimeError as error:
+        return str(error)
+    return "received"
+
+
 def test_ranks_are_reused_and_results_are_in_rank_order(ranks: RankPool) -> None:
     first = ranks(2, f"{HERE}:total", 2.0)
     second = ranks(2, f"{HERE}:total", 5.0)
     assert [value for _, value in first] == [6.0, 6.0]
     assert [value for _, value in second] == [15.0, 15.0]
     assert [pid for pid, _ in first] == [pid for pid, _ in second]
+
+
+def test_a_rank_that_returns_stays_connected_until_all_have_answered(ranks: RankPool) -> None:
+    """A slower rank may still be building a group, which fails when a peer leaves."""
+    _, reason = ranks(2, f"{HERE}:listen_to_a_rank_that_has_returned")
+    assert "Timed out" in reason
 
 
 def test_an_error_carries_the_remote_traceback_and_the_pool_continues(ranks: RankPool) -> None:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from slurmrl.history.log import History
 from slurmrl.history.state import fold
+from slurmrl.monitor import metrics
 from slurmrl.paths import RunPaths
 from slurmrl.plan.checks.sections import known_metrics
 from slurmrl.plan.settings import load_run_settings
@@ -123,9 +124,7 @@ class Site:
         return wait_until(f"the end of {trial}", ended, timeout_s)
 
     def metrics(self, trial: str) -> list[dict[str, Any]]:
-        path = self.paths(trial).metrics
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return metrics.read(self.paths(trial).metrics)
 
     def outcome(self, trial: str) -> dict[str, Any]:
         """Everything that must not depend on how often a run was interrupted: weights, optimizer
