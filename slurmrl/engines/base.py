@@ -200,6 +200,10 @@ class ServingEngine(GenerateEngine):
         """Whether this model on this layout can."""
 
     @abstractmethod
-    def serving(self, version: str) -> AbstractContextManager[RolloutEngine]:
+    def serving(
+        self, version: str, *, cache_bytes: int | None = None
+    ) -> AbstractContextManager[RolloutEngine]:
         """An engine that serves requests with the weights of now, whose name is ``version``, while
-        entered. Collective over the data-parallel ranks. Raises UsageError where it cannot."""
+        entered. Its keys and values take no more than ``cache_bytes`` of this rank's memory
+        (default: on a GPU most of what is free, elsewhere what they need). Collective over the
+        data-parallel ranks. Raises UsageError where it cannot."""

@@ -40,26 +40,25 @@ class PagedCall:
     """Upper bound of ``lengths``."""
 
 
+def cell_bytes(decoder: Decoder) -> int:
+    """Bytes of a token's keys and values in all layers of this rank's part of a decoder."""
+    config = decoder.config
+    heads = kv_heads(config, decoder.split)
+    return 2 * config.num_layers * heads * config.head_dim * decoder.head_weight().element_size()
+
+
 class PagedCache:
     """Keys and values of all layers, in pages of ``page`` cells."""
 
-    def __init__(self, decoder: Decoder, pages: int, page: int) -> None:
-        """In the dtype and on the device of the decoder's head."""
+    def __init__(self, decoder: Decoder, page: int) -> None:
+        """Empty, in the dtype and on the device of the decoder's head."""
         config, like = decoder.config, decoder.head_weight()
-        self.page, self.pages = page, pages
+        self.page, self.pages = page, 0
         self._shape = (kv_heads(config, decoder.split), config.head_dim)
-        cells = pages * page
-        # Zeros: what is masked is still multiplied by 0.
         self.layers = [
-            (like.new_zeros((cells, *self._shape)), like.new_zeros((cells, *self._shape)))
+            (like.new_zeros((0, *self._shape)), like.new_zeros((0, *self._shape)))
             for _ in range(config.num_layers)
         ]
-
-    @property
-    def page_bytes(self) -> int:
-        """Bytes of a page over all layers."""
-        heads, size = self._shape
-        return 2 * len(self.layers) * self.page * heads * size * self.layers[0][0].element_size()
 
     def grow(self, pages: int) -> None:
         """Have at least this many pages; their content stays."""
@@ -70,6 +69,7 @@ class PagedCache:
             self.layers[layer] = (self._grown(keys), self._grown(values))
 
     def _grown(self, slab: Tensor) -> Tensor:
+        # Zeros: what is masked is still multiplied by 0.
         grown = slab.new_zeros((self.pages * self.page, *self._shape))
         grown[: slab.shape[0]] = slab
         return grown
@@ -112,8 +112,8 @@ class PagedCore:
 class PagedDecoder:
     """A decoder with its cache. The decoder's parameters keep their place in memory meanwhile."""
 
-    def __init__(self, decoder: Decoder, pages: int, page: int) -> None:
-        self.decoder, self.cache = decoder, PagedCache(decoder, pages, page)
+    def __init__(self, decoder: Decoder, page: int) -> None:
+        self.decoder, self.cache = decoder, PagedCache(decoder, page)
         self._forward = short_forward(decoder) or decoder.run_unhooked
 
     def logits(self, input_ids: Tensor, positions: Tensor, call: PagedCall, last: Tensor) -> Tensor:

@@ -59,11 +59,21 @@ class EpisodeSettings(Section):
     takes longer fails: it is not trained on, and its reward is 0."""
     concurrency: PositiveInt = 256
     """Episodes that each rank advances at the same time."""
+    cache_gib: PositiveFloat | None = None
+    """Memory of each rank for keys and values, in GiB, where the built-in decoder serves episodes.
+    When it is full, the sequence that came last waits, and its tokens are read again later.
+    Default: four fifths of the GPU memory that is free when generation begins; on CPUs what the
+    sequences need."""
 
     @property
     def has_turns(self) -> bool:
         """Whether completions may have several turns."""
         return self.name != SINGLE_TURN
+
+    @property
+    def cache_bytes(self) -> int | None:
+        """``cache_gib`` in bytes."""
+        return None if self.cache_gib is None else int(self.cache_gib * 2**30)
 
     @property
     def own(self) -> dict[str, str]:

@@ -14,7 +14,6 @@ from slurmrl.engines.fsdp.sharding import Shards
 from slurmrl.engines.offload import Offload
 from slurmrl.engines.rollout.native.rollout import NativeRollout
 from slurmrl.engines.rollout.native.schedule import Limits
-from slurmrl.engines.rollout.native.stops import Decode
 from slurmrl.errors import UsageError
 from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
@@ -34,12 +33,9 @@ class GatheredGeneration(ServingEngine):
         return isinstance(self.config, ModelConfig) and "data" not in self.context.groups
 
     @contextmanager
-    def serving(
-        self, version: str, *, limits: Limits | None = None, decode: Decode | None = None
-    ) -> Iterator[NativeRollout]:
-        """An engine that serves requests with the weights of now, whose name is ``version``. They
-        stay gathered meanwhile, so no rank may call another method; every data-parallel rank
-        enters and leaves, with requests of its own or none.
+    def serving(self, version: str, *, cache_bytes: int | None = None) -> Iterator[NativeRollout]:
+        """See `ServingEngine`. The weights stay gathered meanwhile, so no rank may call another
+        method; every data-parallel rank enters and leaves, with requests of its own or none.
 
         Raises UsageError for a model of transformers or one that is split over tensor ranks.
         """
@@ -50,10 +46,9 @@ class GatheredGeneration(ServingEngine):
                     f"{self.role}: 'implementation: hf' generates whole batches only; episodes "
                     "and single requests need the built-in decoder"
                 )
-            if limits is None:
-                rows = min(Limits().rows, self._max_tokens)
-                limits = Limits(rows=rows, step_tokens=self._max_tokens)
-            yield NativeRollout(decoder, limits=limits, version=version, decode=decode, own=False)
+            rows = min(Limits().rows, self._max_tokens)
+            limits = Limits(rows=rows, step_tokens=self._max_tokens, cache_bytes=cache_bytes)
+            yield NativeRollout(decoder, limits=limits, version=version, own=False)
 
     def generate(
         self,

@@ -95,6 +95,7 @@ def memories(checked: Checked, *, certain: bool = False) -> dict[str, Memory]:
             generates=Method.GENERATE in methods,
             lengths=lengths,
             minibatches=algorithm.minibatches if use.trained else 1,
+            cache_bytes=config.rollout.episode.cache_bytes,
         )
         estimates[name] = estimate(demand)
     return estimates

@@ -34,6 +34,8 @@ FINAL_HIDDEN: Final = 3
 """Hidden states that are kept at the end of the forward pass."""
 REDUCED: Final = 4
 """Bytes per element of a gradient that is being reduced: float32."""
+PAGE_TOKENS: Final = 16
+"""Tokens of a page of the native engine's key-value cache."""
 DRAWING_BYTES: Final = 20
 """To draw a token, each of its logits is held in float32 and its probability twice in 64 bits."""
 STANDING: Final = ("weights", "gradients", "optimizer")
@@ -90,6 +92,8 @@ class MemoryDemand:
     lengths: Lengths | None
     minibatches: int = 1
     """Optimizer steps of a step."""
+    cache_bytes: int | None = None
+    """Limit of the key-value cache, beyond which sequences wait."""
 
 
 def adapts(job: MemoryDemand) -> bool:
@@ -328,6 +332,8 @@ def _generation(job: MemoryDemand) -> int:
     sequences = -(-job.lengths.sequences // job.allocation.sizes["dp"])
     cache = sequences * job.lengths.longest
     size = cache * kv_bytes_per_token(job.shape, job.allocation, job.model.dtype)
+    if job.cache_bytes is not None:
+        size = min(size, job.cache_bytes)
     if job.allocation.backend in SHARDED:
         size += whole_weights(job.shape, job.allocation, job.model.dtype)
     if job.allocation.backend in BUILT_IN:

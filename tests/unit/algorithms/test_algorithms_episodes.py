@@ -18,6 +18,9 @@ from slurmrl.algorithms.rollout.interface import RolloutInterface
 from slurmrl.config.schema import EpisodeSettings, Logging, Reward
 from slurmrl.data.sample import SequenceSample
 from slurmrl.data.tokenizer import load_tokenizer
+from slurmrl.engines.rollout.native import batch as batch_module
+from slurmrl.engines.rollout.native.pages import PagePool
+from slurmrl.models.paged import cell_bytes
 
 MakeWorld = Callable[..., Any]
 TOKENIZER = Path(__file__).parents[3] / "examples" / "addition" / "tokenizer"
@@ -95,6 +98,28 @@ def test_log_probabilities_are_those_of_the_whole_sequence(make_world: MakeWorld
     assert means["context_length"] == messages / 12
     assert means["response_length"] == int((~read).sum()) / 12
     assert (means["turns"], means["prompt_length"], means["episode_failed"]) == (3.0, 3.0, 0.0)
+
+
+def test_episodes_keep_within_their_cache(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With ``cache_gib`` the engine's pages are limited; completions are the same."""
+    world, limits = make_world(), []
+    pool = batch_module.PagePool
+
+    def counted(page: int, limit: int | None) -> PagePool:
+        limits.append(limit)
+        return pool(page, limit)
+
+    monkeypatch.setattr(batch_module, "PagePool", counted)
+    free, _ = generated(world, context_of(world, SEVERAL, n=2), ["a", "bb", "ccc"])
+    with world.actor._shards.gathered() as decoder:
+        size = 8 * 16 * cell_bytes(decoder) / 2**30
+    few, _ = generated(
+        world, context_of(world, {**SEVERAL, "cache_gib": size}, n=2), ["a", "bb", "ccc"]
+    )
+    assert limits == [None, 8]
+    assert torch.equal(free.tensor("input_ids"), few.tensor("input_ids"))
 
 
 def test_an_episode_does_not_depend_on_the_others(make_world: MakeWorld) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
 from slurmrl.engines.rollout.native import rollout as rollout_module
+from slurmrl.engines.rollout.native.memory import bounded
 from slurmrl.engines.rollout.native.rollout import NativeRollout
 from slurmrl.engines.rollout.native.schedule import Limits
 from slurmrl.errors import RunFailedError, UsageError
@@ -20,7 +22,8 @@ from slurmrl.models.config import ModelConfig
 from slurmrl.models.decoder import Decoder
 from slurmrl.models.generate import GenerationOptions, generate
 from slurmrl.models.hf import to_hf
-from slurmrl.models.paged import PagedDecoder
+from slurmrl.models.paged import PagedDecoder, cell_bytes
+from slurmrl.models.parallel.split import WHOLE
 from slurmrl.ops.logprobs import packed_logprobs_and_entropy
 from tests.unit.models.conftest import BASE, ODD, hf_model, random_decoder
 
@@ -515,8 +518,44 @@ def test_stop_strings_end_completions_across_tokens(least: int, late: bool) -> N
         lambda: Limits(rows=0),
         lambda: Limits(rows=8, step_tokens=7),
         lambda: Limits(cache_tokens=8, page_tokens=16),
+        lambda: Limits(cache_tokens=64, cache_bytes=2**20),
     ],
 )
 def test_wrong_limits_are_refused(wrong: Callable[[], Limits]) -> None:
-    with pytest.raises(UsageError, match="must be at least"):
+    with pytest.raises(UsageError, match=r"must be at least|not both"):
         wrong()
+
+
+def test_the_cache_stays_within_its_bytes() -> None:
+    """All tensors of the cache together, while rows are preempted, with the same completions."""
+    decoder, options = decoder_of(), GenerationOptions(max_new_tokens=20, stop_token_ids=(STOP,))
+    requests = [request(i, text, options, i, 50 + i) for i, text in enumerate(prompts(8))]
+    wanted, _ = served(decoder, requests)
+    size = 10 * 4 * cell_bytes(decoder) + 7
+    limits = Limits(rows=8, step_tokens=16, page_tokens=4, cache_bytes=size)
+    found, engine = served(decoder, requests, limits)
+    assert [completion.tokens for completion in found] == [each.tokens for each in wanted]
+    layers = engine._batch._runner._decoder.cache.layers
+    held = sum(slab.numel() * slab.element_size() for both in layers for slab in both)
+    assert size - 4 * cell_bytes(decoder) < held <= size
+
+
+def test_the_cache_of_a_gpu_leaves_memory_for_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a limit it gets a share of what is free, memory that torch holds unused included;
+    with one, exactly that. Where not a page fits, the error says so."""
+    decoder: Any = SimpleNamespace(
+        config=decoder_of().config,
+        split=WHOLE,
+        head_weight=lambda: SimpleNamespace(device=torch.device("cuda", 1), element_size=lambda: 2),
+    )
+    cell = cell_bytes(decoder)
+    free = {torch.device("cuda", 1): 700 * cell}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device], 10**12))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 500 * cell)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 200 * cell)
+    assert bounded(Limits(), decoder) == Limits(cache_tokens=800)
+    assert bounded(Limits(cache_bytes=64 * cell), decoder) == Limits(cache_tokens=64)
+    assert bounded(Limits(cache_tokens=48), decoder) == Limits(cache_tokens=48)
+    free[torch.device("cuda", 1)] = -290 * cell
+    with pytest.raises(UsageError, match=r"page of 16 tokens .* free memory of cuda:1"):
+        bounded(Limits(), decoder)

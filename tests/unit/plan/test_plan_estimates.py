@@ -276,6 +276,13 @@ def test_keys_and_values_of_a_token() -> None:
     assert found.kv_cache == 16 * 1024 * 131072
 
 
+def test_a_limited_cache_counts_no_more_than_its_limit() -> None:
+    """Neither more where sequences wait for it, nor more than all sequences need."""
+    whole = job(LLAMA_8B, "sglang:d4", trained=False, computes=False, generates=True)
+    assert estimate(replace(whole, cache_bytes=2**30)).kv_cache == 2**30
+    assert estimate(replace(whole, cache_bytes=2**40)) == estimate(whole)
+
+
 def test_generation_needs_a_micro_batch_of_prompts_or_the_logits_of_one_token_each() -> None:
     """Prompts are read ``max_tokens_per_microbatch`` at a time, or one longer prompt by itself."""
 

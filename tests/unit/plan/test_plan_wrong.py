@@ -82,6 +82,21 @@ KINDS = {
         "rollout.episode={name: multi_turn, environment: {name: tools}, tools: {calculator: {}}}",
         "reward=",
     ),
+    "a cache for less than a sequence": wrong(
+        "rollout.episode.cache_gib",
+        "1e-06 is not allowed: the longest sequence, ",
+        "rollout.episode={name: 'my:own', cache_gib: 1.0e-6}",
+    ),
+    "a cache of split models": wrong(
+        "rollout.episode.cache_gib",
+        "is not allowed with 'native:d2t2' and implementation builtin; it needs the built-in "
+        "decoder (fsdp or native) and a layout of d alone",
+        *("rollout.episode={name: 'my:own', cache_gib: 1}", "rollout.backend=native:d2t2"),
+    ),
+    "a cache without turns": wrong(
+        "rollout.episode", "cache_gib is not allowed with name: single_turn",
+        "rollout.episode={cache_gib: 1}",
+    ),
     "several turns without an environment": wrong(
         "rollout.episode", "environment is required with name: multi_turn",
         "rollout.episode={name: multi_turn}",

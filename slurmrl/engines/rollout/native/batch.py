@@ -6,6 +6,7 @@ import math
 from itertools import count
 
 from slurmrl.engines.rollout.base import GenerationRequest
+from slurmrl.engines.rollout.native.memory import bounded
 from slurmrl.engines.rollout.native.pages import PagePool
 from slurmrl.engines.rollout.native.runner import Drawn, Runner
 from slurmrl.engines.rollout.native.schedule import Limits, Schedule
@@ -32,6 +33,7 @@ class ContinuousBatch:
         """``context`` is the most tokens of a sequence, prompt included; None for no limit.
         ``decode`` is needed for stop strings. ``support``: see ``Runner``. With ``late``, the
         tokens of a call are read while the next one runs (default: on a GPU)."""
+        limits = bounded(limits, decoder)
         self._pool = PagePool(limits.page_tokens, limits.pages)
         self._schedule = Schedule(limits, self._pool, self._settle)
         self._runner = Runner(decoder, limits, self._pool, support=support)
@@ -117,7 +119,7 @@ class ContinuousBatch:
             raise UsageError(
                 f"{name}: a prompt of {prompt} tokens with up to {limit - prompt} new ones does "
                 f"not fit into the cache of {pages * page} tokens; allow fewer new tokens or "
-                "a larger cache"
+                "a larger cache (rollout.episode.cache_gib)"
             )
         return limit
 

@@ -53,8 +53,7 @@ class Runner:
         otherwise of the whole distribution, as training computes them."""
         self._limits, self._pool, self._support = limits, pool, support
         self._device = decoder.head_weight().device
-        first = limits.pages if limits.pages is not None and self._device.type == "cuda" else 0
-        self._decoder = PagedDecoder(decoder, first, limits.page_tokens)
+        self._decoder = PagedDecoder(decoder, limits.page_tokens)
         self._tables = torch.zeros((limits.rows, 1), dtype=torch.int64)
         self._last = torch.zeros(limits.rows, dtype=torch.int64, device=self._device)
 

@@ -14,6 +14,7 @@ from heapq import heappop, heappush
 from slurmrl.engines.rollout.native.pages import PagePool
 from slurmrl.engines.rollout.native.sequence import Rank, Sequence
 from slurmrl.errors import UsageError
+from slurmrl.plan.estimates.memory import PAGE_TOKENS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +27,11 @@ class Limits:
     """Most tokens that one call of the model reads: one of each row that draws, and parts of
     prompts."""
     cache_tokens: int | None = None
-    """Tokens of keys and values that are kept; None for what the rows need, or on a GPU for most of
-    its free memory."""
-    page_tokens: int = 16
+    """Tokens of keys and values that are kept. Default: as many as fit into ``cache_bytes``."""
+    cache_bytes: int | None = None
+    """Memory for them. Default: on a GPU most of what is free when the engine is made, elsewhere
+    what the rows need."""
+    page_tokens: int = PAGE_TOKENS
 
     def __post_init__(self) -> None:
         rules = (
@@ -38,6 +41,10 @@ class Limits:
             (
                 self.cache_tokens is None or self.cache_tokens >= self.page_tokens,
                 "cache_tokens must be at least page_tokens",
+            ),
+            (
+                self.cache_tokens is None or self.cache_bytes is None,
+                "give cache_tokens or cache_bytes, not both",
             ),
         )
         broken = [rule for holds, rule in rules if not holds]

@@ -1,0 +1,47 @@
+"""How many tokens the key-value cache may hold: what its memory allows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from slurmrl.engines.rollout.native.schedule import Limits
+from slurmrl.errors import UsageError
+from slurmrl.models.decoder import Decoder
+from slurmrl.models.paged import cell_bytes
+
+SHARE = 0.8
+"""Part of a GPU's free memory that the cache may use; the rest is for activations and logits."""
+GIB = 2**30
+
+
+def bounded(limits: Limits, decoder: Decoder) -> Limits:
+    """The limits with ``cache_tokens`` from ``cache_bytes``, or on a GPU from its free memory.
+    Without either, or with ``cache_tokens``, they are unchanged.
+
+    Raises UsageError if not even one page fits.
+    """
+    device = decoder.head_weight().device
+    if limits.cache_tokens is not None:
+        return limits
+    size, source = limits.cache_bytes, "the cache may use"
+    if size is None and device.type == "cuda":
+        size, source = int(SHARE * _free_bytes(device)), f"the free memory of {device} leaves it"
+    if size is None:
+        return limits
+    pages = size // (cell_bytes(decoder) * limits.page_tokens)
+    if not pages:
+        needed = cell_bytes(decoder) * limits.page_tokens / GIB
+        raise UsageError(
+            f"a page of {limits.page_tokens} tokens of the key-value cache needs {needed:.3g} GiB, "
+            f"but {source} {size / GIB:.3g} GiB: give it more memory, use fewer models on this "
+            "device, or offload them"
+        )
+    return replace(limits, cache_tokens=pages * limits.page_tokens, cache_bytes=None)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory that torch could allocate now."""
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
