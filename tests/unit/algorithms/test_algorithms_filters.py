@@ -46,11 +46,11 @@ def test_each_prompt_is_judged_by_its_own_completions() -> None:
     """Groups of different sizes; the metrics are shares of prompts. A rank may have none."""
     settings: Any = SimpleNamespace(algorithm=Filters(zero_variance="drop", max_truncated=0.5))
     context = cast(CallContext, SimpleNamespace(settings=settings))
-    lengths = {key: [[1, 1], [1, 1, 1], [1, 1], [1]] for key in ("rewards", "finished")}
     sample = SequenceSample(
         ("a@0", "b@0", "c@0", "d@0"),
-        lengths,
+        _lengths([2, 3, 2, 1]),
         data={
+            "prompt_mask": torch.tensor([True, False] * 8),
             "rewards": torch.tensor([0.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0]),
             "finished": torch.tensor([True, True, True, True, True, False, False, True]),
         },
@@ -61,3 +61,30 @@ def test_each_prompt_is_judged_by_its_own_completions() -> None:
     nothing = FilterInterface().filter(None, sample.take([]), context)
     assert nothing.dropped == {}
     assert nothing.stats == {"filter/zero_variance": (0.0, 0.0), "filter/truncated": (0.0, 0.0)}
+
+
+def test_failed_episodes_are_left_out_of_the_comparison() -> None:
+    """Their reward of 0 is no judgement: where the other completions got equal rewards, or there is
+    no other, the prompt is dropped. A failed episode is not a truncated one either."""
+    settings: Any = SimpleNamespace(algorithm=Filters(zero_variance="drop", max_truncated=0.5))
+    context = cast(CallContext, SimpleNamespace(settings=settings))
+    wrote = [[True, True, False], [True, False], [False, False], [True, True, False, False]]
+    sample = SequenceSample(
+        ("equal@0", "alone@0", "none@0", "differ@0"),
+        _lengths([len(each) for each in wrote]),
+        data={
+            "prompt_mask": torch.tensor(
+                [read for group in wrote for each in group for read in (True, not each)]
+            ),
+            "rewards": torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 0.0, 0.0, 1.0, 0.5, 0.0, 0.0]),
+            "finished": torch.tensor([each for group in wrote for each in group]),
+        },
+    )
+    result = FilterInterface().filter(None, sample, context)
+    assert result.dropped == dict.fromkeys(["equal@0", "alone@0", "none@0"], "zero_variance")
+
+
+def _lengths(counts: list[int]) -> dict[str, list[list[int]]]:
+    """Sequences of two tokens, a prompt's and a response's."""
+    each = {key: [[1] * count for count in counts] for key in ("rewards", "finished")}
+    return each | {"prompt_mask": [[2] * count for count in counts]}

@@ -16,10 +16,10 @@ class Filters(Section):
 
     zero_variance: Literal["keep", "drop"] = "keep"
     """`drop`: do not train on prompts whose completions all got the same reward, which say nothing
-    about what is better. Requires `rollout.n` of at least 2."""
+    about what is better. Failed episodes do not count. Requires `rollout.n` of at least 2."""
     max_truncated: Fraction | None = None
     """Do not train on prompts of which more than this share of completions has no stop token; null
-    keeps them."""
+    keeps them. Failed episodes do not count."""
     filter_rounds: PositiveInt = 10
     """Rounds of generation in a step until enough prompts for a batch are left. 1 replaces no
     prompt."""
@@ -50,7 +50,7 @@ def filter_call() -> Call:
         role=None,
         method=Method.FILTER,
         interface="slurmrl.algorithms.policy.filters:FilterInterface",
-        inputs=("rewards", "finished"),
+        inputs=("prompt_mask", "rewards", "finished"),
         metrics=(
             *(f"filter/{name}" for name in (ZERO_VARIANCE, TRUNCATED)),
             *(f"filter/{name}" for name in ("rounds", "accepted", "surplus")),
