@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from slurmrl.errors import GraphError
 from slurmrl.graph.call import DATASET_KEYS, Call
 from slurmrl.registry import near
+
+OWN_PACKAGE: Final = "slurmrl."
 
 
 class CallNode(Protocol):
@@ -15,6 +17,8 @@ class CallNode(Protocol):
 
     @property
     def name(self) -> str: ...
+    @property
+    def interface(self) -> str: ...
     @property
     def inputs(self) -> tuple[str, ...]: ...
     @property
@@ -99,14 +103,16 @@ class Graph:
 
 
 def unread(calls: Sequence[CallNode], dataset_type: str, *, evaluation: bool = False) -> list[str]:
-    """Warnings about keys of calls that no call reads, and about a dataset of which none is read.
+    """Warnings about keys of the user's own calls that no call reads, and about built-in calls and
+    a dataset of which none is read: what else these make depends on neither algorithm nor settings.
     In an evaluation, the last calls' outputs are its results and give no warning."""
     read = {key for call in calls for key in call.inputs}
     keys = DATASET_KEYS[dataset_type]
     unused = keys if read.isdisjoint(keys) else ()
     warnings = [f"'{key}' of the dataset is never read" for key in unused]
     for call in calls:
-        if evaluation and not read.intersection(call.outputs):
+        used = not read.isdisjoint(call.outputs)
+        if (used and call.interface.startswith(OWN_PACKAGE)) or (evaluation and not used):
             continue
         warnings += [
             f"'{key}' of call '{call.name}' is never read"

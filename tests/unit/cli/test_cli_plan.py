@@ -271,8 +271,7 @@ def test_the_graph_of_an_evaluation_needs_one(
     code, out, err = run(capsys, "graph", config, "--evaluation", data, "reward.name=exact_match")
     assert code == 0
     assert "reward_inf" in out
-    assert "warning: key 'logprobs' of call 'actor_gen' is never read" in err
-    assert "rewards" not in err
+    assert "never read" not in err, "no cause for a warning"
 
 
 def test_what_the_cluster_cannot_give_is_refused_before_it_is_submitted(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -112,6 +113,18 @@ def test_unread_keys_are_reported_with_their_makers() -> None:
         "'rewards' of call 'judge' is never read",
     ]
     assert unread((TRAIN,), "prompt") == ["'prompt_ids' of the dataset is never read"]
+
+
+def test_a_built_in_call_may_make_more_than_an_algorithm_reads() -> None:
+    """No setting changes that, so it is no cause for a warning; a call of no use is one."""
+    ours = replace(GENERATE, interface="slurmrl.algorithms.rollout.interface:RolloutInterface")
+    assert unread((ours, JUDGE, TRAIN), "prompt") == []
+    assert unread((ours, JUDGE, TRAIN), "prompt", evaluation=True) == []
+    reader = replace(TRAIN, inputs=("prompt_ids",))
+    assert unread((ours, reader), "prompt") == [
+        "'ids' of call 'gen' is never read",
+        "'extra' of call 'gen' is never read",
+    ]
 
 
 def test_results_of_an_evaluation_need_not_be_read() -> None:
