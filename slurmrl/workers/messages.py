@@ -247,6 +247,13 @@ class WorkerEnded:
     """Exit code, negative for a signal."""
 
 
+@dataclass(frozen=True)
+class ImportFailed:
+    """The fork server cannot import what its workers need, and ends."""
+
+    reason: str
+
+
 # -- their JSON ------------------------------------------------------------------------------
 
 M = TypeVar("M", bound=objects.Dataclass)
@@ -304,6 +311,6 @@ FROM_WORKER: Final = MessageSet[Answer | Failure | Pulse](
 TO_FORK_SERVER: Final = MessageSet[Fork | Kill | WriteStacks](
     "the pipe to a fork server", {"fork": Fork, "kill": Kill, "stacks": WriteStacks}
 )
-FROM_FORK_SERVER: Final = MessageSet[WorkerEnded](
-    "the pipe from a fork server", {"ended": WorkerEnded}
+FROM_FORK_SERVER: Final = MessageSet[WorkerEnded | ImportFailed](
+    "the pipe from a fork server", {"ended": WorkerEnded, "import_failed": ImportFailed}
 )

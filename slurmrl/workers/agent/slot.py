@@ -13,6 +13,7 @@ from slurmrl.workers.messages import (
     TO_FORK_SERVER,
     TO_WORKER,
     Fork,
+    ImportFailed,
     Kill,
     Order,
     Start,
@@ -33,9 +34,12 @@ class Ended:
     """Exit code, negative for a signal."""
     rank: int | None
     """None for the master."""
+    why: str = ""
+    """The reason, if the process reported one."""
 
     def __str__(self) -> str:
-        return process.ending(self.name, self.code)
+        ending = process.ending(self.name, self.code)
+        return f"{ending}: {self.why}" if self.why else ending
 
 
 class Slot:
@@ -50,9 +54,11 @@ class Slot:
         self.running = False
         """Whether a worker was requested and has not ended."""
         self._launch = launch
+        self._import_error = ""
 
     def start_fork_server(self, output: IO[bytes]) -> None:
         """Raises EnvironmentFailure."""
+        self._import_error = ""
         self.fork_server, self.line = self._launch(f"the fork server of {self.name}", output)
 
     def fork(self) -> None:
@@ -91,15 +97,21 @@ class Slot:
     def hear_fork_server(self) -> list[Ended]:
         """Return the end of its worker, once."""
         received = self.line.receive_available() if self.line is not None else []
-        codes = [FROM_FORK_SERVER.from_json(values).code for values in received]
-        return [ended for code in codes for ended in self._end(self.name, code)]
+        ended: list[Ended] = []
+        for values in received:
+            message = FROM_FORK_SERVER.from_json(values)
+            if isinstance(message, ImportFailed):
+                self._import_error = message.reason
+            else:
+                ended += self._end(self.name, message.code)
+        return ended
 
     def fork_server_ended(self) -> list[Ended]:
         """Handle its end: its worker has ended with it."""
         assert self.fork_server is not None
+        code = self.fork_server.process.wait()
         ended = self.hear_fork_server()  # messages from before its end
-        ended += self._end(self.fork_server.name, self.fork_server.process.wait())
-        return ended
+        return ended + self._end(self.fork_server.name, code, self._import_error)
 
     def drop_worker(self) -> None:
         if self.pipe is not None:
@@ -115,6 +127,6 @@ class Slot:
         fork_server, self.fork_server, self.running = self.fork_server, None, False
         return fork_server
 
-    def _end(self, name: str, code: int) -> list[Ended]:
+    def _end(self, name: str, code: int, why: str = "") -> list[Ended]:
         was_running, self.running = self.running, False
-        return [Ended(name, code, self.rank)] if was_running else []
+        return [Ended(name, code, self.rank, why)] if was_running else []

@@ -15,7 +15,7 @@ from slurmrl.fsio import ownership
 from slurmrl.monitor.hang import PendingCollective, RankProgress
 from slurmrl.parallel.activity import Activity
 from slurmrl.workers import output, pulse, stacks
-from slurmrl.workers.messages import Pulse
+from slurmrl.workers.messages import FROM_FORK_SERVER, ImportFailed, Pulse
 from slurmrl.workers.process import PIPE_FD_OPTION, PULSE_OPTION, allow_tracing, ignore_signals
 from slurmrl.worlds import RankId, group_of
 
@@ -35,12 +35,17 @@ def main() -> int:
     output.forgive()
     who = RankId(options.world, options.rank)
     log.configure(str(who))
-    from slurmrl.workers.worker import fork_server
-    from slurmrl.workers.worker.collectives import Collectives
-    from slurmrl.workers.worker.serve import serve
+    agent = Connection.from_fd(options.pipe_fd)
+    try:
+        from slurmrl.workers.worker import fork_server
+        from slurmrl.workers.worker.collectives import Collectives
+        from slurmrl.workers.worker.serve import serve
 
-    fork_server.preload(options.run, group_of(options.world))
-    pipe = fork_server.serve(Connection.from_fd(options.pipe_fd), options.rank)
+        fork_server.preload(options.run, group_of(options.world))
+    except ImportError as error:
+        agent.send(FROM_FORK_SERVER.to_json(ImportFailed(_explained(error))))
+        raise
+    pipe = fork_server.serve(agent, options.rank)
     if pipe is None:
         return 0
     allow_tracing()
@@ -73,6 +78,15 @@ def main() -> int:
     errand = pulse.Errand(stacks.wakeup(), tell_more)
     pulse.start(pipe, options.pulse_s, describe, errand)
     return serve(options.run, who, pipe, activity)
+
+
+def _explained(error: ImportError) -> str:
+    """The error, and what to install where a module is missing."""
+    text = f"{type(error).__name__}: {error}"
+    if not isinstance(error, ModuleNotFoundError) or not error.name:
+        return text
+    package = error.name.partition(".")[0]
+    return f"{text}; install the package that provides {package} for {sys.executable}"
 
 
 if __name__ == "__main__":

@@ -200,3 +200,29 @@ def test_a_pipe_is_held_by_one_worker_only(slot: Slot) -> None:
     other, mine = Connection.pair()
     other.close()
     mine.close()
+
+
+def test_a_package_that_is_missing_is_named_in_the_failure(tmp_path: Path) -> None:
+    """The end of the fork server says what cannot be imported and where to install it."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text("import no_such_package.part\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{REPOSITORY}"}
+    options = ["--run", str(tmp_path), "--world", "trainer", "--rank", "0", "--pulse-s", "1"]
+    slot = Slot(
+        RankId("trainer", 0),
+        "n1",
+        lambda name, output: process.spawn_with_pipe(
+            name, "slurmrl.workers.worker", options, output=output, environment=environment
+        ),
+    )
+    with atomic.open_log(tmp_path / "log") as output:
+        slot.start_fork_server(output)
+    slot.fork()
+    (ended,) = slot.fork_server_ended()
+    fork_server = slot.drop_fork_server()
+    assert fork_server is not None
+    fork_server.close()
+    assert str(ended) == (
+        "the fork server of rank 0 on n1 exited with code 1: ModuleNotFoundError: No module named "
+        f"'no_such_package'; install the package that provides no_such_package for {sys.executable}"
+    )
