@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePath
 
 from slurmrl.errors import EnvironmentFailure, UsageError
@@ -46,6 +47,18 @@ def copy(source: Path, target: Path) -> None:
             raise
         except OSError as error:
             raise explain(error, "copy", path) from error
+
+
+def stamps(sources: Sequence[Path]) -> dict[Path, tuple[int, ...]]:
+    """What changes whenever one of the files to copy does: their names, sizes, times and inodes."""
+    found: dict[Path, tuple[int, ...]] = {}
+    for source in sources:
+        for _, path in files(source):
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                times = (status.st_mtime_ns, status.st_ctime_ns)
+                found[path] = (status.st_size, status.st_ino, *times)
+    return found
 
 
 def files(source: Path) -> Iterator[tuple[PurePath, Path]]:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import slurmrl
+from slurmrl.errors import EnvironmentFailure, UsageError
 from slurmrl.fsio import atomic, documents
 from slurmrl.fsio.shapes import COUNT
 from slurmrl.monitor.snapshot import submission_numbers
@@ -23,6 +25,10 @@ from slurmrl.submission import copying
 from slurmrl.submission.own_code import OwnCode
 
 PACKAGE = "slurmrl"
+MOST_COPIES = 3
+"""Attempts to copy code that changes meanwhile."""
+PAUSE_S = 1.0
+"""Seconds between them."""
 Record = Callable[[Path], None]
 """Writes the provenance record into a snapshot."""
 
@@ -90,18 +96,48 @@ def is_this_code(folder: Path) -> bool:
 
 
 def _build(paths: RunPaths, code: OwnCode, record: Record) -> Path:
-    """Build a whole snapshot under a temporary name; remove it on failure."""
-    copy = paths.run / f".code.{uuid.uuid4().hex}"
-    try:
-        atomic.make_private_directory(copy)
-        copying.copy(Path(slurmrl.__file__).parent, copy / PACKAGE)
-        for path in code.paths:
-            copying.copy(path, copy / path.name)
-        record(copy)
-    except BaseException:
-        shutil.rmtree(copy, ignore_errors=True)
-        raise
-    return copy
+    """Build a whole snapshot under a temporary name; remove it on failure.
+
+    Raises UsageError if the code changes whenever it is copied (a checkout, a rebase): the snapshot
+    would mix two versions.
+    """
+    sources = [Path(slurmrl.__file__).parent, *code.paths]
+    changed: list[Path] = []
+    for attempt in range(MOST_COPIES):
+        if attempt:
+            time.sleep(PAUSE_S)
+        before = copying.stamps(sources)
+        copy = paths.run / f".code.{uuid.uuid4().hex}"
+        try:
+            _fill(copy, code, record)
+        except BaseException as error:
+            shutil.rmtree(copy, ignore_errors=True)
+            changed = _changed(before, sources)
+            if not isinstance(error, EnvironmentFailure) or not changed:
+                raise
+            continue  # a file vanished while it was copied
+        changed = _changed(before, sources)
+        if not changed:
+            return copy
+        shutil.rmtree(copy)
+    raise UsageError(
+        f"the code changed while it was copied, {MOST_COPIES} times, last {changed[0]}: submit "
+        "again once nothing writes there (a git checkout or rebase, an editor, a synchronisation)"
+    )
+
+
+def _fill(copy: Path, code: OwnCode, record: Record) -> None:
+    atomic.make_private_directory(copy)
+    copying.copy(Path(slurmrl.__file__).parent, copy / PACKAGE)
+    for path in code.paths:
+        copying.copy(path, copy / path.name)
+    record(copy)
+
+
+def _changed(before: Mapping[Path, tuple[int, ...]], sources: Sequence[Path]) -> list[Path]:
+    """Return the files that differ from their stamps, appeared or vanished."""
+    now = copying.stamps(sources)
+    return sorted(path for path in before.keys() | now.keys() if before.get(path) != now.get(path))
 
 
 def _numbers(paths: RunPaths) -> list[int]:

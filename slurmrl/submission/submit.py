@@ -126,6 +126,7 @@ def look(proposal: Proposal) -> Outlook:
     before = load_resolved(proposal.paths.config)
     changed = differences(before, proposal.settings.config)
     if changed and state.last_commit is not None:
+        _check_code(proposal)  # another version may have other defaults
         lines = "".join(f"\n  {line}" for line in changed)
         raise UsageError(
             f"{proposal.trial} exists with another configuration; use --new, or undo:{lines}\n"

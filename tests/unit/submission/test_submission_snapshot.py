@@ -186,6 +186,52 @@ def test_a_trial_of_another_slurmrl_is_not_written_to(user: Path, scheduler: Fak
     assert snapshot.is_this_code(paths.snapshot(2))
 
 
+def test_a_trial_of_another_slurmrl_reads_none_of_our_settings(
+    user: Path, scheduler: FakeScheduler
+) -> None:
+    """Its version may not know a setting of ours: the checks leave it alone, so that the refusal
+    names the cause, also where a default has changed."""
+    paths = submit(proposed(user)).paths
+    end(History(paths.history), Kind.CANCELLED, {})
+    scheduler.tasks = []
+    (paths.code / "slurmrl" / "config" / "load.py").write_text("raise ImportError('too old')\n")
+    proposal = proposed(user)
+    assert proposal.check(60.0) == []
+    with pytest.raises(UsageError, match="was submitted with another slurmrl"):
+        submit(proposal)
+
+
+@pytest.mark.parametrize("how", ["written", "vanished"])
+def test_a_snapshot_never_mixes_two_versions(
+    user: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Code that changes while it is copied is copied again; where it changes each time, the
+    submission is refused and leaves nothing."""
+    mine, copy, copies = user / "helper.py", copying.copy, 0
+    changes = 1
+
+    def copy_while_it_changes(source: Path, target: Path) -> None:
+        nonlocal copies
+        if source == mine:
+            copies += 1
+            if copies <= changes and how == "vanished":
+                mine.unlink()
+        try:
+            copy(source, target)
+        finally:
+            if source == mine and copies <= changes:
+                mine.write_text(f"SCORE = {copies + 1}\n")
+
+    monkeypatch.setattr(snapshot, "PAUSE_S", 0.0)
+    monkeypatch.setattr(copying, "copy", copy_while_it_changes)
+    paths = submit(proposed(user, MINE)).paths
+    assert (paths.code / "helper.py").read_text() == "SCORE = 2\n"
+    copies, changes = 0, 100
+    with pytest.raises(UsageError, match=r"the code changed while it was copied.*helper\.py"):
+        submit(propose_resume(paths, [], update_code=True))
+    assert [path.name for path in paths.run.glob("*code*")] == ["code"]
+
+
 def test_update_code_takes_the_present_code(
     user: Path, scheduler: FakeScheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
