@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from collections.abc import Iterator
+from fractions import Fraction
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,61 @@ def _first_is_right(votes: tuple[str | None, ...]) -> float:
     counted = Counter(vote for vote in votes if vote is not None)
     winners = [vote for vote in counted if counted[vote] == max(counted.values())]
     return winners.count("4") / len(winners) if winners else 0.0
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [(16, 16, 16, 12), (1, 1, 1, 1, 8), (30, 5, 5, 5), (128, 100), (2, 61)],
+    ids=str,
+)
+def test_a_majority_of_many_completions_is_the_sum_over_what_a_subset_can_hold(
+    counts: tuple[int, ...],
+) -> None:
+    """maj@k against exact sums over the numbers of completions of each vote in a subset. The first
+    vote is right in three of four completions or in all, the second in all; four completions have
+    no vote."""
+    n = sum(counts) + 4
+    right = [Fraction(3, 4) if counts[0] % 4 == 0 else Fraction(1), Fraction(1), *[Fraction(0)] * 3]
+    votes = [place for place, count in enumerate(counts) for _ in range(count)] + [None] * 4
+    correct = [
+        place < right[vote] * counts[vote]
+        for vote, count in enumerate(counts)
+        for place in range(count)
+    ]
+    for k in {2, 3, n // 2, n - 1, n}:
+        expected = Fraction(0)
+        for held in _held((*counts, 4), k):
+            ways = math.prod(map(math.comb, (*counts, 4), held))
+            most = max(held[:-1])
+            winners = [vote for vote, number in enumerate(held[:-1]) if number == most > 0]
+            won = sum((right[vote] for vote in winners), Fraction(0))
+            expected += Fraction(ways, math.comb(n, k)) * won / (len(winners) or 1)
+        found = majorities(votes, [*correct, *[False] * 4], [k])
+        assert found == pytest.approx([float(expected)], abs=2e-12), k
+
+
+def _held(counts: tuple[int, ...], k: int) -> Iterator[tuple[int, ...]]:
+    """The numbers of each kind that a subset of ``k`` can hold."""
+    if len(counts) == 1:
+        if k <= counts[0]:
+            yield (k,)
+        return
+    for number in range(min(counts[0], k) + 1):
+        for rest in _held(counts[1:], k - number):
+            yield (number, *rest)
+
+
+def test_votes_of_all_sizes_take_no_longer_than_few_votes() -> None:
+    """800 completions, 1 to 39 for each vote: the product over votes, ties and sizes of subsets
+    that an exact sum needs would take minutes."""
+    votes = [size for size in range(1, 40) for _ in range(size)]
+    first, last = majorities(votes, [vote == 39 for vote in votes], [1, len(votes)])
+    assert (first, last) == (pytest.approx(39 / len(votes)), 1.0)
+
+
+def test_the_majority_of_more_completions_than_there_are_is_no_number() -> None:
+    with pytest.raises(ValueError, match=r"of 2 completions"):
+        majorities(["a", "b"], [True, False], [1, 3])
 
 
 def test_majorities_of_many_completions_do_not_overflow() -> None:
