@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from slurmrl.config.schema import Config, PositiveInt, Section
 from slurmrl.config.source import KeyPath
@@ -59,6 +59,10 @@ class AlgorithmSchema(Section, ABC):
         """Optimizer steps of each trained model per step of the run."""
         return 1
 
+    def completed(self, config: Config) -> Self:
+        """The same, with defaults that follow from the rest of the configuration."""
+        return self
+
     def untrained_steps(self, role: str) -> int:
         """Steps at the start of a run in which a trained role is not trained yet."""
         return 0
@@ -101,6 +105,10 @@ class AlgorithmSchema(Section, ABC):
     def conflicts(self, config: Config) -> Iterable[tuple[KeyPath, str]]:
         """Settings anywhere in the configuration that exclude each other with this algorithm: their
         key and the message."""
+        return ()
+
+    def notes(self, config: Config) -> Iterable[str]:
+        """What the run leaves out with these settings, and which setting adds it, for people."""
         return ()
 
     def summarize(self, config: Config, records: Iterable[Record]) -> Summary | None:

@@ -7,7 +7,7 @@ it makes. Schemas are torch-free; implementations are separate modules.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, Final, Literal, Protocol, TypeAlias, get_args
+from typing import Any, ClassVar, Final, Literal, Protocol, Self, TypeAlias, get_args
 
 from slurmrl.config.schema import Config
 from slurmrl.config.source import KeyPath
@@ -88,6 +88,10 @@ class Algorithm(Protocol):
         """Dataset items of one step."""
         ...
 
+    def completed(self, config: Config) -> Self:
+        """The same, with defaults that follow from the rest of the configuration."""
+        ...
+
     def roles(self) -> tuple[RoleUse, ...]:
         """The models that it uses with these settings."""
         ...
@@ -130,6 +134,10 @@ class Algorithm(Protocol):
     def conflicts(self, config: Config) -> Iterable[tuple[KeyPath, str]]:
         """Settings anywhere in the configuration that exclude each other with this algorithm: their
         key and the message."""
+        ...
+
+    def notes(self, config: Config) -> Iterable[str]:
+        """What the run leaves out with these settings, for people."""
         ...
 
     def summarize(self, config: Config, records: Iterable[Record]) -> Summary | None:

@@ -9,7 +9,6 @@ from typing import cast
 
 from pydantic import BaseModel
 
-from slurmrl import log
 from slurmrl.config.load import load, parse, validate
 from slurmrl.config.problems import show
 from slurmrl.config.schema import Config
@@ -17,7 +16,7 @@ from slurmrl.config.source import Source
 from slurmrl.errors import ConfigError, Problem, UsageError
 from slurmrl.paths import RunPaths
 from slurmrl.plan.algorithms import ALGORITHMS, Algorithm
-from slurmrl.plan.checks import check, check_submission
+from slurmrl.plan.checks import check, check_submission, correctness
 from slurmrl.plan.checks.contract import violations, wrong_class
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.checks.sections import unused_roles
@@ -41,8 +40,6 @@ from slurmrl.plan.resolve.inherit import complete
 from slurmrl.registry import import_own, near
 from slurmrl.scheduler import choose
 
-logger = log.get(__name__)
-
 
 @dataclass(frozen=True)
 class Settings:
@@ -53,7 +50,7 @@ class Settings:
     algorithm: Algorithm
     source: Source
     notes: tuple[str, ...] = ()
-    """Deprecated spellings with their replacements."""
+    """Deprecated spellings with their replacements, and what is left out of the metrics."""
     missing: tuple[Problem, ...] = ()
     """When planning: the problems that would prevent a submission."""
     folders: tuple[Path, ...] = ()
@@ -129,7 +126,9 @@ def _checked(
             config = hardware_defaults.with_precision(config, kind)
             config, more = complete(config, algorithm, source)
             problems += more
+            algorithm = algorithm.completed(config)
             config = _with_algorithm(config, algorithm)
+            notes += correctness.notes(config, algorithm)
             draft = Draft(config, algorithm, source)
             problems += [] if resumed else unused_roles(draft)
             problems += _new([*problems, *missing], check(draft))
@@ -138,8 +137,6 @@ def _checked(
         problems += missing
     if problems or config is None or algorithm is None:
         raise ConfigError(tuple(problems))
-    for note in notes if not planning else ():
-        logger.warning("%s: %s", source.where((allocation_mode.FIELD,)), note)
     return Settings(
         config, algorithm, source, tuple(notes), tuple(missing if planning else ()), tuple(folders)
     )

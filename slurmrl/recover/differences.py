@@ -32,6 +32,8 @@ MAY_CHANGE = frozenset(
         "evaluation.every_epochs",
         "evaluation.at_start",
         "evaluation.at_end",
+        "evaluation.pass_score",
+        "evaluation.vote_pattern",
     }
 )
 """Dotted keys, including all keys below them (`*` is any text), that change how a run is executed,

@@ -210,6 +210,8 @@ def _planned(
     update_code: bool = False,
 ) -> Proposal:
     """Plan a trial. The resolved configuration holds the chosen scheduler."""
+    for note in settings.notes:
+        logger.warning("%s: %s", settings.source.path, note)
     config = settings.config
     kind = choose(scheduler or config.cluster.scheduler)
     cluster = config.cluster.model_copy(update={"scheduler": kind})

@@ -18,15 +18,16 @@ from slurmrl.graph.call import Estimate, Record, Summary
 
 
 def of_completions(
-    records: Iterable[Record], *, n: int, pass_score: float, pattern: str | None
+    records: Iterable[Record], *, n: int, pass_score: float | None, pattern: str | None
 ) -> Summary:
-    """``avg@n`` (the mean reward), ``pass@k`` and ``maj@k``, as means over the prompts."""
-    sizes = subset_sizes(n)
+    """``avg@n`` (the mean reward) and, with a ``pass_score``, ``pass@k`` and ``maj@k``, as means
+    over the prompts."""
+    sizes = subset_sizes(n) if pass_score is not None else ()
     scores = []
     for record in records:
         completions = record["completions"]
         rewards = [_number(each["reward"]) for each in completions]
-        correct = [reward >= pass_score for reward in rewards]
+        correct = [pass_score is not None and reward >= pass_score for reward in rewards]
         votes = [vote_of(each["text"], pattern) for each in completions]
         passed = {f"pass@{k}": pass_at_k(n, sum(correct), k) for k in sizes}
         agreed = zip(sizes[1:], majorities(votes, correct, sizes[1:]), strict=True)

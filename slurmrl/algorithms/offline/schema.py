@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Final, Literal, Self
 
 from slurmrl.algorithms.schema import (
     MODEL_SCORES,
@@ -17,6 +17,7 @@ from slurmrl.config.schema import Config
 from slurmrl.config.schema.frequency import Pattern
 from slurmrl.config.source import KeyPath
 from slurmrl.graph.call import Call, Method, Record, RoleUse, Summary
+from slurmrl.plan.checks.correctness import no_rates, useless_pattern
 from slurmrl.registry import resolve
 
 INTERFACES: Final = "slurmrl.algorithms.offline.interface"
@@ -73,9 +74,9 @@ class Evaluate(AlgorithmSchema):
     """`completions`: of prompts, judged by the reward. `preferences`: how often a reward model
     prefers the chosen answer of a pair. `likelihood`: the loss and the perplexity of given
     answers."""
-    pass_score: float = 1.0
-    """For `completions`: reward from which on a completion counts as correct, for pass@k and
-    maj@k."""
+    pass_score: float | None = None
+    """For `completions`: reward from which on a completion counts as correct, for pass@k and maj@k.
+    Default: as for `evaluation.pass_score`."""
     vote_pattern: Pattern | None = None
     """For `completions`: regular expression of the answer that a completion votes for in maj@k: its
     last match, or the group in it, as in `#### (.*)`. A completion without a match has no vote.
@@ -85,6 +86,11 @@ class Evaluate(AlgorithmSchema):
         kind for kinds in MEASURED.values() for kind in kinds
     )
     one_pass: ClassVar[bool] = True
+
+    def completed(self, config: Config) -> Self:
+        if self.pass_score is not None or self.measure != "completions":
+            return self
+        return self.model_copy(update={"pass_score": config.default_pass_score})
 
     def roles(self) -> tuple[RoleUse, ...]:
         head: Literal["lm", "value"] = "value" if self.measure == "preferences" else "lm"
@@ -117,6 +123,17 @@ class Evaluate(AlgorithmSchema):
             if getattr(self, name) != fields[name].default:
                 message = f"is not allowed with measure {self.measure}, which does not use it"
                 yield ("algorithm", name), message
+        if self.vote_pattern is not None and self._unscored:
+            message = useless_pattern(self.vote_pattern, "algorithm.pass_score")
+            yield ("algorithm", "vote_pattern"), message
+
+    def notes(self, config: Config) -> Iterator[str]:
+        if self._unscored:
+            yield no_rates(config, "algorithm.pass_score")
+
+    @property
+    def _unscored(self) -> bool:
+        return self.measure == "completions" and self.pass_score is None
 
     def summarize(self, config: Config, records: Iterable[Record]) -> Summary | None:
         summary: Summary

@@ -85,8 +85,8 @@ def attempt_stats(
 ) -> Stats:
     """Sums over the prompts, with their number, of `Evaluation.rates`. ``counts`` are the numbers
     of completions of each prompt."""
-    sums = dict.fromkeys(evaluation.rates, 0.0)
-    correct = [score >= evaluation.pass_score for score in scores]
+    sums, limit = dict.fromkeys(evaluation.rates, 0.0), evaluation.pass_score
+    correct = [limit is not None and score >= limit for score in scores]
     votes = [vote_of(text, evaluation.vote_pattern) for text in completions] if sums else []
     end = 0
     for count in counts if sums else ():

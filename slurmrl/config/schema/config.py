@@ -24,6 +24,7 @@ from slurmrl.config.schema.base import (
 )
 from slurmrl.config.schema.cluster import Cluster
 from slurmrl.config.schema.data import Dataset
+from slurmrl.config.schema.episode import EARNS_NOTHING
 from slurmrl.config.schema.frequency import Checkpoint, Evaluation, Logging
 from slurmrl.config.schema.model import Model
 from slurmrl.config.schema.reward import Reward
@@ -137,6 +138,15 @@ class Config(Section):
         own = {role: model for role, model in models.items() if role not in ROLES}
         known = {role: model for role, model in models.items() if role in ROLES}
         return self.model_copy(update={**known, "models": {**self.models, **own}})
+
+    @property
+    def default_pass_score(self) -> float | None:
+        """The reward from which on a completion is correct, where rewards can be 1 and 0 only."""
+        episode = self.rollout.episode
+        earns = episode.has_turns and (
+            episode.environment is None or episode.environment.name != EARNS_NOTHING
+        )
+        return 1.0 if self.reward is not None and self.reward.is_binary and not earns else None
 
     def data_paths(self) -> tuple[str, ...]:
         """The files and folders of all datasets."""

@@ -12,6 +12,8 @@ from slurmrl.config.schema.reward import PartName
 
 SINGLE_TURN: Final = "single_turn"
 MULTI_TURN: Final = "multi_turn"
+EARNS_NOTHING: Final = "tools"
+"""The environment whose turns earn no rewards of their own."""
 OWN: Final = re.compile(r"[\w.]+:\w+")
 """The name of a user's own episode, environment or tool."""
 

@@ -72,8 +72,10 @@ class Evaluation(Section):
     n: PositiveInt = 1
     """Completions of each prompt; metrics are means over all of them. With several,
     `eval/pass@<k>` and `eval/maj@<k>` are reported too (docs/algorithms.md, Evaluations)."""
-    pass_score: float = 1.0
-    """Reward from which on a completion counts as correct, for pass@k and maj@k."""
+    pass_score: float | None = None
+    """Reward from which on a completion counts as correct, for pass@k and maj@k. Default: 1 where
+    every reward is 1 or 0 (`exact_match`, `math`, `code` with `score: all`); with other rewards,
+    evaluations have no pass@k and maj@k."""
     vote_pattern: Pattern | None = None
     """Regular expression of the answer that a completion votes for in maj@k: its last match, or the
     group in it, as in `#### (.*)`. A completion without a match has no vote. Default: the whole
@@ -97,8 +99,9 @@ class Evaluation(Section):
 
     @property
     def attempts(self) -> tuple[int, ...]:
-        """Each k of pass@k, and of maj@k without 1; none with a single completion."""
-        return subset_sizes(self.n) if self.n > 1 else ()
+        """Each k of pass@k, and of maj@k without 1; none with a single completion, or where no
+        reward says which completions are correct."""
+        return subset_sizes(self.n) if self.n > 1 and self.pass_score is not None else ()
 
     @property
     def rates(self) -> tuple[str, ...]:

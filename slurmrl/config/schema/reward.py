@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import combinations, starmap
 from typing import Annotated, Any, Final
 
 from pydantic import (
@@ -20,6 +21,8 @@ from slurmrl.config.schema.base import PositiveFloat, PositiveInt, Section, Sequ
 PART_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 OWN_REWARD: Final = re.compile(r"[\w.]+:\w+")
 """The name of a user's own reward."""
+BINARY: Final = ("exact_match", "math", "code")
+"""The built-in rewards that can tell right from wrong."""
 MODEL: Final = "model"
 """The name of the reward that a model computes."""
 ALONE: Final = ""
@@ -74,6 +77,12 @@ class RewardPart(Section):
     """Rows that it judges, by their fields: `{source: gsm8k}`, `{source: [gsm8k, math]}`. A field
     inside an object is written with dots: `extra_info.source`. Default: all rows."""
 
+    @property
+    def is_binary(self) -> bool:
+        """Whether its scores are 1 for a correct completion, else 0."""
+        whole = self.name != "code" or self.options.get("score", "all") == "all"
+        return self.name in BINARY and whole
+
     @model_validator(mode="after")
     def _pool_for_own(self) -> RewardPart:
         _check_pool(self.name, self.pool)
@@ -126,9 +135,30 @@ class Reward(Section):
         return any(part.name == MODEL for part in self.functions.values())
 
     @property
+    def is_binary(self) -> bool:
+        """Whether each completion scores 1 if it is correct, else 0: every function that counts
+        says so with weight 1, and no row is judged by two of them."""
+        counted = [part for part in self.functions.values() if part.weight]
+        plain = all(part.weight == 1.0 and part.is_binary for part in counted)
+        return (
+            bool(counted) and plain and not any(starmap(_may_share_rows, combinations(counted, 2)))
+        )
+
+    @property
     def has_own(self) -> bool:
         """Whether a user's own function is among them."""
         return any(OWN_REWARD.fullmatch(part.name) for part in self.functions.values())
+
+
+def _may_share_rows(one: RewardPart, other: RewardPart) -> bool:
+    """Whether two parts may judge the same row."""
+    shared = one.where.keys() & other.where.keys()
+    return all(_values(one, key) & _values(other, key) for key in shared)
+
+
+def _values(part: RewardPart, key: str) -> set[Scalar]:
+    wanted = part.where[key]
+    return set(wanted) if isinstance(wanted, tuple) else {wanted}
 
 
 def _check_pool(name: str, pool: RewardPool | None) -> None:

@@ -11,6 +11,7 @@ from typing import Final, TypeAlias
 
 from slurmrl.errors import Problem
 from slurmrl.plan.checks.adapters import adapters, base_reference
+from slurmrl.plan.checks.correctness import votes
 from slurmrl.plan.checks.draft import Draft
 from slurmrl.plan.checks.episodes import episodes
 from slurmrl.plan.checks.layouts import LAYOUT_CHECKS, SUBMISSION_CHECKS
@@ -42,6 +43,7 @@ CHECKS: Final[tuple[Check, ...]] = (
     optimizers,
     averages,
     completions,
+    votes,
     adapters,
     base_reference,
     dataset_types,

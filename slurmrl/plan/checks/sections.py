@@ -27,6 +27,8 @@ SAVED_DATA: Final = ("dataset_dict.json", "state.json")
 """Files of folders that Hugging Face `datasets` saves."""
 
 STEP_METRICS: Final = ("tokens", "tokens_per_s")
+RATES: Final = ("eval/pass@", "eval/maj@")
+"""What evaluations of several completions report."""
 
 REWARDS: Final = "slurmrl.rewards:REWARDS"
 """The table of rewards. It is in a layer above the plan, so it is resolved by name."""
@@ -261,7 +263,7 @@ def stop_when(draft: Draft) -> Iterator[Problem]:
     yield from never
     reward = draft.config.reward
     known = known_metrics(draft.config, draft.algorithm)
-    own = reward is not None and reward.has_own
+    own = reward is not None and reward.has_own and not metric.startswith(RATES)
     if metric not in known and not own and not never:
         message = f"'{text}' is not allowed: no step records '{metric}'; {near(metric, known)}"
         yield draft.problem(("stop_when",), message)
@@ -295,6 +297,9 @@ def _stops_by_evaluation(draft: Draft, text: str) -> Iterator[Problem]:
     ):
         message = f"'{text}' is not allowed: no evaluation ever runs; set evaluation.every_steps"
         yield draft.problem(("stop_when",), message)
+    elif evaluation is not None and text.lstrip().startswith(RATES) and not evaluation.rates:
+        missing = "evaluation.n above 1" if evaluation.n == 1 else "evaluation.pass_score"
+        yield draft.problem(("stop_when",), f"'{text}' is not allowed: it needs {missing}")
 
 
 def graphs(draft: Draft) -> Iterator[Problem]:

@@ -47,6 +47,7 @@ def complete(config: Config, algorithm: Algorithm, source: Source) -> tuple[Conf
                 for conflict in conflicts
             ]
     config = config.model_copy(update={"rollout": _with_completions(config.rollout, algorithm)})
+    config = _with_pass_score(config)
     if algorithm.one_pass:
         config = _for_one_pass(config)
     rollout, conflicts = _rollout(config)
@@ -62,6 +63,15 @@ def _with_completions(rollout: Rollout, algorithm: Algorithm) -> Rollout:
     if "n" in rollout.model_fields_set or rollout.greedy:
         return rollout
     return rollout.model_copy(update={"n": algorithm.completions})
+
+
+def _with_pass_score(config: Config) -> Config:
+    """The configuration with what counts as correct in evaluations, where rewards tell it."""
+    evaluation = config.evaluation
+    if evaluation is None or evaluation.pass_score is not None:
+        return config
+    update = {"pass_score": config.default_pass_score}
+    return config.model_copy(update={"evaluation": evaluation.model_copy(update=update)})
 
 
 def _for_one_pass(config: Config) -> Config:

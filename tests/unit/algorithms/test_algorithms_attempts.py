@@ -162,17 +162,18 @@ def test_each_prompt_counts_once() -> None:
     sums = passed | {"maj@2": 1 + 1 / 3, "maj@3": 1.0}
     assert stats == {name: (pytest.approx(total), 2.0) for name, total in sums.items()}
     assert attempt_stats([], [], [], settings)["maj@3"] == (0.0, 0.0)
-    voted = attempt_stats(
-        [3], [1.0, 0.0, 0.0], ["#1 a", "b", "c"], evaluation(n=3, vote_pattern="#.")
-    )
+    first = evaluation(n=3, pass_score=1.0, vote_pattern="#.")
+    voted = attempt_stats([3], [1.0, 0.0, 0.0], ["#1 a", "b", "c"], first)
     assert voted["maj@3"] == (1.0, 1.0)
 
 
 def test_one_completion_has_no_further_metrics() -> None:
-    assert attempt_stats([1, 1], [1.0, 0.0], ["a", "b"], evaluation()) == {}
-    assert evaluation(n=8).attempts == (1, 2, 4, 8)
+    assert attempt_stats([1, 1], [1.0, 0.0], ["a", "b"], evaluation(pass_score=1.0)) == {}
+    settings = evaluation(n=8, pass_score=1.0)
+    assert settings.attempts == (1, 2, 4, 8)
     agreed = ("maj@2", "maj@4", "maj@8")
-    assert evaluation(n=8).rates == ("pass@1", "pass@2", "pass@4", "pass@8", *agreed)
+    assert settings.rates == ("pass@1", "pass@2", "pass@4", "pass@8", *agreed)
+    assert evaluation(n=8).rates == (), "nothing says what is correct"
 
 
 @pytest.mark.parametrize(("pattern", "reason"), [("(", "not a regular"), ("(a)(b)", "2 groups")])

@@ -1,0 +1,132 @@
+"""What counts as a correct completion, where a configuration does not say it."""
+
+from __future__ import annotations
+
+import pytest
+
+from slurmrl.errors import ConfigError
+from slurmrl.plan.checks.sections import known_metrics
+from slurmrl.plan.settings import Settings
+from tests.unit.plan.conftest import Load
+
+SEVERAL = "evaluation.n=4"
+PARTS = "reward={{parts: {{a: {{name: math{}}}, b: {{name: {}}}}}}}"
+TOOLS = "rollout.episode={name: multi_turn, environment: {name: tools}, tools: {calculator: {}}}"
+GAME = "rollout.episode={name: multi_turn, environment: {name: guess_number}}"
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        "reward.name=exact_match",
+        "reward.name=math",
+        "reward.name=code",
+        "reward={name: code, options: {score: all}}",
+        PARTS.format(", where: {set: x}", "code, where: {set: [y, z]}"),
+        PARTS.format("", "'own:length', weight: 0"),
+        TOOLS,
+    ],
+)
+def test_a_score_of_1_is_correct_where_scores_are_1_or_0(load_ppo: Load, reward: str) -> None:
+    """The default stands in the configuration of the run, with its metrics."""
+    settings = load_ppo(SEVERAL, reward)
+    assert settings.config.evaluation is not None
+    assert settings.config.evaluation.pass_score == 1.0
+    assert {"eval/pass@1", "eval/maj@4/low"} <= set(_metrics(settings))
+    assert settings.notes == ()
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        "reward.name=own:length",
+        "reward={name: code, options: {score: share}}",
+        PARTS.format("", "exact_match"),
+        PARTS.format(", where: {set: x}", "code, where: {set: [x, z]}"),
+        PARTS.format(", where: {set: x}", "code, where: {kind: y}"),
+        PARTS.format(", weight: 0.5", "code, weight: 0"),
+        PARTS.format(", weight: 0", "'own:length', weight: 0"),
+        GAME,
+    ],
+)
+def test_other_scores_have_no_rates_unless_the_configuration_says_what_is_correct(
+    load_ppo: Load, reward: str
+) -> None:
+    """A rate of scores that are never 1 would be 0, whatever the model can do. One line names the
+    setting."""
+    settings = load_ppo(SEVERAL, reward)
+    assert settings.config.evaluation is not None
+    assert settings.config.evaluation.pass_score is None
+    assert not [name for name in _metrics(settings) if "@" in name]
+    [note] = settings.notes
+    assert note.startswith("no pass@k and maj@k: reward '")
+    assert "set evaluation.pass_score to the score" in note
+    settings = load_ppo(SEVERAL, reward, "evaluation.pass_score=0.25")
+    assert settings.config.evaluation is not None
+    assert settings.config.evaluation.pass_score == 0.25
+    assert "eval/pass@2" in _metrics(settings)
+    assert settings.notes == ()
+
+
+def test_one_completion_needs_no_note(load_ppo: Load) -> None:
+    assert load_ppo("reward.name=own:length").notes == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "words", "overrides"),
+    [
+        (
+            "evaluation.vote_pattern",
+            "not allowed without evaluation.pass_score",
+            [SEVERAL, "evaluation.vote_pattern='#.*'"],
+        ),
+        (
+            "stop_when",
+            "it needs evaluation.pass_score",
+            [SEVERAL, "stop_when=eval/pass@2 >= 0.5"],
+        ),
+        ("stop_when", "it needs evaluation.n above 1", ["stop_when=eval/pass@2 >= 0.5"]),
+        (
+            "stop_when",
+            "no step records 'eval/pass@3'",
+            [SEVERAL, "evaluation.pass_score=1.0", "stop_when=eval/pass@3 >= 0.5"],
+        ),
+        (
+            "algorithm.vote_pattern",
+            "not allowed without algorithm.pass_score",
+            [
+                "algorithm={name: evaluate, batch_size: 8, vote_pattern: '#.*'}",
+                *("evaluation=null", "total_steps=null"),
+            ],
+        ),
+    ],
+)
+def test_what_needs_rates_is_refused_without_them(
+    load_ppo: Load, key: str, words: str, overrides: list[str]
+) -> None:
+    """Also with a reward of one's own, whose further metrics are not known in advance."""
+    with pytest.raises(ConfigError) as caught:
+        load_ppo("reward.name=own:length", *overrides)
+    [problem] = caught.value.problems
+    assert problem.key == key
+    assert words in problem.message
+
+
+def test_an_evaluation_of_a_whole_dataset_has_the_same_default(load_ppo: Load) -> None:
+    """Its estimates are the rates as well, if scores tell what is correct."""
+    whole = ("algorithm={name: evaluate, batch_size: 8}", "evaluation=null", "total_steps=null")
+    records = [{"id": "a", "completions": [{"text": "x", "reward": 0.5}] * 2}]
+    for more, expected in [
+        (("reward.name=exact_match",), {"avg@2", "pass@1", "pass@2", "maj@2"}),
+        (("reward.name=own:length",), {"avg@2"}),
+    ]:
+        settings = load_ppo(*whole, "rollout.n=2", *more)
+        summary = settings.algorithm.summarize(settings.config, records)
+        assert summary is not None
+        assert set(summary.estimates) == expected
+        assert summary.scores[0].keys() == {"id", "rewards", *expected}
+        assert len(settings.notes) == (len(expected) == 1)
+
+
+def _metrics(settings: Settings) -> list[str]:
+    return known_metrics(settings.config, settings.algorithm)
