@@ -76,6 +76,9 @@ class Engine(ABC):
     def onload(self) -> None:
         """Undo ``offload``."""
 
+    def wait_until_up(self, report: Callable[[], None]) -> None:  # noqa: B027 - most are at once
+        """Return once the engine can compute; ``report`` is called now and then."""
+
     def close(self) -> None:  # noqa: B027 - most engines hold nothing else
         """End what the engine keeps besides the memory of this process."""
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 
 from slurmrl.engines.rollout import sglang_server
 from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
-from slurmrl.engines.rollout.dialect import Draw
+from slurmrl.engines.rollout.dialect import Draw, ServedModel
 from slurmrl.engines.rollout.host_folder import HostFolder
 from slurmrl.engines.rollout.http import Address, HttpClient
 from slurmrl.engines.rollout.kept import KeptEngine
@@ -85,8 +85,9 @@ class Served:
         raise AssertionError("the server does not run")
 
 
-def dialect(client: HttpClient) -> SglangDialect:
-    return SglangDialect(client, vocabulary=VOCABULARY)
+def dialect(client: HttpClient, vocabulary: int = VOCABULARY) -> SglangDialect:
+    model = ServedModel(architecture="Qwen2ForCausalLM", vocabulary=vocabulary)
+    return SglangDialect(client, model=model)
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,21 @@ def served(
     yield made
     loop.run(made.engine.close())
     made.folder.close()
+
+
+def test_a_server_with_another_vocabulary_is_refused(served: Served) -> None:
+    """The server says nowhere how large its vocabulary is."""
+
+    async def connect(vocabulary: int) -> None:
+        client = HttpClient(Address(f"unix:{served.folder.path / 'server.sock'}"))
+        try:
+            await dialect(client, vocabulary).connect()
+        finally:
+            await client.close()
+
+    for size in (VOCABULARY - 1, VOCABULARY + 1):
+        with pytest.raises(UsageError, match=f"does not have a vocabulary of {size} token ids"):
+            served.loop.run(connect(size))
 
 
 NUMBERS = iter(range(10**9))
@@ -166,9 +182,12 @@ class Recorder(HttpClient):
             "device": "cuda",
             "max_req_input_len": 100,
             "weight_version": "1.1",
+            "architectures": ["Qwen2ForCausalLM"],
         }
 
     async def post(self, path: str, body: object = None, **_: object) -> object:
+        if "logit_bias" in str(body) and str(VOCABULARY) in str(body):
+            raise UsageError("logit_bias")
         self.bodies.append((path, body))
         meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": []}
         meta["output_token_sampling_logprobs"] = []  # type: ignore[assignment]

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from slurmrl.engines.rollout import vllm_server
 from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
-from slurmrl.engines.rollout.dialect import Draw
+from slurmrl.engines.rollout.dialect import Draw, ServedModel
 from slurmrl.engines.rollout.http import Address, HttpClient
 from slurmrl.engines.rollout.instance import InstanceLimits
 from slurmrl.engines.rollout.instances import Instances
@@ -36,6 +36,7 @@ PATIENCE = Patience(start_s=280.0, silence_s=20.0, probe_s=1.0)
 LIMITS = InstanceLimits(probe_every_s=1.0, silence_s=20.0, control_s=60.0)
 PROMPT = (5, 6, 7, 8, 9)
 EXACT = 1e-4
+MODEL = ServedModel(architecture="Qwen2ForCausalLM", vocabulary=VOCABULARY)
 
 
 class VllmServer:
@@ -57,7 +58,7 @@ class VllmServer:
             environment={**os.environ, **vllm_server.ENVIRONMENT, **vllm_server.CPU_ENVIRONMENT},
             log=folder / f"{name}.log",
         )
-        self._probing = VllmDialect(HttpClient(self._address, patience_s=0.0))
+        self._probing = VllmDialect(HttpClient(self._address, patience_s=0.0), model=MODEL)
         self._kept: KeptServer | None = None
 
     async def connect(self) -> ServedEngine:
@@ -66,7 +67,7 @@ class VllmServer:
                 self.program, probe=self._probing.health, prepare=_nothing, patience=PATIENCE
             )
         await self._kept.up()
-        dialect = VllmDialect(HttpClient(self._address), health_s=10.0)
+        dialect = VllmDialect(HttpClient(self._address), model=MODEL, health_s=10.0)
         return await ServedEngine.connect(dialect)
 
     async def close(self) -> None:
@@ -307,6 +308,22 @@ def test_what_can_never_be_served_is_refused_at_once(served: Served, tmp_path: P
         check(served.versions["1.1"], made, request().options)
 
     served.loop.run(main())
+
+
+def test_a_server_with_another_vocabulary_is_refused(served: Served) -> None:
+    """vLLM reports no size; a prompt with an unknown token could end the server."""
+
+    async def main(vocabulary: int) -> None:
+        client = HttpClient(served.servers[0]._address)
+        model = ServedModel(architecture="Qwen2ForCausalLM", vocabulary=vocabulary)
+        try:
+            await VllmDialect(client, model=model).connect()
+        finally:
+            await client.close()
+
+    for size in (VOCABULARY - 1, VOCABULARY + 1):
+        with pytest.raises(UsageError, match=f"does not have a vocabulary of {size} token ids"):
+            served.loop.run(main(size))
 
 
 def test_four_thousand_requests_at_once_and_64_completions_of_a_prompt(served: Served) -> None:

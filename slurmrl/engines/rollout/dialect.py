@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from slurmrl.engines.rollout.base import Completion, WeightVersion
+from slurmrl.errors import UsageError
 from slurmrl.models.generate import GenerationOptions
 
 
@@ -21,6 +23,24 @@ class Draw:
     options: GenerationOptions
     priority: int
     """Lower begins first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServedModel:
+    """The model whose weights a server is given."""
+
+    architecture: str
+    """As in ``config.json``: ``Qwen2ForCausalLM``."""
+    vocabulary: int
+
+    async def check_vocabulary(self, where: str, knows: Callable[[int], Awaitable[bool]]) -> None:
+        """``knows``: whether the server's model has a token id. Raises UsageError if its vocabulary
+        has another size."""
+        if not await knows(self.vocabulary - 1) or await knows(self.vocabulary):
+            raise UsageError(
+                f"{where}: the server's model does not have a vocabulary of {self.vocabulary} "
+                "token ids, as the weights have"
+            )
 
 
 class Dialect(ABC):

@@ -13,10 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-import aiohttp
-
 from slurmrl.backoff import Backoff
-from slurmrl.errors import RunFailedError, UsageError
+from slurmrl.errors import MissingDependencyError, RunFailedError, UsageError
+
+try:
+    import aiohttp
+except ImportError as error:
+    raise MissingDependencyError(
+        f"servers of rollout.backend need the package aiohttp ({error}): pip install aiohttp"
+    ) from error
 
 CONNECT_S = 10.0
 """For one attempt to connect."""

@@ -67,7 +67,8 @@ class KeptEngine(RolloutEngine):
         return None if self._engine is None else self._engine.version
 
     async def up(self) -> None:
-        """Return once the server is ready. Raises RunFailedError if it is given up."""
+        """Return once the server is ready. Raises RunFailedError if it is given up, UsageError if
+        it cannot be used."""
         await self._server.up()
 
     async def _prepare(self) -> None:
@@ -75,7 +76,10 @@ class KeptEngine(RolloutEngine):
         dialect = self._speak(HttpClient(self._address))
         engine = await ServedEngine.connect(dialect, concurrency=self._concurrency)
         if self._wanted is not None:
-            await engine.update_weights(self._wanted)
+            try:
+                await engine.update_weights(self._wanted)
+            except UsageError as error:  # another start may load them: an earlier one has perhaps
+                raise RunFailedError(str(error)) from error
         if self._paused:
             await engine.pause()
         before, self._engine = self._engine, engine
@@ -142,9 +146,25 @@ class KeptEngine(RolloutEngine):
             await self._reach(ServedEngine.resume)
 
     async def update_weights(self, version: WeightVersion) -> None:
+        """As in the contract. Raises UsageError if the server refuses the version; it then serves
+        the one before, or is closed if it refuses that as well."""
         async with self._control:
-            self._wanted = version
+            before, self._wanted = self._wanted, version
+            try:
+                await self._reach(partial(_install, version=version))
+            except UsageError:
+                self._wanted = before
+                if before is not None:
+                    await self._restore(before)
+                raise
+
+    async def _restore(self, version: WeightVersion) -> None:
+        """Serve a version again after another one was refused, perhaps in the middle."""
+        try:
             await self._reach(partial(_install, version=version))
+        except UsageError:
+            await self.close()
+            raise
 
     async def _reach(self, act: Callable[[ServedEngine], Awaitable[None]]) -> None:
         """Act on the server; on its next start if this one ends meanwhile."""

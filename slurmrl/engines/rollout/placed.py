@@ -8,7 +8,6 @@ import shutil
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -25,12 +24,12 @@ from slurmrl.engines.fsdp.placing import Placing
 from slurmrl.engines.fsdp.weights import constant_specs, whole_shapes
 from slurmrl.engines.initial_weights import model_config
 from slurmrl.engines.rollout.base import Completion, GenerationRequest, WeightVersion
-from slurmrl.engines.rollout.dialect import Dialect
+from slurmrl.engines.rollout.dialect import Dialect, ServedModel
 from slurmrl.engines.rollout.host_folder import HostFolder
 from slurmrl.engines.rollout.http import Address, HttpClient
 from slurmrl.engines.rollout.kept import KeptEngine
 from slurmrl.engines.rollout.process import ServerProgram
-from slurmrl.engines.rollout.server import Patience
+from slurmrl.engines.rollout.server import Serving
 from slurmrl.fsio.calls import REAL
 from slurmrl.layout.box import Box
 from slurmrl.layout.copy import Array
@@ -47,20 +46,6 @@ REPORT_S = 5.0
 """Between two reports of a server that starts."""
 DROPPED = ("PYTHONPATH", "PYTHONHOME", "MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 """Variables of a worker that mean something else to a server."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Serving:
-    """How a rank keeps its server."""
-
-    python: str
-    """The interpreter of the server's environment."""
-    arguments: tuple[str, ...]
-    """Further arguments of the server."""
-    tokenizer: Path | None
-    """None where requests need no text."""
-    patience: Patience
-    log: Path
 
 
 class PlacedServer(GenerateEngine):
@@ -95,6 +80,8 @@ class PlacedServer(GenerateEngine):
         self.checksums: dict[str, object] = {}
         """Those that the server has reported, by weight version."""
         self.serving, self.dtype = serving, model.dtype
+        (architecture,) = config.to_hf(head=head, dtype=model.dtype)["architectures"]
+        self.model = ServedModel(architecture=architecture, vocabulary=config.vocab_size)
         with torch.device("meta"):
             decoder = build(config, head)
         self._parameters = tuple(whole_shapes(decoder))
@@ -130,8 +117,9 @@ class PlacedServer(GenerateEngine):
         """How to speak to it. Log-probabilities are under the distribution over all tokens."""
 
     def wait_until_up(self, report: Callable[[], None]) -> None:
-        """Return once the server is ready; ``report`` is called now and then. Raises RunFailedError
-        if it does not start."""
+        """As in the contract. Raises RunFailedError if the server does not start, UsageError if it
+        cannot be used."""
+        self.context.activity.phase(f"waiting for the {self.name} server")
         up = asyncio.run_coroutine_threadsafe(self._engine.up(), self._loop)
         while True:
             try:

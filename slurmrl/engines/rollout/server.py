@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from slurmrl import log
 from slurmrl.backoff import Backoff
 from slurmrl.engines.rollout.process import ServerProcess, ServerProgram
-from slurmrl.errors import RunFailedError, SlurmrlError
+from slurmrl.errors import RunFailedError, SlurmrlError, UsageError
 
 logger = log.get(__name__)
 
@@ -36,11 +37,26 @@ class Patience:
     """Between two probes of a server that serves."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Serving:
+    """How a rank keeps its server."""
+
+    python: str
+    """The interpreter of the server's environment."""
+    arguments: tuple[str, ...]
+    """Further arguments of the server."""
+    tokenizer: Path | None
+    """None where requests need no text."""
+    patience: Patience
+    log: Path
+
+
 class KeptServer:
     """Keeps a server running.
 
     ``probe`` returns if the server answers, and ``prepare`` makes a started one ready for requests
-    (it installs weights); both raise SlurmrlError otherwise. Made in a running asyncio loop.
+    (it installs weights); both raise SlurmrlError otherwise. After a UsageError of ``prepare``
+    there is no further start. Made in a running asyncio loop.
     """
 
     def __init__(
@@ -59,7 +75,7 @@ class KeptServer:
         self._starts = 0
         self._up: int | None = None
         """The number of the start that is ready."""
-        self._lost: str | None = None
+        self._lost: SlurmrlError | None = None
         """Why there will be no further start."""
         self._doubted = asyncio.Event()
         self._busy = 0
@@ -67,11 +83,11 @@ class KeptServer:
 
     async def up(self) -> int:
         """Wait until the server is ready; return the number of its start. Raises RunFailedError
-        once it is given up or closed."""
+        once it is given up or closed, UsageError if no start of it can be used."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._up is not None or self._lost is not None)
         if self._lost is not None:
-            raise RunFailedError(self._lost)
+            raise self._lost
         assert self._up is not None
         return self._up
 
@@ -99,13 +115,17 @@ class KeptServer:
         """End the server with all of its processes."""
         self._task.cancel()
         await asyncio.wait([self._task])
-        await self._now(None, lost=f"{self.name} was closed")
+        await self._now(None, lost=RunFailedError(f"{self.name} was closed"))
 
     async def _keep(self) -> None:
         backoff = Backoff(*RESTART_S, growth=2.0)
         failures = 0
         while True:
-            reason, served_s = await self._serve()
+            try:
+                reason, served_s = await self._serve()
+            except UsageError as error:
+                lost = f"{self.name} cannot be used: {error}"
+                return await self._now(None, lost=UsageError(lost))
             failures = 1 if served_s >= STABLE_S else failures + 1
             if failures == MOST_FAILED_STARTS:
                 break
@@ -113,10 +133,12 @@ class KeptServer:
                 backoff.reset()
             logger.warning("%s is started again: %s", self.name, reason)
             await asyncio.sleep(backoff.next_s())
-        await self._now(None, lost=f"{self.name} failed {failures} times in a row: {reason}")
+        lost = f"{self.name} failed {failures} times in a row: {reason}"
+        return await self._now(None, lost=RunFailedError(lost))
 
     async def _serve(self) -> tuple[str, float]:
-        """One start. Returns why it is over, and for how long it was ready, in seconds."""
+        """One start. Returns why it is over, and for how long it was ready, in seconds. Raises
+        UsageError if it runs but cannot be used."""
         loop = asyncio.get_running_loop()
         ready_at: float | None = None
         try:
@@ -133,6 +155,8 @@ class KeptServer:
             await self._watch(ended)
             reason = process.ending()
         except SlurmrlError as error:
+            if isinstance(error, UsageError) and not process.ended:
+                raise
             reason = process.ending() if process.ended else f"{error}; {process.last_lines()}"
         finally:
             loop.remove_reader(process.pidfd)
@@ -193,7 +217,7 @@ class KeptServer:
             self._changed.notify_all()
         return loop.time()
 
-    async def _now(self, up: int | None, *, lost: str | None = None) -> None:
+    async def _now(self, up: int | None, *, lost: SlurmrlError | None = None) -> None:
         async with self._changed:
             self._up = up
             self._lost = self._lost or lost

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from slurmrl.engines.rollout.base import Completion, Finish, WeightVersion
-from slurmrl.engines.rollout.dialect import Dialect, Draw
+from slurmrl.engines.rollout.dialect import Dialect, Draw, ServedModel
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.errors import RunFailedError, UsageError
 
@@ -28,6 +28,8 @@ CONTROL_S = 60.0
 """Time limit of pausing, resuming, aborting: the server answers between two steps."""
 LOAD_S = 1800.0
 """Time limit of reading weights from disk."""
+FIRST_S = 600.0
+"""Time limit of the first token, before which a server may compile."""
 OLDEST = (0, 5, 20)
 
 
@@ -163,16 +165,17 @@ class SglangDialect(Dialect):
         self,
         client: HttpClient,
         *,
-        vocabulary: int,
+        model: ServedModel,
         full_logprobs: bool = False,
         checksums: dict[str, object] | None = None,
         health_s: float = 30.0,
     ) -> None:
-        """``full_logprobs``: see `read_reply`. ``checksums``: those of weight versions that other
-        starts of this server have loaded; this one is compared with them. ``health_s``: time limit
-        of `health`; at least the longest step of the model."""
+        """``model``: `connect` refuses servers of other models. ``full_logprobs``: see
+        `read_reply`. ``checksums``: those of weight versions that other starts of this server have
+        loaded; this one is compared with them. ``health_s``: time limit of `health`; at least the
+        longest step of the model."""
         self._client = client
-        self._vocabulary = vocabulary
+        self._model = model
         self._full = full_logprobs
         self._checksums = {} if checksums is None else checksums
         self._health_s = health_s
@@ -192,9 +195,33 @@ class SglangDialect(Dialect):
                 f"{self._where}: --enable-custom-logit-processor is not allowed: the server would "
                 "run code that requests carry"
             )
+        await self._check_model()
         self._on_gpu = _value_of(self._where, info, "device") == "cuda"
         self._context = int(str(_value_of(self._where, info, "max_req_input_len"))) + 1
         return self._context
+
+    async def _check_model(self) -> None:
+        names = _value_of(self._where, await self._get("/model_info"), "architectures")
+        if not isinstance(names, list) or self._model.architecture not in names:
+            raise UsageError(
+                f"{self._where}: the architecture of the server's model is {names}; the weights "
+                f"are those of {self._model.architecture}"
+            )
+        await self.resume()  # a client that was lost during an update has left it paused
+        await self._model.check_vocabulary(self._where, self._knows)
+
+    async def _knows(self, token: int) -> bool:
+        """Whether the vocabulary has this token id. SGLang reports no size, and computes with
+        prompts whatever their token ids are, but it checks those of ``logit_bias``."""
+        options = {"max_new_tokens": 1, "temperature": 0.0, "logit_bias": {str(token): 0.0}}
+        body = {"input_ids": [0], "sampling_params": options}
+        try:
+            await self._post("/generate", body, FIRST_S)
+        except UsageError as error:
+            if "logit_bias" not in str(error):
+                raise
+            return False
+        return True
 
     def _check_version(self, version: str) -> None:
         numbers = version.split(".")[:3]
@@ -230,7 +257,7 @@ class SglangDialect(Dialect):
 
     async def _piece(self, draw: Draw) -> Completion:
         """Tokens until the draw has ended, was aborted, or the server was paused."""
-        body = request_body(draw, context=self._context, vocabulary=self._vocabulary)
+        body = request_body(draw, context=self._context, vocabulary=self._model.vocabulary)
         reply = await self._client.post("/generate", body, timeout_s=None)
         return read_reply(f"{self._where}/generate", reply, draw, full=self._full)
 

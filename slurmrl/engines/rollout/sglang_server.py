@@ -78,7 +78,7 @@ class SglangEngine(PlacedServer):
     def dialect(self, client: HttpClient) -> Dialect:
         return SglangDialect(
             client,
-            vocabulary=self.decoder_config.vocab_size,
+            model=self.model,
             full_logprobs=True,
             checksums=self.checksums,
         )

@@ -11,7 +11,6 @@ and the ban of stop tokens before ``min_new_tokens``. Those of greedy tokens are
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,7 +18,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from slurmrl.engines.rollout.base import Completion, Finish, WeightVersion
-from slurmrl.engines.rollout.dialect import Dialect, Draw
+from slurmrl.engines.rollout.dialect import Dialect, Draw, ServedModel
 from slurmrl.engines.rollout.http import HttpClient
 from slurmrl.errors import RunFailedError, UsageError
 from slurmrl.models.generate import GenerationOptions
@@ -33,6 +32,15 @@ FIRST_S = 600.0
 OLDEST = (0, 32)
 FLAGS = ("--enable-scale-out", "--logprobs-mode", "processed_logprobs")
 """Without these the server refuses requests, or reports log-probabilities before temperature."""
+GENERATE = "/inference/v1/generate"
+FIRST = Draw(
+    name="first",
+    prompt=(0,),
+    seed=0,
+    options=GenerationOptions(max_new_tokens=1, greedy=True),
+    priority=0,
+)
+"""What a server is tried with."""
 RESET = "/reset_prefix_cache?reset_running_requests=true"
 LOADING = {"load_config": {"load_format": "auto"}}
 """A server starts without reading weights, and is to read them from then on."""
@@ -130,9 +138,11 @@ def read_reply(where: str, reply: object) -> Completion:
 class VllmDialect(Dialect):
     """One vLLM server."""
 
-    def __init__(self, client: HttpClient, *, health_s: float = 30.0) -> None:
-        """``health_s``: time limit of `health`; at least the longest step of the model."""
+    def __init__(self, client: HttpClient, *, model: ServedModel, health_s: float = 30.0) -> None:
+        """``model``: `connect` refuses servers of other models. ``health_s``: time limit of
+        `health`; at least the longest step of the model."""
         self._client = client
+        self._model = model
         self._health_s = health_s
         self._where = client.address.text
 
@@ -141,18 +151,29 @@ class VllmDialect(Dialect):
         await self._check_flags()
         await self.resume()  # a client that was lost during an update has left it paused
         await self._try()
+        await self._model.check_vocabulary(self._where, self._knows)
         return await self._context()
 
     async def _try(self) -> None:
         """Draw a token, which shows what else is wrong before there are requests."""
-        options = GenerationOptions(max_new_tokens=1, greedy=True)
+        reply = await self._generate(request_body(FIRST), FIRST_S)
+        read_reply(self._where + GENERATE, reply)
+
+    async def _knows(self, token: int) -> bool:
+        """Whether the vocabulary has this token id. vLLM reports no size, and a prompt with a token
+        outside it ends a server without a tokenizer, but it checks those of ``logit_bias``."""
+        body = request_body(FIRST)
+        body["sampling_params"]["logit_bias"] = {str(token): 0.0}
         try:
-            async with asyncio.timeout(FIRST_S):
-                await self.draw(
-                    Draw(name="first", prompt=(0,), seed=0, options=options, priority=0)
-                )
-        except TimeoutError as error:
-            raise RunFailedError(f"{self._where}: no token was drawn in {FIRST_S:g} s") from error
+            await self._generate(body, FIRST_S)
+        except UsageError as error:
+            if "logit_bias" not in str(error):
+                raise
+            return False
+        return True
+
+    async def _generate(self, body: Mapping[str, object], timeout_s: float | None) -> object:
+        return await self._client.post(GENERATE, body, timeout_s=timeout_s)
 
     async def _check_version(self) -> None:
         version = str(_field(self._where, await self._get("/version"), "version"))
@@ -183,9 +204,8 @@ class VllmDialect(Dialect):
         return int(str(_field(self._where, models[0], "max_model_len")))
 
     async def draw(self, draw: Draw) -> Completion:
-        path = "/inference/v1/generate"
-        reply = await self._client.post(path, request_body(draw), timeout_s=None)
-        return read_reply(self._where + path, reply)
+        reply = await self._generate(request_body(draw), None)
+        return read_reply(self._where + GENERATE, reply)
 
     async def abort(self, name: str) -> None:
         await self._post("/inference/v1/abort_requests", {"request_ids": [PREFIX + name]})

@@ -74,4 +74,4 @@ class VllmEngine(PlacedServer):
         return {**ENVIRONMENT, **further}
 
     def dialect(self, client: HttpClient) -> Dialect:
-        return VllmDialect(client)
+        return VllmDialect(client, model=self.model)

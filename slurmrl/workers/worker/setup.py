@@ -20,8 +20,7 @@ from slurmrl.config.schema import Optimizer
 from slurmrl.data.tokenizer import end_id, load_tokenizer
 from slurmrl.engines import ENGINES
 from slurmrl.engines.base import Engine, TrainEngine
-from slurmrl.engines.rollout.placed import PlacedServer, Serving
-from slurmrl.engines.rollout.server import Patience
+from slurmrl.engines.rollout.server import Patience, Serving
 from slurmrl.errors import UsageError
 from slurmrl.fsio import inputs
 from slurmrl.parallel import device, gpu_memory, groups, numa
@@ -132,7 +131,8 @@ def build_trainer(
         verified = partial(wait_for_all, store, "checkpoint verified", ranks, timeout)
         trained = [engine for engine in engines.values() if isinstance(engine, TrainEngine)]
         load(paths.checkpoints / start.base, rank, ranks, trained, verified)
-    _wait_for_servers(engines, activity, lambda: say(Preparing(rank=rank)))
+    for engine in engines.values():
+        engine.wait_until_up(lambda: say(Preparing(rank=rank)))
     activity.phase("planning moves of weights")
     transfer = settings.config.transfer
     moves = reallocation.prepare(
@@ -242,15 +242,6 @@ def _serving(settings: Settings, engine: str, log: Path) -> dict[str, Serving]:
         log=log,
     )
     return {"serving": serving}
-
-
-def _wait_for_servers(
-    engines: Mapping[str, Engine], activity: Activity, report: Callable[[], None]
-) -> None:
-    for engine in engines.values():
-        if isinstance(engine, PlacedServer):
-            activity.phase(f"waiting for the {engine.name} server")
-            engine.wait_until_up(report)
 
 
 def _tokenizer(settings: Settings) -> PreTrainedTokenizerBase:

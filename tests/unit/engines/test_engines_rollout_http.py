@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -211,3 +213,20 @@ def test_the_key_is_sent_and_proxies_of_the_environment_are_not_used(
 
     assert asyncio.run(main()) == "here"
     assert b"Authorization: Bearer k3y" in heads[0]
+
+
+def test_a_missing_client_library_is_named_with_its_install_command() -> None:
+    """An environment without aiohttp gets one message when an engine with servers is loaded."""
+    code = (
+        "import sys; sys.modules['aiohttp'] = None\n"
+        "from slurmrl.engines import ENGINES\n"
+        "from slurmrl.errors import MissingDependencyError\n"
+        "ENGINES.load('fsdp')\n"
+        "try:\n"
+        "    ENGINES.load('sglang')\n"
+        "except MissingDependencyError as error:\n"
+        "    print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "servers of rollout.backend need the package aiohttp" in done.stdout
+    assert "pip install aiohttp" in done.stdout

@@ -16,7 +16,7 @@ import pytest
 from slurmrl.engines.rollout import server as server_module
 from slurmrl.engines.rollout.process import ServerProcess, ServerProgram
 from slurmrl.engines.rollout.server import KeptServer, Patience
-from slurmrl.errors import RunFailedError
+from slurmrl.errors import RunFailedError, UsageError
 
 DEADLINE_S = 60.0
 FAMILY = """
@@ -140,6 +140,7 @@ class Life:
         self.folder = folder
         self.answers = True
         self.prepared = 0
+        self.unusable = ""
 
     async def probe(self) -> None:
         if not self.answers or not (self.folder / "server").exists():
@@ -147,6 +148,8 @@ class Life:
 
     async def prepare(self) -> None:
         self.prepared += 1
+        if self.unusable:
+            raise UsageError(self.unusable)
 
 
 def within(test: Callable[[], Awaitable[None]]) -> None:
@@ -225,6 +228,25 @@ def test_a_server_that_fails_again_and_again_is_given_up(
         server = KeptServer(broken, probe=life.probe, prepare=life.prepare, patience=Patience())
         with pytest.raises(RunFailedError, match=r"(?s)failed 3 times in a row.*unknown model"):
             await server.up()
+        await server.close()
+
+    within(test)
+
+
+def test_a_server_that_can_never_be_used_is_given_up_at_once(tmp_path: Path) -> None:
+    """A server that runs, but has another model, is not started again: the error has the reason,
+    and its processes are gone."""
+
+    async def test() -> None:
+        life = Life(tmp_path)
+        life.unusable = "it has another architecture"
+        server = KeptServer(
+            program(tmp_path), probe=life.probe, prepare=life.prepare, patience=Patience()
+        )
+        with pytest.raises(UsageError, match=r"server 0 cannot be used: it has another arch"):
+            await server.up()
+        assert life.prepared == 1
+        wait_for_ends(family(tmp_path))
         await server.close()
 
     within(test)

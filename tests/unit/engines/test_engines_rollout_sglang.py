@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from slurmrl.engines.rollout.base import Completion
-from slurmrl.engines.rollout.dialect import Draw
+from slurmrl.engines.rollout.dialect import Draw, ServedModel
 from slurmrl.engines.rollout.http import Address, HttpClient
 from slurmrl.engines.rollout.sglang import SglangDialect, read_reply
 from slurmrl.errors import RunFailedError, UsageError
@@ -20,7 +20,10 @@ INFO: dict[str, Any] = {
     "enable_custom_logit_processor": False,
     "device": "cpu",
     "max_req_input_len": 63,
+    "architectures": ["Qwen2ForCausalLM"],
 }
+VOCABULARY = 50
+MODEL = ServedModel(architecture="Qwen2ForCausalLM", vocabulary=VOCABULARY)
 
 
 def draw(**options: Any) -> Draw:
@@ -66,6 +69,10 @@ class ScriptedServer(HttpClient):
         if path != "/generate":
             return {}
         assert body is not None
+        for token in body["sampling_params"].get("logit_bias", {}):
+            if int(token) >= VOCABULARY:  # what 0.5.20 says
+                raise UsageError(f"logit_bias must has keys in [0, {VOCABULARY - 1}], got {token}.")
+            return {}
         self.asked.append(body)
         self._ended = asyncio.Event()
         last, count = body["input_ids"][-1], body["sampling_params"]["max_new_tokens"]
@@ -79,7 +86,7 @@ class ScriptedServer(HttpClient):
 async def paused(settings: Draw) -> tuple[ScriptedServer, Completion]:
     """A draw that an update interrupts after two tokens."""
     server = ScriptedServer()
-    dialect = SglangDialect(server, vocabulary=50)
+    dialect = SglangDialect(server, model=MODEL)
     await dialect.connect()
     drawing = asyncio.create_task(dialect.draw(settings))
     await server.begun.wait()
@@ -114,7 +121,7 @@ def test_an_abort_ends_a_draw_also_while_the_server_is_paused() -> None:
 
     async def work() -> Completion:
         server = ScriptedServer()
-        dialect = SglangDialect(server, vocabulary=50)
+        dialect = SglangDialect(server, model=MODEL)
         await dialect.connect()
         drawing = asyncio.create_task(dialect.draw(draw()))
         await server.begun.wait()
@@ -150,4 +157,28 @@ def test_wrong_replies_are_refused(answer: object, message: str) -> None:
 )
 def test_unsuitable_servers_are_refused(info: Mapping[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        asyncio.run(SglangDialect(ScriptedServer(info), vocabulary=50).connect())
+        asyncio.run(SglangDialect(ScriptedServer(info), model=MODEL).connect())
+
+
+@pytest.mark.parametrize(
+    ("architecture", "vocabulary", "message"),
+    [
+        ("Qwen2ForCausalLM", 50, None),
+        ("LlamaForCausalLM", 50, "architecture.*Qwen2ForCausalLM.*those of LlamaForCausalLM"),
+        ("Qwen2ForCausalLM", 49, "does not have a vocabulary of 49 token ids"),
+        ("Qwen2ForCausalLM", 51, "does not have a vocabulary of 51 token ids"),
+    ],
+)
+def test_a_server_of_another_model_is_refused_before_it_gets_requests(
+    architecture: str, vocabulary: int, message: str | None
+) -> None:
+    """An architecture or a vocabulary that differs from the weights' is named at once."""
+    server = ScriptedServer()
+    model = ServedModel(architecture=architecture, vocabulary=vocabulary)
+    dialect = SglangDialect(server, model=model)
+    if message is None:
+        asyncio.run(dialect.connect())
+    else:
+        with pytest.raises(UsageError, match=message):
+            asyncio.run(dialect.connect())
+    assert server.asked == []

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from slurmrl.engines.rollout.base import Completion, WeightVersion
+from slurmrl.engines.rollout.dialect import ServedModel
 from slurmrl.engines.rollout.http import Address, HttpClient
 from slurmrl.engines.rollout.vllm import VllmDialect, read_reply
 from slurmrl.engines.rollout.vllm_server import command
@@ -45,6 +46,8 @@ SERVER: dict[str, Any] = {
     "POST /reset_prefix_cache": {"success": True},
     "POST /update_weight_version": {"success": True},
 }
+VOCABULARY = 50
+MODEL = ServedModel(architecture="Qwen2ForCausalLM", vocabulary=VOCABULARY)
 
 
 class ScriptedClient(HttpClient):
@@ -58,7 +61,10 @@ class ScriptedClient(HttpClient):
     async def get(self, path: str, *, timeout_s: float) -> object:
         return self._answer(f"GET {path}")
 
-    async def post(self, path: str, body: object = None, *, timeout_s: float | None) -> object:
+    async def post(self, path: str, body: Any = None, *, timeout_s: float | None) -> object:
+        bias = (body or {}).get("sampling_params", {}).get("logit_bias", {})
+        if any(int(token) >= VOCABULARY for token in bias):  # what 0.32.0 says
+            raise UsageError("token_id(s) [50] in logit_bias contain out-of-vocab token ids.")
         return self._answer(f"POST {path}")
 
     def _answer(self, what: str) -> object:
@@ -122,7 +128,7 @@ def test_a_reply_that_is_not_whole_is_not_a_completion(
 def test_a_server_that_was_left_paused_is_resumed_before_it_is_tried() -> None:
     """A client that was killed during an update leaves it so, and no token would ever come."""
     client = ScriptedClient(SERVER)
-    assert asyncio.run(VllmDialect(client).connect()) == 256
+    assert asyncio.run(VllmDialect(client, model=MODEL).connect()) == 256
     assert client.asked.index("POST /resume") < client.asked.index("POST /inference/v1/generate")
 
 
@@ -145,7 +151,14 @@ def test_a_server_that_cannot_be_used_is_refused_with_what_it_lacks(
 ) -> None:
     table = {name: value for name, value in {**SERVER, **answers}.items() if value is not None}
     with pytest.raises(kind, match=message):
-        asyncio.run(VllmDialect(ScriptedClient(table)).connect())
+        asyncio.run(VllmDialect(ScriptedClient(table), model=MODEL).connect())
+
+
+@pytest.mark.parametrize("size", [VOCABULARY - 1, VOCABULARY + 1])
+def test_a_server_with_another_vocabulary_is_refused_at_once(size: int) -> None:
+    model = ServedModel(architecture="Qwen2ForCausalLM", vocabulary=size)
+    with pytest.raises(UsageError, match=f"does not have a vocabulary of {size} token ids"):
+        asyncio.run(VllmDialect(ScriptedClient(SERVER), model=model).connect())
 
 
 @pytest.mark.parametrize(
@@ -158,8 +171,8 @@ def test_a_server_that_cannot_be_used_is_refused_with_what_it_lacks(
 def test_an_update_that_did_not_take_effect_fails(
     answers: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    dialect = VllmDialect(ScriptedClient({**SERVER, **answers}))
+    dialect = VllmDialect(ScriptedClient({**SERVER, **answers}), model=MODEL)
     with pytest.raises(RunFailedError, match=message):
         asyncio.run(dialect.load(WeightVersion(name="2.1", folder=tmp_path)))
-    whole = VllmDialect(ScriptedClient(SERVER))
+    whole = VllmDialect(ScriptedClient(SERVER), model=MODEL)
     asyncio.run(whole.load(WeightVersion(name="2.1", folder=tmp_path)))
