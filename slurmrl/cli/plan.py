@@ -101,13 +101,19 @@ def _report(
     from slurmrl.plan.build import make_plan
     from slurmrl.plan.checks import inventory
     from slurmrl.plan.report.values import report
-    from slurmrl.plan.settings import load_settings
+    from slurmrl.plan.settings import Settings, load_settings
     from slurmrl.scheduler import choose
+    from slurmrl.submission.proposal import kept
+    from slurmrl.submission.submit import refusal
     from slurmrl.submission.trials import chosen_root
 
-    settings = load_settings(
-        path, overrides, root=chosen_root(root), scheduler=scheduler, planning=True
-    )
+    def load(*more: str) -> Settings:
+        given, where = (*overrides, *more), chosen_root(root)
+        return load_settings(path, given, root=where, scheduler=scheduler, planning=True)
+
+    settings = load()
+    if added := kept(settings):
+        settings = load(*added)
     kind = choose(scheduler or settings.config.cluster.scheduler)
     hosts = inventory.ask(settings.config) if kind == "slurm" else None
     planned = make_plan(settings, scheduler=kind, hosts=hosts)
@@ -115,6 +121,8 @@ def _report(
     warnings = [f"key {line}" for line in unread_keys]
     warnings += inventory.lacking(planned, settings.config, hosts)
     made = report(settings, planned, [*warnings, *inventory.scarce(planned, settings, hosts)])
+    if reason := refusal(settings):
+        made["missing"].append(reason)
     if with_moves:
         from slurmrl.engines.planned import moves
 

@@ -59,7 +59,7 @@ def resume(
     from slurmrl.submission import trials
     from slurmrl.submission.links import add_links, include
     from slurmrl.submission.proposal import propose_resume
-    from slurmrl.submission.submit import look
+    from slurmrl.submission.submit import rehearse
 
     paths = trials.find(trials.root_folder(root), trial)
     if not update_code:
@@ -79,7 +79,7 @@ def resume(
     proposal = propose_resume(paths, overrides, scheduler=scheduler, update_code=update_code)
     checked = look_over(proposal, None if no_check else check_timeout)
     if dry_run:
-        return show(proposal, checked, look(proposal), as_json=as_json)
+        return show(proposal, checked, rehearse(proposal), as_json=as_json)
     return start(proposal, checked, wait=wait, as_json=as_json)
 
 

@@ -52,11 +52,11 @@ def start(
 def show(
     proposal: Proposal,
     checked: Sequence[Finding],
-    outlook: Outlook | None = None,
+    outlook: Outlook | None,
     *,
     as_json: bool,
 ) -> int:
-    """Print what would be submitted. ``outlook``: where the trial to resume is."""
+    """Print what would be submitted. ``outlook``: where the trial is, if it exists."""
     complete = outlook is not None and outlook.complete
     scripts = {} if complete else proposal.scripts()
     if as_json:

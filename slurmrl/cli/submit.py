@@ -33,11 +33,12 @@ def submit(
     its configuration is the same.
     """
     from slurmrl.submission.proposal import propose
+    from slurmrl.submission.submit import rehearse
 
     proposal = propose(config, overrides, root=root, scheduler=scheduler, new=new)
     checked = look_over(proposal, None if no_check else check_timeout)
     if dry_run:
-        return show(proposal, checked, as_json=as_json)
+        return show(proposal, checked, rehearse(proposal), as_json=as_json)
     return start(proposal, checked, wait=wait, as_json=as_json)
 
 

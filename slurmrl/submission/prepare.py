@@ -32,10 +32,10 @@ def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: Provenanc
     where other users could change it.
     """
     if is_prepared(paths):
-        _check_owner(paths)
+        check_owner(paths)
         return False
     atomic.make_private_directory(paths.run)
-    _check_owner(paths)
+    check_owner(paths)
     for directory in paths.directories():
         atomic.make_private_directory(directory)
     atomic.probe_link(paths.run)
@@ -47,7 +47,8 @@ def prepare(paths: RunPaths, settings: Settings, plan: Plan, recorder: Provenanc
     return atomic.exclusive_create(paths.config, dump(settings.config).encode())
 
 
-def _check_owner(paths: RunPaths) -> None:
+def check_owner(paths: RunPaths) -> None:
+    """Raise OwnershipError for a run directory that other users could change."""
     for warning in ownership.check(paths.run):
         logger.warning("%s", warning)
 

@@ -116,18 +116,18 @@ def propose(
     """
     chosen = trials.chosen_root(root)
     settings = load_settings(config, overrides, root=chosen, scheduler=scheduler)
-    added = [f"trial={json.dumps(_free_name(settings))}"] if new else _kept(settings)
+    added = [f"trial={json.dumps(_free_name(settings))}"] if new else kept(settings)
     if added:
         changed = [*overrides, *added]
         settings = load_settings(config, changed, root=chosen, scheduler=scheduler)
-    other = _needs_other_code(_paths(settings), settings.config)
+    other = _needs_other_code(run_paths(settings), settings.config)
     name = settings.algorithm.name
-    if is_own(name) and is_prepared(_paths(settings)) and not other:
-        kept = _paths(settings).snapshot(snapshot.current(_paths(settings)))
+    if is_own(name) and is_prepared(run_paths(settings)) and not other:
+        code = run_paths(settings).snapshot(snapshot.current(run_paths(settings)))
         changed = [*overrides, *added, f"algorithm.name={name}"]
-        settings = load_settings(config, changed, root=chosen, scheduler=scheduler, folders=[kept])
-    code = _own_code(settings, settings.folders)
-    return _planned(settings, scheduler, code, update_code=other)
+        settings = load_settings(config, changed, root=chosen, scheduler=scheduler, folders=[code])
+    own = _own_code(settings, settings.folders)
+    return _planned(settings, scheduler, own, update_code=other)
 
 
 def propose_resume(
@@ -152,7 +152,7 @@ def propose_resume(
     settings = load_settings(
         paths.config, overrides, root=root, scheduler=scheduler, folders=folders, resumed=True
     )
-    if _paths(settings) != paths:
+    if run_paths(settings) != paths:
         raise UsageError("resume cannot rename a trial: submit the configuration with --new")
     if not update_code:
         if settings.config.code != before.code:
@@ -186,10 +186,10 @@ def _needs_other_code(paths: RunPaths, config: Config) -> bool:
     return (config.code, _own_names(config)) != (before.code, _own_names(before))
 
 
-def _kept(settings: Settings) -> list[str]:
+def kept(settings: Settings) -> list[str]:
     """Return overrides that keep what the configuration leaves to a default that may have been
     another one when the trial began."""
-    paths = _paths(settings)
+    paths = run_paths(settings)
     if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is None:
         return []
     return keep_precision(load_resolved(paths.config), settings.config, settings.source)
@@ -223,16 +223,17 @@ def _planned(
         where = str(settings.source.path)
         raise ConfigError(tuple(Problem(where, "cluster", text) for text in lacking))
     recorder = ProvenanceWriter(config, settings.source.path, code, kind)
-    return Proposal(settings, plan, _paths(settings), kind, recorder, update_code)
+    return Proposal(settings, plan, run_paths(settings), kind, recorder, update_code)
 
 
-def _paths(settings: Settings) -> RunPaths:
+def run_paths(settings: Settings) -> RunPaths:
+    """The run directory of a trial."""
     config = settings.config
     return RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)
 
 
 def _free_name(settings: Settings) -> str:
-    here = _paths(settings)
+    here = run_paths(settings)
     return trials.next_free(
         here.trial, lambda name: RunPaths(here.run.with_name(name)).run.exists()
     )

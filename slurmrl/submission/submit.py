@@ -6,6 +6,7 @@ the owner of the claim changes the configuration, and job ids are found again by
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,14 @@ from slurmrl.recover import (
 from slurmrl.scheduler import make
 from slurmrl.submission import claims, snapshot
 from slurmrl.submission.live import Jobs, clear_away, newest_jobs
-from slurmrl.submission.prepare import prepare, rewrite, trial_uuid
-from slurmrl.submission.proposal import Proposal
+from slurmrl.submission.prepare import (
+    check_owner,
+    is_prepared,
+    prepare,
+    rewrite,
+    trial_uuid,
+)
+from slurmrl.submission.proposal import Proposal, run_paths
 from slurmrl.workers.poll_intervals import PollIntervals
 
 
@@ -118,6 +125,16 @@ def submit(proposal: Proposal) -> Submitted:
     return Submitted(proposal.paths, proposal.kind, jobs, state.incarnation, outlook.step, notes)
 
 
+def rehearse(proposal: Proposal) -> Outlook | None:
+    """Return the state of the trial that `submit` would continue, None for a new one; change
+    nothing. Raises as `submit` does where it refuses to continue the trial."""
+    if not is_prepared(proposal.paths):
+        return None
+    check_owner(proposal.paths)
+    claims.newest(proposal.paths)
+    return look(proposal)
+
+
 def look(proposal: Proposal) -> Outlook:
     """Return the state of the trial in a run directory; change nothing. Raises UsageError for a
     live trial, one with another configuration and one with another slurmrl."""
@@ -127,11 +144,7 @@ def look(proposal: Proposal) -> Outlook:
     changed = differences(before, proposal.settings.config)
     if changed and state.last_commit is not None:
         _check_code(proposal)  # another version may have other defaults
-        lines = "".join(f"\n  {line}" for line in changed)
-        raise UsageError(
-            f"{proposal.trial} exists with another configuration; use --new, or undo:{lines}\n"
-            f"Settings that a trial may change: {may_change()}"
-        )
+        raise UsageError(_other_configuration(proposal.trial, changed))
     if _complete(proposal, state):
         return Outlook(state, complete=True, left=left)
     _check_code(proposal)
@@ -141,6 +154,26 @@ def look(proposal: Proposal) -> Outlook:
     else:
         notes = [f"starts from the beginning with {line}" for line in changed]
     return Outlook(state, complete=False, left=left, notes=tuple(notes))
+
+
+def refusal(settings: Settings) -> str:
+    """Why the trial of this name cannot continue with a configuration; empty if it can, if there is
+    no such trial, or if it began with another slurmrl, whose defaults may differ."""
+    paths = run_paths(settings)
+    if not is_prepared(paths) or fold(History(paths.history).read()).last_commit is None:
+        return ""
+    changed = differences(load_resolved(paths.config), settings.config)
+    if not changed or not snapshot.is_this_code(paths.snapshot(snapshot.current(paths))):
+        return ""
+    return _other_configuration(f"{paths.experiment}/{paths.trial}", changed)
+
+
+def _other_configuration(trial: str, changed: Sequence[str]) -> str:
+    lines = "".join(f"\n  {line}" for line in changed)
+    return (
+        f"{trial} exists with another configuration; use --new, or undo:{lines}\n"
+        f"Settings that a trial may change: {may_change()}"
+    )
 
 
 def _notes(before: Config, settings: Settings, step: int) -> list[str]:

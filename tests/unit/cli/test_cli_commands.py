@@ -414,6 +414,57 @@ def test_a_dry_run_of_resume_changes_nothing(
     assert (len(scheduler.requests), scheduler.done) == (1, [])
 
 
+def test_a_dry_run_refuses_the_trials_that_submit_refuses(
+    root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It says what submit would do with the trial that exists, and changes nothing."""
+    assert submit_it(tmp_path, "--detach") == 0
+    scheduler.tasks = [task(0, JobState.RUNNING)]
+    assert submit_it(tmp_path, "--dry-run") == 2
+    assert "add/1 is live (job 41_0, RUNNING)" in capsys.readouterr().err
+    assert submit_it(tmp_path, "--dry-run", "--new") == 0
+    assert "# plan of add/2" in capsys.readouterr().out
+    run = FakeRun(root)
+    run.begin()
+    run.commit(4)
+    run.end(Kind.CANCELLED)
+    scheduler.tasks = [task(3, JobState.PENDING)]
+    before = contents(root)
+    assert submit_it(tmp_path, "--dry-run", "actor.optimizer.lr=1") == 2
+    shown = capsys.readouterr()
+    assert "add/1 exists with another configuration; use --new, or undo:" in shown.err
+    assert shown.out == ""
+    assert submit_it(tmp_path, "--dry-run", "cluster.slurm.links=3") == 0
+    output = capsys.readouterr().out
+    assert "# continues from step 4\n" in output
+    assert "# cancels its jobs that are still queued: 41" in output
+    assert submit_it(tmp_path, "--dry-run", "--json") == 0
+    assert printed(capsys)["resumed_step"] == 4
+    assert contents(root) == before
+    assert (len(scheduler.requests), scheduler.done) == (1, [])
+
+
+def test_a_plan_says_that_the_trial_exists_with_another_configuration(
+    root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Among what is to be fixed before submission; a plan of the same trial has nothing to fix."""
+    config = str(write_config(tmp_path))
+    assert submit_it(tmp_path, "--detach") == 0
+    run = FakeRun(root)
+    run.begin()
+    arguments = ["plan", config, "--scheduler", "local", "--json"]
+    capsys.readouterr()
+    assert main([*arguments, "seed=9"]) == 0
+    assert printed(capsys)["missing"] == [], "it has no commit, and would begin with seed 9"
+    run.commit(4)
+    assert main([*arguments, "total_steps=9"]) == 0
+    assert printed(capsys)["missing"] == []
+    assert main([*arguments, "seed=9"]) == 0
+    [problem] = printed(capsys)["missing"]
+    assert problem.startswith("add/1 exists with another configuration; use --new, or undo:")
+    assert "seed: 1 in the trial, 9 now" in problem
+
+
 def test_a_dry_run_of_resume_refuses_what_resume_refuses(
     root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
 ) -> None:
