@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
 from slurmrl.fsio import documents
 from slurmrl.fsio.failures import corrupt
 from slurmrl.fsio.shapes import COUNT, FILE_NAME, INTEGER, SECONDS, SIZE, TEXT, check, one_of, table
+
+END_OF_DATASET: Final = "the end of the dataset"
+"""The ``reason`` for which a single pass over the dataset is finished, after all of its rows."""
 
 
 class Kind(StrEnum):

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from slurmrl.fsio.space import LEAST_BYTES
+from slurmrl.history.record import END_OF_DATASET
 from slurmrl.monitor.words import age, first_line, plain
 
 Status = Mapping[str, Any]
@@ -63,7 +64,7 @@ def _ended(status: Status) -> StatusFinding:
 
 
 def _early(status: Status, reason: str) -> str:
-    if reason in ("", "total_steps", "the end of the dataset"):
+    if reason in ("", "total_steps", END_OF_DATASET):
         return ""
     return f" at step {status['step']} of {status['total_steps']}: {reason}"
 

@@ -71,7 +71,7 @@ class Submission:
     number: int
     scheduler: str
     total_steps: int | None
-    """None: as many as the dataset needs."""
+    """None: those of a single pass, which depend on the dataset."""
     heartbeat_s: float
     time: float | None = None
     """When it was requested, by the clock of the submitting host."""
@@ -144,12 +144,16 @@ class TrialSnapshot:
 
     @property
     def total_steps(self) -> int | None:
-        """Those of the newest submission; where they follow from the dataset, as the master
-        reports. None: unknown."""
-        if self.submission is None or self.submission.total_steps is not None:
-            return self.submission.total_steps if self.submission is not None else None
+        """As the master reports, to whom the dataset's size is known; before it begins, those of
+        the newest submission. None: unknown."""
+        submission = self.submission
+        if submission is None:
+            return None
+        begun = self.incarnations[-1].begun.data if self.incarnations else {}
         total: int | None = self.said.get("total_steps")
-        return total
+        if total is not None and begun.get("submission", submission.number) == submission.number:
+            return total
+        return submission.total_steps
 
     @property
     def trial(self) -> str:

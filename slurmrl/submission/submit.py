@@ -16,7 +16,7 @@ from slurmrl.config.schema import Config
 from slurmrl.errors import UsageError
 from slurmrl.fsio import space, variables
 from slurmrl.history.log import History
-from slurmrl.history.record import Kind, Record
+from slurmrl.history.record import END_OF_DATASET, Kind, Record
 from slurmrl.history.state import TrialState, fold
 from slurmrl.history.writer import resume
 from slurmrl.monitor import sinks
@@ -58,6 +58,12 @@ class Outlook:
     def step(self) -> int | None:
         """Step of the commit from which it would resume."""
         return self.state.last_commit.step if self.state.last_commit else None
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether it was a single pass, which reached the end of its dataset."""
+        end = self.state.end
+        return end is not None and end.data.get("reason") == END_OF_DATASET
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ def submit(proposal: Proposal) -> Submitted:
     if outlook.left is not None:
         clear_away(outlook.left)
     if outlook.complete:
-        more = proposal.settings.config.total_steps is not None
+        more = not outlook.exhausted
         return Submitted(proposal.paths, proposal.kind, None, may_have_more=more)
     state, notes = outlook.state, outlook.notes
     code = _snapshot(proposal)
@@ -246,7 +252,7 @@ def _request(proposal: Proposal, code: int) -> dict[str, Any]:
         "scheduler": proposal.kind,
         "snapshot": code,
         "continue": config.cluster.slurm.continue_,
-        "total_steps": config.total_steps,
+        "total_steps": None if proposal.settings.algorithm.one_pass else config.total_steps,
         "heartbeat_s": PollIntervals.of(proposal.plan.hosts, config.cluster.heartbeat_s).beat_s,
         "signal_lead_s": lead_s,
     }

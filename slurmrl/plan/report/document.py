@@ -30,7 +30,7 @@ def document(report: Mapping[str, Any]) -> Document:
         *(blocks_of(report["moves"]) if "moves" in report else ()),
         _process_groups(report),
         *([Lines("episode:", list(_episode(report["episode"])))] if report["episode"] else []),
-        Lines(f"algorithm {report['algorithm']['name']}:", list(lines(report["algorithm"]))),
+        Lines(f"{_title(report)}:", list(lines(report["algorithm"]))),
     ]
     ends = {"warnings": "warnings", "notes": "notes", "missing": "to fix before submission"}
     blocks += [Lines(f"{title}:", report[key]) for key, title in ends.items() if report[key]]
@@ -56,6 +56,15 @@ def _allocation(explained: Mapping[str, Any]) -> Table:
         return Table(["HALF", *map(str.upper, axes)], rows, title)
     axes = ["dp", "tp", "pp", "cp", "ep", "etp", "edp"]
     return Table([*map(str.upper, axes)], [[str(explained[axis]) for axis in axes]], title)
+
+
+def _title(report: Mapping[str, Any]) -> str:
+    """``algorithm ppo, 60 steps``"""
+    steps, name = report["total_steps"], f"algorithm {report['algorithm']['name']}"
+    if not report["one_pass"]:
+        return f"{name}, {_count(steps, 'step')}"
+    limit = "" if steps is None else f" in at most {_count(steps, 'step')}"
+    return f"{name}, one pass over the dataset{limit}"
 
 
 def _groups(report: Mapping[str, Any]) -> Iterator[Sequence[str]]:

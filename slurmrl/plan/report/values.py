@@ -37,6 +37,8 @@ def report(settings: Settings, plan: Plan, warnings: Sequence[str] = ()) -> dict
         "experiment": plan.experiment,
         "trial": plan.trial,
         "algorithm": in_force(settings),
+        "one_pass": settings.algorithm.one_pass,
+        "total_steps": settings.config.total_steps,
         "world_size": plan.trainers.world_size,
         "gpus": sum(group.workers * group.gpus_per_worker for group in plan.groups),
         "groups": [_group(group) for group in plan.groups],

@@ -56,6 +56,8 @@ class CheckProcess:
         self.roles = uses_of(settings.config, settings.algorithm)
         self.rows: dict[str, DatasetRows] = {}
         """Valid data sets by the dotted key of their section."""
+        self.left_out: dict[str, int] = {}
+        """Lines of these that a length limit leaves out."""
         self._file = (folder / FINDINGS).open("a", encoding="utf-8")
 
     def close(self) -> None:
@@ -71,6 +73,7 @@ class CheckProcess:
             "episode": ("importing and making the episode", self._episode),
             "tokenizer": ("reading the tokenizer", self._tokenizer),
             "lengths": ("tokenising the data", self._lengths),
+            "steps": ("counting the steps", self._steps),
         }
 
     def run(self) -> None:
@@ -266,8 +269,7 @@ class CheckProcess:
         limited = {
             key: dataset
             for key, dataset in datasets(self.config)
-            if key in self.rows
-            and (dataset.max_prompt_tokens or dataset.max_tokens or dataset.is_chat)
+            if key in self.rows and _is_limited(dataset)
         }
         if not limited or self.config.actor.tokenizer is None:
             return
@@ -275,7 +277,7 @@ class CheckProcess:
         for key, dataset in limited.items():
             rows = self.rows[key]
             try:
-                left = rows.count_left_out(tokenizer)
+                left = self.left_out[key] = rows.count_left_out(tokenizer)
             except ConfigError as error:
                 yield from (_of_data(key, problem) for problem in error.problems)
                 continue
@@ -286,6 +288,28 @@ class CheckProcess:
                     f"{limits(dataset)} and are left out"
                 )
                 yield Finding("data", weight, message, key)
+
+    def _steps(self) -> Iterator[Finding]:
+        """Yield the steps of a single pass, if all of its rows were read."""
+        rows = 0
+        for key, dataset in datasets(self.config) if self.algorithm.one_pass else ():
+            known = self.rows.get(key)
+            if known is None or not known.records.whole:
+                return
+            if _is_limited(dataset) and key not in self.left_out:
+                return
+            rows += len(known) - self.left_out.get(key, 0)
+        if rows:
+            size = self.algorithm.batch_size
+            message = f"one pass over {rows} rows, {size} in a step: {-(-rows // size)} steps"
+            if self.config.total_steps is not None:
+                message += f" (total_steps {self.config.total_steps} is a limit)"
+            yield Finding("steps", Weight.NOTE, message, "algorithm.batch_size")
+
+
+def _is_limited(dataset: DatasetConfig) -> bool:
+    """Whether it may leave out lines, depending on their tokens."""
+    return bool(dataset.max_prompt_tokens or dataset.max_tokens or dataset.is_chat)
 
 
 def datasets(config: Config) -> Iterator[tuple[str, DatasetConfig]]:

@@ -99,7 +99,7 @@ class Master:
             paths,
             self.agents,
             incarnation=writer.incarnation,
-            total_steps=config.total_steps,
+            total_steps=progress.known_steps,
             lease_ttl_s=config.cluster.lease_ttl_s,
             interval_s=intervals.status_s,
         )

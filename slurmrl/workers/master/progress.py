@@ -30,13 +30,12 @@ from slurmrl.fsio.shapes import (
     table,
 )
 from slurmrl.graph.call import Refill
+from slurmrl.history.record import END_OF_DATASET
 from slurmrl.monitor.metrics import finite
 from slurmrl.plan.settings import Settings
 from slurmrl.registry import resolve
 
 WHERE = "the state of the last commit"
-END_OF_DATASET = "the end of the dataset"
-"""Why a single pass is finished."""
 
 
 def _read_ledger(values: Mapping[str, Any]) -> LedgerRecord:
@@ -283,12 +282,23 @@ class Progress:
 
     @property
     def total_steps(self) -> int:
-        """Steps of the whole run. In a single pass they follow from the dataset."""
+        """Steps of the whole run."""
+        steps = self.known_steps
+        assert steps is not None, "use_dataset comes first"
+        return steps
+
+    @property
+    def known_steps(self) -> int | None:
+        """Steps of the whole run. In a single pass they follow from the dataset, and are not known
+        before it was read for the first time."""
         given = self.config.total_steps
         if not self._one_pass:
             assert given is not None, "checked at submission"
             return given
-        steps = -(-self.order.size // self.batch_size)
+        if self.dataset is None:
+            return None
+        size: int = self.dataset["size"]
+        steps = -(-size // self.batch_size)
         return steps if given is None else min(given, steps)
 
     def finish_reason(self) -> str | None:

@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from slurmrl.fsio.atomic import replace_by_parts, sweep_temporaries
 from slurmrl.fsio.failures import corrupt
 from slurmrl.graph.call import Method, Record, Summary
+from slurmrl.history.record import END_OF_DATASET
 from slurmrl.monitor.metrics import encode, finite
 from slurmrl.parallel.topology import topology_of
 from slurmrl.paths import RunPaths, part_prefix
 from slurmrl.plan.model import Plan
 from slurmrl.plan.settings import Settings
-from slurmrl.workers.master.progress import END_OF_DATASET, Progress
+from slurmrl.workers.master.progress import Progress
 from slurmrl.workers.parts import read_parts
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from slurmrl.cli.main import main
 from slurmrl.fsio import space
-from slurmrl.history.record import Kind
+from slurmrl.history.record import END_OF_DATASET, Kind
 from slurmrl.paths import RunPaths, user_name
 from slurmrl.scheduler.base import JobState
 from slurmrl.submission import live, proposal, submit
@@ -346,6 +346,24 @@ def test_a_complete_trial_is_done(
     assert submit_it(tmp_path) == 0
     assert "slurmrl resume add/1 total_steps=N" in capsys.readouterr().out
     assert len(scheduler.requests) == 1
+
+
+def test_a_complete_pass_has_no_further_steps(
+    root: Path, tmp_path: Path, scheduler: FakeScheduler, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its steps follow from the dataset, whatever limit was set; a request states none."""
+    passes = ("algorithm={name: evaluate, measure: likelihood, batch_size: 8}", "total_steps=9")
+    assert submit_it(tmp_path, "--detach", *passes) == 0
+    run = FakeRun(root)
+    request = json.loads(run.paths.submission_request(1).read_text())
+    assert request["total_steps"] is None
+    run.begin()
+    run.end(Kind.FINISHED, step=1, reason=END_OF_DATASET)
+    capsys.readouterr()
+    assert submit_it(tmp_path, *passes) == 0
+    output = capsys.readouterr().out
+    assert "add/1 is already complete" in output
+    assert "total_steps" not in output
 
 
 def test_cancel_and_resume(

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from slurmrl.history.record import Kind
+from slurmrl.cli import render
+from slurmrl.history.record import END_OF_DATASET, Kind
 from slurmrl.monitor.snapshot import newest_submission, read
 from slurmrl.monitor.status import assemble, present_link
 from slurmrl.scheduler.base import JobState, TaskState
@@ -315,6 +316,23 @@ def test_steps_that_follow_from_the_dataset_are_those_that_the_master_reports(
     assert look(run)["total_steps"] is None
     run.say(run.begin(), step=2, total_steps=7)
     assert look(run)["total_steps"] == 7
+
+
+def test_a_pass_that_ends_before_its_limit_has_the_steps_of_its_dataset(tmp_path: Path) -> None:
+    """Also in a trial that an older version has submitted with the limit. A submission with another
+    one counts before its master reports."""
+    run = FakeRun(tmp_path)
+    run.submission(total_steps=100)
+    run.say(run.begin(submission=1), step=6, total_steps=6)
+    run.end(Kind.FINISHED, step=6, reason=END_OF_DATASET)
+    status = look(run)
+    assert (status["step"], status["total_steps"], status["diagnosis"]) == (6, 6, "finished")
+    assert render.progress(status) == "6/6"
+    run.resume()
+    run.submission(2, total_steps=200)
+    assert look(run)["total_steps"] == 200
+    run.say(run.begin(submission=2), step=6, total_steps=200)
+    assert look(run)["total_steps"] == 200
 
 
 def test_results_are_shown_once_they_are_there(run: FakeRun) -> None:

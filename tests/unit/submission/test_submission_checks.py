@@ -304,6 +304,24 @@ def test_lines_that_are_left_out_are_counted(tmp_path: Path) -> None:
     )
 
 
+def test_the_steps_of_a_single_pass_are_counted(tmp_path: Path) -> None:
+    """Without the lines that are left out; with those of all sources."""
+    passes = "algorithm={name: evaluate, measure: likelihood, batch_size: 2}"
+    rows = [{"prompt": "1+2=", "answer": "3"}] * 4 + [{"prompt": "11+22=", "answer": "33"}]
+    path = write_rows(tmp_path / "rows.jsonl", *rows)
+    short = f"dataset={{type: prompt_answer, path: {path}, max_tokens: 8}}"
+    found = look(tmp_path, settings_of(tmp_path, passes, "total_steps=9", short))
+    assert [one.message for one in found if one.subject == "steps"] == [
+        "one pass over 4 rows, 2 in a step: 2 steps (total_steps 9 is a limit)"
+    ]
+    sources = f"{{a: {{path: {path}}}, b: {{path: {path}}}}}"
+    both = f"dataset={{type: prompt_answer, sources: {sources}}}"
+    found = look(tmp_path, settings_of(tmp_path, passes, "total_steps=null", both))
+    assert [one.message for one in found if one.subject == "steps"] == [
+        "one pass over 10 rows, 2 in a step: 5 steps"
+    ]
+
+
 def test_a_built_in_reward_needs_answers(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "held.jsonl", {"prompt": "1"})
     evaluation = f"evaluation={{dataset: {{type: prompt, path: {rows}}}}}"

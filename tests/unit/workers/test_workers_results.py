@@ -89,6 +89,23 @@ def test_a_pass_ends_with_the_dataset(paths: RunPaths, begin: Begin) -> None:
     assert not paths.parts.exists()
 
 
+def test_the_steps_of_a_pass_are_known_once_its_dataset_was_read(
+    make_settings: Any, settings: Settings
+) -> None:
+    """Then also in later incarnations, before they read it again; `total_steps` is a limit."""
+    progress = Progress(settings, None)
+    assert progress.known_steps is None
+    progress.use_dataset(SIZE, "f1", 0)
+    assert progress.known_steps == 3
+    state = json.loads(json.dumps(progress.state()))
+    assert Progress(settings, state).known_steps == 3
+    for limit, steps in ((2, 2), (100, 3)):
+        algorithm = {"name": "generate", "batch_size": 4}
+        limited = make_settings(algorithm=algorithm, total_steps=limit, evaluation=None)
+        assert Progress(limited, None).known_steps is None
+        assert Progress(limited, state).known_steps == steps
+
+
 def test_what_no_commit_names_is_not_in_the_results(paths: RunPaths, begin: Begin) -> None:
     """The first incarnation ends after a step that is not committed, the second one within a part
     file of that step; both left other texts there."""
