@@ -98,18 +98,20 @@ def grpo(name: str, ours: Values, theirs: Values, **more: Any) -> Case:
     return Case(f"grpo-{name}", "GRPO", more.pop("batch", STALE), settings, limits, **more)
 
 
-def rloo(name: str, ours: Values, theirs: Values) -> Case:
+def rloo(name: str, ours: Values, theirs: Values, **more: Any) -> Case:
     return Case(
         f"rloo-{name}",
         "RLOO",
         FRESH,
         {"name": "rloo", **ours},
         {"max_completion_length": LONGEST, **theirs},
-        differs="loss",
+        **{"differs": "loss", **more},
     )
 
 
 TOKENS: Values = {"aggregation": "tokens"}
+MASK: Values = {"mask_truncated": True}
+THEIR_MASK: Values = {"mask_truncated_completions": True}
 KL: Values = {"kl": {"where": "loss", "estimator": "k3", "coef": 0.3}}
 
 CASES = (
@@ -211,6 +213,22 @@ CASES = (
         {"loss_type": "cispo", "epsilon_high": 1.2},
     ),
     grpo("sapo", {"name": "sapo"}, {"loss_type": "sapo"}),
+    grpo("truncated", MASK, {"loss_type": "grpo", **THEIR_MASK}),
+    grpo("truncated-tokens", {**TOKENS, **MASK}, {"loss_type": "dapo", **THEIR_MASK}),
+    grpo(
+        "truncated-dr-grpo",
+        {"name": "dr_grpo", **MASK},
+        {"loss_type": "dr_grpo", "scale_rewards": "none", **THEIR_MASK},
+    ),
+    grpo(
+        "truncated-kl",
+        {**KL, **MASK},
+        {"loss_type": "grpo", "beta": 0.3, "use_bias_correction_kl": False, **THEIR_MASK},
+    ),
     rloo("plain", NO_REFERENCE, {"beta": 0.0}),
     rloo("kl", {"kl": {"coef": 0.3}}, {"beta": 0.3}),
+    rloo("truncated", {**NO_REFERENCE, **MASK}, {"beta": 0.0, **THEIR_MASK}),
+    rloo(
+        "truncated-kl", {"kl": {"coef": 0.3}, **MASK}, {"beta": 0.3, **THEIR_MASK}, differs="both"
+    ),
 )

@@ -30,7 +30,10 @@ def test_loss_and_gradients_are_those_of_trl(
     check(case, reference, total_loss(stats), tmp_path / "saved")
 
 
-@pytest.mark.parametrize("name", ["sft", "kto", "grpo-sequences", "grpo-dapo", "grpo-std-of-batch"])
+@pytest.mark.parametrize(
+    "name",
+    ["sft", "kto", "grpo-sequences", "grpo-dapo", "grpo-std-of-batch", "grpo-truncated"],
+)
 def test_two_ranks_have_the_loss_and_gradients_of_trl(
     name: str, reference: Reference, ranks: RankPool, tmp_path: Path
 ) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext
-from slurmrl.algorithms.policy.advantages import old_logprobs
-from slurmrl.algorithms.policy.aggregation import token_weights
+from slurmrl.algorithms.policy.advantages import old_logprobs, trained_completions
+from slurmrl.algorithms.policy.aggregation import LOSS_WEIGHTS, token_weights
 from slurmrl.algorithms.policy.correction import correction_weights, mismatch_sums
 from slurmrl.algorithms.policy.loss import PolicyTargets, policy_loss
 from slurmrl.algorithms.policy.schema import OLD_LOGPROBS, REF_LOGPROBS, PolicyGradient
@@ -76,7 +76,7 @@ def actor_loss(
         batch.tensor("advantages"),
         mask,
         Sequences.of(batch.cu_seqlens("input_ids"), mask.device),
-        weights=batch.data.get("loss_weights"),
+        weights=batch.data.get(LOSS_WEIGHTS),
         corrections=batch.data.get("corrections"),
         kept=batch.data.get("kept"),
         ref_logp=batch.data.get(REF_LOGPROBS),
@@ -98,8 +98,9 @@ def _training_sample(
     sample: SequenceSample, advantages: Tensor, context: CallContext
 ) -> SequenceSample:
     settings = cast(PolicyGradient, context.settings.algorithm)
-    mask = ~sample.tensor("prompt_mask")
-    sequences = Sequences.of(sample.cu_seqlens("input_ids"), mask.device)
+    written = ~sample.tensor("prompt_mask")
+    sequences = Sequences.of(sample.cu_seqlens("input_ids"), written.device)
+    mask = written & sequences.spread(trained_completions(sample, settings))
     length = settings.aggregation_length or context.settings.config.rollout.most_written
     old = old_logprobs(sample)
     data: dict[str, Tensor | None] = {
@@ -107,7 +108,7 @@ def _training_sample(
         "logprobs": old,
         MASK: mask,
         "advantages": advantages,
-        "loss_weights": token_weights(mask, sequences, settings.aggregation, length),
+        LOSS_WEIGHTS: token_weights(written, sequences, settings.aggregation, length),
     }
     if settings.penalises_in_loss:
         data[REF_LOGPROBS] = sample.tensor(REF_LOGPROBS)

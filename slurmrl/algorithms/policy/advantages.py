@@ -157,6 +157,12 @@ def old_logprobs(sample: SequenceSample) -> Tensor:
     return sample.tensor(OLD_LOGPROBS if OLD_LOGPROBS in sample.keys else "logprobs")
 
 
+def trained_completions(sample: SequenceSample, settings: PolicyGradient) -> Tensor:
+    """[S] bool: the completions whose tokens are in the losses."""
+    finished = sample.tensor("finished").bool()
+    return finished if settings.mask_truncated else torch.ones_like(finished)
+
+
 def token_rewards(
     penalties: Tensor, scores: Tensor, responses: Responses, turns: Tensor | None = None
 ) -> Tensor:

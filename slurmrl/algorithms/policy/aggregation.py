@@ -12,11 +12,15 @@ from torch import Tensor
 from slurmrl.algorithms.policy.sequences import Sequences
 from slurmrl.data.sample import SequenceSample
 
+LOSS_WEIGHTS = "loss_weights"
+"""Key of the tokens' weights, where they are not all 1."""
+
 
 def token_weights(
     mask: Tensor, sequences: Sequences, aggregation: str, length: float
 ) -> Tensor | None:
-    """The weight of each token's loss; None if all weights are 1.
+    """The weight of each token's loss; None if all weights are 1. ``mask`` is True on all response
+    tokens.
 
     - ``tokens``: all tokens count alike (Yu et al. 2025, "DAPO", eq. 8).
     - ``sequences``: the mean over sequences of the means over their tokens (Shao et al. 2024,
@@ -34,12 +38,14 @@ def token_weights(
 
 def item_shares(sample: SequenceSample, mask_key: str, aggregation: str) -> Tensor:
     """[items, 2] float64: what each item adds to the denominator, and its number of tokens that
-    count. To the denominator, ``tokens`` adds the latter, the other aggregations the number of
-    sequences with such a token."""
+    count. To the denominator, ``tokens`` adds the latter. The other aggregations add the number of
+    sequences with response tokens, also of those whose tokens do not count: their loss is 0."""
     mask = sample.tensor(mask_key)
     tokens = Sequences.of(sample.cu_seqlens(mask_key), mask.device)
     counts = torch.tensor([0, *(len(rows) for rows in sample.lengths[mask_key])])
     sequences = Sequences.of(counts.cumsum(0), mask.device)
     lengths = tokens.sums(mask.double())
-    added = lengths if aggregation == "tokens" else (lengths > 0).double()
+    added = lengths
+    if aggregation != "tokens":
+        added = (tokens.sums(sample.tensor(LOSS_WEIGHTS)) > 0).double()
     return torch.stack([sequences.sums(added), sequences.sums(lengths)], dim=1)

@@ -25,23 +25,26 @@ class Groups:
     """[S] the number of the group."""
     sizes: Tensor
     """[S] the number of sequences in that group."""
+    count: int
+    """The number of groups."""
 
     @staticmethod
     def of(counts: Sequence[int], device: torch.device) -> Groups:
         """``counts`` [items] are the numbers of sequences of the groups in order."""
         rows = torch.tensor(counts, dtype=torch.int64)
         index = torch.arange(len(rows)).repeat_interleave(rows)
-        return Groups(*upload((index, rows[index]), device))
+        index, sizes = upload((index, rows[index]), device)
+        return Groups(index, sizes, len(rows))
 
     def only(self, places: Tensor) -> Groups:
-        """The groups of the sequences at ``places`` alone."""
+        """The groups of the sequences at ``places`` alone; some may be empty."""
         index = self.index[places]
-        counts = torch.zeros_like(self.index).index_add(0, index, torch.ones_like(index))
-        return Groups(index, counts[index])
+        sizes = index.new_zeros(self.count).index_add(0, index, torch.ones_like(index))
+        return Groups(index, sizes[index], self.count)
 
     def sums(self, x: Tensor) -> Tensor:
         """[S]: for each sequence, the sum of x [S] over its group."""
-        totals = x.new_zeros(len(x)).index_add(0, self.index, x)
+        totals = x.new_zeros(self.count).index_add(0, self.index, x)
         return totals[self.index]
 
     def means(self, x: Tensor) -> Tensor:
@@ -53,7 +56,7 @@ def completion_advantages(
     returns: Tensor, groups: Groups, settings: PolicyGradient, all_reduce_sum: SumOverRanks
 ) -> Tensor:
     """[S] float64, from the returns [S] of completions, less a baseline, divided by a standard
-    deviation.
+    deviation; 0 where that is 0 and nothing is added to it.
 
     - ``group``: x_i - mean(x_1 … x_n) (Shao et al. 2024, "DeepSeekMath", section 4.1.2);
     - ``leave_one_out``: x_i - mean of the others (Kool et al. 2019, "Buy 4 REINFORCE samples, get a
@@ -77,7 +80,9 @@ def completion_advantages(
             squares = groups.sums((wide - group_means).square())
             degrees = groups.sizes - (1.0 if settings.std_unbiased else 0.0)
             deviation = (squares / degrees.clamp(min=1.0)).sqrt()
-            return centred / (deviation + settings.std_epsilon)
         case "batch":
-            return centred / (std + settings.std_epsilon)
-    return centred
+            deviation = torch.full_like(centred, std)
+        case _:
+            return centred
+    divisor = deviation + settings.std_epsilon
+    return torch.where(divisor > 0, centred / divisor, 0.0)

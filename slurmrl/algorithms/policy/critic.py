@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
-from slurmrl.algorithms.policy.advantages import Estimates, estimate, spread_over_tokens
+from slurmrl.algorithms.policy.advantages import (
+    Estimates,
+    estimate,
+    spread_over_tokens,
+    trained_completions,
+)
 from slurmrl.algorithms.policy.loss import value_loss
 from slurmrl.algorithms.policy.moments import SumOverRanks, moments
 from slurmrl.algorithms.policy.schema import PolicyGradient
@@ -52,7 +57,7 @@ class CriticInterface(Interface):
             "returns_std": std,
             "explained_variance": explained_variance(std, error),
         }
-        training = _training_sample(sample, estimates)
+        training = _training_sample(sample, estimates, ppo)
         if ppo.value_norm != "none":
             before = ReturnMoments.of(context.scalars)
             after = _joined(before, mean, std, estimates.returns, ppo, engine.all_reduce_sum)
@@ -110,15 +115,18 @@ def explained_variance(returns_std: float, error_std: float) -> float:
     return 1.0 - (error_std / returns_std) ** 2 if returns_std > 0 else 0.0
 
 
-def _training_sample(sample: SequenceSample, estimates: Estimates) -> SequenceSample:
+def _training_sample(
+    sample: SequenceSample, estimates: Estimates, settings: PolicyGradient
+) -> SequenceSample:
     """The sample with returns aligned like values: at the state before their token."""
     ids = sample.tensor("input_ids")
+    counts = trained_completions(sample, settings)[estimates.responses.sequence]
     states = estimates.responses.tokens - 1
     returns = spread_over_tokens(estimates.returns, states, len(ids))
     data: dict[str, Tensor | None] = {
         "input_ids": ids,
         "values": sample.tensor("values"),
         "returns": returns,
-        "state_mask": spread_over_tokens(returns.new_ones(len(states)), states, len(ids)).bool(),
+        "state_mask": spread_over_tokens(counts, states, len(ids)),
     }
     return SequenceSample(sample.ids, dict.fromkeys(data, sample.lengths["input_ids"]), data=data)

@@ -1,4 +1,4 @@
-"""Filters of prompts by the rewards and the ends of their completions."""
+"""Filters of prompts by the scores and the ends of their completions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, cast
 
 from slurmrl.algorithms.base import CallContext, CallResult, Interface
 from slurmrl.algorithms.policy.responses import find_responses
+from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.policy.schema.filters import TRUNCATED, ZERO_VARIANCE, Filters
+from slurmrl.algorithms.policy.shaping import shape_scores
 from slurmrl.data.sample import SequenceSample
 
 if TYPE_CHECKING:
@@ -21,21 +23,19 @@ class FilterInterface(Interface):
     ) -> CallResult:
         """Drop prompts by the settings of the algorithm. Reports the share of prompts that each
         filter drops; of several reasons for one prompt, the first counts. Failed episodes, in which
-        the policy wrote nothing, are left out of the comparison."""
-        settings = cast(Filters, context.settings.algorithm)
-        rewards, finished = sample.tensor("rewards").tolist(), sample.tensor("finished").tolist()
+        the policy wrote nothing, are left out of the comparison, as they are from advantages."""
+        settings = cast(PolicyGradient, context.settings.algorithm)
+        limit = context.settings.config.rollout.most_written
         responses = find_responses(sample.tensor("prompt_mask"), sample.cu_seqlens("prompt_mask"))
-        answered = set(responses.answered.tolist())
-        dropped = {}
+        lengths = responses.cu_seqlens.diff()
+        finished = sample.tensor("finished").bool()
+        scores = shape_scores(sample.tensor("rewards"), finished, lengths, settings, limit)
+        rows = list(zip(scores.tolist(), finished.tolist(), lengths.tolist(), strict=True))
         cuts = accumulate(sample.sequence_counts("rewards"), initial=0)
+        dropped = {}
         for name, (start, stop) in zip(sample.ids, pairwise(cuts), strict=True):
-            trained = [place for place in range(start, stop) if place in answered]
-            why = reason(
-                [rewards[place] for place in trained],
-                [finished[place] for place in trained],
-                settings,
-            )
-            if why is not None:
+            ended = [(score, end) for score, end, length in rows[start:stop] if length]
+            if why := reason([score for score, _ in ended], [end for _, end in ended], settings):
                 dropped[name] = why
         reasons = list(dropped.values())
         return CallResult(
@@ -47,13 +47,15 @@ class FilterInterface(Interface):
         )
 
 
-def reason(rewards: Sequence[float], finished: Sequence[bool], settings: Filters) -> str | None:
-    """Why a prompt is dropped, given the rewards of the completions to train on and whether each
+def reason(scores: Sequence[float], finished: Sequence[bool], settings: Filters) -> str | None:
+    """Why a prompt is dropped, given the scores of the completions to compare and whether each
     ended with a stop token; None if it is not. Without completions the prompt has no variance."""
-    if settings.max_truncated is not None:
-        truncated = len(finished) - sum(map(bool, finished))
-        if truncated > settings.max_truncated * len(finished):
+    truncated = len(finished) - sum(finished)
+    if settings.max_truncated is not None and truncated > settings.max_truncated * len(finished):
+        return TRUNCATED
+    if settings.zero_variance == "drop":
+        if settings.mask_truncated and truncated == len(finished) > 0:
             return TRUNCATED
-    if settings.zero_variance == "drop" and len(set(rewards)) < 2:
-        return ZERO_VARIANCE
+        if len(set(scores)) < 2:
+            return ZERO_VARIANCE
     return None

@@ -30,9 +30,13 @@ class Sequences:
         """[S]: the sum of x [T] over each sequence."""
         return x.new_zeros(self.count).index_add(0, self.index, x)
 
+    def spread(self, x: Tensor) -> Tensor:
+        """[T]: at each token, the entry of x [S] of its sequence."""
+        return x[self.index]
+
     def totals(self, x: Tensor) -> Tensor:
         """[T]: at each token, the sum of x [T] over its sequence."""
-        return self.sums(x)[self.index]
+        return self.spread(self.sums(x))
 
     def means(self, x: Tensor, mask: Tensor) -> Tensor:
         """[T]: at each token, the mean of x [T] over the tokens of its sequence that ``mask``

@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from slurmrl import log
 from slurmrl.algorithms.base import CallContext, CallResult
 from slurmrl.algorithms.policy.aggregation import item_shares
 from slurmrl.algorithms.policy.correction import mismatch_metrics
 from slurmrl.algorithms.policy.schema import Updates
 from slurmrl.data.packing import even_sizes
 from slurmrl.data.sample import SequenceSample
-from slurmrl.errors import UsageError
 from slurmrl.ops.upload import upload
 
 if TYPE_CHECKING:
     from slurmrl.engines.base import LossFn, TrainEngine
+
+logger = log.get(__name__)
 
 MeanStats = dict[str, float]
 ENGINE_STATS = ("loss", "grad_norm", "lr", "tokens", "denominator", "skipped", "vetoed")
@@ -66,7 +68,8 @@ def run_updates(
     :return: global means over the tokens of all processed minibatches; the mean ``grad_norm`` of
         the updates; the last ``lr``; the number of ``updates``, and of those that the engine
         ``skipped``; with ``stop``, ``early_stop`` = 1 if it stopped; the metrics of the first
-        minibatch's mismatch, if the loss function gives their sums.
+        minibatch's mismatch, if the loss function gives their sums. Of these, only the numbers
+        if no token of the batch counts.
     """
     results: list[dict[str, float]] = []
     sizes: list[float] = []
@@ -84,6 +87,12 @@ def run_updates(
         sizes.append(size)
         if result["vetoed"]:
             break
+    if not results and engine.context.rank == 0:
+        logger.warning(
+            "step %d makes no update of the %s: no token of its batch is in the loss (with "
+            "algorithm.mask_truncated, completions without a stop token are not)",
+            *(context.step, engine.role),
+        )
     means = _summary(results, sizes)
     if stop is not None:
         means["early_stop"] = sum(result["vetoed"] for result in results)
@@ -116,14 +125,11 @@ def _minibatches(
     own = values.new_zeros(len(parts), 2).index_add(0, owner, values[item])
     total = engine.all_reduce_sum(own.clone())
     shares, totals = torch.stack([own, total]).tolist()
-    chosen = [
+    return [
         Minibatch(tuple(part), share, size)
         for part, (share, _), (_, size) in zip(parts, shares, totals, strict=True)
         if size > 0
     ]
-    if not chosen:
-        raise UsageError("no token of this batch counts for the loss: there is nothing to train on")
-    return chosen
 
 
 def _order(context: CallContext, settings: Updates, epoch: int) -> list[str]:
@@ -160,6 +166,8 @@ def global_result(means: MeanStats, role: str) -> CallResult:
 
 
 def _summary(results: list[dict[str, float]], sizes: list[float]) -> MeanStats:
+    if not results:
+        return {"updates": 0.0, "skipped": 0.0}
     made = [result for result in results if not result["vetoed"]]
     norms = [result["grad_norm"] for result in made if isfinite(result["grad_norm"])]
     means = {

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import statistics
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from math import exp
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.policy.shaping import overlong_penalty
 from slurmrl.config.schema import Rollout
 from slurmrl.data.sample import SequenceSample
+from tests.support.tabular_engine import RankThreads
 
 KL_COEF, LIMIT = 0.3, 8
 SHAPES = [[(2, 3), (2, 1), (2, 5)], [(1, 8), (1, 2), (1, 4)], [(3, 1), (3, 1), (3, 2)]]
@@ -232,28 +232,6 @@ def test_equal_rewards_give_no_advantage(advantage: str, std: str, reward: float
     assert float(estimates(sample, settings).advantages.abs().max()) < 1e-3
 
 
-class Ranks:
-    """Data-parallel ranks as threads that add tensors up."""
-
-    def __init__(self, count: int) -> None:
-        self._barrier = threading.Barrier(count, timeout=30)
-        self._shared: dict[int, Tensor] = {}
-
-    def run(self, work: Callable[[int, Callable[[Tensor], Tensor]], Any]) -> list[Any]:
-        def rank(number: int) -> Any:
-            def all_reduce_sum(own: Tensor) -> Tensor:
-                self._shared[number] = own
-                self._barrier.wait()
-                total = torch.stack([self._shared[key] for key in sorted(self._shared)]).sum(0)
-                self._barrier.wait()
-                return total
-
-            return work(number, all_reduce_sum)
-
-        with ThreadPoolExecutor(self._barrier.parties) as pool:
-            return list(pool.map(rank, range(self._barrier.parties)))
-
-
 @pytest.mark.parametrize(
     ("advantage", "std"), [("group", "group"), ("group", "batch"), ("batch", "batch")]
 )
@@ -267,10 +245,12 @@ def test_advantages_do_not_depend_on_ranks_or_order(advantage: str, std: str) ->
     rows = dict(enumerate(whole.split(sizes)))
     shares = [[2, 0], [], [1]]
 
-    def work(rank: int, all_reduce_sum: Callable[[Tensor], Tensor]) -> Tensor:
-        return estimates(sample.take(shares[rank]), settings, all_reduce_sum).advantages
+    ranks = RankThreads(3)
 
-    for share, own in zip(shares, Ranks(3).run(work), strict=True):
+    def work(rank: int) -> Tensor:
+        return estimates(sample.take(shares[rank]), settings, partial(ranks.sum, rank)).advantages
+
+    for share, own in zip(shares, ranks.run(work), strict=True):
         wanted = torch.cat([rows[item] for item in share]) if share else whole[:0]
         torch.testing.assert_close(own, wanted)
 
@@ -309,3 +289,12 @@ def test_the_overlong_penalty_lowers_the_score() -> None:
         advantage="none", overlong_buffer=4, overlong_penalty=0.5, kl={"coef": 0.0}
     )
     assert estimates(sample, settings).returns.tolist() == [0.5] * 8 + [1.0] * 2
+
+
+@pytest.mark.parametrize("std", ["group", "batch"])
+def test_equal_rewards_give_no_advantage_without_an_epsilon(std: str) -> None:
+    """0 divided by a standard deviation of 0 would be no number, and no update would be made."""
+    sample = rollout()
+    sample.data["rewards"] = torch.ones_like(sample.tensor("rewards"))
+    settings = algorithm(advantage="group", advantage_std=std, std_epsilon=0.0, kl={"coef": 0.0})
+    assert not estimates(sample, settings).advantages.any()

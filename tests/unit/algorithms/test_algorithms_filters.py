@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+from random import Random
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
-from slurmrl.algorithms.base import CallContext
+from slurmrl.algorithms.base import CallContext, CallResult
 from slurmrl.algorithms.policy.filters import FilterInterface, reason
+from slurmrl.algorithms.policy.schema import PolicyGradient
 from slurmrl.algorithms.policy.schema.filters import Filters
+from slurmrl.config.schema import Rollout
 from slurmrl.data.sample import SequenceSample
+from tests.support.policy_batches import VOCABULARY, Batch
+from tests.support.policy_reference import Reference
 
+LIMIT = 6
 DROP = Filters(zero_variance="drop")
+MASK = Filters(zero_variance="drop", mask_truncated=True)
 
 
 @pytest.mark.parametrize(
-    ("settings", "rewards", "finished", "expected"),
+    ("settings", "scores", "finished", "expected"),
     [
         (Filters(), [1.0, 1.0], [False, False], None),
+        (Filters(), [], [], None),
         (DROP, [1.0, 1.0], [True, False], "zero_variance"),
         (DROP, [0.25, 0.5], [False, False], None),
         (DROP, [0.0, 0.0, 0.0, 1e-3], [True] * 4, None),
+        (DROP, [0.0, -0.0], [True] * 2, "zero_variance"),
+        (DROP, [1.0], [True], "zero_variance"),
+        (DROP, [], [], "zero_variance"),
+        (MASK, [0.25, 0.5], [False, False], "truncated"),
+        (MASK, [0.25, 0.5], [True, False], None),
+        (MASK, [], [], "zero_variance"),
         (Filters(max_truncated=0.5), [1.0, 0.0], [True, False], None),
         (Filters(max_truncated=0.5), [1.0, 0.0, 0.5], [True, False, False], "truncated"),
+        (Filters(max_truncated=0.5), [], [], None),
         (Filters(max_truncated=0.0), [1.0, 0.0], [True, False], "truncated"),
         (Filters(max_truncated=0.0), [1.0, 1.0], [True, True], None),
         (
@@ -37,15 +52,21 @@ DROP = Filters(zero_variance="drop")
     ],
 )
 def test_a_prompt_is_dropped_for_a_reason(
-    settings: Filters, rewards: list[float], finished: list[bool], expected: str | None
+    settings: Filters, scores: list[float], finished: list[bool], expected: str | None
 ) -> None:
-    assert reason(rewards, finished, settings) == expected
+    assert reason(scores, finished, settings) == expected
+
+
+def filtered(sample: SequenceSample, **options: Any) -> CallResult:
+    algorithm = PolicyGradient(batch_size=8, name="grpo", **options)
+    config = SimpleNamespace(rollout=Rollout(n=2, max_new_tokens=LIMIT))
+    settings: Any = SimpleNamespace(algorithm=algorithm, config=config)
+    context = CallContext(1, 1, {}, settings, settings, (), sample.ids)
+    return FilterInterface().filter(None, sample, context)
 
 
 def test_each_prompt_is_judged_by_its_own_completions() -> None:
     """Groups of different sizes; the metrics are shares of prompts. A rank may have none."""
-    settings: Any = SimpleNamespace(algorithm=Filters(zero_variance="drop", max_truncated=0.5))
-    context = cast(CallContext, SimpleNamespace(settings=settings))
     sample = SequenceSample(
         ("a@0", "b@0", "c@0", "d@0"),
         _lengths([2, 3, 2, 1]),
@@ -55,10 +76,10 @@ def test_each_prompt_is_judged_by_its_own_completions() -> None:
             "finished": torch.tensor([True, True, True, True, True, False, False, True]),
         },
     )
-    result = FilterInterface().filter(None, sample, context)
+    result = filtered(sample, zero_variance="drop", max_truncated=0.5)
     assert result.dropped == {"b@0": "zero_variance", "c@0": "truncated", "d@0": "zero_variance"}
     assert result.stats == {"filter/zero_variance": (2.0, 4.0), "filter/truncated": (1.0, 4.0)}
-    nothing = FilterInterface().filter(None, sample.take([]), context)
+    nothing = filtered(sample.take([]), zero_variance="drop")
     assert nothing.dropped == {}
     assert nothing.stats == {"filter/zero_variance": (0.0, 0.0), "filter/truncated": (0.0, 0.0)}
 
@@ -66,8 +87,6 @@ def test_each_prompt_is_judged_by_its_own_completions() -> None:
 def test_failed_episodes_are_left_out_of_the_comparison() -> None:
     """Their reward of 0 is no judgement: where the other completions got equal rewards, or there is
     no other, the prompt is dropped. A failed episode is not a truncated one either."""
-    settings: Any = SimpleNamespace(algorithm=Filters(zero_variance="drop", max_truncated=0.5))
-    context = cast(CallContext, SimpleNamespace(settings=settings))
     wrote = [[True, True, False], [True, False], [False, False], [True, True, False, False]]
     sample = SequenceSample(
         ("equal@0", "alone@0", "none@0", "differ@0"),
@@ -80,7 +99,7 @@ def test_failed_episodes_are_left_out_of_the_comparison() -> None:
             "finished": torch.tensor([each for group in wrote for each in group]),
         },
     )
-    result = FilterInterface().filter(None, sample, context)
+    result = filtered(sample, zero_variance="drop", max_truncated=0.5)
     assert result.dropped == dict.fromkeys(["equal@0", "alone@0", "none@0"], "zero_variance")
 
 
@@ -88,3 +107,39 @@ def _lengths(counts: list[int]) -> dict[str, list[list[int]]]:
     """Sequences of two tokens, a prompt's and a response's."""
     each = {key: [[1] * count for count in counts] for key in ("rewards", "finished")}
     return each | {"prompt_mask": [[2] * count for count in counts]}
+
+
+SHAPING: tuple[dict[str, Any], ...] = (
+    {},
+    {"reward_clip": 0.25},  # makes different rewards equal
+    {"mask_no_eos_with_zero": True},
+    {"overlong_buffer": 4},  # makes equal rewards different
+    {"overlong_buffer": 2, "reward_clip": 0.5, "reward_bias": 0.25},
+)
+
+
+@pytest.mark.parametrize("mask", [False, True])
+@pytest.mark.parametrize("shaping", SHAPING, ids=str)
+def test_dropped_are_the_prompts_that_say_nothing(shaping: dict[str, Any], mask: bool) -> None:
+    """They are those of whose tokens in the losses all have an advantage of 0."""
+    algorithm = PolicyGradient(
+        batch_size=8, name="grpo", kl={"coef": 0.0}, mask_truncated=mask, **shaping
+    )
+    table = torch.zeros(VOCABULARY, VOCABULARY)
+    dropped, kept = set(), set()
+    for seed in range(20):
+        batch = Batch.draw(algorithm, Random(seed), table, 1.0, LIMIT)
+        reference = Reference(algorithm, batch.prompts, LIMIT, 1.0, 0.0, recomputes=False)
+        advantages = reference.estimates().advantages
+        silent = {
+            prompt.name
+            for prompt in batch.prompts
+            if not any(
+                any(advantages[id(each)]) for each in prompt.completions if reference.trained(each)
+            )
+        }
+        found = filtered(batch.sample, zero_variance="drop", mask_truncated=mask, **shaping).dropped
+        assert set(found) == silent, seed
+        dropped |= {(seed, name) for name in silent}
+        kept |= {(seed, prompt.name) for prompt in batch.prompts if prompt.name not in silent}
+    assert len(dropped) > 10 < len(kept)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from slurmrl.algorithms.policy.aggregation import item_shares, token_weights
+from slurmrl.algorithms.policy.aggregation import LOSS_WEIGHTS, item_shares, token_weights
 from slurmrl.algorithms.policy.loss import PolicyTargets, policy_loss
 from slurmrl.algorithms.policy.objective import kl_estimate
 from slurmrl.algorithms.policy.schema import Objective
@@ -281,6 +281,7 @@ def test_an_aggregation_does_not_depend_on_how_a_batch_is_cut(
         weights = token_weights(mask, cut, aggregation, 10)
         losses = torch.where(mask, logp, 0.0)
         loss = losses.sum() if weights is None else (losses * weights.double()).sum()
+        part.lengths[LOSS_WEIGHTS], part.data[LOSS_WEIGHTS] = part.lengths["mask"], weights
         shares = item_shares(part, "mask", aggregation)
         total += torch.stack([loss, *shares.sum(0)])
     assert float(total[0] / total[1]) == pytest.approx(AGGREGATED[aggregation], rel=1e-6)

@@ -141,6 +141,7 @@ def test_a_greedy_baseline_generates_twice() -> None:
         ({"kl": {"where": "loss"}}, "allowed: k2, k3"),
         ({"overlong_buffer": 4, "mask_no_eos_with_zero": True}, "replaced by 0"),
         ({"overlong_penalty": 0.5}, "without overlong_buffer"),
+        ({"mask_truncated": True, "max_truncated": 0.0}, "which drops every prompt"),
     ],
 )
 def test_settings_that_exclude_each_other_are_refused_with_the_reason(

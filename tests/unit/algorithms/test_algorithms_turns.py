@@ -154,6 +154,14 @@ def test_failed_episodes_are_compared_with_none(advantage: str) -> None:
     assert found.tolist() == pytest.approx(wanted)
 
 
+@pytest.mark.parametrize("advantage", ["group", "leave_one_out", "batch"])
+def test_more_groups_than_completions_that_did_not_fail(advantage: str) -> None:
+    """The only completion of the last prompt is compared with itself alone."""
+    ppo = PolicyGradient(batch_size=3, advantage=advantage, kl={"coef": 0.0})  # type: ignore[arg-type]
+    sample = batch([[[(2, 1)]] * 2] * 3, 1, failed=[0, 1, 2, 3, 5])
+    assert estimates_of(sample, ppo).advantages.tolist() == [0.0]
+
+
 def poisoned(sample: SequenceSample) -> SequenceSample:
     """Other numbers on every token that the policy has read; values only where no state that
     counts is."""

@@ -4,6 +4,7 @@ them early."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -11,11 +12,11 @@ import torch
 
 from slurmrl.algorithms.base import CallContext
 from slurmrl.algorithms.policy.actor import RecomputeInterface
+from slurmrl.algorithms.policy.aggregation import LOSS_WEIGHTS
 from slurmrl.algorithms.policy.correction import mismatch_metrics, mismatch_sums
 from slurmrl.algorithms.policy.schema import Updates
 from slurmrl.algorithms.policy.updates import run_updates
 from slurmrl.data.sample import SequenceSample
-from slurmrl.errors import UsageError
 from tests.support.host_waits import host_waits
 
 MakeWorld = Callable[..., Any]
@@ -25,7 +26,10 @@ IDS = tuple(f"item{number}" for number in range(8))
 class Recorder:
     """An engine that records what it is given."""
 
+    role = "actor"
+
     def __init__(self) -> None:
+        self.context = SimpleNamespace(rank=0)
         self.seen: list[tuple[tuple[str, ...], float]] = []
 
     def all_reduce_sum(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -49,11 +53,15 @@ class Recorder:
 
 
 def groups(items: list[int]) -> SequenceSample:
-    """Groups of two sequences: of 2 and of 3 tokens, of which the first does not count; the second
-    sequence of item 0 has none that counts."""
+    """Groups of two sequences: of 2 and of 3 tokens, of which the first is a prompt. The second
+    sequence of item 0 has no response, the one of item 1 has one that does not count."""
     rows = [[2, 3]] * len(items)
-    mask = torch.tensor([[0, 1, 0, item > 0, item > 0] for item in items]).bool().flatten()
-    return SequenceSample(tuple(IDS[item] for item in items), {"mask": rows}, data={"mask": mask})
+    written = torch.tensor([[0, 1, 0, item > 0, item > 0] for item in items]).bool().flatten()
+    mask = torch.tensor([[0, 1, 0, item > 1, item > 1] for item in items]).bool().flatten()
+    data = {"mask": mask, LOSS_WEIGHTS: written.float()}
+    return SequenceSample(
+        tuple(IDS[item] for item in items), dict.fromkeys(data, rows), data=dict(data)
+    )
 
 
 def updates(items: list[int], *, step: int = 1, seed: int = 1, **settings: Any) -> Any:
@@ -117,21 +125,27 @@ def test_contiguous_minibatches_are_the_same_in_each_epoch() -> None:
 
 
 @pytest.mark.parametrize(
-    ("aggregation", "denominators"), [("tokens", [4.0, 6.0]), ("sequences", [3.0, 4.0])]
+    ("aggregation", "denominators"), [("tokens", [2.0, 6.0]), ("sequences", [3.0, 4.0])]
 )
-def test_denominators_count_tokens_or_sequences_that_have_some(
+def test_denominators_are_tokens_that_count_or_sequences_with_responses(
     aggregation: str, denominators: list[float]
 ) -> None:
-    """Losses are divided by the denominators, other statistics by the numbers of tokens."""
+    """Losses are divided by the denominators, other statistics by the numbers of tokens that
+    count."""
     seen, means = updates([0, 1, 2, 3], n_minibatches=4, aggregation=aggregation)
     assert [denominator for _, denominator in seen] == denominators
     assert means["actor/loss"] == means["actor_loss"] == 12.0 / sum(denominators)
     assert means["entropy"] == 2.0
 
 
-def test_a_batch_without_a_token_that_counts_is_an_error() -> None:
-    with pytest.raises(UsageError, match="nothing to train on"):
-        updates([])
+def test_a_batch_without_a_token_that_counts_makes_no_update(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The log says why; the next step goes on."""
+    seen, means = updates([])
+    assert (seen, means) == ([], {"updates": 0.0, "skipped": 0.0})
+    assert "step 1 makes no update of the actor" in caplog.text
+    assert "mask_truncated" in caplog.text
 
 
 def stopping(world: Any) -> dict[str, float]:

@@ -1,8 +1,11 @@
-"""Settings of filters: which prompts a step trains on, and how it replaces the others."""
+"""Settings of filters: which prompts and completions a step trains on, and how it replaces
+prompts."""
 
 from __future__ import annotations
 
 from typing import Literal
+
+from pydantic import model_validator
 
 from slurmrl.config.schema.base import Fraction, PositiveInt, Section
 from slurmrl.graph.call import Call, Method, Refill
@@ -12,14 +15,20 @@ TRUNCATED = "truncated"
 
 
 class Filters(Section):
-    """Prompts that are dropped after their completions were judged, and what replaces them."""
+    """Prompts that are dropped after their completions were judged, and what replaces them.
+    Completions that leave the losses."""
 
     zero_variance: Literal["keep", "drop"] = "keep"
-    """`drop`: do not train on prompts whose completions all got the same reward, which say nothing
-    about what is better. Failed episodes do not count. Requires `rollout.n` of at least 2."""
+    """`drop`: do not train on prompts whose completions all have the same score (the reward after
+    shaping), so that none has an advantage over another; with `mask_truncated`, nor on those whose
+    completions are all truncated. Failed episodes do not count. Requires `rollout.n` of at least
+    2."""
     max_truncated: Fraction | None = None
     """Do not train on prompts of which more than this share of completions has no stop token; null
     keeps them. Failed episodes do not count."""
+    mask_truncated: bool = False
+    """Leave the tokens of completions without a stop token out of the losses. Their rewards still
+    count in the baselines and deviations of the others."""
     filter_rounds: PositiveInt = 10
     """Rounds of generation in a step until enough prompts for a batch are left. 1 replaces no
     prompt."""
@@ -29,6 +38,15 @@ class Filters(Section):
     short_batch: Literal["train", "error"] = "train"
     """When prompts are missing after the last round: train on those that there are (on nothing, if
     there are none), or end the trial with an error."""
+
+    @model_validator(mode="after")
+    def _some_truncated_completion_is_left(self) -> Filters:
+        if self.mask_truncated and self.max_truncated == 0.0:
+            raise ValueError(
+                "mask_truncated: true is not allowed with max_truncated 0.0, which drops every "
+                "prompt that has a truncated completion; remove one"
+            )
+        return self
 
     @property
     def filters(self) -> bool:

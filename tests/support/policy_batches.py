@@ -1,0 +1,122 @@
+"""Random batches of policy gradients: for loops over single tokens, and as ranks hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+
+import torch
+
+from slurmrl.algorithms.policy.schema import PolicyGradient
+from slurmrl.data.sample import SequenceSample
+from tests.support.policy_reference import Completion, Prompt
+
+VOCABULARY = 7
+
+
+@dataclass
+class Batch:
+    prompts: list[Prompt]
+    sample: SequenceSample
+
+    @staticmethod
+    def draw(
+        algorithm: PolicyGradient,
+        random: Random,
+        actor: torch.Tensor,
+        temperature: float,
+        limit: int,
+    ) -> Batch:
+        """Groups of different sizes, with failed episodes and in some batches with several turns.
+        One completion at least is finished. ``actor`` [V, V] are the logits by the token before;
+        completions have up to ``limit`` tokens."""
+        turns = random.random() < 0.3
+        table = (actor / temperature).log_softmax(-1).tolist()
+
+        def draw() -> Completion:
+            return completion(random, table, limit, turns=turns)
+
+        prompts = [
+            Prompt(
+                f"item{item}",
+                [draw() for _ in range(random.choice((1, 2, 3, 4)))],
+                draw() if algorithm.advantage == "greedy" else None,
+            )
+            for item in range(random.randint(3, 7))
+        ]
+        prompts[0].completions[0] = first = completion(random, table, limit, turns=turns, fails=0.0)
+        first.finished = True
+        return Batch(prompts, sample_of(prompts, algorithm))
+
+
+def completion(
+    random: Random, table: Sequence[Sequence[float]], limit: int, *, turns: bool, fails: float = 0.1
+) -> Completion:
+    """With ``turns``, several with tokens between them. A failed episode has a prompt alone."""
+    read = [True] * random.randint(1, 3)
+    if random.random() >= fails:
+        read += [turns and random.random() < 0.3 for _ in range(random.randint(0, limit - 1))]
+        read.append(False)
+    ids = [random.randrange(VOCABULARY) for _ in read]
+    own = [0.0, *(table[before][after] for before, after in pairwise(ids))]
+
+    def noisy(scale: float) -> list[float]:
+        return [0.0, *(value + random.gauss(0.0, scale) for value in own[1:])]
+
+    return Completion(
+        ids,
+        read,
+        behaviour=noisy(0.3),
+        recomputed=own,
+        reference=noisy(0.5),
+        values=[random.gauss(0.0, 1.0) for _ in ids],
+        turns=[random.choice((0.0, 0.5)) * (not mine) for mine in read] if turns else None,
+        reward=random.choice((0.0, 0.0, 1.0, 0.25)),
+        finished=random.random() < 0.7,
+    )
+
+
+def sample_of(prompts: Sequence[Prompt], algorithm: PolicyGradient) -> SequenceSample:
+    """The keys that training reads."""
+    completions = [each for prompt in prompts for each in prompt.completions]
+    names = {
+        "input_ids": "ids",
+        "prompt_mask": "read",
+        "logprobs": "behaviour",
+        **({"ref_logprobs": "reference"} if algorithm.uses_reference else {}),
+        **({"values": "values"} if algorithm.uses_critic else {}),
+    }
+    if completions[0].turns is not None and algorithm.advantage in ("gae", "greedy", "none"):
+        names["turn_rewards"] = "turns"
+    data = {
+        key: torch.tensor([x for each in completions for x in getattr(each, name)])
+        for key, name in names.items()
+    }
+    sample = SequenceSample.grouped(
+        [[len(each.ids) for each in prompt.completions] for prompt in prompts],
+        [prompt.name for prompt in prompts],
+        {key: x.double() if x.is_floating_point() else x for key, x in data.items()},
+        per_sequence=_judged(completions),
+    )
+    greedy = [prompt.greedy for prompt in prompts if prompt.greedy is not None]
+    if greedy:
+        read = torch.tensor([x for each in greedy for x in each.read])
+        judged = _judged(greedy)
+        sample.update_(
+            SequenceSample.from_default(
+                [len(each.read) for each in greedy],
+                sample.ids,
+                {"greedy_prompt_mask": read},
+                per_sequence={f"greedy_{name}": value for name, value in judged.items()},
+            )
+        )
+    return sample
+
+
+def _judged(completions: Sequence[Completion]) -> dict[str, torch.Tensor]:
+    return {
+        "rewards": torch.tensor([each.reward for each in completions]).double(),
+        "finished": torch.tensor([each.finished for each in completions]),
+    }

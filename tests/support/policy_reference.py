@@ -1,0 +1,232 @@
+"""A step of policy gradients by loops over single tokens in float64, from the papers' formulas
+(docs/algorithms.md). Models are tables: logits by the token before, values by the token itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import exp, sqrt
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Stats = dict[str, float]
+
+
+@dataclass
+class Completion:
+    """A sequence; lists have an entry for each of its tokens."""
+
+    ids: list[int]
+    read: list[bool]
+    """Whether the policy has read a token instead of writing it."""
+    behaviour: list[float]
+    """Log-probabilities of generation."""
+    recomputed: list[float]
+    reference: list[float]
+    values: list[float]
+    turns: list[float] | None
+    reward: float
+    finished: bool
+
+    @property
+    def written(self) -> list[int]:
+        return [place for place, read in enumerate(self.read) if not read]
+
+
+@dataclass
+class Prompt:
+    name: str
+    completions: list[Completion]
+    greedy: Completion | None = None
+
+
+@dataclass
+class Estimates:
+    """Of the written tokens of each completion, by its ``id``."""
+
+    advantages: dict[int, list[float]]
+    returns: dict[int, list[float]]
+    old_values: dict[int, list[float]]
+
+
+@dataclass
+class Reference:
+    settings: Any
+    prompts: list[Prompt]
+    limit: int
+    """Most tokens that the policy may write."""
+    temperature: float
+    kl_coef: float
+    recomputes: bool
+
+    def old(self, completion: Completion) -> list[float]:
+        return completion.recomputed if self.recomputes else completion.behaviour
+
+    def trained(self, completion: Completion) -> bool:
+        """Whether its tokens are in the losses."""
+        counts = completion.finished or not self.settings.mask_truncated
+        return bool(completion.written) and counts
+
+    def completions(self) -> Iterator[Completion]:
+        """Those that have a token."""
+        for prompt in self.prompts:
+            yield from (each for each in prompt.completions if each.written)
+
+    def estimates(self) -> Estimates:
+        if self.settings.advantage in ("group", "leave_one_out", "batch"):
+            return self._of_completions()
+        found = Estimates({}, {}, {})
+        for prompt in self.prompts:
+            base = 0.0 if prompt.greedy is None else self.score(prompt.greedy)
+            for each in (c for c in prompt.completions if c.written):
+                if self.settings.advantage == "gae":
+                    advantages, returns = self._generalized(each)
+                    found.old_values[id(each)] = [each.values[t - 1] for t in each.written]
+                else:
+                    returns = self._discounted(self._token_rewards(each))
+                    advantages = [value - base for value in returns]
+                found.advantages[id(each)], found.returns[id(each)] = advantages, returns
+        return found
+
+    def score(self, completion: Completion) -> float:
+        s, made = self.settings, completion.reward
+        if s.overlong_buffer is not None:
+            beyond = len(completion.written) - (self.limit - s.overlong_buffer)
+            made -= s.overlong_penalty * min(max(beyond / s.overlong_buffer, 0.0), 1.0)
+        made = (made - s.reward_bias) * s.reward_scaling
+        if s.reward_clip is not None:
+            made = min(max(made, -s.reward_clip), s.reward_clip)
+        return made if completion.finished or not s.mask_no_eos_with_zero else 0.0
+
+    def _token_rewards(self, completion: Completion) -> list[float]:
+        s = self.settings
+        old, places = self.old(completion), completion.written
+        rewards = [0.0] * len(places)
+        if s.kl.coef > 0 and s.kl.where == "reward":
+            for number, t in enumerate(places):
+                x = old[t] - completion.reference[t]
+                rewards[number] -= self.kl_coef * kl_estimate(x, s.kl.estimator)
+        rest = self.score(completion)
+        if completion.turns is not None and (completion.finished or not s.mask_no_eos_with_zero):
+            for number, t in enumerate(places):
+                part = completion.turns[t] * s.reward_scaling
+                rewards[number] += part
+                rest -= part
+        rewards[-1] += rest
+        return rewards
+
+    def _discounted(self, rewards: Sequence[float]) -> list[float]:
+        returns: list[float] = []
+        for reward in reversed(rewards):
+            returns.insert(0, reward + self.settings.discount * (returns[0] if returns else 0.0))
+        return returns
+
+    def _generalized(self, completion: Completion) -> tuple[list[float], list[float]]:
+        """Schulman et al. 2016: advantages, and those plus the values."""
+        s, places = self.settings, completion.written
+        rewards = self._token_rewards(completion)
+        before = [completion.values[t - 1] for t in places]
+        after = [*before[1:], 0.0 if completion.finished else completion.values[-1]]
+        carry, advantages = 0.0, [0.0] * len(places)
+        for number in reversed(range(len(places))):
+            delta = rewards[number] + s.discount * after[number] - before[number]
+            carry = delta + s.discount * s.gae_lambda * carry
+            advantages[number] = carry
+        return advantages, [a + v for a, v in zip(advantages, before, strict=True)]
+
+    def _of_completions(self) -> Estimates:
+        s, found = self.settings, Estimates({}, {}, {})
+        totals = {id(each): sum(self._token_rewards(each)) for each in self.completions()}
+        batch = list(totals.values())
+        for prompt in self.prompts:
+            group = [each for each in prompt.completions if each.written]
+            own = [totals[id(each)] for each in group]
+            for number, each in enumerate(group):
+                others = own[:number] + own[number + 1 :]
+                baseline = {
+                    "group": fmean(own),
+                    "leave_one_out": fmean(others or own),
+                    "batch": fmean(batch),
+                }[s.advantage]
+                advantage = own[number] - baseline
+                if s.advantage_std != "none":
+                    among = own if s.advantage_std == "group" else batch
+                    unit = deviation(among, unbiased=s.std_unbiased) + s.std_epsilon
+                    advantage = advantage / unit if unit else 0.0
+                found.advantages[id(each)] = [advantage] * len(each.written)
+                found.returns[id(each)] = [own[number]] * len(each.written)
+        return found
+
+
+def kl_estimate(x: float, estimator: str) -> float:
+    return {"k1": x, "k2": x * x / 2.0, "k3": exp(-x) - 1.0 + x}[estimator]
+
+
+def deviation(values: Sequence[float], *, unbiased: bool = False) -> float:
+    if not values:
+        return 0.0
+    mean = fmean(values)
+    degrees = max(len(values) - 1, 1) if unbiased else len(values)
+    return sqrt(sum((value - mean) ** 2 for value in values) / degrees)
+
+
+def whitened(estimates: Estimates) -> dict[int, list[float]]:
+    flat = [value for row in estimates.advantages.values() for value in row]
+    mean, unit = fmean(flat), sqrt(deviation(flat) ** 2 + 1e-8)
+    return {
+        key: [(value - mean) / unit for value in row] for key, row in estimates.advantages.items()
+    }
+
+
+def corrections(settings: Any, completion: Completion) -> list[float]:
+    """The importance weight of each written token."""
+    logs = [completion.recomputed[t] - completion.behaviour[t] for t in completion.written]
+    if settings.correction_level == "sequence":
+        logs = [sum(logs)] * len(logs)
+    elif settings.correction_level == "geometric":
+        logs = [fmean(logs)] * len(logs)
+    weights = [exp(x) for x in logs]
+    low, high = settings.correction_lower, settings.correction_upper
+    if settings.correction == "truncate":
+        return [min(max(weight, low), high) for weight in weights]
+    if settings.correction == "mask":
+        return [weight if low <= weight <= high else 0.0 for weight in weights]
+    return weights
+
+
+def mismatch(training: Sequence[float], generation: Sequence[float]) -> Stats:
+    ratios = [exp(p - q) for p, q in zip(training, generation, strict=True)]
+    k1 = fmean(q - p for p, q in zip(training, generation, strict=True))
+    return {
+        "mismatch/kl": fmean(ratios) - 1.0 + k1,
+        "mismatch/kl_k1": k1,
+        "mismatch/ratio_max": max(ratios),
+        "mismatch/effective_sample_size": sum(ratios) ** 2
+        / (len(ratios) * sum(ratio**2 for ratio in ratios)),
+    }
+
+
+def surrogate(s: Any, ratio: Tensor, logp: Tensor, advantage: float) -> tuple[Tensor, bool]:
+    """The loss of a token, and whether a bound acts on it."""
+    high = s.clip_ratio if s.clip_ratio_high is None else s.clip_ratio_high
+    least, most, r = 1.0 - s.clip_ratio, 1.0 + high, ratio.item()
+    if s.objective == "unclipped":
+        return -advantage * ratio, False
+    if s.objective == "sapo":
+        tau = s.sapo_tau_positive if advantage > 0 else s.sapo_tau_negative
+        return -advantage * 4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)), False
+    if s.objective == "cispo":
+        return -advantage * min(max(r, least), most) * logp, not least <= r <= most
+    constant = None  # the ratio where a bound replaces it
+    if advantage > 0 and r > most:
+        constant = most
+    elif advantage < 0 and r < least:
+        constant = least
+    elif advantage < 0 and s.dual_clip is not None and r > s.dual_clip:
+        constant = s.dual_clip
+    if constant is None:
+        return -advantage * ratio, False
+    return 0.0 * ratio - advantage * constant, True
