@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,7 +14,8 @@ import slurmrl
 from slurmrl import log
 from slurmrl.errors import EnvironmentFailure, UnreachableHubError, UsageError
 from slurmrl.fsio import atomic
-from slurmrl.hub.reference import CACHE, COMMIT, HubReference
+from slurmrl.hub import contents
+from slurmrl.hub.reference import CACHE, HubReference
 from slurmrl.paths import user_name
 
 logger = log.get(__name__)
@@ -32,22 +33,26 @@ class HubCache:
     def __init__(self, root: Path) -> None:
         self.folder = root / user_name() / CACHE
 
-    def pinned(self, reference: HubReference, before: str | None) -> Path | None:
-        """The folder that a trial used ``before``, if it holds the same revision."""
-        commits = reference.commits(self.folder)
-        folders = [reference.folder(self.folder, commit) for commit in commits]
-        return next((folder for folder in folders if str(folder) == before), None)
+    def pinned(self, reference: HubReference, before: str | None) -> HubReference:
+        """The commit whose folder a trial used ``before``, if the revision has been that commit;
+        else the reference as it is."""
+        for commit in reference.commits(self.folder):
+            if str(reference.folder(self.folder, commit)) == before:
+                return replace(reference, revision=commit)
+        return reference
 
     def newest(self, reference: HubReference) -> Path | None:
-        """The folder of the revision without asking the hub."""
+        """The newest whole folder of the revision, without asking the hub."""
         commits = reference.commits(self.folder)
-        return reference.folder(self.folder, commits[0]) if commits else None
+        folders = (reference.folder(self.folder, commit) for commit in commits)
+        return next((folder for folder in folders if not contents.damage(folder)), None)
 
     def fetch(self, reference: HubReference) -> Path:
-        """The folder of the revision as it is on the hub now. A commit is fetched once. Where the
-        hub cannot be reached, that of the last time is used."""
+        """The folder of the revision as it is on the hub now. A commit is fetched once, and again
+        if its folder has lost files. Where the hub cannot be reached, that of the last time is
+        used."""
         known = self.newest(reference)
-        if known is not None and COMMIT.fullmatch(reference.revision):
+        if known is not None and reference.is_commit:
             return known
         try:
             return self._ask(reference)
@@ -78,9 +83,10 @@ class HubCache:
             message = f"fetching {reference} failed, see above (exit code {done.returncode})"
             raise EnvironmentFailure(message)
         folder = reference.folder(self.folder, reply["commit"])
-        mark = reference.mark(self.folder, reply["commit"])
-        atomic.make_private_directory(mark.parent)
-        atomic.replace(mark, b"")
+        if not reference.is_commit:
+            mark = reference.mark(self.folder, reply["commit"])
+            atomic.make_private_directory(mark.parent)
+            atomic.replace(mark, b"")
         return folder
 
 

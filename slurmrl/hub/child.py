@@ -2,7 +2,7 @@
 
 ``python -m slurmrl.hub.child`` downloads one commit into ``<home>/fetching``, resuming what an
 interrupted call has left there, makes the folder ``<home>/<commit>.<pid>`` of it, and renames that
-to ``<home>/<commit>``. Progress is shown on stderr.
+to ``<home>/<commit>``, beside which ``<commit>.json`` lists its files. Progress is shown on stderr.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import json
 import os
 import shutil
 import sys
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from slurmrl.errors import EnvironmentFailure, MissingDependencyError, UsageError
 from slurmrl.fsio import atomic
+from slurmrl.hub import contents
 from slurmrl.hub.reference import HubKind, HubReference
 
 TIMEOUT_S: Final = 30.0
@@ -50,7 +51,8 @@ class RepositoryFetcher:
         self._endpoint = constants.ENDPOINT
 
     def fetch(self) -> str:
-        """Make the folder of the revision's newest commit, unless it exists; return the commit."""
+        """Make the folder of the revision's newest commit, unless it is there as a whole; return
+        the commit."""
         from huggingface_hub import HfApi
 
         reference = self._reference
@@ -62,20 +64,31 @@ class RepositoryFetcher:
         )
         commit = str(info.sha)
         target = self._home / commit
-        if target.is_dir():
+        if not contents.damage(target):
             return commit
         made = self._home / f"{commit}.{os.getpid()}"
         try:
             self._make(commit, made)
-            os.rename(made, target)
-        except OSError:
-            if not target.is_dir():  # another process has made it
-                raise
+            self._publish(made, target)
         finally:
             shutil.rmtree(made, ignore_errors=True)
         atomic.sync_directory(self._home)
         shutil.rmtree(self._home / "fetching", ignore_errors=True)
         return commit
+
+    def _publish(self, made: Path, target: Path) -> None:
+        """Give a folder its place, perhaps that of one that has lost files. Runs that read those
+        that it still had keep them open."""
+        contents.record(made, target)
+        old = made.with_name(f"{made.name}.old")
+        with suppress(FileNotFoundError):
+            os.rename(target, old)
+        try:
+            os.rename(made, target)
+        except OSError:
+            if contents.damage(target):  # unless another process has made it
+                raise
+        shutil.rmtree(old, ignore_errors=True)
 
     def _make(self, commit: str, made: Path) -> None:
         from huggingface_hub import snapshot_download

@@ -54,7 +54,7 @@ class HubReference:
         return cache / self.kind / name
 
     def folder(self, cache: Path, commit: str) -> Path:
-        """The folder of a commit. It is there only as a whole."""
+        """The folder of a commit. It is made as a whole (see `contents`)."""
         return self.home(cache) / commit
 
     def mark(self, cache: Path, commit: str) -> Path:
@@ -62,17 +62,32 @@ class HubReference:
         return self.home(cache) / "revisions" / quote(self.revision, safe="") / commit
 
     def commits(self, cache: Path) -> Sequence[str]:
-        """The commits in the cache that the revision has been, the newest first."""
-        if COMMIT.fullmatch(self.revision):
-            known = [self.revision]
-        else:
-            marks = self.mark(cache, "").parent / quote(self.revision, safe="")
-            try:
-                files = sorted(marks.iterdir(), key=lambda path: path.stat().st_mtime_ns)
-            except FileNotFoundError:
-                files = []
-            known = [path.name for path in reversed(files) if COMMIT.fullmatch(path.name)]
-        return [commit for commit in known if self.folder(cache, commit).is_dir()]
+        """The commits that the revision is known to have been, the newest first."""
+        if self.is_commit:
+            return [self.revision]
+        marks = self.mark(cache, "").parent / quote(self.revision, safe="")
+        try:
+            files = sorted(marks.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+        except FileNotFoundError:
+            return []
+        return [path.name for path in reversed(files) if COMMIT.fullmatch(path.name)]
+
+    @property
+    def is_commit(self) -> bool:
+        return COMMIT.fullmatch(self.revision) is not None
+
+
+def of_folder(folder: Path, cache: Path, subset: str | None = None) -> HubReference | None:
+    """The reference by commit whose folder in a cache this is; ``subset`` is that of a dataset.
+    None for any other folder."""
+    parts = folder.relative_to(cache).parts if folder.is_relative_to(cache) else ()
+    if len(parts) != 3 or parts[0] not in [*HubKind] or not COMMIT.fullmatch(parts[2]):
+        return None
+    kind, home, commit = parts
+    name = home.removesuffix(f"--{quote(subset, safe=' ')}") if subset is not None else home
+    reference = HubReference(HubKind(kind), name.replace("--", "/"), commit, subset)
+    named = _REPOSITORY.fullmatch(reference.repository) and reference.home(cache).name == home
+    return reference if named else None
 
 
 def parse(text: str, kind: HubKind, subset: str | None = None) -> HubReference:

@@ -7,13 +7,17 @@ import json
 from pathlib import Path
 from typing import Any, Final
 
+from slurmrl import log
 from slurmrl.config.schema import Config, Dataset, Model, role_key
 from slurmrl.config.source import KeyPath, Source, read
 from slurmrl.errors import EnvironmentFailure, Problem, UsageError
 from slurmrl.fsio import inputs
+from slurmrl.hub import contents
 from slurmrl.hub.cache import HubCache
-from slurmrl.hub.reference import PREFIX, HubKind, HubReference, parse
+from slurmrl.hub.reference import PREFIX, HubKind, HubReference, of_folder, parse
 from slurmrl.paths import RunPaths, user_name
+
+logger = log.get(__name__)
 
 LATER: Final = "is not fetched yet: slurmrl submit does that"
 
@@ -43,6 +47,8 @@ class HubResolver:
         self._fetches_data = data or not planning
         run = RunPaths.of(Path(config.root), user_name(), config.experiment, config.trial)
         self._before = read(run.config).values if run.config.is_file() else {}
+        self._lost: set[str] = set()
+        """Folders of models that are not there as a whole; each is one problem."""
 
     def resolved(self) -> Config:
         """The configuration with folders."""
@@ -77,6 +83,8 @@ class HubResolver:
 
     def _rows(self, section: KeyPath, path: str, subset: str | None) -> str:
         key = (*section, "path")
+        if (fetched := of_folder(Path(path), self._cache.folder, subset)) is not None:
+            return self._restored(key, path, fetched, fetch=self._fetches_data) or path
         if not path.startswith(PREFIX):
             local = path and not Path(path).is_relative_to(self._cache.folder)
             if local and subset is not None:
@@ -86,7 +94,7 @@ class HubResolver:
         return self._folder(key, path, HubKind.DATASET, subset, fetch=self._fetches_data) or path
 
     def _model(self, key: KeyPath, model: Model) -> Model:
-        update: dict[str, Any] = {}
+        update = self._restored_model(key, model)
         if model.tokenizer is not None and model.tokenizer.startswith(PREFIX):
             where = (*key, "tokenizer")
             update["tokenizer"] = self._folder(where, model.tokenizer, HubKind.TOKENIZER)
@@ -97,6 +105,22 @@ class HubResolver:
             if update["path"] is None and self._planning:
                 update |= self._promised(where, model, update)
         return model.model_copy(update=update) if update else model
+
+    def _restored_model(self, key: KeyPath, model: Model) -> dict[str, Any]:
+        """The changes to a section that already names folders of the cache."""
+        update: dict[str, Any] = {}
+        for name in ("path", "tokenizer"):
+            folder = getattr(model, name)
+            fetched = of_folder(Path(folder), self._cache.folder) if folder else None
+            if fetched is None:
+                continue
+            if folder not in self._lost:
+                fetch = not self._planning
+                update[name] = self._restored((*key, name), folder, fetched, fetch=fetch)
+            if update.get(name) is None:
+                update[name] = None
+                self._lost.add(folder)
+        return update
 
     def _promised(self, key: KeyPath, model: Model, update: dict[str, Any]) -> dict[str, Any]:
         """What a plan needs of a model that is not fetched yet."""
@@ -124,9 +148,8 @@ class HubResolver:
         try:
             reference = parse(text, kind, subset)
             before = _value_at(self._before, key)
-            folder = self._cache.pinned(reference, before if isinstance(before, str) else None)
-            if folder is None:
-                folder = self._get(reference, fetch=fetch)
+            pinned = self._cache.pinned(reference, before if isinstance(before, str) else None)
+            folder = self._get(pinned, fetch=fetch)
         except (UsageError, EnvironmentFailure) as error:
             self._report(key, f"{error}{self._no_path(key)}")
             return None
@@ -134,6 +157,24 @@ class HubResolver:
             self._report(key, f"{reference} {LATER}")
             return None
         return str(folder)
+
+    def _restored(
+        self, key: KeyPath, folder: str, reference: HubReference, *, fetch: bool
+    ) -> str | None:
+        """The folder of a commit that a trial has in its configuration, which is fetched again if
+        it has lost files; else None and a problem."""
+        damage = contents.damage(Path(folder))
+        if not damage:
+            return folder
+        problem = f"{folder} {damage}"
+        try:
+            if self._get(reference, fetch=fetch) is not None:
+                logger.warning("%s; fetched again", problem)
+                return folder
+            self._report(key, f"{problem}; slurmrl resume fetches {reference} again")
+        except (UsageError, EnvironmentFailure) as error:
+            self._report(key, f"{problem}, and cannot be fetched again: {error}")
+        return None
 
     def _get(self, reference: HubReference, *, fetch: bool) -> Path | None:
         return self._cache.fetch(reference) if fetch else self._cache.newest(reference)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 from slurmrl.data.records import read_records
 from slurmrl.errors import UnreachableHubError, UsageError
+from slurmrl.hub import contents
 from slurmrl.hub.cache import HubCache
-from slurmrl.hub.reference import HubKind, is_plain, parse
+from slurmrl.hub.reference import HubKind, is_plain, of_folder, parse
 from tests.support.hub import Hub
 
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": "3"}]
@@ -51,7 +54,8 @@ def test_a_commit_is_fetched_once_and_found_without_a_network(
     downloads = len(hub.downloads)
     assert cache.fetch(reference) == folder
     assert len(hub.downloads) == downloads
-    assert sorted(path.name for path in folder.parent.iterdir()) == [first, "revisions"]
+    left = sorted(path.name for path in folder.parent.iterdir())
+    assert left == [first, f"{first}.json", "revisions"]
     second = hub.commit("datasets/org/sums", {"train.jsonl": LINES * 2})
     assert cache.fetch(reference).name == second
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -60,8 +64,10 @@ def test_a_commit_is_fetched_once_and_found_without_a_network(
     asked = len(hub.requests)
     assert cache.fetch(parse(f"hf://org/sums@{first}", HubKind.DATASET)) == folder
     assert len(hub.requests) == asked
-    assert cache.pinned(reference, str(folder)) == folder, "main has been this commit"
-    assert cache.pinned(parse("hf://org/sums@v2", HubKind.DATASET), str(folder)) is None
+    pinned = cache.pinned(reference, str(folder))
+    assert pinned == parse(f"hf://org/sums@{first}", HubKind.DATASET), "main has been this commit"
+    other = parse("hf://org/sums@v2", HubKind.DATASET)
+    assert cache.pinned(other, str(folder)) == other
     with pytest.raises(UnreachableHubError, match=r"org/other cannot be reached from here"):
         cache.fetch(parse("hf://org/other", HubKind.DATASET))
 
@@ -122,6 +128,66 @@ def test_an_interrupted_download_is_no_folder_and_is_resumed(hub: Hub, cache: Hu
         "config.json": "{}",
         **files,
     }
+
+
+@pytest.mark.parametrize("lost", ["a folder", "a file", "the end of a file", "the list"])
+def test_what_has_lost_files_is_fetched_again_as_it_was(
+    hub: Hub, cache: HubCache, monkeypatch: pytest.MonkeyPatch, lost: str
+) -> None:
+    """The same commit with the same bytes, after the branch has moved on. Without a network it is
+    not taken for whole, and the next call tries again."""
+    commit = hub.commit("datasets/org/sums", {"train.jsonl": LINES * 50, "test.jsonl": LINES})
+    folder = cache.fetch(parse("hf://org/sums", HubKind.DATASET))
+    hub.commit("datasets/org/sums", {"train.jsonl": LINES})
+    before = {path: path.read_bytes() for path in folder.rglob("*.arrow")}
+    arrow = sorted(before)[0]
+    match lost:
+        case "a folder":
+            shutil.rmtree(folder)
+        case "a file":
+            arrow.unlink()
+        case "the end of a file":
+            os.truncate(arrow, arrow.stat().st_size - 1)
+        case "the list":
+            contents.list_file(folder).unlink()
+    assert contents.damage(folder)
+    reference = of_folder(folder, cache.folder)
+    assert reference == parse(f"hf://org/sums@{commit}", HubKind.DATASET)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(UnreachableHubError, match="cannot be reached from here"):
+        cache.fetch(reference)
+    assert cache.newest(reference) is None
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    assert cache.fetch(reference) == folder
+    assert {path: path.read_bytes() for path in folder.rglob("*.arrow")} == before
+    assert contents.damage(folder) == ""
+    left = sorted(path.name for path in folder.parent.iterdir())
+    assert left == [commit, f"{commit}.json", "revisions"]
+
+
+@pytest.mark.parametrize(
+    ("home", "subset", "repository"),
+    [
+        ("org--name", None, "org/name"),
+        ("name", None, "name"),
+        ("org--name--main", "main", "org/name"),
+        ("name--a%2Fb", "a/b", "name"),
+        ("org--name--main", None, None),
+        ("a--b--c", "main", None),
+        ("..", None, None),
+    ],
+)
+def test_the_reference_of_a_folder_is_the_one_that_made_it(
+    tmp_path: Path, home: str, subset: str | None, repository: str | None
+) -> None:
+    commit = "0" * 40
+    folder = tmp_path / "datasets" / home / commit
+    found = of_folder(folder, tmp_path, subset)
+    assert (found and found.repository) == repository
+    if found is not None:
+        assert found.folder(tmp_path, commit) == folder
+    assert of_folder(folder / "train", tmp_path, subset) is None
+    assert of_folder(tmp_path / "elsewhere", tmp_path / "runs") is None
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,40 @@ def test_a_trial_keeps_its_commits_and_others_get_the_newest(site: Site) -> None
     assert Path(site.load("dataset.path=hf://org/sums@v2").config.dataset.path).name == other
     site.hub.repositories.clear()
     assert load_settings(paths.config, root=site.root).config == config, "resume needs no hub"
+
+
+def test_a_trial_that_is_resumed_gets_back_what_was_removed(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The commits that it had, although the branches have moved on; where the hub cannot be
+    reached, one message for each folder, and nothing is queued."""
+    config = site.load().config
+    paths = RunPaths.of(site.root, user_name(), "sums", "1")
+    paths.run.mkdir(parents=True)
+    paths.config.write_text(dump(config))
+    site.commit_rows(2)
+    site.hub.commit("models/org/model", {"config.json": "{}", "model.safetensors": "other"})
+    model, rows = Path(str(config.actor.path)), Path(config.dataset.path)
+    (model / "model.safetensors").unlink()
+    shutil.rmtree(rows)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ConfigError) as caught:
+        load_settings(paths.config, root=site.root, resumed=True)
+    messages = {problem.key: problem.message for problem in caught.value.problems}
+    assert messages.keys() == {"actor.path", "dataset.path"}
+    assert messages["actor.path"].startswith(
+        f"{model} is incomplete: model.safetensors missing or cut off, and cannot be fetched "
+        f"again: {site.hub.url}/org/model cannot be reached from here"
+    )
+    assert messages["dataset.path"].startswith(f"{rows} is missing, and cannot be fetched again")
+    planned = load_settings(paths.config, root=site.root, resumed=True, planning=True)
+    assert [problem.key for problem in planned.missing] == ["dataset.path", "actor.path"]
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    assert load_settings(paths.config, root=site.root, resumed=True).config == config
+    assert (model / "model.safetensors").read_text() == "weights"
+    shutil.rmtree(model)
+    assert site.load().config == config, "submit continues the trial with its commits"
+    assert (model / "model.safetensors").read_text() == "weights"
 
 
 def test_what_is_wrong_is_refused_before_anything_is_fetched(site: Site) -> None:
